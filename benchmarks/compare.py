@@ -4,7 +4,6 @@ Each model is one call of ``planner compare``, in a process of its own, into a f
 in the folder's CSV are not computed again; tables and figures are made from the CSV alone.
 """
 
-import argparse
 import os
 import shlex
 import shutil
@@ -12,11 +11,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from benchmarks.command import add_names, command_line
 from benchmarks.compare_summary import summary_text
 from graphs.io.files import write_text
 from graphs.io.formats import write_graph
@@ -24,6 +24,9 @@ from graphs.ir import Graph
 from graphs.synthetic.random_graphs import random_training_step
 from graphs.synthetic.small import training_chain
 from graphs.synthetic.transformer import TransformerSize, transformer
+from planner.report.comparisons import write_report
+from planner.studies.comparison_rows import Row
+from planner.studies.rows import read_rows
 from solvers.registry import SOLVERS
 
 # Their programs grow with the square of the ops: of hundreds of ops they are not even written in the time given.
@@ -68,84 +71,78 @@ ON_CUDA = {
 }
 
 
+_TORCH = "windows,checkpoint-blocks,chen-sqrt,sac,sac-every-second,sac-attention,memory-budget,dtr,dtr-local,msps"
+
+
 @dataclass(frozen=True, slots=True)
-class Comparison:
-    """One call of ``planner compare``: what is compared, and the words after it."""
+class Suite:
+    """Models or graphs, the words of ``planner compare`` after each of them, and whether it measures on this machine."""
 
-    name: str
-    subject: str | Callable[[], Graph]
-    words: tuple[str, ...]
-
-
-def exact() -> Iterator[Comparison]:
-    """Graphs on which the optimum can be set against other exact methods."""
-    for name, make in EXACT.items():
-        yield Comparison(name, make, ("--budgets", "90%,80%,70%,60%", "--time-limit", "60s"))
+    subjects: Mapping[str, str | Callable[[], Graph]]
+    words: str
+    measures: bool = False
 
 
-def h200() -> Iterator[Comparison]:
-    """Models at their real sizes, by simulation."""
-    for name, spec in MODELLED.items():
-        yield Comparison(name, spec, ("--roofline", "h200", "--methods", LARGE, "--time-limit", "2m"))
+SUITES: Mapping[str, Suite] = {
+    # Graphs on which the optimum can be set against other exact methods.
+    "exact": Suite(EXACT, "--budgets 90%,80%,70%,60% --time-limit 60s"),
+    # Models at their real sizes, by simulation.
+    "h200": Suite(MODELLED, f"--roofline h200 --methods {LARGE} --time-limit 2m"),
+    # Small models, measured here.
+    "cpu": Suite(ON_CPU, f"--measure --methods {REPLAYED} --repeats 9 --time-limit 30s", measures=True),
+    # Large models, measured on a GPU; few rows, for its time is dear.
+    "cuda": Suite(
+        ON_CUDA,
+        f"--measure --device cuda --repeats 5 --time-limit 10s --jobs 4 --methods {_TORCH} --budgets 70%,50%",
+        measures=True,
+    ),
+}
 
 
-def cpu() -> Iterator[Comparison]:
-    """Small models, measured here."""
-    for name, spec in ON_CPU.items():
-        yield Comparison(name, spec, ("--measure", "--methods", REPLAYED, "--repeats", "9", "--time-limit", "30s"))
-
-
-def cuda() -> Iterator[Comparison]:
-    """Large models, measured on a GPU; few rows, for its time is dear."""
-    methods = "windows,checkpoint-blocks,chen-sqrt,sac,sac-every-second,sac-attention,memory-budget,dtr,dtr-local,msps"
-    how = ("--measure", "--device", "cuda", "--repeats", "5", "--time-limit", "10s", "--jobs", "4")
-    for name, spec in ON_CUDA.items():
-        yield Comparison(name, spec, (*how, "--methods", methods, "--budgets", "70%,50%"))
-
-
-MEASURED = ("cpu", "cuda")  # suites whose rows are times on this machine
-SUITES: dict[str, Callable[[], Iterator[Comparison]]] = {"exact": exact, "h200": h200, "cpu": cpu, "cuda": cuda}
-
-
-def compare(comparison: Comparison, folder: Path, cluster: str | None = None) -> bool:
-    """Make the rows, tables and figures of one model in `folder`, on a Dask `cluster` if one is named; whether that went well."""
+def compare(subject: str | Callable[[], Graph], words: str, folder: Path) -> bool:
+    """Make the rows, tables and figures of one model in `folder`; return whether that went well."""
     with tempfile.TemporaryDirectory() as place:
-        subject = comparison.subject
         if callable(subject):
-            file = Path(place, f"{comparison.name}.json")
+            file = Path(place, f"{folder.name}.json")
             write_graph(subject(), file)
             subject = str(file)
-        where = () if cluster is None else ("--cluster", cluster)
-        words = ("compare", subject, *comparison.words, *where, "-o", str(folder))
-        print(f"OMP_NUM_THREADS=1 planner {shlex.join(words)}", flush=True)
+        command = ("compare", subject, *words.split(), "-o", str(folder))
+        print(f"OMP_NUM_THREADS=1 planner {shlex.join(command)}", flush=True)
         # One thread: two that wait for each other double what other processes disturb.
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        ended = subprocess.run([sys.executable, "-m", "planner", *words], env=environment, stdout=subprocess.DEVNULL, check=False)
+        ended = subprocess.run([sys.executable, "-m", "planner", *command], env=environment, stdout=subprocess.DEVNULL)
     return ended.returncode == 0
+
+
+def make(suite: str, out: Path, *, fresh: bool, cluster: str | None) -> list[str]:
+    """Make what is missing of a suite; return the comparisons that failed."""
+    if fresh:
+        shutil.rmtree(out / suite, ignore_errors=True)
+    failed, words = [], SUITES[suite].words + ("" if cluster is None else f" --cluster {cluster}")
+    for name, subject in SUITES[suite].subjects.items():
+        began = time.perf_counter()
+        if not compare(subject, words, out / suite / name):
+            failed.append(f"{suite}/{name}")
+        print(f"{suite}/{name}: {time.perf_counter() - began:.0f} s", flush=True)
+    return failed
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Make what is missing; 1 if a comparison failed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--suites", default="exact,h200,cpu", help=f"of {', '.join(SUITES)} (default: %(default)s)")
-    parser.add_argument("--out", type=Path, default=Path("results/compare"), help="where folders are made")
-    parser.add_argument("--fresh", action="store_true", help="make all rows of these suites anew")
+    parser = command_line(__doc__, Row, out="results/compare")
+    add_names(parser, "--suites", SUITES, default="exact,h200,cpu")
     parser.add_argument("--cluster", metavar="ADDRESS", help="of a Dask scheduler, whose workers solve")
     options = parser.parse_args(arguments)
-    suites = options.suites.split(",")
-    if unknown := set(suites) - set(SUITES):
-        parser.error(f"no suite {', '.join(sorted(unknown))}: choose from {', '.join(SUITES)}")
-    if options.cluster is not None and (measured := set(suites).intersection(MEASURED)):
-        parser.error(f"{', '.join(sorted(measured))} measure on this machine, not on a cluster: name other --suites")
+    measured = [suite for suite in options.suites if SUITES[suite].measures]
+    if options.cluster is not None and measured:
+        parser.error(f"{', '.join(measured)} measure on this machine, not on a cluster: name other --suites")
     failed = []
-    for suite in suites:
-        if options.fresh:
-            shutil.rmtree(options.out / suite, ignore_errors=True)
-        for comparison in SUITES[suite]():
-            began = time.perf_counter()
-            if not compare(comparison, options.out / suite / comparison.name, options.cluster):
-                failed.append(f"{suite}/{comparison.name}")
-            print(f"{suite}/{comparison.name}: {time.perf_counter() - began:.0f} s", flush=True)
+    for suite in options.suites:
+        if options.tables_only:
+            for file in sorted((options.out / suite).glob("*/rows.csv")):
+                write_report(read_rows(file, Row), file.parent)
+        else:
+            failed += make(suite, options.out, fresh=options.fresh, cluster=options.cluster)
     write_text(options.out / "summary.md", summary_text(options.out))
     if failed:
         print(f"failed: {', '.join(failed)}", file=sys.stderr)

@@ -4,9 +4,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from planner.report.comparisons import LEGEND, IsoMemoryPair, cell_text, iso_memory_pairs, simulated_table
-from planner.report.tables import as_markdown
 from planner.studies.best import HEURISTICS, NOT_TRIED, best_measured, best_schedule, kind_of, of_kind, why_none, why_not_measured
-from planner.studies.comparison_rows import Row, read_rows, simulated
+from planner.studies.comparison_rows import Row, simulated
+from planner.studies.rows import read_rows
+from planner.studies.tables import as_markdown
 
 BUDGETS = ("70%", "50%")
 METHODS = ("windows", "checkpoint-blocks", "chen-sqrt", "chen-greedy", "rotor", "sac", "memory-budget")
@@ -59,7 +60,7 @@ def summary_text(folder: Path) -> str:
 
 
 def _models(folder: Path) -> dict[str, list[Row]]:
-    return {file.parent.name: read_rows(file) for file in sorted(folder.glob("*/rows.csv"))}
+    return {file.parent.name: read_rows(file, Row) for file in sorted(folder.glob("*/rows.csv"))}
 
 
 def _overheads(name: str, rows: Sequence[Row], budget: str) -> tuple[str, ...]:

@@ -7,24 +7,25 @@ out where transformers is not installed.
 
 import gc
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
+from statistics import median
 
 import torch
 
-from benchmarks.common import columns_of, command_line, one_thread, write
-from benchmarks.compiled_case import Settings, compare_compiled
-from benchmarks.compiled_rows import Row
-from benchmarks.compiled_table import table
-from benchmarks.models import of_huggingface as hf
+from benchmarks.command import carry_out, command_line, one_thread
+from benchmarks.compiled_case import ATEN, OURS, REFERENCE, Row, Settings, compare_compiled
+from benchmarks.models import huggingface_models as hf
+from graphs.units import format_bytes, format_seconds
 from planner import options
 from planner.models import Workload, build
-from planner.studies.rows import read_rows, write_csv
+from planner.studies.experiment import Study
+from planner.studies.rows import listed
+from planner.studies.tables import Column, as_markdown, bullets, by, markdown
 from planner.torch_private.core import pytree
 
-COLUMNS = columns_of(Row)
 _GPT2 = partial(build, "gpt2", layers=4, width=64, heads=4, vocab=500, batch=8, seq=128)
 
 # At sizes of which a step takes 10 to 100 ms on one thread.
@@ -47,18 +48,16 @@ HUGGING_FACE: dict[str, Callable[[], Workload]] = {
 MODELS = ZOO | HUGGING_FACE
 
 
-def measure(name: str, settings: Settings, device: torch.device) -> list[Row]:
-    """The rows of one model; what was compiled for it is forgotten."""
+def measure(name: str, known: Sequence[Row], *, settings: Settings, device: torch.device) -> list[Row]:
+    """Return the rows of one model; what was compiled for it is forgotten."""
     torch.manual_seed(settings.seed)
-    rows = compare_compiled(_moved(MODELS[name](), device), name, settings, on_row=_say)
+    workload = MODELS[name]()
+    batch = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), workload.batch)
+    workload = workload._replace(model=workload.model.to(device), batch=batch)
+    rows = compare_compiled(workload, name, settings, on_row=_say)
     torch.compiler.reset()
     gc.collect()
     return rows
-
-
-def _moved(workload: Workload, device: torch.device) -> Workload:
-    batch = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), workload.batch)
-    return workload._replace(model=workload.model.to(device), batch=batch)
 
 
 def _say(row: Row) -> None:
@@ -66,28 +65,157 @@ def _say(row: Row) -> None:
     print(f"{row.model}: {row.method} {row.budget}: {found}", file=sys.stderr, flush=True)
 
 
-def main(words: Sequence[str] | None = None) -> None:
+# What a plan over Inductor's kernels is to reach.
+_MISPREDICTED = 0.01  # of the measured peak
+_SLOWER = 0.02  # at the reference's peak, of its time
+
+_METHODS = {OURS: "Inductor's kernels", ATEN: "ATen's ops"}
+_CAPTION = """\
+Step times as multiples of `torch.compile`'s, medians of those in the same turns. Budgets are shares of its measured peak; what is
+infeasible says which share is known to do. Behind a time: how Inductor compiled the kernels, where not as `torch.compile` does;
+and how loss and gradients compare, where not identical, with eager PyTorch's for ATen's ops, else with `torch.compile`'s.
+"""
+_PEAKS_CAPTION = """\
+Each setting of `activation_memory_budget`, and the plan over Inductor's kernels within what it was measured to take.
+"""
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Return what is reached in all, each method at each budget, and plans within the peaks of PyTorch's Memory Budget API."""
+    return "\n".join(
+        (
+            bullets(summary(rows)),
+            "## Plans at shares of torch.compile's peak\n",
+            _CAPTION,
+            as_markdown(list(_budgets(rows))),
+            "## At the Memory Budget API's own peaks\n",
+            _PEAKS_CAPTION,
+            markdown(_peaks(rows), _PEAKS),
+        )
+    )
+
+
+def summary(rows: Sequence[Row]) -> Iterator[str]:
+    """Yield what plans over Inductor's kernels reach in all, and what each misses."""
+    ours = [row for row in rows if row.method == OURS and row.measured_peak_bytes is not None]
+    counted = f"of {len(ours)} plans over Inductor's kernels"
+    over = [row for row in ours if (row.measured_peak_bytes or 0) > (row.budget_bytes or 0)]
+    yield f"{counted}, {len(over)} take more than their budget{_named(over)}"
+    errors = {row: row.misprediction or 0.0 for row in ours}
+    far = [row for row, error in errors.items() if error > _MISPREDICTED]
+    exact = sum(error == 0 for error in errors.values())
+    yield (
+        f"{counted}, {len(ours) - len(far)} have a measured peak within {_MISPREDICTED:.0%} of the predicted one, {exact} to the "
+        f"byte{_named(far)}"
+    )
+    other = [row for row in ours if row.bits != "identical"]
+    yield f"{counted}, {len(ours) - len(other)} have the loss and gradients of torch.compile to the last bit{_named(other)}"
+    whole = [row for row in ours if row.budget == "100%" and row.ratio is not None]
+    slow = [row for row in whole if (row.ratio or 0.0) > 1 + _SLOWER]
+    yield f"at torch.compile's own peak: {_spread(row.ratio for row in whole)} of its time{_named(slow)}"
+    peers = [row for row in ours if row.peer_ratio is not None]
+    slow = [row for row in peers if (row.peer_ratio or 0.0) > 1]
+    yield f"at the Memory Budget API's peaks: {_spread(row.peer_ratio for row in peers)} of its time{_named(slow)}"
+    none = [row for row in rows if row.method == OURS and row.peer and row.measured_peak_bytes is None]
+    yield f"at the Memory Budget API's peaks: {len(none)} without a plan{_named(none)}"
+    baselines = [row for row in rows if row.method.startswith("memory-budget")]
+    wrong = [row for row in baselines if row.bits == "wrong" or row.error]
+    yield f"of {len(baselines)} runs of the Memory Budget API, {len(wrong)} fail or compute other gradients{_named(wrong)}"
+
+
+def _spread(ratios: Iterable[float | None]) -> str:
+    known = [ratio for ratio in ratios if ratio is not None]
+    return f"median {median(known):.3f}x, worst {max(known):.3f}x" if known else "nothing measured"
+
+
+def _named(rows: Sequence[Row]) -> str:
+    named = (f"{row.model} {row.budget or row.method}" for row in rows)
+    return f" ({', '.join(named)})" if rows else ""
+
+
+def _budgets(rows: Sequence[Row]) -> Iterator[tuple[str, ...]]:
+    """Yield a line for each model and method, with a cell for each budget."""
+    budgets = list(dict.fromkeys(row.budget for row in rows if row.budget and not row.peer))
+    yield ("model", REFERENCE, "kernels", *budgets)
+    for model, own in by(rows, "model").items():
+        methods = by(own, "method")
+        (reference,) = methods[REFERENCE]
+        taken = _taken(reference) if reference.time_s is not None else reference.error
+        for method in [method for method in _METHODS if method in methods]:
+            found = {row.budget: row for row in methods[method]}
+            yield (model, taken, _METHODS[method], *(_cell(found[b], reference) if b in found else "" for b in budgets))
+        if not _METHODS.keys() & methods.keys():
+            yield (model, taken, "none", *("" for _ in budgets))
+
+
+def _taken(row: Row) -> str:
+    return f"{format_seconds(row.time_s or 0.0)}, {format_bytes(row.measured_peak_bytes or 0)}"
+
+
+def _cell(row: Row, reference: Row) -> str:
+    if row.ratio is None:
+        if row.least_bytes is None:
+            return row.error
+        return f"infeasible, needs {row.least_bytes / (reference.measured_peak_bytes or 1):.1%}"
+    kernels = f" {row.variant}" if row.variant not in ("", "default") else ""
+    return f"{row.ratio:.3f}x{kernels}{'' if row.bits == 'identical' else f' ({row.bits})'}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Peak:
+    """A setting of the Memory Budget API, the reference, and the plan for as much memory; None where the setting does not run."""
+
+    row: Row
+    reference: Row
+    plan: Row | None
+
+
+def _peaks(rows: Sequence[Row]) -> Iterator[_Peak]:
+    found = {(row.model, row.peer or row.method): row for row in rows if row.peer or row.method == REFERENCE}
+    for row in rows:
+        if row.method.startswith("memory-budget"):
+            yield _Peak(row, found[row.model, REFERENCE], found.get((row.model, row.method)))
+
+
+def _of_peak(title: str, value: Callable[[_Peak], object], form: str | None = None) -> Column:
+    """Return a column of what is known where the setting and a plan for its peak ran."""
+    return Column(title, lambda peak: None if peak.row.ratio is None or peak.plan is None else value(peak), form)
+
+
+_PEAKS = (
+    Column("model", "row.model"),
+    Column("setting", lambda peak: peak.row.method.split()[1]),
+    Column("peak", lambda peak: peak.row.error if peak.row.ratio is None else format_bytes(peak.row.measured_peak_bytes or 0)),
+    _of_peak(
+        "of torch.compile's", lambda peak: peak.row.measured_peak_bytes / (peak.reference.measured_peak_bytes or 1), "{:.1%}"
+    ),
+    _of_peak("time", lambda peak: peak.row.ratio, "{:.3f}x"),
+    _of_peak("gradients", lambda peak: peak.row.bits),
+    _of_peak("plan's time", lambda peak: _cell(peak.plan, peak.reference)),
+    _of_peak("plan over it", lambda peak: peak.plan.peer_ratio, "{:.3f}x"),
+    _of_peak("gap", lambda peak: peak.plan.gap, "{:z.2%}"),
+    _of_peak("planned in", lambda peak: peak.plan.plan_s, "{:.0f} s"),
+    _of_peak("of it compiled in", lambda peak: peak.plan.compile_s, "{:.0f} s"),
+)
+
+
+def main(words: Sequence[str] | None = None) -> int:
     """Measure the models that are not there; write rows and table."""
-    parser = command_line(__doc__, models=MODELS, out="results/compiled")
+    parser = command_line(__doc__, Row, models=MODELS, out="results/compiled")
     best = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", choices=("cpu", "cuda"), default=best, help="where to train (default here: %(default)s)")
     parser.add_argument("--repeats", type=options.count, default=31, help="turns that are timed (default: %(default)s)")
-    parser.add_argument("--fresh", action="store_true", help="make the rows of these models anew")
     arguments = parser.parse_args(words)
     one_thread()
-    settings = Settings(repeats=arguments.repeats)
-    rows = read_rows(arguments.out / "rows.csv", Row)
-    for name in arguments.models:
-        if not arguments.fresh and any(row.model == name for row in rows):
-            continue
-        if name in HUGGING_FACE and find_spec("transformers") is None:
+    models = list(arguments.models)
+    if find_spec("transformers") is None:
+        for name in HUGGING_FACE.keys() & arguments.models:
+            models.remove(name)
             print(f"{name} is left out: transformers is not installed (pip install transformers)", file=sys.stderr)
-            continue
-        made = measure(name, settings, torch.device(arguments.device))
-        rows = sorted([*(row for row in rows if row.model != name), *made], key=lambda row: tuple(MODELS).index(row.model))
-        write_csv(arguments.out / "rows.csv", COLUMNS, map(asdict, rows))
-    write(arguments.out, COLUMNS, map(asdict, rows), table(rows))
+    run = partial(measure, settings=Settings(repeats=arguments.repeats), device=torch.device(arguments.device))
+    study = Study(Row, run, order=listed(model=MODELS), pages={"table.md": table})
+    return carry_out(study, arguments, {(name,): name for name in models})
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

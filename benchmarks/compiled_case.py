@@ -9,28 +9,64 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
-import torch
-
 import planner
-from benchmarks.compiled_rows import ATEN, OURS, PEAK_OF, REFERENCE, Row
 from benchmarks.kept_captures import KeptCaptures
 from graphs.errors import BudgetError, LimitError, PlannerError
 from graphs.units import format_bytes
 from planner import tracing
-from planner.capture.options.in_place import IN_PLACE
+from planner.capture.options.in_place.find import IN_PLACE
 from planner.capture.options.traced import with_traced
 from planner.models import Workload
-from planner.runtime.machine import commit
-from planner.runtime.measure import device_name
 from planner.settings import TraceSettings
 from planner.solving import order_for
 from planner.studies.baselines import Method, memory_budget, torch_compile
 from planner.studies.measured import Benchmark, Measured
+from planner.studies.rows import Made, column, key, provenance, text, value
 from planner.training.step import PlannedStep
 from solvers.clock import WallClock
 from solvers.least import least_budget
 
+REFERENCE = "torch.compile"
+OURS = "planner inductor"
+ATEN = "planner eager"
+PEAK_OF = "peak of "  # begins the budget that is what another method was measured to take
 _LEAST_S = 5.0  # for finding the least budget that would do, of each graph
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row(Made):
+    """One method at one budget."""
+
+    model: str = key()
+    method: str = key("torch.compile, planner inductor, planner eager, or a name in planner.studies.baselines")
+    budget: str = key("a share of the reference's peak, or the peak of a method; empty for what is given none")
+    budget_bytes: int | None = value("the same, static bytes included")
+    predicted_peak_bytes: int | None = value("of the plan")
+    measured_peak_bytes: int | None = value("of tensors and workspaces (CUDA: allocated), static bytes included")
+    time_s: float | None = value("median of a forward and backward pass")
+    ratio: float | None = value("median of the multiples of the reference's time in the same turn")
+    peer_ratio: float | None = value("the same of the method whose peak the budget is")
+    variant: str = text("of Inductor's kernels")
+    gap: float | None = value("of the plan")
+    plan_s: float | None = value("to make it, on this machine's caches of compiled kernels")
+    compile_s: float | None = value("of these, to capture the step and compile its kernels, of all variants that were tried")
+    least_bytes: int | None = value("the least budget that a schedule is known for, where none was found")
+    bits: str = text("of loss and gradients: beside eager PyTorch's for ATen's ops, beside the reference's for others")
+    error: str = text("why there is no plan, or why it does not run")
+    repeats: int | None = value("turns that were timed")
+    seed: int = column("of weights, batch, and random numbers")
+
+    @property
+    def peer(self) -> str:
+        """The method whose peak the budget is; empty where it is none's."""
+        return self.budget.removeprefix(PEAK_OF) if self.budget.startswith(PEAK_OF) else ""
+
+    @property
+    def misprediction(self) -> float | None:
+        """How far the predicted peak is from the measured one, as a fraction of the latter."""
+        if self.predicted_peak_bytes is None or self.measured_peak_bytes is None:
+            return None
+        return abs(self.predicted_peak_bytes / self.measured_peak_bytes - 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +89,7 @@ class Settings:
 
 
 def compare_compiled(workload: Workload, name: str, settings: Settings, *, on_row: Callable[[Row], None]) -> list[Row]:
-    """The rows of one model; the reference alone, with its error, where ``torch.compile`` does not run.
+    """Return the rows of one model; the reference alone, with its error, where ``torch.compile`` does not run.
 
     Args:
         workload: real tensors; its model in the mode it is trained in.
@@ -92,29 +128,7 @@ class _Comparison:
         self._least: dict[str, int] = {}
         device = next(workload.model.parameters()).device
         self.on_cuda = device.type == "cuda"
-        self._blank = Row(
-            model=name,
-            method="",
-            budget="",
-            budget_bytes=None,
-            predicted_peak_bytes=None,
-            measured_peak_bytes=None,
-            time_s=None,
-            ratio=None,
-            peer_ratio=None,
-            variant="",
-            gap=None,
-            plan_s=None,
-            compile_s=None,
-            least_bytes=None,
-            bits="",
-            error="",
-            repeats=None,
-            seed=settings.seed,
-            machine=device_name(device),
-            commit=commit(),
-            torch=torch.__version__,
-        )
+        self._blank = Row(model=name, method="", budget="", seed=settings.seed, **provenance(device))
 
     def enter(self, method: Method) -> Row:
         """Run what PyTorch has itself."""
@@ -134,7 +148,7 @@ class _Comparison:
         self._add(replace(row, budget=budget), name)
 
     def timed(self) -> list[Row]:
-        """All rows, with the times of what runs: the reference, and all for one budget, take turns."""
+        """Return all rows, with the times of what runs: the reference, and all for one budget, take turns."""
         rows = [row for row, _ in self._rows]
         groups: dict[str, list[int]] = {}
         for i, row in enumerate(rows):
@@ -176,7 +190,7 @@ class _Comparison:
         return _with(row, self._benchmark.enter(_as_method(name, step))), name
 
     def _least_bytes(self, method: str) -> int:
-        """The least budget that a schedule of any of the graphs of `method` is found for in some seconds."""
+        """Return the least budget that a schedule of any of the graphs of `method` is found for in some seconds."""
         if method not in self._least:
             captures = self._models[method].captures.values()
             timed = (tracing.profiled(captured, self._workload, TraceSettings(passes=1)) for captured in captures)
@@ -191,7 +205,7 @@ def _as_method(name: str, step: PlannedStep) -> Method:
 
 
 def _timed(row: Row, own: Sequence[float], times: Mapping[str, Sequence[float]]) -> Row:
-    """`row` with its `own` times; others on the machine disturb all steps of a turn alike, so ratios are taken there."""
+    """Return `row` with its `own` times; others on the machine disturb all steps of a turn alike, so ratios are taken there."""
 
     def ratio(other: str) -> float:
         return median(one / others for one, others in zip(own, times[other], strict=True))

@@ -10,30 +10,43 @@ import copy
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate
+from pathlib import Path
+from statistics import median
 
 import torch
 
 from benchmarks.all_compressed import all_compressed
-from benchmarks.common import columns_of, command_line, exit_code, one_thread, provenance, write
-from benchmarks.compression_table import BITS, EXACT, OTHER_WEIGHTS, Row, failures, plot, table
+from benchmarks.command import carry_out, command_line, one_thread
 from benchmarks.training_loop import Loop, Recipe
 from graphs.options import without_options
 from graphs.options.compress import VARIANCE
 from graphs.schedule import Schedule, keep_everything
 from graphs.simulate import simulate
+from graphs.units import format_ratio
 from planner import options, tracing
 from planner.capture.lowering.lower import Capture
 from planner.capture.options import with_options
 from planner.capture.signature import Batch
 from planner.capture.step import TrainingStep
 from planner.models import Workload, build
+from planner.report.plots import COLORS, new_figure, save_figure
 from planner.runtime import measure
 from planner.runtime.executor import Executor
 from planner.runtime.pool_memory import measured_peak
 from planner.settings import TraceSettings
+from planner.studies.experiment import Study
+from planner.studies.rows import Made, column, key, listed, provenance
+from planner.studies.tables import ALL, Column, SideBySide, by, markdown, side_by_side
 
+EXACT = "exact"
+BITS = ("8", "4")
+OTHER_WEIGHTS = "exact, from other weights"  # what chance comes to
+_COLORS = (COLORS["whole"], COLORS["ours"], COLORS["second"], COLORS["third"])
+_STYLES = ("-", "-", "-", ":")
+WINDOW = 20  # steps that a smoothed loss is the mean of
 _VOCAB, _PERIOD = 64, 4
 _CLASSES, _NOISE = 10, 3.0
 
@@ -83,15 +96,28 @@ CASES = {
 }
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row(Made):
+    """One step of one curve, beside the same step of the exact one."""
+
+    model: str = key()
+    bits: str = key("in which all that can be is kept compressed, or: exact, from other weights")
+    step: int = key("counted from 0")
+    loss: float = column("before the step, as exact_loss")
+    exact_loss: float = column()
+    time_s: float = column("of forward and backward pass, in turn with exact_s")
+    exact_s: float = column()
+    predicted_peak_bytes: int = column("of a step, as simulated; static bytes included")
+    peak_bytes: int = column("as measured")
+    exact_peak_bytes: int = column("measured, of the step that keeps everything")
+    predicted_error: float = column("of the gradients of the first step, as a part of their norm")
+    error: float = column("as measured")
+    seed: int = column("of weights, batches and random state")
+
+
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """One way to keep what the backward pass reads.
-
-    Attributes:
-        loop: at its beginning.
-        predicted_peak_bytes, peak_bytes: of a step, as simulated and as measured; static bytes included.
-        predicted_error, error: of the gradients of the first step, as a part of their norm, as predicted and as measured.
-    """
+    """One way to keep what the backward pass reads: the loop at its beginning, and what rows say of all of its steps."""
 
     loop: Loop
     predicted_peak_bytes: int
@@ -100,20 +126,18 @@ class Curve:
     error: float
 
 
-def curves(name: str, case: Case, steps: int, seed: int) -> Iterator[Row]:
-    """The rows of one model, `steps` for each of BITS and OTHER_WEIGHTS."""
+def train(case: tuple[str, Case], known: Sequence[Row], *, steps: int, seed: int) -> Iterator[Row]:
+    """Yield the rows of one model, `steps` for each of BITS and OTHER_WEIGHTS."""
+    name, learned = case
     torch.manual_seed(seed)
-    workload = case.recipe.make()
-    data = list(case.data(workload.batch, steps, seed))
-    workload = workload._replace(batch=data[0])
-    begun = begin(workload, case.recipe, seed)
+    workload = learned.recipe.make()
+    data = list(learned.data(workload.batch, steps, seed))
+    begun = begin(workload._replace(batch=data[0]), learned.recipe, seed)
     turns = [{bits: curve.loop.timed(batch) for bits, curve in begun.items()} for batch in data]
-    exact = begun[EXACT]
     for bits in (*BITS, OTHER_WEIGHTS):
         curve = begun[bits]
         for step, turn in enumerate(turns):
-            loss, time_s, _ = turn[bits]
-            exact_loss, exact_s, _ = turn[EXACT]
+            (loss, time_s, _), (exact_loss, exact_s, _) = turn[bits], turn[EXACT]
             yield Row(
                 model=name,
                 bits=bits,
@@ -124,7 +148,7 @@ def curves(name: str, case: Case, steps: int, seed: int) -> Iterator[Row]:
                 exact_s=exact_s,
                 predicted_peak_bytes=curve.predicted_peak_bytes,
                 peak_bytes=curve.peak_bytes,
-                exact_peak_bytes=exact.peak_bytes,
+                exact_peak_bytes=begun[EXACT].peak_bytes,
                 predicted_error=curve.predicted_error,
                 error=curve.error,
                 seed=seed,
@@ -133,7 +157,7 @@ def curves(name: str, case: Case, steps: int, seed: int) -> Iterator[Row]:
 
 
 def begin(workload: Workload, recipe: Recipe, seed: int) -> dict[str, Curve]:
-    """The curves of BITS, EXACT and OTHER_WEIGHTS, each with a model of its own; `workload` has the first batch."""
+    """Return the curves of BITS, EXACT and OTHER_WEIGHTS, each with a model of its own; `workload` has the first batch."""
     captured = tracing.capture_profiled(workload, TraceSettings(optimizer=recipe.optimizer, passes=1, options=("compress",)))
     program = without_options(captured.graph)
     offered = with_options(captured.graph, ["compress:1"])  # the loosest limit: each form is within it
@@ -162,21 +186,113 @@ def begin(workload: Workload, recipe: Recipe, seed: int) -> dict[str, Curve]:
 
 
 def executor(capture: Capture, schedule: Schedule, workload: Workload) -> Executor:
-    """What runs `schedule` with the model of `workload`."""
+    """Return what runs `schedule` with the model of `workload`."""
     return Executor(capture, schedule, workload.model, workload.loss_fn)
 
 
+def smoothed(losses: Sequence[float]) -> list[float]:
+    """Return the mean of the last WINDOW losses at each step from which on there are so many; of all where there never are."""
+    count = min(WINDOW, len(losses))
+    sums = [0.0, *accumulate(losses)]
+    return [(sums[end] - sums[end - count]) / count for end in range(count, len(sums))]
+
+
+def largest_difference(curve: Sequence[Row]) -> float:
+    """Return the most that the smoothed loss is from the smoothed exact one, as a part of that."""
+    pairs = zip(smoothed([row.loss for row in curve]), smoothed([row.exact_loss for row in curve]), strict=True)
+    return max(abs(loss - exact) / exact for loss, exact in pairs)
+
+
+def label(bits: str) -> str:
+    """Return what a curve is called."""
+    return f"{bits} bits" if bits in BITS else bits
+
+
+def failures(rows: Sequence[Row]) -> list[str]:
+    """Return what must not be, a line each: a first loss that is not the exact one, and losses that are no finite numbers."""
+    said = []
+    for (model, bits), curve in by(rows, "model", "bits").items():
+        first, name = curve[0], f"{model}, {label(bits)}"
+        if bits in BITS and first.loss != first.exact_loss:
+            said.append(f"{name}: the loss of the first step is {first.loss}, but exactly {first.exact_loss}")
+        said += [f"{name}: the loss of step {row.step} is {row.loss}" for row in curve if not math.isfinite(row.loss)]
+    return said
+
+
+_HEAD = f"""\
+Each op is executed once, and all that can be kept compressed is, in so many bits, behind its last reader of the forward pass: \
+schedules made so (`benchmarks/all_compressed.py`), not plans, which on a CPU would rarely keep anything so. The exact step \
+keeps everything. All curves of a model have the same data, initial weights and random state, but for one more exact one that \
+begins at other weights: its difference is what chance comes to. Peaks are measured, with parameters, gradients and optimizer \
+state. Gradient errors are the norm of the difference of all gradients at the first step, as a part of their norm. Losses are \
+means of {WINDOW} steps, with the exact curve's in brackets; the largest difference is that of these means at any step, as a \
+part of the exact one. Times are those of forward and backward pass, as multiples of the exact step's in the same turn.
+"""
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Return a line for each model and bits, and what they were made with."""
+    one, steps = rows[0], max(row.step for row in rows) + 1
+    ends = sorted({-(-steps * third // 3) for third in (1, 2, 3)})
+    columns = (
+        "model",
+        Column("kept in", lambda row: label(row.bits)),
+        Column("exact peak", "exact_peak_bytes"),
+        Column("peak", "peak_bytes"),
+        Column("of exact peak", lambda row: row.peak_bytes / row.exact_peak_bytes, format_ratio),
+        Column("gradient error predicted", lambda row: row.predicted_error if row.bits in BITS else None, "{:.4f}"),
+        Column("measured", lambda row: row.error if row.bits in BITS else None, "{:.4f}"),
+        *(Column(f"loss after {end}", partial(_loss_after, end), at=ALL) for end in ends),
+        Column("largest difference", lambda curve: largest_difference(list(curve.values())), format_ratio, at=ALL),
+        Column("time", lambda curve: median(row.time_s / row.exact_s for row in curve.values()), "{:.2f}x", at=ALL),
+    )
+    about = f"{steps} steps of AdamW from seed {one.seed}; {one.machine}; torch {one.torch}; commit {one.commit}.\n"
+    return "\n".join((_HEAD, markdown(side_by_side(rows, "step", "model", "bits"), columns), about))
+
+
+def _loss_after(end: int, curve: SideBySide[Row]) -> str:
+    part = list(curve.values())[:end]
+    loss, exact = (smoothed([getattr(row, name) for row in part])[-1] for name in ("loss", "exact_loss"))
+    return f"{loss:.3f} ({exact:.3f})"
+
+
+def plot(rows: Sequence[Row], path: Path) -> None:
+    """Draw the smoothed losses of each model, exact and in each number of bits.
+
+    Raises:
+        PlannerError: matplotlib is not installed.
+    """
+    figure = new_figure()
+    models = by(rows, "model")
+    for (model, own_rows), axes in zip(models.items(), figure.subplots(1, len(models), squeeze=False)[0], strict=True):
+        own = by(own_rows, "bits")
+        losses = {EXACT: [row.exact_loss for row in next(iter(own.values()))]}
+        losses |= {label(bits): [row.loss for row in curve] for bits, curve in own.items()}
+        for (name, values), color, style in zip(losses.items(), _COLORS, _STYLES, strict=False):
+            means, last = smoothed(values), len(values)
+            axes.plot(range(last - len(means) + 1, last + 1), means, linewidth=1.2, color=color, linestyle=style, label=name)
+        axes.set(title=model, xlabel="steps", ylabel=f"loss, mean of {WINDOW} steps")
+        axes.set_ylim(bottom=0)
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
+    save_figure(figure, path)
+
+
 def main(words: Sequence[str] | None = None) -> int:
-    """Train all models; write rows, table and figure. 1 if a loss is not what it must be."""
-    parser = command_line(__doc__, models=CASES, out="results/compression")
+    """Train the models that are missing; write rows, table and figure. 1 if a loss is not what it must be."""
+    parser = command_line(__doc__, Row, models=CASES, out="results/compression")
     parser.add_argument("--steps", type=options.count, default=300, help="of each curve (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of weights, data and random state (default: %(default)s)")
     arguments = parser.parse_args(words)
     one_thread()
-    rows = [row for name in arguments.models for row in curves(name, CASES[name], arguments.steps, arguments.seed)]
-    write(arguments.out, columns_of(Row), map(asdict, rows), table(rows))
-    plot(rows, arguments.out / "curves.png")
-    return exit_code(failures(rows))
+    study = Study(
+        Row,
+        partial(train, steps=arguments.steps, seed=arguments.seed),
+        order=listed(model=CASES),
+        pages={"table.md": table},
+        figures={"curves.png": plot},
+        failures=failures,
+    )
+    return carry_out(study, arguments, {(name,): (name, CASES[name]) for name in arguments.models})
 
 
 if __name__ == "__main__":

@@ -5,25 +5,30 @@ turns; ratios are medians of those within a turn, so that what disturbs the mach
 to check, before each step, that all is as it was planned for.
 """
 
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from statistics import median
 
 import torch
 
-from benchmarks.common import PROVENANCE, command_line, one_thread, provenance, write
+from benchmarks.command import carry_out, command_line, one_thread
 from graphs.schedule import keep_everything
 from graphs.units import format_seconds
-from planner.capture.frontend.unchanged import unchanged
+from planner import options
+from planner.capture.frontend.preserved_state import preserve_training_state
 from planner.capture.signature import Batch, call
 from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
-from planner.models import Workload, build
-from planner.report.tables import as_markdown
+from planner.models import build
 from planner.runtime.executor import Executor
 from planner.runtime.measure import Step, loss_of, turn_times
 from planner.studies.baselines import own_code
+from planner.studies.experiment import Study
+from planner.studies.rows import Made, column, key, listed, provenance
+from planner.studies.tables import Column, markdown
 
 # Those of results/compare/cpu, and the convolutional ones at sizes whose ops take longer.
 MODELS = {
@@ -35,40 +40,50 @@ MODELS = {
     "mobilenet_v2": partial(build, "mobilenet_v2", multiplier=0.25, size=64, classes=10, batch=16, dropout=0),
     "mobilenet_v2-wide": partial(build, "mobilenet_v2", multiplier=0.5, size=96, classes=10, batch=16, dropout=0),
 }
-COLUMNS = ("model", "ops", "eager_s", "executor_ratio", "lite_ratio", "check_s", "repeats", *PROVENANCE)
 _CHECKS = 500
 
 
-def measure(name: str, workload: Workload, repeats: int) -> dict[str, object]:
-    """One row."""
-    model, loss_fn, batch = workload
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row(Made):
+    """A model."""
+
+    model: str = key()
+    ops: int = column("of the captured step")
+    eager_s: float = column("a step of eager PyTorch")
+    executor_ratio: float = column("steps of the executor, as multiples of eager PyTorch's")
+    lite_ratio: float | None = column('the same of torch.compile(mode="lite"); unknown where it fails')
+    check_s: float = column("to look, before each step, whether all is as it was planned for")
+    repeats: int = column("steps that are timed of each")
+
+
+def measure(name: str, known: Sequence[Row], *, repeats: int) -> Iterator[Row]:
+    """Yield the row of a model."""
+    torch.manual_seed(0)
+    model, loss_fn, batch = MODELS[name]()
     captured = capture(model, loss_fn, batch)
     eager = TrainingStep(model, loss_fn)
     executor = Executor(captured, keep_everything(captured.graph), model, loss_fn)
     steps: dict[str, Step] = {"eager": eager, "executor": executor}
     lite = torch.compile(own_code(eager), mode="lite", dynamic=False, fullgraph=True)
-    with unchanged(model, batch):
+    with preserve_training_state(model, batch):
         if runs(lite, batch):
             steps["lite"] = lite
         times = turn_times(steps, batch, parameters=list(model.parameters()), repeats=repeats)
-
-    def ratio(step: str) -> float | None:
-        return median(own / other for own, other in zip(times[step], times["eager"], strict=True)) if step in times else None
-
-    return {
-        "model": name,
-        "ops": len(captured.graph.ops),
-        "eager_s": median(times["eager"]),
-        "executor_ratio": ratio("executor"),
-        "lite_ratio": ratio("lite"),
-        "check_s": check_seconds(executor, batch),
-        "repeats": repeats,
+    ratios = {step: median(a / b for a, b in zip(times[step], times["eager"], strict=True)) for step in steps}
+    yield Row(
+        model=name,
+        ops=len(captured.graph.ops),
+        eager_s=median(times["eager"]),
+        executor_ratio=ratios["executor"],
+        lite_ratio=ratios.get("lite"),
+        check_s=check_seconds(executor, batch),
+        repeats=repeats,
         **provenance(),
-    }
+    )
 
 
 def check_seconds(executor: Executor, batch: Batch) -> float:
-    """How long the executor looks, before each step, whether all is as it was planned for: guards and batch; the median."""
+    """Return how long the executor looks at guards and batch before each step; the median."""
     times = []
     for _ in range(_CHECKS):
         start = time.perf_counter()
@@ -78,7 +93,7 @@ def check_seconds(executor: Executor, batch: Batch) -> float:
 
 
 def runs(step: Step, batch: Batch) -> bool:
-    """Whether PyTorch's own mode gets through a step: on ResNet it does not (torch 2.13), for it expects other strides."""
+    """Return whether PyTorch's own mode gets through a step: on ResNet it does not (torch 2.13), for it expects other strides."""
     try:
         loss_of(call(step, batch)).backward()
     except AssertionError as error:
@@ -87,28 +102,30 @@ def runs(step: Step, batch: Batch) -> bool:
     return True
 
 
-def table(rows: Sequence[dict[str, object]]) -> str:
-    """Step times as multiples of eager PyTorch's."""
-    cells = [("model", "ops", "eager step", "per op", "executor", 'torch.compile(mode="lite")', "guards, each step")]
-    for row in rows:
-        eager_s, ops = float(str(row["eager_s"])), int(str(row["ops"]))
-        found = [row[column] for column in ("executor_ratio", "lite_ratio")]
-        ratios = ["fails" if ratio is None else f"{float(str(ratio)):.3f}x" for ratio in found]
-        check = f"{float(str(row['check_s'])) * 1e6:.0f} µs"
-        cells.append((str(row["model"]), str(ops), format_seconds(eager_s), format_seconds(eager_s / ops), *ratios, check))
-    return as_markdown(cells)
+TABLE = (
+    *("model", "ops"),
+    Column("eager step", "eager_s"),
+    Column("per op", lambda row: row.eager_s / row.ops, format_seconds),
+    Column("executor", "executor_ratio"),
+    Column('torch.compile(mode="lite")', "lite_ratio", missing="fails"),
+    Column("guards, each step", lambda row: row.check_s * 1e6, "{:.0f} µs"),
+)
 
 
-def main(words: Sequence[str] | None = None) -> None:
-    """Measure all models; write rows and table."""
-    parser = command_line(__doc__, models=MODELS, out="results/executor")
-    parser.add_argument("--repeats", type=int, default=40, help="steps timed of each (default: %(default)s)")
+def main(words: Sequence[str] | None = None) -> int:
+    """Measure what is missing; write rows and table."""
+    parser = command_line(__doc__, Row, models=MODELS, out="results/executor")
+    parser.add_argument("--repeats", type=options.count, default=40, help="steps timed of each (default: %(default)s)")
     arguments = parser.parse_args(words)
     one_thread()
-    torch.manual_seed(0)
-    rows = [measure(name, MODELS[name](), arguments.repeats) for name in arguments.models]
-    write(arguments.out, COLUMNS, rows, table(rows))
+    study = Study(
+        Row,
+        partial(measure, repeats=arguments.repeats),
+        order=listed(model=MODELS),
+        pages={"table.md": partial(markdown, columns=TABLE)},
+    )
+    return carry_out(study, arguments, {(name,): name for name in arguments.models})
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

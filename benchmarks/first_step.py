@@ -8,42 +8,49 @@ It fails if a plan does not train under the cap, or not to the bits of the run w
 what they should be are marked in the table.
 """
 
-import json
-import os
 import subprocess
 import sys
-import tempfile
-import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from importlib import metadata
-from pathlib import Path
 
-from benchmarks.common import columns_of, command_line, exit_code, one_thread, provenance, write
+from benchmarks.command import carry_out, command_line, one_thread
 from benchmarks.first_step_cases import CASES
-from benchmarks.first_step_rows import FAILED, LARGE_PAGES, RAN, UNCAPPED, WAYS, Row, failures
-from benchmarks.first_step_table import table
-from graphs.errors import OutputError
-from planner.studies.rows import read_rows, write_csv
+from benchmarks.first_step_run import (
+    FAILED,
+    LARGE_PAGES,
+    OUT_OF_MEMORY,
+    RAN,
+    UNCAPPED,
+    WAYS,
+    Row,
+    train,
+)
+from graphs.units import format_bytes, format_ratio, format_seconds
+from planner.studies.experiment import Study
+from planner.studies.processes import ALONE, ProcessError, stream
+from planner.studies.rows import listed, provenance
+from planner.studies.tables import Column, bullets, by, markdown, said
 
-RUN = "benchmarks.first_step_run"  # the module that trains one model in one way
-COLUMNS = columns_of(Row)
+RSS_TOLERANCE = 0.05  # of the budget and what importing torch takes
+START_S = 2.0  # that planning may take besides the capture and some steps
 _LIMIT_S = 600.0
 
 
-def train(model: str, known: Mapping[str, Row], about: Mapping[str, object]) -> list[Row]:
-    """Return the rows of one model, those among `known` as they are; only the first where eager PyTorch cannot train it.
-
-    Args:
-        known: by way.
-        about: what all rows have in common, by column.
-    """
-    uncapped = known.get(UNCAPPED)
+def train_model(model: str, known: Sequence[Row]) -> Iterator[Row]:
+    """Yield the rows of one model that are not `known`; only the first where eager PyTorch cannot train it."""
+    ways = {row.way: row for row in known}
+    uncapped = ways.get(UNCAPPED)
+    if len(ways) == len(WAYS):
+        return
+    about = environment()
     if uncapped is None or uncapped.status != RAN:
-        uncapped, known = replace(train_in_process(model, UNCAPPED, about), planning_steps=CASES[model].planning_steps), {}
+        uncapped, ways = replace(train_in_process(model, UNCAPPED, about), planning_steps=CASES[model].planning_steps), {}
+        yield uncapped
     peak_bytes, static_bytes, growth_bytes = uncapped.eager_peak_bytes, uncapped.static_bytes, uncapped.eager_growth_bytes
     if peak_bytes is None or static_bytes is None or growth_bytes is None:
-        return [uncapped]
+        return
     budget_bytes = int(CASES[model].share * peak_bytes)
     capped = {
         **about,
@@ -54,31 +61,17 @@ def train(model: str, known: Mapping[str, Row], about: Mapping[str, object]) -> 
         "room_bytes": (budget_bytes - static_bytes + growth_bytes) // 2,
         "planning_steps": uncapped.planning_steps,
     }
-    return [uncapped, *(known.get(way) or train_in_process(model, way, capped) for way in WAYS if way != UNCAPPED)]
+    yield from (train_in_process(model, way, capped) for way in WAYS if way != UNCAPPED and way not in ways)
 
 
 def train_in_process(model: str, way: str, about: Mapping[str, object]) -> Row:
-    """Return the row of a process that trains `model` in one way."""
-    row = replace(Row(model, way, FAILED), **about)  # type: ignore[arg-type]
-    began = time.perf_counter()
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder, "row.json")
-        words = [sys.executable, "-m", RUN, model, way, str(out)]
-        if row.room_bytes is not None:
-            words += ["--budget", str(row.budget_bytes), "--room", str(row.room_bytes)]
-        # One thread: two that wait for each other double what other processes disturb. Nothing is downloaded.
-        variables = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
-        variables["THP_MEM_ALLOC_ENABLE"] = str(int(way == LARGE_PAGES))
-        try:
-            ended = subprocess.run(words, env=variables, capture_output=True, text=True, timeout=_LIMIT_S, check=False)
-            last = (ended.stderr.strip().splitlines() or ["no message"])[-1]
-            row = replace(row, message=f"exit code {ended.returncode}: {last}" if ended.returncode else "")
-        except subprocess.TimeoutExpired:
-            row = replace(row, message=f"not ended after {_LIMIT_S:.0f} s")
-        if out.exists():
-            found = json.loads(out.read_text())
-            row = replace(row, **{name: value for name, value in found.items() if value not in (None, "")})
-    print(f"{model}, {way}: {row.status} {row.message}".strip() + f"; {time.perf_counter() - began:.0f} s", flush=True)
+    """Return the row of a process that trains `model` in one way; `about` is what all rows have in common, by column."""
+    row = replace(Row(model=model, way=way, status=FAILED), **about)  # type: ignore[arg-type]
+    variables = {**ALONE, "THP_MEM_ALLOC_ENABLE": str(int(way == LARGE_PAGES))}
+    try:
+        (row,) = stream(train, CASES[model], row, variables=variables, limit_s=_LIMIT_S)
+    except ProcessError as error:
+        row = replace(row, message=str(error))
     return row
 
 
@@ -88,6 +81,7 @@ def rss_after_importing(module: str) -> int:
     return int(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
 
 
+@cache
 def environment() -> dict[str, object]:
     """Return what all rows are made on and with, and what imports take there, by column."""
     try:
@@ -99,28 +93,223 @@ def environment() -> dict[str, object]:
     return {**provenance(), "transformers": transformers, **imports}
 
 
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """The rows of one model. All are there."""
+
+    uncapped: Row
+    planned: Row
+    large_pages: Row
+    eager: Row
+    checkpointing: Row
+
+    @property
+    def model(self) -> str:
+        """The name of the model."""
+        return self.uncapped.model
+
+    @property
+    def plans(self) -> tuple[Row, Row]:
+        """The rows of planned steps."""
+        return self.planned, self.large_pages
+
+    @property
+    def same_bits(self) -> bool:
+        """True if losses, parameters, buffers and the random state are those of eager PyTorch without a cap."""
+        return all(row.status == RAN and row.digest == self.uncapped.digest for row in self.plans)
+
+    @property
+    def allowed_rss_bytes(self) -> int | None:
+        """What the process may have resident: the budget, what importing torch and the model's library takes, and 5% of both."""
+        budget, torch = self.planned.budget_bytes, self.planned.torch_rss_bytes
+        if budget is None or torch is None:
+            return None
+        return int((1 + RSS_TOLERANCE) * (budget + torch + (self.planned.library_rss_bytes or 0)))
+
+    @property
+    def allowed_first_step_s(self) -> float | None:
+        """When the first step should have ended: the capture, some steps of eager PyTorch and 2 s."""
+        capture_s, step_s, steps = self.planned.capture_s, self.uncapped.step_s, self.planned.planning_steps
+        return None if capture_s is None or step_s is None or steps is None else capture_s + steps * step_s + START_S
+
+    @property
+    def excess_rss_bytes(self) -> int | None:
+        """By how much the highest RSS is over what is allowed; 0 or less where it is within."""
+        taken, allowed = self.planned.training_rss_bytes, self.allowed_rss_bytes
+        return None if taken is None or allowed is None else taken - allowed
+
+    @property
+    def excess_s(self) -> float | None:
+        """By how much the first step ended later than it should; 0 or less where it did not."""
+        taken, allowed = self.planned.first_step_s, self.allowed_first_step_s
+        return None if taken is None or allowed is None else taken - allowed
+
+
+def by_model(rows: Sequence[Row]) -> list[Trained]:
+    """Return the models whose rows are all there."""
+    groups = ({row.way: row for row in own} for own in by(rows, "model").values())
+    return [Trained(*(found[way] for way in WAYS)) for found in groups if len(found) == len(WAYS)]
+
+
+def failures(rows: Sequence[Row]) -> list[str]:
+    """Return a line for each model that eager PyTorch cannot train, or a plan cannot under the cap, or not to the same bits."""
+    bad = [row for row in rows if row.way == UNCAPPED and row.status != RAN]
+    lines = [f"{row.model}: eager PyTorch without a cap: {row.status}: {row.message}" for row in bad]
+    for trained in by_model(rows):
+        failed = [row for row in trained.plans if row.status != RAN]
+        lines += [f"{row.model}: {row.way}: {row.status}: {row.message}" for row in failed]
+        if not failed and not trained.same_bits:
+            lines.append(f"{trained.model}: losses, parameters, buffers or random state are not those of eager PyTorch")
+    return lines
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Return what was checked, how each model trained, and what its processes took, with the method and what it was made with."""
+    models = by_model(rows)
+    if not models:
+        return "No model has all of its rows.\n"
+    some = models[0].planned
+    method = (
+        f"Each model is trained for {some.steps} steps of SGD, in a process of its own for each way, with one thread. The "
+        "budget is a share of the peak of eager PyTorch's step. Under the cap (RLIMIT_DATA) VmData may grow, from where it is "
+        "with model and batches in memory, by half the sum of what the budget leaves for the step (the budget without "
+        "parameters, buffers and batch) and what VmData grows by in eager training: planning, too, has no more. Bits are equal "
+        "where all losses, and in the end parameters, buffers and the random state, are those of eager PyTorch without a cap."
+    )
+    torch_rss, dynamo_rss = (format_bytes(size or 0) for size in (some.torch_rss_bytes, some.dynamo_rss_bytes))
+    allowed = (
+        f"Allowed: an RSS of the budget and what a process has that has imported torch ({torch_rss}; with "
+        f"torch._dynamo, which captures the step, {dynamo_rss}) and the library of the model, and "
+        f"{RSS_TOLERANCE:.0%} of both; a first step that ends, from the "
+        f"call of planner.compile, after the capture, {START_S:g} s, and as many steps of eager PyTorch as are named in brackets."
+    )
+    checks, training, rss = (markdown(models, columns) for columns in (_CHECKS, _TRAINING, _RSS))
+    parts = [method, allowed, checks, "## Training", _LEGEND, training, "## RSS of the processes", rss]
+    if messages := [f"{row.model}, {row.way}: {row.status}: {row.message}" for row in _ended_early(models)]:
+        parts += ["## Not trained", bullets(messages)]
+    return "\n\n".join(part.strip() for part in [*parts, _made_with([trained.planned for trained in models])]) + "\n"
+
+
+_LEGEND = (
+    "Seconds are medians of the last steps, with the optimizer's; in brackets multiples of eager PyTorch's without a cap. Of "
+    "plans the overhead over keeping everything is predicted, and the gap proved; the last is in use after the last step. "
+    "Under the cap memory is returned to the system as soon as it is freed, and to take it again costs the time that steps take "
+    "above the prediction: less of it in pages of 2 MB, which PyTorch asks for where THP_MEM_ALLOC_ENABLE=1."
+)
+
+
+def _step(row: Row, uncapped: Row) -> str:
+    """Return the seconds of a step and the multiple of eager PyTorch's, or why there are none."""
+    if row.status != RAN:
+        return row.status
+    ratio = "" if row.step_s is None or uncapped.step_s is None else f" ({row.step_s / uncapped.step_s:.2f}x)"
+    return f"{_seconds(row.step_s)}{ratio}"
+
+
+def _plan(overhead: float | None, gap: float | None) -> str | None:
+    if overhead is None:
+        return None
+    return f"+{format_ratio(overhead)} ({'unknown' if gap is None else format_ratio(gap)})"
+
+
+def _verdict(name: str, form: Callable[[float], str]) -> Callable[[Trained], str | None]:
+    def verdict(trained: Trained) -> str | None:
+        excess = getattr(trained, name)
+        return None if excess is None else "met" if excess <= 0 else f"missed by {form(excess)}"
+
+    return verdict
+
+
+def _budget(trained: Trained) -> str | None:
+    size_bytes, peak_bytes = trained.planned.budget_bytes, trained.planned.eager_peak_bytes
+    return None if size_bytes is None or peak_bytes is None else f"{format_bytes(size_bytes)} ({size_bytes / peak_bytes:.0%})"
+
+
+_column = partial(Column, missing="-")
+_CHECKS = (
+    "model",
+    _column("eager's peak", "planned.eager_peak_bytes"),
+    _column("budget", _budget),
+    Column("trained", lambda trained: "yes" if trained.planned.status == RAN else f"NO: {trained.planned.status}"),
+    Column("bits equal", lambda trained: "yes" if trained.same_bits else "NO"),
+    _column("highest RSS, training", "planned.training_rss_bytes"),
+    _column("allowed", "allowed_rss_bytes"),
+    _column("check", _verdict("excess_rss_bytes", format_bytes)),
+    _column("capture", "planned.capture_s"),
+    _column("first step ends", "planned.first_step_s"),
+    Column("allowed", lambda trained: f"{_seconds(trained.allowed_first_step_s)} ({trained.planned.planning_steps})"),
+    _column("check", _verdict("excess_s", format_seconds)),
+)
+_TRAINING = (
+    "model",
+    _column("VmData may grow by", "planned.room_bytes"),
+    _column("grows in eager", "planned.eager_growth_bytes"),
+    _column("eager, no cap", "uncapped.step_s"),
+    Column("planned", lambda trained: _step(trained.planned, trained.uncapped)),
+    Column("planned, large pages", lambda trained: _step(trained.large_pages, trained.uncapped)),
+    _column("first plan (gap)", lambda trained: _plan(trained.planned.first_overhead, trained.planned.first_gap)),
+    _column("last plan (gap)", lambda trained: _plan(trained.planned.last_overhead, trained.planned.last_gap)),
+    _column("measured peak", "planned.measured_peak_bytes"),
+    _column("plans swapped in", lambda trained: trained.planned.swaps or ("none" if trained.planned.status == RAN else None)),
+    Column("eager, capped", lambda trained: _step(trained.eager, trained.uncapped)),
+    Column("checkpointing, capped", lambda trained: _step(trained.checkpointing, trained.uncapped)),
+)
+_RSS = (
+    "model",
+    _column("library of the model", "planned.library_rss_bytes"),
+    _column("before planning", "planned.ready_rss_bytes"),
+    _column("highest, planning", "planned.planning_rss_bytes"),
+    _column("highest, training", "planned.training_rss_bytes"),
+    _column("with large pages", "large_pages.training_rss_bytes"),
+    _column("eager, no cap", "uncapped.training_rss_bytes"),
+    _column("eager, capped", "eager.training_rss_bytes"),
+    _column("checkpointing, capped", "checkpointing.training_rss_bytes"),
+)
+
+
+def _seconds(time_s: float | None) -> str:
+    return "-" if time_s is None else format_seconds(time_s)
+
+
+def _ended_early(models: Sequence[Trained]) -> list[Row]:
+    """Return the rows that did not run for another reason than that eager PyTorch needs more than the cap."""
+    capped = [row for trained in models for row in (*trained.plans, trained.eager, trained.checkpointing)]
+    return [
+        row
+        for row in capped
+        if row.status != RAN and not (row.status == OUT_OF_MEMORY and row.message.startswith("RuntimeError"))
+    ]
+
+
+def _made_with(rows: Sequence[Row]) -> str:
+    return (
+        f"Seed {said(rows, 'seed')}; {said(rows, 'machine')}; torch {said(rows, 'torch')}, transformers "
+        f"{said(rows, 'transformers')}; commit {said(rows, 'commit')}."
+    )
+
+
+STUDY = Study(
+    Row,
+    train_model,
+    whole=False,
+    order=listed(model=CASES, way=WAYS),
+    pages={"table.md": table},
+    failures=failures,
+)
+
+
 def main(words: Sequence[str] | None = None) -> int:
-    """Train what is not in the CSV; write rows and table after each model. 1 if a plan did not do what it must."""
-    parser = command_line(__doc__, models=CASES, out="results/first_step")
-    parser.add_argument("--fresh", action="store_true", help="train all of these models anew")
+    """Train what is not in the CSV; write rows and table. 1 if a plan did not do what it must."""
+    parser = command_line(__doc__, Row, models=CASES, out="results/first_step")
     arguments = parser.parse_args(words)
     if sys.platform != "linux":
         parser.error(f"memory is capped and measured as on Linux, and this is {sys.platform}")
     one_thread()
-    file = arguments.out / "rows.csv"
-    try:
-        rows = read_rows(file, Row)
-    except OutputError as error:
-        parser.error(str(error))
-    known = {} if arguments.fresh else {model: {r.way: r for r in rows if r.model == model} for model in arguments.models}
-    missing = [model for model in arguments.models if len(known.get(model, {})) < len(WAYS)]
-    about = environment() if missing else {}
-    for model in missing:
-        rows = [row for row in rows if row.model != model] + train(model, known.get(model, {}), about)
-        rows.sort(key=lambda row: tuple(CASES).index(row.model))
-        write_csv(file, COLUMNS, map(asdict, rows))
-    write(arguments.out, COLUMNS, map(asdict, rows), table(rows))
-    return exit_code(failures(rows))
+    return carry_out(STUDY, arguments, {(model,): model for model in arguments.models}, say=_line)
+
+
+def _line(row: Row) -> str:
+    return f"{row.model}, {row.way}: {row.status} {row.message}".strip()
 
 
 if __name__ == "__main__":

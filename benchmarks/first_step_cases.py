@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.models.of_huggingface import made
-from benchmarks.models.parts import Call, next_tokens
+from benchmarks.models.huggingface_models import build_model
+from benchmarks.models.parts import FunctionModule, next_tokens
 from benchmarks.training_loop import Recipe
 from planner.capture.step import TrainingStep
 from planner.models import Workload, build
@@ -28,12 +28,14 @@ class Case:
         checkpointing: returns the step with its blocks checkpointed.
         planning_steps: how many eager steps planning may take, besides the capture.
         share: of eager's peak, the budget.
+        steps: that are trained.
     """
 
     recipe: Recipe
     checkpointing: Callable[[Workload], Step]
     planning_steps: int = REPEATED_STEPS
     share: float = 0.5
+    steps: int = 5
 
     @staticmethod
     def of(make: Callable[[], Workload], checkpointing: Callable[[Workload], Step], **settings: Any) -> "Case":
@@ -68,20 +70,20 @@ def lstm(*, batch: int, length: int, width: int, hidden: int, layers: int, vocab
         "head": nn.Linear(hidden, vocabulary),
     }
     tokens, targets = (torch.randint(vocabulary, (batch, length)) for _ in range(2))
-    return Workload(Call(forward, **parts), next_tokens, (tokens, targets))
+    return Workload(FunctionModule(forward, **parts), next_tokens, (tokens, targets))
 
 
 def token_model(config: str, model: str, *, batch: int, length: int, vocabulary: int, **options: Any) -> Workload:
     """A model of Hugging Face that reads tokens and makes its loss from labels."""
     tokens, labels = (torch.randint(3, vocabulary, (batch, length)) for _ in range(2))
-    return Workload(made(config, model, vocab_size=vocabulary, **options), None, {"input_ids": tokens, "labels": labels})
+    return Workload(build_model(config, model, vocab_size=vocabulary, **options), None, {"input_ids": tokens, "labels": labels})
 
 
 def image_model(config: str, model: str, *, batch: int, size: int, **options: Any) -> Workload:
     """A model of Hugging Face that classifies images and makes its loss from labels."""
     images, labels = torch.randn(batch, 3, size, size), torch.randint(10, (batch,))
     return Workload(
-        made(config, model, image_size=size, num_labels=10, **options), None, {"pixel_values": images, "labels": labels}
+        build_model(config, model, image_size=size, num_labels=10, **options), None, {"pixel_values": images, "labels": labels}
     )
 
 

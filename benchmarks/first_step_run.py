@@ -1,40 +1,22 @@
 """Train one model in one way, in this process, perhaps under a cap of its memory: a part of ``make bench-first-step``."""
 
-import argparse
 import hashlib
-import json
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import dataclass, replace
 from itertools import islice
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 
 import planner
-from benchmarks.common import one_thread
-from benchmarks.first_step_cases import CASES, Case
-from benchmarks.first_step_rows import (
-    CHECKPOINTING,
-    EAGER,
-    FAILED,
-    LARGE_PAGES,
-    OUT_OF_MEMORY,
-    PLANNED,
-    RAN,
-    REFUSED,
-    UNCAPPED,
-    WAYS,
-    Row,
-)
+from benchmarks.command import one_thread
+from benchmarks.first_step_cases import Case
 from benchmarks.process_memory import DataWatch, limit_data, reset_highest_rss, status_bytes
 from benchmarks.training_loop import Loop, batches
 from graphs.errors import PlannerError
-from graphs.io.files import write_text
 from planner.capture.lowering.statics import StaticTensors
 from planner.capture.signature import Batch
 from planner.capture.step import TrainingStep
@@ -42,12 +24,60 @@ from planner.models import Workload
 from planner.runtime.allocator_failure import allocator_failure
 from planner.runtime.measure import Step, measure_memory
 from planner.runtime.release import release_unused
+from planner.studies.rows import Made, column, key, made, text, value
 from planner.training.compiler import Compiler
 
+RAN, OUT_OF_MEMORY, REFUSED, FAILED = "ran", "out of memory", "refused", "failed"
+UNCAPPED, PLANNED, LARGE_PAGES = "uncapped", "planned", "planned, large pages"
+EAGER, CHECKPOINTING = "eager", "checkpointing"
+WAYS = (UNCAPPED, PLANNED, LARGE_PAGES, EAGER, CHECKPOINTING)
 SEED = 0
-STEPS = 5
 _SETTLED = 3  # of the steps, the last ones, which are timed
 _CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row(Made):
+    """One way to train one model, in a process of its own."""
+
+    model: str = key()
+    way: str = key(
+        "eager PyTorch uncapped, or under the cap: planned (with THP_MEM_ALLOC_ENABLE=1: large pages), eager, checkpointing"
+    )
+    status: str = column("ran, out of memory, refused (with one clear error of the planner), or failed in another way")
+    message: str = text("the first line of the error")
+    eager_peak_bytes: int | None = value("of a step of eager PyTorch, by the allocator, static bytes included")
+    static_bytes: int | None = value("of parameters, buffers and the batch")
+    eager_growth_bytes: int | None = value("by how much VmData grows in eager training")
+    budget_bytes: int | None = value("of the plan")
+    room_bytes: int | None = value("VmData may grow by: half way between what the budget leaves and what eager training takes")
+    ready_rss_bytes: int | None = value("RSS before planning, with the model and a batch in memory")
+    library_rss_bytes: int | None = value("by how much building the model raises the RSS besides its tensors: what it imports")
+    planning_rss_bytes: int | None = value("highest RSS until planner.compile returns")
+    training_rss_bytes: int | None = value("highest RSS of the steps")
+    torch_rss_bytes: int | None = value("RSS of a process that has imported torch and nothing else")
+    dynamo_rss_bytes: int | None = value("RSS of a process that has imported torch._dynamo and nothing else")
+    digest: str = text("of all losses, and of parameters, buffers and the random state in the end")
+    step_s: float | None = value("median of the last steps, with the optimizer's")
+    capture_s: float | None = value("of capturing the step, a part of planning")
+    compile_s: float | None = value("of planner.compile")
+    first_step_s: float | None = value("from the call to the end of the first step")
+    planning_steps: int | None = value("how many eager steps planning may take, besides the capture")
+    first_overhead: float | None = value("predicted, of the plan that training began with, as first_gap")
+    first_gap: float | None = value()
+    last_overhead: float | None = value("of the plan in use after the last step, as last_gap and measured_peak_bytes")
+    last_gap: float | None = value()
+    measured_peak_bytes: int | None = value()
+    swaps: str = text("of each plan but the first: step, seconds since the step was made, and reason")
+    steps: int | None = value("that are trained")
+    seed: int | None = value("of weights, batches and random state")
+    transformers: str = made("its version")
+
+
+def train(case: Case, row: Row) -> Iterator[Row]:
+    """Train a model in the way of `row`, in this process, perhaps under a cap of its memory; yield the row once it is whole."""
+    one_thread()
+    yield Run(case, row).run()
 
 
 class Run:
@@ -70,7 +100,7 @@ class Run:
         self._ready_data_bytes, ready_bytes = status_bytes("VmData"), status_bytes("VmRSS")
         static = StaticTensors(self._workload.model, self._workload.batch, _CPU).tensors
         imported_bytes = ready_bytes - before_bytes - sum(tensor.size_bytes for tensor in static)
-        self._note(ready_rss_bytes=ready_bytes, library_rss_bytes=max(0, imported_bytes), steps=STEPS, seed=SEED)
+        self._note(ready_rss_bytes=ready_bytes, library_rss_bytes=max(0, imported_bytes), steps=self._case.steps, seed=SEED)
 
     def run(self) -> Row:
         """Train; return the row."""
@@ -133,7 +163,7 @@ class Run:
         loop = Loop(self._workload.model, step, self._case.recipe, self._workload.model.state_dict(), seed=SEED)
         losses, times = [], []
 
-        data = batches(self._workload.batch, STEPS, seed=SEED)  # one at a time is in memory, as a loader has it
+        data = batches(self._workload.batch, self._case.steps, seed=SEED)  # one at a time is in memory, as a loader has it
 
         def take(count: int) -> None:
             for batch in islice(data, count):
@@ -147,7 +177,7 @@ class Run:
             with DataWatch() as watch:
                 take(watched)
             self._note(eager_growth_bytes=watch.highest_bytes - self._ready_data_bytes)
-        take(STEPS - watched)
+        take(self._case.steps - watched)
         self._note(training_rss_bytes=status_bytes("VmHWM"), step_s=median(times[-_SETTLED:]))
         self._note(digest=digest(losses, loop.digest()))
 
@@ -191,21 +221,3 @@ def first_line(error: Exception) -> str:
     """Return the first line of the message, with the type of an error that is not the planner's."""
     line = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     return line if isinstance(error, PlannerError) else f"{type(error).__name__}: {line}"
-
-
-def main(words: Sequence[str] | None = None) -> None:
-    """Train one model in one way; write its row into a file."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("model", choices=CASES)
-    parser.add_argument("way", choices=WAYS)
-    parser.add_argument("out", type=Path, help="file of the row, as JSON")
-    parser.add_argument("--budget", type=int, help="bytes, of the plan")
-    parser.add_argument("--room", type=int, help="bytes that VmData may grow by, of all ways but the first")
-    arguments = parser.parse_args(words)
-    one_thread()
-    row = Row(arguments.model, arguments.way, FAILED, budget_bytes=arguments.budget, room_bytes=arguments.room)
-    write_text(arguments.out, json.dumps(asdict(Run(CASES[arguments.model], row).run())))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -10,6 +10,7 @@ from planner.capture.signature import Batch
 from planner.capture.step import LossFn
 from planner.distributed.ranks import SingleProcess
 from planner.distributed.wrappers import Unwrapped
+from planner.settings import TraceSettings
 
 if TYPE_CHECKING:
     from planner.capture.kernels.variants import Variant  # importing Inductor takes a second
@@ -30,15 +31,13 @@ class KeptCaptures(Unwrapped):
         self.asked_s = self.kept_s = 0.0
         self._seconds: dict[Variant | None, float] = {}
 
-    def capture(
-        self, loss_fn: LossFn | None, batch: Batch, *, optimizer: str, accumulate: bool, variant: "Variant | None" = None
-    ) -> Capture:
+    def capture(self, loss_fn: LossFn | None, batch: Batch, settings: TraceSettings, variant: "Variant | None" = None) -> Capture:
         """As of an ``Unwrapped``, where it was not made before."""
         if variant in self.captures:
             self.kept_s += self._seconds[variant]
         else:
             begin = time.perf_counter()
-            made = super().capture(loss_fn, batch, optimizer=optimizer, accumulate=accumulate, variant=variant)
+            made = super().capture(loss_fn, batch, settings, variant)
             self.captures[variant], self._seconds[variant] = made, time.perf_counter() - begin
         self.asked_s += self._seconds[variant]
         return self.captures[variant]

@@ -4,31 +4,47 @@ Steps with AdamW are traced with fake tensors, timed by the roofline of an H200 
 fits if a schedule takes at most 10% longer than the step that keeps everything would on a device with room for it.
 """
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
-from benchmarks.common import PROVENANCE, command_line, provenance
+from benchmarks.command import carry_out, command_line
 from benchmarks.offload import HOST
-from graphs.io.files import write_text
-from graphs.units import format_bytes, format_ratio, parse_budget
+from graphs.units import parse_budget
 from planner.choices import choices_of
-from planner.report.tables import as_markdown
 from planner.settings import TraceSettings
+from planner.studies.experiment import Study
 from planner.studies.max_batch import max_batch
-from planner.studies.rows import write_csv
+from planner.studies.rows import Made, column, key, listed, provenance, value
 from planner.studies.sizes import Wanted, samples_for
-from planner.workload.sizes import Sizes
+from planner.studies.tables import Column, markdown
+from planner.workload.sizes import SizedModel
 from planner.workload.tracing import Tracing
 from planner.workload.workload import parse_spec
 
-BUDGET = "80GB"
-LINK = "50GB/s"
+BUDGET, LINK = "80GB", "50GB/s"
 MAX_OVERHEAD = 0.1
 LIMIT_S = 20.0
-COLUMNS = (
-    *("model", "varies", "unit", "budget_bytes", "max_overhead", "method", "size", "overhead", "gap", "base_s", "peak_bytes"),
-    *("undecided", "link", *PROVENANCE),
-)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row(Made):
+    """The largest size of a model by one method."""
+
+    model: str = key()
+    varies: str = key("the option of the model that is the size")
+    unit: int = key("sizes are multiples of it")
+    budget_bytes: int = key("static bytes included")
+    max_overhead: float = key("over the step that keeps everything")
+    method: str = key()
+    size: int | None = value("the largest; none where not even the least fits")
+    overhead: float | None = value("of the schedule at the largest size, as gap and peak")
+    gap: float | None = value()
+    base_s: float = column("the step of the largest size that keeps everything")
+    peak_bytes: int | None = value()
+    undecided: int | None = value("the least size that was not decided in time")
+    link: str = column("to the host")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +66,10 @@ CASES: Mapping[str, Case] = {
 }
 
 
-def rows_of(name: str, case: Case, *, budget: str = BUDGET, limit_s: float = LIMIT_S) -> Iterator[dict[str, object]]:
-    """A row for each method on one case."""
-    sizes = Sizes(
+def search(name: str, known: Sequence[Row], *, budget: str = BUDGET, limit_s: float = LIMIT_S) -> Iterator[Row]:
+    """Yield a row for each method on one case."""
+    case = CASES[name]
+    sizes = SizedModel(
         parse_spec(case.spec), case.varies, Tracing(TraceSettings(roofline="h200", optimizer="adamw")), unit=case.unit, way_out=""
     )
     wanted = Wanted(
@@ -66,55 +83,41 @@ def rows_of(name: str, case: Case, *, budget: str = BUDGET, limit_s: float = LIM
         choices=choices_of(["offload"], LINK, HOST),
     )
     for answer in max_batch(sizes.graph, wanted):
-        result = answer.result
-        yield {
-            "model": name,
-            "varies": case.varies,
-            "unit": case.unit,
-            "budget_bytes": wanted.budget_bytes,
-            "max_overhead": MAX_OVERHEAD,
-            "method": answer.method,
-            "size": answer.size,
-            "overhead": answer.overhead,
-            "undecided": answer.undecided,
-            "base_s": answer.keep_everything_time_s,
-            "link": LINK,
+        yield Row(
+            model=name,
+            varies=case.varies,
+            unit=case.unit,
+            budget_bytes=wanted.budget_bytes,
+            max_overhead=MAX_OVERHEAD,
+            method=answer.method,
+            size=answer.size,
+            overhead=answer.overhead,
+            gap=answer.gap,
+            base_s=answer.keep_everything_time_s,
+            peak_bytes=answer.peak_bytes,
+            undecided=answer.undecided,
+            link=LINK,
             **provenance(),
-            "gap": None if answer.size is None or result is None else result.gap,
-            "peak_bytes": None if answer.size is None or result is None else result.peak_bytes,
-        }
-
-
-def table(rows: Sequence[Mapping[str, object]]) -> str:
-    """The largest size by method, what the step takes longer there, and the next size where that was not decided in time."""
-    cells = [("model", "varies", "method", "largest", "overhead", "gap", "peak", "not decided")]
-    for row in rows:
-        size, overhead, gap, peak, undecided = (row[key] for key in ("size", "overhead", "gap", "peak_bytes", "undecided"))
-        cells.append(
-            (
-                str(row["model"]),
-                str(row["varies"]),
-                str(row["method"]),
-                f"{size:,}" if isinstance(size, int) else "none",
-                format_ratio(overhead) if isinstance(overhead, float) else "",
-                format_ratio(gap) if isinstance(gap, float) else "",
-                format_bytes(peak) if isinstance(peak, int) else "",
-                f"{undecided:,}" if isinstance(undecided, int) else "",
-            )
         )
-    return as_markdown(cells)
 
 
-def main(words: Sequence[str] | None = None) -> None:
-    """Search, and write rows and table, after each model anew."""
-    arguments = command_line(__doc__, models=CASES, out="results/offload").parse_args(words)
-    rows: list[dict[str, object]] = []
-    for name in arguments.models:
-        rows += rows_of(name, CASES[name])
-        write_csv(arguments.out / "max_batch.csv", COLUMNS, rows)
-        write_text(arguments.out / "max_batch.md", table(rows))
-        print(table(rows), end="", flush=True)
+TABLE = (
+    *("model", "varies", "method"),
+    Column("largest", "size", "{:,}", missing="none"),
+    *("overhead", "gap"),
+    Column("peak", "peak_bytes"),
+    Column("not decided", "undecided", "{:,}"),
+)
+STUDY = Study(
+    Row, search, order=listed(model=CASES), pages={"max_batch.md": partial(markdown, columns=TABLE)}, file="max_batch.csv"
+)
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Search what is missing; write rows and table, after each model anew."""
+    arguments = command_line(__doc__, Row, models=CASES, out="results/offload").parse_args(words)
+    return carry_out(STUDY, arguments, {(name,): name for name in arguments.models})
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

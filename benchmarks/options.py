@@ -5,27 +5,37 @@ the roofline of an H200 (table.md); and errors of small steps that are run on th
 not made again, so that it can be stopped and taken up: all of it is some hours.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
-from functools import partial
-from pathlib import Path
+import sys
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 
 from benchmarks import offload
-from benchmarks.common import columns_of, command_line, one_thread, write
-from benchmarks.options_case import BUDGETS, TOLERANCE, Case, sets_of
-from benchmarks.options_errors import MEASURED, error_rows
-from benchmarks.options_rows import ErrorRow, Offer, Row, set_name
-from benchmarks.options_table import error_table, table
-from graphs.io.files import write_text
+from benchmarks.command import carry_out, command_line, one_thread
+from benchmarks.options_errors import ERRORS, MEASURED, Bits, bits_of
+from benchmarks.solved import Solved, solved
+from graphs.ir import Graph
 from graphs.options.option import Need
+from graphs.simulate import simulate
+from graphs.units import format_bytes, format_ratio, format_seconds
 from planner import options
-from planner.capture.options import OPTIONS, check_options, needs, traced_options
-from planner.settings import TraceSettings
-from planner.solving import clock_of
-from planner.studies.rows import read_csv, read_rows, write_csv
+from planner.budgets import budget_in_bytes
+from planner.capture.options import OPTIONS, check_options, holding, needs, traced_options, with_options
+from planner.choices import Choices, choices_of
+from planner.settings import SolveSettings, TraceSettings
+from planner.solving import summarize
+from planner.studies.experiment import Study
+from planner.studies.rows import KeptRows, Made, column, key, provenance, text, value
+from planner.studies.tables import as_markdown, bullets, by
 from planner.workload.tracing import Tracing
 from planner.workload.workload import parse_spec
 from solvers.clock import Clock
+from solvers.least import least_budget
+from solvers.order.reorder import reordered
+from solvers.request import Request
+from solvers.result import Status
+from solvers.tolerance import Tolerance
 
 DEVICE = "h200"
 MODELS: Mapping[str, str] = {
@@ -39,78 +49,309 @@ MODELS: Mapping[str, str] = {
 }
 # Placement needs other devices.
 NAMES = tuple(option.to_try for name, option in OPTIONS.items() if Need.DEVICES not in needs((name,)))
+NONE = "none"  # the set without an option
+LEAST = "least"  # the budget that is asked for where the least one is looked for
+SHARES = ("70%", "50%", "30%", "20%")  # of the peak of the program
+BUDGETS = (LEAST, *SHARES)
 LIMIT_S = 60.0
-COLUMNS = columns_of(Row)
-OFFER_COLUMNS = columns_of(Offer)
-ERROR_COLUMNS = columns_of(ErrorRow)
+TOLERANCE = 1e-3  # of each solve
+FLOATING = 1e-9
 
 
-def solve_model(model: str, names: Sequence[str], clock: Callable[[], Clock], folder: Path) -> None:
-    """Solve what is missing of a model, and write the CSV after each row."""
-    offers, rows = read_rows(folder / "offers.csv", Offer), read_rows(folder / "rows.csv", Row)
-    there = [offer for offer in offers if offer.model == model and offer.option in names]
-    known = {row.key for row in rows}
-    if len(there) == len(names) and known >= {(model, set_name(some), budget) for some in sets_of(there) for budget in BUDGETS}:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offer(Made):
+    """What one option offers on one graph."""
+
+    model: str = key()
+    option: str = key()
+    ops: int = column("optional ones that it adds, or such as may write over an input")
+    bits: Bits = column("the most that one of them may differ from the program")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row(Solved):
+    """One set of options at one budget."""
+
+    model: str = key()
+    options: str = key("the set, of those that offer something on this graph")
+    budget: str = key("a share of the program's peak, or least: the least that a schedule was found for")
+    proved_bytes: int | None = value("of the least budget: no schedule needs less")
+    base_peak_bytes: int = column("of the step that keeps everything")
+    seconds: float | None = value("that the solve took")
+    limit: str = column("what it might have taken, seconds or units of work")
+    link: str = text("what it carries, and where its figures are from; empty where nothing is copied")
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The options of the set."""
+        return frozenset() if self.options == NONE else frozenset(self.options.split("+"))
+
+
+def trace(model: str, names: Sequence[str]) -> Graph:
+    """Return the step of a model, timed, with all options of `names` that are found in it."""
+    return Tracing(TraceSettings(roofline=DEVICE, options=traced_options(names))).graph(parse_spec(MODELS[model]))
+
+
+def set_name(some: Sequence[str]) -> str:
+    """Return the name of a set of options, in rows."""
+    return "+".join(some) or NONE
+
+
+def sets_of(offers: Sequence[Offer]) -> tuple[tuple[str, ...], ...]:
+    """Return the sets of options that are solved for, each once: those that offer nothing are in none."""
+    every = tuple(offer.option for offer in offers if offer.ops)
+    exact = tuple(offer.option for offer in offers if offer.ops and offer.bits is Bits.EXACT)
+    return tuple(dict.fromkeys(((), *((name,) for name in every), exact, faithful_of(offers), every)))
+
+
+def faithful_of(offers: Sequence[Offer]) -> tuple[str, ...]:
+    """Return all that offer something but lossy ones."""
+    return tuple(offer.option for offer in offers if offer.ops and offer.bits is not Bits.LOSSY)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model on one device.
+
+    Attributes:
+        model: its name.
+        make: returns the step, timed, with all options of `names` that are found in it.
+        names: options, in the order of the registry.
+        clock: makes one that starts then, for a solve or a search for the least budget.
+        known_offers: what is known of what options offer.
+    """
+
+    model: str
+    make: Callable[[], Graph]
+    names: Sequence[str]
+    clock: Callable[[], Clock]
+    known_offers: KeptRows[Offer]
+
+    @cached_property
+    def traced(self) -> Graph:
+        """The step, which is traced when it is asked for."""
+        return self.make()
+
+    @cached_property
+    def ordered(self) -> Graph:
+        """The step in the order in which all sets are solved: what bounds one of them bounds those that it contains."""
+        return reordered(holding(self.traced, traced_options(self.names))).graph
+
+    @cached_property
+    def offers(self) -> tuple[Offer, ...]:
+        """What each option offers."""
+        found = []
+        for name in self.names:
+            added = [op for op in self.offered((name,)).ops if op.optional or op.overwrites]
+            found.append(Offer(model=self.model, option=name, ops=len(added), bits=bits_of(added), **provenance()))
+        return tuple(found)
+
+    def offered(self, some: Sequence[str]) -> Graph:
+        """Return the step with a set of options."""
+        choices = _choices(some)
+        return with_options(self.ordered, ()) if choices is None else choices.offered(self.ordered)
+
+
+def solve(case: Case, known: Sequence[Row]) -> Iterator[Row]:
+    """Yield the missing rows of a model, which is traced if there are any."""
+    there = {(row.options, row.budget) for row in known}
+    offers = [offer for offer in case.known_offers.of(case.model) if offer.option in case.names]
+    wanted = {(set_name(some), budget) for some in sets_of(offers) for budget in BUDGETS}
+    if len(offers) == len(case.names) and wanted <= there:
         return
-    traced = Tracing(TraceSettings(roofline=DEVICE, options=traced_options(names))).graph(parse_spec(MODELS[model]))
-    case = Case(model, traced, names, clock, TOLERANCE)
-    offers = sorted([*(offer for offer in offers if offer not in there), *case.offers], key=_place)
-    write_csv(folder / "offers.csv", OFFER_COLUMNS, map(asdict, offers))
-    for row in case.rows(known):
-        rows = sorted([*rows, row], key=_place_of_row)
-        write_csv(folder / "rows.csv", COLUMNS, map(asdict, rows))
+    case.known_offers.add(*case.offers)
+    for some in sets_of(case.offers):
+        missing = [budget for budget in BUDGETS if (set_name(some), budget) not in there]
+        graph = case.offered(some) if missing else case.traced
+        yield from (_solved(case, some, graph, budget) for budget in missing)
 
 
-def _place(offer: Offer) -> tuple[int, int]:
-    """Of an offer among others: as models and options are listed."""
-    return tuple(MODELS).index(offer.model), _listed(offer.option)
+def _solved(case: Case, some: Sequence[str], graph: Graph, budget: str) -> Row:
+    choices, limit, traced = _choices(some), case.clock(), case.traced
+    peak_bytes = summarize(traced).keep_everything_peak_bytes
+    row = Row(
+        model=case.model,
+        options=set_name(some),
+        budget=budget,
+        base_s=traced.time_s,
+        base_peak_bytes=peak_bytes,
+        limit=limit.amount(limit.limit),
+        link="" if choices is None or choices.host_bytes is None else str(choices.link(traced.provenance)),
+        **provenance(),
+    )
+    if budget != LEAST:
+        budget_bytes = budget_in_bytes(budget, peak_bytes)
+        request = Request(graph, budget_bytes, Tolerance.of(TOLERANCE), case.clock())
+        return solved(replace(row, budget_bytes=budget_bytes), "windows", request)[0]
+    begin = time.monotonic()
+    bracket = least_budget(graph, clock=case.clock())
+    seconds = time.monotonic() - begin
+    judged = simulate(graph, bracket.schedule)
+    row = replace(row, status=str(Status.FEASIBLE), time_s=judged.time_s, peak_bytes=judged.peak_bytes, seconds=seconds)
+    return replace(row, budget_bytes=bracket.found_bytes, proved_bytes=bracket.proved_bytes)
 
 
-def _place_of_row(row: Row) -> tuple[int, list[int], int]:
-    """Of a row among others, small sets first."""
-    options = sorted(map(_listed, row.names))
-    return tuple(MODELS).index(row.model), [len(options), *options], BUDGETS.index(row.budget)
+def _choices(some: Sequence[str]) -> Choices | None:
+    return choices_of(some, host_budget=offload.HOST if Need.LINK in needs(some) else None)
+
+
+_HEAD = """\
+Overhead over the step that keeps everything, with the proved gap in brackets, at shares of its peak. Least: the least budget \
+that a schedule was found for, as a share of that peak, with what is proved in brackets. Steps are timed by the roofline of an \
+H200. Options that offer nothing on a model are in none of its sets.
+"""
+
+
+def table(rows: Iterable[Row], offers: Iterable[Offer], specs: Mapping[str, str]) -> str:
+    """Return a section for each model of `specs` that was run, and the names of those that were not."""
+    rows_of, offers_of = by(rows, "model"), by(offers, "model")
+    run = [model for model in specs if model in offers_of]
+    sections = [_section(model, specs[model], rows_of.get(model, []), offers_of[model]) for model in run]
+    missing = [model for model in specs if model not in run]
+    gaps = _gaps(rows_of, offers_of)
+    return "\n".join((_HEAD, *gaps, *sections, *([f"Not run: {', '.join(missing)}.\n"] if missing else [])))
+
+
+def _gaps(rows: Mapping[str, Sequence[Row]], offers: Mapping[str, Sequence[Offer]]) -> list[str]:
+    """Say how near to their bounds the solves of all models come with all options together but lossy ones, if there are any."""
+    together = {model: set_name(faithful_of(own)) for model, own in offers.items()}
+    solves = (row for model, name in together.items() for row in rows.get(model, ()) if row.options == name)
+    found = [row.gap for row in solves if row.budget != LEAST and row.gap is not None]
+    if not found:
+        return []
+    within = [f"{sum(gap <= most for gap in found)} with a gap of at most {most:.0%}" for most in (0.01, 0.02)]
+    return [f"All options together but lossy ones: of {len(found)} budgets with a schedule {', '.join(within)}.\n"]
+
+
+def _section(model: str, spec: str, rows: Sequence[Row], offers: Sequence[Offer]) -> str:
+    bits = {offer.option: offer.bits for offer in offers}
+    sets = sets_of(offers)
+    lossy = [some for some in sets if any(bits[name] is Bits.LOSSY for name in some)]
+    found = {(row.options, row.budget): row for row in rows}
+    size = f": peak {format_bytes(rows[0].base_peak_bytes)}, {format_seconds(rows[0].base_s)} a step" if rows else ""
+    offered = (f"{o.option} {o.ops:,} ops ({o.bits})" if o.ops else f"{o.option} nothing" for o in offers)
+    parts = [f"## {model}", f"`{spec}`{size}.", f"Offered: {', '.join(offered)}."]
+    parts += [_lines([some for some in sets if some not in lossy], bits, found)]
+    parts += ["With a lossy option:", _lines(lossy, bits, found)] if lossy else []
+    return "\n\n".join((*(part.strip() for part in parts), bullets(_holds(rows))))
+
+
+def _lines(sets: Collection[tuple[str, ...]], bits: Mapping[str, Bits], found: Mapping[tuple[str, str], Row]) -> str:
+    """Return a table with a line for each of `sets`."""
+    lines = [("options", "bits", *BUDGETS)]
+    for some in sets:
+        most = max((bits[option] for option in some), key=tuple(Bits).index, default=Bits.EXACT)
+        cells = (_cell(found.get((set_name(some), budget))) for budget in BUDGETS)
+        lines.append((set_name(some).replace("+", " + "), str(most), *cells))
+    return as_markdown(lines)
+
+
+def _cell(row: Row | None) -> str:
+    if row is None:
+        return "not run"
+    if row.budget == LEAST and row.budget_bytes is not None and row.proved_bytes is not None:
+        found, proved = (format_ratio(size / row.base_peak_bytes) for size in (row.budget_bytes, row.proved_bytes))
+        return f"{found} ({proved})"
+    return row.overhead_text + ("" if row.gap is None else f" ({format_ratio(row.gap)})")
+
+
+def worse(rows: Iterable[Row], share: float) -> list[tuple[Row, Row]]:
+    """Return pairs of rows for one budget: of a set, and of one that contains it and does worse by a share of the other's."""
+
+    def is_worse(row: Row, than: Row) -> bool:
+        # Of the least budget bytes are compared, else times.
+        own, other = (r.budget_bytes if r.budget == LEAST else r.time_s for r in (row, than))
+        if other is None or (own is None and row.budget == LEAST):
+            return False
+        return own is None or own > other * (1 + share)
+
+    there = list(rows)
+    return [(a, b) for a in there for b in there if _contains(b, a) and is_worse(b, a)]
+
+
+def below_bound(rows: Iterable[Row]) -> list[tuple[Row, Row]]:
+    """Return pairs of rows for one budget: of a set, and of one that contains it and whose bound its schedule is below."""
+
+    def is_below(row: Row, bounded: Row) -> bool:
+        if row.budget == LEAST:
+            found, proved = row.budget_bytes, bounded.proved_bytes
+            return found is not None and proved is not None and found < proved
+        bound_s = (bounded.bound_s or 0.0) * (1 - FLOATING)
+        return row.time_s is not None and (bounded.status == Status.INFEASIBLE or row.time_s < bound_s)
+
+    there = list(rows)
+    return [(a, b) for a in there for b in there if (a is b or _contains(b, a)) and is_below(a, b)]
+
+
+def _contains(row: Row, other: Row) -> bool:
+    return (row.model, row.budget) == (other.model, other.budget) and row.names > other.names
+
+
+def _holds(rows: Sequence[Row]) -> Iterator[str]:
+    """Yield sentences on the rows of one model."""
+    at_shares = [row for row in rows if row.budget != LEAST]
+    infeasible = sum(row.status == Status.INFEASIBLE for row in at_shares)
+    unknown = sum(row.time_s is None for row in at_shares) - infeasible
+    yield f"Of {len(at_shares)} budgets {infeasible} proved infeasible, {unknown} not decided."
+    yield f"Schedules below a bound: {len(below_bound(rows))}."
+    pairs = worse(rows, TOLERANCE)
+    said = "; ".join(f"{b.options} at {b.budget}, {_value(b)}, than {a.options}, {_value(a)}" for a, b in pairs)
+    yield (
+        f"Worse with an option more, by over {TOLERANCE:.1%}: {len(pairs)}{f' ({said})' if said else ''}; by less, which is "
+        f"within the tolerance of solves: {len(worse(rows, FLOATING)) - len(pairs)}."
+    )
+    yield from (f"The link: {link}." for link in by(rows, "link") if link)
+    limits = by(rows, "limit")
+    names = {limit: "; ".join(by(own, "options")).replace("+", " + ") for limit, own in limits.items()}
+    yield f"Limit of each solve: {', '.join(f'{limit} ({names[limit]})' if len(limits) > 1 else limit for limit in limits)}."
+
+
+def _value(row: Row) -> str:
+    """Return what is compared with other sets, to more digits than a cell has."""
+    if row.budget == LEAST:
+        return f"{row.budget_bytes:,} B"
+    return row.status if row.overhead is None else f"{row.overhead:.4%}"
 
 
 def _listed(option: str) -> int:
-    """Of an option in the registry, where what stands behind a colon is said to it."""
+    """Return the place of an option in the registry, where what stands behind a colon is said to it."""
     return tuple(OPTIONS).index(option.partition(":")[0])
 
 
-def measure_model(model: str, names: Sequence[str], clock: Callable[[], Clock], folder: Path) -> None:
-    """Measure what is missing of a small model, and write the CSV after each option."""
-    file = folder / "errors.csv"
-    for name in filter(lambda name: traced_options((name,)), names):
-        rows = read_rows(file, ErrorRow)
-        if (model, name) not in {row.key for row in rows}:
-            rows += error_rows(model, name, clock)
-            write_csv(file, ERROR_COLUMNS, map(asdict, sorted(rows, key=lambda row: tuple(MEASURED).index(row.model))))
+def _place(row: Row) -> tuple[int, list[int], int]:
+    """Return the place of a row among others: small sets come first."""
+    some = sorted(map(_listed, row.names))
+    return tuple(MODELS).index(row.model), [len(some), *some], BUDGETS.index(row.budget)
 
 
-def main(words: Sequence[str] | None = None) -> None:
+def _place_of_offer(offer: Offer) -> tuple[int, int]:
+    return tuple(MODELS).index(offer.model), _listed(offer.option)
+
+
+def main(words: Sequence[str] | None = None) -> int:
     """Make what is missing; write rows and tables."""
-    parser = command_line(__doc__, models=(*MODELS, *MEASURED), out="results/options")
+    parser = command_line(__doc__, Row, models=(*MODELS, *MEASURED), out="results/options")
     parser.add_argument("--options", type=options.names, default=",".join(NAMES), help="with commas (default: %(default)s)")
     parser.add_argument("--seconds", type=options.duration, default=LIMIT_S, help="for each solve (default: %(default)g)")
     parser.add_argument("--work", type=options.work, help="instead of seconds, units of work: a busy machine changes no row")
-    parser.add_argument("--fresh", action="store_true", help="make the rows of these models anew")
     arguments = parser.parse_args(words)
     check_options(arguments.options)
     one_thread()
-    folder = arguments.out
+    clock = SolveSettings(time_limit_s=arguments.seconds, work_limit=arguments.work).clock
+    pairs = [(model, option) for model in arguments.models if model in MEASURED for option in arguments.options]
+    errors = {pair: (*pair, clock) for pair in pairs if traced_options(pair[1:])}
+    code = carry_out(ERRORS, arguments, errors)
+    offers = KeptRows(
+        arguments.out / "offers.csv", Offer, lambda offer: (tuple(MODELS).index(offer.model), _listed(offer.option))
+    )
     if arguments.fresh:
-        for name, columns in (("offers.csv", OFFER_COLUMNS), ("rows.csv", COLUMNS), ("errors.csv", ERROR_COLUMNS)):
-            kept = [row for row in read_csv(folder / name, columns) if row["model"] not in arguments.models]
-            write_csv(folder / name, columns, kept)
-    for model in arguments.models:
-        make = solve_model if model in MODELS else measure_model
-        make(model, arguments.options, partial(clock_of, arguments.seconds, arguments.work), folder)
-    errors = read_rows(folder / "errors.csv", ErrorRow)
-    write_csv(folder / "errors.csv", ERROR_COLUMNS, map(asdict, errors))
-    write_text(folder / "errors.md", error_table(errors, MEASURED))
-    rows, offers = read_rows(folder / "rows.csv", Row), read_rows(folder / "offers.csv", Offer)
-    write(folder, COLUMNS, map(asdict, rows), table(rows, offers, MODELS))
+        offers.drop([offer for model in arguments.models for offer in offers.of(model)])
+    models = [model for model in arguments.models if model in MODELS]
+    names = arguments.options
+    cases = {(model,): Case(model, partial(trace, model, names), names, clock, offers) for model in models}
+    pages = {"table.md": lambda rows: table(rows, offers, MODELS)}
+    return carry_out(Study(Row, solve, whole=False, order=_place, pages=pages), arguments, cases) or code
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,17 +1,18 @@
 """Small steps with an option that is not exact, beside the same steps without, with real tensors on the CPU."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from functools import partial
 from statistics import median
 
 import torch
 
-from benchmarks.common import provenance
-from benchmarks.offload_case import budget_bytes_of
-from benchmarks.options_rows import Bits, ErrorRow, bits_of
+from benchmarks.offload import budget_bytes_of
+from graphs.ir import Op
 from graphs.options import without_options
 from graphs.schedule import keep_everything
+from graphs.units import format_bytes
 from planner import tracing
 from planner.capture.lowering.lower import Capture
 from planner.capture.options import with_options
@@ -23,7 +24,10 @@ from planner.runtime.measure import StepOutcome
 from planner.runtime.pool_memory import measured_peak
 from planner.settings import TraceSettings
 from planner.solving import summarize
+from planner.studies.experiment import Study
 from planner.studies.measured import relative_error
+from planner.studies.rows import Made, column, key, listed, provenance, text, value
+from planner.studies.tables import Column, by, markdown
 from solvers.clock import Clock
 from solvers.least import least_budget
 from solvers.order.reorder import Reordering, reordered
@@ -45,6 +49,45 @@ BUDGETS = ("least + 75%", "least + 50%", "least + 25%", "least + 5%")  # of what
 _TOLERANCE = 0.01
 _REPEATS = 5
 _SEED = 0
+_ROUNDING = "rounding"  # how ``Op.differs`` begins where nothing but rounding does
+
+
+class Bits(StrEnum):
+    """What differs from the program by optional ops, the least first."""
+
+    EXACT = "exact"
+    ROUNDING = "rounding"
+    LOSSY = "lossy"
+
+
+def bits_of(ops: Iterable[Op]) -> Bits:
+    """Return the most that any of `ops` may differ from the program."""
+    said = [op.differs for op in ops if op.differs]
+    if all(differs.startswith(_ROUNDING) for differs in said):
+        return Bits.ROUNDING if said else Bits.EXACT
+    return Bits.LOSSY
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row(Made):
+    """One plan with an option beside the step that keeps everything."""
+
+    model: str = key()
+    option: str = key()
+    bits: Bits = key("the most that an op which the option offers may differ; exact: nothing else is to be said")
+    budget: str = key("a share of what lies between the least budget with the option and the peak")
+    differing: int | None = value("executions of ops that may differ")
+    budget_bytes: int | None = value("of the plan, as predicted and measured peak")
+    predicted_peak_bytes: int | None = value()
+    measured_peak_bytes: int | None = value()
+    base_peak_bytes: int = column("predicted, of the step that keeps everything")
+    loss_error: float | None = value("distance of the losses, over the absolute value")
+    gradient_error: float | None = value("Euclidean distance of all gradients in one vector, over its length")
+    largest_error: float | None = value("the most that an element of a gradient differs, over the largest of that gradient")
+    predicted_ratio: float | None = value("time over that of the step that keeps everything")
+    measured_ratio: float | None = value("the same, measured in turn")
+    error: str = text("why there is no plan, or it did not run")
+    seed: int = column("of parameters, batch and the random state of the step", default=_SEED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +118,8 @@ class _Step:
         least_bytes = least_budget(order.graph, clock=clock()).found_bytes
         return cls(captured, workload, keeping, _outcome(keeping, workload), order, least_bytes)
 
-    def row(self, blank: ErrorRow, clock: Callable[[], Clock]) -> ErrorRow:
-        """What a plan for the budget of `blank` comes to."""
-        assert blank.base_peak_bytes is not None
+    def row(self, blank: Row, clock: Callable[[], Clock]) -> Row:
+        """Return what a plan for the budget of `blank` comes to."""
         model, loss_fn, batch = self.workload
         row = replace(blank, budget_bytes=budget_bytes_of(blank.budget, self.least_bytes, blank.base_peak_bytes))
         assert row.budget_bytes is not None
@@ -104,42 +146,26 @@ class _Step:
         )
 
 
-def error_rows(model: str, option: str, clock: Callable[[], Clock]) -> Iterator[ErrorRow]:
-    """Rows of `model` with `option` at each budget; one row without a budget where nothing that it offers is inexact.
+def measure_errors(case: tuple[str, str, Callable[[], Clock]], known: Sequence[Row]) -> Iterator[Row]:
+    """Yield a row for each budget; one row without a budget where nothing that the option offers is inexact.
 
     Args:
-        model: a name in MEASURED.
-        option: one that is found when a step is traced.
-        clock: makes one that starts then, for the least budget and for each solve.
+        case: a name in MEASURED, an option that is found when a step is traced, and what makes a clock that starts then, for
+            the least budget and for each solve.
+        known: nothing.
     """
+    model, option, clock = case
     torch.manual_seed(_SEED)
     workload = MEASURED[model]()
     captured = tracing.capture_profiled(workload, TraceSettings(passes=_REPEATS, options=(option,)))
-    blank = ErrorRow(
-        model=model,
-        option=option,
-        bits=bits_of(captured.graph.ops),
-        budget="",
-        differing=None,
-        budget_bytes=None,
-        predicted_peak_bytes=None,
-        measured_peak_bytes=None,
-        base_peak_bytes=summarize(captured.graph).keep_everything_peak_bytes,
-        loss_error=None,
-        gradient_error=None,
-        largest_error=None,
-        predicted_ratio=None,
-        measured_ratio=None,
-        error="",
-        seed=_SEED,
-        **provenance(),
-    )
-    if blank.bits is Bits.EXACT:
-        yield blank
+    bits, peak_bytes = bits_of(captured.graph.ops), summarize(captured.graph).keep_everything_peak_bytes
+    row = Row(model=model, option=option, bits=bits, budget="", base_peak_bytes=peak_bytes, **provenance())
+    if bits is Bits.EXACT:
+        yield row
         return
     step = _Step.of(captured, workload, option, clock)
     for budget in BUDGETS:
-        yield step.row(replace(blank, budget=budget), clock)
+        yield step.row(replace(row, budget=budget), clock)
 
 
 def _outcome(step: Executor, workload: Workload) -> StepOutcome:
@@ -152,3 +178,46 @@ def _largest(exact: StepOutcome, found: StepOutcome, name: str) -> float:
     if difference.relative is not None:
         return difference.relative
     return 0.0 if difference.max_abs == 0 else float("inf")
+
+
+_HEAD = """\
+Small steps on the CPU with one option, beside the same steps without, which keep everything. Budgets lie between the least with \
+the option and the peak without. Inexact ops: executions in the plan of ops that may differ. Errors are relative: of the loss; \
+the most that an element of a gradient differs, over the largest of that gradient; and the distance of all gradients, in one \
+vector, over its length. Peaks are shares of the peak without, times multiples of the time without.
+"""
+
+
+def _share(name: str) -> Callable[[Row], float | None]:
+    return lambda row: None if (peak := getattr(row, name)) is None else peak / row.base_peak_bytes
+
+
+TABLE = (
+    *("model", "option"),
+    Column("budget", lambda row: row.budget if row.budget_bytes is None else f"{row.budget} ({format_bytes(row.budget_bytes)})"),
+    Column("inexact ops", lambda row: row.error or row.differing),
+    Column("loss", "loss_error", "{:.1e}"),
+    Column("largest", "largest_error", "{:.1e}"),
+    Column("norm", "gradient_error", "{:.1e}"),
+    Column("peak predicted", _share("predicted_peak_bytes"), "{:.2%}"),
+    Column("measured", _share("measured_peak_bytes"), "{:.2%}"),
+    Column("time predicted", "predicted_ratio"),
+    Column("measured", "measured_ratio"),
+)
+
+
+def error_table(rows: Iterable[Row]) -> str:
+    """Return errors of options that round, then of lossy ones; and of which models nothing was measured."""
+    found = by(rows, "bits")
+    parts = [_HEAD]
+    for bits in (Bits.ROUNDING, Bits.LOSSY):
+        parts += [f"## {str(bits).capitalize()}", markdown(found[bits], TABLE)] if bits in found else []
+    if exact := [f"{row.option} on {row.model}" for row in found.get(Bits.EXACT, ())]:
+        parts.append(f"Nothing inexact is offered by: {', '.join(exact)}.")
+    run = {row.model for own in found.values() for row in own}
+    if missing := [model for model in MEASURED if model not in run]:
+        parts.append(f"Not run: {', '.join(missing)}.")
+    return "\n\n".join(part.strip() for part in parts) + "\n"
+
+
+ERRORS = Study(Row, measure_errors, order=listed(model=MEASURED), pages={"errors.md": error_table}, file="errors.csv")

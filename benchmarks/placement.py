@@ -8,13 +8,14 @@ XEngine's program executes each op once; then within a part of the peak of the s
 not proved optimal in the time says so. XEngine's program does not take steps as large as the transformer.
 """
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
-from benchmarks.common import PROVENANCE, command_line, one_thread, provenance, write
+from benchmarks.command import carry_out, command_line, one_thread
 from graphs.ir import Graph
 from graphs.options.passes import in_passes
 from graphs.options.surroundings import Link, OtherDevice, Surroundings
@@ -28,15 +29,17 @@ from planner.capture.options import with_options
 from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
 from planner.models import Workload
-from planner.profiling.devices import Device, get_device
-from planner.profiling.other_devices import known_devices
+from planner.profiling.devices import DeviceSpec, get_device
+from planner.profiling.other_devices import decode_devices
 from planner.profiling.roofline import model_times
-from planner.report.tables import as_markdown
 from planner.runtime.executor import Executor
 from planner.runtime.measure import median_times
 from planner.runtime.pool_memory import measured_peak, other_peaks_measured
 from planner.settings import TraceSettings
 from planner.solving import summarize
+from planner.studies.experiment import Study
+from planner.studies.rows import Made, column, key, listed, provenance, value
+from planner.studies.tables import ALL, Column, markdown, side_by_side
 from planner.workload.workload import load, parse_spec
 from solvers.baselines.xengine import XEngineParams
 from solvers.clock import WallClock
@@ -46,22 +49,19 @@ from solvers.result import Result, Status
 from solvers.tolerance import Tolerance
 
 # No product: an integrated GPU of 1 TFLOP/s, which has the memory bus of the CPU of ``planner.profiling.devices`` to itself.
-INTEGRATED = Device("integrated", 32 * 10**9, 51.2e9, 2e12, 1e12, 1e12, 10e-6, 0.70, 0.50, 0.40, 0.80)
+INTEGRATED = DeviceSpec("integrated", 32 * 10**9, 51.2e9, 2e12, 1e12, 1e12, 10e-6, 0.70, 0.50, 0.40, 0.80)
 MODELLED_BYTES_PER_S = 12e9  # of a copy from buffer to buffer on the same bus, both read and written
 NO_LIMIT = "no limit"
 BUDGETS = (NO_LIMIT, "90%")
-METHODS = ("main device", "other device", "serial", "overlapped", "windows")
+SERIAL, BEST = "serial", "windows"
+METHODS = ("main device", "other device", SERIAL, "overlapped", BEST)
+_XENGINE = ("xengine", "xengine-overlapped")
 MODELLED = "CPU, GPU modelled"
 MEASURED = {"one thread, one": "cpu:1", "one thread, two": "cpu:2"}
 PAIRS = (MODELLED, *MEASURED)
 LIMIT_S = 8.0
 REPEATS = 15
 TOLERANCE = 1e-3
-COLUMNS = (
-    *("model", "pair", "ops", "budget", "method", "status", "time_s", "bound_s", "serial_s", "serial_bound_s", "seconds"),
-    *("budget_bytes", "peak_bytes", "placed", "copied", "predicted_s", "executed_s", "kept_s", "executed_peak_bytes"),
-    *("predicted_other_bytes", "executed_other_bytes", *PROVENANCE),
-)
 
 Step = tuple[nn.Module, Callable[..., torch.Tensor], tuple[torch.Tensor, ...]]
 
@@ -106,6 +106,44 @@ def transformer() -> Step:
 MODELS: Mapping[str, Callable[[], Step]] = {"chain": chain, "mlp": mlp, "resnet": resnet, "transformer": transformer}
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row(Made):
+    """One method on one pair of devices."""
+
+    model: str = key()
+    pair: str = key()
+    ops: int = key("of the step")
+    budget: str = key("of each memory")
+    method: str = key()
+    status: str = column("as in solvers.result; of the serial optimum: of its sum, which is no bound on its makespan")
+    time_s: float | None = value("the step")
+    bound_s: float | None = value("proved: no step takes less")
+    serial_s: float | None = value("the serial optimum, as XEngine counts it: the sum over both devices; and its bound")
+    serial_bound_s: float | None = value()
+    seconds: float = column("that the solve took")
+    budget_bytes: int = column()
+    peak_bytes: int | None = value("of the schedule, on the main device")
+    placed: int = column("executions on the other device")
+    copied: int = column("copies between the devices")
+    predicted_s: float | None = value("of what is executed")
+    executed_s: float | None = value("in turn with kept_s: keeping everything on the main device")
+    kept_s: float | None = value()
+    executed_peak_bytes: int | None = value()
+    predicted_other_bytes: int | None = value("peak on the other device, and as it is executed")
+    executed_other_bytes: int | None = value()
+
+    @property
+    def counted_s(self) -> float | None:
+        """The time that the method minimizes."""
+        return self.serial_s if self.method == SERIAL else self.time_s
+
+    @property
+    def counted_text(self) -> str:
+        """The same, marked where it is not proved to be the best; why there is none."""
+        mark = "" if self.status == Status.OPTIMAL else " *"
+        return self.status if self.counted_s is None else f"{format_seconds(self.counted_s)}{mark}"
+
+
 @dataclass(frozen=True, slots=True)
 class Pair:
     """A step on two devices.
@@ -140,12 +178,12 @@ def pair_of(step: Step, pair: str) -> Pair:
         times = tuple(op.time_s for op in model_times(captured, INTEGRATED).ops)
         return Pair(model_times(captured, get_device("cpu")), OtherDevice("integrated", times, MODELLED_BYTES_PER_S))
     measured = tracing.capture_profiled(Workload(*step), TraceSettings(passes=9, other_devices=(MEASURED[pair],)))
-    (second,) = known_devices(measured.graph.provenance)
+    (second,) = decode_devices(measured.graph.provenance)
     return Pair(measured.graph, second, measured)
 
 
-def executed(step: Step, pair: Pair, graph: Graph, schedule: Schedule) -> dict[str, object]:
-    """What a schedule on `graph` takes where it is run, in turn with keeping everything on the main device."""
+def executed(step: Step, pair: Pair, graph: Graph, schedule: Schedule) -> dict[str, float]:
+    """Return what a schedule on `graph` takes where it is run, in turn with keeping everything on the main device."""
     assert pair.captured is not None
     model, loss_fn, batch = step
     placed = Executor(replace(pair.captured, graph=graph), schedule, model, loss_fn)
@@ -161,36 +199,43 @@ def executed(step: Step, pair: Pair, graph: Graph, schedule: Schedule) -> dict[s
     }
 
 
-def compare(
-    name: str, pair: str, step: Step, devices: Pair, budgets: Sequence[str], *, limit_s: float
-) -> Iterator[dict[str, object]]:
-    """The rows of one model, whose `step` is given, on one pair of devices."""
-    about = provenance()
+def compare(name: str, pair: str, step: Step, devices: Pair, budgets: Sequence[str], *, limit_s: float) -> Iterator[Row]:
+    """Yield the rows of one model, whose `step` is given, on one pair of devices."""
     peak_bytes = summarize(devices.main).keep_everything_peak_bytes
     for budget in budgets:
         unlimited = budget == NO_LIMIT
         budget_bytes = budget_in_bytes("1000%" if unlimited else budget, peak_bytes)
         both = devices.both(None if unlimited else budget_bytes)
-        for method, graph, solver in (
-            (METHODS[0], devices.main, "windows"),
-            (METHODS[1], devices.other, "windows"),
-            (METHODS[2], both, "xengine"),
-            (METHODS[3], both, "xengine-overlapped"),
-            (METHODS[4], both, "windows"),
-        ):
-            params = XEngineParams(again=not unlimited) if solver.startswith("xengine") else None
+        graphs, solvers = (devices.main, devices.other, both, both, both), ("windows", "windows", *_XENGINE, "windows")
+        for method, graph, solver in zip(METHODS, graphs, solvers, strict=True):
+            params = XEngineParams(again=not unlimited) if solver in _XENGINE else None
             request = Request(graph, budget_bytes, Tolerance.of(TOLERANCE), WallClock(limit_s), params=params)
             result = get_solver(solver)(request)
-            row = dict.fromkeys(COLUMNS) | about | _moved(graph, result)
-            row |= {"model": name, "pair": pair, "ops": len(devices.main.ops), "budget": budget, "method": method}
-            row |= {"status": _status(result), "time_s": result.time_s, "bound_s": result.bound_s, "seconds": result.seconds}
-            row |= {key: result.settings.get(key) for key in ("serial_s", "serial_bound_s")}
-            row |= {"budget_bytes": budget_bytes, "peak_bytes": result.peak_bytes}
+            optional = [op for i in (result.schedule.computed if result.schedule else ()) if (op := graph.ops[i]).optional]
+            placed = sum(bool(op.replaces) for op in optional)
+            row = Row(
+                model=name,
+                pair=pair,
+                ops=len(devices.main.ops),
+                budget=budget,
+                method=method,
+                status=_status(result),
+                time_s=result.time_s,
+                bound_s=result.bound_s,
+                serial_s=result.settings.get("serial_s"),
+                serial_bound_s=result.settings.get("serial_bound_s"),
+                seconds=result.seconds,
+                budget_bytes=budget_bytes,
+                peak_bytes=result.peak_bytes,
+                placed=placed,
+                copied=len(optional) - placed,
+                **provenance(),
+            )
             if graph is both and result.schedule is not None and devices.captured is not None:
                 schedule = in_passes(graph, result.schedule)
                 predicted = simulate(graph, schedule)
-                row |= {"predicted_s": predicted.time_s, "predicted_other_bytes": predicted.pool_peaks_bytes[1]}
-                row |= executed(step, devices, graph, schedule)
+                row = replace(row, predicted_s=predicted.time_s, predicted_other_bytes=predicted.pool_peaks_bytes[1])
+                row = replace(row, **executed(step, devices, graph, schedule))
             yield row
 
 
@@ -202,62 +247,51 @@ def _status(result: Result) -> str:
     return result.status
 
 
-def _moved(graph: Graph, result: Result) -> dict[str, object]:
-    computed = () if result.schedule is None else result.schedule.computed
-    optional = [graph.ops[op] for op in computed if graph.ops[op].optional]
-    placed = sum(bool(op.replaces) for op in optional)
-    return {"placed": placed, "copied": len(optional) - placed}
+def table(rows: Sequence[Row]) -> str:
+    """Return the time of each method, and what the best for both side by side gains over the serial optimum."""
+    return markdown(side_by_side(rows, "method", "model", "pair", "budget"), TABLE)
 
 
-def table(rows: Sequence[Mapping[str, object]]) -> str:
-    """Time of each method, and what the best for both side by side gains over the serial optimum."""
-    last = ("serial, side by side", "gain over serial", "bound", "windows, run", "main device, run")
-    cells = [("model", "devices", "budget", *METHODS, *last)]
-    for model, pair, budget in dict.fromkeys((row["model"], row["pair"], row["budget"]) for row in rows):
-        found = {row["method"]: row for row in rows if (row["model"], row["pair"], row["budget"]) == (model, pair, budget)}
-        times = {method: row["serial_s"] if method == METHODS[2] else row["time_s"] for method, row in found.items()}
-        serial_s, best_s = times.get(METHODS[2]), times.get(METHODS[4])
-        side = found.get(METHODS[2], {}).get("time_s")
-        bound = found.get(METHODS[4], {}).get("bound_s")
-        ran = found.get(METHODS[4], {})
-        run = bound, ran.get("executed_s"), ran.get("kept_s")
-        gain = serial_s / best_s - 1 if isinstance(serial_s, float) and isinstance(best_s, float) else None
-        cells.append(
-            (
-                *(str(value) for value in (model, pair, budget)),
-                *(_cell(found.get(method), times.get(method)) for method in METHODS),
-                format_seconds(side) if isinstance(side, float) else "",
-                format_ratio(gain) if gain is not None else "",
-                *(format_seconds(value) if isinstance(value, float) else "" for value in run),
-            )
-        )
-    return as_markdown(cells)
+def _gain(found: Mapping[str, Row]) -> float | None:
+    serial_s, best_s = (found[method].counted_s if method in found else None for method in (SERIAL, BEST))
+    return None if serial_s is None or best_s is None else serial_s / best_s - 1
 
 
-def _cell(row: Mapping[str, object] | None, time_s: object) -> str:
-    """A time, marked where it is not proved to be the best; why there is none."""
-    if row is None:
-        return ""
-    return (
-        f"{format_seconds(time_s)}{'' if row['status'] == 'optimal' else ' *'}"
-        if isinstance(time_s, float)
-        else str(row["status"])
-    )
+TABLE = (
+    *("model", Column("devices", "pair"), "budget"),
+    *(Column(method, "counted_text", at=method) for method in METHODS),
+    Column("serial, side by side", "time_s", at=SERIAL),
+    Column("gain over serial", _gain, format_ratio, at=ALL),
+    *(Column(title, name, at=BEST) for title, name in (("bound", "bound_s"), ("windows, run", "executed_s"))),
+    Column("main device, run", "kept_s", at=BEST),
+)
 
 
-def main(words: Sequence[str] | None = None) -> None:
-    """Solve, and write rows and table, after each row anew."""
-    arguments = command_line(__doc__, models=MODELS, out="results/placement").parse_args(words)
+def measure(case: tuple[str, str], known: Sequence[Row]) -> Iterator[Row]:
+    """Yield the rows of a model and a pair of devices, where there are not all."""
+    name, pair = case
+    if len(known) == len(BUDGETS) * len(METHODS):
+        return
+    torch.manual_seed(0)
+    step = MODELS[name]()
+    yield from compare(name, pair, step, pair_of(step, pair), BUDGETS, limit_s=LIMIT_S)
+
+
+STUDY = Study(
+    Row,
+    measure,
+    whole=False,
+    order=listed(pair=PAIRS, model=MODELS, budget=BUDGETS, method=METHODS),
+    pages={"table.md": table},
+)
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Solve what is missing, and write rows and table, after each row anew."""
+    arguments = command_line(__doc__, Row, models=MODELS, out="results/placement").parse_args(words)
     one_thread()
-    rows: list[dict[str, object]] = []
-    for pair in PAIRS:
-        for name in arguments.models:
-            torch.manual_seed(0)
-            step = MODELS[name]()
-            for row in compare(name, pair, step, pair_of(step, pair), BUDGETS, limit_s=LIMIT_S):
-                rows.append(row)
-                write(arguments.out, COLUMNS, rows, table(rows))
+    return carry_out(STUDY, arguments, {(name, pair): (name, pair) for pair in PAIRS for name in arguments.models})
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

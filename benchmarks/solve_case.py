@@ -2,13 +2,14 @@
 
 import platform
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from graphs.io.formats import read_graph, write_graph
 from graphs.ir import Graph
 from planner.runtime.machine import commit, machine
+from planner.studies.rows import column, key, text, value
 from solvers.clock import WallClock
 from solvers.problem import problem_of
 from solvers.registry import get_solver
@@ -19,57 +20,44 @@ from solvers.tolerance import Tolerance
 TOLERANCE = 1e-3
 
 
-@dataclass(frozen=True, slots=True)
-class Case:
-    """One solve: of graph `graph` of `suite` at the budget called `budget`, by `solver`, for the `run`-th time.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One solve."""
 
-    `reference_time_s` is the step that somebody else reached at this budget, and `reference_seconds` how long
-    that took.
-    """
-
-    suite: str
-    graph: str
-    budget: str
-    solver: str
-    run: int
-    budget_bytes: int
-    time_limit_s: float
-    reference_time_s: float | None
-    reference_seconds: float | None
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What came of a solve; what is unknown is None.
-
-    Times of the step are seconds, as is `seconds`, how long the solve took; `first_s` is when it had its first
-    schedule. `writing_s` is, for the reference, the part of `seconds` that PuLP takes to write the program.
-    """
-
-    ops: int
-    status: str
-    base_s: float
-    time_s: float | None
-    bound_s: float | None
-    gap: float | None
-    first_s: float | None
-    seconds: float
-    writing_s: float | None
-    model_rows: int | None
-    model_columns: int | None
-    resident_mb: int | None
-    commit: str
-    machine: str
-    versions: str
+    suite: str = key()
+    graph: str = key()
+    budget: str = key()
+    solver: str = key()
+    run: int = key("times are medians of several", summary="max")
+    budget_bytes: int = column("static bytes included")
+    time_limit_s: float = column("of the solve")
+    reference_time_s: float | None = value("the step that somebody else reached at this budget")
+    reference_seconds: float | None = value("that this took them")
+    ops: int = column("of the graph", default=0)
+    status: str = text("as in solvers.result")
+    base_s: float = column("the step that keeps everything", default=0.0)
+    time_s: float | None = value("the step")
+    bound_s: float | None = value("proved: no step takes less")
+    gap: float | None = value()
+    first_s: float | None = value("until the first schedule", summary="median")
+    seconds: float = column("that the solve took", default=0.0, summary="median")
+    writing_s: float | None = value("the part of it that PuLP takes to write the reference's program", summary="median")
+    model_rows: int | None = value("of the largest program that was solved, as model_columns")
+    model_columns: int | None = value()
+    resident_mb: int | None = value("the most of the process, in units of 10^6 bytes", summary="max")
+    commit: str = text()
+    machine: str = text()
+    versions: str = text()
 
 
-def make_graph(make: Callable[[], Graph], file: Path) -> None:
-    """Write the graph of an instance."""
+def make_graph(make: Callable[[], Graph], file: Path) -> Iterator[None]:
+    """Write the graph of an instance; yield when it is done."""
     write_graph(make(), file)
+    yield
 
 
-def solve_case(case: Case, file: Path) -> Outcome:
-    """Solve `case`, whose graph is in `file`; in a process of its own."""
+def solve_case(case: Row, file: Path) -> Iterator[Row]:
+    """Solve `case`, whose graph is in `file`, and yield it with what came of it; in a process of its own."""
     graph = read_graph(file)
     first_s: float | None = None
 
@@ -78,13 +66,13 @@ def solve_case(case: Case, file: Path) -> Outcome:
         if first_s is None and progress.best_s is not None:
             first_s = progress.seconds
 
-    solve = get_solver(case.solver)
-    clock = WallClock(case.time_limit_s)
+    solve, clock = get_solver(case.solver), WallClock(case.time_limit_s)
     result = solve(Request(graph, case.budget_bytes, Tolerance.of(TOLERANCE), clock, on_progress))
     resident_mb = peak_resident_mb()  # before the program is written once more
     traced = {"torch": graph.provenance["torch"]} if "torch" in graph.provenance else {}
     versions = {**result.versions, **traced, "Python": platform.python_version()}
-    return Outcome(
+    yield replace(
+        case,
         ops=len(graph.ops),
         status=str(result.status),
         base_s=graph.time_s,
@@ -104,8 +92,10 @@ def solve_case(case: Case, file: Path) -> Outcome:
 
 
 def writing_seconds(graph: Graph, budget_bytes: int) -> float:
-    """How long PuLP takes to write the reference's program."""
-    from solvers.baselines.common.checkmate_program import CheckmateModel
+    """Return how long PuLP takes to write the reference's program."""
+    from solvers.baselines.common.checkmate_program import (
+        CheckmateModel,  # imports PuLP, which the memory of other solves shall not hold
+    )
 
     began = time.perf_counter()
     CheckmateModel(problem_of(graph, budget_bytes)).build()
@@ -113,7 +103,7 @@ def writing_seconds(graph: Graph, budget_bytes: int) -> float:
 
 
 def peak_resident_mb() -> int | None:
-    """Of this process since it began, in units of 10^6 bytes; known on Linux only.
+    """Return the peak of this process since it began, in units of 10^6 bytes; known on Linux only.
 
     ``getrusage`` would tell the peak of the process that started this one, if that was larger.
     """

@@ -1,26 +1,28 @@
-"""What rows of solves share: how they are filled, and what they say of the schedule that was found."""
+"""Rows of solves: how they are filled, and what they say of the schedule that was found."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from graphs.errors import PlannerError
+from graphs.units import format_ratio
+from planner.studies.rows import Made, column, text, value
 from solvers.registry import get_solver
 from solvers.request import Request
-from solvers.result import Result
+from solvers.result import Result, Status
 
 
-class Solved:
-    """A row of one solve; what is unknown is None.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Solved(Made):
+    """One solve."""
 
-    Attributes:
-        time_s, bound_s: of the step, judged and proved.
-        base_s: of the step that keeps everything.
-    """
-
-    __slots__ = ()
-    time_s: float | None
-    bound_s: float | None
-    base_s: float
+    status: str = column("as in solvers.result", default=str(Status.ERROR))
+    reason: str = text("as in solvers.result")
+    message: str = text("what else there is to say")
+    time_s: float | None = value("the step, judged")
+    bound_s: float | None = value("proved: no step takes less")
+    base_s: float = column("the step that keeps everything")
+    peak_bytes: int | None = value("of the schedule")
+    budget_bytes: int | None = value("static bytes included")
 
     @property
     def overhead(self) -> float | None:
@@ -28,16 +30,31 @@ class Solved:
         return None if self.time_s is None else self.time_s / self.base_s - 1
 
     @property
+    def bound_overhead(self) -> float | None:
+        """No step has less."""
+        return None if self.bound_s is None else self.bound_s / self.base_s - 1
+
+    @property
     def gap(self) -> float | None:
         """Of the time over the bound; what floating point makes of none is 0."""
         return None if self.time_s is None or not self.bound_s else max(0.0, self.time_s / self.bound_s - 1)
+
+    @property
+    def why_none(self) -> str:
+        """Why there is no schedule, in a word."""
+        return self.status if self.status == Status.INFEASIBLE else self.reason or self.status
+
+    @property
+    def overhead_text(self) -> str:
+        """The overhead, or why there is none."""
+        return self.why_none if self.overhead is None else format_ratio(self.overhead)
 
 
 Row = TypeVar("Row", bound=Solved)
 
 
 def solved(blank: Row, solver: str, request: Request) -> tuple[Row, Result | None]:
-    """`blank` with what `solver` has found, and that; None where it refuses."""
+    """Return `blank` with what `solver` has found, and that; None where it refuses."""
     try:
         result = get_solver(solver)(request)
     except PlannerError as error:

@@ -9,27 +9,33 @@ import copy
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
+from statistics import median
 from typing import Any
 
 import torch
 from torch import nn
 
 import planner
-from benchmarks.common import columns_of, command_line, exit_code, one_thread, provenance, write
+from benchmarks.command import carry_out, command_line, one_thread
 from benchmarks.training_loop import Loop, Recipe, batches
-from benchmarks.training_table import EAGER, PLANNED, Row, failures, half_or_half_way, table
+from graphs.units import format_bytes, format_ratio, format_seconds
 from planner import options, tracing
 from planner.capture.signature import Batch
 from planner.capture.step import TrainingStep
 from planner.models import Workload, build
 from planner.runtime.measure import Step
 from planner.solving import order_for
+from planner.studies.experiment import Study
+from planner.studies.rows import Made, column, key, listed, provenance, text
+from planner.studies.tables import Column, by, markdown
 from solvers.clock import WallClock
 from solvers.least import least_budget
 
 SEED = 0
+EAGER, PLANNED = "eager", "planned"
 _LEAST_LIMIT_S = 10.0
 _SOLVE_LIMIT_S = 30.0
 
@@ -51,8 +57,31 @@ RECIPES = {
 }
 
 
-def train(name: str, recipe: Recipe, device: torch.device, steps: int) -> list[Row]:
-    """The rows of one model: first eager's loop alone, then the planned one, then both in turn."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row(Made):
+    """One step of one loop. Peaks and times are of two passes from the same beginning: to measure a peak takes time."""
+
+    model: str = key()
+    loop: str = key("eager or planned")
+    step: int = key("counted from 0")
+    seed: int = column("of weights, batches and random state", default=SEED)
+    peak_bytes: int = column("measured, of forward and backward pass; static bytes included")
+    loss: float = column("in the pass for peaks; loss_again in the pass for times")
+    loss_again: float = column()
+    time_s: float = column("of forward and backward pass")
+    loop_s: float = column("of these, clipping, and the optimizer's step")
+    state: str = text("digest of parameters, buffers and random state after the last step of each pass")
+    state_again: str = text()
+    least_bytes: int = column("the least budget that a schedule was found for")
+    budget_bytes: int = column("of the planned loop")
+    predicted_peak_bytes: int = column("what the plan says of forward and backward pass, as predicted_s")
+    predicted_s: float = column()
+    keeping_s: float = column("what it says of one that keeps everything")
+
+
+def train(name: str, known: Sequence[Row], *, device: torch.device, steps: int) -> Iterator[Row]:
+    """Yield the rows of one model: first eager's loop alone is run, then the planned one, then both in turn."""
+    recipe = RECIPES[device.type][name]
     torch.manual_seed(SEED)
     workload = recipe.make(device=str(device))
     twin = workload._replace(model=copy.deepcopy(workload.model))
@@ -70,17 +99,28 @@ def train(name: str, recipe: Recipe, device: torch.device, steps: int) -> list[R
     begin[PLANNED] = partial(loop, twin.model, step)
     alone[PLANNED] = peaks(begin[PLANNED](), data())
     together = times({way: begun() for way, begun in begin.items()}, data())
-    about = {
-        "model": name,
-        "seed": SEED,
-        "least_bytes": least_bytes,
-        "budget_bytes": budget_bytes,
-        "predicted_peak_bytes": step.plan.peak_bytes,
-        "predicted_s": step.plan.time_s,
-        "keeping_s": step.plan.graph.time_s,
-        **provenance(device),
-    }
-    return [row for way in begin for row in rows_of(way, alone[way], together[way], about)]
+    for way in begin:
+        seen = zip(alone[way].steps, together[way].steps, strict=True)
+        for i, ((loss, peak_bytes), (loss_again, time_s, loop_s)) in enumerate(seen):
+            last = i == steps - 1
+            yield Row(
+                model=name,
+                loop=way,
+                step=i,
+                peak_bytes=peak_bytes,
+                loss=loss,
+                loss_again=loss_again,
+                time_s=time_s,
+                loop_s=loop_s,
+                state=alone[way].state if last else "",
+                state_again=together[way].state if last else "",
+                least_bytes=least_bytes,
+                budget_bytes=budget_bytes,
+                predicted_peak_bytes=step.plan.peak_bytes,
+                predicted_s=step.plan.time_s,
+                keeping_s=step.plan.graph.time_s,
+                **provenance(device),
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,24 +140,6 @@ def times(loops: Mapping[str, Loop], data: Iterable[Batch]) -> dict[str, Seen]:
     """Losses and times of every step of loops that take turns."""
     turns = [{way: loop.timed(batch) for way, loop in loops.items()} for batch in data]
     return {way: Seen([turn[way] for turn in turns], loop.digest()) for way, loop in loops.items()}
-
-
-def rows_of(way: str, alone: Seen, together: Seen, about: Mapping[str, Any]) -> Iterator[Row]:
-    """The rows of one loop; `about` is what is the same in all rows of its model."""
-    last = len(alone.steps) - 1
-    for i, ((loss, peak_bytes), (loss_again, time_s, loop_s)) in enumerate(zip(alone.steps, together.steps, strict=True)):
-        yield Row(
-            loop=way,
-            step=i,
-            peak_bytes=peak_bytes,
-            loss=loss,
-            loss_again=loss_again,
-            time_s=time_s,
-            loop_s=loop_s,
-            state=alone.state if i == last else "",
-            state_again=together.state if i == last else "",
-            **about,
-        )
 
 
 def least(workload: Workload, recipe: Recipe, device: torch.device) -> int:
@@ -141,9 +163,120 @@ def repeatable() -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # it would cost time
 
 
+def half_or_half_way(peak_bytes: int, least_bytes: int) -> int:
+    """Return half of `peak_bytes` or, where nothing is known to fit that, half way from the least budget."""
+    half = peak_bytes // 2
+    return half if half >= least_bytes else (least_bytes + peak_bytes) // 2
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """The two loops of one model, step by step."""
+
+    model: str
+    eager: tuple[Row, ...]
+    planned: tuple[Row, ...]
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that eager PyTorch took."""
+        return max(row.peak_bytes for row in self.eager)
+
+    @property
+    def over(self) -> list[Row]:
+        """Steps that took more than their budget."""
+        return [row for row in self.planned if row.peak_bytes > row.budget_bytes]
+
+    @property
+    def losses_equal(self) -> int:
+        """How many steps have eager's loss to the last bit, in both passes."""
+        pairs = zip(self.planned, self.eager, strict=True)
+        return sum((own.loss, own.loss_again) == (other.loss, other.loss_again) for own, other in pairs)
+
+    @property
+    def states_equal(self) -> bool:
+        """Whether all bits of parameters, buffers and random state are eager's in the end."""
+        return (self.planned[-1].state, self.planned[-1].state_again) == (self.eager[-1].state, self.eager[-1].state_again)
+
+    @property
+    def eager_repeats(self) -> bool:
+        """Whether eager PyTorch does the same twice; what it does not, no plan can."""
+        return all(row.loss == row.loss_again and row.state == row.state_again for row in self.eager)
+
+    @property
+    def plan(self) -> Row:
+        """Any step of the planned loop: what the plan is, is the same in all of them."""
+        return self.planned[0]
+
+    @property
+    def time_s(self) -> float:
+        """Median of the planned steps."""
+        return median(row.time_s for row in self.planned)
+
+    def ratio(self, time: str) -> float:
+        """Median of the multiples of eager's `time` (a column) in the same turn."""
+        of = attrgetter(time)
+        return median(of(own) / of(other) for own, other in zip(self.planned, self.eager, strict=True))
+
+
+def pairs(rows: Sequence[Row]) -> dict[str, Pair]:
+    """Return the loops by model."""
+    loops = by(rows, "model", "loop")
+    return {model: Pair(model, *(tuple(loops[model, loop]) for loop in (EAGER, PLANNED))) for model in by(rows, "model")}
+
+
+def failures(rows: Sequence[Row]) -> list[str]:
+    """Return what must not be, a line each: peaks over the budget, losses and parameters that are not eager's."""
+    said = []
+    for model, pair in pairs(rows).items():
+        said += [
+            f"{model}: step {row.step} took {format_bytes(row.peak_bytes)}, over its budget of {format_bytes(row.budget_bytes)}"
+            for row in pair.over
+        ]
+        equal, steps = pair.losses_equal, len(pair.planned)
+        hint = "" if pair.eager_repeats else "; but eager PyTorch does not repeat itself either"
+        if equal < steps:
+            said.append(f"{model}: the losses of {steps - equal} of {steps} steps are not eager's{hint}")
+        if not pair.states_equal:
+            said.append(f"{model}: parameters, buffers or random state are not eager's in the end{hint}")
+    return said
+
+
+TABLE = (
+    "model",
+    Column("eager's peak", "peak_bytes"),
+    Column("budget", "plan.budget_bytes"),
+    Column("of eager's peak", lambda pair: pair.plan.budget_bytes / pair.peak_bytes, format_ratio),
+    Column("highest peak of a step", lambda pair: max(row.peak_bytes for row in pair.planned), format_bytes),
+    Column("over budget", lambda pair: f"{len(pair.over)} of {len(pair.planned)}"),
+    Column("losses equal", lambda pair: f"{pair.losses_equal} of {len(pair.planned)}"),
+    Column("parameters equal", lambda pair: "yes" if pair.states_equal else "NO"),
+    Column("eager's step", lambda pair: median(row.time_s for row in pair.eager), format_seconds),
+    Column("planned", lambda pair: pair.ratio("time_s"), "{:.3f}x"),
+    Column("with optimizer", lambda pair: pair.ratio("loop_s"), "{:.3f}x"),
+    Column("predicted", lambda pair: pair.plan.predicted_s / pair.plan.keeping_s, "{:.3f}x"),
+    Column("predicted step", "plan.predicted_s"),
+    Column("measured / predicted", lambda pair: pair.time_s / pair.plan.predicted_s, "{:.3f}"),
+)
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Return the loops of each model in a line, and what they were made with; times as multiples of eager PyTorch's."""
+    found = pairs(rows).values()
+    notes = [
+        f"Nothing was found for half of {pair.model}'s peak: its budget is half way from the least, "
+        f"{format_bytes(pair.plan.least_bytes)}, to the peak.\n"
+        for pair in found
+        if pair.plan.least_bytes > pair.peak_bytes // 2
+    ]
+    one, steps = rows[0], max(row.step for row in rows) + 1
+    about = f"{steps} steps from seed {one.seed}; {one.machine}; torch {one.torch}; commit {one.commit}.\n"
+    return "\n".join((markdown(found, TABLE), *notes, about))
+
+
 def main(words: Sequence[str] | None = None) -> int:
-    """Train all models; write rows and table. 1 if a step did what it must not."""
-    parser = command_line(__doc__, models=RECIPES["cpu"], out="results/training")
+    """Train the models that are missing; write rows and table. 1 if a step did what it must not."""
+    parser = command_line(__doc__, Row, models=RECIPES["cpu"], out="results/training")
     best = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", choices=tuple(RECIPES), default=best, help="where to train (default here: %(default)s)")
     parser.add_argument("--steps", type=options.count, default=50, help="of each loop (default: %(default)s)")
@@ -151,12 +284,10 @@ def main(words: Sequence[str] | None = None) -> int:
     one_thread()
     if arguments.device == "cuda":
         repeatable()
-    device = torch.device(arguments.device)
-    rows = []
-    for name in arguments.models:
-        rows += train(name, RECIPES[arguments.device][name], device, arguments.steps)
-    write(arguments.out / arguments.device, columns_of(Row), map(asdict, rows), table(rows))
-    return exit_code(failures(rows))
+    arguments.out /= arguments.device
+    run = partial(train, device=torch.device(arguments.device), steps=arguments.steps)
+    study = Study(Row, run, order=listed(model=RECIPES["cpu"]), pages={"table.md": table}, failures=failures)
+    return carry_out(study, arguments, {(name,): name for name in arguments.models})
 
 
 if __name__ == "__main__":

@@ -1,13 +1,11 @@
 """One model under plans, beside eager PyTorch and checkpointing: run by benchmarks/try_models.py, in a process of its own.
 
-Writes its rows as JSON, after each way to train it, so that those of a process that is ended are not lost.
+Yields its rows after each way to train it, so that those of a process that is ended are not lost.
 """
 
-import argparse
-import json
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -15,16 +13,16 @@ from typing import Any
 import torch
 
 import planner
-from benchmarks.common import columns_of, one_thread
+from benchmarks.command import one_thread
 from benchmarks.runner import SEED, Runner, whole_step
 from graphs.errors import PlannerError
-from graphs.io.files import write_text
 from planner import tracing
 from planner.models import Workload
 from planner.runtime.measure import turn_times
 from planner.solving import order_for, summarize
 from planner.studies import baselines
 from planner.studies.blocks import block_levels
+from planner.studies.rows import Made, column, key, made, value
 from solvers.clock import WallClock
 from solvers.least import least_budget
 
@@ -38,52 +36,35 @@ FIRST = ", from the first plan on"
 RAN, REFUSED, FAILED, MISSING = "ran", "refused", "failed", "missing"
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One way to train one model; what is not known is None.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row(Made):
+    """One way to train one model."""
 
-    Attributes:
-        source, model: where it is from, and its name.
-        way: EAGER, CHECKPOINTING, ``planned at 50%`` of the way from the least budget to the peak, AT_ITS_PEAK, or PLANNED
-            where no budget is known to plan for. With FIRST at its end, from the first plan on that fits, while better ones
-            are looked for; without it, by the last plan.
-        status: RAN; REFUSED with one clear line; FAILED in another way; MISSING: a package is not installed.
-        message: of what was refused or failed.
-        ops: of the captured step.
-        least_bytes, keeping_bytes: the least budget that is found, and the peak of keeping everything, as the planner says.
-        budget_bytes: of the plan.
-        storages_bytes: the most in storages at once, counted as they come and go.
-        peak_bytes: the most of the allocator's, with what kernels take for themselves.
-        different: how many of all losses, gradients, parameters, buffers and random states are not eager's to the last bit.
-        first_difference: the name of one of them.
-        swaps: how often a better plan took the place of another until then.
-        time_s: median of a forward and backward pass.
-        ratio: median of the multiples of eager's time in the same turn.
-        ratio_of_checkpointing: the same, of checkpointing's time.
-        seed: of weights, batches and random state.
-    """
-
-    source: str
-    model: str
-    way: str
-    status: str
-    message: str | None = None
-    ops: int | None = None
-    least_bytes: int | None = None
-    keeping_bytes: int | None = None
-    budget_bytes: int | None = None
-    storages_bytes: int | None = None
-    peak_bytes: int | None = None
-    different: int | None = None
-    first_difference: str | None = None
-    swaps: int | None = None
-    time_s: float | None = None
-    ratio: float | None = None
-    ratio_of_checkpointing: float | None = None
-    seed: int = SEED
-
-
-COLUMNS = columns_of(Row)
+    source: str = key("where the model is from")
+    model: str = key()
+    way: str = key("eager, checkpointing, planned at 50% of the way from the least budget to the peak, or at its peak")
+    status: str = column("ran, refused (with one clear line), failed in another way, or missing: a package is not installed")
+    message: str | None = value("of what was refused or failed")
+    ops: int | None = value("of the captured step")
+    least_bytes: int | None = value("the least budget that is found, as the planner says")
+    keeping_bytes: int | None = value("the peak of keeping everything, as the planner says")
+    budget_bytes: int | None = value("of the plan")
+    storages_bytes: int | None = value("the most in storages at once, counted as they come and go")
+    peak_bytes: int | None = value("the most of the allocator's, with what kernels take for themselves")
+    different: int | None = value(
+        "how many losses, gradients, parameters, buffers, random states are not eager's to the last bit"
+    )
+    first_difference: str | None = value("the name of one of them")
+    swaps: int | None = value("how often a better plan took the place of another until then")
+    time_s: float | None = value("median of a forward and backward pass")
+    ratio: float | None = value("median of the multiples of eager's time in the same turn")
+    ratio_of_checkpointing: float | None = value("the same, of checkpointing's time")
+    seed: int = column("of weights, batches and random state", default=SEED)
+    transformers: str = made("its version, as of the others")
+    timm: str = made()
+    torchvision: str = made()
+    diffusers: str = made()
+    peft: str = made()
 
 
 class Trial:
@@ -92,25 +73,22 @@ class Trial:
     Args:
         make: the model with a loss function and a batch; random weights.
         row: what its rows have in common.
-        on_row: called with every row.
         repeats: steps timed of each way, in turn.
     """
 
-    def __init__(self, make: Callable[[], Workload], row: Row, on_row: Callable[[Row], None], *, repeats: int) -> None:
+    def __init__(self, make: Callable[[], Workload], row: Row, *, repeats: int) -> None:
         self._make = make
         self._row = row
-        self._on_row = on_row
         self._repeats = repeats
         self._rows: dict[str, Row] = {}
         self._runners: dict[str, Runner] = {}
 
-    def run(self) -> None:
-        """Train it in every way; then all that ran take turns for their times."""
+    def run(self) -> Iterator[Row]:
+        """Train it in every way; then all that ran take turns for their times. Yields rows as they are known, perhaps twice."""
         plain = self._fresh()
         self._batch = plain.batch
-        eager = Runner(plain, whole_step(plain))
-        self._reference = eager.train(self._batch)
-        self._measured(EAGER, self._row, self._eager_again)
+        self._reference = Runner(plain, whole_step(plain)).train(self._batch)
+        yield self._measured(EAGER, self._row, self._eager_again)
         if self._rows[EAGER].status != RAN:
             return
         workload = self._fresh()
@@ -118,21 +96,21 @@ class Trial:
             graph = tracing.trace(*workload, passes=1)
             least = least_budget(order_for(graph, "windows", reorder=None).graph, clock=WallClock(_LEAST_LIMIT_S)).found_bytes
         except Exception as error:  # noqa: BLE001 (whatever it is, it is a row)
-            self._say(PLANNED, _failed(self._row, error))
+            yield self._known(PLANNED, _failed(self._row, error))
             return
         keeping = summarize(graph).keep_everything_peak_bytes
         self._row = replace(self._row, ops=len(graph.ops), least_bytes=least, keeping_bytes=keeping)
         for share in SHARES:
-            self._planned(f"{PLANNED} at {share:.0%}", int(least + share * (keeping - least)))
-        self._checkpointed()
-        self._timed()
+            yield from self._planned(f"{PLANNED} at {share:.0%}", int(least + share * (keeping - least)))
+        yield from self._checkpointed()
+        yield from self._timed()
 
     def _eager_again(self) -> Runner:
         workload = self._fresh()
         return Runner(workload, whole_step(workload))
 
-    def _planned(self, way: str, budget_bytes: int) -> None:
-        """From the first plan on that fits, and by the last one that is found."""
+    def _planned(self, way: str, budget_bytes: int) -> Iterator[Row]:
+        """Yield what comes from the first plan on that fits, and by the last one that is found."""
         workload, first = self._fresh(), f"{way}{FIRST}"
         untrained = Runner(workload, whole_step(workload)).state()
         row = replace(self._row, budget_bytes=budget_bytes)
@@ -148,14 +126,14 @@ class Trial:
             runner.restore(untrained)
             return runner
 
-        self._measured(first, row, begun)
+        yield self._measured(first, row, begun)
         if first in self._runners:
-            self._measured(way, row, ended)
+            yield self._measured(way, row, ended)
         else:
-            self._say(way, self._rows[first])
+            yield self._known(way, self._rows[first])
 
-    def _checkpointed(self) -> None:
-        """Blocks of the level that takes the least memory, and a plan for as much; nothing where none saves any."""
+    def _checkpointed(self) -> Iterator[Row]:
+        """Yield what comes of the blocks that take the least memory, and of a plan for as much; nothing where none saves any."""
         found: list[tuple[int, Runner]] = []
         for level in range(1, block_levels(self._fresh().model) + 1):
             workload = self._fresh()
@@ -163,17 +141,18 @@ class Trial:
             try:
                 found.append((runner.peak_bytes(self._batch), runner))
             except Exception as error:  # noqa: BLE001 (of PyTorch's own: other levels may go)
-                self._say(CHECKPOINTING, _failed(self._row, error))
+                yield self._known(CHECKPOINTING, _failed(self._row, error))
         if not found:
             return
         peak_bytes, runner = min(found, key=lambda pair: pair[0])
         if peak_bytes >= (self._rows[EAGER].peak_bytes or 0):
-            self._say(CHECKPOINTING, replace(self._row, status=REFUSED, message="checkpointing blocks saves no memory"))
+            refused = replace(self._row, status=REFUSED, message="checkpointing blocks saves no memory")
+            yield self._known(CHECKPOINTING, refused)
             return
-        self._measured(CHECKPOINTING, self._row, lambda: runner)
-        self._planned(AT_ITS_PEAK, peak_bytes)
+        yield self._measured(CHECKPOINTING, self._row, lambda: runner)
+        yield from self._planned(AT_ITS_PEAK, peak_bytes)
 
-    def _measured(self, way: str, row: Row, make: Callable[[], Runner]) -> None:
+    def _measured(self, way: str, row: Row, make: Callable[[], Runner]) -> Row:
         try:
             runner = make()
             outcome = runner.train(self._batch)
@@ -190,9 +169,9 @@ class Trial:
             self._runners[way] = runner
         except Exception as error:  # noqa: BLE001 (whatever it is, it is a row)
             row = _failed(row, error)
-        self._say(way, row)
+        return self._known(way, row)
 
-    def _timed(self) -> None:
+    def _timed(self) -> Iterator[Row]:
         steps = {way: runner.step for way, runner in self._runners.items()}
         parameters = [parameter for runner in self._runners.values() for parameter in runner.parameters]
         times = turn_times(steps, self._batch, parameters=parameters, repeats=self._repeats)
@@ -200,20 +179,20 @@ class Trial:
             row = replace(self._rows[way], time_s=median(times[way]), ratio=_ratio(times[way], times[EAGER]))
             if way == AT_ITS_PEAK:
                 row = replace(row, ratio_of_checkpointing=_ratio(times[way], times[CHECKPOINTING]))
-            self._say(way, row)
+            yield self._known(way, row)
 
-    def _say(self, way: str, row: Row) -> None:
+    def _known(self, way: str, row: Row) -> Row:
         self._rows[way] = replace(row, way=way)
-        self._on_row(self._rows[way])
+        return self._rows[way]
 
     def _fresh(self) -> Workload:
-        """The model and its batch, the same every time."""
+        """Return the model and its batch, the same every time."""
         torch.manual_seed(SEED)
         return self._make()
 
 
 def _ratio(times: Sequence[float], others: Sequence[float]) -> float:
-    """Others on the machine disturb both steps of a turn alike."""
+    """Return the median ratio: others on the machine disturb both steps of a turn alike."""
     return median(own / other for own, other in zip(times, others, strict=True))
 
 
@@ -228,41 +207,25 @@ def _failed(row: Row, error: Exception) -> Row:
 
 
 def sources() -> dict[str, Mapping[str, Callable[[], Workload]]]:
-    """Models by name, by where they are from; no package is imported before one of its models is made."""
-    from benchmarks.models import by_hand, of_diffusers, of_huggingface, of_peft, of_timm, of_torchvision
+    """Return models by name, by where they are from; no package is imported before one of its models is made."""
+    from benchmarks.models import diffusers_models, handwritten, huggingface_models, peft_models, timm_models, torchvision_models
 
-    of_torchvision.declare_torchvision_ops()  # others import it too
+    torchvision_models.declare_torchvision_ops()  # others import it too
     return {
-        "by hand": by_hand.MODELS,
-        "transformers": of_huggingface.MODELS,
-        "timm": of_timm.MODELS,
-        "torchvision": of_torchvision.MODELS,
-        "diffusers": of_diffusers.MODELS,
-        "peft": of_peft.MODELS,
+        "by hand": handwritten.MODELS,
+        "transformers": huggingface_models.MODELS,
+        "timm": timm_models.MODELS,
+        "torchvision": torchvision_models.MODELS,
+        "diffusers": diffusers_models.MODELS,
+        "peft": peft_models.MODELS,
     }
 
 
-def main(words: Sequence[str] | None = None) -> None:
-    """Try one model; write its rows into a file."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("source")
-    parser.add_argument("model")
-    parser.add_argument("out", type=Path, help="file of rows, as JSON")
-    parser.add_argument("--repeats", type=int, default=9, help="steps timed of each way (default: %(default)s)")
-    arguments = parser.parse_args(words)
+def try_model(source: str, model: str, repeats: int) -> Iterator[Row]:
+    """Yield the rows of one model, whatever comes of it."""
     one_thread()
-    rows: dict[str, Row] = {}
-
-    def keep(row: Row) -> None:
-        rows[row.way] = row
-        write_text(arguments.out, json.dumps([asdict(row) for row in rows.values()]))
-
-    row = Row(arguments.source, arguments.model, EAGER, RAN)
+    row = Row(source=source, model=model, way=EAGER, status=RAN)
     try:
-        Trial(sources()[arguments.source][arguments.model], row, keep, repeats=arguments.repeats).run()
+        yield from Trial(sources()[source][model], row, repeats=repeats).run()
     except Exception as error:  # noqa: BLE001 (whatever it is, it is a row)
-        keep(_failed(row, error))
-
-
-if __name__ == "__main__":
-    main()
+        yield _failed(row, error)

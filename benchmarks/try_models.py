@@ -5,90 +5,49 @@ of its own; one that is refused, fails or does not end is a row too. Models that
 if a plan's results are not eager's to the last bit, or if it takes more than its budget.
 """
 
-import json
-import os
-import subprocess
 import sys
-import tempfile
-import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from importlib import metadata
-from pathlib import Path
+from statistics import median
 
-from benchmarks import try_model
-from benchmarks.common import PROVENANCE, command_line, one_thread, provenance
-from benchmarks.models_table import failures, table
-from benchmarks.try_model import FAILED, MISSING, PLANNED, RAN, Row, sources
-from graphs.errors import OutputError
-from graphs.io.files import write_text
+from benchmarks.command import carry_out, command_line, one_thread
+from benchmarks.try_model import (
+    AT_ITS_PEAK,
+    CHECKPOINTING,
+    EAGER,
+    FAILED,
+    FIRST,
+    MISSING,
+    PLANNED,
+    RAN,
+    SHARES,
+    Row,
+    sources,
+    try_model,
+)
+from graphs.units import format_bytes
 from planner import options
-from planner.studies.rows import read_csv, write_csv
+from planner.studies.experiment import Study
+from planner.studies.processes import ALONE, ProcessError, stream
+from planner.studies.rows import provenance
+from planner.studies.tables import ALL, Column, bullets, markdown, said, side_by_side, unit_of
 
 PACKAGES = ("transformers", "timm", "torchvision", "diffusers", "peft")
-COLUMNS = (*try_model.COLUMNS, *PROVENANCE, *PACKAGES)
 _LIMIT_S = 600.0
 
 
-def try_one(source: str, model: str, *, repeats: int) -> list[Row]:
-    """The rows of one model, by a process of its own."""
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder, "rows.json")
-        words = (sys.executable, "-m", "benchmarks.try_model", source, model, str(out), "--repeats", str(repeats))
-        # One thread: two that wait for each other double what other processes disturb. Nothing is downloaded.
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
-        try:
-            ended = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=_LIMIT_S, check=False)
-            last = (ended.stderr.strip().splitlines() or ["it said nothing"])[-1]
-            message = f"exit code {ended.returncode}: {last}" if ended.returncode else ""
-        except subprocess.TimeoutExpired:
-            message = f"not ended after {_LIMIT_S:.0f} s"
-        rows = [Row(**row) for row in json.loads(out.read_text())] if out.exists() else []
-    return [*rows, Row(source, model, "process", FAILED, message)] if message else rows
-
-
-def said(rows: Sequence[Row]) -> str:
-    """What came of one model, in one line."""
-    planned = [row for row in rows if row.way.startswith(PLANNED) and row.status == RAN]
-    others = [f"{row.way}: {row.status}: {row.message}" for row in rows if row.status != RAN]
-    return "; ".join((f"{sum(row.different == 0 for row in planned)} of {len(planned)} plans like eager", *others))
-
-
-def main(words: Sequence[str] | None = None) -> int:
-    """Try what is not in the CSV; write rows and table after each model. 1 if a plan did what it must not."""
-    names = [f"{source}/{model}" for source, models in sources().items() for model in models]
-    parser = command_line(__doc__, models=names, out="results/models")
-    parser.add_argument("--repeats", type=options.count, default=9, help="steps timed of each way (default: %(default)s)")
-    parser.add_argument("--fresh", action="store_true", help="try all of these models anew")
-    arguments = parser.parse_args(words)
-    one_thread()
-    file = arguments.out / "rows.csv"
-    about = {**provenance(), **{package: _version(package) for package in PACKAGES}}
+def try_one(case: tuple[str, str], known: Sequence[Row], *, repeats: int) -> Iterator[Row]:
+    """Yield the rows of one model, by a process of its own."""
+    source, model = case
+    rows, about = {}, {**provenance(), **{package: _version(package) for package in PACKAGES}}
     try:
-        known = read_csv(file, COLUMNS)
-    except OutputError as error:
-        parser.error(str(error))
-    for name in arguments.models:
-        there = [row for row in known if _name(row) == name]
-        if there and not arguments.fresh and all(row["status"] != MISSING for row in there):
-            continue
-        began = time.perf_counter()
-        rows = try_one(*name.split("/"), repeats=arguments.repeats)
-        print(f"{name}: {said(rows)}; {time.perf_counter() - began:.0f} s", flush=True)
-        known = [row for row in known if _name(row) != name]
-        known += [{**asdict(row), **about} for row in rows]
-        known.sort(key=lambda row: names.index(_name(row)))
-        write_csv(file, COLUMNS, known)
-    write_text(arguments.out / "table.md", table(file))
-    print(table(file), end="")
-    failed = failures(file)
-    for line in failed:
-        print(line, file=sys.stderr)
-    return 1 if failed else 0
-
-
-def _name(row: Mapping[str, object]) -> str:
-    return f"{row['source']}/{row['model']}"
+        for row in stream(try_model, source, model, repeats, variables=ALONE, limit_s=_LIMIT_S):
+            rows[row.way] = row
+    except ProcessError as error:
+        rows["process"] = Row(source=source, model=model, way="process", status=FAILED, message=str(error))
+    yield from (replace(row, **about) for row in rows.values())
 
 
 def _version(package: str) -> str:
@@ -96,6 +55,146 @@ def _version(package: str) -> str:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return "not installed"
+
+
+def plans(rows: Iterable[Row]) -> list[Row]:
+    """Return those rows that are steps by a plan."""
+    return [row for row in rows if row.way.startswith(PLANNED) and row.status == RAN]
+
+
+def over(row: Row) -> bool:
+    """Return whether a plan took more than its budget, with what kernels take for themselves."""
+    return (row.peak_bytes or 0) > (row.budget_bytes or 0)
+
+
+def over_in_storages(row: Row) -> bool:
+    """Return whether a plan took more than its budget in storages."""
+    return (row.storages_bytes or 0) > (row.budget_bytes or 0)
+
+
+def summary(rows: Sequence[Row]) -> Iterator[str]:
+    """Yield what all models say together, in sentences."""
+    planned = plans(rows)
+    tried, models = (len({(row.source, row.model) for row in some}) for some in (rows, planned))
+    last = [row for row in planned if not row.way.endswith(FIRST)]
+    yield (
+        f"{tried} models were tried, and {models} of them planned at {len(last)} budgets, and trained twice at "
+        f"each: from the first plan on that fits, and by the last one. Of these {len(planned)} runs "
+        f"{sum(row.different == 0 for row in planned)} have eager PyTorch's losses, gradients, parameters, buffers and random "
+        f"state to the last bit, {sum(map(over_in_storages, planned))} took more than the budget in storages, counted as they "
+        f"come and go, and {sum(map(over, planned))} with what kernels take for themselves. A better plan took the place of the "
+        f"first at {sum((row.swaps or 0) > 0 for row in last)} budgets."
+    )
+    for way in _AT_SHARES:
+        if ratios := [row.ratio for row in planned if row.way == way and row.ratio is not None]:
+            yield (
+                f"{way} of the way from the least budget to the peak: {median(ratios):.2f} times eager's step in the median, "
+                f"{min(ratios):.2f} to {max(ratios):.2f}."
+            )
+    if ratios := [row.ratio_of_checkpointing for row in planned if row.ratio_of_checkpointing is not None]:
+        yield (
+            f"At the peak of checkpointing blocks, where that saves memory ({len(ratios)} models), the plan took "
+            f"{min(ratios):.2f} to {max(ratios):.2f} of checkpointing's time, {median(ratios):.2f} in the median."
+        )
+    if wrong := [row.model for row in rows if row.way == CHECKPOINTING and row.status == RAN and row.different]:
+        yield f"Checkpointing's own results are not eager's in {len(wrong)} models: {', '.join(wrong)}."
+
+
+def _first_known(title: str, name: str) -> Column:
+    """Return the column of what all rows of a model say that know it."""
+
+    def known(found: Mapping[str, Row]) -> object:
+        return next((value for row in found.values() if (value := getattr(row, name)) is not None), None)
+
+    return Column(title, known, unit_of(name), at=ALL)
+
+
+def _ran(title: str, way: str, name: str, form: str | None = None) -> Column:
+    """Return the column of what is known of one way, where it ran."""
+    return Column(title, lambda row: getattr(row, name) if row.status == RAN else None, form or unit_of(name), at=way)
+
+
+def _counted(title: str, counts: Callable[[Row], bool]) -> Column:
+    """Return the column of how many plans are as they should be."""
+    return Column(title, lambda found: f"{sum(map(counts, planned := plans(found.values())))} of {len(planned)}", at=ALL)
+
+
+_AT_SHARES = [f"{PLANNED} at {share:.0%}" for share in SHARES]
+_PLANNED_FOR_IT = "planned for it"
+TABLE = (
+    Column("model", lambda row: f"{row.source}/{row.model}"),
+    _first_known("ops", "ops"),
+    _ran("eager's peak", EAGER, "peak_bytes"),
+    _first_known("least", "least_bytes"),
+    *(_ran(f"{share:.0%}", way, "ratio", "{:.2f}") for share, way in zip(SHARES, _AT_SHARES, strict=True)),
+    _counted("identical", lambda row: row.different == 0),
+    _counted("within budget", lambda row: not over(row) and not over_in_storages(row)),
+    _ran("checkpointing's peak", CHECKPOINTING, "peak_bytes"),
+    _ran("checkpointing", CHECKPOINTING, "ratio", "{:.2f}"),
+    _ran(_PLANNED_FOR_IT, AT_ITS_PEAK, "ratio", "{:.2f}"),
+    _ran("of checkpointing's time", AT_ITS_PEAK, "ratio_of_checkpointing", "{:.2f}"),
+)
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Return all of it, as Markdown."""
+    without = [row for row in rows if row.status != RAN and row.way != CHECKPOINTING]
+    refused = bullets(f"{row.source}/{row.model}, {row.way}: {row.status}: {row.message}" for row in without)
+    note = (
+        f"Times are multiples of eager PyTorch's in the same turn, at budgets so far from the least to the peak. The budget of "
+        f"`{_PLANNED_FOR_IT}` is the measured peak of checkpointing blocks.\n"
+    )
+    packages = ", ".join(f"{name} {said(rows, name)}" for name in PACKAGES)
+    made = f"Seed {said(rows, 'seed')}; {said(rows, 'machine')}; torch {said(rows, 'torch')}"
+    about = f"{made}, {packages}; commit {said(rows, 'commit')}.\n"
+    lines = markdown(side_by_side(rows, "way", "source", "model"), TABLE)
+    parts = (
+        "# Models of many kinds\n",
+        bullets(summary(rows)),
+        note,
+        lines,
+        "## Not planned\n",
+        refused if without else "Nothing.\n",
+    )
+    return "\n".join((*parts, about))
+
+
+def failures(rows: Sequence[Row]) -> Iterator[str]:
+    """Yield what must not be: results that are not eager's though eager repeats itself, peaks over the budget, crashes."""
+    unsteady = {row.model for row in rows if row.way == EAGER and row.different}
+    for row in plans(rows):
+        name = f"{row.source}/{row.model}, {row.way}"
+        if row.different and row.model not in unsteady:
+            yield f"{name}: {row.different} results are not eager's: {row.first_difference}"
+        if over(row) or over_in_storages(row):
+            taken = format_bytes(max(row.peak_bytes or 0, row.storages_bytes or 0))
+            yield f"{name}: took {taken}, over its budget of {format_bytes(row.budget_bytes or 0)}"
+    failed = (row for row in rows if row.status == FAILED and row.way != CHECKPOINTING)
+    yield from (f"{row.source}/{row.model}, {row.way}: {row.message}" for row in failed)
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Try what is not in the CSV; write rows and table after each model. 1 if a plan did what it must not."""
+    names = [f"{source}/{model}" for source, models in sources().items() for model in models]
+    parser = command_line(__doc__, Row, models=names, out="results/models")
+    parser.add_argument("--repeats", type=options.count, default=9, help="steps timed of each way (default: %(default)s)")
+    arguments = parser.parse_args(words)
+    one_thread()
+    study = Study(
+        Row,
+        partial(try_one, repeats=arguments.repeats),
+        again=lambda rows: any(row.status == MISSING for row in rows),
+        order=lambda row: names.index(f"{row.source}/{row.model}"),
+        pages={"table.md": table},
+        failures=failures,
+    )
+    cases = {(source, model): (source, model) for source, model in (name.split("/") for name in arguments.models)}
+    return carry_out(study, arguments, cases, say=_line)
+
+
+def _line(row: Row) -> str:
+    found = f"{row.different} results are not eager's" if row.status == RAN else f"{row.status}: {row.message}"
+    return f"{row.source}/{row.model}, {row.way}: {found}"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What must hold of a graph: of its parts, which ``Graph`` asks when it is made, and for those who cannot take every graph."""
+"""Conditions on graphs: those of every graph, checked when it is made, and those of functions that do not take every graph."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -14,10 +14,10 @@ _TOO_MUCH = 2**63  # bytes, or seconds
 
 
 def check_graph(graph: "Graph") -> None:
-    """Refuse parts that do not describe a training step.
+    """Raise an error unless all parts of `graph` describe a training step.
 
     Raises:
-        GraphError: says which part, its value, and what would do.
+        GraphError: names the part, its value, and what would be valid.
     """
     _check_pools(graph)
     _check_tensors(graph)
@@ -25,8 +25,8 @@ def check_graph(graph: "Graph") -> None:
     _check_producers(graph)
     written = {t: op.name for op in graph.program for t in op.mutates}
     for op in graph.ops:
-        _check_choice(graph, op, written)
-    _check_stand_ins(graph)
+        _check_optional_op(graph, op, written)
+        _check_views(graph)
     _check_kept(graph)
     _check_overwrites(graph)
     _check_capacities(graph)
@@ -34,10 +34,10 @@ def check_graph(graph: "Graph") -> None:
 
 
 def check_sums(graph: "Graph") -> None:
-    """Refuse a graph that cannot be added up: solvers count bytes in 64 bits, and seconds in floating point.
+    """Raise an error for sums that overflow: solvers count bytes in 64 bits, and seconds in floating point.
 
     Raises:
-        GraphError: its sizes sum to 2^63 bytes or more, or its times to as many seconds.
+        GraphError: the sizes sum to 2^63 bytes or more, or the times to as many seconds.
     """
     total_bytes = sum(t.size_bytes for t in graph.tensors) + sum(op.workspace_bytes for op in graph.ops)
     if total_bytes >= _TOO_MUCH:
@@ -48,10 +48,10 @@ def check_sums(graph: "Graph") -> None:
 
 
 def check_plain(graph: "Graph") -> None:
-    """Refuse a graph with choices that what asks does not know: solvers other than the exact one, and the program itself.
+    """Raise an error for graphs with options, which only the exact solver supports.
 
     Raises:
-        GraphError: it has several pools or streams, or optional ops.
+        GraphError: the graph has several pools or streams, or optional ops.
     """
     if graph.plain:
         return
@@ -124,13 +124,13 @@ def _check_ops(graph: "Graph") -> None:
                 f"{where} has a workspace of {op.workspace_bytes} bytes, but its stream {op.stream!r} owns no pool to take it "
                 "from: make it an output, which is freed when the op is done"
             )
-        _check_place(before, op)
+        _check_order(before, op)
         _check_op_tensors(graph, op)
         before = op
 
 
 def _check_amounts(where: str, does: str, amounts: Sequence[tuple[str, float]]) -> None:
-    """Each resource has a name, and one finite amount."""
+    """Raise an error unless each resource has a name, and one finite amount."""
     for resource, amount in amounts:
         if not resource or [name for name, _ in amounts].count(resource) > 1:
             raise GraphError(f"{where} {does} {resource!r} twice, or without a name: name each resource once")
@@ -138,8 +138,8 @@ def _check_amounts(where: str, does: str, amounts: Sequence[tuple[str, float]]) 
             raise GraphError(f"{where} {does} {amount!r} of {resource!r}: must be finite, 0 or more")
 
 
-def _check_place(before: "Op | None", op: "Op") -> None:
-    """Phases follow each other, and optional ops the program."""
+def _check_order(before: "Op | None", op: "Op") -> None:
+    """Raise an error unless phases are in order, and optional ops come last."""
     if before is None or op.optional:
         return
     if before.optional:
@@ -168,24 +168,24 @@ def _check_op_tensors(graph: "Graph", op: "Op") -> None:
 
 
 def _check_producers(graph: "Graph") -> None:
-    makers: dict[int, list[int]] = {}
+    producers: dict[int, list[int]] = {}
     for op in graph.ops:
         for t in op.outputs:
-            earlier = makers.setdefault(t, [])
+            earlier = producers.setdefault(t, [])
             if earlier and not op.optional:
                 both = f"{graph.ops[earlier[0]].name!r} and {op.name!r}"
                 raise GraphError(f"tensor {graph.tensors[t].name!r} is an output of both {both}, and neither is optional")
             earlier.append(op.id)
     for tensor in graph.tensors:
-        listing = tuple(makers.get(tensor.id, ()))
+        listing = tuple(producers.get(tensor.id, ()))
         if tensor.producers != listing:
             raise GraphError(
                 f"tensor {tensor.name!r} has producers {tensor.producers}, but the ops that list it are {listing}, in this order"
             )
 
 
-def _check_choice(graph: "Graph", op: "Op", written: Mapping[int, str]) -> None:
-    """`written`: for each tensor that is written in place, an op that does."""
+def _check_optional_op(graph: "Graph", op: "Op", written: Mapping[int, str]) -> None:
+    """Check the fields of optional ops; `written` has, for each tensor written in place, the name of an op that does."""
     where = f"op {op.name!r}"
     if not op.optional:
         if op.replaces or op.differs or op.uses:
@@ -233,7 +233,7 @@ def _check_capacities(graph: "Graph") -> None:
             )
 
 
-def _check_stand_ins(graph: "Graph") -> None:
+def _check_views(graph: "Graph") -> None:
     for tensor in graph.tensors:
         where = f"tensor {tensor.name!r}"
         for other in (tensor.view_of, tensor.held_for):
@@ -246,8 +246,8 @@ def _check_stand_ins(graph: "Graph") -> None:
 
 
 def _check_overwrites(graph: "Graph") -> None:
-    """An output may take the memory of an input that is as large, goes with the op, and is nobody's memory but its own."""
-    replaces = {other for t in graph.tensors for other in (t.view_of, t.held_for)}
+    """Check that outputs overwrite inputs of their size that are freed by the op and do not share memory."""
+    shared = {other for t in graph.tensors for other in (t.view_of, t.held_for)}
     owned = {(pool.name, pool.owner) for pool in graph.pools}
     for op in graph.ops:
         pairs = op.overwrites
@@ -266,5 +266,5 @@ def _check_overwrites(graph: "Graph") -> None:
                 raise GraphError(f"{where}: both must be in a pool of the stream {op.stream!r}, on which it runs")
             if made.size_bytes != read.size_bytes:
                 raise GraphError(f"{where}: they have {made.size_bytes} and {read.size_bytes} bytes, and must have as many")
-            if replaces & {o, t} or any(x is not None for x in (made.view_of, made.held_for, read.view_of, read.held_for)):
+            if shared & {o, t} or any(x is not None for x in (made.view_of, made.held_for, read.view_of, read.held_for)):
                 raise GraphError(f"{where}, but one of them shares its memory with, or stands for, another tensor")

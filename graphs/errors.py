@@ -1,15 +1,15 @@
-"""Exceptions and warnings that users may catch. Their messages say what, the value, the limit and the way out."""
+"""Exceptions and warnings that users may catch. Messages have the problem, the value, the limit and a way out."""
 
 import sys
 from types import FrameType
 
 
 class PlannerError(Exception):
-    """Anything the planner refuses: the message is one clear line."""
+    """Base class of all errors of the planner: the message is one clear line."""
 
 
 class UsageError(PlannerError):
-    """A value that an argument cannot have: an unknown name, a wrong type, or one that does not go with another argument."""
+    """An invalid argument: an unknown name, a wrong type, or a value that is incompatible with another argument."""
 
 
 class GraphError(PlannerError):
@@ -17,11 +17,11 @@ class GraphError(PlannerError):
 
 
 class ScheduleError(PlannerError):
-    """A schedule that cannot run on its graph; names the step and the tensor."""
+    """A schedule that cannot run on its graph; the message names the step and the tensor."""
 
 
 class FormatError(PlannerError):
-    """A file that is not what it should be: not JSON, cut short, unknown version, wrong field."""
+    """An invalid file: not JSON, cut short, of an unknown version, or with a wrong field."""
 
 
 class BudgetError(PlannerError):
@@ -29,11 +29,11 @@ class BudgetError(PlannerError):
 
 
 class InfeasibleError(BudgetError):
-    """Proved, of all schedules or of those in the orders of the ops that were tried: none meets the budget; says what does."""
+    """A budget that no schedule meets, in all orders of the ops or in those that were tried; the message has a feasible one."""
 
 
 class LimitError(PlannerError):
-    """A solve that ended at its time limit, or was stopped, before it found a schedule."""
+    """A solve that ended at its time limit, or was stopped, without a schedule."""
 
 
 class OutputError(PlannerError):
@@ -41,19 +41,19 @@ class OutputError(PlannerError):
 
 
 class ModelError(PlannerError):
-    """A model that was named but cannot be built: no such file or function, wrong options, an error inside."""
+    """A model that cannot be built: no such file or function, wrong options, an error inside."""
 
 
 class UnknownOptionError(UsageError):
-    """An option that the function which builds a model does not have.
+    """An option that a model's function does not have.
 
     Attributes:
-        option: its name.
+        option: name of the option.
     """
 
-    def __init__(self, what: str, option: str, there: str) -> None:
-        """Of the function that `what` names; `there` says which options it has."""
-        super().__init__(f"{what} has no option {option!r}: {there}")
+    def __init__(self, what: str, option: str, choices: str) -> None:
+        """Name the function by `what`, and its options by `choices`."""
+        super().__init__(f"{what} has no option {option!r}: {choices}")
         self.option = option
 
 
@@ -65,7 +65,7 @@ class MismatchError(PlannerError):
     """A plan used with another graph, or a step called with other shapes than it was planned for.
 
     Attributes:
-        what: the first part of the message, without the ways out.
+        what: the first part of the message, without the way out.
     """
 
     def __init__(self, what: str, ways_out: str = "") -> None:
@@ -78,18 +78,18 @@ class CopyError(PlannerError):
 
 
 class DeviceError(PlannerError):
-    """An op that failed on another device than the main one: the step is lost, the model is as before it."""
+    """An op that failed on a device other than the main one: the step is lost, the model is as before it."""
 
 
 class OutOfMemoryError(PlannerError, MemoryError, RuntimeError):
-    """An allocation that failed; a step that fails with it leaves the model as it was before the step.
+    """An allocation that failed; the model is as before the step.
 
-    It is a ``MemoryError``, and a ``RuntimeError`` as those of PyTorch are.
+    It is a ``MemoryError``, and a ``RuntimeError`` like PyTorch's.
 
     Attributes:
-        asked_bytes: size of the allocation; None if the allocator does not say.
+        asked_bytes: size of the allocation; None if unknown.
         op: name of the op that was running; None outside of planned steps.
-        budget_bytes: a budget that should fit into the memory that is free; None if there is none, or none is known.
+        budget_bytes: a budget that should fit into the free memory; None if unknown.
     """
 
     def __init__(
@@ -100,15 +100,15 @@ class OutOfMemoryError(PlannerError, MemoryError, RuntimeError):
 
 
 class SolverWarning(UserWarning):
-    """A solve ended early because of what must not happen; its plan is the best that was found until then."""
+    """A solve that ended early because of an internal error; its plan is the best found so far."""
 
 
 class EagerWarning(UserWarning):
-    """A planned step computes other numbers than eager PyTorch, or what it was captured as is much dearer."""
+    """A planned step whose results differ from eager PyTorch's, or whose captured graph is much slower."""
 
 
 def is_handled_by_a_caller(error: BaseException) -> bool:
-    """True if the user plans while handling `error`, in ``except ...:``, so that it is a context of all that is raised here."""
+    """Return whether the user calls the planner in an ``except`` block for `error`, so that it is a context of later errors."""
     handled_in = None if error.__traceback__ is None else error.__traceback__.tb_frame
     frame: FrameType | None = sys._getframe()
     while frame is not None and frame is not handled_in:

@@ -1,4 +1,4 @@
-"""Optimizers whose memory is known. Adding one is adding a line here."""
+"""Optimizers with known memory. To add one, add a line here."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -6,13 +6,13 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class Optimizer:
-    """What an optimizer keeps from its first step on, and which of PyTorch's it is.
+    """The memory of an optimizer's state, and the classes of PyTorch that it describes.
 
     Attributes:
-        copies: of the trained parameters.
-        counter_bytes: of the number of steps, kept for each parameter in a tensor on the CPU.
+        copies: copies of the trained parameters in its state.
+        counter_bytes: size of the step counter of each parameter, a tensor on the CPU.
         classes: names in ``torch.optim``.
-        switches: of these, options that are on or off.
+        switches: values of their boolean options.
     """
 
     copies: int
@@ -21,11 +21,11 @@ class Optimizer:
     switches: Mapping[str, bool] = field(default_factory=dict)
 
     def describes(self, class_name: str, options: Mapping[str, object]) -> bool:
-        """Whether it is ``torch.optim.<class_name>`` with these options of a group of parameters."""
+        """Return whether it is ``torch.optim.<class_name>`` with these options of a parameter group."""
         return class_name in self.classes and all(bool(options[name]) is on for name, on in self.switches.items())
 
 
-# By what users call them.
+# By their names in the settings of a trace.
 OPTIMIZERS: dict[str, Optimizer] = {
     "none": Optimizer(0),
     "sgd": Optimizer(0, classes=("SGD",), switches={"momentum": False}),

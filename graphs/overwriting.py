@@ -1,4 +1,4 @@
-"""Where a schedule writes outputs over inputs, for those that execute it; the judge finds that for itself."""
+"""The inputs that a schedule overwrites with outputs, for execution; the judge computes them independently."""
 
 from collections.abc import Sequence
 from itertools import islice, takewhile
@@ -10,15 +10,15 @@ Pairs = Sequence[tuple[int, int]]  # an output, and the input that it is written
 
 
 class Overwriting:
-    """Follows the steps of a schedule."""
+    """The overwritten inputs of a schedule, step by step."""
 
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
         self._owner = {pool.name: pool.owner for pool in graph.pools}
-        self._lent: set[int] = set()  # of what is there, what another stream than the memory's own has read
+        self._lent: set[int] = set()  # live tensors that another stream than that of their pool has read
 
     def follow(self, steps: Sequence[Step], place: int) -> Pairs:
-        """What the op of the step at `place` writes over. Each step must be followed, in order."""
+        """Return the outputs of the step at `place` and the inputs that they overwrite. To be called for each step in order."""
         step = steps[place]
         if not isinstance(step, Compute):
             self._lent.discard(step.tensor)
@@ -27,19 +27,19 @@ class Overwriting:
         self._lent.update(t for t in op.inputs if self._owner[self._graph.tensors[t].pool] != op.stream)
         if not op.overwrites:
             return ()
-        behind = takewhile(lambda later: isinstance(later, Free), islice(steps, place + 1, None))
-        freed = {later.tensor for later in behind if isinstance(later, Free)}
+        frees = takewhile(lambda later: isinstance(later, Free), islice(steps, place + 1, None))
+        freed = {later.tensor for later in frees if isinstance(later, Free)}
         return [(o, t) for o, t in op.overwrites if t in freed and t not in self._lent]
 
 
-def kept_that_are_overwritten(graph: Graph, schedule: Schedule) -> set[int]:
-    """Return the tensors in memory between the passes that the backward pass writes over, so that it cannot come again."""
+def overwritten_saved_tensors(graph: Graph, schedule: Schedule) -> set[int]:
+    """Return the saved tensors that the backward pass overwrites, so that it cannot run twice."""
     cut = boundary(graph, schedule)
-    kept, overwriting, found = set(live_after(graph, schedule.steps[:cut])), Overwriting(graph), set[int]()
+    saved, overwriting, found = set(live_after(graph, schedule.steps[:cut])), Overwriting(graph), set[int]()
     for place, step in enumerate(schedule.steps):
-        over = overwriting.follow(schedule.steps, place)
+        pairs = overwriting.follow(schedule.steps, place)
         if place >= cut:
-            found.update(t for _, t in over if t in kept)
+            found.update(t for _, t in pairs if t in saved)
             if isinstance(step, Free):
-                kept.discard(step.tensor)  # what is made again is another one
+                saved.discard(step.tensor)  # a recomputed one is another
     return found

@@ -1,4 +1,4 @@
-"""Bytes and seconds, parsed and printed."""
+"""Bytes and seconds: parsing and formatting."""
 
 import math
 import re
@@ -16,19 +16,19 @@ _BYTES = {
     "gib": 2**30,
     "tib": 2**40,
 }
-UNLIMITED_BYTES = 2**63 - 1  # the largest budget: no graph that is read takes as much
+UNLIMITED_BYTES = 2**63 - 1  # the largest budget: graphs that can be read need less
 _AMOUNT = re.compile(r"\s*([0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?)\s*([a-z]+|%)?\s*", re.IGNORECASE)
 
 
 def parse_budget(text: str, *, peak_bytes: int) -> int:
-    """Budget in bytes from ``8GB``, ``7.5 GiB`` or ``60%`` (of `peak_bytes`); at most `UNLIMITED_BYTES`.
+    """Return the budget in bytes of ``8GB``, ``7.5 GiB`` or ``60%`` (of `peak_bytes`); at most `UNLIMITED_BYTES`.
 
     Args:
         text: amount and unit; units are case-insensitive, GB = 10^9 and GiB = 2^30.
-        peak_bytes: the predicted peak of plain eager PyTorch, which shares are shares of.
+        peak_bytes: the predicted peak of eager PyTorch, to which percentages refer.
 
     Raises:
-        BudgetError: not an amount, no unit, an unknown unit, or not above zero.
+        BudgetError: no amount, no unit, an unknown unit, or not above zero.
     """
     match = _AMOUNT.fullmatch(text)
     if match is None:
@@ -51,7 +51,7 @@ def parse_budget(text: str, *, peak_bytes: int) -> int:
 
 
 def parse_fraction(text: str) -> float:
-    """Return the fraction, 0 or more, that ``10%`` or ``0.1`` is.
+    """Return the fraction, 0 or more, of ``10%`` or ``0.1``.
 
     Raises:
         BudgetError: it is neither.
@@ -67,10 +67,10 @@ def parse_fraction(text: str) -> float:
 
 
 def parse_rate(text: str) -> float:
-    """Bytes a second from ``25GB/s``.
+    """Return the bytes per second of ``25GB/s``.
 
     Raises:
-        BudgetError: not an amount of memory, `/s`.
+        BudgetError: it is not an amount of memory and ``/s``.
     """
     amount, slash, unit = text.strip().rpartition("/")
     if not slash or unit.strip() != "s" or amount.strip().endswith("%"):
@@ -79,7 +79,7 @@ def parse_rate(text: str) -> float:
 
 
 def format_bytes(size_bytes: int | float) -> str:
-    """`size_bytes` with a decimal unit and two decimals: ``8.41 GB``."""
+    """Return `size_bytes` with a decimal unit and two decimals: ``8.41 GB``."""
     for unit, scale in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
         if abs(size_bytes) >= scale:
             return f"{size_bytes / scale:,.2f} {unit}"
@@ -87,7 +87,7 @@ def format_bytes(size_bytes: int | float) -> str:
 
 
 def format_seconds(time_s: float) -> str:
-    """`time_s` with the unit that suits it: ``12.3 ms``."""
+    """Return `time_s` with a suitable unit: ``12.3 ms``."""
     for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
         if abs(time_s) >= scale:
             return f"{time_s / scale:.3g} {unit}" if time_s < 1000 else f"{time_s:.0f} s"
@@ -95,5 +95,5 @@ def format_seconds(time_s: float) -> str:
 
 
 def format_ratio(ratio: float) -> str:
-    """A fraction as a percentage with two decimals: ``6.96%``; zero has no sign."""
+    """Return a fraction as a percentage with two decimals: ``6.96%``; zero has no sign."""
     return f"{100 * ratio:z.2f}%"

@@ -6,7 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from planner.missing import told
+from planner.missing_packages import explain_missing_packages
 
 if TYPE_CHECKING:
     __version__: str
@@ -82,5 +82,5 @@ def __getattr__(name: str) -> object:
         "solve": "planner.solving",
         "trace": "planner.tracing",
     }
-    with told():
+    with explain_missing_packages():
         return getattr(import_module(modules[name]), name)

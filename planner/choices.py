@@ -15,7 +15,7 @@ from graphs.options.surroundings import Link, OtherDevice, Surroundings
 from graphs.units import format_seconds, parse_budget, parse_rate
 from planner.capture.options import check_complete, needing, needs, with_options
 from planner.profiling.link import format_rate, measured_link, published_link
-from planner.profiling.other_devices import DEVICES_KEY, known_devices, recorded_devices
+from planner.profiling.other_devices import DEVICES_KEY, decode_devices, encode_devices
 
 # What PCIe 4, or 5 beside a training step that uses memory itself, carries in each direction.
 LINK = "25GB/s"
@@ -113,14 +113,14 @@ class Choices:
         if self.exact:
             said["exact"] = exact_ops(graph)
         if self.places:
-            said[DEVICES_KEY] = recorded_devices(self._devices(graph.provenance))
+            said[DEVICES_KEY] = encode_devices(self._devices(graph.provenance))
         if self.host_bytes is None:
             return said
         return {**said, "link": self.link(graph.provenance).recorded, "host_budget_bytes": self.host_bytes}
 
     def _devices(self, provenance: Mapping[str, object]) -> tuple[OtherDevice, ...]:
         """That ops may run on, of those that a graph of this provenance was traced with."""
-        known = known_devices(provenance) if self.places else ()
+        known = decode_devices(provenance) if self.places else ()
         return tuple(device.exactly for device in known) if self.exact else known
 
     def link(self, provenance: Mapping[str, object]) -> KnownLink:
@@ -203,7 +203,7 @@ def with_recorded(graph: Graph, settings: Mapping[str, object]) -> Graph:
         GraphError: there is no such option, or it cannot be added to this graph, or the graph was traced without it.
     """
     names, only = recorded_options(settings), _recorded_exact(settings)
-    known, others = recorded_link(settings), known_devices(settings)
+    known, others = recorded_link(settings), decode_devices(settings)
     if known is None:
         return with_options(graph, names, Surroundings(Link.even(1.0), others=others) if others else None, only)
     host_bytes = settings.get("host_budget_bytes")

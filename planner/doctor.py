@@ -1,4 +1,4 @@
-"""Facts about this installation, machine and model that decide whether a step can be planned here."""
+"""Facts about this installation, machine and model that tell whether a step can be planned here."""
 
 import platform
 import sys
@@ -31,11 +31,11 @@ _OPTIONAL = ("transformers", "accelerate", "lightning", "matplotlib", "dask")
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """One line of the report.
+    """One line of the report of ``planner doctor``.
 
     Attributes:
         topic: ``versions``, ``packages``, ``device``, ``link`` or ``model``.
-        name, value: what was looked at, and what was found.
+        name, value: what was checked, and the result.
         problem: what is wrong and what to do; empty if nothing is.
     """
 
@@ -46,10 +46,10 @@ class Fact:
 
 
 def facts(model: ModelSpec | None = None) -> Iterator[Fact]:
-    """Yield what was found, as it is found.
+    """Yield the facts one by one, as they are found.
 
     Args:
-        model: a model to capture as well; nothing is allocated for that, unless it cannot be captured.
+        model: a model to capture as well; no memory is allocated for it, unless the capture fails.
     """
     yield from _versions()
     yield from _packages()
@@ -69,14 +69,14 @@ def _versions() -> Iterator[Fact]:
 
 
 def _packages() -> Iterator[Fact]:
-    """Folders on ``sys.path`` that have a package or module of one of our names."""
+    """Yield for each package of the project whether another folder on ``sys.path`` has one with its name."""
     for name in _OURS:
         found = [Path(entry).resolve() for entry in dict.fromkeys(sys.path)]
-        others = [path for path in found if path != _ROOT and ((path / name).is_dir() or (path / f"{name}.py").is_file())]
+        shadowing = [path for path in found if path != _ROOT and ((path / name).is_dir() or (path / f"{name}.py").is_file())]
         problem = (
-            f"{', '.join(map(str, others))} has a package {name!r} too, and Python imports the first on sys.path: start Python "
-            "in another folder or with -P, or rename that package"
-            if others
+            f"{', '.join(map(str, shadowing))} has a package {name!r} too, and Python imports the first on sys.path: start "
+            "Python in another folder or with -P, or rename that package"
+            if shadowing
             else ""
         )
         yield Fact("packages", name, str(_ROOT / name), problem)
@@ -124,12 +124,12 @@ def _graph(model: ModelSpec) -> Graph:
     """Return the graph of `model`, with times by a roofline."""
     with suppress(TraceError):  # a step may branch on what is in its batch, which fake tensors do not know
         return Tracing(TraceSettings(roofline="cpu")).graph(model)
-    return trace(*Tracing().built(model), roofline="cpu")
+    return trace(*Tracing().load(model), roofline="cpu")
 
 
 def _breaks(model: ModelSpec) -> Iterator[Fact]:
-    """List where ``torch.compile`` leaves the graph, which ``torch.compile(backend="planner")`` allows."""
-    module, _, batch = Tracing().built(model)
+    """Yield the places where ``torch.compile`` breaks the graph, as ``torch.compile(backend="planner")`` allows."""
+    module, _, batch = Tracing().load(model)
     args, kwargs = ((), dict(batch)) if isinstance(batch, Mapping) else (tuple(batch[:-1]), {})
     for number, (where, reason) in enumerate(graph_breaks(module, args, kwargs), start=1):
         yield Fact("model", f"graph break {number}", f"{where}: {reason}")

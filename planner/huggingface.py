@@ -1,13 +1,13 @@
-"""Training by a plan in the ``Trainer`` of Hugging Face Transformers."""
+"""Planned training in the ``Trainer`` of Hugging Face Transformers."""
 
 import logging
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from planner.missing import told
+from planner.missing_packages import explain_missing_packages
 
-with told():
+with explain_missing_packages():
     import torch
     from torch import nn
     from transformers import Trainer
@@ -21,14 +21,14 @@ from planner.progress.describe import describe
 from planner.training.per_batch import BatchPlans, check_options
 from planner.training.step import PlannedStep
 
-_BAR_EVERY_S = 0.2  # at most, between two updates of one stage
+_BAR_EVERY_S = 0.2  # the shortest time between two updates of one stage
 
 
 class PlannedTrainerMixin:
-    """Comes before a subclass of ``Trainer``: ``class Mine(PlannedTrainerMixin, Seq2SeqTrainer): ...``.
+    """A mixin before a subclass of ``Trainer``: ``class Mine(PlannedTrainerMixin, Seq2SeqTrainer): ...``.
 
-    Training steps run as planned; evaluation and all else are the trainer's. A ``compute_loss`` of the class behind is
-    part of the plan; it must call the model once, with named arguments.
+    Training steps run as planned; evaluation and all else are the trainer's. A ``compute_loss`` of the next class is part of the
+    plan; it must call the model once, with named arguments.
     """
 
     def __init__(
@@ -39,13 +39,13 @@ class PlannedTrainerMixin:
         plan_options: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        """A trainer, and what it plans with.
+        """Create a trainer with a plan.
 
         Args:
             budget, max_overhead: as in ``planner.compile``; one of them.
-            plan_options: its other keyword arguments, such as ``time_limit_s``, ``cache`` or ``dynamic``. The optimizer
-                and gradient accumulation are known from the trainer.
-            args, kwargs: of the trainer.
+            plan_options: its other keyword arguments, such as ``time_limit_s`` or ``cache``. The optimizer and
+                gradient accumulation are taken from the trainer.
+            args, kwargs: arguments of the trainer.
 
         Raises:
             PlannerError: an option is unknown, not exactly one of budget and overhead is given, or ``compute_loss`` is
@@ -64,7 +64,7 @@ class PlannedTrainerMixin:
 
     @property
     def planned(self) -> PlannedStep | None:
-        """The step for the size that came most often, with its plan; None before the first batch."""
+        """The step for the most frequent size, with its plan; None before the first batch."""
         return None if self._plans is None else self._plans.main
 
     def compute_loss(
@@ -74,7 +74,7 @@ class PlannedTrainerMixin:
         return_outputs: bool = False,  # noqa: FBT001, FBT002  # the trainer's own signature
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> Any:
-        """As the trainer's, planned while it trains."""
+        """Compute the loss as the trainer does, planned while it trains."""
         ordinary = super().compute_loss  # type: ignore[misc]
         this: Any = self
         if return_outputs or not (model.training and torch.is_grad_enabled()):
@@ -98,13 +98,13 @@ class PlannedTrainerMixin:
             return ordinary(lambda **_: outputs, **loss_inputs)
 
         loss_inputs = {"inputs": dict(inputs), "num_items_in_batch": num_items_in_batch}
-        given = _asked_of_the_model(ordinary, loss_inputs)
+        given = _model_arguments(ordinary, loss_inputs)
         return self._loss(model, loss_fn, {**given, "loss_inputs": loss_inputs})
 
     def _smoothed(self, model: nn.Module, ordinary: Callable[..., Any], inputs: dict[str, Any], items: Any) -> Any:
-        """The loss that the trainer's ``LabelSmoother`` makes of the model's outputs: both are in the plan.
+        """Return the loss of the trainer's ``LabelSmoother`` on the model's outputs: both are in the plan.
 
-        What lies between them looks for libraries that wrap models, which cannot be captured.
+        The code between them looks for libraries that wrap models, which cannot be captured.
         """
         this: Any = self
         smoother = this.label_smoother
@@ -117,13 +117,13 @@ class PlannedTrainerMixin:
 
         this.label_smoother = planned
         try:
-            return ordinary(_Unasked(this.accelerator.unwrap_model(model)), inputs, num_items_in_batch=items)
+            return ordinary(_EchoModel(this.accelerator.unwrap_model(model)), inputs, num_items_in_batch=items)
         finally:
             this.label_smoother = smoother
 
     def _loss(self, model: nn.Module, loss_fn: Callable[..., Any] | None, batch: dict[str, Any]) -> Any:
         this: Any = self
-        if self._plans is None or model is not self._planned_model:  # the trainer makes another for another run
+        if self._plans is None or model is not self._planned_model:  # each run of the trainer has another model
             self._plans = None
             wrapper = unwrap(model)
             if isinstance(wrapper, Sharded):
@@ -138,11 +138,11 @@ class PlannedTrainerMixin:
 
 
 class PlannedTrainer(PlannedTrainerMixin, Trainer):
-    """``Trainer(..., budget="8GB")``."""
+    """A trainer with a plan: ``PlannedTrainer(..., budget="8GB")``."""
 
 
 class _TrainerView:
-    """Progress in the log of Transformers and, where the trainer has one, behind the bar of training steps."""
+    """A view in the log of Transformers and, if the trainer has one, next to the bar of training steps."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._logger = logging.getLogger("transformers.planner")
@@ -164,8 +164,8 @@ class _TrainerView:
             self._bar.write(progress.summary, file=sys.stderr)
 
 
-class _Unasked:
-    """Stands for a model whose outputs are computed with the loss: it gives back what it is called with."""
+class _EchoModel:
+    """A model that returns its arguments: its outputs are computed together with the loss."""
 
     _modules: Mapping[str, nn.Module] = {}  # Accelerate looks for compiled ones
 
@@ -179,20 +179,20 @@ class _Unasked:
         return str(self._name)
 
 
-class _AskedError(Exception):
+class _ModelCalledError(Exception):
     pass
 
 
-def _asked_of_the_model(compute_loss: Callable[..., Any], loss_inputs: dict[str, Any]) -> dict[str, Any]:
-    """What `compute_loss` calls the model with."""
-    asked: dict[str, Any] = {}
+def _model_arguments(compute_loss: Callable[..., Any], loss_inputs: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments that `compute_loss` calls the model with."""
+    arguments: dict[str, Any] = {}
 
     def model(**given: Any) -> Any:
-        asked.update(given)
-        raise _AskedError
+        arguments.update(given)
+        raise _ModelCalledError
 
     try:
         compute_loss(model, dict(loss_inputs["inputs"]), num_items_in_batch=loss_inputs["num_items_in_batch"])
-    except _AskedError:
-        return asked
+    except _ModelCalledError:
+        return arguments
     raise PlannerError("compute_loss does not call the model it is given, so that there is nothing to plan")

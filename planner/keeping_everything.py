@@ -1,4 +1,4 @@
-"""The memory that a step needs which keeps everything, as plain eager PyTorch does, and whether that is free."""
+"""The memory of a step that keeps everything, as eager PyTorch does, and whether it is free."""
 
 import torch
 
@@ -8,28 +8,28 @@ from planner.runtime.free_memory import free_bytes
 from planner.runtime.release import return_large_blocks
 from planner.solving import summarize
 
-# Times the bytes of its tensors that a heap with holes may take. Where all is kept 1.8 was seen, and 7 by plans of 130 MB.
+# The bytes of a fragmented heap over those of its tensors. 1.8 was measured with everything kept, and 7 for plans of 130 MB.
 _MOST_HEAP = 2
 
 
 def needed_bytes(graph: Graph) -> int:
-    """Return what keeping everything takes besides the static tensors."""
+    """Return the bytes that keeping everything needs besides the static tensors."""
     summary = summarize(graph)
     return summary.keep_everything_peak_bytes - summary.static_bytes
 
 
 def prepare_for_tight_memory(graph: Graph, device: torch.device) -> None:
-    """Make the process hold no more of the host's memory than its tensors, where keeping everything may not fit.
+    """Make the process return freed memory to the host at once, if keeping everything may not fit.
 
-    To be called as soon as sizes are known: the heap keeps what has grown in it by then. With Inductor's kernels they are known
-    from the profile only.
+    To be called as soon as sizes are known, since the heap does not shrink. With Inductor's kernels they are known from the
+    profile only.
     """
     if device.type == "cpu" and _MOST_HEAP * needed_bytes(graph) > free_bytes(device):
         return_large_blocks()
 
 
 def why_it_does_not_fit(graph: Graph, device: torch.device) -> str:
-    """Return why a step that keeps everything is not run to compare results: what it needs, and what is free; "" if it fits."""
+    """Return why a step that keeps everything is not run to compare results: the bytes it needs and has; "" if it fits."""
     summary = summarize(graph)
     # The results of both steps are compared in the host's memory.
     compared_bytes = 2 * sum(graph.tensors[t].size_bytes for t in graph.kept) if device.type == "cpu" else 0

@@ -1,4 +1,4 @@
-"""Training by a plan in PyTorch Lightning."""
+"""Planned training in PyTorch Lightning."""
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
@@ -6,22 +6,22 @@ from contextlib import contextmanager
 from inspect import signature
 from typing import Any
 
-from planner.missing import told
+from planner.missing_packages import explain_missing_packages
 
-with told():
+with explain_missing_packages():
     import torch
     from torch import nn
     from torch.nn.parallel import DistributedDataParallel
 
     try:
         from lightning import pytorch as pl
-    except ImportError:  # its older name
+    except ImportError:  # its old name
         import pytorch_lightning as pl  # type: ignore[no-redef]
 
 from graphs.errors import PlannerError, TraceError
 from planner.budgets import budget_or_overhead
 from planner.capture.frontend.effects import Scratch
-from planner.capture.frontend.unchanged import unchanged
+from planner.capture.frontend.preserved_state import preserve_training_state
 from planner.distributed.wrappers import InReplicated, unwrap
 from planner.progress import LoggingView
 from planner.training.per_batch import BatchPlans, check_options
@@ -31,17 +31,17 @@ _LOGGED = "logged by training_step"
 
 
 class PlannedTraining(pl.Callback):
-    """``Trainer(callbacks=[PlannedTraining(budget="8GB")])``: ``training_step`` runs as planned.
+    """A callback that plans ``training_step``: ``Trainer(callbacks=[PlannedTraining(budget="8GB")])``.
 
-    The first batch is planned for when it comes. What ``training_step`` logs is logged as ever; it must be tensors.
+    The first batch is planned for when it comes. Values that ``training_step`` logs are logged as usual; they must be tensors.
     """
 
     def __init__(self, budget: str | float | None = None, *, max_overhead: str | float | None = None, **options: Any) -> None:
-        """Plan with these settings.
+        """Create the callback with the settings of the plan.
 
         Args:
             budget, max_overhead: as in ``planner.compile``; one of them.
-            options: its other keyword arguments. The optimizer and gradient accumulation are known from the trainer.
+            options: further keyword arguments of ``planner.compile``. The optimizer and gradient accumulation are the trainer's.
 
         Raises:
             PlannerError: an option is unknown, or not exactly one of budget and overhead is given.
@@ -52,18 +52,18 @@ class PlannedTraining(pl.Callback):
 
     @property
     def planned(self) -> PlannedStep | None:
-        """The step for the size that came most often, with its plan; None before the first batch."""
+        """The step for the most frequent size, with its plan; None before the first batch."""
         return None if self._plans is None else self._plans.main
 
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Put the planned step in the place of ``training_step``; under DDP, that is inside the wrapper's forward pass.
+        """Replace ``training_step`` by the planned step; under DDP, inside the wrapper's forward pass.
 
         Raises:
-            PlannerError: the module optimizes by hand, or its strategy is not planned (a TraceError where parts are sharded).
+            PlannerError: the module optimizes manually, or its strategy is not planned (a TraceError if parts are sharded).
         """
         if not pl_module.automatic_optimization:
             raise PlannerError("a module with automatic_optimization=False is not planned: use planner.compile in training_step")
-        step, trained = _Step(pl_module), trainer.strategy.model
+        step, trained = _TrainingStepModule(pl_module), trainer.strategy.model
         if trained is pl_module:
             wrapper = unwrap(step)
         elif isinstance(trained, DistributedDataParallel):
@@ -77,16 +77,16 @@ class PlannedTraining(pl.Callback):
         vars(pl_module)["training_step"] = _planned(step, self._plans, trainer)
 
     def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Leave the module as it was."""
+        """Restore the module."""
         vars(pl_module).pop("training_step", None)
 
     def on_exception(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", exception: BaseException) -> None:
-        """Leave the module as it was."""
+        """Restore the module."""
         vars(pl_module).pop("training_step", None)
 
 
-def _planned(step: "_Step", plans: BatchPlans, trainer: "pl.Trainer") -> Callable[[Any, int], Any]:
-    """Return the function that takes the place of a module's ``training_step``."""
+def _planned(step: "_TrainingStepModule", plans: BatchPlans, trainer: "pl.Trainer") -> Callable[[Any, int], Any]:
+    """Return the function that replaces a module's ``training_step``."""
     shown = LoggingView(logging.getLogger(f"{pl.__name__}.planner"), stages=False)
 
     def training_step(batch: Any, batch_idx: int) -> Any:
@@ -95,7 +95,7 @@ def _planned(step: "_Step", plans: BatchPlans, trainer: "pl.Trainer") -> Callabl
             accumulate = trainer.accumulate_grad_batches > 1
             optimizer = trainer.optimizers[0]
             step_of_size = plans.step(None, (batch,), optimizer=optimizer, accumulate=accumulate, on_progress=shown)
-            if not accumulate and _zeroes_as_usual(trainer, step.module):
+            if not accumulate and _zeroes_gradients_as_usual(trainer, step.module):
                 optimizer.zero_grad()  # Lightning does so between the forward and the backward pass
             returned = step_of_size(batch)
         for name, value in returned.pop(_LOGGED).items():
@@ -105,16 +105,16 @@ def _planned(step: "_Step", plans: BatchPlans, trainer: "pl.Trainer") -> Callabl
     return training_step
 
 
-def _zeroes_as_usual(trainer: "pl.Trainer", module: "pl.LightningModule") -> bool:
-    """Return whether nobody looks at the gradients as Lightning frees them, or frees them in another way."""
+def _zeroes_gradients_as_usual(trainer: "pl.Trainer", module: "pl.LightningModule") -> bool:
+    """Return whether no hook looks at the gradients when Lightning frees them, or frees them differently."""
     usual = type(module).optimizer_zero_grad is pl.LightningModule.optimizer_zero_grad
     callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
     hooked = [type(module).on_before_zero_grad, *(type(callback).on_before_zero_grad for callback in callbacks)]
     return usual and all(hook in (pl.LightningModule.on_before_zero_grad, pl.Callback.on_before_zero_grad) for hook in hooked)
 
 
-class _Step(nn.Module):
-    """``training_step`` as a model that returns its loss and what it logs."""
+class _TrainingStepModule(nn.Module):
+    """A ``training_step`` as a model that returns its loss and the values that it logs."""
 
     def __init__(self, module: "pl.LightningModule") -> None:
         super().__init__()
@@ -132,7 +132,7 @@ class _Step(nn.Module):
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Inside, what the module logs is returned, not logged."""
+        """Return the values that the module logs instead of logging them."""
         vars(self.module)["log"] = self._logs.log
         try:
             yield
@@ -140,9 +140,9 @@ class _Step(nn.Module):
             del vars(self.module)["log"]
 
     def options_of_logs(self, batch: Any) -> dict[str, dict[str, Any]]:
-        """Return the options that each value is logged with. Called inside ``recording``."""
+        """Return the options that each value is logged with. To be called inside ``recording``."""
         if self._options is None:
-            with torch.no_grad(), unchanged(self, (batch,)):
+            with torch.no_grad(), preserve_training_state(self, (batch,)):
                 self(batch)
                 options = dict(self._logs.options)
             self._options = options
@@ -150,11 +150,11 @@ class _Step(nn.Module):
 
 
 class _Logs(Scratch):
-    """The values that a step logs.
+    """The values that a step logs, in place of ``LightningModule.log``.
 
     Attributes:
-        values: of the step that is run.
-        options: how each is logged.
+        values: the values of the present step, by name.
+        options: the options of ``log``, by name.
     """
 
     def __init__(self) -> None:
@@ -162,7 +162,7 @@ class _Logs(Scratch):
         self.options: dict[str, dict[str, Any]] = {}
 
     def log(self, name: str, value: Any, *args: Any, **options: Any) -> None:
-        """Stands for ``LightningModule.log``."""
+        """Record a value, as ``LightningModule.log`` would log it."""
         if not isinstance(value, torch.Tensor):
             raise TraceError(
                 f"training_step logs {name!r}, which is no tensor but {type(value).__name__}: it would be part of the plan, the "
@@ -172,11 +172,11 @@ class _Logs(Scratch):
         self.options[name] = {**dict(zip(_LOG_OPTIONS, args, strict=False)), **options}
 
 
-_LOG_OPTIONS = list(signature(pl.LightningModule.log).parameters)[3:]  # behind self, name and value
+_LOG_OPTIONS = list(signature(pl.LightningModule.log).parameters)[3:]  # after self, name and value
 
 
 class _BatchIndex:
-    """Stands for ``batch_idx``, which no plan can depend on: whatever is done with it is an error."""
+    """A replacement of ``batch_idx``, on which no plan can depend: any use is an error."""
 
     def _refuse(self, *others: object) -> Any:
         raise TraceError(

@@ -9,11 +9,11 @@ from torch import nn
 from graphs.options import without_options
 from graphs.pools import HOST
 from graphs.schedule import keep_everything
-from planner.capture.frontend.unchanged import unchanged
+from planner.capture.frontend.preserved_state import preserve_training_state
 from planner.capture.lowering.lower import Capture
 from planner.capture.options.traced import with_graph
-from planner.capture.replay import written_by
-from planner.capture.signature import Batch, as_leaves
+from planner.capture.replay import written_tensors
+from planner.capture.signature import Batch, detach_batch
 from planner.capture.step import LossFn, TrainingStep
 from planner.choices import recorded_options, with_recorded
 from planner.keeping_everything import why_it_does_not_fit
@@ -124,7 +124,7 @@ def run(
         OutOfMemoryError: the plan does not fit into the free memory.
     """
     with Stages(on_progress or LoggingView(), stages=(Stage.CAPTURE, Stage.CHECK, Stage.COMPARE)) as stages:
-        report = _run(plan, model, loss_fn, as_leaves(batch), stages, repeats=repeats, seed=seed)
+        report = _run(plan, model, loss_fn, detach_batch(batch), stages, repeats=repeats, seed=seed)
         stages.finish()
     return report
 
@@ -141,7 +141,7 @@ def _run(
     not_compared = why_it_does_not_fit(captured.graph, next(model.parameters()).device)
     steps: dict[str, measure.Step] = {_PLANNED: planned}
     outcomes: dict[str, measure.StepOutcome] = {}
-    written = written_by(captured, eager, batch)
+    written = written_tensors(captured, eager, batch)
     if not not_compared:
         steps |= {_KEEPING: Executor(captured, keep_everything(captured.graph), model, loss_fn), _EAGER: eager}
     named = ", ".join(steps)
@@ -158,7 +158,7 @@ def _run(
     with (
         stages.stage(Stage.COMPARE, f"timing {named}"),
         reporting("timing the plan"),
-        unchanged(eager, batch, written=written),
+        preserve_training_state(eager, batch, written=written),
     ):
         isolated = {name: measure.Isolated(step, model, batch) for name, step in steps.items()}
         times = measure.turn_times(isolated, batch, parameters=list(model.parameters()), repeats=repeats)

@@ -30,7 +30,7 @@ from solvers.registry import Solver, check_takes, get_solver
 from solvers.request import Request
 from solvers.result import Result, SolveProgress, Status
 from solvers.tolerance import WIDENING, Tolerance
-from solvers.windows.heuristics.sending import least_sending
+from solvers.windows.strategies.offloaded_orders import least_offloaded
 
 Tell = Callable[[SolveProgress], None]  # called as a solve advances
 Stop = Callable[[], bool]  # polled: whether a solve is to end
@@ -282,7 +282,7 @@ def _what_would_do(graph: Graph, budget_bytes: int, clock: Clock, should_stop: S
         said = f" A schedule is known for {format_bytes(least_bytes)}."
     if graph.plain:
         whole = OFFLOAD.added_to(graph, Surroundings(Link.even(1.0)))  # whatever the link, and the host
-        sending = least_sending(whole, limited, should_stop=should_stop)
+        sending = least_offloaded(whole, limited, should_stop=should_stop)
         if sending.peak_bytes < least_bytes:
             _, host_bytes = simulate(whole, sending.schedule).pool_peaks_bytes
             found = f"{format_bytes(sending.peak_bytes)}, with {format_bytes(host_bytes)} on the host"

@@ -11,19 +11,19 @@ from graphs.ir import Graph
 from planner.capture.lowering.lower import Capture
 from planner.capture.options.traced import measured_uses, needs_measuring, offered_as, with_traced, without_needless
 from planner.capture.replay import RealStep, real_static
-from planner.capture.signature import Batch, as_leaves
+from planner.capture.signature import Batch, detach_batch
 from planner.capture.step import LossFn, TrainingStep
 from planner.capture.trace import capture, capture_kernels
 from planner.keeping_everything import needed_bytes, prepare_for_tight_memory
 from planner.models import Workload
-from planner.profiling.devices import Device, get_device
+from planner.profiling.devices import DeviceSpec, get_device
 from planner.profiling.exactness import needs_comparison, with_exactness
 from planner.profiling.link import MEASURED_LINK
-from planner.profiling.other_devices import DEVICES_KEY, recorded_devices
+from planner.profiling.other_devices import DEVICES_KEY, encode_devices
 from planner.profiling.profile import profile
-from planner.profiling.repeatable import as_recorded_once, custom_ops_once
 from planner.profiling.roofline import model_times
 from planner.profiling.sizes import with_dense_sizes, with_recorded_sizes
+from planner.profiling.unrepeatable_ops import mark_custom_ops, mark_recorded_ops
 from planner.progress import LoggingView, Stage, Stages, View
 from planner.runtime.device_profile import other_devices as measured_devices
 from planner.runtime.free_memory import free_bytes
@@ -84,7 +84,7 @@ def trace(
 
 def trace_workload(workload: Workload, settings: TraceSettings, on_progress: View | None = None) -> Graph:
     """Return the graph of a training step, as ``trace`` does."""
-    workload = workload._replace(batch=as_leaves(workload.batch))
+    workload = workload._replace(batch=detach_batch(workload.batch))
     with Stages(on_progress or LoggingView(), stages=(Stage.CAPTURE, Stage.MEASURE)) as stages:
         if settings.roofline is None:
             captured = capture_profiled(workload, settings, stages)
@@ -95,7 +95,7 @@ def trace_workload(workload: Workload, settings: TraceSettings, on_progress: Vie
     return captured.graph
 
 
-def _modelled(workload: Workload, settings: TraceSettings, device: Device) -> Capture:
+def _modelled(workload: Workload, settings: TraceSettings, device: DeviceSpec) -> Capture:
     """Return the step with the times that a roofline gives."""
     captured = capture(
         *workload,
@@ -104,7 +104,7 @@ def _modelled(workload: Workload, settings: TraceSettings, device: Device) -> Ca
         as_on_cuda=device.name != "cpu",
         name=settings.name,
     )
-    captured = with_traced(custom_ops_once(captured), settings.options)
+    captured = with_traced(mark_custom_ops(captured), settings.options)
     return without_needless(replace(captured, graph=model_times(captured, device)))
 
 
@@ -165,7 +165,7 @@ def profiled(
     if settings.measure_link:
         recorded[MEASURED_LINK] = link_beside(captured, static, captured.graph.time_s).recorded
     if settings.other_devices:
-        recorded[DEVICES_KEY] = recorded_devices(measured_devices(captured, static, settings.other_devices, passes=passes))
+        recorded[DEVICES_KEY] = encode_devices(measured_devices(captured, static, settings.other_devices, passes=passes))
     release_unused(static[0].device)
     graph = replace(captured.graph, provenance={**captured.graph.provenance, **recorded})
     return without_needless(replace(captured, graph=graph))
@@ -188,6 +188,6 @@ def as_recorded(captured: Capture, provenance: Mapping[str, object], options: Se
         captured: what ``capture_step`` returned.
         options: that the plan was made with.
     """
-    captured = as_recorded_once(with_recorded_sizes(captured, provenance), provenance)
+    captured = mark_recorded_ops(with_recorded_sizes(captured, provenance), provenance)
     prepare_for_tight_memory(captured.graph, torch.device(str(captured.graph.provenance["device"])))
     return offered_as(with_recorded_sizes(with_traced(captured, options), provenance), provenance)

@@ -1,12 +1,12 @@
-"""Text of others, made safe to print: names come from files and command lines, and must not drive a terminal."""
+"""Text from files and command lines, made safe to print: it must not control a terminal."""
 
 
 def visible(value: object) -> str:
-    """`value` as text on one line, safe for a terminal: what is not printable is escaped."""
+    """Return `value` as text on one line, with unprintable characters escaped."""
     text = str(value)
     return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def visible_lines(text: str) -> str:
-    """The same of text that is meant to have several lines."""
+    """Return text of several lines, with unprintable characters escaped."""
     return "\n".join(map(visible, text.split("\n")))

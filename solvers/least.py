@@ -17,12 +17,12 @@ from solvers.eviction.least_peak import least_evicting_schedule
 from solvers.problem import problem_of
 from solvers.request import Request
 from solvers.tolerance import Tolerance
+from solvers.windows.decoding.decode import NOWHERE_BYTES, try_out
 from solvers.windows.driver import run
-from solvers.windows.heuristics.placing import Placements
-from solvers.windows.heuristics.sending import least_sending
-from solvers.windows.heuristics.stand_ins import least_instead
-from solvers.windows.incumbent import Search
-from solvers.windows.solution.decode import NOWHERE_BYTES, try_out
+from solvers.windows.search import Search
+from solvers.windows.strategies.offloaded_orders import least_offloaded
+from solvers.windows.strategies.placement import Placements
+from solvers.windows.strategies.substitution import least_instead
 
 # Share of the bracket at which the solver is asked next: nearer to what is known to be possible.
 _NEXT = 0.6
@@ -80,11 +80,11 @@ def least_budget(
             refused = proved  # all has been asked for a short while: with the time left, again
         budget = int(refused + _NEXT * (found - refused))
         search = _first_schedule(graph, budget, clock.part(max(1.0, left(clock) * _SLICE)), should_stop)
-        if search.least is not None and search.least.peak_bytes < found:
-            best, found = search.least.schedule, search.least.peak_bytes
-        if search.best is None:
+        if search.incumbent.least_peak is not None and search.incumbent.least_peak.peak_bytes < found:
+            best, found = search.incumbent.least_peak.schedule, search.incumbent.least_peak.peak_bytes
+        if search.incumbent.best is None:
             refused = budget + 1
-        if search.infeasible:
+        if search.incumbent.infeasible:
             proved = refused
     return LeastBudgetBracket(proved, found, whole.schedule_of_source(best))
 
@@ -106,7 +106,7 @@ def least_known(
     found = [keep_everything(program)]
     if copies is not None:
         sending = without_computed(without_placement(graph))
-        least = least_sending(sending, clock.part(_SENDING * clock.limit), should_stop=should_stop)
+        least = least_offloaded(sending, clock.part(_SENDING * clock.limit), should_stop=should_stop)
         found.append(PartOf(graph, sending).schedule(least.schedule))
     if proved_bytes is None:
         proved_bytes = least_budget_bound(rest, copies).budget_bytes
@@ -123,9 +123,11 @@ def least_known(
 
 def _placed(graph: Graph, budget_bytes: int, clock: Clock, should_stop: Callable[[], bool] | None) -> list[Schedule]:
     """The schedule that comes nearest to a budget, of those that differ in where ops run; none if nothing was found."""
-    search = Search(Request(graph, budget_bytes, clock=clock, should_stop=should_stop))
-    order = Placements(search).go_on(clock.limit)
-    trials = [search.best] if order is None else [try_out(search.problem, order)]
+    search = Search.of(Request(graph, budget_bytes, clock=clock, should_stop=should_stop))
+    placements = Placements(search)
+    placements.step(clock.limit)
+    order = placements.lacking
+    trials = [search.incumbent.best] if order is None else [try_out(search.problem, order)]
     return [trial.schedule for trial in trials if trial is not None and trial.peak_bytes < NOWHERE_BYTES]
 
 
@@ -133,8 +135,8 @@ def _first_schedule(graph: Graph, budget_bytes: int, clock: Clock, should_stop: 
     """A search until there is a schedule, however slow, or the proof that there is none."""
 
     def enough() -> bool:
-        return search.best is not None or should_stop()
+        return search.incumbent.best is not None or should_stop()
 
-    search = Search(Request(graph, budget_bytes, Tolerance.of(1.0), clock, should_stop=enough))
+    search = Search.of(Request(graph, budget_bytes, Tolerance.of(1.0), clock, should_stop=enough))
     run(search)
     return search

@@ -1,1 +1,1 @@
-"""What a GPU has to show: ``make gpu`` (``docs/gpu.md``)."""
+"""Tests and benchmarks that need a GPU: ``make gpu`` (``docs/gpu.md``)."""

@@ -1,32 +1,30 @@
-"""Plans on a CUDA device beside eager PyTorch: what was predicted, what the allocator says, times and bits.
+"""Plans on a CUDA device compared with eager PyTorch: predicted and allocated memory, times and bits.
 
-A row for each model, way and budget, written as soon as it is there. The budgets are shares of eager PyTorch's peak. It fails if
-a plan takes more than its budget, or has other bits where eager PyTorch repeats its own.
+Each model, kind of plan and budget gives a row, written as soon as it is measured. Budgets are fractions of eager PyTorch's
+peak. The run fails if a plan exceeds its budget, or has other bits where eager PyTorch repeats its own.
 """
 
-import argparse
 import gc
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 
 import planner
-from benchmarks.common import columns_of, exit_code, provenance
-from graphs.io.files import write_text
+from benchmarks.command import carry_out, command_line
 from graphs.units import format_bytes, format_seconds
 from planner.capture.signature import call
 from planner.capture.step import TrainingStep
 from planner.models import Workload, build
-from planner.report.tables import as_markdown
 from planner.runtime.libraries import warm_up_libraries
 from planner.runtime.measure import loss_of, median_times, outcome
-from planner.studies.rows import write_csv
+from planner.studies.experiment import Study
+from planner.studies.rows import Made, key, provenance, text, value
+from planner.studies.tables import Column, markdown
 
 EAGER = "eager"
 WAYS: Mapping[str, Mapping[str, Any]] = {
@@ -39,52 +37,37 @@ MODELS: Mapping[str, Callable[..., Workload]] = {
     "gpt2": partial(build, "gpt2", layers=12, width=768, heads=12, batch=8, seq=512),
     "resnet50": partial(build, "resnet50", batch=48),
 }
-_STEPS = 3  # of training, for the memory of plans
+_STEPS = 3  # training steps in which the memory of plans is measured
 _REPEATS = 5
 _SOLVE_S = 10.0
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One way to train a model at one budget.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanRow(Made):
+    """One way to train a model at one budget."""
 
-    Attributes:
-        share: of eager PyTorch's peak, as the budget was asked for; "" for eager PyTorch itself.
-        allocated_bytes, requested_bytes, reserved_bytes: the most in some steps of training, as PyTorch's allocator counts,
-            without what libraries keep.
-        library_bytes: that libraries keep beside.
-        planning_s: until ``planner.compile`` has returned.
-        step_s: median seconds of a step; `slowdown` is beside eager PyTorch, `overhead` predicted beside keeping everything.
-        bits: equal to eager PyTorch's; for eager PyTorch, to those of another run.
-        gradient_error, eager_error: as in ``planner.plans.eager.EagerComparison``.
-        message: why there is no more.
-    """
-
-    model: str
-    way: str
-    share: str = ""
-    budget_bytes: int | None = None
-    predicted_peak_bytes: int | None = None
-    allocated_bytes: int | None = None
-    requested_bytes: int | None = None
-    reserved_bytes: int | None = None
-    library_bytes: int | None = None
-    planning_s: float | None = None
-    step_s: float | None = None
-    slowdown: str = ""
-    overhead: float | None = None
-    gap: float | None = None
-    bits: bool | None = None
-    gradient_error: float | None = None
-    eager_error: float | None = None
-    message: str = ""
-    machine: str = ""
-    commit: str = ""
-    torch: str = ""
+    model: str = key()
+    way: str = key()
+    share: str = key("of eager PyTorch's peak, as the budget was asked for; empty for eager PyTorch itself")
+    budget_bytes: int | None = value()
+    predicted_peak_bytes: int | None = value()
+    allocated_bytes: int | None = value("the most in some steps of training, as PyTorch's allocator counts, without libraries'")
+    requested_bytes: int | None = value("the same that is asked for")
+    reserved_bytes: int | None = value("the same that is reserved")
+    library_bytes: int | None = value("that libraries keep beside")
+    planning_s: float | None = value("until planner.compile has returned")
+    step_s: float | None = value("median of a step")
+    slowdown: str = text("beside eager PyTorch")
+    overhead: float | None = value("predicted beside keeping everything")
+    gap: float | None = value()
+    bits: bool | None = value("equal to eager PyTorch's; for eager PyTorch, to those of another run")
+    gradient_error: float | None = value("as in planner.plans.eager.EagerComparison")
+    eager_error: float | None = value("as in planner.plans.eager.EagerComparison")
+    message: str = text("why there is no more")
 
 
-def eager_row(row: Row, workload: Workload) -> Row:
-    """Return `row` with what eager PyTorch takes, and whether it repeats its bits."""
+def eager_row(row: PlanRow, workload: Workload) -> PlanRow:
+    """Return `row` with the measurements of eager PyTorch, and whether it repeats its bits."""
     step = TrainingStep(workload.model, workload.loss_fn)
     row = replace(row, **memory(step, workload))
     times = median_times({"": step}, workload.batch, parameters=list(workload.model.parameters()), repeats=_REPEATS)
@@ -93,8 +76,8 @@ def eager_row(row: Row, workload: Workload) -> Row:
     return replace(row, step_s=times[""], bits=same, eager_error=None if same else first.gradient_error(second))
 
 
-def planned_row(row: Row, workload: Workload) -> Row:
-    """Return `row` with what a plan of its way and share takes."""
+def planned_row(row: PlanRow, workload: Workload) -> PlanRow:
+    """Return `row` with the measurements of a plan of its kind and share."""
     began = time.perf_counter()
     step = planner.compile(*workload, budget=row.share, time_limit_s=_SOLVE_S, wait=_SOLVE_S, swap="never", **WAYS[row.way])
     plan, eager = step.plan, step.plan.eager
@@ -114,7 +97,7 @@ def planned_row(row: Row, workload: Workload) -> Row:
 
 
 def memory(step: Callable[..., Any], workload: Workload) -> dict[str, int]:
-    """Return the most that some steps of training take, by the names of the columns."""
+    """Return the peaks of some steps of training, by the names of the columns."""
     device = next(workload.model.parameters()).device
     library_bytes = warm_up_libraries(device)
     workload.model.zero_grad()
@@ -134,105 +117,70 @@ def memory(step: Callable[..., Any], workload: Workload) -> dict[str, int]:
     }
 
 
-def measured(row: Row) -> Row:
-    """Return `row` with all that is measured, or with the error that came in between."""
+def measure(row: PlanRow, known: Sequence[PlanRow]) -> Iterator[PlanRow]:
+    """Yield `row` with all that is measured, or with the error that came in between."""
     gc.collect()  # what the last row has left
     torch.cuda.empty_cache()
     torch.manual_seed(0)
     try:
         workload = MODELS[row.model](device="cuda")
-        return (eager_row if row.way == EAGER else planned_row)(row, workload)
+        yield (eager_row if row.way == EAGER else planned_row)(row, workload)
     except Exception as error:  # noqa: BLE001  # the other rows are to be made
-        return replace(row, message=f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
+        yield replace(row, message=f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
 
 
-def failures(rows: Sequence[Row]) -> list[str]:
+def failures(rows: Sequence[PlanRow]) -> Iterator[str]:
     """Say what plans did that they must not."""
-    said = []
     for row in rows:
         name = f"{row.model} {row.way} {row.share}".strip()
         if row.message:
-            said.append(f"{name}: {row.message}")
+            yield f"{name}: {row.message}"
         if row.budget_bytes is not None and row.allocated_bytes is not None and row.allocated_bytes > row.budget_bytes:
-            said.append(f"{name}: allocated {row.allocated_bytes} B, {row.allocated_bytes - row.budget_bytes} B over the budget")
+            yield f"{name}: allocated {row.allocated_bytes} B, {row.allocated_bytes - row.budget_bytes} B over the budget"
         if row.bits is False and row.eager_error is None:
-            said.append(f"{name}: other bits than eager PyTorch, which repeats its own")
-    return said
+            yield f"{name}: other bits than eager PyTorch, which repeats its own"
 
 
-def table(rows: Sequence[Row]) -> str:
-    """Return the rows as Markdown."""
-    header = (
-        "model",
-        "way",
-        "budget",
-        "predicted",
-        "allocated",
-        "requested",
-        "reserved",
-        "planned in",
-        "step",
-        "bits",
-        "message",
-    )
-    cells = [
-        (
-            row.model,
-            row.way,
-            f"{row.share} = {_bytes(row.budget_bytes)}" if row.share else "",
-            *map(_bytes, (row.predicted_peak_bytes, row.allocated_bytes, row.requested_bytes, row.reserved_bytes)),
-            _seconds(row.planning_s),
-            f"{_seconds(row.step_s)} {row.slowdown}".strip(),
-            _bits(row),
-            row.message,
-        )
-        for row in rows
-    ]
-    last = rows[-1]
-    return as_markdown([header, *cells]) + f"\n{last.machine}; torch {last.torch}; commit {last.commit}.\n"
-
-
-def _bytes(size: int | None) -> str:
-    return "" if size is None else format_bytes(size)
-
-
-def _seconds(time_s: float | None) -> str:
-    return "" if time_s is None else format_seconds(time_s)
-
-
-def _bits(row: Row) -> str:
-    if row.bits is None:
-        return ""
-    if row.bits:
-        return "equal"
+def _bits(row: PlanRow) -> str | None:
+    if row.bits is None or row.bits:
+        return "equal" if row.bits else None
     errors = (error for error in (row.gradient_error, row.eager_error) if error is not None)
     return "differ: gradient error " + ", eager's own ".join(f"{error:.1e}" for error in errors)
 
 
+TABLE = (
+    *("model", "way"),
+    Column("budget", lambda row: f"{row.share} = {format_bytes(row.budget_bytes or 0)}" if row.share else None),
+    Column("predicted", "predicted_peak_bytes"),
+    *(Column(name, f"{name}_bytes") for name in ("allocated", "requested", "reserved")),
+    Column("planned in", "planning_s"),
+    Column("step", lambda row: f"{'' if row.step_s is None else format_seconds(row.step_s)} {row.slowdown}".strip()),
+    Column("bits", _bits),
+    "message",
+)
+
+
+def table(rows: Sequence[PlanRow]) -> str:
+    """Return the rows as Markdown."""
+    last = rows[-1]
+    return f"{markdown(rows, TABLE)}\n{last.machine}; torch {last.torch}; commit {last.commit}.\n"
+
+
 def main(words: Sequence[str] | None = None) -> int:
     """Make all rows; 1 if one is not as it must be."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", default="results/gpu/plans", help="of OUT.csv and OUT.md (default: %(default)s)")
-    parser.add_argument("--models", default=",".join(MODELS), help="with commas (default: %(default)s)")
+    parser = command_line(__doc__, PlanRow, models=MODELS, out="results/gpu/plans")
     parser.add_argument("--ways", default="recompute", help=f"with commas, of {', '.join(WAYS)} (default: %(default)s)")
     parser.add_argument("--shares", default="70%,50%", help="of eager PyTorch's peak, with commas (default: %(default)s)")
     arguments = parser.parse_args(words)
-    models, ways, shares = (text.split(",") for text in (arguments.models, arguments.ways, arguments.shares))
-    for name, known in (*((model, MODELS) for model in models), *((way, WAYS) for way in ways)):
-        if name not in known:
-            parser.error(f"there is no {name!r}: choose from {', '.join(known)}")
-    about = Row("", "", **provenance(torch.device("cuda")))
-    wanted = [replace(about, model=model, way=EAGER) for model in models]
-    wanted += [replace(about, model=model, way=way, share=share) for way in ways for model in models for share in shares]
-    rows: list[Row] = []
-    for row in wanted:
-        rows.append(measured(row))
-        print(table(rows[-1:]).splitlines()[2], flush=True)
-        write_csv(
-            Path(f"{arguments.out}.csv"), columns_of(Row), map(asdict, rows)
-        )  # whole after every row: the next may never end
-        write_text(Path(f"{arguments.out}.md"), table(rows))
-    return exit_code(failures(rows))
+    ways, shares = arguments.ways.split(","), arguments.shares.split(",")
+    if unknown := [way for way in ways if way not in WAYS]:
+        parser.error(f"there is no way {unknown[0]!r}: choose from {', '.join(WAYS)}")
+    pairs = [(EAGER, ""), *((way, share) for way in ways for share in shares)]
+    keys = [(model, way, share) for way, share in pairs for model in arguments.models]
+    about = provenance(torch.device("cuda"))
+    cases = {key: PlanRow(model=key[0], way=key[1], share=key[2], **about) for key in keys}
+    study = Study(PlanRow, measure, pages={"table.md": table}, failures=failures)
+    return carry_out(study, arguments, cases, say=lambda row: markdown([row], TABLE).splitlines()[2])
 
 
 if __name__ == "__main__":

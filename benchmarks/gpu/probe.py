@@ -1,6 +1,6 @@
-"""Say in a minute what a CUDA device and its libraries do that plans rely on: the first step of ``make gpu``.
+"""Report in a minute how a CUDA device and its libraries behave where plans rely on it: the first step of ``make gpu``.
 
-Each line is printed as soon as it is known, ``name: what was found``; what fails is a line too.
+Each line is printed as soon as it is known, ``name: result``; a failure is a line too.
 """
 
 import os
@@ -15,14 +15,14 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from graphs.units import format_bytes
-from planner.profiling.kernel_settings import described, kernel_settings
+from planner.profiling.kernel_settings import format_settings, kernel_settings
 from planner.runtime.caching_allocator import CachingAllocator
 from planner.runtime.libraries import warm_up_libraries
 
 _PACKAGES = ("numpy", "scipy", "pandas", "pulp", "highspy", "msgspec", "psutil", "rich", "jinja2")
 _FOR_TESTS = ("pytest", "hypothesis", "triton")
 _MB = 2**20
-# Around the borders between the allocator's kinds of segments.
+# At the borders between the allocator's kinds of segments.
 _REQUESTS = (1, 513, _MB, _MB + 1, 5 * _MB, 10 * _MB - 512, 10 * _MB, 33 * _MB)
 _COPY_BYTES = 256 * _MB
 
@@ -30,7 +30,7 @@ Lines = Iterator[tuple[str, str]]
 
 
 def versions() -> Lines:
-    """Name what runs here, and what cannot be imported."""
+    """Yield the versions of packages, and those that cannot be imported."""
     yield "Python", f"{sys.version.split()[0]} on {platform.platform()}"
     yield "torch", f"{torch.__version__}, CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}"
     for package in (*_PACKAGES, *_FOR_TESTS):
@@ -42,7 +42,7 @@ def versions() -> Lines:
 
 
 def device() -> Lines:
-    """Name the device, its memory, and the settings that kernels and memory depend on."""
+    """Yield the device, its memory, and the settings that kernels and memory depend on."""
     found = torch.cuda.get_device_properties(0)
     free, total = torch.cuda.mem_get_info()
     yield "device", f"{found.name}, capability {found.major}.{found.minor}, {found.multi_processor_count} multiprocessors"
@@ -50,11 +50,11 @@ def device() -> Lines:
     names = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
     config = next((f"{name}={os.environ[name]}" for name in names if name in os.environ), "no settings of its own")
     yield "allocator", f"{torch.cuda.get_allocator_backend()}, {config}"
-    yield "settings", described(kernel_settings(torch.device("cuda")))
+    yield "settings", format_settings(kernel_settings(torch.device("cuda")))
 
 
 def attention() -> Lines:
-    """Say which kernels of attention run, by type."""
+    """Yield the attention kernels that run, by type."""
     for dtype in (torch.float32, torch.bfloat16):
         query = torch.randn(2, 4, 64, 64, device="cuda", dtype=dtype, requires_grad=True)
         for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH):
@@ -67,7 +67,7 @@ def attention() -> Lines:
 
 
 def workspaces() -> Lines:
-    """Say what libraries allocate in a forward and a backward pass, and that they do so once."""
+    """Yield the bytes that libraries allocate in a forward and a backward pass, which they do once."""
     for turn in ("first", "second"):
         before = torch.cuda.memory_allocated()
         warm_up_libraries(torch.device("cuda:0"))
@@ -76,7 +76,7 @@ def workspaces() -> Lines:
 
 
 def rounding() -> Lines:
-    """Compare what the allocator hands out and reserves for single requests with its simulation."""
+    """Yield the allocated and reserved bytes of single requests, compared with the simulated allocator."""
     for size in _REQUESTS:
         torch.cuda.empty_cache()
         allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
@@ -91,7 +91,7 @@ def rounding() -> Lines:
 
 
 def repeating() -> Lines:
-    """Say which kernels repeat their bits: plans are compared with eager PyTorch run twice."""
+    """Yield whether kernels repeat their bits: plans are compared with two runs of eager PyTorch."""
 
     def tensor(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, device="cuda", requires_grad=True)
@@ -111,7 +111,7 @@ def repeating() -> Lines:
 
 
 def graphs() -> Lines:
-    """Say what a captured graph reserves for itself."""
+    """Yield the memory that a captured graph reserves."""
     factor = torch.ones(64, 64, device="cuda")
     torch.mm(factor, factor)
     torch.cuda.synchronize()
@@ -126,7 +126,7 @@ def graphs() -> Lines:
 
 
 def link() -> Lines:
-    """Time copies of page-locked memory."""
+    """Yield the rates of copies of page-locked memory."""
     host = torch.empty(_COPY_BYTES, dtype=torch.uint8, pin_memory=True)
     there = torch.empty(_COPY_BYTES, dtype=torch.uint8, device="cuda")
     for name, to, of in (("to the device", there, host), ("to the host", host, there)):
@@ -142,13 +142,13 @@ PROBES = (versions, device, workspaces, rounding, attention, repeating, graphs, 
 
 
 def main() -> int:
-    """Print what all probes find; 1 if one of them failed."""
+    """Print the results of all probes; return 1 if one of them failed."""
     failed = 0
     for probe in PROBES:
         try:
             for name, found in probe():
                 print(f"{name}: {found}", flush=True)
-        except Exception as error:  # noqa: BLE001  # the others are to be seen
+        except Exception as error:  # noqa: BLE001  # the other probes run all the same
             failed = 1
             print(f"{probe.__name__}: FAILED, {type(error).__name__}: {error}", flush=True)
     return failed

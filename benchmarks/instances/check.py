@@ -1,7 +1,7 @@
-"""Check a solution of an instance, and say what it takes: ``python check.py gpt2-12.json.gz solution.json``.
+"""Check a solution of an instance, and print its peak and time: ``python check.py gpt2-12.json.gz solution.json``.
 
-A solution is a list of steps, or an object that has one as "steps": n >= 0 executes op n, and ~t (which is -1 - t) frees
-tensor t. Needs nothing but Python and ``read.py`` beside it.
+A solution is a list of steps, or an object with a list "steps": n >= 0 executes op n, and ~t (which is -1 - t) frees tensor t.
+Needs nothing but Python and ``read.py`` in the same folder.
 """
 
 import json
@@ -12,14 +12,14 @@ from types import SimpleNamespace
 
 
 class NotValidError(Exception):
-    """A solution that is none; says at which step."""
+    """An invalid solution; the message names the step."""
 
 
 def check(instance: SimpleNamespace, steps: list[int]) -> tuple[int, float]:
-    """The peak in bytes and the time in seconds of a solution.
+    """Return the peak in bytes and the time in seconds of a solution.
 
     Raises:
-        NotValidError: an op reads what is not in memory or is left out, or another rule of README.md is broken.
+        NotValidError: an op reads a freed tensor or is missing, or another rule of README.md is broken.
     """
     ops, sizes = instance.ops, instance.tensors
     made = {t for op in ops for t in op.outputs}
@@ -49,7 +49,7 @@ def check(instance: SimpleNamespace, steps: list[int]) -> tuple[int, float]:
         if any(t in made and t not in live for t in op.inputs):
             refuse("reads what is not in memory")
         if step in done and not op.recomputable:
-            refuse("executes again what must be executed only once")
+            refuse("recomputes an op that must be executed only once")
         if step not in done and op.random and waiting.pop(0) != step:
             refuse("executes a random op out of order")
         if any((w in done) != (w < step) for t in (*op.inputs, *op.mutates) for w in writers.get(t, ()) if w != step):
@@ -67,7 +67,7 @@ def check(instance: SimpleNamespace, steps: list[int]) -> tuple[int, float]:
 
 
 if __name__ == "__main__":
-    from read import read  # type: ignore[import-not-found]  # the file beside this one
+    from read import read  # type: ignore[import-not-found]  # read.py in this folder
 
     if len(sys.argv) != 3:
         sys.exit(__doc__)

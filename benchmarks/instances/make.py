@@ -1,4 +1,4 @@
-"""Make the public instances, with what is known of each: ``python -m benchmarks.instances.make``, in about ten minutes."""
+"""Make the public instances, with their best known solutions: ``python -m benchmarks.instances.make``, in about ten minutes."""
 
 import argparse
 import gzip
@@ -26,7 +26,7 @@ from solvers.result import Status
 from solvers.tolerance import Tolerance
 
 FOLDER = Path(__file__).parent
-SHARES = (0.75, 0.5, 0.25, 0.1)  # of the way from the least budget that is known to do to the peak
+SHARES = (0.75, 0.5, 0.25, 0.1)  # budgets between the least budget that is known to be feasible (0) and the peak (1)
 _LEAST_LIMIT_S = 10.0
 TRACED = ("gpt2-12", "llama-32", "vit-l", "resnet50", "resnet152", "unet", "mobilenet_v2", "densenet121")
 SYNTHETIC: Mapping[str, Callable[[], Graph]] = {
@@ -39,26 +39,26 @@ SYNTHETIC: Mapping[str, Callable[[], Graph]] = {
 
 
 def graphs(names: Sequence[str]) -> Iterator[tuple[str, Graph]]:
-    """The graphs by name, in the order of ops that they are solved in."""
+    """Yield the graphs by name, with their ops in the order of the solve."""
     for name in names:
         graph = SYNTHETIC[name]() if name in SYNTHETIC else Tracing(TraceSettings(roofline="h200")).graph(parse_spec(ZOO[name]))
         yield name, order_for(graph, "windows", reorder=True).graph
 
 
-def as_steps(schedule: Schedule) -> list[int]:
-    """A schedule as a solution: op numbers, and ~tensor where one is freed."""
+def encode_steps(schedule: Schedule) -> list[int]:
+    """Return a schedule as a solution: op ids, and ~tensor for frees."""
     return [step.op if isinstance(step, Compute) else ~step.tensor for step in schedule.steps]
 
 
-def as_instance(name: str, graph: Graph, known: Sequence[Mapping[str, object]]) -> dict[str, object]:
-    """What a file holds, as README.md describes it."""
+def instance_document(name: str, graph: Graph, known: Sequence[Mapping[str, object]]) -> dict[str, object]:
+    """Return the content of a file, as README.md describes it."""
     ops = []
     for op in graph.ops:
-        said: dict[str, object] = {"name": op.name, "inputs": op.inputs, "outputs": op.outputs, "time_s": op.time_s}
-        said |= {"workspace_bytes": op.workspace_bytes, "phase": str(op.phase)}
-        said |= {"mutates": op.mutates} if op.mutates else {}
-        said |= {} if op.recomputable else {"recomputable": False}
-        ops.append(said | ({"random": True} if op.random else {}))
+        entry: dict[str, object] = {"name": op.name, "inputs": op.inputs, "outputs": op.outputs, "time_s": op.time_s}
+        entry |= {"workspace_bytes": op.workspace_bytes, "phase": str(op.phase)}
+        entry |= {"mutates": op.mutates} if op.mutates else {}
+        entry |= {} if op.recomputable else {"recomputable": False}
+        ops.append(entry | ({"random": True} if op.random else {}))
     return {
         "format": "remat-instance",
         "version": 1,
@@ -71,8 +71,8 @@ def as_instance(name: str, graph: Graph, known: Sequence[Mapping[str, object]]) 
     }
 
 
-def solved(graph: Graph, *, limit_s: float) -> list[dict[str, object]]:
-    """What is known at each budget: the best schedule, its time, and a bound on all in this order of first executions."""
+def solve_budgets(graph: Graph, *, limit_s: float) -> list[dict[str, object]]:
+    """Return for each budget the best schedule, its time, and a lower bound on all with this order of first executions."""
     peak_bytes = summarize(graph).keep_everything_peak_bytes
     least_bytes = least_budget(graph, clock=WallClock(_LEAST_LIMIT_S)).found_bytes
     known = []
@@ -86,29 +86,29 @@ def solved(graph: Graph, *, limit_s: float) -> list[dict[str, object]]:
                 "time_s": result.time_s,
                 "bound_s": min(result.bound_s, result.time_s),
                 "proved": result.status is Status.OPTIMAL,
-                "steps": as_steps(result.schedule),
+                "steps": encode_steps(result.schedule),
             }
         )
     return known
 
 
 def write(path: Path, instance: Mapping[str, object]) -> None:
-    """Write a file; the same instance is the same bytes."""
+    """Write a file; the same instance gives the same bytes."""
     text = json.dumps(instance, separators=(",", ":"))
     path.write_bytes(gzip.compress(text.encode(), mtime=0))
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Make what is not there."""
+    """Make the missing instances."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--names", default=",".join((*TRACED, *SYNTHETIC)), help="with commas (default: %(default)s)")
-    parser.add_argument("--out", type=Path, default=FOLDER, help="folder (default: beside this file)")
+    parser.add_argument("--names", default=",".join((*TRACED, *SYNTHETIC)), help="separated by commas (default: %(default)s)")
+    parser.add_argument("--out", type=Path, default=FOLDER, help="folder (default: that of this file)")
     parser.add_argument("--time-limit", type=float, default=30.0, help="seconds for each budget (default: %(default)s)")
     options = parser.parse_args(words)
     wanted = [name for name in options.names.split(",") if not (options.out / f"{name}.json.gz").exists()]
     for name, graph in graphs(wanted):
-        known = solved(graph, limit_s=options.time_limit)
-        write(options.out / f"{name}.json.gz", as_instance(name, graph, known))
+        known = solve_budgets(graph, limit_s=options.time_limit)
+        write(options.out / f"{name}.json.gz", instance_document(name, graph, known))
         gaps = ", ".join(f"{float(str(k['time_s'])) / float(str(k['bound_s'])) - 1:.3%}" for k in known)
         print(f"{name}: {len(graph.ops)} ops, gaps {gaps}", flush=True)
     return 0

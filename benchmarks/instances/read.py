@@ -1,4 +1,4 @@
-"""Read an instance. Needs nothing but Python: copy this file and ``check.py`` to wherever your solver is."""
+"""Read an instance. Needs nothing but Python: copy this file and ``check.py`` next to your solver."""
 
 import gzip
 import json
@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 
 def read(path: str | Path) -> SimpleNamespace:
-    """An instance, with what README.md describes as attributes: `ops`, `tensors`, `kept`, `static_bytes`, `known`, `name`."""
+    """Return an instance, with the attributes of README.md: `ops`, `tensors`, `kept`, `static_bytes`, `known`, `name`."""
     with gzip.open(path, "rt", encoding="utf-8") as file:
         instance = SimpleNamespace(**json.load(file))
     ops = [SimpleNamespace(**{"mutates": [], "recomputable": True, "random": False, **op}) for op in instance.ops]
@@ -15,5 +15,5 @@ def read(path: str | Path) -> SimpleNamespace:
 
 
 def names(folder: str | Path = Path(__file__).parent) -> list[str]:
-    """The instances in a folder."""
+    """Return the names of the instances in a folder."""
     return sorted(path.name.removesuffix(".json.gz") for path in Path(folder).glob("*.json.gz"))

@@ -1,4 +1,4 @@
-"""Models of dense layers, and of more than one kind of input, written by hand."""
+"""Handwritten models of dense layers, and of several kinds of inputs."""
 
 from typing import Any
 
@@ -7,20 +7,20 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import parametrizations
 
-from benchmarks.models.parts import Call, Layers, classified, conv
+from benchmarks.models.parts import FunctionModule, Layers, classification, conv
 from planner.models import Workload
 
 
 def mlp() -> Workload:
-    """Dropout between dense layers."""
+    """Build a model with dropout between dense layers."""
     layers: Layers = [nn.Linear(64, 256)]
     for _ in range(8):
         layers += [nn.ReLU(), nn.Dropout(0.1), nn.Linear(256, 256)]
-    return classified(nn.Sequential(*layers, nn.Linear(256, 10)), torch.randn(256, 64))
+    return classification(nn.Sequential(*layers, nn.Linear(256, 10)), torch.randn(256, 64))
 
 
 def mlp_in_place() -> Workload:
-    """Activations that overwrite their input, and residual sums in place."""
+    """Build a model with activations that overwrite their input, and in-place residual sums."""
 
     class Block(nn.Module):
         def __init__(self) -> None:
@@ -33,11 +33,11 @@ def mlp_in_place() -> Workload:
             hidden += x
             return hidden
 
-    return classified(nn.Sequential(*(Block() for _ in range(6)), nn.Linear(128, 10)), torch.randn(256, 128))
+    return classification(nn.Sequential(*(Block() for _ in range(6)), nn.Linear(128, 10)), torch.randn(256, 128))
 
 
 def autoencoder() -> Workload:
-    """Tied weights: the decoder multiplies by the encoder's, transposed."""
+    """Build a model with tied weights: the decoder multiplies by the encoder's, transposed."""
 
     class Tied(nn.Module):
         def __init__(self) -> None:
@@ -56,7 +56,7 @@ def autoencoder() -> Workload:
 
 
 def moe() -> Workload:
-    """A dense mixture of experts: every expert sees every row, a gate weights them; a second loss balances the gate."""
+    """Build a dense mixture of experts: every expert sees every row, a gate weights them; a second loss balances the gate."""
 
     class Experts(nn.Module):
         def __init__(self) -> None:
@@ -91,7 +91,7 @@ def moe() -> Workload:
 
 
 def hypernetwork() -> Workload:
-    """One network makes the weights of another."""
+    """Build a network whose output is the weights of another."""
 
     def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
         for code in m.codes.weight:
@@ -100,50 +100,50 @@ def hypernetwork() -> Workload:
         return m.head(x)
 
     hyper = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 64 * 64))
-    model = Call(forward, codes=nn.Embedding(6, 16), hyper=hyper, head=nn.Linear(64, 10))
-    return classified(model, torch.randn(512, 64))
+    model = FunctionModule(forward, codes=nn.Embedding(6, 16), hyper=hyper, head=nn.Linear(64, 10))
+    return classification(model, torch.randn(512, 64))
 
 
 def parametrized() -> Workload:
-    """Weight norm, spectral norm (power iterations in buffers) and orthogonal weights."""
+    """Build a model with weight norm, spectral norm (power iterations in buffers) and orthogonal weights."""
     wrap = (parametrizations.weight_norm, parametrizations.spectral_norm, parametrizations.orthogonal)
     layers: Layers = []
     for i in range(6):
         layers += [wrap[i % 3](nn.Linear(96, 96)), nn.LeakyReLU(0.1, inplace=True)]
-    return classified(nn.Sequential(*layers, nn.Linear(96, 10)), torch.randn(512, 96))
+    return classification(nn.Sequential(*layers, nn.Linear(96, 10)), torch.randn(512, 96))
 
 
 class Squash(torch.autograd.Function):
-    """With a backward pass of its own."""
+    """An activation with a custom backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        """X / (1 + |x|)."""
+        """Return x / (1 + |x|)."""
         y = x / (1 + x.abs())
         ctx.save_for_backward(y)
         return y
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        """From the output alone."""
+        """Return the gradient, computed from the output alone."""
         (y,) = ctx.saved_tensors
         return gradient * (1 - y.abs()).square()
 
 
 def custom_function() -> Workload:
-    """An activation with a backward pass of its own."""
+    """Build a model with an activation with a custom backward pass."""
 
     def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
         for layer in m.layers:
             x = x + Squash.apply(layer(x))
         return m.head(x)
 
-    model = Call(forward, layers=nn.ModuleList(nn.Linear(128, 128) for _ in range(6)), head=nn.Linear(128, 10))
-    return classified(model, torch.randn(256, 128))
+    model = FunctionModule(forward, layers=nn.ModuleList(nn.Linear(128, 128) for _ in range(6)), head=nn.Linear(128, 10))
+    return classification(model, torch.randn(256, 128))
 
 
 def lora() -> Workload:
-    """Frozen dense layers with trained updates of low rank."""
+    """Build a model with frozen dense layers and trained updates of low rank."""
 
     class Adapted(nn.Module):
         def __init__(self) -> None:
@@ -154,11 +154,11 @@ def lora() -> Workload:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return F.gelu(self.frozen(x) + self.up(self.down(F.dropout(x, 0.05, self.training)))) + x
 
-    return classified(nn.Sequential(*(Adapted() for _ in range(8)), nn.Linear(128, 10)), torch.randn(256, 128))
+    return classification(nn.Sequential(*(Adapted() for _ in range(8)), nn.Linear(128, 10)), torch.randn(256, 128))
 
 
 def frozen_backbone() -> Workload:
-    """Convolutions that are not trained, their batch norm in eval mode, below a trained head."""
+    """Build a model with convolutions that are not trained, with batch norm in eval mode, below a trained head."""
 
     class Tuned(nn.Module):
         def __init__(self) -> None:
@@ -170,15 +170,15 @@ def frozen_backbone() -> Workload:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.head(self.backbone(x))
 
-    return classified(Tuned(), torch.randn(16, 3, 32, 32))
+    return classification(Tuned(), torch.randn(16, 3, 32, 32))
 
 
 def physics_informed() -> Workload:
-    """A loss on derivatives with respect to the inputs, by autograd inside of the step."""
+    """Build a model with a loss on derivatives with respect to the inputs, by autograd inside the step."""
     layers: Layers = [nn.Linear(2, 64)]
     for _ in range(4):
         layers += [nn.Tanh(), nn.Linear(64, 64)]
-    model = Call(lambda m, x: m.net(x), net=nn.Sequential(*layers, nn.Tanh(), nn.Linear(64, 1)))
+    model = FunctionModule(lambda m, x: m.net(x), net=nn.Sequential(*layers, nn.Tanh(), nn.Linear(64, 1)))
 
     def loss(out: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         return out.square().mean()
@@ -194,7 +194,7 @@ def physics_informed() -> Workload:
 
 
 def siamese() -> Workload:
-    """One encoder, called on two views; their similarities are contrasted."""
+    """Build one encoder, called on two views, with a contrastive loss on their similarities."""
     layers = (conv(3, 16), conv(16, 32, 2), conv(32, 64, 2), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 32))
 
     def forward(m: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -204,11 +204,11 @@ def siamese() -> Workload:
         return (F.cross_entropy(logits, target) + F.cross_entropy(logits.t(), target)) / 2
 
     images = (torch.randn(16, 3, 24, 24), torch.randn(16, 3, 24, 24))
-    return Workload(Call(forward, encoder=nn.Sequential(*layers)), None, images)
+    return Workload(FunctionModule(forward, encoder=nn.Sequential(*layers)), None, images)
 
 
 def recommender() -> Workload:
-    """DLRM: bags of embeddings, dense features, and the products of all pairs."""
+    """Build DLRM: embedding bags, dense features, and the products of all pairs."""
 
     def forward(m: Any, dense: torch.Tensor, sparse: torch.Tensor) -> torch.Tensor:
         rows = [m.bottom(dense), *(bag(sparse[:, i]) for i, bag in enumerate(m.bags))]
@@ -221,11 +221,11 @@ def recommender() -> Workload:
     bottom = nn.Sequential(nn.Linear(13, 128), nn.ReLU(), nn.Linear(128, 32), nn.ReLU())
     top = nn.Sequential(nn.Linear(32 + 21, 256), nn.ReLU(), nn.Linear(256, 128), nn.ReLU(), nn.Linear(128, 1))
     batch = (torch.randn(512, 13), torch.randint(100, (512, 6, 4)), torch.rand(512).round())
-    return Workload(Call(forward, bags=bags, bottom=bottom, top=top), F.binary_cross_entropy_with_logits, batch)
+    return Workload(FunctionModule(forward, bags=bags, bottom=bottom, top=top), F.binary_cross_entropy_with_logits, batch)
 
 
 def graph_network() -> Workload:
-    """Messages along edges, summed by index_add, and means by scatter."""
+    """Build a model with messages along edges, summed by index_add and averaged by scatter."""
 
     class Layer(nn.Module):
         def __init__(self) -> None:
@@ -244,6 +244,6 @@ def graph_network() -> Workload:
             x = layer(x, edges)
         return m.head(x)
 
-    model = Call(forward, layers=nn.ModuleList(Layer() for _ in range(4)), head=nn.Linear(64, 10))
+    model = FunctionModule(forward, layers=nn.ModuleList(Layer() for _ in range(4)), head=nn.Linear(64, 10))
     batch = (torch.randn(256, 64), torch.randint(256, (2, 1024)), torch.randint(10, (256,)))
     return Workload(model, F.cross_entropy, batch)

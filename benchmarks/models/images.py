@@ -1,4 +1,4 @@
-"""Models of images written by hand."""
+"""Handwritten models of images."""
 
 from typing import Any
 
@@ -6,21 +6,21 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from benchmarks.models.parts import Call, Layers, Residual, classified, conv
+from benchmarks.models.parts import FunctionModule, Layers, Residual, classification, conv
 from planner.models import Workload
 
 
 def residual_cnn() -> Workload:
-    """Batch norm and ReLU in place, residual sums."""
+    """Build a model with batch norm and ReLU in place, and residual sums."""
     blocks: Layers = [conv(3, 16)]
     for _ in range(6):
         blocks.append(Residual(conv(16, 16), nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16)))
     head = (nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 10))
-    return classified(nn.Sequential(*blocks, *head), torch.randn(16, 3, 32, 32))
+    return classification(nn.Sequential(*blocks, *head), torch.randn(16, 3, 32, 32))
 
 
 def unet() -> Workload:
-    """Interpolation to the size of what is concatenated, bilinear."""
+    """Build a model with bilinear interpolation to the size of the skip connection."""
 
     class UNet(nn.Module):
         def __init__(self) -> None:
@@ -43,7 +43,7 @@ def unet() -> Workload:
 
 
 def feature_pyramid() -> Workload:
-    """Maps of several sizes, interpolated and summed; one loss for each."""
+    """Build a model with maps of several sizes, interpolated and summed, with one loss each."""
 
     def forward(m: Any, x: torch.Tensor) -> list[torch.Tensor]:
         maps = []
@@ -65,24 +65,24 @@ def feature_pyramid() -> Workload:
 
     stages = nn.ModuleList((conv(3, 16, 2), conv(16, 32, 2), conv(32, 64, 2)))
     sides = nn.ModuleList(nn.Conv2d(c, 32, 1) for c in (16, 32, 64))
-    model = Call(forward, stages=stages, sides=sides, head=nn.Conv2d(32, 5, 3, padding=1))
+    model = FunctionModule(forward, stages=stages, sides=sides, head=nn.Conv2d(32, 5, 3, padding=1))
     return Workload(model, loss, (torch.randn(4, 3, 64, 64), torch.randint(5, (4, 64, 64))))
 
 
 def generator() -> Workload:
-    """A GAN's generator, trained through a discriminator that stays as it is."""
+    """Build a GAN's generator, trained through a frozen discriminator."""
     layers: Layers = [nn.Unflatten(1, (64, 4, 4))]
     for inputs, outputs in ((64, 48), (48, 32), (32, 16)):
         layers += [nn.ConvTranspose2d(inputs, outputs, 4, 2, 1), nn.BatchNorm2d(outputs), nn.ReLU(inplace=True)]
     made = nn.Sequential(nn.Linear(32, 1024), *layers, nn.Conv2d(16, 3, 3, padding=1), nn.Tanh())
     judging = (nn.Conv2d(3, 16, 4, 2, 1), nn.LeakyReLU(0.2, inplace=True), nn.Conv2d(16, 1, 4, 2, 1), nn.Flatten())
     judge = nn.Sequential(*judging).requires_grad_(requires_grad=False)
-    model = Call(lambda m, z: F.softplus(-m.judge(m.made(z))).mean(), made=made, judge=judge)
+    model = FunctionModule(lambda m, z: F.softplus(-m.judge(m.made(z))).mean(), made=made, judge=judge)
     return Workload(model, None, (torch.randn(16, 32),))
 
 
 def variational() -> Workload:
-    """A VAE: noise is drawn inside of the step; two losses."""
+    """Build a VAE, which draws noise inside the step and has two losses."""
 
     def forward(m: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         mean, log_variance = m.encoder(x).chunk(2, dim=1)
@@ -93,11 +93,11 @@ def variational() -> Workload:
 
     encoder = nn.Sequential(nn.Linear(400, 256), nn.SiLU(), nn.Linear(256, 256), nn.SiLU(), nn.Linear(256, 32))
     decoder = nn.Sequential(nn.Linear(16, 256), nn.SiLU(), nn.Linear(256, 256), nn.SiLU(), nn.Linear(256, 400))
-    return Workload(Call(forward, encoder=encoder, decoder=decoder), None, (torch.rand(256, 400),))
+    return Workload(FunctionModule(forward, encoder=encoder, decoder=decoder), None, (torch.rand(256, 400),))
 
 
 def convnext() -> Workload:
-    """Depthwise convolutions, layer norm over channels, scaled and dropped residuals."""
+    """Build a model with depthwise convolutions, layer norm over channels, scaled and dropped residuals."""
 
     class Block(nn.Module):
         def __init__(self) -> None:
@@ -113,11 +113,13 @@ def convnext() -> Workload:
             return x + hidden * kept / 0.9
 
     blocks = nn.Sequential(nn.Conv2d(3, 32, 4, 4), *(Block() for _ in range(6)))
-    return classified(nn.Sequential(*blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10)), torch.randn(8, 3, 64, 64))
+    return classification(
+        nn.Sequential(*blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10)), torch.randn(8, 3, 64, 64)
+    )
 
 
 def mixer() -> Workload:
-    """MLP-Mixer: dense layers over patches, then over channels."""
+    """Build an MLP-Mixer: dense layers over patches, then over channels."""
 
     class Block(nn.Module):
         def __init__(self) -> None:
@@ -134,13 +136,13 @@ def mixer() -> Workload:
         return m.head(m.blocks(m.stem(x).flatten(2).transpose(1, 2)).mean(1))
 
     blocks = nn.Sequential(*(Block() for _ in range(6)))
-    return classified(
-        Call(forward, stem=nn.Conv2d(3, 64, 4, 4), blocks=blocks, head=nn.Linear(64, 10)), torch.randn(8, 3, 32, 32)
+    return classification(
+        FunctionModule(forward, stem=nn.Conv2d(3, 64, 4, 4), blocks=blocks, head=nn.Linear(64, 10)), torch.randn(8, 3, 32, 32)
     )
 
 
 def multi_task() -> Workload:
-    """Two heads on one trunk; their losses are weighted by what is trained too."""
+    """Build two heads on one trunk; the weights of their losses are trained too."""
 
     def forward(m: Any, x: torch.Tensor) -> dict[str, torch.Tensor]:
         features = m.trunk(x)
@@ -156,6 +158,6 @@ def multi_task() -> Workload:
             return {"loss": (self.weights.neg().exp() * errors + self.weights).sum(), "errors": errors}
 
     trunk = nn.Sequential(conv(3, 24), *(Residual(conv(24, 24), conv(24, 24)) for _ in range(3)))
-    model = Call(forward, trunk=trunk, depth=nn.Conv2d(24, 1, 3, padding=1), labels=nn.Conv2d(24, 6, 3, padding=1))
+    model = FunctionModule(forward, trunk=trunk, depth=nn.Conv2d(24, 1, 3, padding=1), labels=nn.Conv2d(24, 6, 3, padding=1))
     target = {"depth": torch.rand(4, 1, 32, 32), "labels": torch.randint(6, (4, 32, 32))}
     return Workload(model, Loss(), (torch.randn(4, 3, 32, 32), target))

@@ -1,4 +1,4 @@
-"""What models written by hand are made of."""
+"""Parts shared by the handwritten models."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +12,7 @@ from planner.models import Workload
 Layers = list[nn.Module]
 
 
-class Call(nn.Module):
+class FunctionModule(nn.Module):
     """A module whose forward pass is a function of itself and its inputs."""
 
     def __init__(self, forward: Callable[..., Any], **children: nn.Module) -> None:
@@ -25,7 +25,7 @@ class Call(nn.Module):
         return self.function(self, *inputs)
 
 
-def classified(model: nn.Module, x: torch.Tensor, classes: int = 10) -> Workload:
+def classification(model: nn.Module, x: torch.Tensor, classes: int = 10) -> Workload:
     return Workload(model, F.cross_entropy, (x, torch.randint(classes, (len(x),))))
 
 
@@ -39,7 +39,7 @@ def conv(inputs: int, outputs: int, stride: int = 1) -> nn.Sequential:
 
 
 class Residual(nn.Module):
-    """Adds what its layers make of the input."""
+    """A sum of the input and the output of its layers."""
 
     def __init__(self, *layers: nn.Module) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Models of sequences written by hand."""
+"""Handwritten models of sequences."""
 
 import math
 from typing import Any
@@ -8,12 +8,12 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import parametrizations
 
-from benchmarks.models.parts import Call, classified, next_tokens
+from benchmarks.models.parts import FunctionModule, classification, next_tokens
 from planner.models import Workload
 
 
 def transformer_classifier() -> Workload:
-    """A Vision Transformer of PyTorch's own layers, in bfloat16 by autocast."""
+    """Build a vision transformer of PyTorch's own layers, in bfloat16 by autocast."""
 
     def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -22,13 +22,13 @@ def transformer_classifier() -> Workload:
 
     layer = nn.TransformerEncoderLayer(64, 4, 256, dropout=0.1, activation="gelu", batch_first=True, norm_first=True)
     encoder = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
-    return classified(
-        Call(forward, stem=nn.Conv2d(3, 64, 4, 4), encoder=encoder, head=nn.Linear(64, 10)), torch.randn(8, 3, 32, 32)
+    return classification(
+        FunctionModule(forward, stem=nn.Conv2d(3, 64, 4, 4), encoder=encoder, head=nn.Linear(64, 10)), torch.randn(8, 3, 32, 32)
     )
 
 
 def gpt() -> Workload:
-    """Attention written out with a mask that is a buffer, dropout, tied embedding and head."""
+    """Build a model with attention, a mask in a buffer, dropout, and tied embedding and head."""
 
     class Block(nn.Module):
         def __init__(self) -> None:
@@ -63,7 +63,7 @@ def gpt() -> Workload:
 
 
 def translator() -> Workload:
-    """``nn.Transformer``: encoder, decoder, a causal mask and one for padding."""
+    """Build ``nn.Transformer`` with encoder, decoder, a causal mask and a padding mask."""
 
     def forward(m: Any, source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         causal = nn.Transformer.generate_square_subsequent_mask(target.shape[1])
@@ -72,12 +72,12 @@ def translator() -> Workload:
         return m.head(hidden)
 
     transformer = nn.Transformer(64, 4, 2, 2, 128, batch_first=True)
-    model = Call(forward, transformer=transformer, embed=nn.Embedding(50, 64), head=nn.Linear(64, 50))
+    model = FunctionModule(forward, transformer=transformer, embed=nn.Embedding(50, 64), head=nn.Linear(64, 50))
     return Workload(model, next_tokens, tuple(torch.randint(50, (8, 32)) for _ in range(3)))
 
 
 def lstm_tagger() -> Workload:
-    """PyTorch's LSTM, in both directions, and a GRU on top."""
+    """Build a model with PyTorch's bidirectional LSTM, followed by a GRU."""
 
     def forward(m: Any, tokens: torch.Tensor) -> torch.Tensor:
         hidden, _ = m.lstm(m.embed(tokens))
@@ -86,12 +86,12 @@ def lstm_tagger() -> Workload:
 
     lstm = nn.LSTM(32, 48, num_layers=2, bidirectional=True, batch_first=True, dropout=0.1)
     gru = nn.GRU(96, 48, batch_first=True)
-    model = Call(forward, embed=nn.Embedding(50, 32), lstm=lstm, gru=gru, head=nn.Linear(48, 9))
+    model = FunctionModule(forward, embed=nn.Embedding(50, 32), lstm=lstm, gru=gru, head=nn.Linear(48, 9))
     return Workload(model, next_tokens, (torch.randint(50, (16, 24)), torch.randint(9, (16, 24))))
 
 
 def recurrent_cells() -> Workload:
-    """Cells called step by step: GRU, LSTM and a plain one."""
+    """Build a model with GRU, LSTM and plain cells, called step by step."""
 
     def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
         h = c = g = r = x.new_zeros(len(x), 48)
@@ -102,11 +102,11 @@ def recurrent_cells() -> Workload:
         return m.head(r)
 
     cells = {"gru": nn.GRUCell(24, 48), "lstm": nn.LSTMCell(48, 48), "plain": nn.RNNCell(48, 48)}
-    return classified(Call(forward, **cells, head=nn.Linear(48, 10)), torch.randn(64, 16, 24))
+    return classification(FunctionModule(forward, **cells, head=nn.Linear(48, 10)), torch.randn(64, 16, 24))
 
 
 def temporal_convolutions() -> Workload:
-    """Dilated causal convolutions with weight norm and dropout of whole channels."""
+    """Build a model with dilated causal convolutions with weight norm and dropout of whole channels."""
 
     class Block(nn.Module):
         def __init__(self, dilation: int) -> None:
@@ -118,11 +118,11 @@ def temporal_convolutions() -> Workload:
             return F.relu(x + self.dropout(F.relu(self.conv(F.pad(x, (2 * self.dilation, 0))))))
 
     layers = nn.Sequential(nn.Conv1d(8, 32, 1), *(Block(1 << i) for i in range(6)), nn.AdaptiveAvgPool1d(1), nn.Flatten())
-    return classified(nn.Sequential(layers, nn.Linear(32, 10)), torch.randn(16, 8, 128))
+    return classification(nn.Sequential(layers, nn.Linear(32, 10)), torch.randn(16, 8, 128))
 
 
 def state_space() -> Workload:
-    """A linear recurrence by fast Fourier transforms, as long convolutions do."""
+    """Build a linear recurrence by fast Fourier transforms, as in long convolutions."""
 
     class Block(nn.Module):
         def __init__(self) -> None:
@@ -139,5 +139,7 @@ def state_space() -> Workload:
     def forward(m: Any, tokens: torch.Tensor) -> torch.Tensor:
         return m.head(m.blocks(m.embed(tokens)))
 
-    model = Call(forward, embed=nn.Embedding(50, 48), blocks=nn.Sequential(*(Block() for _ in range(4))), head=nn.Linear(48, 50))
+    model = FunctionModule(
+        forward, embed=nn.Embedding(50, 48), blocks=nn.Sequential(*(Block() for _ in range(4))), head=nn.Linear(48, 50)
+    )
     return Workload(model, next_tokens, (torch.randint(50, (8, 128)), torch.randint(50, (8, 128))))

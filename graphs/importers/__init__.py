@@ -1,8 +1,8 @@
-"""Other people's training graphs, read as graphs of this planner.
+"""Importers of training graphs in other formats.
 
-Read are the profiled graphs published with Gurobi's results on Checkmate's program (``checkmate.py``),
-networkx node-link graphs as published with Moccasin (``moccasin.py``), and the operator logs of DTR's
-simulator, plain or gzipped (``simrd.py``). See docs/formats.md.
+Supported are the profiled graphs published with Gurobi's results on Checkmate's program (``checkmate.py``), networkx node-link
+graphs as published with Moccasin (``moccasin.py``), and the operator logs of DTR's simulator, plain or gzipped (``simrd.py``).
+See docs/formats.md.
 """
 
 import os
@@ -16,12 +16,11 @@ from graphs.ir import Graph
 
 
 def import_graph(path: str | os.PathLike[str]) -> Graph:
-    """The graph in the file `path`, whose format is found out from its content.
+    """Return the graph in the file `path`, whose format is detected from its content.
 
     Raises:
-        FormatError: none of the formats, or a file of one of them that is cut short or wrong; names the
-            place and the value.
-        GraphError: a file of one of the formats that does not describe a training step.
+        FormatError: the file has none of the formats, or is cut short or wrong; names the place and the value.
+        GraphError: the file has one of the formats, but does not describe a training step.
     """
     source, name = str(path), Path(path).name.removesuffix(".gz").rsplit(".", 1)[0]
     if is_log(path):

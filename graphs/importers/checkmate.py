@@ -1,7 +1,7 @@
-"""Profiled training graphs with the costs that a commercial solver reached on Checkmate's program.
+"""Importer of profiled training graphs with the costs that a commercial solver reached on Checkmate's program.
 
-Every op has one output and nothing must be in memory at the end. Times are in units of 0.01 ms, sizes in
-KiB; the budgets of the reference results leave out the fixed memory.
+Every op has one output and nothing must be in memory at the end. Times are in units of 0.01 ms, sizes in KiB; the budgets of
+the reference results do not include the fixed memory.
 """
 
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from graphs.ir import Graph, Kind, Op, Phase, Tensor
 
 KIB = 1024
 UNITS_PER_S = 100_000  # a unit of time is 0.01 ms
-UNSOLVED_S = 86_400  # a reference solve that took this long had not ended
+UNSOLVED_S = 86_400  # a reference solve that took this long was stopped
 
 
 class _Reference(Struct):
@@ -34,10 +34,10 @@ class _Instance(Struct):
 
 
 def graph_from(data: Mapping[str, object], *, source: str, name: str) -> Graph:
-    """The graph in `data`, whose ops up to the loss are the forward.
+    """Return the graph in `data`, whose ops up to the loss are the forward pass.
 
-    The provenance lists the `reference` results with budgets that include the fixed memory (``budget_bytes``),
-    the time reached (``time_s``), what that took (``seconds``), and whether it was proved optimal (``solved``).
+    The provenance lists the `reference` results with budgets that include the fixed memory (``budget_bytes``), the step time
+    (``time_s``), the seconds of the solve (``seconds``), and whether it was proved optimal (``solved``).
 
     Raises:
         FormatError: a field is missing or wrong.

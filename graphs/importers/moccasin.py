@@ -1,7 +1,7 @@
-"""Node-link graphs of networkx as published with Moccasin: Checkmate's training graphs and random layered ones.
+"""Importer of networkx node-link graphs published with Moccasin: Checkmate's training graphs and random layered ones.
 
-Every op has one output and nothing must be in memory at the end. The files give times without a unit: one
-unit is taken as a microsecond, which changes no ratio.
+Every op has one output and nothing must be in memory at the end. The files give times without a unit: one unit is taken as a
+microsecond, which changes no ratio.
 """
 
 from collections.abc import Mapping
@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from msgspec import UNSET, Struct, UnsetType, field
 
 from graphs.errors import FormatError
-from graphs.io.documents import Natural, Seconds, document, refuse, shown
+from graphs.io.documents import Natural, Seconds, document, excerpt, refuse
 from graphs.ir import Graph, Kind, Op, Phase, Tensor
 
 UNITS_PER_S = 1_000_000
 
 
-class _About(Struct, frozen=True):
+class _GraphAttributes(Struct, frozen=True):
     name: object = UNSET
     order: tuple[object, ...] | UnsetType = UNSET
 
@@ -24,23 +24,23 @@ class _About(Struct, frozen=True):
 class _File(Struct):
     nodes: tuple[dict[str, object], ...]
     links: tuple[dict[str, object], ...]
-    graph: _About = _About()
+    graph: _GraphAttributes = _GraphAttributes()
     directed: bool = True
 
 
-class _AnyRow(Struct):
+class _NodeFields(Struct):
     id: int | str | UnsetType = UNSET
     name: object = UNSET
     param_cost: Natural = 0
     backward: bool = False
 
 
-class _TrainingRow(_AnyRow, kw_only=True):
+class _TrainingNode(_NodeFields, kw_only=True):
     time: Seconds = field(name="cost_cpu")
     size_bytes: Natural = field(name="cost_ram")
 
 
-class _LayeredRow(_AnyRow, kw_only=True):
+class _LayeredNode(_NodeFields, kw_only=True):
     time: Seconds = field(name="duration")
     size_bytes: Natural = field(name="out_cost")
 
@@ -66,9 +66,9 @@ class _Node:
 
 
 def graph_from(data: Mapping[str, object], *, source: str, name: str) -> Graph:
-    """The graph in `data`.
+    """Return the graph in `data`.
 
-    Ops stand in the order that ``graph.order`` lists, else in that of their ids, which must be topological.
+    Ops have the order that ``graph.order`` lists, else that of their ids, which must be topological.
 
     Raises:
         FormatError: a field is missing or wrong, or the order is not topological.
@@ -77,25 +77,25 @@ def graph_from(data: Mapping[str, object], *, source: str, name: str) -> Graph:
     if not read.directed:
         refuse(source, "directed", read.directed, "true")
     nodes = _ordered([_node(row, i, source) for i, row in enumerate(read.nodes)], read.graph, source)
-    place = {node.key: i for i, node in enumerate(nodes)}
-    givers: list[list[int]] = [[] for _ in nodes]
+    position = {node.key: i for i, node in enumerate(nodes)}
+    read_by: list[list[int]] = [[] for _ in nodes]
     for i, link in enumerate(read.links):
-        giver, reader = _link(link, i, place, source)
-        givers[reader].append(giver)
+        producer, reader = _link(link, i, position, source)
+        read_by[reader].append(producer)
     tensors = [Tensor(i, f"t{i}", node.size_bytes, (i,)) for i, node in enumerate(nodes)]
     fixed_bytes = sum(node.fixed_bytes for node in nodes)
     if fixed_bytes:
         tensors.append(Tensor(len(tensors), "parameters", fixed_bytes, (), Kind.PARAMETER))
-    turn = next((i for i, node in enumerate(nodes) if node.backward), len(nodes))
+    first_backward = next((i for i, node in enumerate(nodes) if node.backward), len(nodes))
     ops = [
         Op(
             id=i,
             name=node.name,
             target="moccasin",
-            inputs=tuple(dict.fromkeys(sorted(givers[i]))),
+            inputs=tuple(dict.fromkeys(sorted(read_by[i]))),
             outputs=(i,),
             time_s=node.time / UNITS_PER_S,
-            phase=Phase.FORWARD if i < turn else Phase.BACKWARD,
+            phase=Phase.FORWARD if i < first_backward else Phase.BACKWARD,
         )
         for i, node in enumerate(nodes)
     ]
@@ -109,7 +109,7 @@ def graph_from(data: Mapping[str, object], *, source: str, name: str) -> Graph:
 
 
 def _node(row: Mapping[str, object], position: int, source: str) -> _Node:
-    kind: type[_TrainingRow | _LayeredRow] = _TrainingRow if "cost_ram" in row or "out_cost" not in row else _LayeredRow
+    kind: type[_TrainingNode | _LayeredNode] = _TrainingNode if "cost_ram" in row or "out_cost" not in row else _LayeredNode
     path = f"nodes[{position}]"
     read = document(row, kind, source, path=path)
     key = read.name if read.id is UNSET else read.id
@@ -122,31 +122,31 @@ def _node(row: Mapping[str, object], position: int, source: str) -> _Node:
     return _Node(key, name, read.time, read.size_bytes, read.param_cost, read.backward)
 
 
-def _ordered(nodes: list[_Node], about: _About, source: str) -> list[_Node]:
+def _ordered(nodes: list[_Node], attributes: _GraphAttributes, source: str) -> list[_Node]:
     by_key = {node.key: node for node in nodes}
     if len(by_key) < len(nodes):
         keys = [node.key for node in nodes]
-        raise FormatError(f"{source}: node {shown(next(k for k in keys if keys.count(k) > 1))} appears twice")
-    if about.order is UNSET:
+        raise FormatError(f"{source}: node {excerpt(next(k for k in keys if keys.count(k) > 1))} appears twice")
+    if attributes.order is UNSET:
         return sorted(nodes, key=lambda node: (str(type(node.key)), node.key))
-    if len(about.order) != len(nodes) or {_hashable(key) for key in about.order} != by_key.keys():
-        refuse(source, "graph.order", about.order, f"a list of the {len(nodes)} nodes, each once")
-    return [by_key[key] for key in about.order]
+    if len(attributes.order) != len(nodes) or {_hashable(key) for key in attributes.order} != by_key.keys():
+        refuse(source, "graph.order", attributes.order, f"a list of the {len(nodes)} nodes, each once")
+    return [by_key[key] for key in attributes.order]
 
 
 def _hashable(key: object) -> object:
     return key if isinstance(key, int | str) else repr(key)
 
 
-def _link(row: Mapping[str, object], position: int, place: Mapping[object, int], source: str) -> tuple[int, int]:
-    path, numbered = f"links[{position}]", "source" not in row and "0" in row
+def _link(row: Mapping[str, object], index: int, position: Mapping[object, int], source: str) -> tuple[int, int]:
+    path, numbered = f"links[{index}]", "source" not in row and "0" in row
     kind: type[_Link | _NumberedLink] = _NumberedLink if numbered else _Link
     link = document(row, kind, source, path=path)
     keys = ("0", "1") if numbered else ("source", "target")
     for key, node in zip(keys, (link.source, link.target), strict=True):
-        if _hashable(node) not in place:
-            refuse(source, f"{path}.{key}", node, f"one of the {len(place)} nodes")
-    giver, reader = place[link.source], place[link.target]
-    if giver >= reader:
+        if _hashable(node) not in position:
+            refuse(source, f"{path}.{key}", node, f"one of the {len(position)} nodes")
+    producer, reader = position[link.source], position[link.target]
+    if producer >= reader:
         refuse(source, f"{path}.{keys[1]}", link.target, "a node after the one it reads, in graph.order or by id")
-    return giver, reader
+    return producer, reader

@@ -1,21 +1,21 @@
-"""Operator logs of real training steps, as the simulator of DTR (Kirisame et al., ICLR 2021) reads them.
+"""Importer of operator logs of real training steps, in the format of DTR's simulator (Kirisame et al., ICLR 2021).
 
-What its instructions mean here:
+Instructions are translated as follows:
 
-- CONSTANT: memory from outside that stays to the end. Before the first call it is static; later ones are
-  outputs of an op that takes no time, must not run again, and whose outputs are kept.
-- CALL: an op, unless all its results alias an argument. Then it is a view, which is neither op nor tensor:
-  its time goes to the op that made the storage, of a constant to the next op. (``read`` can keep it.)
-- MUTATE: copy on write, as DTR does it. The op reads the storage and makes a new one of the same size; other
-  references stay with the old one.
-- COPY, COPY_FROM, RELEASE: references to a storage come and go. A storage is in memory until the last of
-  them is released; what still has one at the end of the log is kept.
-- ANNOTATE: everything before START is skipped, BACKWARD begins the backward.
+- CONSTANT: memory from outside that stays to the end. Before the first call it is static; later ones are outputs of an op that
+  takes no time, must not be recomputed, and whose outputs are kept.
+- CALL: an op, unless all its results alias an argument. Then it is a view, which is neither op nor tensor: its time is added to
+  the op that made the storage, for a constant to the next op. (``read`` can keep views.)
+- MUTATE: copy on write, as in DTR. The op reads the storage and makes a new one of the same size; other references keep the
+  old one.
+- COPY, COPY_FROM, RELEASE: references to a storage are added and removed. A storage is in memory until the last one is
+  released; one with references at the end of the log is kept.
+- ANNOTATE: everything before START is skipped; BACKWARD begins the backward pass.
 
-A program often holds a reference beyond the last op that reads the storage (autograd saves tensors that it
-never reads), and the log counts that memory. It is free to give up, so it must not bind a planner: an op
-that takes no time and reads nothing stands after the last reader and makes a tensor of that size; another,
-at the release, reads it. Keeping everything then takes what the log says, and dropping the tensor costs nothing.
+A program often has a reference beyond the last op that reads the storage (autograd saves tensors that it never reads), and the
+log counts that memory. It may be freed earlier, so it must not bind a planner: an op that takes no time and reads nothing comes
+after the last reader and makes a tensor of that size; another one, at the release, reads it. Keeping everything then needs as
+much as the log, and freeing the tensor costs nothing.
 """
 
 import os
@@ -24,59 +24,59 @@ from typing import NoReturn
 
 from graphs.errors import FormatError
 from graphs.importers.simrd_lines import (
-    Alias,
-    Annotate,
-    Call,
-    Constant,
-    Copy,
-    CopyFrom,
-    Line,
-    Memory,
-    Mutate,
+    AliasLine,
+    AnnotateLine,
+    CallLine,
+    ConstantLine,
+    CopyFromLine,
+    CopyLine,
+    LogLine,
+    MemoryLine,
+    MutateLine,
     Names,
-    Release,
+    ReleaseLine,
     instruction,
     read_lines,
 )
-from graphs.importers.storages import Record, Storage
-from graphs.io.documents import refuse, shown
+from graphs.importers.storages import ExecutionRecord, Storage
+from graphs.io.documents import excerpt, refuse
 from graphs.ir import Graph, Phase
 
 _LARGEST = 2**63 - 1
 
 
 def read(path: str | os.PathLike[str], *, name: str, views: bool = False) -> Graph:
-    """The graph of the log in the file `path`.
+    """Return the graph of the log in the file `path`.
 
     Args:
-        path: of the log, which may be gzipped.
-        name: for the provenance.
-        views: make each view an op of its own, that reads its base and makes a tensor of no bytes; what reads the
-            view reads both. So DTR has it: evicting a storage loses its views, and what makes them takes time.
+        path: the log, plain or gzipped.
+        name: the model, for the provenance.
+        views: make each view an op that reads its base and makes a tensor of 0 bytes; readers of the view read both. So it is in
+            DTR: evicting a storage loses its views, and recomputing them takes time.
 
     Raises:
-        FormatError: the file is cut short or damaged, or a line is not what it should be; names the line.
+        FormatError: the file is cut short or damaged, or a line is wrong; names the line.
     """
     return _Log(str(path), read_lines(path), views=views).graph(name)
 
 
 class _Log:
-    """Replays the lines of a log into a record: a name stands for the storage it refers to."""
+    """A replay of the lines of a log into an ``ExecutionRecord``; names refer to storages."""
 
     def __init__(self, source: str, lines: list[tuple[int, Mapping[str, object]]], *, views: bool) -> None:
         self.source = source
         self.keeps_views = views
-        self.handles: dict[str, Storage] = {}  # of names of views that are ops: the tensor of no bytes
+        self.handles: dict[str, Storage] = {}  # the tensors of 0 bytes of views that are ops, by name
         self.rest: Iterator[tuple[int, Mapping[str, object]]] = iter(lines)
-        self.number = 0  # of the line
-        self.value: Mapping[str, object] = {}  # of the line
-        self.record = Record()
+        self.number = 0  # of the present line
+        self.value: Mapping[str, object] = {}  # of the present line
+        self.record = ExecutionRecord()
         self.names: dict[str, Storage] = {}
         self.counts = dict.fromkeys(("CONSTANT", "CALL", "MUTATE"), 0)
         self.views = 0
 
     def graph(self, name: str) -> Graph:
-        """The graph of all lines."""
+        """Return the graph of all lines."""
         while (line := self.next()) is not None:
             self.execute(line)
         if not self.record.ops:
@@ -93,44 +93,44 @@ class _Log:
             }
         )
 
-    def execute(self, line: Line) -> None:
-        """Do what `line`, and the lines that belong to it, say."""
+    def execute(self, line: LogLine) -> None:
+        """Execute `line`, and the lines that belong to it."""
         match line:
-            case Constant():
+            case ConstantLine():
                 self.counts["CONSTANT"] += 1
                 self.constant(line)
-            case Call():
+            case CallLine():
                 self.counts["CALL"] += 1
                 self.call(line)
-            case Mutate():
+            case MutateLine():
                 self.counts["MUTATE"] += 1
                 self.mutate(line)
-            case Copy():
+            case CopyLine():
                 self.copy(line)
-            case CopyFrom():
+            case CopyFromLine():
                 self.copy_from(line)
-            case Release():
+            case ReleaseLine():
                 self.release(line)
-            case Annotate():
+            case AnnotateLine():
                 if line.annotation == "BACKWARD":
                     self.record.phase = Phase.BACKWARD
             case _:
                 self.refuse("INSTRUCTION", "after the CONSTANT or CALL that it belongs to")
 
-    def constant(self, line: Constant) -> None:
-        """CONSTANT, then MEMORY of the same name."""
+    def constant(self, line: ConstantLine) -> None:
+        """Execute CONSTANT, followed by MEMORY of the same name."""
         self.check_new("NAME", line.name)
         self.names[line.name] = self.record.constant(line.name, self.memory(line.name))
 
-    def call(self, line: Call) -> None:
-        """CALL, then for each result MEMORY and ALIAS (the index of an argument, or -1)."""
+    def call(self, line: CallLine) -> None:
+        """Execute CALL, followed for each result by MEMORY and ALIAS (the index of an argument, or -1)."""
         bases, time_ns = self.storages("ARGS", line.args), self.whole("TIME", line.time)
         arguments = self.with_handles(line.args, bases)
         made: list[tuple[str, int]] = []
         views: list[tuple[str, Storage]] = []
         for i, result in enumerate(line.result):
             if result in self.names or result in line.result[:i]:
-                self.refuse("RESULT", f"new names: {shown(result)} is taken")
+                self.refuse("RESULT", f"new names: {excerpt(result)} is taken")
         for result in line.result:
             size_bytes = self.memory(result)
             alias = self.alias(result, len(bases))
@@ -152,8 +152,8 @@ class _Log:
             base.references += 1
             self.names[name] = base
 
-    def mutate(self, line: Mutate) -> None:
-        """MUTATE: the arguments at the positions in MUTATE are given new storages, on writing."""
+    def mutate(self, line: MutateLine) -> None:
+        """Execute MUTATE: the arguments at the positions in MUTATE get new storages, by copy on write."""
         arguments = self.storages("ARGS", line.args)
         if max(line.mutate, default=-1) >= len(arguments):
             self.refuse("MUTATE", f"a list of positions in ARGS, below {len(arguments)}")
@@ -168,98 +168,98 @@ class _Log:
             self.handles.pop(line.args[i], None)
             self.record.release(arguments[i])
 
-    def copy(self, line: Copy) -> None:
-        """COPY: the name DST refers to the storage of SRC as well."""
+    def copy(self, line: CopyLine) -> None:
+        """Execute COPY: the name DST refers to the storage of SRC as well."""
         storage = self.storage("SRC", line.src)
         self.check_new("DST", line.dst)
         self.names[line.dst] = storage
         storage.references += 1
         self.copy_handle(line)
 
-    def copy_from(self, line: CopyFrom) -> None:
-        """COPY_FROM: the name DST, which refers to something, now refers to the storage of SRC."""
+    def copy_from(self, line: CopyFromLine) -> None:
+        """Execute COPY_FROM: the name DST, which refers to a storage, now refers to that of SRC."""
         storage, old = self.storage("SRC", line.src), self.storage("DST", line.dst)
         storage.references += 1
         self.names[line.dst] = storage
         self.record.release(old)
         self.copy_handle(line)
 
-    def release(self, line: Release) -> None:
-        """RELEASE: the name refers to nothing any more. Names from before the log are passed over."""
+    def release(self, line: ReleaseLine) -> None:
+        """Execute RELEASE: the name refers to nothing any more. Names from before the log are ignored."""
         if line.name in self.names:
             self.record.release(self.storage("NAME", line.name))
 
-    def copy_handle(self, line: Copy | CopyFrom) -> None:
-        """What DST names is a view if what SRC names is."""
+    def copy_handle(self, line: CopyLine | CopyFromLine) -> None:
+        """Make DST a view if SRC is one."""
         self.handles.pop(line.dst, None)
         if line.src in self.handles:
             self.handles[line.dst] = self.handles[line.src]
 
     def with_handles(self, names: Names, bases: list[Storage]) -> list[Storage]:
-        """`bases`, the storages of `names`, and the tensors of no bytes of those that are views."""
+        """Return `bases`, the storages of `names`, and the tensors of 0 bytes of the views among them."""
         return [s for name, base in zip(names, bases, strict=True) for s in (base, self.handles.get(name)) if s is not None]
 
     def storages(self, key: str, names: Names) -> list[Storage]:
-        """The storages that `names` refer to."""
+        """Return the storages that `names` refer to."""
         return [self.storage(key, name) for name in names]
 
     def storage(self, key: str, name: str) -> Storage:
-        """The storage that `name` refers to."""
+        """Return the storage that `name` refers to."""
         storage = self.names.get(name)
         if storage is None or not storage.references:
             state = "was never made" if storage is None else "was released"
-            self.refuse(key, f"what is in memory: {shown(name)} {state}")
+            self.refuse(key, f"what is in memory: {excerpt(name)} {state}")
         return storage
 
     def check_new(self, key: str, name: str) -> None:
-        """Refuse a name that is in use."""
+        """Raise an error if `name` is in use."""
         if name in self.names:
             self.refuse(key, "a new name: this one is taken")
 
     def memory(self, name: str) -> int:
-        """The bytes on the next line, which must be MEMORY of `name`."""
+        """Return the bytes on the next line, which must be MEMORY of `name`."""
         line = self.next()
-        if not isinstance(line, Memory):
+        if not isinstance(line, MemoryLine):
             self.refuse_detail(line, "MEMORY", name)
         self.check_of(line.name, name)
         return self.whole("MEMORY", line.memory)
 
     def alias(self, name: str, below: int) -> int:
-        """The position below `below`, or -1, on the next line, which must be ALIAS of `name`."""
+        """Return the position below `below`, or -1, on the next line, which must be ALIAS of `name`."""
         line = self.next()
-        if not isinstance(line, Alias):
+        if not isinstance(line, AliasLine):
             self.refuse_detail(line, "ALIAS", name)
         self.check_of(line.name, name)
         return self.whole("ALIAS", line.alias, least=-1, below=below)
 
-    def next(self) -> Line | None:
-        """The next line; None at the end."""
+    def next(self) -> LogLine | None:
+        """Return the next line; None at the end."""
         number, value = next(self.rest, (self.number, None))
         if value is None:
             return None
         self.number, self.value = number, value
         return instruction(value, self.source, number)
 
-    def refuse_detail(self, line: Line | None, kind: str, name: str) -> NoReturn:
+    def refuse_detail(self, line: LogLine | None, kind: str, name: str) -> NoReturn:
         """Raise the error that the next line must be `kind` of `name`."""
         if line is None:
             raise FormatError(
-                f"{self.source}: the log is cut short: after line {self.number}, {kind} of {shown(name)} is missing"
+                f"{self.source}: the log is cut short: after line {self.number}, {kind} of {excerpt(name)} is missing"
             )
-        self.refuse("INSTRUCTION", f"{kind} of {shown(name)}")
+        self.refuse("INSTRUCTION", f"{kind} of {excerpt(name)}")
 
     def check_of(self, found: str, name: str) -> None:
-        """Refuse a line that is not of `name`."""
+        """Raise an error unless the line belongs to `name`."""
         if found != name:
-            self.refuse("NAME", shown(name))
+            self.refuse("NAME", excerpt(name))
 
     def whole(self, key: str, text: str, *, least: int = 0, below: int = _LARGEST) -> int:
-        """The whole number that `text`, the field `key`, is."""
+        """Return the integer in `text`, the field `key`."""
         if not least <= int(text) < below:
             limit = "" if below == _LARGEST else f" and below {below}"
             self.refuse(key, f"a whole number as a string, {least} or more{limit}")
         return int(text)
 
     def refuse(self, key: str, must: str) -> NoReturn:
-        """Raise the error that field `key` of the line must be otherwise."""
+        """Raise an error about the field `key` of the line."""
         refuse(self.source, f"line {self.number}.{key}", self.value[key], must)

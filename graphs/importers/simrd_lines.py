@@ -1,4 +1,4 @@
-"""The lines of the logs that ``simrd`` reads: JSON objects, each an instruction."""
+"""The lines of the logs that ``simrd`` imports: JSON objects, each an instruction."""
 
 import gzip
 import json
@@ -11,27 +11,27 @@ from typing import Annotated, Any, get_args
 from msgspec import Meta, Struct
 
 from graphs.errors import FormatError
-from graphs.io.documents import Natural, document, shown
+from graphs.io.documents import Natural, document, excerpt
 
 _GZIP = b"\x1f\x8b"
 _HEAD_BYTES = 4096
 
 Names = tuple[str, ...]
-_Number = Annotated[str, Meta(pattern=r"^-?[0-9]{1,19}\Z")]  # these logs write whole numbers as strings
+_Number = Annotated[str, Meta(pattern=r"^-?[0-9]{1,19}\Z")]  # the logs write integers as strings
 
 
-class Line(Struct, tag_field="INSTRUCTION", rename=str.upper):
-    """An instruction, with its fields."""
+class LogLine(Struct, tag_field="INSTRUCTION", rename=str.upper):
+    """An instruction with its fields."""
 
 
-class Constant(Line, tag="CONSTANT"):
-    """What is there from outside; MEMORY of it comes next."""
+class ConstantLine(LogLine, tag="CONSTANT"):
+    """Memory from outside, followed by its MEMORY."""
 
     name: str
 
 
-class Call(Line, tag="CALL"):
-    """An op; for each result, MEMORY and ALIAS of it come next."""
+class CallLine(LogLine, tag="CALL"):
+    """An op, followed by MEMORY and ALIAS of each result."""
 
     name: str
     args: Names
@@ -39,8 +39,8 @@ class Call(Line, tag="CALL"):
     time: _Number
 
 
-class Mutate(Line, tag="MUTATE"):
-    """An op that writes the arguments at the positions `mutate`."""
+class MutateLine(LogLine, tag="MUTATE"):
+    """An op that writes to the arguments at the positions `mutate`."""
 
     name: str
     args: Names
@@ -48,59 +48,61 @@ class Mutate(Line, tag="MUTATE"):
     time: _Number
 
 
-class Copy(Line, tag="COPY"):
-    """The new name `dst` for what `src` names."""
+class CopyLine(LogLine, tag="COPY"):
+    """A new name `dst` for the storage of `src`."""
 
     src: str
     dst: str
 
 
-class CopyFrom(Line, tag="COPY_FROM"):
-    """`dst`, a name in use, names what `src` names from here on."""
+class CopyFromLine(LogLine, tag="COPY_FROM"):
+    """A name `dst` in use that refers to the storage of `src` from here on."""
 
     src: str
     dst: str
 
 
-class Release(Line, tag="RELEASE"):
-    """A name goes."""
+class ReleaseLine(LogLine, tag="RELEASE"):
+    """The end of a name."""
 
     name: str
 
 
-class Annotate(Line, tag="ANNOTATE"):
+class AnnotateLine(LogLine, tag="ANNOTATE"):
     """A mark: START or BACKWARD."""
 
     annotation: str
 
 
-class Memory(Line, tag="MEMORY"):
+class MemoryLine(LogLine, tag="MEMORY"):
     """The bytes of `name`."""
 
     name: str
     memory: _Number
 
 
-class Alias(Line, tag="ALIAS"):
+class AliasLine(LogLine, tag="ALIAS"):
     """The position of the argument that `name` is a view of, or -1."""
 
     name: str
     alias: _Number
 
 
-_INSTRUCTION: Any = Constant | Call | Mutate | Copy | CopyFrom | Release | Annotate | Memory | Alias
+_INSTRUCTION: Any = (
+    ConstantLine | CallLine | MutateLine | CopyLine | CopyFromLine | ReleaseLine | AnnotateLine | MemoryLine | AliasLine
+)
 _KINDS: dict[str, Any] = {str(kind.__struct_config__.tag): kind for kind in get_args(_INSTRUCTION)}
 
 
 class _Beginning(Struct, rename=str.upper):
-    """What is read of a line to find where the log begins."""
+    """The fields of a line by which the begin of the log is found."""
 
     instruction: object
     annotation: object = None
 
 
 def is_log(path: str | os.PathLike[str]) -> bool:
-    """Whether the file `path` is gzipped, or its first line is an instruction."""
+    """Return whether the file `path` is gzipped, or its first line is an instruction."""
     try:
         with Path(path).open("rb") as file:
             head = file.read(_HEAD_BYTES)
@@ -110,7 +112,7 @@ def is_log(path: str | os.PathLike[str]) -> bool:
 
 
 def read_lines(path: str | os.PathLike[str]) -> list[tuple[int, Mapping[str, object]]]:
-    """The lines that count, with their numbers: those after START, all where there is none.
+    """Return the lines after START, with their numbers; all lines if there is none.
 
     Raises:
         FormatError: the file is cut short or damaged, or a line is no JSON object.
@@ -122,7 +124,7 @@ def read_lines(path: str | os.PathLike[str]) -> list[tuple[int, Mapping[str, obj
         try:
             lines.append((number, json.loads(text)))
         except (ValueError, RecursionError):
-            raise FormatError(f"{path}: line {number} is not JSON, or cut short: {shown(text)}") from None
+            raise FormatError(f"{path}: line {number} is not JSON, or cut short: {excerpt(text)}") from None
     for i, (number, value) in enumerate(lines):
         beginning = document(value, _Beginning, str(path), path=f"line {number}")
         if beginning.instruction == "ANNOTATE" and beginning.annotation == "START":
@@ -130,15 +132,15 @@ def read_lines(path: str | os.PathLike[str]) -> list[tuple[int, Mapping[str, obj
     return lines
 
 
-def instruction(value: object, source: str, number: int) -> Line:
-    """Line `number` of the file `source`.
+def instruction(value: object, source: str, number: int) -> LogLine:
+    """Return line `number` of the file `source` as an instruction.
 
     Raises:
         FormatError: it is no instruction.
     """
-    # Of a Struct msgspec remembers how to read it, of a union it does not.
+    # msgspec caches how to read a Struct, but not a union.
     kind = _KINDS.get(str(value.get("INSTRUCTION")), _INSTRUCTION) if isinstance(value, dict) else _INSTRUCTION
-    line: Line = document(value, kind, source, path=f"line {number}")
+    line: LogLine = document(value, kind, source, path=f"line {number}")
     return line
 
 

@@ -1,4 +1,4 @@
-"""A training step recorded as it ran: storages with references that come and go, and the ops between."""
+"""A record of an executed training step: ops, and storages with counted references."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -11,79 +11,79 @@ _RANDOM = re.compile(r"d?rou?pout|bernoulli|multinomial|randn?(_|$)|normal_$|uni
 
 @dataclass(slots=True)
 class Storage:
-    """One allocation.
+    """One allocation of the step.
 
     Attributes:
-        id: position in ``Record.storages``.
-        name: of the tensor it was made for.
-        size_bytes: bytes.
-        maker: index of the op that made it, None for a constant that was there before the first op.
+        id: position in ``ExecutionRecord.storages``.
+        name: name of the tensor it was made for.
+        size_bytes: its size.
+        producer: index of the op that made it, None for a constant from before the first op.
         last_touch: index of the last op so far that made or read it.
-        stays: whether it is in memory to the end whatever is released.
-        references: how many the program holds.
-        released: index of the last op before the last reference went, None while one is held.
-        view_of: id of the storage that it is a view of, where views are ops that make storages of no bytes.
+        permanent: True if it is in memory to the end, whatever is released.
+        references: number of references in the program.
+        released: index of the last op before the last reference was released, None before that.
+        view_of: id of its base, if views are ops that make storages of 0 bytes.
     """
 
     id: int
     name: str
     size_bytes: int
-    maker: int | None
+    producer: int | None
     last_touch: int
-    stays: bool = False
+    permanent: bool = False
     references: int = 1
     released: int | None = None
     view_of: int | None = None
 
 
 @dataclass(slots=True)
-class _Executed:
+class _ExecutedOp:
     target: str
     inputs: tuple[int, ...]
     outputs: list[int]
     time_ns: int
     phase: Phase
-    repeatable: bool = True
+    recomputable: bool = True
 
 
 @dataclass(slots=True)
-class Record:
-    """What has run so far. Memory is tracked as the program's references say, whatever ops read."""
+class ExecutionRecord:
+    """The executed ops so far. Memory follows the program's references, whichever storages ops read."""
 
     storages: list[Storage] = field(default_factory=list)
-    ops: list[_Executed] = field(default_factory=list)
+    ops: list[_ExecutedOp] = field(default_factory=list)
     phase: Phase = Phase.FORWARD
-    owed_ns: int = 0  # time of views of constants, for the next op
+    pending_ns: int = 0  # time of views of constants, for the next op
 
     def constant(self, name: str, size_bytes: int) -> Storage:
-        """Memory from outside; it stays to the end."""
+        """Add memory from outside, which stays to the end."""
         if not self.ops:
-            self.storages.append(Storage(len(self.storages), name, size_bytes, None, -1, stays=True))
+            self.storages.append(Storage(len(self.storages), name, size_bytes, None, -1, permanent=True))
             return self.storages[-1]
-        self.ops.append(_Executed("constant", (), [], 0, self.phase, repeatable=False))
-        return self._make(name, size_bytes, stays=True)
+        self.ops.append(_ExecutedOp("constant", (), [], 0, self.phase, recomputable=False))
+        return self._make(name, size_bytes, permanent=True)
 
     def op(self, target: str, inputs: Sequence[Storage], outputs: Sequence[tuple[str, int]], time_ns: int) -> tuple[Storage, ...]:
-        """An op that reads `inputs` and makes a storage for each name and size of `outputs`."""
+        """Add an op that reads `inputs` and makes a storage for each name and size of `outputs`."""
         read = tuple(dict.fromkeys(storage.id for storage in inputs))
-        self.ops.append(_Executed(target, read, [], time_ns + self.owed_ns, self.phase))
-        self.owed_ns = 0
+        self.ops.append(_ExecutedOp(target, read, [], time_ns + self.pending_ns, self.phase))
+        self.pending_ns = 0
         for storage in inputs:
             storage.last_touch = len(self.ops) - 1
         return tuple(self._make(name, size_bytes) for name, size_bytes in outputs)
 
     def view(self, bases: Sequence[Storage], time_ns: int) -> None:
-        """A view of `bases`: its time goes to the op that made the first of them, of a constant to the next op."""
-        maker = bases[0].maker
-        if maker is None or not self.ops[maker].repeatable:
-            self.owed_ns += time_ns
+        """Add a view of `bases`: its time is added to the op that made the first of them, for a constant to the next op."""
+        producer = bases[0].producer
+        if producer is None or not self.ops[producer].recomputable:
+            self.pending_ns += time_ns
         else:
-            self.ops[maker].time_ns += time_ns
+            self.ops[producer].time_ns += time_ns
 
     def view_op(
         self, target: str, inputs: Sequence[Storage], views: Sequence[tuple[str, Storage]], time_ns: int
     ) -> tuple[Storage, ...]:
-        """An op that reads `inputs` and makes a view for each name and base of `views`; they go with their bases."""
+        """Add an op that makes a view for each name and base of `views`; views are released with their bases."""
         made = self.op(f"view of {target}", inputs, [(name, 0) for name, _ in views], time_ns)
         for view, (_, base) in zip(made, views, strict=True):
             view.view_of = base.id
@@ -91,40 +91,40 @@ class Record:
         return made
 
     def release(self, storage: Storage) -> None:
-        """One reference less."""
+        """Remove one reference."""
         storage.references -= 1
         if not storage.references:
             storage.released = len(self.ops) - 1
 
     def graph(self, provenance: Mapping[str, object]) -> Graph:
-        """The step as a graph whose memory, keeping everything, is what was tracked."""
+        """Return the step as a graph whose memory, keeping everything, is the recorded one."""
         if self.ops:
-            self.ops[-1].time_ns += self.owed_ns
-            self.owed_ns = 0
-        return _Draft(self).graph(provenance)
+            self.ops[-1].time_ns += self.pending_ns
+            self.pending_ns = 0
+        return _GraphBuilder(self).graph(provenance)
 
-    def _make(self, name: str, size_bytes: int, *, stays: bool = False) -> Storage:
-        maker = len(self.ops) - 1
-        self.storages.append(Storage(len(self.storages), name, size_bytes, maker, maker, stays=stays))
-        self.ops[maker].outputs.append(self.storages[-1].id)
+    def _make(self, name: str, size_bytes: int, *, permanent: bool = False) -> Storage:
+        producer = len(self.ops) - 1
+        self.storages.append(Storage(len(self.storages), name, size_bytes, producer, producer, permanent=permanent))
+        self.ops[producer].outputs.append(self.storages[-1].id)
         return self.storages[-1]
 
 
-class _Draft:
-    """The ops of a record, with those between that stand for references held beyond the last reader."""
+class _GraphBuilder:
+    """Builder of the graph of a record, with ops for references that are held beyond the last reader."""
 
-    def __init__(self, record: Record) -> None:
+    def __init__(self, record: ExecutionRecord) -> None:
         self.record = record
         self.ops: list[Op] = []
         self.tensors: list[Tensor] = []
-        self.number: dict[int, int] = {}  # of a storage its tensor
+        self.number: dict[int, int] = {}  # tensor by storage
 
     def graph(self, provenance: Mapping[str, object]) -> Graph:
         storages = self.record.storages
         for storage in storages:
-            if storage.maker is None:
+            if storage.producer is None:
                 self.number[storage.id] = self._tensor(storage.name, storage.size_bytes, None, Kind.CONSTANT)
-        begins, ends = self._held()
+        begins, ends = self._held_storages()
         held: dict[int, int] = {}
         for index, executed in enumerate(self.record.ops):
             self.add(executed, f"{executed.target}.{index}")
@@ -135,15 +135,15 @@ class _Draft:
                     f"{storage.name} held", storage.size_bytes, len(self.ops), Kind.ACTIVATION, held_for=self.number[storage.id]
                 )
                 self._op(f"hold.{storage.name}", "hold", (), (t,), executed.phase)
-        kept = [s for s in storages if s.maker is not None and (s.stays or s.released is None)]
+        kept = [s for s in storages if s.producer is not None and (s.permanent or s.released is None)]
         return Graph(tuple(self.ops), tuple(self.tensors), frozenset(self.number[s.id] for s in kept), provenance)
 
-    def add(self, executed: _Executed, name: str) -> None:
-        """The op as it ran."""
+    def add(self, executed: _ExecutedOp, name: str) -> None:
+        """Add the op as it was executed."""
         for s in executed.outputs:
             storage = self.record.storages[s]
-            stays = storage.stays or storage.released is None
-            kind = Kind.CONSTANT if storage.stays else Kind.OUTPUT if stays else Kind.ACTIVATION
+            kept = storage.permanent or storage.released is None
+            kind = Kind.CONSTANT if storage.permanent else Kind.OUTPUT if kept else Kind.ACTIVATION
             base = None if storage.view_of is None else self.number[storage.view_of]
             self.number[s] = self._tensor(storage.name, storage.size_bytes, len(self.ops), kind, view_of=base)
         self.ops.append(
@@ -155,7 +155,7 @@ class _Draft:
                 outputs=tuple(self.number[s] for s in executed.outputs),
                 time_s=executed.time_ns / 1e9,
                 phase=executed.phase,
-                recomputable=executed.repeatable,
+                recomputable=executed.recomputable,
                 random=bool(_RANDOM.search(executed.target)) and "backward" not in executed.target,
             )
         )
@@ -173,18 +173,18 @@ class _Draft:
         view_of: int | None = None,
         held_for: int | None = None,
     ) -> int:
-        """A new tensor; returns its id."""
+        """Add a tensor; returns its id."""
         t = len(self.tensors)
-        makers = () if producer is None else (producer,)
-        self.tensors.append(Tensor(t, name, size_bytes, makers, kind, view_of=view_of, held_for=held_for))
+        producers = () if producer is None else (producer,)
+        self.tensors.append(Tensor(t, name, size_bytes, producers, kind, view_of=view_of, held_for=held_for))
         return t
 
-    def _held(self) -> tuple[dict[int, list[Storage]], dict[int, list[Storage]]]:
-        """By op: storages that it touches last and that are held on, and those whose last reference goes after it."""
+    def _held_storages(self) -> tuple[dict[int, list[Storage]], dict[int, list[Storage]]]:
+        """Return by op the storages held on after it, their last reader, and those whose last reference is released after it."""
         begins: dict[int, list[Storage]] = {}
         ends: dict[int, list[Storage]] = {}
         for s in self.record.storages:
-            if s.size_bytes and not s.stays and s.released is not None and s.released > s.last_touch:
+            if s.size_bytes and not s.permanent and s.released is not None and s.released > s.last_touch:
                 begins.setdefault(s.last_touch, []).append(s)
                 ends.setdefault(s.released, []).append(s)
         return begins, ends

@@ -1,4 +1,4 @@
-"""JSON values as Structs: what msgspec finds wrong in them, in one line, and the free objects, which have no type."""
+"""JSON values as msgspec Structs, with defects described in one line, and free-form JSON objects."""
 
 import json
 import math
@@ -25,24 +25,24 @@ VERSION = 4
 
 _WRITER = {GRAPH_FORMAT: "planner trace", PLAN_FORMAT: "planner solve"}
 
-# What documents are made of. ``Size`` and ``Finite`` are below zero where the graph is to refuse them, which knows names.
+# Types of fields. ``Size`` and ``Finite`` admit negative values: the graph refuses them, with names.
 Natural = Annotated[int, Meta(ge=0, le=_LARGEST)]
 Size = Annotated[int, Meta(le=_LARGEST)]
 Finite = Annotated[float, Meta(ge=-(2.0**63), le=2.0**63)]
 Seconds = Annotated[float, Meta(ge=0, le=2.0**63)]
 
 Document = TypeVar("Document")
-Row = TypeVar("Row", bound=Struct)
+StructType = TypeVar("StructType", bound=Struct)
 
 _ERROR = re.compile(r"(?P<what>.*?)(?: - at (?:`key` in )?`\$(?P<path>[^`]*)`)?", re.DOTALL)
 _STEP = re.compile(r"\.([^.\[]+)|\[(\d+|\.\.\.)\]")
 
 
 def document(value: object, kind: type[Document], source: str, *, path: str = "") -> Document:
-    """`value` as a `kind`; `source` names the file in messages, and `path` says where in it the value is.
+    """Return `value` as a `kind`; `source` names the file in messages, and `path` the place of the value in it.
 
     Raises:
-        FormatError: it is none; names the file, the field and its value, and says what is expected.
+        FormatError: it is none; names the file, the field, its value, and the expected one.
     """
     try:
         return msgspec.convert(value, kind)
@@ -51,53 +51,53 @@ def document(value: object, kind: type[Document], source: str, *, path: str = ""
 
 
 def check_header(data: Mapping[str, object], expected: str, source: str) -> None:
-    """Refuse `data` unless it is what is expected, in a version this planner reads.
+    """Raise an error unless `data` has the expected format, in a version that this planner reads.
 
     Raises:
-        FormatError: says what makes one.
+        FormatError: it has not; names the command that writes such files.
     """
     what, found, version = expected.removeprefix("remat-planner "), data.get("format"), data.get("version")
     if "format" not in data:
         raise FormatError(f'{source}: not a {what}: it has no field "format" (files of {_WRITER[expected]} have)')
     if found != expected:
         known = isinstance(found, str) and found in _WRITER
-        kind = f"a {str(found).removeprefix('remat-planner ')}" if known else f"format {shown(found)}"
+        kind = f"a {str(found).removeprefix('remat-planner ')}" if known else f"format {excerpt(found)}"
         raise FormatError(f"{source}: holds {kind}, but a {what} is expected, as written by {_WRITER[expected]}")
     if isinstance(version, int) and not isinstance(version, bool) and version != VERSION:
         raise FormatError(
-            f"{source}: is a {what} of version {shown(version)}, this planner reads {VERSION}: make a new one with "
+            f"{source}: is a {what} of version {excerpt(version)}, this planner reads {VERSION}: make a new one with "
             f"{_WRITER[expected]}"
         )
 
 
 def refuse(source: str, path: str, value: object, must: str) -> NoReturn:
-    """Raise the error that `value`, in the file `source` at `path`, must be otherwise."""
-    raise FormatError(f"{source}: {path} is {shown(value)}: must be {must}")
+    """Raise the error that `value`, in the file `source` at `path`, must be different."""
+    raise FormatError(f"{source}: {path} is {excerpt(value)}: must be {must}")
 
 
-def row_of(value: object, kind: type[Row]) -> Row:
-    """The `kind` whose fields are the attributes of `value`; of those that can be left out, None says that they are."""
+def struct_from(value: object, kind: type[StructType]) -> StructType:
+    """Return a `kind` with the attributes of `value`; None stands for optional fields that are unset."""
     return kind(*_attributes(kind)(value))
 
 
-def fields_of(row: Struct) -> dict[str, object]:
-    """The fields of `row` as they stand in a file: without those that equal their default or are left out."""
-    # ``msgspec.to_builtins`` leaves out what is its default, not what equals it, and does not know numpy's floats.
+def fields_of(struct: Struct) -> dict[str, object]:
+    """Return the fields of `struct` for a file, without those that equal their default or are unset."""
+    # ``msgspec.to_builtins`` omits defaults by identity, not by equality, and does not support numpy's floats.
     return {
         name: value if type(value) in _BUILTIN else _builtin(value)
-        for value, (name, default) in zip(msgspec.structs.astuple(row), _defaults(type(row)), strict=True)
+        for value, (name, default) in zip(msgspec.structs.astuple(struct), _defaults(type(struct)), strict=True)
         if value is not default and value != default and not (value is None and default is UNSET)
     }
 
 
-def arguments_of(row: Struct) -> dict[str, Any]:
-    """The fields of `row` as arguments: what is left out is None."""
-    arguments = msgspec.structs.asdict(row)
+def arguments_of(struct: Struct) -> dict[str, Any]:
+    """Return the fields of `struct` as keyword arguments, with None for unset ones."""
+    arguments = msgspec.structs.asdict(struct)
     return arguments | dict.fromkeys([name for name, value in arguments.items() if value is UNSET])
 
 
-def shown(value: object) -> str:
-    """`value` as in the file, cut to what fits a message."""
+def excerpt(value: object) -> str:
+    """Return `value` as JSON, cut to a length that fits a message."""
     try:
         text = json.dumps(value)
     except (TypeError, ValueError, RecursionError):
@@ -105,11 +105,11 @@ def shown(value: object) -> str:
     return _cut(text, _SHOWN)
 
 
-def plain(value: object, where: str, *, depth: int = 0) -> object:
-    """`value` as dicts with string keys, lists, strings, finite numbers, booleans and None.
+def to_json(value: object, where: str, *, depth: int = 0) -> object:
+    """Convert `value` to dicts with string keys, lists, strings, finite numbers, booleans and None.
 
     Raises:
-        FormatError: some of it has no such form; `where` says what `value` is.
+        FormatError: a part has no such form; `where` describes `value`.
     """
     if depth > _DEEPEST:
         raise FormatError(f"{where} is nested more than {_DEEPEST} deep")
@@ -121,22 +121,22 @@ def plain(value: object, where: str, *, depth: int = 0) -> object:
         return int(value)
     if isinstance(value, float):
         if not math.isfinite(value):
-            raise FormatError(f"{where} is {shown(value)}: must be finite")
+            raise FormatError(f"{where} is {excerpt(value)}: must be finite")
         return float(value)
     if isinstance(value, list | tuple):
-        return [plain(element, f"{where}[{i}]", depth=depth + 1) for i, element in enumerate(value)]
+        return [to_json(element, f"{where}[{i}]", depth=depth + 1) for i, element in enumerate(value)]
     if isinstance(value, Mapping):
-        return plain_object(value, where, depth=depth)
+        return to_json_object(value, where, depth=depth)
     raise FormatError(f"{where} is of type {type(value).__name__}, which JSON does not know")
 
 
-def plain_object(value: Mapping[str, object], where: str, *, depth: int = 0) -> dict[str, object]:
-    """The same of an object."""
+def to_json_object(value: Mapping[str, object], where: str, *, depth: int = 0) -> dict[str, object]:
+    """Convert a mapping as ``to_json`` does."""
     entries = {}
     for name, element in value.items():
         if not isinstance(name, str):
             raise FormatError(f"{where} has the key {name!r}: keys are strings")
-        entries[_text(name, where)] = plain(element, f"{where}.{name}", depth=depth + 1)
+        entries[_text(name, where)] = to_json(element, f"{where}.{name}", depth=depth + 1)
     return entries
 
 
@@ -155,12 +155,12 @@ def _attributes(kind: type[Struct]) -> Callable[[object], tuple[object, ...]]:
 
 @cache
 def _defaults(kind: type[Struct]) -> tuple[tuple[str, object], ...]:
-    """The names that the fields have in the file, and their defaults."""
+    """Return the names of the fields in the file, and their defaults."""
     return tuple((field.encode_name, field.default) for field in msgspec.structs.fields(kind))
 
 
 def _defect(said: str, value: object, kind: object, path: str) -> str:
-    """What msgspec says of `value`, with the value at the place that it names."""
+    """Return msgspec's message about `value`, with the value at the place that it names."""
     match = _ERROR.fullmatch(said)
     assert match is not None
     what, steps = match["what"], [name or place for name, place in _STEP.findall(match["path"] or "")]
@@ -169,7 +169,7 @@ def _defect(said: str, value: object, kind: object, path: str) -> str:
             value, path = value[int(step)], f"{path}[{step}]"
         elif isinstance(value, dict) and step in value:
             value, path = value[step], f"{path}.{step}" if path else step
-        else:  # a key or value of a mapping, whose name msgspec does not say
+        else:  # a key or value of a mapping, which msgspec does not name
             steps = steps[:i]
             break
     if isinstance(value, float) and not math.isfinite(value):
@@ -179,11 +179,11 @@ def _defect(said: str, value: object, kind: object, path: str) -> str:
     what = _cut(f"{what[0].lower()}{what[1:]}".replace("\n", " "), _SAID)
     if what.startswith("object "):
         return f"{path}: {what}" if path else what
-    return f"{path or 'the content'} is {shown(value)}: {what}"
+    return f"{path or 'the content'} is {excerpt(value)}: {what}"
 
 
 def _choices(kind: object, steps: Sequence[str]) -> list[str]:
-    """The values of the enumeration, or the tags, that stand in a `kind` where `steps` lead."""
+    """Return the values of the enumeration, or the tags, at `steps` in a `kind`."""
     at = inspect.type_info(kind)
     for step in steps:
         match at:
@@ -203,10 +203,10 @@ def _cut(text: str, most: int) -> str:
 
 
 def _text(value: str, where: str) -> str:
-    """`value`, refused if it is no text: half of a surrogate pair cannot be printed."""
+    """Return `value`; raise an error if it has half of a surrogate pair, which cannot be printed."""
     if not value.isascii():
         try:
             value.encode()
         except UnicodeEncodeError:
-            raise FormatError(f"{where} is {shown(value)}: not valid Unicode") from None
+            raise FormatError(f"{where} is {excerpt(value)}: not valid Unicode") from None
     return value

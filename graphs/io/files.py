@@ -1,4 +1,4 @@
-"""JSON files read with every defect named, and written whole or not at all."""
+"""JSON files: reading with precise errors, and atomic writing."""
 
 import json
 import os
@@ -10,26 +10,26 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from graphs.errors import FormatError, OutputError
-from graphs.io.documents import plain, shown
+from graphs.io.documents import excerpt, to_json
 
 _DESCRIPTOR = re.compile(r"/(?:dev|proc/(?P<process>[0-9]+))/fd/(?P<number>[0-9]+)")
-_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # half of a character, which is none unless the other half follows
-_MOST_LINKS = 40  # that are followed, as on Linux
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # half of a character, which is invalid without the other half
+_MOST_LINKS = 40  # symbolic links to follow, as on Linux
 
 
 def read_object(path: str | os.PathLike[str]) -> dict[str, object]:
-    """The JSON object in the file `path`.
+    """Return the JSON object in the file `path`.
 
     Raises:
-        FormatError: the file is not there, cannot be read, is not text, is not JSON, is cut short, or
-            holds something other than an object.
+        FormatError: the file does not exist, cannot be read, is not text, is not JSON, is cut short, or holds something other
+            than an object.
     """
     text = _read_text(path)
     body = text.rstrip()
     if not body:
         raise FormatError(f"{path}: the file is empty")
     try:
-        value = json.loads(body, object_pairs_hook=_without_repetition)
+        value = json.loads(body, object_pairs_hook=_object_without_duplicates)
     except json.JSONDecodeError as error:
         where = f"line {error.lineno}, column {error.colno}"
         if body.startswith("{") and (error.pos >= len(body) or not body.endswith("}")):
@@ -41,19 +41,19 @@ def read_object(path: str | os.PathLike[str]) -> dict[str, object]:
     except ValueError as error:
         raise FormatError(f"{path}: {error}") from None
     if not isinstance(value, dict):
-        raise FormatError(f"{path}: holds {shown(value)}: must be an object, {{...}}")
+        raise FormatError(f"{path}: holds {excerpt(value)}: must be an object, {{...}}")
     if _SURROGATE.search(body):
         for name, entry in value.items():
-            plain(name, f"{path}: a field's name")
-            plain(entry, f"{path}: {name}")
+            to_json(name, f"{path}: a field's name")
+            to_json(entry, f"{path}: {name}")
     return value
 
 
 def check_writable(path: str | os.PathLike[str]) -> None:
-    """Find out, before work is spent, whether `path` can be written.
+    """Raise an error, before work is spent, if `path` cannot be written.
 
     Raises:
-        OutputError: the folder is not there or not writable, or `path` is a folder.
+        OutputError: the folder does not exist or is not writable, or `path` is a folder.
     """
     if not os.fspath(path):
         raise OutputError("the name of the file to write is empty")
@@ -71,17 +71,17 @@ def check_writable(path: str | os.PathLike[str]) -> None:
         needed = [target] if target.exists() else []
         if _replaceable(target):
             needed.append(target.parent)
-    except (OSError, ValueError) as error:  # a name that is too long, or no name; a loop of links
+    except (OSError, ValueError) as error:  # an invalid or too long name; a loop of links
         raise _not_written(path, error) from None
     if not all(os.access(place, os.W_OK) for place in needed):
         raise OutputError(f"{path} cannot be written: permission denied")
 
 
 def check_folder(folder: str | os.PathLike[str]) -> None:
-    """Find out, before work is spent, whether files can be written in `folder`, which may have to be made.
+    """Raise an error, before work is spent, if files cannot be written in `folder`, which may have to be created.
 
     Raises:
-        OutputError: it is no folder, cannot be made, or is not writable.
+        OutputError: it is no folder, cannot be created, or is not writable.
     """
     place = Path(folder).absolute()
     try:
@@ -105,9 +105,9 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
 
 
 def write_bytes(path: str | os.PathLike[str], content: bytes) -> None:
-    """Write `content` to `path`, whole or not at all: what was there stays until all of it is on disk.
+    """Write `content` to `path` atomically: the old file stays until the new one is on disk.
 
-    What is no file, such as /dev/stdout, /dev/null or a pipe, is written to as it is.
+    A path that is no file, such as /dev/stdout, /dev/null or a pipe, is written to directly.
 
     Raises:
         OutputError: it cannot be written.
@@ -117,7 +117,7 @@ def write_bytes(path: str | os.PathLike[str], content: bytes) -> None:
         _write_through(path, content, open_descriptor(path))
         return
     target = _target(path)
-    # Named before it is made, so that an interruption at any moment finds it and removes it.
+    # Named before it is created, so that it is removed after an interruption at any moment.
     temporary = target.with_name(f".planner-{secrets.token_hex(8)}.tmp")
     try:
         with temporary.open("xb") as file:
@@ -134,7 +134,7 @@ def write_bytes(path: str | os.PathLike[str], content: bytes) -> None:
 
 
 def open_descriptor(path: str | os.PathLike[str]) -> int | None:
-    """The file descriptor of this process that `path` names, such as 1 for /dev/stdout; None for all else."""
+    """Return the file descriptor of this process that `path` names, such as 1 for /dev/stdout; None for other paths."""
     place = Path(path)
     for _ in range(_MOST_LINKS):
         try:
@@ -148,12 +148,12 @@ def open_descriptor(path: str | os.PathLike[str]) -> int | None:
 
 
 def is_replaced(path: str | os.PathLike[str]) -> bool:
-    """Whether a new file takes the place of `path` when it is written; not so for what is no file."""
+    """Return whether writing replaces the file at `path`; False for paths that are no files."""
     return open_descriptor(path) is None and _replaceable(_target(path))
 
 
 def is_stdout(path: str | os.PathLike[str]) -> bool:
-    """Whether what is written to `path` goes where the standard output of this process goes."""
+    """Return whether `path` is the standard output of this process."""
     if open_descriptor(path) == 1:
         return True
     try:
@@ -163,10 +163,10 @@ def is_stdout(path: str | os.PathLike[str]) -> bool:
         return False
 
 
-def layout(data: Mapping[str, object]) -> str:
-    """JSON text of a graph or plan, for people and for diffs.
+def format_json(data: Mapping[str, object]) -> str:
+    """Return the JSON text of a graph or plan, readable for people and in diffs.
 
-    A tensor, an op, or an execution with what is freed after it, per line.
+    Each line has a tensor, an op, or an execution with the frees after it.
 
     Raises:
         FormatError: a number is not finite.
@@ -184,12 +184,12 @@ def layout(data: Mapping[str, object]) -> str:
     return "{\n" + ",\n".join(parts) + "\n}\n"
 
 
-def _without_repetition(pairs: list[tuple[str, object]]) -> dict[str, object]:
+def _object_without_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
     fields = dict(pairs)
     if len(fields) < len(pairs):
         names = [name for name, _ in pairs]
         repeated = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"the field {shown(repeated)} appears twice in one object")
+        raise ValueError(f"the field {excerpt(repeated)} appears twice in one object")
     return fields
 
 
@@ -214,7 +214,7 @@ def _read_text(path: str | os.PathLike[str]) -> str:
 
 
 def _is_device(path: str | os.PathLike[str]) -> bool:
-    """Whether `path` is a device that may never end, such as /dev/zero; what is typed in a terminal does."""
+    """Return whether `path` is a device that may never end, such as /dev/zero; a terminal does end."""
     mode = Path(path).stat().st_mode
     if stat.S_ISCHR(mode):
         with Path(path).open("rb", buffering=0) as device:
@@ -223,12 +223,12 @@ def _is_device(path: str | os.PathLike[str]) -> bool:
 
 
 def _replaceable(target: Path) -> bool:
-    """Whether a new file may take the place of `target`: not so for /dev/stdout or a pipe."""
+    """Return whether a new file may replace `target`; False for /dev/stdout or a pipe."""
     return target.is_file() or not target.exists()
 
 
 def _target(path: str | os.PathLike[str]) -> Path:
-    """What is replaced: the file behind a symbolic link, not the link."""
+    """Return the file to replace: the target of a symbolic link, not the link."""
     return Path(os.path.realpath(path))
 
 
@@ -240,10 +240,10 @@ def _check_descriptor(path: str | os.PathLike[str], descriptor: int) -> None:
 
 
 def _write_through(path: str | os.PathLike[str], content: bytes, descriptor: int | None) -> None:
-    """Write to what is no file; to one that is open already where it stands, and behind what was printed there."""
+    """Write to a path that is no file; to an open descriptor at its position, after what was printed there."""
     try:
         if descriptor is None:
-            # Not made where it has gone meanwhile.
+            # No O_CREAT: if it was removed meanwhile, it is not created.
             opened = os.open(path, os.O_WRONLY)
         else:
             if sys.stdout is not None:

@@ -4,30 +4,30 @@ import os
 
 from graphs.checks import check_sums
 from graphs.errors import GraphError
-from graphs.io.files import layout, read_object, write_text
+from graphs.io.files import format_json, read_object, write_text
 from graphs.io.graph_document import graph_from_dict, graph_to_dict
 from graphs.ir import Graph
 
 
 def read_graph(path: str | os.PathLike[str]) -> Graph:
-    """The graph in the file `path`.
+    """Return the graph in the file `path`.
 
     Raises:
-        FormatError: the file is not a graph of a version this planner reads.
+        FormatError: the file is not a graph of a version that this planner reads.
         GraphError: it is, but does not describe a training step.
     """
     return summable(graph_from_dict(read_object(path), source=str(path)), str(path))
 
 
 def write_graph(graph: Graph, path: str | os.PathLike[str]) -> None:
-    """Write `graph` to the file `path`, whole or not at all.
+    """Write `graph` to the file `path` atomically.
 
     Raises:
         FormatError: the provenance has no JSON form.
-        GraphError: it is one that ``read_graph`` refuses.
+        GraphError: ``read_graph`` would refuse the graph.
         OutputError: the file cannot be written.
     """
-    write_text(path, layout(graph_to_dict(summable(graph, str(path)))))
+    write_text(path, format_json(graph_to_dict(summable(graph, str(path)))))
 
 
 def summable(graph: Graph, source: str) -> Graph:

@@ -16,9 +16,9 @@ from graphs.io.documents import (
     check_header,
     document,
     fields_of,
-    plain_object,
     refuse,
-    row_of,
+    struct_from,
+    to_json_object,
 )
 from graphs.ir import Graph, Kind, Op, Phase, Tensor
 from graphs.pools import COMPUTE, DEVICE, Pool
@@ -78,7 +78,7 @@ class _Graph(Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 def graph_to_dict(graph: Graph) -> dict[str, object]:
-    """`graph` as it stands in a file. Fields at their default are left out, and so are producers.
+    """Return `graph` as in a file, without fields at their default and without producers.
 
     Raises:
         FormatError: the provenance has no JSON form.
@@ -87,10 +87,10 @@ def graph_to_dict(graph: Graph) -> dict[str, object]:
         _Graph(
             format=GRAPH_FORMAT,
             version=VERSION,
-            provenance=plain_object(graph.provenance, "provenance"),
-            pools=tuple(row_of(pool, _Pool) for pool in graph.pools[1:]),
-            tensors=tuple(row_of(tensor, _Tensor) for tensor in graph.tensors),
-            ops=tuple(row_of(op, _Op) for op in graph.ops),
+            provenance=to_json_object(graph.provenance, "provenance"),
+            pools=tuple(struct_from(pool, _Pool) for pool in graph.pools[1:]),
+            tensors=tuple(struct_from(tensor, _Tensor) for tensor in graph.tensors),
+            ops=tuple(struct_from(op, _Op) for op in graph.ops),
             kept=tuple(sorted(graph.kept)),
             limits=graph.limits,
         )
@@ -98,24 +98,24 @@ def graph_to_dict(graph: Graph) -> dict[str, object]:
 
 
 def graph_from_dict(data: Mapping[str, object], *, source: str = "graph") -> Graph:
-    """The graph that `data` describes; `source` names it in messages.
+    """Return the graph in `data`; `source` names it in messages.
 
     Raises:
-        FormatError: `data` is no graph of the version that this planner reads.
+        FormatError: `data` is no graph of a version that this planner reads.
         GraphError: it is, but does not describe a training step.
     """
     check_header(data, GRAPH_FORMAT, source)
     read = document(data, _Graph, source)
-    provenance = plain_object(read.provenance, f"{source}: provenance")
+    provenance = to_json_object(read.provenance, f"{source}: provenance")
     _check_ids(read, source)
-    makers: dict[int, tuple[int, ...]] = {}
+    producers: dict[int, tuple[int, ...]] = {}
     for op in read.ops:
         for t in op.outputs:
-            makers[t] = (*makers.get(t, ()), op.id)
+            producers[t] = (*producers.get(t, ()), op.id)
     try:
         return Graph(
             ops=tuple(Op(**arguments_of(op)) for op in read.ops),
-            tensors=tuple(Tensor(producers=makers.get(tensor.id, ()), **arguments_of(tensor)) for tensor in read.tensors),
+            tensors=tuple(Tensor(producers=producers.get(tensor.id, ()), **arguments_of(tensor)) for tensor in read.tensors),
             kept=frozenset(read.kept),
             provenance=provenance,
             pools=(Pool(DEVICE, COMPUTE), *(Pool(**arguments_of(pool)) for pool in read.pools)),
@@ -126,10 +126,10 @@ def graph_from_dict(data: Mapping[str, object], *, source: str = "graph") -> Gra
 
 
 def _check_ids(read: _Graph, source: str) -> None:
-    """Refuse ids that are not positions, and ids of tensors that there are none of."""
+    """Raise an error for ids that are not positions, and for ids of tensors that do not exist."""
     rows: Sequence[tuple[str, Sequence[_Tensor | _Op]]] = (("tensors", read.tensors), ("ops", read.ops))
-    for name, there in rows:
-        for i, row in enumerate(there):
+    for name, entries in rows:
+        for i, row in enumerate(entries):
             if row.id != i:
                 refuse(source, f"{name}[{i}].id", row.id, f"its position in the list, {i}")
     for op in read.ops:

@@ -1,4 +1,4 @@
-"""Graphs made from a few numbers: small ones with known optima, random ones, and large training steps.
+"""Synthetic graphs from few parameters: small ones with known optima, random ones, and large training steps.
 
-For tests and for benchmarks of solvers: nothing here needs torch.
+For tests and for benchmarks of solvers; they do not need torch.
 """

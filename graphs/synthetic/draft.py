@@ -1,4 +1,4 @@
-"""A graph in the making, op by op: for tests, benchmarks and the graphs beside this."""
+"""A builder of graphs, op by op: for tests, benchmarks and synthetic graphs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -8,13 +8,13 @@ from graphs.ir import Graph, Kind, Op, Phase, Tensor
 
 @dataclass(slots=True)
 class Draft:
-    """A graph in the making: ops are added in program order, tensors as their outputs."""
+    """A builder of graphs: ops are added in program order, tensors as their outputs."""
 
     ops: list[Op] = field(default_factory=list)
     tensors: list[Tensor] = field(default_factory=list)
 
     def static(self, name: str, size_bytes: int, kind: Kind = Kind.PARAMETER) -> int:
-        """Add a tensor that lives throughout; returns its id."""
+        """Add a static tensor; returns its id."""
         self.tensors.append(Tensor(len(self.tensors), name, size_bytes, (), kind))
         return len(self.tensors) - 1
 
@@ -31,11 +31,11 @@ class Draft:
         mutates: tuple[int, ...] = (),
         overwrites: tuple[tuple[int, int], ...] = (),
     ) -> tuple[int, ...]:
-        """Add an op with an output per size; returns their ids."""
+        """Add an op with one output for each size; returns the ids of the outputs."""
         index = len(self.ops)
         outputs = tuple(range(len(self.tensors), len(self.tensors) + len(sizes_bytes)))
-        for place, (t, size) in enumerate(zip(outputs, sizes_bytes, strict=True)):
-            self.tensors.append(Tensor(t, f"{name}.{place}" if place else name, size, (index,)))
+        for position, (t, size) in enumerate(zip(outputs, sizes_bytes, strict=True)):
+            self.tensors.append(Tensor(t, f"{name}.{position}" if position else name, size, (index,)))
         self.ops.append(
             Op(
                 id=index,
@@ -54,5 +54,5 @@ class Draft:
         return outputs
 
     def graph(self, kept: Sequence[int] = (), **provenance: object) -> Graph:
-        """The graph, with what must be in memory at the end."""
+        """Return the graph; `kept` tensors must be in memory at the end."""
         return Graph(tuple(self.ops), tuple(self.tensors), frozenset(kept), {"made": "synthetic", **provenance})

@@ -12,10 +12,10 @@ MiB = 2**20
 
 
 def random_graph(seed: int, ops: int) -> Graph:
-    """A graph of `ops` ops with small whole sizes and times, and a bit of everything.
+    """Return a graph of `ops` ops with small integer sizes and times and all features of plain graphs.
 
-    Several outputs per op, workspaces, kept tensors, ops that must not run again, ops that take no time,
-    and now and then a static tensor that is read and then written in place.
+    It has several outputs per op, workspaces, kept tensors, ops that must not be recomputed, ops that take no time, and sometimes
+    a static tensor that is read and then written in place.
     """
     draw = random.Random(seed)
     draft = Draft()
@@ -27,7 +27,7 @@ def random_graph(seed: int, ops: int) -> Graph:
         recent = made[-3:] if mirrored else made
         inputs = draw.sample(recent, min(len(recent), draw.choice((0, 1, 1, 2))))
         if mirrored and 2 * i >= ops:
-            # As in a backward, what was made first is read last.
+            # As in a backward pass, the first tensors are read last.
             inputs += [t for t in draft.ops[ops - 1 - i].outputs if draw.random() < 0.8] if ops - 1 - i < i else []
         if state is not None and (i == writer or draw.random() < 0.4):
             inputs.append(state)
@@ -45,10 +45,10 @@ def random_graph(seed: int, ops: int) -> Graph:
 
 
 def random_training_step(seed: int, layers: int) -> Graph:
-    """A random feed-forward network with residual connections and its backward, of 2 `layers` + 1 ops.
+    """Return a random feed-forward network with residual connections and its backward pass, of 2 `layers` + 1 ops.
 
-    Layer i reads layer i - 1 and at times an earlier one; its backward op reads its inputs and its gradient, and
-    makes a kept parameter gradient and the gradients of its inputs.
+    Layer i reads layer i - 1 and sometimes an earlier one; its backward op reads its inputs and its gradient, and makes a kept
+    parameter gradient and the gradients of its inputs.
     """
     draw = random.Random(seed)
     draft = Draft()
@@ -84,7 +84,7 @@ def random_training_step(seed: int, layers: int) -> Graph:
 
 
 def random_overwriting(seed: int, ops: int) -> Graph:
-    """A ``random_graph`` in which many outputs may be written over an input, and are as large as that."""
+    """Return a ``random_graph`` in which many outputs may overwrite an input of their size."""
     draw = random.Random(seed)
     return replace(
         with_overwriting(random_graph(draw.randint(0, 10**9), ops), draw), provenance={"made": "synthetic", "seed": seed}
@@ -92,7 +92,7 @@ def random_overwriting(seed: int, ops: int) -> Graph:
 
 
 def with_overwriting(graph: Graph, draw: random.Random) -> Graph:
-    """`graph` in which many outputs of the program may be written over an input, and are as large as that."""
+    """Return `graph` in which many outputs of the program may overwrite an input of their size."""
     tensors, made = list(graph.tensors), []
     owner = {pool.name: pool.owner for pool in graph.pools}
     for op in graph.program:
@@ -109,9 +109,9 @@ def with_overwriting(graph: Graph, draw: random.Random) -> Graph:
 
 
 def random_options(seed: int, ops: int, most: int = 4) -> Graph:
-    """A ``random_graph`` with up to `most` optional ops: variants of one op, stand-ins for several, packed tensors.
+    """Return a ``random_graph`` with up to `most` optional ops: variants of one op, of several, and packed tensors.
 
-    What an op stands for may have other ops between. A packed tensor is made back, or read by a variant of its reader.
+    Ops that are replaced together need not follow each other. A packed tensor is unpacked, or read by a variant of its reader.
     """
     draw = random.Random(seed)
     graph = random_graph(draw.randint(0, 10**9), ops)
@@ -124,8 +124,8 @@ def random_options(seed: int, ops: int, most: int = 4) -> Graph:
             tensors[t] = replace(tensors[t], producers=(*tensors[t].producers, op.id))
         made.append(op)
 
-    def stand_for(group: list[Op], time_s: float, swapped: tuple[int, int] = (-1, -1)) -> None:
-        """An op for `group`, which makes what others read of it or is kept; it reads one tensor in place of another."""
+    def add_variant(group: list[Op], time_s: float, swapped: tuple[int, int] = (-1, -1)) -> None:
+        """Add an op that replaces `group`, with its kept outputs and those that other ops read; one input may be swapped."""
         inside = {t for p in group for t in p.outputs}
         read = {t for p in graph.ops if p not in group for t in p.inputs} | graph.kept
         inputs = [swapped[1] if t == swapped[0] else t for p in group for t in p.inputs if t not in inside]
@@ -138,10 +138,10 @@ def random_options(seed: int, ops: int, most: int = 4) -> Graph:
         first = draw.choice(graph.ops)
         what = draw.random()
         if what < 0.3:
-            stand_for([first], float(draw.randint(0, 9)))
+            add_variant([first], float(draw.randint(0, 9)))
         elif what < 0.65:
             group = [first, *(p for p in graph.ops[first.id + 1 : first.id + 4] if draw.random() < 0.6)]
-            stand_for(group, float(round(sum(p.time_s for p in group) * draw.uniform(0.4, 1.6))))
+            add_variant(group, float(round(sum(p.time_s for p in group) * draw.uniform(0.4, 1.6))))
         elif len(made) + 2 <= ops + most:
             t = draw.choice([t for t in graph.tensors if not t.static])
             packed = Tensor(len(tensors), f"{t.name}.packed{len(tensors)}", draw.randint(0, max(0, t.size_bytes - 1)), ())
@@ -150,7 +150,7 @@ def random_options(seed: int, ops: int, most: int = 4) -> Graph:
             readers = graph.consumers[t.id]
             if readers and draw.random() < 0.4:
                 reader = graph.ops[draw.choice(readers)]
-                stand_for([reader], reader.time_s + draw.randint(0, 2), (t.id, packed.id))
+                add_variant([reader], reader.time_s + draw.randint(0, 2), (t.id, packed.id))
             else:
                 add((packed.id,), (t.id,), float(draw.randint(0, 2)))
     return Graph(tuple(made), tuple(tensors), graph.kept, {"made": "synthetic", "seed": seed})

@@ -1,13 +1,13 @@
-"""Small graphs made from a few numbers, with known optima."""
+"""Small graphs from few parameters, with known optima."""
 
 from graphs.ir import Graph, Phase
 from graphs.synthetic.draft import Draft
 
 
 def chain(length: int) -> Graph:
-    """Each op reads the output of the one before; unit times and sizes.
+    """Return a chain: each op reads the output of the one before; unit times and sizes.
 
-    Keeping everything takes 2 bytes (input and output of an op): that is the least and the optimum.
+    Keeping everything needs 2 bytes (input and output of an op), which is the least feasible budget.
     """
     draft = Draft()
     last: tuple[int, ...] = ()
@@ -17,10 +17,10 @@ def chain(length: int) -> Graph:
 
 
 def training_chain(layers: int) -> Graph:
-    """Forward f_1..f_n, backward g_n..g_1; g_i reads f_(i-1) and g_(i+1) (g_n reads f_n); unit times and sizes; n >= 3.
+    """Return a chain with forward f_1..f_n, backward g_n..g_1; g_i reads f_(i-1) and g_(i+1) (g_n reads f_n); n >= 3.
 
-    Optima: 2 n seconds from n + 1 bytes on, 2 n + 1 with n bytes (f_1 is made twice), and with 3 bytes, the least,
-    2 n + (n - 1)(n - 2) / 2: beside a gradient there is room for two tensors, so g_i makes f_1..f_(i-1) again.
+    Times and sizes are 1. Optima: 2 n seconds from n + 1 bytes on, 2 n + 1 with n bytes (f_1 is recomputed), and with 3 bytes,
+    the least, 2 n + (n - 1)(n - 2) / 2: two tensors fit next to a gradient, so g_i recomputes f_1..f_(i-1).
     """
     draft = Draft()
     f: list[int] = []
@@ -33,10 +33,10 @@ def training_chain(layers: int) -> Graph:
 
 
 def diamond() -> Graph:
-    """Ops a -> b, c -> d, where d reads both; then e reads a and d. Sizes a 2, b 3, c 3, d 1, e 1; times 1, c 5.
+    """Return ops a -> b, c -> d, where d reads both; then e reads a and d. Sizes a 2, b 3, c 3, d 1, e 1; times 1, c 5.
 
-    Optima: 9 seconds from 9 bytes on (d: a, b, c, d), 10 with 8 bytes (a is freed before d and made again for e).
-    With 7, though no op takes more, none: whichever of b and c comes second has a and the other beside it.
+    Optima: 9 seconds from 9 bytes on (d: a, b, c, d), 10 with 8 bytes (a is freed before d and recomputed for e). With 7 bytes,
+    though no op needs more, there is none: the second of b and c needs a and the other one in memory.
     """
     draft = Draft()
     (a,) = draft.op("a", [], [2])
@@ -48,10 +48,10 @@ def diamond() -> Graph:
 
 
 def two_outputs() -> Graph:
-    """An op whose outputs live apart: s makes x (4) and y (1); u reads x; w (workspace 4) reads y and u's output.
+    """Return a graph with an op of two outputs: s makes x (4) and y (1); u reads x; w (workspace 4) reads y and u's output.
 
-    Optima: 3 seconds from 7 bytes on (w: y, u, w's output of 1 and its workspace, 1 + 1 + 1 + 4); u takes
-    x, y and its own output, 6. One op = one tensor would hold x until w, 11 bytes. With 6 none.
+    Optima: 3 seconds from 7 bytes on (w: y, u, w's output of 1 and its workspace, 1 + 1 + 1 + 4); u needs x, y and its own
+    output, 6. One tensor per op would keep x until w, 11 bytes. With 6 there is none.
     """
     draft = Draft()
     x, y = draft.op("s", [], [4, 1])
@@ -61,11 +61,11 @@ def two_outputs() -> Graph:
 
 
 def kept_output() -> Graph:
-    """An op with a kept and a passing output: making it again makes the kept one a second time.
+    """Return a graph whose op a has a kept output and one that is not: recomputing a makes both again.
 
-    a makes x (2, passing) and y (1, kept); b (4) reads nothing; c (1) reads b; d (1) reads x and c. Times 1.
-    Optima: 4 seconds from 8 bytes on (c: x, y, b, c). With 7 bytes 5: x is freed before b and made again before
-    d, beside y and c: 1 + 1 + 2 + 1 = 5. With 5 none: c alone takes 5 beside y.
+    a makes x (2, not kept) and y (1, kept); b (4) reads nothing; c (1) reads b; d (1) reads x and c. Times 1.
+    Optima: 4 seconds from 8 bytes on (c: x, y, b, c). With 7 bytes 5: x is freed before b and recomputed before d, with y and c
+    in memory: 1 + 1 + 2 + 1 = 5. With 5 bytes there is none: c and y need 5 + 1.
     """
     draft = Draft()
     x, y = draft.op("a", [], [2, 1])
@@ -76,7 +76,7 @@ def kept_output() -> Graph:
 
 
 def skips(depth: int) -> Graph:
-    """A U-Net in small: down d_1..d_n, up u_n..u_1, where u_i reads d_i and u_(i+1); sizes halve going down."""
+    """Return a small U-Net: down d_1..d_n, up u_n..u_1, where u_i reads d_i and u_(i+1); sizes halve going down."""
     draft = Draft()
     down: list[int] = []
     for i in range(depth):

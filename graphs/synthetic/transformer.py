@@ -1,4 +1,4 @@
-"""A large training step: that of a decoder-only transformer of any size."""
+"""A large training step: a decoder-only transformer of any size."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,14 +9,14 @@ from graphs.synthetic.draft import Draft
 
 @dataclass(frozen=True, slots=True)
 class TransformerSize:
-    """Numbers of a decoder-only transformer and its batch.
+    """The sizes of a decoder-only transformer, its batch and the device.
 
     Attributes:
-        layers, width, heads: of the network; the feed-forward part is 4 times as wide.
+        layers, width, heads: sizes of the network; the feed-forward part is 4 times as wide.
         vocabulary: rows of the embedding.
         batch, sequence: sequences in a batch, and their length.
         item_bytes: bytes of a number.
-        flops_per_s, bytes_per_s: of the device; an op takes the larger of its work and its traffic.
+        flops_per_s, bytes_per_s: rates of the device; the time of an op is the larger of its compute and its traffic.
     """
 
     layers: int = 12
@@ -31,15 +31,15 @@ class TransformerSize:
 
 
 def transformer(size: TransformerSize) -> Graph:
-    """A training step of a decoder-only transformer with dropout; about 33 ops per layer.
+    """Return a training step of a decoder-only transformer with dropout; about 33 ops per layer.
 
-    Forward ops are written once; their backward follows from what each says it needs.
+    The backward pass is derived from the forward ops and the tensors that they save.
     """
     return _Transformer(size).graph()
 
 
 class _Transformer:
-    """Records forward ops with what their backward reads, then walks back over them."""
+    """Forward ops recorded with the tensors that their backward ops read, then traversed backward."""
 
     def __init__(self, size: TransformerSize) -> None:
         self.size = size
@@ -55,7 +55,7 @@ class _Transformer:
         x = self.forward("embedding", [], row, needs=[], parameters=size.vocabulary * size.width, reads=[tokens])
         for layer in range(size.layers):
             x = self.block(f"block{layer}.", x)
-        x = self.normalise("norm", x)
+        x = self.normalize("norm", x)
         logits = self.linear("head", x, size.width, size.vocabulary)
         loss, gradient = self.draft.op(
             "loss",
@@ -70,7 +70,7 @@ class _Transformer:
     def block(self, at: str, x: int) -> int:
         size, row = self.size, self.tokens * self.size.width
         scores = size.batch * size.heads * size.sequence**2
-        y = self.normalise(at + "norm1", x)
+        y = self.normalize(at + "norm1", x)
         qkv = self.linear(at + "qkv", y, size.width, 3 * size.width)
         s = self.forward(at + "scores", [qkv], scores, needs=[qkv], work=2 * scores * size.width // size.heads)
         p = self.forward(at + "softmax", [s], scores, needs=[-1])
@@ -78,13 +78,13 @@ class _Transformer:
         a = self.forward(at + "attend", [d, qkv], row, needs=[d, qkv], work=2 * scores * size.width // size.heads)
         o = self.dropout(at + "dropout2", self.linear(at + "project", a, size.width, size.width), row)
         x = self.forward(at + "add1", [x, o], row, needs=[])
-        y = self.normalise(at + "norm2", x)
+        y = self.normalize(at + "norm2", x)
         h = self.linear(at + "up", y, size.width, 4 * size.width)
         h = self.forward(at + "gelu", [h], 4 * row, needs=[h])
         h = self.dropout(at + "dropout3", self.linear(at + "down", h, 4 * size.width, size.width), row)
         return self.forward(at + "add2", [x, h], row, needs=[])
 
-    def normalise(self, name: str, x: int) -> int:
+    def normalize(self, name: str, x: int) -> int:
         return self.forward(name, [x], self.tokens * self.size.width, needs=[x], parameters=2 * self.size.width)
 
     def linear(self, name: str, x: int, wide_in: int, wide_out: int) -> int:
@@ -108,7 +108,7 @@ class _Transformer:
         work: int = 0,
         reads: Sequence[int] = (),
     ) -> int:
-        """An op with an output of `numbers`; its backward reads `needs` (-1: its output) and the gradient."""
+        """Add an op with an output of `numbers`; its backward op reads `needs` (-1: its output) and the gradient."""
         size = self.size
         weight = [self.draft.static(name + ".weight", parameters * size.item_bytes)] if parameters else []
         touched = numbers + sum(self.draft.tensors[t].size_bytes for t in inputs) // size.item_bytes
@@ -122,7 +122,7 @@ class _Transformer:
         return 3e-6 + numbers * self.size.item_bytes / self.size.bytes_per_s
 
     def backward(self, output: int, gradient: int) -> None:
-        """For each recorded op, latest first: add up the gradients of its output, then make those of its inputs."""
+        """Add for each recorded op, latest first, the sum of its output's gradients, and the gradients of its inputs."""
         gradients: dict[int, list[int]] = {output: [gradient]}
         for name, inputs, y, needs, parameters, time_s in reversed(self.tape):
             parts = gradients.pop(y)
@@ -139,7 +139,7 @@ class _Transformer:
                 )
             sizes = [self.draft.tensors[t].size_bytes for t in inputs]
             if not needs and not parameters:
-                # Addition: the gradient passes on unchanged.
+                # An addition passes the gradient on unchanged.
                 for t in inputs:
                     gradients.setdefault(t, []).append(parts[0])
                 continue

@@ -1,4 +1,4 @@
-"""Checksums of the bits of tensors, to find out whether a tensor still holds what it held."""
+"""Checksums of the bits of tensors, to detect changes."""
 
 from functools import cache
 
@@ -11,9 +11,9 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def checksum(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a number (int64, on the device of `tensor`) that changes with any bit of the elements, and with their order.
+    """Return a number (int64, on the device of `tensor`) that changes with any bit of the elements and with their order.
 
-    Blocks b of elements x with odd weights w: the sum of w[i] * x[i] over each, added up as s = s * factor + sum(b), mod 2**64.
+    For blocks b of elements x with odd weights w: sum(w[i] * x[i]) of each block, added up as s = s * factor + sum(b), mod 2**64.
     Two tensors that differ in few elements have the same checksum with a probability of about 2**-60.
     """
     dense = tensor.detach()
@@ -30,5 +30,5 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
 @cache
 def _weights(device: torch.device) -> torch.Tensor:
     generator = torch.Generator().manual_seed(0)
-    drawn = torch.randint(-(2**62), 2**62, (_BLOCK_ELEMENTS,), generator=generator)
-    return (2 * drawn + 1).to(device)
+    halves = torch.randint(-(2**62), 2**62, (_BLOCK_ELEMENTS,), generator=generator)
+    return (2 * halves + 1).to(device)

@@ -1,4 +1,4 @@
-"""A captured step on real tensors: executed op by op with everything kept, to look at each op."""
+"""A captured step on real tensors, executed op by op with everything kept, to observe each op."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -8,12 +8,12 @@ from torch import nn
 
 from graphs.ir import Op
 from graphs.schedule import Compute, Schedule, schedule_of
-from planner.capture.frontend.random_states import random_states_kept
-from planner.capture.frontend.unchanged import kept
+from planner.capture.frontend.preserved_state import preserve_tensor
+from planner.capture.frontend.random_states import preserve_random_states
 from planner.capture.lowering.lower import Capture
 from planner.capture.lowering.program import load
 from planner.capture.lowering.writer import Writer
-from planner.capture.rewrites.own_generators import states_kept
+from planner.capture.rewrites.explicit_generators import preserve_generator_states
 from planner.capture.signature import Batch, leaves
 
 
@@ -22,13 +22,13 @@ class RealStep:
 
     Attributes:
         static: the static tensors, in the order of the program's sources.
-        device: where it runs.
-        order: ids of the ops as they are executed: in program order, with optional ops where their inputs are at hand, but for
-            those that are calls of the program on other tensors (``same_as``).
+        device: the device of the static tensors.
+        order: ids of the ops in the order of execution: program order, with optional ops as soon as their inputs exist, without
+            those that call an op of the program on other tensors (``equivalent_ops``).
     """
 
     def __init__(self, capture: Capture, static: Sequence[torch.Tensor], written: Sequence[torch.Tensor]) -> None:
-        """What was captured, on its `static` tensors in the order of its program's sources; it writes to those `written`."""
+        """Create the step of `capture` on its `static` tensors in the order of the program's sources; it writes to `written`."""
         self.capture = capture
         self.static = list(static)
         self._written = written
@@ -37,21 +37,21 @@ class RealStep:
 
     @classmethod
     def of(cls, capture: Capture, step: nn.Module, batch: Batch) -> "RealStep":
-        """A whole step with its model's parameters.
+        """Return the whole step with its model's parameters.
 
         Args:
-            capture: what it was captured as.
+            capture: the capture of the step.
             step: the module that was captured (``planner.capture.step.TrainingStep``), with real parameters.
             batch: real tensors of the captured shapes.
         """
-        return cls(capture, real_static(capture, step, batch), written_by(capture, step, batch))
+        return cls(capture, real_static(capture, step, batch), written_tensors(capture, step, batch))
 
     def compile(self, *, look: Callable[[Op], str | None], at_end: bool) -> Callable[[Callable[..., object]], None]:
-        """``run(hook)``: executes the step and the source line ``hook(<look(op)>)`` for each op.
+        """Return ``run(hook)``, which executes the step and calls ``hook(<look(op)>)`` for each op.
 
         Args:
-            look: source of the hook's arguments; None where it is not called.
-            at_end: call the hook when the frees behind the op are done, instead of before them.
+            look: source of the hook's arguments; None to leave the call out.
+            at_end: call the hook after the frees that follow the op, instead of before them.
         """
         graph, program = self.capture.graph, self.capture.program
         writer = Writer(graph, program)
@@ -71,32 +71,32 @@ class RealStep:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Run inside: nothing is recorded or cast, and parameters, buffers and random state are afterwards as before."""
+        """Disable autograd and autocast, and restore parameters, buffers and random state at the end."""
         gpus = [self.device.index or 0] if self.device.type == "cuda" else []
         with ExitStack() as stack:
             for tensor in self._written:
-                stack.enter_context(kept(tensor))
-            stack.enter_context(random_states_kept(gpus))
-            stack.enter_context(states_kept(self.capture.program))
+                stack.enter_context(preserve_tensor(tensor))
+            stack.enter_context(preserve_random_states(gpus))
+            stack.enter_context(preserve_generator_states(self.capture.program))
             stack.enter_context(torch.no_grad())
             stack.enter_context(torch.autocast(self.device.type, enabled=False))
             yield
 
 
-def same_as(capture: Capture) -> dict[int, int]:
-    """For each optional op that calls what an op of the program calls, with other tensors of the same kind, that op."""
+def equivalent_ops(capture: Capture) -> dict[int, int]:
+    """Return for each optional op that makes the same call as an op of the program, on other tensors, the id of that op."""
     program = len(capture.graph.program)
     number = {node: op for op, node in enumerate(capture.nodes[:program]) if node is not None}
     return {op: number[node] for op, node in enumerate(capture.nodes) if op >= program and node is not None}
 
 
 def _replay(capture: Capture) -> tuple[list[int], Schedule]:
-    """Each op once, and the program's tensors held as if there were no others.
+    """Return the order that executes each op once, and its schedule, which keeps the program's tensors.
 
-    An optional op comes behind the last op that it stands for, or that makes what it reads or makes as well. What it makes
-    again is dropped.
+    An optional op follows the last op that it replaces, or that computes one of its inputs or outputs. Tensors that it
+    recomputes are freed.
     """
-    graph, left_out = capture.graph, same_as(capture)
+    graph, left_out = capture.graph, equivalent_ops(capture)
     made_at = {t: op.id for op in graph.program for t in op.outputs}
     behind: dict[int, list[int]] = {}
     place = {op.id: op.id for op in graph.program}
@@ -114,7 +114,7 @@ def _replay(capture: Capture) -> tuple[list[int], Schedule]:
 
 
 def real_static(capture: Capture, step: nn.Module, batch: Batch) -> list[torch.Tensor]:
-    """The static tensors of `capture`, as it is called with; the gradient of the loss is one.
+    """Return the static tensors of `capture` for a call; the gradient of the loss is one of them.
 
     Args:
         step: the module that was captured (``planner.capture.step.TrainingStep``), with real parameters.
@@ -129,8 +129,8 @@ def real_static(capture: Capture, step: nn.Module, batch: Batch) -> list[torch.T
     return static
 
 
-def written_by(capture: Capture, step: nn.Module, batch: Batch) -> list[torch.Tensor]:
-    """Buffers, inputs and parameters that the step overwrites; arguments as in ``real_static``."""
+def written_tensors(capture: Capture, step: nn.Module, batch: Batch) -> list[torch.Tensor]:
+    """Return the buffers, inputs and parameters that the step overwrites; arguments as in ``real_static``."""
     written = {t for op in capture.graph.ops for t in op.mutates}
     static = zip(capture.program.sources, capture.program.gather(step, leaves(batch)), strict=True)
     return [tensor for source, tensor in static if source.tensor in written]

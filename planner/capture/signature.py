@@ -1,4 +1,4 @@
-"""How a training step is called and what it returns: nests of tensors, taken apart and put together."""
+"""The signature of a training step: its nested arguments and results, flattened and unflattened."""
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,7 +12,7 @@ from torch import nn
 from graphs.errors import MismatchError, TraceError
 from planner.torch_private.core import pytree
 
-# What a step is called with: by position, or by name.
+# The arguments of a step: by position, or by name.
 Batch = Sequence[object] | Mapping[str, object]
 
 
@@ -33,7 +33,7 @@ def arguments(batch: Batch) -> tuple[tuple[object, ...], dict[str, object]]:
 
 
 def check_batch(batch: Batch) -> None:
-    """Raise a TraceError if there is something in `batch` that no step is captured with."""
+    """Raise a TraceError if `batch` has values that no step can be captured with."""
     given = arguments(batch)
     for name, leaf in zip(_names(given), pytree.tree_leaves(given), strict=True):
         if isinstance(leaf, np.ndarray | np.generic):
@@ -48,39 +48,39 @@ def check_batch(batch: Batch) -> None:
 
 
 def leaves(batch: Batch) -> list[object]:
-    """The tensors and other values in `batch`, in the order in which the step's inputs are numbered."""
+    """Return the tensors and other values in `batch`, in the order of the step's inputs."""
     return pytree.tree_leaves(arguments(batch))
 
 
 def call(step: Callable[..., Any], batch: Batch) -> Any:
-    """What `step` returns for `batch`."""
+    """Return the result of `step` on `batch`."""
     args, kwargs = arguments(batch)
     return step(*args, **kwargs)
 
 
-def as_leaves(batch: Batch) -> Batch:
-    """`batch` with tensors of its own, on the same memory, for those that require grad.
+def detach_batch(batch: Batch) -> Batch:
+    """Return `batch` with tensors that require grad replaced by leaves on the same memory.
 
-    What is measured on it leaves no gradient in the caller's tensors, and does not run backward through what made them.
+    A measurement on it leaves no gradient in the caller's tensors, and does not run backward through their history.
     """
     if not any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves(batch)):
         return batch
 
-    made: dict[int, torch.Tensor] = {}
+    leaf_of: dict[int, torch.Tensor] = {}
 
-    def own(value: object) -> object:
+    def leaf(value: object) -> object:
         if not isinstance(value, torch.Tensor) or not value.requires_grad:
             return value
-        return made.setdefault(id(value), value.detach().requires_grad_())  # one tensor that is given twice stays one
+        return leaf_of.setdefault(id(value), value.detach().requires_grad_())  # a tensor that is passed twice stays one
 
     args: tuple[object, ...]
     kwargs: dict[str, object]
-    args, kwargs = pytree.tree_map(own, arguments(batch))
+    args, kwargs = pytree.tree_map(leaf, arguments(batch))
     return kwargs or args
 
 
 def target_names(loss_fn: Callable[..., object] | None) -> frozenset[str]:
-    """What a loss function takes by name, besides the model's output."""
+    """Return the names of the arguments of a loss function, without the model's output."""
     try:
         function = loss_fn.forward if isinstance(loss_fn, nn.Module) else loss_fn
         parameters = list(inspect.signature(function).parameters.values())[1:]  # type: ignore[arg-type]
@@ -89,11 +89,11 @@ def target_names(loss_fn: Callable[..., object] | None) -> frozenset[str]:
     return frozenset(p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
 
 
-def take_apart(returned: object) -> tuple[torch.Tensor, object]:
-    """The loss, and what else is returned.
+def split_returned(returned: object) -> tuple[torch.Tensor, object]:
+    """Return the loss, and the other results.
 
-    A tuple begins with the loss, a mapping has it as "loss". Of an object with an attribute ``loss`` only that
-    is taken: to hold all its outputs (logits, say) would cost memory that nobody asked for.
+    A tuple begins with the loss, a mapping has it as "loss". Of an object with an attribute ``loss`` only the loss is
+    returned: to keep its other outputs (such as logits) would cost memory.
 
     Raises:
         TraceError: it is none of these, or something in it is no tensor.
@@ -117,8 +117,8 @@ def take_apart(returned: object) -> tuple[torch.Tensor, object]:
     return loss, rest
 
 
-def put_together(loss: torch.Tensor, rest: object) -> object:
-    """What ``take_apart`` took apart; a loss alone where there was nothing else."""
+def join_returned(loss: torch.Tensor, rest: object) -> object:
+    """Return the inverse of ``split_returned``; only the loss if there was nothing else."""
     if isinstance(rest, tuple):
         return (loss, *rest) if rest else loss
     assert isinstance(rest, dict)
@@ -127,14 +127,14 @@ def put_together(loss: torch.Tensor, rest: object) -> object:
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """What a captured step is called with, and what it returns.
+    """The structure of the arguments and results of a captured step.
 
     Attributes:
-        given: structure of positional and keyword arguments.
-        names: of each leaf, for messages.
-        values: for each leaf None if it is a tensor, else itself in a tuple: it is part of the graph.
-        trained: for each leaf whether it is a tensor that requires grad, and gets a gradient.
-        returned: structure of the loss and what else is returned, as ``take_apart`` gives them.
+        given: structure of the positional and keyword arguments.
+        names: name of each leaf, for messages.
+        values: for each leaf None if it is a tensor, else a tuple of its value, which is part of the graph.
+        trained: for each leaf True if it is a tensor that requires grad, and gets a gradient.
+        returned: structure of the loss and the other results, as ``split_returned`` gives them.
     """
 
     given: pytree.TreeSpec
@@ -145,17 +145,17 @@ class Signature:
 
     @staticmethod
     def of(batch: Batch, returned: pytree.TreeSpec) -> "Signature":
-        """The signature of a step that was captured on `batch`."""
+        """Return the signature of a step that was captured on `batch`."""
         flat, given = pytree.tree_flatten(arguments(batch))
         values = tuple(None if isinstance(leaf, torch.Tensor) else (leaf,) for leaf in flat)
         trained = tuple(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in flat)
         return Signature(given, _names(arguments(batch)), values, trained, returned)
 
     def flatten(self, *args: object, **kwargs: object) -> list[object]:
-        """The leaves of a call, in the order of the captured one.
+        """Return the leaves of a call, in the order of the captured one.
 
         Raises:
-            MismatchError: the call is built otherwise, or a value that is no tensor differs.
+            MismatchError: the call has another structure, or a value that is no tensor differs.
         """
         try:
             flat, given = pytree.tree_flatten((args, kwargs))
@@ -175,12 +175,12 @@ class Signature:
         return flat
 
     def unflatten(self, results: Sequence[torch.Tensor]) -> object:
-        """What the step returns, from the loss and the other tensors."""
-        return put_together(*pytree.tree_unflatten(results, self.returned))
+        """Return the results of the step, from the loss and the other tensors."""
+        return join_returned(*pytree.tree_unflatten(results, self.returned))
 
 
 def _is_same(value: object, other: object) -> bool:
-    """Return whether both are one value; NaN is one, though it equals nothing."""
+    """Return whether both values are equal and of one type; NaN equals NaN."""
     return type(value) is type(other) and bool(value == other or (value != value and other != other))
 
 
@@ -190,7 +190,7 @@ def _names(given: tuple[tuple[object, ...], dict[str, object]]) -> tuple[str, ..
 
 
 def _path(path: tuple[pytree.KeyEntry, ...]) -> str:
-    """`0` for the first positional argument, `'mask'` for one that is named, then where in it the leaf is."""
+    """Return `0` for the first positional argument or `'mask'` for a keyword argument, then the path of the leaf in it."""
     _, first, *inner = path
     name = repr(first.key) if isinstance(first, pytree.MappingKey) else str(first).strip("[]")
     return name + pytree.keystr(tuple(inner))

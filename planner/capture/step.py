@@ -1,4 +1,4 @@
-"""What is captured: one training step of a model, from a batch to its loss."""
+"""The training step of a model, from a batch to its loss."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from graphs.errors import TraceError
-from planner.capture.signature import Batch, arguments, take_apart, target_names
+from planner.capture.signature import Batch, arguments, split_returned, target_names
 from planner.torch_private.core import pytree
 
 LossFn = Callable[..., object]
@@ -23,7 +23,7 @@ def check_module(model: object) -> None:
 
 
 def check_tensors(model: nn.Module) -> None:
-    """Raise a TraceError if `model` has parameters or buffers that cannot be trained as they are."""
+    """Raise a TraceError if `model` has parameters or buffers that cannot be trained."""
     for path, module in model.named_modules():
         name = f"{path or 'the model'} ({type(module).__name__})"
         for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
@@ -37,11 +37,11 @@ def check_tensors(model: nn.Module) -> None:
 
 
 class TrainingStep(nn.Module):
-    """One step's loss, and whatever else the loss function returns, detached.
+    """One training step: returns the loss, and detached what else the loss function returns.
 
-    Called by position, the last item is the loss function's target: ``loss_fn(model(*inputs), target)``. Called by
-    name, the loss function gets what it names, the model the others: ``loss_fn(model(**inputs), **targets)``.
-    Without a loss function the model gets all, and returns the loss itself, a tuple that begins with it, a dict
+    If called by position, the last argument is the loss function's target: ``loss_fn(model(*inputs), target)``. If called by
+    name, the loss function gets the arguments that it names, the model the others: ``loss_fn(model(**inputs), **targets)``.
+    Without a loss function the model gets all arguments, and returns the loss itself, a tuple that begins with it, a dict
     with a "loss", or an object with an attribute ``loss``.
     """
 
@@ -52,7 +52,7 @@ class TrainingStep(nn.Module):
         self._target_names = target_names(loss_fn)
 
     def forward(self, *args: object, **kwargs: object) -> tuple[torch.Tensor, object]:
-        """The loss, and what else is returned (``take_apart``)."""
+        """Return the loss and the other results (see ``split_returned``)."""
         if self.loss_fn is None:
             returned = self.model(*args, **kwargs)
         elif args:
@@ -60,11 +60,11 @@ class TrainingStep(nn.Module):
         else:
             inputs, targets = self._by_name(kwargs)
             returned = self.loss_fn(self.model(**inputs), **targets)
-        loss, rest = take_apart(returned)
+        loss, rest = split_returned(returned)
         return loss, pytree.tree_map(torch.Tensor.detach, rest)
 
     def wrong_call(self, batch: Batch) -> str | None:
-        """Return what is said where the model or the loss function does not take what `batch` gives it; None if they do."""
+        """Return a message if the model or the loss function does not accept its part of `batch`, else None."""
         args, kwargs = arguments(batch)
         names = [f"input {i}" for i in range(len(args))]
         if self.loss_fn is None:
@@ -79,13 +79,13 @@ class TrainingStep(nn.Module):
         )
 
     def _by_name(self, kwargs: Mapping[str, object]) -> tuple[dict[str, object], dict[str, object]]:
-        """Return what the model and the loss function get of a batch by name."""
+        """Return the arguments of the model and of the loss function, of a batch by name."""
         targets = {name: value for name, value in kwargs.items() if name in self._target_names}
         return {name: value for name, value in kwargs.items() if name not in targets}, targets
 
 
 def _wrong_call(what: str, function: Callable[..., object], positional: Sequence[str], by_name: Sequence[str]) -> str | None:
-    """Return what is said where `function` does not take so many arguments, or not by these names; None if it does."""
+    """Return a message if `function` does not accept so many arguments, or not by these names, else None."""
     try:
         signature = inspect.signature(function.forward if isinstance(function, nn.Module) else function)
     except (TypeError, ValueError):  # written in C

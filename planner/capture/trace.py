@@ -1,6 +1,6 @@
-"""Capture of a model's training step as a static graph with the program that executes it.
+"""Capture of a model's training step as a static graph, with the program that executes it.
 
-Dynamo captures the step as one graph, AOTAutograd adds the backward pass (the *joint graph*);
+Dynamo captures the step as one graph, AOTAutograd adds the backward pass (the *joint graph*), and
 ``planner.capture.lowering.lower`` turns that into ops and storages. Nothing is executed: on fake tensors a
 model of any size is captured without allocating it.
 """
@@ -16,14 +16,14 @@ from torch import nn
 from graphs.errors import TraceError
 from graphs.ir import Kind
 from graphs.optimizers import OPTIMIZERS
-from planner.capture.frontend.eager_ops import refuse_kernels_of_the_cpu, separate_biases
+from planner.capture.frontend.eager_ops import refuse_cpu_only_kernels, separate_biases
 from planner.capture.frontend.joint import compiled_graph, device_of, joint_graph
 from planner.capture.lowering.lower import Capture, lower
 from planner.capture.lowering.statics import StaticTensors, allocated_bytes
 from planner.capture.rewrites.dropout import dropout_as_eager
 from planner.capture.rewrites.layouts import layouts_as_eager
 from planner.capture.rewrites.outputs import fix_outputs
-from planner.capture.rewrites.redraw import generator_of
+from planner.capture.rewrites.reproducible_random import generator_of
 from planner.capture.signature import Batch, Signature, check_batch, leaves
 from planner.capture.step import LossFn, TrainingStep, check_module, check_tensors
 
@@ -44,12 +44,12 @@ def capture(
     """Capture one training step of `model` on `batch`.
 
     Args:
-        loss_fn: what makes the loss of the model's output, or None if the model returns it: see ``TrainingStep``.
-        batch: tensors (or nested lists, tuples and dicts of them), real or fake: a sequence of what is given by
+        loss_fn: a function from the model's output to the loss, or None if the model returns it: see ``TrainingStep``.
+        batch: tensors (or nested lists, tuples and dicts of them), real or fake: a sequence of positional arguments, or a
             position, or a mapping of what is given by name.
         optimizer: a name in ``graphs.optimizers``: its state counts as static bytes.
-        accumulate: gradients of earlier batches are in memory as well.
-        as_on_cuda: choose the kernels that CUDA would (attention), for planning without it.
+        accumulate: count gradients of earlier batches as memory too.
+        as_on_cuda: choose the kernels that CUDA would (attention), to plan without a GPU.
         name: of the model, for the provenance.
 
     Raises:
@@ -61,7 +61,7 @@ def capture(
     graph = joint.graph_module.graph
     conditions = branches.guards(graph, step, batch) if branches else None
     if as_on_cuda:
-        refuse_kernels_of_the_cpu(graph)
+        refuse_cpu_only_kernels(graph)
     separate_biases(graph)
     layouts_as_eager(graph)
     fix_outputs(graph)
@@ -89,7 +89,7 @@ def capture_kernels(
 
     Args:
         model, loss_fn, batch, optimizer, accumulate, name: as in ``capture``; nothing is fake.
-        variant: how.
+        variant: the layout of the optimizer's kernels.
 
     Raises:
         TraceError: as in ``capture``; or Inductor does not compile the step, or its code is none that can be planned.
@@ -123,7 +123,7 @@ def _step(model: nn.Module, loss_fn: LossFn | None, batch: Batch, optimizer: str
 
 
 def _statics(step: TrainingStep, batch: Batch, device: torch.device, optimizer: str, *, accumulate: bool) -> StaticTensors:
-    """What is there throughout; `device` is the one that is planned for."""
+    """Return the tensors that are in memory throughout the step; `device` is the one that is planned for."""
     statics = StaticTensors(step, batch, device)
     trained = [allocated_bytes(p.nbytes, device) for p in step.parameters() if p.requires_grad]
     trained_bytes = sum(trained)

@@ -63,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
 
         tracing = Tracing(TraceSettings(roofline=arguments.roofline), device=arguments.device, seed=arguments.seed)
         advice = advise(
-            *tracing.built(arguments.model),
+            *tracing.load(arguments.model),
             optimizer=arguments.optimizer,
             accumulate=arguments.accumulate,
             roofline=arguments.roofline,

@@ -2,6 +2,7 @@
 
 import argparse
 import math
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -94,7 +95,8 @@ def run(arguments: argparse.Namespace) -> int:
     from planner.report.comparisons import table_text, write_report
     from planner.report.plots import new_figure
     from planner.studies.compare import cut_short, methods_named
-    from planner.studies.comparison_rows import COLUMNS, read_rows
+    from planner.studies.comparison_rows import Row
+    from planner.studies.rows import read_rows
 
     if arguments.measure and arguments.model.endswith(".json"):
         return _usage(f"--measure runs the model, and {arguments.model} is a graph: name zoo:NAME or file.py:function")
@@ -117,11 +119,11 @@ def run(arguments: argparse.Namespace) -> int:
             rows = _measure(arguments, methods, choices, progress, interrupt)
         else:
             rows = _simulate(arguments, methods, choices, progress, interrupt)
-    known = read_rows(folder / "rows.csv")
+    known = read_rows(folder / "rows.csv", Row)
     if known:
         write_report(known, folder)
     if arguments.json:
-        print_json({"holds": "comparison", "rows": [{column: getattr(row, column) for column in COLUMNS} for row in rows]})
+        print_json({"holds": "comparison", "rows": [asdict(row) for row in rows]})
     elif known:
         print_text(table_text(known))
         if ended := [f"{row.method} at {row.budget} ({row.time_limit_s:.3g} s)" for row in rows if cut_short(row)]:

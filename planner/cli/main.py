@@ -29,7 +29,7 @@ from planner.cli import (
     trace,
 )
 from planner.cli.arguments import DONE, FAILED, INFEASIBLE, INTERRUPTED, LIMIT, USAGE, Command, Parser, complain
-from planner.missing import how_to_install
+from planner.missing_packages import how_to_install
 from planner.runtime.allocator_failure import allocator_failure
 
 # In the order in which they are listed.

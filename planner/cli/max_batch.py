@@ -128,9 +128,9 @@ def _search(
     from planner.studies.sizes import BATCH, samples_for
 
     progress.say(f"building {arguments.model}")
-    from planner.workload.sizes import Sizes
+    from planner.workload.sizes import SizedModel
 
-    sizes = Sizes(
+    sizes = SizedModel(
         arguments.model,
         arguments.vary or arguments.batch_option,
         how,

@@ -1,4 +1,4 @@
-"""The processes that train a model together: what one of them finds is all's, and so is an error."""
+"""The processes that train a model together: they share plans and errors."""
 
 from collections.abc import Callable
 from hashlib import blake2b
@@ -14,32 +14,32 @@ T = TypeVar("T")
 
 
 class SingleProcess:
-    """One process.
+    """A training run of one process.
 
     Attributes:
-        is_first: True on the process whose plan all take, and which reports for all.
+        is_first: True on the process that makes the plan for all, and reports for all.
     """
 
     is_first = True
 
     def each(self, make: Callable[[], T]) -> T:
-        """What `make` makes."""
+        """Return the result of `make`."""
         return make()
 
     def first(self, make: Callable[[], T], *, share: Callable[[T], Any], adopt: Callable[[Any], T]) -> T:
-        """What `make` makes; there is nobody to share it with."""
+        """Return the result of `make`; there is no process to share it with."""
         return make()
 
     def same(self, value: object) -> bool:
-        """Whether all processes call this with equal values, which are told apart by their ``repr``."""
+        """Return whether all processes call this with equal values, compared by their ``repr``."""
         return True
 
     def gather(self, value: T) -> list[T]:
-        """The values that the processes call this with, that of rank 0 first."""
+        """Return the values of all processes, that of rank 0 first."""
         return [value]
 
     def share(self, make: Callable[[], T]) -> T:
-        """Return what `make` makes on rank 0, on all of them."""
+        """Return the result of `make` on rank 0, on all ranks."""
         return make()
 
 
@@ -52,7 +52,7 @@ class Ranks(SingleProcess):
         self.is_first = self._rank == 0
 
     def each(self, make: Callable[[], T]) -> T:
-        """What `make` makes, on each rank for itself.
+        """Return the result of `make`, executed on each rank.
 
         Raises:
             PlannerError: it failed on another rank, which the message names.
@@ -60,7 +60,7 @@ class Ranks(SingleProcess):
         return self._agreed(*_tried(make))
 
     def first(self, make: Callable[[], T], *, share: Callable[[T], Any], adopt: Callable[[Any], T]) -> T:
-        """What `make` makes on rank 0; the others make theirs by `adopt`, of what `share` takes from it.
+        """Return the result of `make` on rank 0, and on other ranks that of `adopt` on the object that `share` extracts from it.
 
         Raises:
             PlannerError: one of them failed on another rank, which the message names.
@@ -74,9 +74,9 @@ class Ranks(SingleProcess):
         return self._agreed(made, error)
 
     def same(self, value: object) -> bool:
-        """Whether all processes call this with equal values, which are told apart by their ``repr``.
+        """Return whether all processes call this with equal values, compared by their ``repr``.
 
-        Asked before every step, so it is one collective on two numbers: the greatest digest must be the least one too.
+        Called before every step, so it is one collective on two numbers: the greatest digest must be the least one too.
         """
         digest = int.from_bytes(blake2b(repr(value).encode(), digest_size=7).digest())
         extremes = torch.tensor([digest, -digest], device=collective_device(self._group))
@@ -84,26 +84,26 @@ class Ranks(SingleProcess):
         return extremes.sum().item() == 0
 
     def gather(self, value: T) -> list[T]:
-        """The values that the processes call this with, that of rank 0 first."""
+        """Return the values of all processes, that of rank 0 first."""
         gathered: list[Any] = [None] * dist.get_world_size(self._group)
         dist.all_gather_object(gathered, value, group=self._group)
         return gathered
 
     def share(self, make: Callable[[], T]) -> T:
-        """Return what `make` makes on rank 0, on all of them.
+        """Return the result of `make` on rank 0, on all ranks.
 
         Raises:
-            PlannerError: it failed on rank 0, on all of them.
+            PlannerError: it failed on rank 0; raised on all ranks.
         """
         shared: T = self.first(make, share=lambda made: made, adopt=lambda received: received)
         return shared
 
     def _agreed(self, made: tuple[()] | tuple[T], error: Exception | None) -> T:
-        """What was made, where all ranks made theirs."""
-        told = self.gather(None if error is None else _told(error))
+        """Return the result of this rank if no rank failed."""
+        failures = self.gather(None if error is None else _portable(error))
         if error is not None:
             raise error
-        for rank, failed in enumerate(told):
+        for rank, failed in enumerate(failures):
             if failed is not None:
                 kind, message = failed
                 raise kind(f"rank {rank}: {message}")
@@ -112,15 +112,15 @@ class Ranks(SingleProcess):
 
 
 def _tried(make: Callable[[], T]) -> tuple[tuple[()] | tuple[T], Exception | None]:
-    """What `make` makes, in a tuple, or why it does not."""
+    """Return the result of `make` in a tuple, or its exception."""
     try:
         return (make(),), None
-    except Exception as error:  # noqa: BLE001  # whatever it is, the other ranks must not wait for it
+    except Exception as error:  # noqa: BLE001  # the other ranks must not wait for this one
         return (), error
 
 
-def _told(error: Exception) -> tuple[type[PlannerError], str]:
-    """`error` as the other ranks raise it."""
+def _portable(error: Exception) -> tuple[type[PlannerError], str]:
+    """Return the type and message with which other ranks raise `error`."""
     if isinstance(error, PlannerError):
         return type(error), str(error)
     return PlannerError, f"{type(error).__name__}: {error}"

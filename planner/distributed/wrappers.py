@@ -1,4 +1,4 @@
-"""How a model is trained that PyTorch wraps for several processes: what of it is captured, counted and called.
+"""Wrappers of models for several processes: which module is captured, what memory counts, and how a step is called.
 
 Gradients are averaged, and parameters gathered, by the wrapper's own hooks; a planned step runs between them.
 """
@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 
 
 class Unwrapped:
-    """A model in no wrapper.
+    """A model without a wrapper.
 
     Attributes:
-        module: what is captured, and whose parameters are trained.
+        module: the module that is captured, and whose parameters are trained.
         ranks: the processes that must have the same plan.
     """
 
@@ -45,13 +45,13 @@ class Unwrapped:
         self._channels: Channels | None = None
 
     def channels(self, host_bytes: int | None) -> Channels:
-        """Between the module's device and the host: all plans for this wrapper copy by them, within the first `host_bytes`."""
+        """Return the channels to the host for all plans of this wrapper, with the `host_bytes` of the first call."""
         if self._channels is None:
             self._channels = open_channels(next(self.module.parameters()).device, host_bytes)
         return self._channels
 
     def opened(self) -> AbstractContextManager[None]:
-        """Inside, the parameters of the module are plain tensors, and no hook of a wrapper acts on it. All ranks enter it."""
+        """Make the module's parameters plain tensors without hooks of the wrapper; all ranks enter it together."""
         return nullcontext()
 
     def capture(self, loss_fn: LossFn | None, batch: Batch, settings: TraceSettings, variant: "Variant | None" = None) -> Capture:
@@ -63,7 +63,7 @@ class Unwrapped:
         return capture_step(Workload(self.module, loss_fn, batch), settings, variant=variant)
 
     def wrapped(self, executor: Executor) -> Callable[..., Any]:
-        """`executor` as the training loop calls it."""
+        """Return `executor` as a function for the training loop."""
         return executor
 
 
@@ -73,13 +73,13 @@ class Replicated(Unwrapped):
     def __init__(self, model: DistributedDataParallel) -> None:
         if model.mixed_precision is not None:
             raise TraceError("DistributedDataParallel with mixed_precision= is not planned: use torch.autocast around the step")
-        # First, so that it goes before the group in `ranks` does: DDP's reducer holds the group too, and as its last owner would
-        # join gloo's threads with the GIL held, for which a thread may wait that drops what the backward pass had it keep.
+        # Assigned first, so that it is freed before the group in `ranks`: DDP's reducer holds the group too, and as its last
+        # owner would join gloo's threads with the GIL held, for which a thread may wait that frees objects of the backward pass.
         self._model = model
         super().__init__(model.module, Ranks(model.process_group))
 
     def opened(self) -> AbstractContextManager[None]:
-        """Inside, other parameters stand for those that the wrapper waits for."""
+        """Replace the parameters, so that the wrapper does not wait for their gradients."""
         return _other_parameters(self.module)
 
     def capture(self, loss_fn: LossFn | None, batch: Batch, settings: TraceSettings, variant: "Variant | None" = None) -> Capture:
@@ -92,7 +92,7 @@ class Replicated(Unwrapped):
         return replace(captured, graph=graph)
 
     def wrapped(self, executor: Executor) -> Callable[..., Any]:
-        """The wrapper's own forward pass, around the planned one instead of the module's."""
+        """Return the wrapper's own forward pass, around the planned one."""
         planned = _Proxy(self.module, executor)
 
         def step(*args: object, **kwargs: object) -> Any:
@@ -106,24 +106,24 @@ class Replicated(Unwrapped):
 
 
 class InReplicated(Replicated):
-    """A step that is called inside the forward pass of ``DistributedDataParallel``, whatever that calls in the end."""
+    """A step inside the forward pass of ``DistributedDataParallel``."""
 
     def __init__(self, step: nn.Module, model: DistributedDataParallel) -> None:
         super().__init__(model)
         self.module = step
 
     def wrapped(self, executor: Executor) -> Callable[..., Any]:
-        """`executor` itself: the wrapper's forward pass is around it."""
+        """Return `executor` itself: the wrapper's forward pass surrounds it."""
         return executor
 
 
 class Sharded(Unwrapped):
-    """A model under ``fully_shard`` (FSDP2). All parameters are gathered before the step, and sharded again behind it."""
+    """A model under ``fully_shard`` (FSDP2). All parameters are gathered before the step and resharded after it."""
 
     def __init__(self, model: FSDPModule) -> None:
         assert isinstance(model, nn.Module)
         self._units: list[FSDPModule] = [module for module in model.modules() if isinstance(module, FSDPModule)]
-        self._reshard()  # the outermost stays gathered behind a forward pass
+        self._reshard()  # the outermost unit stays gathered after a forward pass
         meshes = {p.device_mesh for p in model.parameters() if isinstance(p, DTensor)}
         if len(meshes) != 1 or (mesh := meshes.pop()).ndim != 1:
             raise TraceError(
@@ -136,7 +136,7 @@ class Sharded(Unwrapped):
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """Inside, the parameters are gathered."""
+        """Gather the parameters; they are resharded at the end."""
         self._gather()
         try:
             with _without_hooks(self._units):
@@ -147,7 +147,7 @@ class Sharded(Unwrapped):
     def capture(self, loss_fn: LossFn | None, batch: Batch, settings: TraceSettings, variant: "Variant | None" = None) -> Capture:
         """The step on whole parameters, beside this rank's shards: of optimizer state there is no more.
 
-        Earlier gradients are whole as long as they are not sent (``set_requires_gradient_sync(False)``).
+        Earlier gradients are whole until they are sent (``set_requires_gradient_sync(False)``).
         """
         whole_bytes, unit_bytes = _trained_bytes(self.module), max(_own_bytes(unit) for unit in self._units)
         captured = super().capture(loss_fn, batch, settings, variant)
@@ -156,7 +156,7 @@ class Sharded(Unwrapped):
         return replace(captured, graph=graph.holding(Kind.ACCUMULATED_GRADIENT, TO_SEND, unit_bytes))
 
     def wrapped(self, executor: Executor) -> Callable[..., Any]:
-        """The forward pass of the outermost module, with its hooks, around the planned one instead of its own."""
+        """Return the forward pass of the outermost module, with its hooks, around the planned one."""
 
         def forward(*args: object, **kwargs: object) -> Any:
             self._gather()
@@ -165,7 +165,7 @@ class Sharded(Unwrapped):
         def step(*args: object, **kwargs: object) -> Any:
             if not torch.is_grad_enabled():
                 return executor.evaluate(*args, **kwargs)
-            # On gathered parameters, as it was captured; an error inside the wrapper would leave its hooks half way.
+            # Checked on gathered parameters, as captured; an error inside the wrapper would leave its hooks half done.
             self._gather()
             try:
                 with _without_hooks(self._units):
@@ -191,10 +191,10 @@ class Sharded(Unwrapped):
 
 
 def unwrap(model: nn.Module | Unwrapped) -> Unwrapped:
-    """Return how `model` is trained, if it does not say so itself.
+    """Return the wrapper of `model`; `model` itself if it is one.
 
     Raises:
-        TraceError: it is no module, or is wrapped in a way that is not planned; says what is.
+        TraceError: it is no module, or has an unsupported wrapper; names the supported ones.
     """
     if isinstance(model, Unwrapped):
         return model
@@ -215,7 +215,7 @@ def unwrap(model: nn.Module | Unwrapped) -> Unwrapped:
 
 
 class _Proxy(nn.Module):
-    """Stands for a module: has its parameters and buffers, which wrappers look for, but computes something else."""
+    """A module with the parameters and buffers of another one, which wrappers look for, and another computation."""
 
     def __init__(self, module: nn.Module, compute: Callable[..., Any]) -> None:
         super().__init__()
@@ -228,7 +228,7 @@ class _Proxy(nn.Module):
 
 @contextmanager
 def _other_parameters(module: nn.Module) -> Iterator[None]:
-    """Inside, the parameters are others on the same memory: what waits for gradients of the real ones sees none."""
+    """Replace the parameters by others on the same memory, so that hooks on the real ones see no gradients."""
     places = [(owner, name, p) for owner in module.modules() for name, p in owner._parameters.items() if p is not None]
     others = {p: nn.Parameter(p.detach(), requires_grad=p.requires_grad) for _, _, p in places}
     try:
@@ -242,7 +242,7 @@ def _other_parameters(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _without_hooks(units: Sequence[FSDPModule]) -> Iterator[None]:
-    """Inside, calling a unit gathers nothing, so that it can be captured."""
+    """Remove the hooks that gather parameters when a unit is called, so that it can be captured."""
     tables = [hooks for unit in units for hooks in (unit._forward_hooks, unit._forward_pre_hooks)]  # type: ignore[attr-defined]
     before = [dict(hooks) for hooks in tables]
     try:
@@ -257,7 +257,7 @@ def _without_hooks(units: Sequence[FSDPModule]) -> Iterator[None]:
 
 
 def _shrunk(captured: Capture, share: float) -> Capture:
-    """`captured` with this share of the optimizer state."""
+    """Return `captured` with this share of the optimizer state."""
     graph = captured.graph
     tensors = tuple(
         replace(t, size_bytes=round(t.size_bytes * share)) if t.kind is Kind.OPTIMIZER_STATE else t for t in graph.tensors
@@ -270,13 +270,13 @@ def _trained_bytes(module: nn.Module) -> int:
 
 
 def _own_bytes(unit: FSDPModule) -> int:
-    """Bytes of the trained parameters that `unit` gathers itself."""
+    """Return the bytes of the trained parameters that `unit` gathers itself."""
     assert isinstance(unit, nn.Module)
     inner = {p for module in list(unit.modules())[1:] if isinstance(module, FSDPModule) for p in module.parameters()}
     return _local_bytes(p for p in unit.parameters() if p.requires_grad and p not in inner)
 
 
 def _local_bytes(parameters: Iterable[nn.Parameter]) -> int:
-    """Bytes that this process holds of `parameters`."""
+    """Return the bytes of `parameters` that this process holds."""
     local = (p.to_local() if isinstance(p, DTensor) else p for p in parameters)
     return sum(tensor.numel() * tensor.element_size() for tensor in local)

@@ -14,7 +14,7 @@ from graphs.schedule import keep_everything
 from graphs.simulate import simulate
 from planner.capture.options import holding
 from planner.plans.plan import GraphSummary
-from planner.profiling.other_devices import known_devices
+from planner.profiling.other_devices import decode_devices
 from planner.solving import summarize
 from solvers.bounds import any_order_need, describe_need, least_budget_bound
 from solvers.clock import WorkClock
@@ -136,7 +136,7 @@ def graph_facts(graph: Graph, *, exact: bool = False) -> GraphFacts:
     """
     graph = holding_ops(graph, exact_ops(graph)) if exact else graph
     summary = summarize(graph)
-    devices = [device.exactly if exact else device for device in known_devices(graph.provenance)]
+    devices = [device.exactly if exact else device for device in decode_devices(graph.provenance)]
     traced = {name: _option_facts(holding(_here(graph), (name,))) for name in traced_with(graph)}
     graph = without_options(graph).out_of_place()
     whole = reordered(OFFLOAD.added_to(graph, Surroundings(Link.even(1.0)))).graph

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Workload(NamedTuple):
-    """What is trained: a model, the loss of its output against the last of the batch, and a batch."""
+    """A training step: a model, the loss of its output against the last item of the batch, and a batch."""
 
     model: "nn.Module"
     loss_fn: "LossFn | None"
@@ -29,41 +29,45 @@ class Workload(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
-    """Where a model is written, and what it is in one line."""
+class ZooEntry:
+    """The function that builds a model, and its description in one line."""
 
     module: str
     function: str
     description: str
 
 
-ZOO: dict[str, Entry] = {
-    "gpt2": Entry("planner.models.gpt2", "gpt2", "GPT-2 small (124M): decoder with dropout and tied embeddings"),
-    "llama": Entry("planner.models.llama", "llama", "Llama 7B: decoder with RMSNorm, rotary positions, SwiGLU, grouped queries"),
-    "vit": Entry("planner.models.vit", "vit", "ViT-B/16 (87M): image classification by a transformer encoder"),
-    "resnet18": Entry("planner.models.resnet", "resnet18", "ResNet-18 (12M): basic residual blocks with BatchNorm"),
-    "resnet50": Entry("planner.models.resnet", "resnet50", "ResNet-50 (26M): bottleneck residual blocks with BatchNorm"),
-    "resnet152": Entry("planner.models.resnet", "resnet152", "ResNet-152 (60M): bottleneck residual blocks with BatchNorm"),
-    "vgg16": Entry("planner.models.vgg", "vgg16", "VGG-16 (138M): plain convolutions, dropout in the classifier"),
-    "vgg19": Entry("planner.models.vgg", "vgg19", "VGG-19 (144M): plain convolutions, dropout in the classifier"),
-    "unet": Entry("planner.models.unet", "unet", "U-Net (31M): segmentation, long skip connections"),
-    "mobilenet_v2": Entry(
+ZOO: dict[str, ZooEntry] = {
+    "gpt2": ZooEntry("planner.models.gpt2", "gpt2", "GPT-2 small (124M): decoder with dropout and tied embeddings"),
+    "llama": ZooEntry(
+        "planner.models.llama", "llama", "Llama 7B: decoder with RMSNorm, rotary positions, SwiGLU, grouped queries"
+    ),
+    "vit": ZooEntry("planner.models.vit", "vit", "ViT-B/16 (87M): image classification by a transformer encoder"),
+    "resnet18": ZooEntry("planner.models.resnet", "resnet18", "ResNet-18 (12M): basic residual blocks with BatchNorm"),
+    "resnet50": ZooEntry("planner.models.resnet", "resnet50", "ResNet-50 (26M): bottleneck residual blocks with BatchNorm"),
+    "resnet152": ZooEntry("planner.models.resnet", "resnet152", "ResNet-152 (60M): bottleneck residual blocks with BatchNorm"),
+    "vgg16": ZooEntry("planner.models.vgg", "vgg16", "VGG-16 (138M): plain convolutions, dropout in the classifier"),
+    "vgg19": ZooEntry("planner.models.vgg", "vgg19", "VGG-19 (144M): plain convolutions, dropout in the classifier"),
+    "unet": ZooEntry("planner.models.unet", "unet", "U-Net (31M): segmentation, long skip connections"),
+    "mobilenet_v2": ZooEntry(
         "planner.models.mobilenet", "mobilenet_v2", "MobileNetV2 (3.5M): inverted residuals around depthwise filters"
     ),
-    "densenet121": Entry("planner.models.densenet", "densenet121", "DenseNet-121 (8M): every layer reads all layers before it"),
-    "mlp": Entry("planner.models.mlp", "mlp", "multilayer perceptron with dropout"),
+    "densenet121": ZooEntry(
+        "planner.models.densenet", "densenet121", "DenseNet-121 (8M): every layer reads all layers before it"
+    ),
+    "mlp": ZooEntry("planner.models.mlp", "mlp", "multilayer perceptron with dropout"),
 }
 
 
 def build(name: str, **options: Any) -> Workload:
-    """The workload `name`, with its options at their defaults except those given.
+    """Return the workload `name`, with its options at their defaults except those given.
 
-    Random parameters and batches come from torch's global generator: seed it before. Under
-    ``FakeTensorMode`` nothing is allocated.
+    Random parameters and batches come from torch's global generator: seed it before. Under ``FakeTensorMode`` no memory is
+    allocated.
 
     Raises:
         UnknownOptionError: it has no such option.
-        UsageError: unknown name, or a value of the wrong type or out of range.
+        UsageError: the name is unknown, or a value has the wrong type or is out of range.
     """
     factory = _factory(name)
     parameters = inspect.signature(factory).parameters
@@ -75,17 +79,17 @@ def build(name: str, **options: Any) -> Workload:
 
 
 def describe_options(name: str) -> str:
-    """The options of `name` with their defaults: ``batch=8, seq=1024, ...``."""
+    """Return the options of `name` with their defaults: ``batch=8, seq=1024, ...``."""
     parameters = inspect.signature(_factory(name)).parameters.values()
     return ", ".join(f"{p.name}={_written(p.default)}" for p in parameters)
 
 
 def parse_options(name: str, texts: Sequence[str]) -> Mapping[str, Any]:
-    """Options of `name` from texts like ``layers=4``, ``tie=false``, ``blocks=2,2``, as `build` takes them.
+    """Return the options of `name` from texts like ``layers=4``, ``tie=false``, ``blocks=2,2``, as `build` takes them.
 
     Raises:
         UnknownOptionError: it has no such option.
-        UsageError: not of this form, given twice, or a value that cannot be read as its type.
+        UsageError: a text is not of this form, is given twice, or has a value that cannot be read as its type.
     """
     parameters = inspect.signature(_factory(name)).parameters
     options: dict[str, Any] = {}
@@ -110,7 +114,7 @@ def _factory(name: str) -> Callable[..., Workload]:
 
 
 def _check_value(name: str, option: str, value: Any, annotation: Any) -> None:
-    """Type by annotation; whole numbers are counts, ``dropout`` is a probability, other numbers are above zero."""
+    """Raise a UsageError unless `value` fits: integers are counts, ``dropout`` is a probability, other numbers are positive."""
     optional = type(None) in get_args(annotation)
     if value is None and optional:
         return

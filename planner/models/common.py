@@ -1,4 +1,4 @@
-"""What the zoo models share: where and in which precision they are made, their losses, their batches."""
+"""Shared parts of the zoo models: precision and device, losses, batches."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,10 +14,10 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 @contextmanager
 def creating(dtype: str, device: str) -> Iterator[None]:
-    """Floating-point tensors made inside are made in `dtype`, and all tensors on `device`.
+    """Create floating-point tensors in `dtype`, and all tensors on `device`.
 
     Raises:
-        UsageError: unknown dtype, or a device that this machine does not have.
+        UsageError: the dtype is unknown, or this machine has no such device.
     """
     choose("dtype", dtype, DTYPES)
     try:
@@ -36,34 +36,34 @@ def creating(dtype: str, device: str) -> Iterator[None]:
 
 
 def choose(option: str, value: str, choices: "dict[str, torch.dtype] | tuple[str, ...]") -> None:
-    """Refuse a `value` that is none of `choices`."""
+    """Raise a UsageError unless `value` is one of `choices`."""
     if value not in choices:
         raise UsageError(f"option {option} is {value!r}: choose from {', '.join(choices)}")
 
 
 def refuse_if(condition: object, message: str) -> None:
-    """Refuse options that do not go together."""
+    """Raise a UsageError with `message` if `condition` holds."""
     if condition:
         raise UsageError(message)
 
 
 def class_loss(logits: Tensor, target: Tensor) -> Tensor:
-    """Cross-entropy of ``(batch, classes, ...)`` logits, in float32 as mixed-precision training computes it."""
+    """Return the cross-entropy of ``(batch, classes, ...)`` logits, in float32 as in mixed-precision training."""
     return F.cross_entropy(logits.float(), target)
 
 
 def token_loss(logits: Tensor, target: Tensor) -> Tensor:
-    """Cross-entropy of ``(batch, seq, vocab)`` logits against ``(batch, seq)`` tokens, in float32."""
+    """Return the cross-entropy of ``(batch, seq, vocab)`` logits against ``(batch, seq)`` tokens, in float32."""
     return F.cross_entropy(logits.float().flatten(0, 1), target.flatten())
 
 
 def images(batch: int, channels: int, size: int) -> Tensor:
-    """Random square images of `size` pixels a side."""
+    """Return random square images of `size` pixels a side."""
     return torch.randn(batch, channels, size, size)
 
 
 def init_convolutions(model: nn.Module) -> None:
-    """He initialisation of convolutions and small normal linear layers, as image models are trained from."""
+    """Initialize convolutions by He's method and linear layers by small normal numbers, as usual for image models."""
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")

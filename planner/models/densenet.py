@@ -8,14 +8,14 @@ from planner.models.common import class_loss, creating, images, init_convolution
 
 
 def normed_convolution(inputs: int, outputs: int, kernel: int) -> nn.Sequential:
-    """BatchNorm, ReLU, convolution without bias."""
+    """Return BatchNorm, ReLU, and a convolution without bias."""
     return nn.Sequential(
         nn.BatchNorm2d(inputs), nn.ReLU(inplace=True), nn.Conv2d(inputs, outputs, kernel, padding=kernel // 2, bias=False)
     )
 
 
 class DenseBlock(nn.Module):
-    """`layers` layers that add `growth` channels each, through a bottleneck of 4 * `growth`."""
+    """A block of `layers` layers that add `growth` channels each, through a bottleneck of 4 * `growth`."""
 
     def __init__(self, inputs: int, layers: int, growth: int) -> None:
         super().__init__()
@@ -25,7 +25,7 @@ class DenseBlock(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """`x` and all that the layers add to it, along the channels."""
+        """Return `x` and the outputs of all layers, along the channels."""
         parts = [x]
         for layer in self.layers:
             parts.append(layer(torch.cat(parts, dim=1)))
@@ -42,7 +42,7 @@ def densenet121(
     dtype: str = "float32",
     device: str = "cpu",
 ) -> Workload:
-    """DenseNet-121; DenseNet-169 is ``blocks=(6, 12, 32, 32)``.
+    """Build DenseNet-121; DenseNet-169 is ``blocks=(6, 12, 32, 32)``.
 
     Raises:
         UsageError: `size` is too small for the halvings.

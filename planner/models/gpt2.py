@@ -20,7 +20,7 @@ class Attention(nn.Module):
         self.out = nn.Linear(width, width)
 
     def forward(self, x: Tensor, future: Tensor | None) -> Tensor:
-        """Mix the positions of `x` ``(batch, seq, width)``; `future` is true where a position may not look."""
+        """Mix the positions of `x` ``(batch, seq, width)``; `future` is True where a position may not look."""
         batch, seq, width = x.shape
         q, k, v = (part.view(batch, seq, self.heads, -1).transpose(1, 2) for part in self.qkv(x).split(width, dim=2))
         if self.kind == "sdpa":
@@ -35,7 +35,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and a feed-forward net, each on a residual branch behind a LayerNorm."""
+    """Attention and a feed-forward net, each on a residual branch after a LayerNorm."""
 
     def __init__(self, width: int, heads: int, dropout: float, kind: str) -> None:
         super().__init__()
@@ -46,14 +46,14 @@ class Block(nn.Module):
         )
 
     def forward(self, x: Tensor, future: Tensor | None) -> Tensor:
-        """Both branches added to `x` ``(batch, seq, width)``."""
+        """Return `x` ``(batch, seq, width)`` with both branches added."""
         x = x + self.attention(self.norm_attention(x), future)
         fed: Tensor = self.feed(self.norm_feed(x))
         return x + fed
 
 
 class GPT2(nn.Module):
-    """Tokens ``(batch, seq)`` to logits ``(batch, seq, vocab)``."""
+    """A language model from tokens ``(batch, seq)`` to logits ``(batch, seq, vocab)``."""
 
     future: Tensor | None
 
@@ -77,12 +77,12 @@ class GPT2(nn.Module):
             if name.endswith("bias"):
                 nn.init.zeros_(parameter)
             elif parameter.dim() == 2:
-                # The projections that end a residual branch are smaller, so that depth does not blow up the sum.
+                # The projections that end a residual branch are smaller, so that the sum does not grow with depth.
                 ends_branch = name.endswith(("attention.out.weight", "feed.2.weight"))
                 nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * layers) if ends_branch else 0.02)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Logits of `tokens`."""
+        """Return the logits of `tokens`."""
         positions = torch.arange(tokens.size(1), device=tokens.device)
         x: Tensor = self.dropout(self.tokens(tokens) + self.positions(positions))
         for block in self.blocks:
@@ -105,7 +105,7 @@ def gpt2(
     dtype: str = "float32",
     device: str = "cpu",
 ) -> Workload:
-    """GPT-2 small by default; medium is ``layers=24, width=1024, heads=16``.
+    """Build GPT-2, small by default; medium is ``layers=24, width=1024, heads=16``.
 
     Raises:
         UsageError: `width` is no multiple of `heads`; `attention` is neither ``sdpa`` nor ``written``.

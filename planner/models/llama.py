@@ -9,7 +9,7 @@ from planner.models.common import creating, refuse_if, token_loss
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight, the quotient in float32."""
+    """The norm x / rms(x) * weight, with the quotient in float32."""
 
     def __init__(self, width: int, eps: float = 1e-5) -> None:
         super().__init__()
@@ -17,21 +17,21 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        """`x` over its root mean square along the last dimension, times the weight."""
+        """Return `x` over its root mean square along the last dimension, times the weight."""
         wide = x.float()
         scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
         return self.weight * (wide * scale).to(x.dtype)
 
 
 def rotary_tables(seq: int, head_width: int, base: float) -> tuple[Tensor, Tensor]:
-    """Cosine and sine ``(seq, head_width)`` of position times frequency, both halves alike."""
+    """Return cosine and sine ``(seq, head_width)`` of position times frequency, equal in both halves."""
     frequencies = base ** -(torch.arange(0, head_width, 2, dtype=torch.float32) / head_width)
     angles = torch.outer(torch.arange(seq, dtype=torch.float32), frequencies).repeat(1, 2)
     return angles.cos().to(torch.get_default_dtype()), angles.sin().to(torch.get_default_dtype())
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """`x` ``(batch, heads, seq, head_width)`` with each pair (i, i + head_width / 2) turned by its angle."""
+    """Return `x` ``(batch, heads, seq, head_width)`` with each pair (i, i + head_width / 2) rotated by its angle."""
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-second, first), dim=-1) * sin
 
@@ -62,7 +62,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and a gated feed-forward net, each on a residual branch behind an RMSNorm."""
+    """Attention and a gated feed-forward net, each on a residual branch after an RMSNorm."""
 
     def __init__(self, width: int, heads: int, kv_heads: int, hidden: int) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class Block(nn.Module):
         self.down = nn.Linear(hidden, width, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Both branches added to `x` ``(batch, seq, width)``."""
+        """Return `x` ``(batch, seq, width)`` with both branches added."""
         x = x + self.attention(self.norm_attention(x), cos, sin)
         normed = self.norm_feed(x)
         fed: Tensor = self.down(F.silu(self.gate(normed)) * self.up(normed))
@@ -81,7 +81,7 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    """Tokens ``(batch, seq)`` to logits ``(batch, seq, vocab)``."""
+    """A language model from tokens ``(batch, seq)`` to logits ``(batch, seq, vocab)``."""
 
     cos: Tensor
     sin: Tensor
@@ -102,7 +102,7 @@ class Llama(nn.Module):
                 nn.init.normal_(parameter, std=0.02)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Logits of `tokens`."""
+        """Return the logits of `tokens`."""
         x: Tensor = self.tokens(tokens)
         for block in self.blocks:
             x = block(x, self.cos, self.sin)
@@ -124,7 +124,7 @@ def llama(
     dtype: str = "bfloat16",
     device: str = "cpu",
 ) -> Workload:
-    """Llama 7B by default; `kv_heads` None means as many as `heads`.
+    """Build Llama, 7B by default; `kv_heads` None means as many as `heads`.
 
     Raises:
         UsageError: `width` is no multiple of 2 * `heads`, or `heads` no multiple of `kv_heads`.

@@ -17,7 +17,7 @@ def mlp(
     dtype: str = "float32",
     device: str = "cpu",
 ) -> Workload:
-    """`layers` hidden layers of `width` units with ReLU and dropout, then a classifier."""
+    """Build `layers` hidden layers of `width` units with ReLU and dropout, then a classifier."""
     with creating(dtype, device):
         blocks: list[nn.Module] = []
         for _ in range(layers):

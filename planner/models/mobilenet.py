@@ -11,13 +11,13 @@ STAGES = ((1, 16, 1, 1), (6, 24, 2, 2), (6, 32, 3, 2), (6, 64, 4, 2), (6, 96, 3,
 
 
 def to_multiple_of_8(channels: float) -> int:
-    """Nearest multiple of 8, at least 8, and never more than a tenth below `channels`."""
+    """Return the nearest multiple of 8, at least 8, and at most a tenth below `channels`."""
     rounded = max(8, int(channels + 4) // 8 * 8)
     return rounded + 8 if rounded < 0.9 * channels else rounded
 
 
 def convolution(inputs: int, outputs: int, kernel: int, *, stride: int = 1, groups: int = 1, relu: bool = True) -> nn.Sequential:
-    """Convolution without bias, its BatchNorm, and ReLU6 unless the output is to stay linear."""
+    """Return a convolution without bias, its BatchNorm, and ReLU6 if `relu`."""
     layers: list[nn.Module] = [
         nn.Conv2d(inputs, outputs, kernel, stride=stride, padding=kernel // 2, groups=groups, bias=False),
         nn.BatchNorm2d(outputs),
@@ -26,7 +26,7 @@ def convolution(inputs: int, outputs: int, kernel: int, *, stride: int = 1, grou
 
 
 class InvertedResidual(nn.Module):
-    """Widen by 1x1, filter each channel by 3x3, narrow by 1x1; added to the input where the shape allows."""
+    """Expansion by 1x1, a filter per channel by 3x3, projection by 1x1; added to the input if the shapes agree."""
 
     def __init__(self, inputs: int, outputs: int, stride: int, expansion: int) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class InvertedResidual(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """The branch of `x`, added to it where the shapes agree."""
+        """Return the branch of `x`, added to it if the shapes agree."""
         branch: Tensor = self.branch(x)
         return x + branch if self.adds else branch
 
@@ -54,7 +54,7 @@ def mobilenet_v2(
     dtype: str = "float32",
     device: str = "cpu",
 ) -> Workload:
-    """MobileNetV2; all channels but those of the narrow classifiers are scaled by `multiplier`."""
+    """Build MobileNetV2; all channels but those of narrow classifiers are scaled by `multiplier`."""
     with creating(dtype, device):
         channels = to_multiple_of_8(32 * multiplier)
         layers: list[nn.Module] = [convolution(3, channels, 3, stride=2)]

@@ -1,4 +1,4 @@
-"""Residual networks (He et al. 2016), the stride of a bottleneck on its 3x3 convolution."""
+"""Residual networks (He et al. 2016), with the stride of a bottleneck on its 3x3 convolution."""
 
 import torch
 from torch import Tensor, nn
@@ -8,14 +8,14 @@ from planner.models.common import class_loss, creating, images, init_convolution
 
 
 def convolution(inputs: int, outputs: int, kernel: int, stride: int = 1) -> nn.Sequential:
-    """Convolution without bias, and its BatchNorm."""
+    """Return a convolution without bias, and its BatchNorm."""
     return nn.Sequential(
         nn.Conv2d(inputs, outputs, kernel, stride=stride, padding=kernel // 2, bias=False), nn.BatchNorm2d(outputs)
     )
 
 
 class Residual(nn.Module):
-    """relu(branch(x) + shortcut(x)); the shortcut is a 1x1 convolution where the shape changes."""
+    """The block relu(branch(x) + shortcut(x)); the shortcut is a 1x1 convolution if the shape changes."""
 
     def __init__(self, inputs: int, width: int, stride: int, *, bottleneck: bool) -> None:
         super().__init__()
@@ -33,13 +33,13 @@ class Residual(nn.Module):
         self.relu = nn.ReLU(inplace=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The block's output for `x` ``(batch, channels, height, width)``."""
+        """Return the block's output for `x` ``(batch, channels, height, width)``."""
         joined: Tensor = self.relu(self.branch(x) + self.shortcut(x))
         return joined
 
 
 def residual_network(blocks: tuple[int, ...], width: int, classes: int, *, bottleneck: bool) -> nn.Sequential:
-    """Stem, one stage for each of `blocks`, pooling, classifier; each stage halves the image and doubles the width."""
+    """Build stem, one stage for each of `blocks`, pooling and classifier; stages halve the image and double the width."""
     stem = nn.Sequential(convolution(3, width, 7, 2), nn.ReLU(inplace=True), nn.MaxPool2d(3, stride=2, padding=1))
     stages: list[nn.Module] = []
     inputs = width
@@ -73,7 +73,7 @@ def resnet18(
     dtype: str = "float32",
     device: str = "cpu",
 ) -> Workload:
-    """ResNet-18; ResNet-34 is ``blocks=(3, 4, 6, 3)``."""
+    """Build ResNet-18; ResNet-34 is ``blocks=(3, 4, 6, 3)``."""
     return _workload(
         batch=batch, size=size, blocks=blocks, width=width, classes=classes, dtype=dtype, device=device, bottleneck=False
     )
@@ -89,7 +89,7 @@ def resnet50(
     dtype: str = "float32",
     device: str = "cpu",
 ) -> Workload:
-    """ResNet-50; ResNet-101 is ``blocks=(3, 4, 23, 3)``."""
+    """Build ResNet-50; ResNet-101 is ``blocks=(3, 4, 23, 3)``."""
     return _workload(
         batch=batch, size=size, blocks=blocks, width=width, classes=classes, dtype=dtype, device=device, bottleneck=True
     )
@@ -105,7 +105,7 @@ def resnet152(
     dtype: str = "float32",
     device: str = "cpu",
 ) -> Workload:
-    """ResNet-152."""
+    """Build ResNet-152."""
     return _workload(
         batch=batch, size=size, blocks=blocks, width=width, classes=classes, dtype=dtype, device=device, bottleneck=True
     )

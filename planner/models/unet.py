@@ -8,7 +8,7 @@ from planner.models.common import choose, class_loss, creating, images, init_con
 
 
 class DoubleConvolution(nn.Sequential):
-    """Twice: 3x3 convolution, norm, ReLU."""
+    """Two times a 3x3 convolution, norm and ReLU."""
 
     def __init__(self, inputs: int, outputs: int, norm: str) -> None:
         parts: list[nn.Module] = []
@@ -19,7 +19,7 @@ class DoubleConvolution(nn.Sequential):
 
 
 class UNet(nn.Module):
-    """Images ``(batch, 3, size, size)`` to logits ``(batch, classes, size, size)``."""
+    """A segmentation model from images ``(batch, 3, size, size)`` to logits ``(batch, classes, size, size)``."""
 
     def __init__(self, *, channels: int, depth: int, classes: int, norm: str) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class UNet(nn.Module):
         init_convolutions(self)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits of each pixel of `x`."""
+        """Return the logits of each pixel of `x`."""
         x = self.stem(x)
         skips = []
         for down in self.down:
@@ -56,7 +56,7 @@ def unet(
     dtype: str = "float32",
     device: str = "cpu",
 ) -> Workload:
-    """The U-Net with four levels by default; `channels` at full resolution, doubled at each of `depth` halvings.
+    """Build U-Net, with four levels by default; `channels` at full resolution, doubled at each of `depth` halvings.
 
     Raises:
         UsageError: `size` is no multiple of 2^depth; `norm` is neither ``batch`` nor ``group`` (which needs

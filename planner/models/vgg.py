@@ -12,7 +12,7 @@ STAGE_WIDTHS = (1, 2, 4, 8, 8)
 def plain_network(
     convolutions: tuple[int, ...], *, width: int, hidden: int, classes: int, bn: bool, dropout: float
 ) -> nn.Sequential:
-    """Five stages, each with as many convolutions as `convolutions` says and then a halving, and three linear layers."""
+    """Build five stages of `convolutions` convolutions, each followed by a halving, and three linear layers."""
     features: list[nn.Module] = []
     channels = 3
     for count, factor in zip(convolutions, STAGE_WIDTHS, strict=True):
@@ -68,7 +68,7 @@ def vgg16(
     dtype: str = "float32",
     device: str = "cpu",
 ) -> Workload:
-    """VGG-16, configuration D; with BatchNorm if `bn`."""
+    """Build VGG-16, configuration D; with BatchNorm if `bn`."""
     return _workload(
         (2, 2, 3, 3, 3),
         batch=batch,
@@ -95,7 +95,7 @@ def vgg19(
     dtype: str = "float32",
     device: str = "cpu",
 ) -> Workload:
-    """VGG-19, configuration E; with BatchNorm if `bn`."""
+    """Build VGG-19, configuration E; with BatchNorm if `bn`."""
     return _workload(
         (2, 2, 4, 4, 4),
         batch=batch,

@@ -27,7 +27,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and a feed-forward net, each on a residual branch behind a LayerNorm."""
+    """Attention and a feed-forward net, each on a residual branch after a LayerNorm."""
 
     def __init__(self, width: int, heads: int, hidden: int, dropout: float) -> None:
         super().__init__()
@@ -39,14 +39,14 @@ class Block(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Both branches added to `x` ``(batch, seq, width)``."""
+        """Return `x` ``(batch, seq, width)`` with both branches added."""
         x = x + self.dropout(self.attention(self.norm_attention(x)))
         fed: Tensor = self.feed(self.norm_feed(x))
         return x + fed
 
 
 class ViT(nn.Module):
-    """Images ``(batch, 3, size, size)`` to logits ``(batch, classes)``, read off the class token."""
+    """A classifier from images ``(batch, 3, size, size)`` to logits ``(batch, classes)``, read off the class token."""
 
     def __init__(
         self, *, size: int, patch: int, layers: int, width: int, heads: int, hidden: int, classes: int, dropout: float
@@ -65,7 +65,7 @@ class ViT(nn.Module):
                 nn.init.zeros_(module.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits of the images `x`."""
+        """Return the logits of the images `x`."""
         patches = self.patches(x).flatten(2).transpose(1, 2)
         joined = torch.cat((self.class_token.expand(patches.size(0), -1, -1), patches), dim=1)
         encoded = self.blocks(self.dropout(joined + self.positions))
@@ -87,7 +87,7 @@ def vit(
     dtype: str = "float32",
     device: str = "cpu",
 ) -> Workload:
-    """ViT-B/16 by default; ViT-L/16 is ``layers=24, width=1024, heads=16``; `hidden` None means 4 * `width`.
+    """Build ViT, B/16 by default; ViT-L/16 is ``layers=24, width=1024, heads=16``; `hidden` None means 4 * `width`.
 
     Raises:
         UsageError: `size` is no multiple of `patch`, or `width` no multiple of `heads`.

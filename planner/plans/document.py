@@ -4,7 +4,7 @@ import os
 from collections.abc import Mapping
 from enum import StrEnum
 
-from msgspec import UNSET, Struct, UnsetType
+from msgspec import UNSET, Struct, UnsetType, field
 
 from graphs.errors import FormatError
 from graphs.io.documents import (
@@ -16,11 +16,11 @@ from graphs.io.documents import (
     check_header,
     document,
     fields_of,
-    plain_object,
     refuse,
-    row_of,
+    struct_from,
+    to_json_object,
 )
-from graphs.io.files import layout, read_object, write_text
+from graphs.io.files import format_json, read_object, write_text
 from graphs.io.formats import summable
 from graphs.io.graph_document import graph_from_dict
 from graphs.ir import Graph
@@ -30,7 +30,7 @@ from planner.plans.plan import GraphSummary, Plan
 
 
 class PlanStatus(StrEnum):
-    """What a solve that ended in a schedule may say about it."""
+    """The status of a solve that found a schedule."""
 
     OPTIMAL = "optimal"
     FEASIBLE = "feasible"
@@ -72,7 +72,7 @@ class _Eager(Struct, forbid_unknown_fields=True):
     time_s: Seconds
     planned_time_s: Seconds
     failure: str
-    beside: str = "eager"
+    reference: str = field(name="beside", default="eager")
     gradient_error: Seconds | UnsetType = UNSET
     eager_error: Seconds | UnsetType = UNSET
     spread: Seconds | UnsetType = UNSET
@@ -101,13 +101,13 @@ class _Plan(Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 def plan_to_dict(plan: Plan) -> dict[str, object]:
-    """`plan` as it stands in a file.
+    """Return `plan` as in a file.
 
     Raises:
-        FormatError: provenance, settings or versions have no JSON form, or a step has none.
+        FormatError: provenance, settings, versions or a step have no JSON form.
     """
-    summary = row_of(plan.graph, _Summary)
-    summary.provenance = plain_object(plan.graph.provenance, "graph.provenance")
+    summary = struct_from(plan.graph, _Summary)
+    summary.provenance = to_json_object(plan.graph.provenance, "graph.provenance")
     return fields_of(
         _Plan(
             format=PLAN_FORMAT,
@@ -120,7 +120,7 @@ def plan_to_dict(plan: Plan) -> dict[str, object]:
             status=PlanStatus(plan.status),
             solver=plan.solver,
             seconds=plan.seconds,
-            settings=plain_object(plan.settings, "settings"),
+            settings=to_json_object(plan.settings, "settings"),
             versions=dict(plan.versions),
             measured_peak_bytes=plan.measured_peak_bytes,
             pool_peaks_bytes=dict(plan.pool_peaks_bytes) or UNSET,
@@ -134,14 +134,14 @@ def plan_to_dict(plan: Plan) -> dict[str, object]:
 
 
 def plan_from_dict(data: Mapping[str, object], *, source: str = "plan") -> Plan:
-    """The plan that `data` describes; `source` names it in messages.
+    """Return the plan in `data`; `source` names it in messages.
 
     Raises:
-        FormatError: `data` is no plan of the version that this planner reads.
+        FormatError: `data` is no plan of a version that this planner reads.
     """
     check_header(data, PLAN_FORMAT, source)
     read = document(data, _Plan, source)
-    provenance = plain_object(read.graph.provenance, f"{source}: graph.provenance")
+    provenance = to_json_object(read.graph.provenance, f"{source}: graph.provenance")
     if read.peak_bytes > read.budget_bytes:
         refuse(source, "peak_bytes", read.peak_bytes, f"within budget_bytes, {read.budget_bytes}")
     return Plan(
@@ -154,7 +154,7 @@ def plan_from_dict(data: Mapping[str, object], *, source: str = "plan") -> Plan:
         status=read.status.value,
         solver=read.solver,
         seconds=read.seconds,
-        settings=plain_object(read.settings, f"{source}: settings"),
+        settings=to_json_object(read.settings, f"{source}: settings"),
         versions=read.versions,
         measured_peak_bytes=read.measured_peak_bytes,
         pool_peaks_bytes=read.pool_peaks_bytes or {},
@@ -181,7 +181,7 @@ def write_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
         FormatError: provenance, settings or versions have no JSON form, or a step has none.
         OutputError: the file cannot be written.
     """
-    write_text(path, layout(plan_to_dict(plan)))
+    write_text(path, format_json(plan_to_dict(plan)))
 
 
 def read_graph_or_plan(path: str | os.PathLike[str]) -> Graph | Plan:
@@ -197,9 +197,9 @@ def read_graph_or_plan(path: str | os.PathLike[str]) -> Graph | Plan:
 
 
 def _eager_of(comparison: EagerComparison) -> _Eager:
-    eager = row_of(comparison, _Eager)
-    eager.differences = tuple(row_of(difference, _Difference) for difference in comparison.differences)
-    eager.first_op = None if comparison.first_op is None else row_of(comparison.first_op, _DifferingOp)
+    eager = struct_from(comparison, _Eager)
+    eager.differences = tuple(struct_from(difference, _Difference) for difference in comparison.differences)
+    eager.first_op = None if comparison.first_op is None else struct_from(comparison.first_op, _DifferingOp)
     return eager
 
 

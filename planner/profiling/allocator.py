@@ -1,4 +1,4 @@
-"""What the allocator hands out while something runs: tensors and workspaces, on the CPU and on CUDA."""
+"""Memory that the allocator provides while a function runs: tensors and workspaces, on the CPU and on CUDA."""
 
 import gc
 import os
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch.autograd.profiler import profile, record_function
 
-# Called by what is measured, where one segment ends and the next begins.
+# Called by the measured function where one segment ends and the next begins.
 Mark = Callable[[], None]
 
 _MARK = "planner::mark"
@@ -17,14 +17,14 @@ _MARK = "planner::mark"
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """One event of the CPU allocator: bytes taken (positive) or given back (negative), or a mark (None)."""
+    """One event of the CPU allocator: bytes allocated (positive) or freed (negative), or a mark (None)."""
 
     time_ns: int
     size_bytes: int | None
 
 
 def cpu_allocations(run: Callable[[Mark], object]) -> list[Allocation]:
-    """Everything PyTorch's CPU allocator does while `run` runs, in order, with the marks it sets."""
+    """Return all events of PyTorch's CPU allocator while `run` runs, in order, with the marks that it sets."""
 
     def mark() -> None:
         with record_function(_MARK):
@@ -43,7 +43,7 @@ def cpu_allocations(run: Callable[[Mark], object]) -> list[Allocation]:
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """Inside, Python does not look for garbage in cycles: what is such from before would be given back at any moment."""
+    """Disable Python's collection of cycles, whose memory would be freed at any moment."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -55,10 +55,10 @@ def no_collection() -> Iterator[None]:
 
 @contextmanager
 def _quiet_kineto() -> Iterator[None]:
-    """Keep the profiler from writing its tracing probes to stderr; it reads its log level when first used."""
+    """Keep the profiler from writing its log to stderr; it reads its log level when first used."""
     name = "KINETO_LOG_LEVEL"
     before = os.environ.get(name)
-    os.environ.setdefault(name, "6")  # above every level there is
+    os.environ.setdefault(name, "6")  # above every level
     try:
         yield
     finally:
@@ -67,7 +67,7 @@ def _quiet_kineto() -> Iterator[None]:
 
 
 def segment_peaks(run: Callable[[Mark], object], device: torch.device) -> list[int]:
-    """Bytes by which memory rises above its level at the start of each segment of `run`.
+    """Return the bytes by which memory rises above its level at the start of each segment of `run`.
 
     A segment ends at each mark; the last one at the end of the run.
     """

@@ -1,18 +1,18 @@
-"""Rooflines: how long an op takes on a device that is not here, from its FLOPs and the bytes it moves.
+"""Rooflines: the time of an op on a device that need not be present, from its FLOPs and the bytes that it moves.
 
-An op takes a fixed time plus the longer of computing and moving: ``launch + max(flops / peak, bytes / bandwidth)``,
-both limits lowered to what good kernels reach. Peaks are dense (no structured sparsity) and, like memory and
-bandwidth, those of the makers' public documents:
+An op takes a fixed time plus the longer of computing and moving: ``launch + max(flops / peak, bytes / bandwidth)``, where both
+limits are lowered to what good kernels reach. Peaks are dense (no structured sparsity). Like memory and bandwidth, they are
+from public documents:
 
 - gh200: NVIDIA GH200 Grace Hopper Superchip datasheet, with 96 GB of HBM3
 - h200, h100: NVIDIA H200 and H100 Tensor Core GPU datasheets, SXM5 modules
 - a100: NVIDIA A100 Tensor Core GPU datasheet, 80 GB SXM4 module
 - l4: NVIDIA L4 Tensor Core GPU datasheet
 - rtx4090: NVIDIA Ada GPU architecture whitepaper, appendix A (half precision with float32 accumulation)
-- cpu: no product, but round figures of a desktop: eight cores with AVX2 at 3.5 GHz, two channels of DDR4-3200
+- cpu: no product, but round numbers of a desktop: eight cores with AVX2 at 3.5 GHz, two channels of DDR4-3200
 
-The efficiencies are not from documents: they are round values of what cuBLAS, cuDNN and FlashAttention-2 kernels
-commonly reach at large sizes. Torch is imported only when an op is timed.
+The efficiencies are not from documents: they are round values of what cuBLAS, cuDNN and FlashAttention-2 kernels commonly
+reach at large sizes. Torch is imported only when an op is modelled.
 """
 
 import operator
@@ -29,19 +29,19 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Device:
-    """What a device can do at best, and the part of it that kernels reach.
+class DeviceSpec:
+    """The peak rates of a device, and the fraction of them that kernels reach.
 
     Attributes:
         name: key in `DEVICES`.
-        memory_bytes: of the whole device.
-        bandwidth_bytes_per_s: of its main memory.
+        memory_bytes: size of its memory.
+        bandwidth_bytes_per_s: bandwidth of its main memory.
         half_flops: peak per second in bfloat16 and float16.
-        tf32_flops: peak per second of float32 convolutions, which torch lets use tensor cores by default.
+        tf32_flops: peak per second of float32 convolutions, for which torch enables tensor cores by default.
         float32_flops: peak per second of other float32 operations, and of grouped convolutions.
-        launch_s: time of a kernel that does nothing.
-        matmul_efficiency, convolution_efficiency, attention_efficiency: part of the peak that is reached.
-        bandwidth_efficiency: part of the bandwidth that is reached.
+        launch_s: time of an empty kernel.
+        matmul_efficiency, convolution_efficiency, attention_efficiency: fraction of the peak that is reached.
+        bandwidth_efficiency: fraction of the bandwidth that is reached.
     """
 
     name: str
@@ -58,42 +58,42 @@ class Device:
 
 
 _ALL = (
-    Device("gh200", 96 * 10**9, 4.0e12, 989.5e12, 494.7e12, 67e12, 4e-6, 0.75, 0.55, 0.40, 0.85),
-    Device("h200", 141 * 10**9, 4.8e12, 989.5e12, 494.7e12, 67e12, 4e-6, 0.75, 0.55, 0.40, 0.85),
-    Device("h100", 80 * 10**9, 3.35e12, 989.5e12, 494.7e12, 67e12, 4e-6, 0.75, 0.55, 0.40, 0.85),
-    Device("a100", 80 * 10**9, 2.039e12, 312e12, 156e12, 19.5e12, 5e-6, 0.80, 0.60, 0.60, 0.85),
-    Device("l4", 24 * 10**9, 0.3e12, 121e12, 60e12, 30.3e12, 5e-6, 0.60, 0.50, 0.50, 0.85),
-    Device("rtx4090", 24 * 10**9, 1.008e12, 165.2e12, 82.6e12, 82.6e12, 4e-6, 0.80, 0.60, 0.60, 0.85),
-    Device("cpu", 32 * 10**9, 51.2e9, 0.9e12, 0.9e12, 0.9e12, 2e-6, 0.70, 0.50, 0.40, 0.70),
+    DeviceSpec("gh200", 96 * 10**9, 4.0e12, 989.5e12, 494.7e12, 67e12, 4e-6, 0.75, 0.55, 0.40, 0.85),
+    DeviceSpec("h200", 141 * 10**9, 4.8e12, 989.5e12, 494.7e12, 67e12, 4e-6, 0.75, 0.55, 0.40, 0.85),
+    DeviceSpec("h100", 80 * 10**9, 3.35e12, 989.5e12, 494.7e12, 67e12, 4e-6, 0.75, 0.55, 0.40, 0.85),
+    DeviceSpec("a100", 80 * 10**9, 2.039e12, 312e12, 156e12, 19.5e12, 5e-6, 0.80, 0.60, 0.60, 0.85),
+    DeviceSpec("l4", 24 * 10**9, 0.3e12, 121e12, 60e12, 30.3e12, 5e-6, 0.60, 0.50, 0.50, 0.85),
+    DeviceSpec("rtx4090", 24 * 10**9, 1.008e12, 165.2e12, 82.6e12, 82.6e12, 4e-6, 0.80, 0.60, 0.60, 0.85),
+    DeviceSpec("cpu", 32 * 10**9, 51.2e9, 0.9e12, 0.9e12, 0.9e12, 2e-6, 0.70, 0.50, 0.40, 0.70),
 )
-DEVICES: dict[str, Device] = {device.name: device for device in _ALL}
+DEVICES: dict[str, DeviceSpec] = {device.name: device for device in _ALL}
 
 
-def get_device(name: str) -> Device:
-    """The device `name`.
+def get_device(name: str) -> DeviceSpec:
+    """Return the device `name`.
 
     Raises:
-        TraceError: no such device; names those there are.
+        TraceError: there is none; lists the devices.
     """
     if name not in DEVICES:
         raise TraceError(f"unknown device {name!r}: choose from {', '.join(DEVICES)}")
     return DEVICES[name]
 
 
-def device_called(product: str) -> Device | None:
-    """The device that its driver calls `product`, such as ``NVIDIA H100 80GB HBM3``; None of others."""
+def find_device(product: str) -> DeviceSpec | None:
+    """Return the device that its driver calls `product`, such as ``NVIDIA H100 80GB HBM3``; None if it is unknown."""
     words = re.findall(r"[a-z0-9]+", product.lower().replace("rtx ", "rtx"))
     return next((device for device in DEVICES.values() if device.name in words), None)
 
 
-def op_time_s(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any, device: Device) -> float:
-    """Modelled seconds of one call of `target`; 0 for views, which run no kernel.
+def op_time_s(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any, device: DeviceSpec) -> float:
+    """Return the modelled seconds of one call of `target`; 0 for views, which run no kernel.
 
     Args:
-        target: an aten overload; others, such as ``operator.getitem``, are views or bound by their bytes.
-        args, kwargs: of the call, tensors real, fake or on meta, nested as in the call.
-        out: what it returns, likewise.
-        device: where it is to run.
+        target: an aten overload; others, such as ``operator.getitem``, are views or bound by bandwidth.
+        args, kwargs: arguments of the call, with real, fake or meta tensors.
+        out: the result of the call, likewise.
+        device: the device to model.
     """
     if is_view(target):
         return 0.0
@@ -103,12 +103,12 @@ def op_time_s(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: 
     return device.launch_s + max(moving_s, computing_s)
 
 
-def workspace_bytes(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any, device: Device) -> int:
-    """Modelled memory held during one call besides inputs and outputs.
+def workspace_bytes(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any, device: DeviceSpec) -> int:
+    """Return the modelled memory of one call in bytes, besides inputs and outputs.
 
-    Known and counted: the backward of fused attention on GPUs accumulates the query's gradient in float32
-    and, where query heads share key heads, makes the shared gradients per query head first. All others count
-    as 0: cuBLAS keeps one workspace for all calls, and what cuDNN takes depends on the algorithm it picks.
+    Only the backward pass of fused attention on GPUs counts: it accumulates the query's gradient in float32 and, where query
+    heads share key heads, first computes the shared gradients per query head. All other ops count as 0: cuBLAS keeps one
+    workspace for all calls, and that of cuDNN depends on the algorithm it picks.
     """
     name = _name(target)
     if device.name == "cpu" or name not in _ATTENTION_BACKWARD:
@@ -124,7 +124,7 @@ def workspace_bytes(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any],
 
 
 def is_view(target: Any) -> bool:
-    """Whether `target` only makes another view of its input: no kernel, no memory."""
+    """Return whether `target` only returns a view of its input: no kernel, no memory."""
     if target is operator.getitem or _name(target) in _HIDDEN_VIEWS:
         return True
     schema = getattr(target, "_schema", None)
@@ -133,10 +133,10 @@ def is_view(target: Any) -> bool:
 
 
 def op_flops(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:
-    """Floating-point operations of one call, a multiplication and an addition as two; 0 where bytes decide.
+    """Return the floating-point operations of one call, with a multiply-add as two; 0 for ops bound by bandwidth.
 
-    Torch's own formulas, except that the causal half of attention is not computed, that attention on the CPU
-    is covered too, and that the gradients of a grouped convolution cost no more than its forward each.
+    These are torch's own formulas, except that the causal half of attention is left out, that attention on the CPU is covered,
+    and that the gradients of a grouped convolution cost no more than its forward pass each.
     """
     from torch.utils.flop_counter import flop_registry
 
@@ -152,17 +152,17 @@ def op_flops(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: A
 
 
 def op_bytes(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:
-    """Bytes one call reads and writes in main memory.
+    """Return the bytes that one call reads and writes in main memory.
 
-    Every input once and every output once; an expanded tensor as what it expands; of a table the rows that are
-    looked up; nothing of inputs that give only their shape. Normalisations over more than a row read twice.
+    Counts every input and output once, an expanded tensor before its expansion, of a table the rows that are looked up, and
+    nothing of inputs that only give their shape. Normalizations over more than a row read twice.
     """
     name = _name(target)
     written = sum(_distinct_bytes(t) for t in _tensors(out))
     if name in _ALLOCATES_ONLY:
         return 0
     if name in _LOOKUPS:
-        # As much is read of the table as comes out, and the indices.
+        # The rows read have the size of the output; the indices are read as well.
         table, *rest = _tensors((*args, *kwargs.values()))
         return min(written, _distinct_bytes(table)) + written + sum(_distinct_bytes(t) for t in rest)
     if name in _PICKS_ONE_PER_ROW:
@@ -193,7 +193,7 @@ _READS_TWICE = frozenset(
         "aten.native_group_norm_backward",
     }
 )
-# Inputs, by their name in the schema, of which the kernel reads no element.
+# Inputs, by their name in the schema, whose elements the kernel does not read.
 _SHAPE_ONLY = {
     "aten.copy_": "self",
     "aten.nll_loss_backward": "self",
@@ -230,16 +230,16 @@ _CONVOLUTIONS = frozenset(
 
 
 def _name(target: Any) -> str:
-    """``aten.mm`` of the overload ``aten.mm.default``."""
+    """Return the name of the packet, such as ``aten.mm`` for the overload ``aten.mm.default``."""
     return str(getattr(target, "overloadpacket", target))
 
 
-def _reached_flops(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], device: Device) -> float:
-    """FLOPs per second that kernels of this kind reach in the precision of the first matrix."""
+def _reached_flops(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], device: DeviceSpec) -> float:
+    """Return the FLOPs per second that kernels of this kind reach in the precision of the first matrix."""
     import torch
 
     name = _name(target)
-    # addmm and baddbmm begin with what is added.
+    # The first tensor of addmm and baddbmm is the summand.
     matrices = [t for t in _tensors(args) if t.dim() >= 2 and t.is_floating_point()]
     dtype = matrices[0].dtype if matrices else torch.float32
     is_convolution = name in _CONVOLUTIONS
@@ -260,7 +260,7 @@ def _reached_flops(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], 
 
 
 def _attention_flops(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, backward: bool) -> int:
-    """Two matrix products forward; backward five, since the scores are computed again. Causal: half of each."""
+    """Return the FLOPs of two matrix products forward, of five backward, which recomputes the scores; half if causal."""
     query, key, value = (_argument(target, args, kwargs, n) for n in ("query", "key", "value"))
     batch, heads, queries, width = query.shape
     keys, value_width = key.shape[2], value.shape[3]
@@ -270,7 +270,7 @@ def _attention_flops(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 
 
 def _argument(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], name: str) -> Any:
-    """The argument that the schema of `target` calls `name`, or its default; None if there is none such."""
+    """Return the argument that the schema of `target` calls `name`, or its default; None if there is none."""
     if name in kwargs:
         return kwargs[name]
     for position, argument in enumerate(target._schema.arguments):
@@ -280,7 +280,7 @@ def _argument(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], name:
 
 
 def _tensors(values: Any) -> "Iterator[torch.Tensor]":
-    """The tensors in nested tuples, lists and dicts, in order."""
+    """Yield the tensors in nested tuples, lists and dicts, in order."""
     import torch
 
     if isinstance(values, torch.Tensor):
@@ -294,6 +294,6 @@ def _tensors(values: Any) -> "Iterator[torch.Tensor]":
 
 
 def _distinct_bytes(tensor: "torch.Tensor") -> int:
-    """Bytes of the elements of `tensor` that have a place of their own: a dimension of stride 0 counts once."""
+    """Return the bytes of the distinct elements of `tensor`: a dimension of stride 0 counts once."""
     count = prod(size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride != 0 or size == 0)
     return min(int(count) * tensor.element_size(), int(tensor.untyped_storage().nbytes()))

@@ -1,4 +1,4 @@
-"""Comparison of optional ops with the ops of the program that they stand for, bit for bit, on real tensors."""
+"""Bitwise comparison of optional ops with the ops of the program that they replace, on real tensors."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,16 +13,16 @@ from planner.capture.replay import RealStep
 
 
 def needs_comparison(capture: Capture) -> bool:
-    """Return whether an optional op of `capture` may make the bits of the program."""
+    """Return whether an optional op of `capture` may be bitwise equal to the program."""
     return any(may_be_exact(op) for op in capture.graph.ops if op.optional)
 
 
 def with_exactness(capture: Capture, real: RealStep | None) -> Capture:
-    """Return `capture`, where optional ops whose outputs are equal to the program's, bit for bit, count as exact.
+    """Return `capture` with optional ops marked as exact if their outputs are bitwise equal to the program's.
 
     Args:
         real: the step on real tensors, which is executed once with everything kept; None if it does not fit: ops that may differ
-            then count as rounding.
+            then count as inexact.
     """
     if not needs_comparison(capture):
         return capture
@@ -37,7 +37,7 @@ def with_exactness(capture: Capture, real: RealStep | None) -> Capture:
 
 
 def _equal_outputs(real: RealStep) -> dict[int, tuple[bool, ...]]:
-    """Return for each optional op that may be exact whether each of its outputs is equal to the program's."""
+    """Return for each optional op that may be exact whether each of its outputs equals the program's."""
     calls = real.capture.program.calls
     found: dict[int, tuple[bool, ...]] = {}
 

@@ -1,11 +1,11 @@
-"""Settings of PyTorch and of the process that kernels are chosen by: times, workspaces and roundings hold under the same ones."""
+"""Settings of PyTorch and of the process that select kernels: times, workspaces and rounding depend on them."""
 
 import os
 from typing import Any, cast
 
 import torch
 
-SETTINGS = "settings"  # in the provenance of a graph
+SETTINGS = "settings"  # key in the provenance of a graph
 
 _ENVIRONMENT = {
     "cpu": ("ONEDNN_MAX_CPU_ISA", "MKL_CBWR"),
@@ -14,10 +14,10 @@ _ENVIRONMENT = {
 
 
 def kernel_settings(device: torch.device) -> dict[str, str]:
-    """Return the settings for kernels on `device`, each by its name in PyTorch or in the environment.
+    """Return the settings for kernels on `device`, by their names in PyTorch or in the environment.
 
-    The precision of products is named by the interface of each library (``fp32_precision``), which the others set too:
-    ``torch.set_float32_matmul_precision`` and ``allow_tf32``.
+    The precision of products is read from the interface of each library (``fp32_precision``), which
+    ``torch.set_float32_matmul_precision`` and ``allow_tf32`` set as well.
     """
     settings = _cuda_settings() if device.type == "cuda" else _cpu_settings()
     settings["deterministic algorithms"] = torch.are_deterministic_algorithms_enabled()
@@ -25,8 +25,8 @@ def kernel_settings(device: torch.device) -> dict[str, str]:
     return {name: str(value) for name, value in settings.items()}
 
 
-def described(settings: dict[str, str]) -> str:
-    """Return the settings on one line."""
+def format_settings(settings: dict[str, str]) -> str:
+    """Return the settings in one line."""
     return ", ".join(f"{name}={value}" for name, value in settings.items())
 
 
@@ -61,7 +61,7 @@ def _cuda_settings() -> dict[str, object]:
 
 
 def _precision(of: Any) -> str:
-    """Return the precision of float32 products; where none was set they are those of IEEE 754."""
+    """Return the precision of float32 products; IEEE 754 if none was set."""
     return str(of.fp32_precision).replace("none", "ieee")
 
 

@@ -1,16 +1,16 @@
-"""The link between a device and the host: what was measured of it, and what makers publish.
+"""The link between a device and the host: measured and published transfer rates.
 
-Rates are bytes a second in one direction. A step reaches a part of what is published, and it is the part that is planned
-with: on an H100, whose PCIe 5 carries 64 GB/s, copies reach 50 to 54 GB/s alone and 23 to 32 GB/s inside a training step; on
-an A100, whose PCIe 4 carries 32 GB/s, 25 GB/s alone and 11 GB/s in the slower direction where both are busy. Hence 0.4, and
-what is measured on the device itself goes before it.
+Rates are bytes per second in one direction. A step reaches a fraction of the published rate, and plans use that: on an H100,
+whose PCIe 5 carries 64 GB/s, copies reach 50 to 54 GB/s alone and 23 to 32 GB/s inside a training step; on an A100, whose
+PCIe 4 carries 32 GB/s, 25 GB/s alone and 11 GB/s in the slower direction where both are busy. Hence the factor 0.4. A rate
+measured on the device itself takes precedence.
 
 Published, in each direction:
 
 - PCIe 5, 16 lanes: 64 GB/s (NVIDIA H100 and H200 datasheets: 128 GB/s of both)
 - PCIe 4, 16 lanes: 32 GB/s (NVIDIA A100 and L4 datasheets: 64 GB/s of both; Ada whitepaper for the RTX 4090)
 - NVLink-C2C: 450 GB/s (NVIDIA GH200 datasheet: 900 GB/s of both)
-- a CPU is its own host: half of its memory's bandwidth, for a copy reads and writes
+- a CPU is its own host: half of its memory's bandwidth, since a copy reads and writes
 """
 
 from collections.abc import Mapping
@@ -22,13 +22,13 @@ import msgspec
 from graphs.errors import GraphError, MismatchError
 from graphs.options.surroundings import Link
 from graphs.units import format_bytes, format_seconds
-from planner.profiling.devices import DEVICES, device_called
+from planner.profiling.devices import DEVICES, find_device
 
-MEASURED_LINK = "link_to_host"  # in the provenance of a graph
-_SLOWED = 0.9  # of what a direction carries alone: where both at once carry less, they slow each other
+MEASURED_LINK = "link_to_host"  # key in the provenance of a graph
+_SLOWED = 0.9  # of a direction's rate alone: below, the two directions slow each other down
 
 _REACHED = 0.4
-_LATENCY_S = 1e-5  # from no document: what starting and awaiting an asynchronous copy commonly takes
+_LATENCY_S = 1e-5  # from no document: a common time to start and await an asynchronous copy
 _PCIE_4, _PCIE_5, _NVLINK_C2C = 32e9, 64e9, 450e9
 _INTERFACES: Mapping[str, float] = MappingProxyType(
     {
@@ -44,11 +44,11 @@ _INTERFACES: Mapping[str, float] = MappingProxyType(
 
 
 @dataclass(frozen=True, slots=True)
-class Rates:
-    """Bytes a second: out and in while the other direction is idle, and of each where both are busy.
+class LinkRates:
+    """Transfer rates in bytes per second: out and in while the other direction is idle, and of each while both are busy.
 
     Raises:
-        GraphError: a rate that no machine has.
+        GraphError: a rate is impossible.
     """
 
     out_bytes_per_s: float
@@ -66,19 +66,19 @@ class Rates:
 
 @dataclass(frozen=True, slots=True)
 class LinkProfile:
-    """What was measured of a link.
+    """The measured rates of a link.
 
     Attributes:
-        alone: while nothing is computed.
-        beside: beside the computation of the step.
-        latency_s: of a copy besides its bytes, beside the computation.
+        alone: without computation.
+        beside: during the computation of the step.
+        latency_s: seconds of a copy besides its bytes, during the computation.
 
     Raises:
-        GraphError: a latency that no machine has.
+        GraphError: the latency is impossible.
     """
 
-    alone: Rates
-    beside: Rates
+    alone: LinkRates
+    beside: LinkRates
     latency_s: float
 
     def __post_init__(self) -> None:
@@ -86,7 +86,7 @@ class LinkProfile:
 
     @property
     def link(self) -> Link:
-        """What to plan with: what is reached beside the computation; one figure for both directions if they slow each other."""
+        """The link to plan with: the rates during computation; one rate for both directions if they slow each other down."""
         beside = self.beside
         if beside.both_bytes_per_s < _SLOWED * min(beside.out_bytes_per_s, beside.in_bytes_per_s):
             return Link.even(beside.both_bytes_per_s, self.latency_s)
@@ -94,7 +94,7 @@ class LinkProfile:
 
     @property
     def recorded(self) -> dict[str, object]:
-        """As the provenance of a graph has it."""
+        """The profile as it is stored in the provenance of a graph."""
         return asdict(self)
 
     def __str__(self) -> str:
@@ -102,10 +102,10 @@ class LinkProfile:
 
 
 def measured_link(provenance: Mapping[str, object]) -> LinkProfile | None:
-    """What the provenance of a graph says was measured; None where nothing was.
+    """Return the measured link in the provenance of a graph; None if there is none.
 
     Raises:
-        MismatchError: it says what cannot be measured.
+        MismatchError: its values are impossible.
     """
     said = provenance.get(MEASURED_LINK)
     if said is None:
@@ -120,11 +120,11 @@ def measured_link(provenance: Mapping[str, object]) -> LinkProfile | None:
 
 
 def published_link(device: str) -> Link | None:
-    """What a step reaches of what the maker of `device` publishes, by a name as in a graph's provenance; None of others."""
-    known = device_called(device)
-    return None if known is None else Link.even(_REACHED * _INTERFACES[known.name], _LATENCY_S)
+    """Return the rate that a step reaches of the published one, by a device name as in a provenance; None if it is unknown."""
+    found = find_device(device)
+    return None if found is None else Link.even(_REACHED * _INTERFACES[found.name], _LATENCY_S)
 
 
 def format_rate(bytes_per_s: float) -> str:
-    """``25.00 GB/s``."""
+    """Return a rate for display, such as ``25.00 GB/s``."""
     return f"{format_bytes(bytes_per_s)}/s"

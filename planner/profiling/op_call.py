@@ -1,4 +1,4 @@
-"""One op of a captured step as a function of the tensors that it reads, to execute it alone."""
+"""One op of a captured step as a function of its input tensors, to execute it alone."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +17,7 @@ from planner.torch_private.core import OpOverload
 _VARIABLE = re.compile(r"\bt(\d+)\b")
 _NAME = re.compile(r"(?<![.\w])[A-Za-z_]\w*")
 
-Run = Callable[..., tuple[torch.Tensor | None, ...]]
+OpFunction = Callable[..., tuple[torch.Tensor | None, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +26,10 @@ class OpCall:
 
     Attributes:
         op: the op.
-        reads: ids of the tensors that the function takes, in order.
-        source: defines the function ``run``, which returns the outputs of the op.
-        identity: tells apart what the names in the source stand for.
-        is_shared: True if other captures that have the same source and identity call the same.
+        reads: ids of the arguments of the function, in order.
+        source: code that defines the function ``run``, which returns the outputs of the op.
+        identity: texts that identify the values of the names in the source.
+        is_shared: True if equal source and identity mean the same call in other captures too.
     """
 
     op: Op
@@ -40,7 +40,7 @@ class OpCall:
 
     @classmethod
     def of(cls, capture: Capture, op: Op) -> "OpCall | None":
-        """Return the call of `op`; None where nothing is called: to save the state of a generator that is never set."""
+        """Return the call of `op`; None if nothing is called, such as for the unused state of a generator."""
         program = capture.program
         call = program.calls[op.id]
         if isinstance(call, Call) and call.expression == "None":
@@ -52,14 +52,14 @@ class OpCall:
         tokens = [_token(program.namespace[name]) for name in _names(source, program.namespace)]
         return cls(op, reads, source, tuple(text for text, _ in tokens), all(shared for _, shared in tokens))
 
-    def load(self, program: Program) -> Run:
+    def load(self, program: Program) -> OpFunction:
         """Return the function ``run(*tensors)``."""
         return load(program, self.source, f"op {self.op.name} alone")["run"]
 
 
 def _function(program: Program, lines: Sequence[str], reads: Sequence[int], outputs: Sequence[int]) -> str:
-    known = set(reads)
-    setup = [line for line in program.setup if known.issuperset(map(int, _VARIABLE.findall(line)))]
+    available = set(reads)
+    setup = [line for line in program.setup if available.issuperset(map(int, _VARIABLE.findall(line)))]
     body = [*setup, *lines, f"return ({''.join(f'{variable(t)}, ' for t in outputs)})"]
     if program.guard:
         body = [f"with {program.guard}:", *(f"    {line}" for line in body)]
@@ -74,9 +74,9 @@ def _names(source: str, namespace: Mapping[str, object]) -> list[str]:
 
 
 def _token(value: Any) -> tuple[str, bool]:
-    """Return a text that tells `value` from others, and whether it does so in other captures too."""
+    """Return a text that identifies `value`, and whether it does so in other captures too."""
     if isinstance(value, OpOverload) and value.namespace not in KNOWN_NAMESPACES:
-        return f"{value} {id(value)}", False  # another one may be defined in its place
+        return f"{value} {id(value)}", False  # it may be defined again
     if isinstance(value, OpOverload | torch.dtype | torch.device | torch.layout | torch.memory_format | float | complex):
         return str(value), True
     if isinstance(value, torch.Generator):

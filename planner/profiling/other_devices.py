@@ -1,4 +1,4 @@
-"""Other devices beside the main one: how they are named, and what was measured of them. Never imports torch."""
+"""Devices apart from the main one: their names and their measurements. Never imports torch."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -9,7 +9,7 @@ import msgspec
 from graphs.errors import GraphError, MismatchError, UsageError
 from graphs.options.surroundings import OtherDevice
 
-DEVICES_KEY = "devices"  # in the provenance of a graph, and in the settings of plans
+DEVICES_KEY = "devices"  # key in the provenance of a graph and in the settings of plans
 _NAME = re.compile(r"(cpu|cuda)(?::([0-9]{1,4}))?")
 
 
@@ -19,8 +19,8 @@ class NamedDevice:
 
     Attributes:
         name: ``cpu``, ``cpu:2`` for two threads of it, ``cuda``, or ``cuda:1`` for the second GPU.
-        torch_device: what PyTorch calls it.
-        threads: of a CPU, that its operators run on; None for as many as PyTorch's default.
+        torch_device: its name in PyTorch.
+        threads: number of threads of a CPU's operators; None for PyTorch's default.
     """
 
     name: str
@@ -28,11 +28,11 @@ class NamedDevice:
     threads: int | None = None
 
 
-def named_device(name: str) -> NamedDevice:
-    """The device that is called `name`.
+def parse_device(name: str) -> NamedDevice:
+    """Return the device with this `name`.
 
     Raises:
-        UsageError: none can be.
+        UsageError: no device can have it.
     """
     match = _NAME.fullmatch(name.strip())
     if match is None or match[0] == "cpu:0":
@@ -45,16 +45,16 @@ def named_device(name: str) -> NamedDevice:
     return NamedDevice(match[0], match[0])
 
 
-def recorded_devices(devices: Sequence[OtherDevice]) -> list[dict[str, object]]:
-    """As the provenance of graphs and the settings of plans have them."""
+def encode_devices(devices: Sequence[OtherDevice]) -> list[dict[str, object]]:
+    """Return devices as stored in the provenance of graphs and in the settings of plans."""
     return [msgspec.to_builtins(device) for device in devices]
 
 
-def known_devices(said: Mapping[str, object]) -> tuple[OtherDevice, ...]:
-    """The devices that a provenance, or the settings of a plan, name; none where they name none.
+def decode_devices(said: Mapping[str, object]) -> tuple[OtherDevice, ...]:
+    """Return the devices stored in a provenance or in the settings of a plan; () if there are none.
 
     Raises:
-        MismatchError: they cannot be what was measured.
+        MismatchError: their values cannot be measurements.
     """
     try:
         return msgspec.convert(said.get(DEVICES_KEY, ()), tuple[OtherDevice, ...])

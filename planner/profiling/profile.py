@@ -1,9 +1,9 @@
 """Time, workspace and allocated sizes of each op of a captured step, measured one op at a time.
 
-An op is executed alone, on the static tensors of the step and on synthetic ones for all else that it reads. So no more is in
-memory than the static tensors and the inputs, outputs and workspace of one op, which every schedule must hold at some point:
-measuring never needs more than the least feasible budget. Ops with the same call on tensors of the same layout are measured
-once, and once per process where the call means the same in other captures: layers that repeat cost nothing.
+An op is executed alone, on the static tensors of the step and on synthetic ones for its other inputs. Memory then holds no more
+than the static tensors and the inputs, outputs and workspace of one op, which every schedule must hold at some point: measuring
+never needs more than the least feasible budget. Ops with the same call on tensors of the same layout are measured once, and
+once per process where the call means the same in other captures: repeated layers cost nothing.
 """
 
 import time
@@ -19,21 +19,27 @@ from torch import fx
 
 from graphs.errors import PlannerError, first_line
 from graphs.ir import Kind, Op, Tensor
-from planner.capture.frontend.random_states import RandomStates, random_states_kept
+from planner.capture.frontend.random_states import RandomStates, preserve_random_states
 from planner.capture.lowering.lower import Capture
 from planner.capture.lowering.statics import allocated_bytes, dtype_name
-from planner.capture.rewrites.own_generators import states_kept
+from planner.capture.rewrites.explicit_generators import preserve_generator_states
 from planner.profiling.allocator import Mark, segment_peaks
-from planner.profiling.devices import DEVICES, Device, device_called, get_device, op_time_s, workspace_bytes
-from planner.profiling.kernel_settings import SETTINGS, described, kernel_settings
-from planner.profiling.op_call import OpCall, Run
-from planner.profiling.repeatable import checksums, draws_unknown, executed_once, is_custom, warn_of_draws
+from planner.profiling.devices import DEVICES, DeviceSpec, find_device, get_device, op_time_s, workspace_bytes
+from planner.profiling.kernel_settings import SETTINGS, format_settings, kernel_settings
+from planner.profiling.op_call import OpCall, OpFunction
 from planner.profiling.roofline import modelled_composed
 from planner.profiling.sizes import ALLOCATED, with_sizes
 from planner.profiling.synthetic_inputs import TensorSpec
+from planner.profiling.unrepeatable_ops import (
+    checksums,
+    has_undeclared_draws,
+    is_custom,
+    mark_executed_once,
+    warn_of_unrepeatable_ops,
+)
 from planner.torch_private.core import FakeTensor, disable_current_modes, no_python_dispatcher, profiler_enabled
 
-_LONG_S = 0.01  # an op that takes so long is timed once more; shorter ones repeatedly, for so long in all
+_LONG_S = 0.01  # an op that takes longer is timed once more; shorter ones repeatedly, for this long in all
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +47,10 @@ class OpCost:
     """Cost of one op.
 
     Attributes:
-        time_s: of a typical execution.
+        time_s: seconds of a typical execution.
         workspace_bytes: memory besides inputs and outputs.
-        outputs: layout of each output; None for what is no tensor.
-        repeats: False if a second execution would make other bits.
+        outputs: layout of each output; None if it is no tensor.
+        repeats: False if a second execution would give other bits.
     """
 
     time_s: float
@@ -59,17 +65,17 @@ _COSTS: dict[_Key, OpCost] = {}
 
 @dataclass(slots=True)
 class MeasuredOp:
-    """One of the distinct ops of a step, to execute it alone.
+    """One of the distinct ops of a step, as a function to execute alone.
 
     Attributes:
         call: the op.
         run: its function.
-        inputs: for each tensor that it reads, by id, a real one, or the layout of a synthetic one.
-        time_s, rise_bytes, outputs, repeats: what was measured; `rise_bytes` is by how much memory rises while it runs.
+        inputs: for each tensor that it reads, by id, a real tensor, or the layout of a synthetic one.
+        time_s, rise_bytes, outputs, repeats: the measurements; `rise_bytes` is the rise of memory while it runs.
     """
 
     call: OpCall
-    run: Run
+    run: OpFunction
     inputs: Mapping[int, torch.Tensor | TensorSpec]
     time_s: float = 0.0
     rise_bytes: int = 0
@@ -77,7 +83,7 @@ class MeasuredOp:
     repeats: bool = True
 
     def tensors(self) -> dict[int, torch.Tensor]:
-        """Return what it reads by id: synthetic tensors, and the real ones as they are, but copies of those it overwrites."""
+        """Return the inputs by id: synthetic tensors, and the real ones, with copies of those that the op overwrites."""
         written = self.call.op.mutates
         return {
             t: value.make(self.call.op.target) if isinstance(value, TensorSpec) else value.clone() if t in written else value
@@ -85,7 +91,7 @@ class MeasuredOp:
         }
 
     def arguments(self) -> list[torch.Tensor]:
-        """Return what `run` is called with."""
+        """Return the arguments of `run`."""
         tensors = self.tensors()
         return [tensors[t] for t in self.call.reads]
 
@@ -95,19 +101,19 @@ def profile(
     static: Sequence[torch.Tensor],
     *,
     passes: int = 5,
-    model: Device | None = None,
+    model: DeviceSpec | None = None,
     on_op: Callable[[int, int], None] | None = None,
 ) -> Capture:
     """Return `capture` with measured times, workspaces and allocated sizes.
 
-    Nothing of the model, the batch or the random state is changed. On the CPU an op counts with its fastest execution, since
-    a process that is interrupted waits for milliseconds; on CUDA with the median.
+    The model, the batch and the random state are not changed. On the CPU the time of an op is its fastest execution, since an
+    interrupted process waits for milliseconds; on CUDA it is the median.
 
     Args:
-        static: the static tensors, in the order of the program's sources; for fake ones synthetic tensors are made.
-        passes: how often short ops are timed, at least 1.
-        model: of the times of ops that cannot be executed on synthetic values; None: the device of the step, if it is known.
-        on_op: told how far measuring is, and of how far; ops that are measured already count as well.
+        static: the static tensors, in the order of the program's sources; fake ones are replaced by synthetic tensors.
+        passes: number of timings of short ops, at least 1.
+        model: roofline for ops that cannot be executed on synthetic values; None: that of the step's device, if there is one.
+        on_op: called with the number of measured ops and of all ops; ops from earlier profiles count as well.
 
     Raises:
         PlannerError: an op can be neither executed nor modelled, or `passes` is below 1.
@@ -115,12 +121,12 @@ def profile(
     if passes < 1:
         raise PlannerError(f"passes is {passes}: must be at least 1")
     device = static[0].device
-    with isolated(device), states_kept(capture.program):
+    with isolated(device), preserve_generator_states(capture.program):
         profiler = _Profiler(capture, static, device, passes, model, on_op)
         profiler.measure()
     once = [op for op in capture.graph.program if (cost := profiler.costs.get(op.id)) is not None and not cost.repeats]
-    warn_of_draws(once)
-    return executed_once(_with_costs(capture, profiler.costs, device, passes), {op.id for op in once})
+    warn_of_unrepeatable_ops(once)
+    return mark_executed_once(_with_costs(capture, profiler.costs, device, passes), {op.id for op in once})
 
 
 def distinct_ops(
@@ -128,13 +134,13 @@ def distinct_ops(
 ) -> list[tuple[MeasuredOp, tuple[int, ...]]]:
     """Return the first of each group of equal ops with the ids of the group, in program order.
 
-    For what is measured of single ops besides their cost: execute them inside ``isolated``.
+    Used to measure other things than the cost of single ops: execute them inside ``isolated``.
 
     Args:
-        among: ids of the ops that are looked at; None for all.
+        among: ids of the ops to consider; None for all.
     """
     device = static[0].device
-    with isolated(device), states_kept(capture.program):
+    with isolated(device), preserve_generator_states(capture.program):
         profiler = _Profiler(capture, static, device, 1, None, None)
         profiler.measure()
     equal: dict[_Key, list[int]] = {}
@@ -152,55 +158,55 @@ def isolated(device: torch.device) -> Iterator[None]:
         no_python_dispatcher(),
         torch.no_grad(),
         torch.autocast(device.type, enabled=False),
-        random_states_kept(_gpus(device)),
+        preserve_random_states(_gpus(device)),
     ):
         yield
 
 
 @dataclass
 class _Profiler:
-    """Measures the ops of one capture.
+    """The measurement of the ops of one capture.
 
     Attributes:
-        costs: by op; ops that call nothing are missing.
-        keys: by op, what its cost depends on.
+        costs: cost by op id; ops that call nothing are missing.
+        keys: by op id, all that its cost depends on.
     """
 
     capture: Capture
     static: Sequence[torch.Tensor]
     device: torch.device
     passes: int
-    model: Device | None
+    model: DeviceSpec | None
     on_op: Callable[[int, int], None] | None
     costs: dict[int, OpCost] = field(default_factory=dict)
     keys: dict[int, _Key] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         sources = self.capture.program.sources
-        self._known: dict[int, torch.Tensor | TensorSpec | None] = {
+        self._layouts: dict[int, torch.Tensor | TensorSpec | None] = {
             source.tensor: TensorSpec.smallest(value) if isinstance(value, FakeTensor) else value
             for source, value in zip(sources, self.static, strict=True)
         }
-        self._of_this_capture: dict[_Key, OpCost] = {}
+        self._local_costs: dict[_Key, OpCost] = {}  # of calls that mean something else in other captures
         self._settings = (torch.get_num_threads(), *kernel_settings(self.device).values())
 
     def measure(self) -> None:
-        """Measure each distinct op that is not known yet, in an order in which the layouts of its inputs are."""
+        """Measure each distinct op without a cost, once the layouts of its inputs are known."""
         new: dict[_Key, MeasuredOp] = {}
         calls = []
         for op in self.capture.graph.ops:
             if (call := OpCall.of(self.capture, op)) is not None:
                 calls.append(call)
-            # An op that draws again sets the generator to the saved state: only a real one is valid.
+            # A recomputed random op sets the generator to the saved state: only a real one is valid.
             states = [t for t in op.outputs if self.capture.graph.tensors[t].kind is Kind.RANDOM_STATE]
-            self._known |= dict.fromkeys(states, torch.default_generator.get_state())
-        distinct = {(call.source, call.identity) for call in calls}  # and by the layouts of their inputs, which come to be known
+            self._layouts |= dict.fromkeys(states, torch.default_generator.get_state())
+            distinct = {(call.source, call.identity) for call in calls}  # apart from the layouts of their inputs
         seen: set[tuple[str, tuple[str, ...]]] = set()
         while calls:
             waiting = []
             for call in calls:
-                if all(t in self._known for t in (*call.reads, *call.op.inputs)):
-                    self._look_at(call, new)
+                if all(t in self._layouts for t in (*call.reads, *call.op.inputs)):
+                    self._measure_call(call, new)
                     seen.add((call.source, call.identity))
                     self._report(len(seen) / len(distinct) / 2)
                 else:
@@ -212,57 +218,57 @@ class _Profiler:
             output_bytes = sum(_bytes_of(spec, self.device) for spec in measured.outputs)
             workspace = max(0, measured.rise_bytes - output_bytes)
             cost = OpCost(measured.time_s, workspace, measured.outputs, measured.repeats)
-            known = _COSTS if measured.call.is_shared else self._of_this_capture
-            known[key] = cost
+            costs = _COSTS if measured.call.is_shared else self._local_costs
+            costs[key] = cost
         for number, key in self.keys.items():
-            self.costs[number] = _COSTS.get(key) or self._of_this_capture[key]
+            self.costs[number] = _COSTS.get(key) or self._local_costs[key]
 
     def _report(self, fraction: float) -> None:
         if self.on_op is not None:
             self.on_op(round(fraction * len(self.capture.graph.ops)), len(self.capture.graph.ops))
 
     def measured_op(self, op: Op) -> MeasuredOp:
-        """Return `op` as a function, with its inputs, whose layouts are known."""
+        """Return `op` as a function, with inputs of measured layouts."""
         call = OpCall.of(self.capture, op)
         assert call is not None
         return self._executable(call)
 
     def _executable(self, call: OpCall) -> MeasuredOp:
-        inputs = {t: value for t in (*call.reads, *call.op.inputs) if (value := self._known[t]) is not None}
+        inputs = {t: value for t in (*call.reads, *call.op.inputs) if (value := self._layouts[t]) is not None}
         return MeasuredOp(call, call.load(self.capture.program), inputs)
 
-    def _look_at(self, call: OpCall, new: dict[_Key, MeasuredOp]) -> None:
-        specs = tuple(TensorSpec.of(v) if isinstance(v, torch.Tensor) else v for v in (self._known[t] for t in call.reads))
+    def _measure_call(self, call: OpCall, new: dict[_Key, MeasuredOp]) -> None:
+        specs = tuple(TensorSpec.of(v) if isinstance(v, torch.Tensor) else v for v in (self._layouts[t] for t in call.reads))
         key = (call.source, call.identity, specs, self.device, *self._settings)
         self.keys[call.op.id] = key
         if key in new:
             outputs = new[key].outputs
-        elif (cost := _COSTS.get(key) or self._of_this_capture.get(key)) is not None:
+        elif (cost := _COSTS.get(key) or self._local_costs.get(key)) is not None:
             outputs = cost.outputs
         else:
-            outputs = self._measured(key, call, new)
+            outputs = self._execute_or_model(key, call, new)
         for t, spec in zip(call.op.outputs, outputs, strict=True):
-            self._known.setdefault(t, spec)
+            self._layouts.setdefault(t, spec)
 
-    def _measured(self, key: _Key, call: OpCall, new: dict[_Key, MeasuredOp]) -> tuple[TensorSpec | None, ...]:
+    def _execute_or_model(self, key: _Key, call: OpCall, new: dict[_Key, MeasuredOp]) -> tuple[TensorSpec | None, ...]:
         measured = self._executable(call)
         try:
             self._run_and_time(measured)
-        except Exception as error:  # noqa: BLE001  # whatever an op says of values that mean nothing
+        except Exception as error:  # noqa: BLE001  # any error of an op on synthetic values
             modelled = self._modelled(call, error)
-            self._of_this_capture[key] = modelled
+            self._local_costs[key] = modelled
             return modelled.outputs
         new[key] = measured
         return measured.outputs
 
     def _run_and_time(self, measured: MeasuredOp) -> None:
-        """Execute the op once for the layouts of its outputs, then again for its time; long ones in ``_measure_workspaces``."""
+        """Execute the op once for the layouts of its outputs, then for its time; long ones again in ``_measure_workspaces``."""
         arguments = measured.arguments()
         times: list[float] = []
         states = RandomStates(_gpus(self.device))
         first_s, made = _timed(measured.run, arguments, self.device)
         measured.outputs = tuple(TensorSpec.of(value) if isinstance(value, torch.Tensor) else None for value in made)
-        measured.repeats = not draws_unknown(measured.call.op, states, self.device)
+        measured.repeats = not has_undeclared_draws(measured.call.op, states, self.device)
         sums = checksums(made) if measured.repeats and is_custom(self.capture, measured.call.op) else None
         del made
         if sums is not None:
@@ -278,7 +284,7 @@ class _Profiler:
         return median(times) if self.device.type == "cuda" else min(times)
 
     def _measure_workspaces(self, ops: Sequence[MeasuredOp]) -> None:
-        """Measure how far memory rises while each of `ops` runs, outputs included."""
+        """Measure the rise of memory while each of `ops` runs, outputs included."""
         if not ops:
             return
 
@@ -320,15 +326,15 @@ class _Profiler:
         outputs = tuple(TensorSpec.smallest(_pick(node.meta["val"], path)) for path in paths)
         return OpCost(op_time_s(*target), workspace_bytes(*target), outputs, repeats=not is_custom(self.capture, op))
 
-    def _device_model(self, call: OpCall, error: Exception) -> Device:
+    def _device_model(self, call: OpCall, error: Exception) -> DeviceSpec:
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
-        known = get_device("cpu") if self.device.type == "cpu" else device_called(name)
-        if known is None:
+        found = get_device("cpu") if self.device.type == "cpu" else find_device(name)
+        if found is None:
             raise PlannerError(
                 f"op {call.op.name} cannot be measured alone ({first_line(error)}), and no times are known for {name!r}: name a "
                 f"device like it, roofline=, of {', '.join(DEVICES)}"
             ) from error
-        return known
+        return found
 
 
 def _with_costs(capture: Capture, costs: Mapping[int, OpCost], device: torch.device, passes: int) -> Capture:
@@ -338,7 +344,7 @@ def _with_costs(capture: Capture, costs: Mapping[int, OpCost], device: torch.dev
         if (cost := costs.get(op.id)) is None:
             ops.append(op)
             continue
-        # An op that draws again restores the generator's present state, which passes through a tensor of its own.
+        # A recomputed random op restores the generator's present state, which passes through a tensor of its own.
         state = capture.program.calls[op.id].random_state
         swap_bytes = 0 if state is None else graph.tensors[state].size_bytes
         ops.append(replace(op, time_s=cost.time_s, workspace_bytes=max(cost.workspace_bytes, swap_bytes)))
@@ -350,7 +356,7 @@ def _with_costs(capture: Capture, costs: Mapping[int, OpCost], device: torch.dev
         "times": "measured",
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "threads": torch.get_num_threads(),
-        SETTINGS: described(kernel_settings(device)),
+        SETTINGS: format_settings(kernel_settings(device)),
         "passes": passes,
         "torch": torch.__version__,
     }
@@ -367,7 +373,7 @@ def _as_allocated(tensor: Tensor, spec: TensorSpec | None, device: torch.device)
     tensor = replace(tensor, size_bytes=_bytes_of(spec, device))
     if tensor.dtype:
         return tensor
-    return replace(tensor, shape=spec.shape, dtype=dtype_name(spec.dtype))  # a buffer that Inductor's code does not describe
+    return replace(tensor, shape=spec.shape, dtype=dtype_name(spec.dtype))  # a buffer without a description in Inductor's code
 
 
 def _bytes_of(spec: TensorSpec | None, device: torch.device) -> int:
@@ -376,11 +382,13 @@ def _bytes_of(spec: TensorSpec | None, device: torch.device) -> int:
     return allocated_bytes(spec.elements * spec.dtype.itemsize, device)
 
 
-def _timed(run: Run, arguments: Sequence[torch.Tensor], device: torch.device) -> tuple[float, tuple[torch.Tensor | None, ...]]:
-    """Return the seconds of one execution, and what it returned."""
+def _timed(
+    run: OpFunction, arguments: Sequence[torch.Tensor], device: torch.device
+) -> tuple[float, tuple[torch.Tensor | None, ...]]:
+    """Return the seconds of one execution, and its results."""
     if device.type == "cuda":
         first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        stream = torch.cuda.current_stream(device)  # an event is recorded on that of the current device otherwise
+        stream = torch.cuda.current_stream(device)  # else an event is recorded on the current device's stream
         first.record(stream)
         made = run(*arguments)
         last.record(stream)

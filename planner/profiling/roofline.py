@@ -1,4 +1,4 @@
-"""Modelled time and workspace of each op of a captured step, for a device that need not be here."""
+"""Modelled time and workspace of each op of a captured step, for a device that need not be present."""
 
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
@@ -13,12 +13,12 @@ from planner.capture.lowering.program import Composed, Repeated
 from planner.capture.lowering.statics import allocated_bytes
 from planner.capture.options.traced import measured_uses
 from planner.capture.rewrites.outputs import tensors_in
-from planner.profiling.devices import Device, op_time_s, workspace_bytes
+from planner.profiling.devices import DeviceSpec, op_time_s, workspace_bytes
 from planner.torch_private.core import StorageWeakRef, TorchDispatchMode
 
 
-def model_times(capture: Capture, device: Device) -> Graph:
-    """The captured graph with the times and workspaces that a roofline of `device` gives its ops."""
+def model_times(capture: Capture, device: DeviceSpec) -> Graph:
+    """Return the captured graph with times and workspaces from the roofline of `device`."""
     ops = []
     known: dict[Hashable, tuple[float, int]] = {}
     for op, node, call in zip(capture.graph.ops, capture.nodes, capture.program.calls, strict=True):
@@ -31,7 +31,7 @@ def model_times(capture: Capture, device: Device) -> Graph:
             ops.append(replace(op, time_s=count * time_s, workspace_bytes=bytes_))
             continue
         if node is None:
-            ops.append(op)  # saving the generator's state starts no kernel
+            ops.append(op)  # saving the generator's state runs no kernel
             continue
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda arg: arg.meta["val"])
         target = (node.target, args, kwargs, node.meta["val"], device)
@@ -41,22 +41,22 @@ def model_times(capture: Capture, device: Device) -> Graph:
     return measured_uses(replace(capture, graph=graph), None)
 
 
-def modelled_composed(composed: Composed, device: Device) -> tuple[float, int]:
-    """Seconds of all that `composed` calls, and the most bytes that are there meanwhile besides its inputs and outputs."""
-    with torch.no_grad(), _Modelled(device) as seen:
+def modelled_composed(composed: Composed, device: DeviceSpec) -> tuple[float, int]:
+    """Return the seconds of all calls of `composed`, and their peak memory in bytes besides its inputs and outputs."""
+    with torch.no_grad(), _ModelledCalls(device) as seen:
         made = composed(*composed.fakes)
     return seen.time_s, max(0, seen.peak_bytes - sum(seen.size_bytes(value) for value in made))
 
 
-class _Modelled(TorchDispatchMode):
-    """Adds up what is called inside, on fake tensors.
+class _ModelledCalls(TorchDispatchMode):
+    """A mode that adds up the costs of the calls inside, on fake tensors.
 
     Attributes:
-        time_s: in all.
-        peak_bytes: most that was there of what is made inside, workspaces included.
+        time_s: total seconds.
+        peak_bytes: peak memory of tensors made inside, workspaces included.
     """
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: DeviceSpec) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.time_s, self.peak_bytes = 0.0, 0
         self._device = device
@@ -64,7 +64,7 @@ class _Modelled(TorchDispatchMode):
         self._made: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def size_bytes(self, value: torch.Tensor) -> int:
-        """What the allocator hands out for the storage of `value`."""
+        """Return the allocated bytes of the storage of `value`."""
         return allocated_bytes(value.untyped_storage().nbytes(), self._planned)
 
     def __torch_dispatch__(
@@ -74,13 +74,13 @@ class _Modelled(TorchDispatchMode):
         read = {value.untyped_storage()._cdata for value in tensors_in((args, dict(named)))}
         result = func(*args, **named)
         if not (made := tensors_in(result)):
-            return result  # a question, such as on which device a tensor is
+            return result  # a query, such as for the device of a tensor
         self.time_s += op_time_s(func, args, named, result, self._device)
         for value in made:
             storage = value.untyped_storage()
             if storage._cdata not in read:
                 self._made[storage._cdata] = StorageWeakRef(storage), self.size_bytes(value)
         self._made = {key: (ref, size) for key, (ref, size) in self._made.items() if not ref.expired()}
-        there = sum(size for _, size in self._made.values())
-        self.peak_bytes = max(self.peak_bytes, there + workspace_bytes(func, args, named, result, self._device))
+        allocated = sum(size for _, size in self._made.values())
+        self.peak_bytes = max(self.peak_bytes, allocated + workspace_bytes(func, args, named, result, self._device))
         return result

@@ -1,4 +1,4 @@
-"""The graph of sizes that were not captured, from those of others: amounts as polynomials in the sizes that vary."""
+"""Prediction of graphs at other sizes than those captured: amounts as polynomials in the varying sizes."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,12 +15,12 @@ from graphs.ir import Graph
 Sizes = tuple[int, ...]
 Floats = NDArray[np.float64]
 
-_POINTS = (2, 3)  # per size that varies: for straight lines, and for the square of a length that attention takes
-_LEAST = 2  # frameworks treat a size of 1 in ways of their own
+_POINTS = (2, 3)  # per varying size: for linear amounts, and for those quadratic in a length, as in attention
+_LEAST = 2  # frameworks treat a size of 1 specially
 
 
 def sample_sizes(size: int) -> tuple[int, ...]:
-    """Three sizes to capture at, falling: `size`, and two below it, so that they take less memory.
+    """Return three sizes to capture at, descending: `size`, and two smaller ones, which take less memory.
 
     Raises:
         GraphError: `size` is below 4.
@@ -35,16 +35,16 @@ def sample_sizes(size: int) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
-class Fit:
-    """Graphs of the same ops at several sizes; those at other sizes are predicted.
+class GraphFit:
+    """A fit to graphs of the same ops at several sizes, which predicts graphs at other sizes.
 
-    With n sizes that vary, an amount is a sum of products of their powers: up to the first where there are two of each
-    size, up to the square where there are three. Bytes of tensors go exactly through what was captured. Times and
-    workspaces are measured, and would swing: their coefficients are not negative, and a workspace is raised until none
-    that was measured is above it. An op may write over an input where it may at all sizes.
+    With n varying sizes, an amount is a sum of products of their powers: up to the first if there are two of each size, up to
+    the square if there are three. Bytes of tensors are interpolated exactly. Times and workspaces are measured, and would
+    oscillate: their coefficients are not negative, and a workspace is raised above all that were measured. An op may overwrite an
+    input if it may at all sizes.
 
     Attributes:
-        graphs: by their sizes; two or three of each in all combinations.
+        graphs: graphs by their sizes; two or three of each size in all combinations.
 
     Raises:
         GraphError: the graphs do not have the same ops and tensors, or are not at such sizes.
@@ -59,11 +59,11 @@ class Fit:
             raise GraphError(f"graphs at {list(self.graphs)} make no grid of two or three of each size")
         first, *others = self.graphs.values()
         for sizes, graph in zip(list(self.graphs)[1:], others, strict=True):
-            if not same_ops(first, graph):
+            if not has_same_ops(first, graph):
                 raise GraphError(f"the step has other ops at sizes {sizes} than at {next(iter(self.graphs))}")
 
     def graph(self, sizes: Sizes) -> Graph:
-        """The graph at `sizes`. Bytes are whole; nothing is below 0. Shapes are those of the first graph."""
+        """Return the graph at `sizes`. Bytes are integers; nothing is negative. Shapes are those of the first graph."""
         at = self._powers([sizes])[0]
         first = next(iter(self.graphs.values()))
         tensor_bytes = np.rint(at @ self._tensors).astype(np.int64)
@@ -77,29 +77,30 @@ class Fit:
         return Graph(ops, tensors, first.kept, {**first.provenance, **made})
 
     def _powers(self, sizes: Sequence[Sizes]) -> Floats:
-        """For each of `sizes` the products of powers, relative to the first sizes: numbers near 1 lose no bytes."""
+        """Return the products of powers for each of `sizes`, relative to the first sizes: numbers near 1 lose no bytes."""
         relative = np.asarray(sizes, dtype=np.float64) / np.asarray(next(iter(self.graphs)))
         exponents = list(product(range(self._points), repeat=relative.shape[1]))
         return np.stack([np.prod(relative ** np.asarray(e), axis=1) for e in exponents], axis=1)
 
     @property
     def _points(self) -> int:
-        """Of each size."""
+        """The number of values of each size."""
         return len({sizes[0] for sizes in self.graphs})
 
     @cached_property
-    def _known(self) -> Floats:
+    def _captured_powers(self) -> Floats:
+        """The products of powers at the captured sizes."""
         return self._powers(list(self.graphs))
 
     @cached_property
     def _tensors(self) -> Floats:
         """Coefficients of the bytes of each tensor, in columns."""
         amounts = np.array([[t.size_bytes for t in graph.tensors] for graph in self.graphs.values()], dtype=np.float64)
-        return np.linalg.solve(self._known, amounts).astype(np.float64)
+        return np.linalg.solve(self._captured_powers, amounts).astype(np.float64)
 
     @cached_property
     def _overwrites(self) -> list[tuple[tuple[int, int], ...]]:
-        """``Op.overwrites`` that each op has at all sizes."""
+        """``Op.overwrites`` that hold at all sizes, by op."""
         same = zip(*(graph.ops for graph in self.graphs.values()), strict=True)
         return [tuple(p for p in ops[0].overwrites if all(p in op.overwrites for op in ops)) for ops in same]
 
@@ -107,21 +108,21 @@ class Fit:
     def _times(self) -> Floats:
         """Coefficients of the seconds of each op, in rows."""
         amounts = np.array([[op.time_s for op in graph.ops] for graph in self.graphs.values()])
-        return np.array([nnls(self._known, amount)[0] for amount in amounts.T])
+        return np.array([nnls(self._captured_powers, amount)[0] for amount in amounts.T])
 
     @cached_property
     def _workspaces(self) -> Floats:
-        """Coefficients of the workspace of each op, in rows, and last what is added to all of them."""
+        """Coefficients of the workspace of each op, in rows, the last one a constant."""
         amounts = np.array([[op.workspace_bytes for op in graph.ops] for graph in self.graphs.values()], dtype=np.float64)
         rows = []
         for amount in amounts.T:
-            coefficients = nnls(self._known, amount)[0]
-            rows.append([*coefficients, max(0.0, (amount - self._known @ coefficients).max())])
+            coefficients = nnls(self._captured_powers, amount)[0]
+            rows.append([*coefficients, max(0.0, (amount - self._captured_powers @ coefficients).max())])
         return np.array(rows)
 
 
-def same_ops(one: Graph, other: Graph) -> bool:
-    """Whether two graphs differ in sizes, times, names and what may be written over only."""
+def has_same_ops(one: Graph, other: Graph) -> bool:
+    """Return whether two graphs differ only in sizes, times, names and overwriting."""
     return _structure(one) == _structure(other)
 
 

@@ -1,4 +1,4 @@
-"""Sizes of tensors: what shapes say, and what kernels really allocate."""
+"""Sizes of tensors: computed from their shapes, and as kernels allocate them."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -10,14 +10,14 @@ from graphs.ir import Op, Tensor
 from planner.capture.lowering.lower import Capture
 from planner.capture.lowering.statics import allocated_bytes
 
-# In the provenance of a graph: [id, bytes] of each tensor whose kernel allocates another size than its shape says.
+# Key in the provenance of a graph: [id, bytes] of each tensor whose kernel allocates another size than its shape needs.
 ALLOCATED = "allocated_bytes"
 
 
 def with_dense_sizes(capture: Capture) -> Capture:
     """Return `capture` with the size of each tensor computed from its shape.
 
-    The storages of fake tensors are no measure: they are larger the first time that an op is captured in a process than later.
+    The storages of fake tensors give no sizes: they are larger the first time that an op is captured in a process than later.
     """
     device = torch.device(str(capture.graph.provenance["device"]))
 
@@ -31,17 +31,17 @@ def with_dense_sizes(capture: Capture) -> Capture:
 
 
 def with_recorded_sizes(capture: Capture, provenance: Mapping[str, object]) -> Capture:
-    """Return `capture` with the allocated sizes that the profile of the same step has recorded in `provenance`."""
+    """Return `capture` with the allocated sizes that a profile of the same step recorded in `provenance`."""
     recorded = provenance.get(ALLOCATED, ())
     assert isinstance(recorded, list | tuple)
     sizes, count = dict(recorded), len(capture.graph.tensors)
-    known = {t: size_bytes for t, size_bytes in sizes.items() if t < count}
-    tensors = [replace(t, size_bytes=known.get(t.id, t.size_bytes)) for t in capture.graph.tensors]
+    sizes = {t: size_bytes for t, size_bytes in sizes.items() if t < count}
+    tensors = [replace(t, size_bytes=sizes.get(t.id, t.size_bytes)) for t in capture.graph.tensors]
     return with_sizes(capture, capture.graph.ops, tensors)
 
 
 def with_sizes(capture: Capture, ops: Sequence[Op], tensors: Sequence[Tensor]) -> Capture:
-    """Return `capture` with these ops and tensors; an output is written over inputs of its own size only."""
+    """Return `capture` with these ops and tensors; outputs overwrite only inputs of their own size."""
     sizes = [t.size_bytes for t in tensors]
     ops = [replace(op, overwrites=tuple(p for p in op.overwrites if sizes[p[0]] == sizes[p[1]])) for op in ops]
     return replace(capture, graph=replace(capture.graph, ops=tuple(ops), tensors=tuple(tensors)))

@@ -6,19 +6,19 @@ from typing import Self
 
 import torch
 
-# Their integers are pivots, which count from 1.
+# Ops whose integer inputs are pivots, which count from 1.
 _PIVOTED = {"aten.linalg_lu_solve.default", "aten.linalg_ldl_solve.default", "aten.lu_unpack.default"}
-_BLOCK_ELEMENTS = 2**16  # of random numbers; larger tensors repeat them: each copy doubles what is filled
+_BLOCK_ELEMENTS = 2**16  # random numbers in a block; larger tensors repeat it: each copy doubles the filled part
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """Layout of a tensor.
+    """The layout of a tensor.
 
     Attributes:
-        shape, stride, offset: in elements of its storage.
+        shape, stride, offset: in elements of its storage, as in PyTorch.
         elements: number of elements of its storage.
-        dtype, device: of the tensor.
+        dtype, device: as in PyTorch.
     """
 
     shape: tuple[int, ...]
@@ -37,7 +37,7 @@ class TensorSpec:
 
     @classmethod
     def of(cls, value: torch.Tensor) -> Self:
-        """Return the layout of `value` in a storage as large as its own: ops may read other parts of it through views."""
+        """Return the layout of `value` in a storage of its own size: ops may read other parts of it through views."""
         elements = value.untyped_storage().nbytes() // value.element_size()
         return cls(tuple(value.shape), value.stride(), int(value.storage_offset()), elements, value.dtype, value.device)
 
@@ -63,6 +63,6 @@ class TensorSpec:
 
 @cache
 def _random_block(dtype: torch.dtype) -> torch.Tensor:
-    """Return the numbers on the CPU: what is kept from call to call is in no device's budget."""
+    """Return the numbers on the CPU, where they count for no device's budget."""
     generator = torch.Generator().manual_seed(0)
     return torch.empty(_BLOCK_ELEMENTS).uniform_(0.25, 0.75, generator=generator).to(dtype)

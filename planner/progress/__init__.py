@@ -1,4 +1,4 @@
-"""Progress of planning, and what shows it: ``planner.compile(..., on_progress=LineView())``."""
+"""Progress of planning, and the views that show it: ``planner.compile(..., on_progress=LineView())``."""
 
 from planner.progress.line import LineView
 from planner.progress.logs import LoggingView

@@ -1,4 +1,4 @@
-"""Progress in words."""
+"""Progress and plans as single lines of text."""
 
 from graphs.units import format_bytes, format_ratio
 from planner.plans.eager import slower_than
@@ -23,12 +23,12 @@ def describe(progress: Progress) -> str:
 
 
 def plan_line(plan: Plan) -> str:
-    """Return what a plan saves and costs, in one line."""
+    """Return the memory and the overhead of a plan, in one line."""
     return saved_line(plan.peak_bytes, plan.graph.keep_everything_peak_bytes, plan.overhead, plan.gap)
 
 
 def saved_line(peak_bytes: int, keep_everything_peak_bytes: int, overhead: float, gap: float | None) -> str:
-    """Return what a schedule saves and costs against keeping everything, in one line; `gap` is None where no bound is known."""
+    """Return the memory and the overhead of a schedule against keeping everything, in one line; `gap` is None without a bound."""
     if gap is None:
         proof = ""
     elif gap < 5e-5:

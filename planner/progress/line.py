@@ -1,6 +1,6 @@
 """Progress on a terminal: one line, rewritten in place, on stderr.
 
-Where stderr is not a terminal, a plain line now and then instead.
+If stderr is not a terminal, a plain line every ten seconds instead.
 """
 
 import os
@@ -22,14 +22,14 @@ PLAIN_EVERY_S = 10.0
 
 
 class LineView:
-    """Shows the last report, and the seconds since the first one; at the end it leaves the summary behind.
+    """A view that shows the last report and the elapsed seconds in one line, and leaves the summary at the end.
 
-    As a context manager it is open throughout, for several plannings or for reports that are mere text.
+    As a context manager it stays open for several plannings, or for reports that are plain text.
 
     Args:
         quiet: show nothing.
-        stream: where to, stderr if None.
-        clock: seconds, increasing.
+        stream: the output, stderr if None.
+        clock: returns increasing seconds.
     """
 
     def __init__(self, *, quiet: bool = False, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic) -> None:
@@ -53,7 +53,7 @@ class LineView:
         self.close()
 
     def __call__(self, progress: Progress) -> None:
-        """Show a progress."""
+        """Show the state of planning."""
         if progress.event not in (Event.DONE, Event.FAILED):
             self.say(describe(progress))
             return
@@ -64,7 +64,7 @@ class LineView:
             self.note(progress.summary)
 
     def say(self, activity: str) -> None:
-        """Show what is being done; where stderr is not a terminal, every ten seconds at most."""
+        """Show the present activity; if stderr is not a terminal, at most every ten seconds."""
         self._text = visible(activity)
         self._open()
         seconds = self._clock() - self._start_s
@@ -91,7 +91,7 @@ class LineView:
             self._live = None
 
     def abandon(self) -> None:
-        """Show the cursor again, without locks or buffers: for a process that ends at once."""
+        """Show the cursor again, without locks or buffers: for a process that is about to exit."""
         if self._live is not None:
             os.write(self._stream.fileno(), b"\r\x1b[K\x1b[?25h")
 
@@ -101,7 +101,7 @@ class LineView:
         self._is_open = True
         self._start_s, self._next_plain_s = self._clock(), PLAIN_EVERY_S
         if not self._quiet and self._stream.isatty():
-            # Imported here: a command that shows no progress does not wait for it.
+            # Imported here: commands without progress need not load it.
             from rich.console import Console
             from rich.live import Live
 

@@ -7,11 +7,11 @@ from planner.progress.stages import Event, Progress, Stage
 
 
 class LoggingView:
-    """Logs at INFO when stages begin and end, and the summary.
+    """A view that logs the begin and end of stages, and the summary, at INFO.
 
     Args:
         logger: the logger ``planner`` if None.
-        stages: also log the stages; otherwise only that planning has begun, and the summary.
+        stages: log the stages; otherwise only that planning has begun, and the summary.
     """
 
     def __init__(self, logger: logging.Logger | None = None, *, stages: bool = True) -> None:
@@ -20,7 +20,7 @@ class LoggingView:
         self._has_begun = False
 
     def __call__(self, progress: Progress) -> None:
-        """Log a progress, where there is something to log."""
+        """Log the report if its event is logged."""
         match progress.event:
             case Event.BEGIN:
                 if self._stages:

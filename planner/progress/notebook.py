@@ -1,4 +1,4 @@
-"""Progress in a notebook: a bar below the cell, whose place the summary takes at the end."""
+"""Progress in a notebook: a bar below the cell, which the summary replaces at the end."""
 
 import time
 from collections.abc import Callable
@@ -9,14 +9,14 @@ from graphs.errors import PlannerError
 from planner.progress.describe import describe
 from planner.progress.stages import Event, Progress
 
-_EVERY_S = 0.2  # at most, between two updates of one stage
+_EVERY_S = 0.2  # the shortest time between two updates of one stage
 
 
 class NotebookView:
-    """A bar, the activity and the estimate of the time left.
+    """A view with a bar, the activity and the estimate of the time left.
 
     Args:
-        clock: seconds, increasing.
+        clock: returns increasing seconds.
 
     Raises:
         PlannerError: IPython is not installed.
@@ -33,7 +33,7 @@ class NotebookView:
         self._next_s = 0.0
 
     def __call__(self, progress: Progress) -> None:
-        """Show a progress."""
+        """Show the state of planning."""
         if progress.event is Event.ADVANCE and self._clock() < self._next_s:
             return
         self._next_s = self._clock() + _EVERY_S

@@ -1,6 +1,6 @@
 """Progress of planning: the stages, how far each has advanced, and an estimate of the time left.
 
-``Stages`` is what planning reports to. It makes a ``Progress`` of each report and hands it to the views, which show it.
+``Stages`` receives the reports of planning. It turns each into a ``Progress`` and passes it to the views, which show it.
 """
 
 import time
@@ -15,7 +15,7 @@ from solvers.result import SolveProgress, relative_gap
 
 
 class Stage(StrEnum):
-    """A stage of planning, in the order in which they follow each other."""
+    """A stage of planning; the stages follow each other in this order."""
 
     CAPTURE = "capture"
     MEASURE = "measure"
@@ -36,9 +36,9 @@ _ACTIVITIES = {
     Stage.CHECK: "rehearsing the plan",
     Stage.COMPARE: "comparing with eager PyTorch",
 }
-# Typical shares of the time, for stages that nothing more is known about.
+# Typical shares of the time, for stages without a better estimate.
 _WEIGHTS = {Stage.CAPTURE: 3.0, Stage.MEASURE: 5.0, Stage.SOLVE: 2.0, Stage.CHECK: 3.0, Stage.COMPARE: 10.0}
-_LEAST_FRACTION = 0.05  # of a stage, from which its speed is extrapolated
+_LEAST_FRACTION = 0.05  # fraction of a stage from which its speed is extrapolated
 
 
 class Event(StrEnum):
@@ -53,19 +53,19 @@ class Event(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """State of planning at one moment. What is unknown is None.
+    """State of planning at one moment. Unknown values are None.
 
     Attributes:
-        event: why it is reported.
+        event: the reason for the report.
         stage: the present stage, or the last one.
-        activity: what is being done, in words.
-        fraction: of the stage that is done.
+        activity: the present work, in words.
+        fraction: fraction of the stage that is done.
         overall: estimate of the fraction of all stages that is done; it never falls.
-        seconds, stage_seconds: since planning began, and since the stage began.
+        seconds, stage_seconds: since the begin of planning, and of the stage.
         left_s: estimate of the seconds until planning ends.
         best_s, bound_s: step time of the best schedule so far, and its lower bound, in the stage ``solve``.
-        base_s: step time of keeping everything, likewise.
-        summary: the plan in one line, once it is done; "" before.
+        base_s: step time of keeping everything, in the stage ``solve``.
+        summary: the plan in one line at the end; "" before.
     """
 
     event: Event
@@ -102,35 +102,35 @@ class StageReport:
         self._report = report
 
     def advance(self, done: int, count: int) -> None:
-        """Report that `done` of `count` equal parts are done. A fraction that falls is not reported."""
+        """Report that `done` of `count` equal parts are done. A smaller fraction than before is not reported."""
         self.fraction = max(self.fraction or 0.0, min(1.0, done / max(1, count)))
         self._report(self)
 
     def solving(self, *, base_s: float, limit_s: float | None = None) -> Callable[[SolveProgress], None]:
-        """Return what a solve reports to.
+        """Return the function that a solve reports to.
 
         Args:
             base_s: step time of keeping everything.
-            limit_s: seconds after which the solve ends with a schedule; None: it ends with its gap, which nobody can predict.
+            limit_s: seconds after which the solve ends with a schedule; None if it ends at its gap, at an unknown time.
         """
         self.base_s = base_s
 
-        def tell(progress: SolveProgress) -> None:
+        def report(progress: SolveProgress) -> None:
             self.solve, self.activity = progress, progress.activity or self.activity
             if limit_s is not None:
                 self.fraction = max(self.fraction or 0.0, min(1.0, progress.seconds / max(limit_s, 1e-9)))
             self._report(self)
 
-        return tell
+        return report
 
 
 class Stages:
-    """Reports the stages of one planning to views; a context manager that reports its end.
+    """The stages of one planning, reported to views; a context manager that reports its end.
 
     Args:
         views: called with each ``Progress``, in the thread that plans.
-        stages: those that this planning has; some may be left out on the way.
-        clock: seconds, increasing.
+        stages: the expected stages; some may be left out.
+        clock: returns increasing seconds.
     """
 
     def __init__(self, *views: View, stages: Sequence[Stage] = tuple(Stage), clock: Callable[[], float] = time.monotonic) -> None:
@@ -142,7 +142,7 @@ class Stages:
         self._overall = 0.0
         self._finished = False
 
-    def again(self) -> "Stages":
+    def restart(self) -> "Stages":
         """Return the stages of another planning that begins now, for the same views."""
         return Stages(*self._views, stages=self._stages, clock=self._clock)
 
@@ -151,40 +151,40 @@ class Stages:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         if kind is not None and not self._finished and self._present is not None:
-            self._tell(Event.FAILED, *self._present)
+            self._report(Event.FAILED, *self._present)
 
     @contextmanager
     def stage(self, stage: Stage, activity: str = "") -> Iterator[StageReport]:
         """Report that `stage` begins, and at the end, if there is no error, that it has ended."""
-        report = StageReport(lambda report: self._tell(Event.ADVANCE, stage, report), activity or stage.activity, self._clock())
+        report = StageReport(lambda report: self._report(Event.ADVANCE, stage, report), activity or stage.activity, self._clock())
         self._present = stage, report
-        self._tell(Event.BEGIN, stage, report)
+        self._report(Event.BEGIN, stage, report)
         yield report
         report.fraction = 1.0
         self._ended_s += self._clock() - report.began_s
         self._ended_weight += _WEIGHTS[stage]
-        self._tell(Event.END, stage, report)
+        self._report(Event.END, stage, report)
 
     def expect(self, seconds: Mapping[Stage, float]) -> None:
-        """Take `seconds` for the estimates of stages to come."""
+        """Set the `seconds` by which later stages are estimated."""
         self._expected_s |= seconds
 
     def finish(self, summary: str = "") -> None:
-        """Report that planning is done; `summary` is the plan in words, without the time that planning took."""
+        """Report that planning is done; `summary` describes the plan, without the time that planning took."""
         if self._present is None:
             return
         self._finished = True
         took = f", {self._clock() - self._began_s:.1f} s" if summary else ""
-        self._tell(Event.DONE, *self._present, summary=summary + took)
+        self._report(Event.DONE, *self._present, summary=summary + took)
 
-    def _tell(self, event: Event, stage: Stage, report: StageReport, *, summary: str = "") -> None:
+    def _report(self, event: Event, stage: Stage, report: StageReport, *, summary: str = "") -> None:
         if not self._views:
             return
         now_s = self._clock()
         seconds, stage_seconds = now_s - self._began_s, now_s - report.began_s
         left_s = 0.0 if event is Event.DONE else self._left_s(stage, report.fraction, stage_seconds)
         if left_s is not None:
-            # What is left may be estimated as nothing before the end; only the end is all.
+            # The rest may be estimated as 0 too early; only the end reaches 1.
             share = 1.0 if event is Event.DONE else min(0.99, seconds / max(1e-9, seconds + left_s))
             self._overall = max(self._overall, share)
         solve = report.solve
@@ -206,7 +206,7 @@ class Stages:
             view(progress)
 
     def _left_s(self, stage: Stage, fraction: float | None, stage_seconds: float) -> float | None:
-        """Return an estimate of the seconds left: of this stage from its speed, of later ones from what is expected."""
+        """Return an estimate of the seconds left: of this stage from its speed, of later ones as expected."""
         known_s, known_weight = self._ended_s, self._ended_weight
         if fraction is not None and fraction >= _LEAST_FRACTION:
             rest_s = stage_seconds * (1 - fraction) / fraction
@@ -225,7 +225,7 @@ class Stages:
         return rest_s
 
     def _expected(self, stage: Stage, known_s: float, known_weight: float) -> float | None:
-        """Return the expected seconds of a stage: as it was told, or as long as its weight is to that of known stages."""
+        """Return the expected seconds of a stage: as set, or in proportion to the weights of the stages measured so far."""
         if stage in self._expected_s:
             return self._expected_s[stage]
         return _WEIGHTS[stage] * known_s / known_weight if known_weight else None

@@ -5,14 +5,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from textwrap import shorten
 
-import pandas as pd
-
 from graphs.io.files import write_text
 from graphs.units import format_bytes
 from planner.report.comparison_plots import plot_measured, plot_memory, plot_overhead
-from planner.report.tables import as_markdown
 from planner.studies.best import NOT_TRIED, WHY_NOT, tuned_table
 from planner.studies.comparison_rows import OPTIMUM, PEAK_OF, Row, RunBy, bound_of, methods_of, simulated
+from planner.studies.tables import as_markdown, by
 from planner.visible import visible
 from solvers.result import Reason, Status, relative_gap
 
@@ -184,22 +182,19 @@ def _by_budget(
     rows: Sequence[Row], text: Callable[[Row], str], value: Callable[[Row], float | None], digits: int
 ) -> list[tuple[str, ...]]:
     """Cells by budget, the largest first, and method; those of the least value, of which `digits` are read, are in bold."""
-    frame = pd.DataFrame(
-        {
-            "budget": [row.budget_bytes for row in rows],
-            "method": [row.method for row in rows],
-            "text": [text(row) for row in rows],
-            "value": pd.array([value(row) for row in rows], dtype="Float64"),
-        }
-    ).drop_duplicates(["budget", "method"])
-    frame["value"] = frame["value"].round(digits)  # as the text has it: what reads the same is as good
-    best = frame["value"].eq(frame.groupby("budget")["value"].transform("min")).fillna(value=False)
-    frame["text"] = frame["text"].where(~best, "**" + frame["text"] + "**")
-    cells = frame.pivot(index="budget", columns="method", values="text").sort_index(ascending=False).fillna(NOT_TRIED)
-    cells = cells[methods_of(rows)]
-    labels = {row.budget_bytes: row.budget for row in rows}
-    names = [format_bytes(b) + (f" ({labels[b]})" if labels[b].endswith("%") else "") for b in cells.index]
-    return [("budget", *cells.columns), *((name, *line) for name, line in zip(names, cells.to_numpy().tolist(), strict=True))]
+    methods, lines = methods_of(rows), []
+    for budget_bytes, own in sorted(by(rows, "budget_bytes").items(), reverse=True):
+        found = {row.method: row for row in reversed(own)}
+        # Rounded as the text has it: what reads the same is as good.
+        values = {method: round(known, digits) for method, row in found.items() if (known := value(row)) is not None}
+        least = min(values.values(), default=None)
+        cells = (
+            _bold(text(found[method]), best=method in values and values[method] == least) if method in found else NOT_TRIED
+            for method in methods
+        )
+        label = own[-1].budget
+        lines.append((format_bytes(budget_bytes) + (f" ({label})" if label.endswith("%") else ""), *cells))
+    return [("budget", *methods), *lines]
 
 
 def _bound_text(rows: Sequence[Row], budget_bytes: int) -> str:

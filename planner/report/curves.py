@@ -1,13 +1,15 @@
 """What ``planner curve`` and ``planner max-batch`` say: text for people, plain data for machines, a table for files."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
-from graphs.units import format_bytes, format_ratio, format_seconds
+from graphs.units import format_bytes, format_ratio
 from planner.report.describe import table
 from planner.studies.curve import Curve
 from planner.studies.frontier import Point
 from planner.studies.sizes import LargestSize, Wanted
+from planner.studies.tables import Column, lines
 from planner.visible import visible
 from solvers.result import Status
 
@@ -15,6 +17,8 @@ if TYPE_CHECKING:
     import pandas as pd
 
 _UNKNOWN = "-"
+_PERCENT = "{:z.2%}"
+_column = partial(Column, missing=_UNKNOWN)
 
 
 def curve_text(curve: Curve) -> str:
@@ -26,19 +30,20 @@ def curve_text(curve: Curve) -> str:
 
 
 def _part_text(curve: Curve) -> str:
-    rows = [
-        (
-            format_bytes(point.budget_bytes),
-            _share(curve, point),
-            _percent(curve.overhead(point.time_s)),
-            _percent(curve.overhead(point.bound_s)),
-            _percent(point.gap),
-            _UNKNOWN if point.seconds is None else f"{point.seconds:.2f}",
-            str(point.status),
-        )
-        for point in curve.points
-    ]
-    header = ("budget", "% of peak", "overhead", "bound", "gap", "seconds", "status")
+    def overhead(name: str) -> Callable[[Point], float | None]:
+        return lambda point: curve.overhead(getattr(point, name))
+
+    peak = curve.graph.keep_everything_peak_bytes
+    columns = (
+        Column("budget", "budget_bytes"),
+        _column("% of peak", lambda point: point.budget_bytes / peak if peak else None, format_ratio),
+        _column("overhead", overhead("time_s"), _PERCENT),
+        _column("bound", overhead("bound_s"), _PERCENT),
+        _column("gap", form=_PERCENT),
+        _column("seconds", form="{:.2f}"),
+        "status",
+    )
+    header, *rows = lines(curve.points, columns)
     return "\n".join((table(header, rows, numbers=6), *_least_line(curve), *_gaps_line(curve), *_seconds_line(curve)))
 
 
@@ -87,15 +92,6 @@ def _rows(curve: Curve) -> list[dict[str, object]]:
     ]
 
 
-def _share(curve: Curve, point: Point) -> str:
-    peak = curve.graph.keep_everything_peak_bytes
-    return format_ratio(point.budget_bytes / peak) if peak else _UNKNOWN
-
-
-def _percent(ratio: float | None) -> str:
-    return _UNKNOWN if ratio is None else f"{100 * ratio:z.2f}%"
-
-
 def _least_line(curve: Curve) -> list[str]:
     least = curve.least
     if least is None:
@@ -127,20 +123,19 @@ def _seconds_line(curve: Curve) -> list[str]:
 
 def max_batch_text(answers: Sequence[LargestSize], wanted: Wanted) -> str:
     """The largest size of each method for people, and what is not known of it."""
-    rows = [
-        (
-            answer.method,
-            "none" if answer.size is None else f"{answer.size:,}",
-            _percent(answer.overhead),
-            *_peak_and_time(answer),
-        )
-        for answer in answers
-    ]
+    columns = (
+        "method",
+        Column(visible(wanted.varies), "size", "{:,}", missing="none"),
+        _column("overhead", form=_PERCENT),
+        _column("peak", "peak_bytes"),
+        _column("step time", "time_s"),
+    )
+    header, *rows = lines(answers, columns)
     cap = "" if wanted.max_overhead is None else f" and an overhead of at most {format_ratio(wanted.max_overhead)}"
     return "\n".join(
         (
             f"largest {visible(wanted.varies)} within {format_bytes(wanted.budget_bytes)}{cap}",
-            table(("method", visible(wanted.varies), "overhead", "peak", "step time"), rows, numbers=0),
+            table(header, rows, numbers=0),
             *(f"{answer.method}: {remark}" for answer in answers for remark in _remarks(answer, wanted)),
         )
     )
@@ -161,9 +156,9 @@ def max_batch_data(answers: Sequence[LargestSize], wanted: Wanted) -> dict[str, 
                 "method": answer.method,
                 "size": answer.size,
                 "overhead": answer.overhead,
-                "peak_bytes": None if answer.size is None or answer.result is None else answer.result.peak_bytes,
-                "time_s": None if answer.size is None or answer.result is None else answer.result.time_s,
-                "gap": None if answer.size is None or answer.result is None else answer.result.gap,
+                "peak_bytes": answer.peak_bytes,
+                "time_s": answer.time_s,
+                "gap": answer.gap,
                 "at_limit": answer.at_limit,
                 "undecided": answer.undecided,
                 "complete": answer.complete,
@@ -172,13 +167,6 @@ def max_batch_data(answers: Sequence[LargestSize], wanted: Wanted) -> dict[str, 
             for answer in answers
         ],
     }
-
-
-def _peak_and_time(answer: LargestSize) -> tuple[str, str]:
-    result = answer.result
-    if answer.size is None or result is None or result.peak_bytes is None or result.time_s is None:
-        return _UNKNOWN, _UNKNOWN
-    return format_bytes(result.peak_bytes), format_seconds(result.time_s)
 
 
 def _remarks(answer: LargestSize, wanted: Wanted) -> list[str]:

@@ -13,7 +13,7 @@ from planner.choices import recorded_link, recorded_options
 from planner.plans.eager import slower_than
 from planner.plans.plan import Plan
 from planner.profiling.link import MEASURED_LINK, measured_link
-from planner.profiling.other_devices import DEVICES_KEY, known_devices
+from planner.profiling.other_devices import DEVICES_KEY, decode_devices
 from planner.visible import visible
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ def _eager_lines(plan: Plan) -> list[tuple[str, str]]:
     if plan.eager is None:
         return []
     measured = [("measured", plan.eager.slowdown)] if plan.eager.slowdown else []
-    return [*measured, (f"beside {plan.eager.beside}", visible(plan.eager))]
+    return [*measured, (f"beside {plan.eager.reference}", visible(plan.eager))]
 
 
 def plan_info_text(plan: Plan) -> str:
@@ -256,7 +256,7 @@ def provenance_lines(provenance: Mapping[str, object]) -> list[tuple[str, str]]:
         if name == MEASURED_LINK:
             return str(measured_link(provenance))
         if name == DEVICES_KEY:
-            return "; ".join(map(str, known_devices(provenance)))
+            return "; ".join(map(str, decode_devices(provenance)))
         if name == LEFT_OUT and isinstance(value, list | tuple):
             return f"{len(value)} optional ops that are neither faster nor smaller"
         return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)

@@ -101,11 +101,11 @@ def _beside_eager(eager: EagerComparison | None) -> list[tuple[str, str]]:
     if eager is None:
         return []
     if eager.failure or eager.overhead is None:
-        return [(f"Beside {eager.beside}", str(eager))]
+        return [(f"Beside {eager.reference}", str(eager))]
     return [
         ("Measured", eager.slowdown),
-        (f"Peak of {eager.beside}", format_bytes(eager.peak_bytes)),
-        ("Bits", f"identical to {eager.beside}" if eager.identical else eager.what_differs()),
+        (f"Peak of {eager.reference}", format_bytes(eager.peak_bytes)),
+        ("Bits", f"identical to {eager.reference}" if eager.identical else eager.describe_differences()),
     ]
 
 

@@ -1,6 +1,5 @@
-"""Result tables: rows of what was promised and what was measured, as text and Markdown."""
+"""Result tables: rows of what was promised and what was measured, as text."""
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from graphs.units import format_bytes, format_ratio, format_seconds
@@ -50,9 +49,3 @@ def _identical(report: "RunReport") -> str:
     if report.identical is None:
         return "not compared"
     return "yes" if not report.eager_differences else "to keeping all" if report.identical else "NO"
-
-
-def as_markdown(rows: Sequence[Sequence[str]]) -> str:
-    """`rows`, the first of them the header, as a Markdown table."""
-    header, *body = (f"| {' | '.join(row)} |" for row in rows)
-    return "\n".join((header, f"|{' --- |' * len(rows[0])}", *body)) + "\n"

@@ -12,15 +12,15 @@ from graphs.errors import CopyError, GraphError
 from graphs.options.option import Feature, Need
 from graphs.options.placement import fixed
 from graphs.options.surroundings import OtherDevice
-from planner.capture.frontend.unchanged import same
+from planner.capture.frontend.preserved_state import has_same_values
 from planner.capture.lowering.lower import Capture
 from planner.capture.lowering.program import Call, load, variable
 from planner.capture.lowering.statics import allocated_bytes
 from planner.capture.options import needing
-from planner.capture.rewrites.own_generators import states_kept
+from planner.capture.rewrites.explicit_generators import preserve_generator_states
 from planner.compatibility import check_compatible
 from planner.profiling.allocator import Mark, cpu_allocations, segment_peaks
-from planner.profiling.other_devices import NamedDevice, named_device
+from planner.profiling.other_devices import NamedDevice, parse_device
 from planner.profiling.profile import MeasuredOp, distinct_ops, isolated
 from planner.runtime.devices import place_of
 from planner.runtime.measure import synchronize
@@ -54,7 +54,7 @@ def other_devices(
         raise GraphError(f"other devices are {', '.join(names)}: name each once (threads of a CPU tell them apart: cpu:1, cpu:2)")
     if not all(isinstance(call, Call) for call in capture.program.calls):
         check_compatible((*needing(Need.DEVICES), Feature.INDUCTOR))
-    return tuple(_Profile(capture, static, named_device(name)).device(passes) for name in names)
+    return tuple(_Profile(capture, static, parse_device(name)).device(passes) for name in names)
 
 
 class _Profile:
@@ -75,7 +75,7 @@ class _Profile:
         exact: list[int] = []
         able: list[tuple[MeasuredOp, tuple[int, ...]]] = []
         ops = distinct_ops(self._capture, self._static, self._calls)
-        with isolated(self._here), states_kept(self._capture.program):
+        with isolated(self._here), preserve_generator_states(self._capture.program):
             for measured, equal in ops:
                 tensors = measured.tensors()
                 inputs = [tensors[t] for t in measured.call.op.inputs]
@@ -122,7 +122,7 @@ class _Profile:
                 return None
         except (RuntimeError, CopyError, ValueError, TypeError):  # what a kernel that is not there raises, or one that refuses
             return None
-        return all(a is None or b is None or same(a.to(b.device), b) for a, b in zip(made, outputs, strict=True))
+        return all(a is None or b is None or has_same_values(a.to(b.device), b) for a, b in zip(made, outputs, strict=True))
 
     def _is_like(self, made: torch.Tensor | None, wanted: torch.Tensor | None, most_bytes: int) -> bool:
         if made is None or wanted is None:

@@ -11,7 +11,7 @@ import torch
 from graphs.errors import CopyError, DeviceError, GraphError
 from graphs.ir import Graph
 from graphs.options.placement import between_devices, devices_of
-from planner.profiling.other_devices import NamedDevice, named_device
+from planner.profiling.other_devices import NamedDevice, parse_device
 from planner.runtime.transfers import LOOK_S, Channel, Pass, StoppedError, Transfer
 from planner.runtime.workers import Worker
 
@@ -35,7 +35,7 @@ class Devices:
             GraphError: a pool has no name of a device of this machine.
         """
         self.pools = devices_of(graph)
-        named = [named_device(pool.name) for pool in self.pools[1:]]
+        named = [parse_device(pool.name) for pool in self.pools[1:]]
         self.places = (main, *(place_of(device) for device in named))
         self._named = {pool.owner: device for pool, device in zip(self.pools[1:], named, strict=True)}
         self._place = dict(zip((pool.owner for pool in self.pools), self.places, strict=True))

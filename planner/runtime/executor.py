@@ -10,13 +10,13 @@ from torch.autograd.graph import increment_version
 from graphs.errors import MismatchError, PlannerError
 from graphs.ir import Graph, Kind, Tensor
 from graphs.options.placement import is_placed
-from graphs.overwriting import kept_that_are_overwritten
+from graphs.overwriting import overwritten_saved_tensors
 from graphs.pools import HOST
 from graphs.schedule import Schedule
 from graphs.simulate import simulate
 from planner.capture.lowering.lower import Capture
 from planner.capture.lowering.program import Launches, Source
-from planner.capture.signature import put_together
+from planner.capture.signature import join_returned
 from planner.capture.step import TrainingStep
 from planner.runtime.channels import Channels, ThreadChannels
 from planner.runtime.codegen import Code, compile_schedule
@@ -29,7 +29,7 @@ from planner.runtime.out_of_memory import PlannedMemory, StateNotMade
 from planner.runtime.placed import compile_placed
 from planner.runtime.undo import undoing
 from planner.runtime.unseen_writes import UnseenWrites
-from planner.torch_private.core import backward_comes_again, current_transform
+from planner.torch_private.core import backward_retains_graph, current_transform
 
 _OTHER_SIZES = (
     "If only the last batch is smaller, drop it: DataLoader(..., drop_last=True). If sizes vary, let each have a plan: "
@@ -110,7 +110,7 @@ class Executor:
         places = {HOST: torch.device("cpu")}
         if self.devices is not None:
             places |= dict(zip((pool.name for pool in self.devices.pools), self.devices.places, strict=True))
-        self._written_over = kept_that_are_overwritten(self.graph, schedule)
+        self._written_over = overwritten_saved_tensors(self.graph, schedule)
         self.memory = PlannedMemory(
             self.graph, self.launched.lines, lambda pool: places.get(pool, device), StateNotMade(self.graph, self._step)
         )
@@ -142,7 +142,7 @@ class Executor:
 
     def evaluate(self, *args: object, **kwargs: object) -> Any:
         """Return what the step returns, computed by eager PyTorch: nothing is kept for a backward pass."""
-        return put_together(*self._step(*args, **kwargs))
+        return join_returned(*self._step(*args, **kwargs))
 
     def run(self, leaves: Sequence[object]) -> Any:
         """One forward pass on the leaves of a batch that was checked.
@@ -246,7 +246,7 @@ class Executor:
             PlannerError: it comes again, and the plan copies to the host, or runs on other devices.
         """
         alive: list[Any] = ctx.alive
-        if not backward_comes_again():
+        if not backward_retains_graph():
             ctx.alive = None
             return alive
         if self.channels is not None or self.devices is not None:

@@ -14,16 +14,16 @@ from torch import fx
 
 from graphs.errors import MismatchError, PlannerError, TraceError
 from graphs.ir import Graph, Kind, Op
-from planner.capture.frontend.unchanged import unchanged
+from planner.capture.frontend.preserved_state import preserve_training_state
 from planner.capture.lowering.lower import Capture
 from planner.capture.lowering.statics import allocated_bytes
-from planner.capture.replay import real_static, written_by
-from planner.capture.rewrites.random_ops import drawn_once
+from planner.capture.replay import real_static, written_tensors
+from planner.capture.rewrites.random_ops import execute_random_ops_once
 from planner.capture.signature import Batch
 from planner.capture.step import TrainingStep
 from planner.runtime.cuda_channels import CudaChannels
 from planner.runtime.executor import Executor
-from planner.torch_private.core import backward_comes_again, foreach_copy_, pytree
+from planner.torch_private.core import backward_retains_graph, foreach_copy_, pytree
 
 T = TypeVar("T")
 
@@ -52,7 +52,7 @@ def recordable(captured: Capture) -> Capture:
         TraceError: an op that cannot be recorded; names it.
     """
     _check_ops(captured)
-    once = drawn_once(captured)
+    once = execute_random_ops_once(captured)
     graph = once.graph.holding(Kind.INPUT, "recorded_inputs", _input_bytes(once))
     for kind in (Kind.OUTPUT, Kind.GRADIENT):
         graph = graph.holding(kind, f"copied_{kind}s", _kept_bytes(graph, kind))
@@ -69,7 +69,7 @@ def record(captured: Capture, executor: Executor, step: TrainingStep, batch: Bat
     """
     static = real_static(captured, step, batch)
     with (
-        unchanged(step, batch, written=written_by(captured, step, batch)),
+        preserve_training_state(step, batch, written=written_tensors(captured, step, batch)),
         torch.no_grad(),
         torch.autocast(static[0].device.type, enabled=False),
     ):
@@ -142,7 +142,7 @@ class Recording:
                 "backward() came after another call of the step, which has overwritten this one's tensors: a recorded step holds "
                 "those of one forward pass; call backward() before the next, or compile without cuda_graph=True"
             )
-        if backward_comes_again():
+        if backward_retains_graph():
             raise PlannerError(
                 "backward(retain_graph=True) of a recorded step cannot come again: leave it out, or cuda_graph=True"
             )

@@ -7,7 +7,7 @@ from statistics import mean, median
 import torch
 
 from planner.capture.lowering.lower import Capture
-from planner.profiling.link import LinkProfile, Rates
+from planner.profiling.link import LinkProfile, LinkRates
 from planner.profiling.profile import distinct_ops, isolated
 from planner.runtime.channels import Channels, Issued
 from planner.runtime.executor import open_channels
@@ -59,7 +59,7 @@ def link_beside(capture: Capture, static: Sequence[torch.Tensor], step_s: float)
     return LinkProfile(alone, beside, latency_s)
 
 
-def link_alone(device: torch.device) -> Rates:
+def link_alone(device: torch.device) -> LinkRates:
     """Return what the link between the host and `device` carries while nothing is computed."""
     large = _Copies(open_channels(device, None, timed=True), device, LARGE_BYTES)
     with isolated(device):
@@ -67,12 +67,12 @@ def link_alone(device: torch.device) -> Rates:
         return _rates(large, _LEAST_COPIES, None)
 
 
-def _rates(large: "_Copies", count: int, compute: Compute | None) -> Rates:
+def _rates(large: "_Copies", count: int, compute: Compute | None) -> LinkRates:
     out, back, both = (
         LARGE_BYTES / max(map(mean, large.seconds(count, out=to_host, back=to_device, compute=compute)))
         for to_host, to_device in ((True, False), (False, True), (True, True))
     )
-    return Rates(out, back, both)
+    return LinkRates(out, back, both)
 
 
 class _Copies:

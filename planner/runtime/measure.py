@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from planner.capture.frontend.unchanged import WritesUndone, same, unchanged
-from planner.capture.signature import Batch, arguments, as_leaves, call, leaves
+from planner.capture.frontend.preserved_state import UndoWrites, has_same_values, preserve_training_state
+from planner.capture.signature import Batch, arguments, call, detach_batch, leaves
 from planner.plans.eager import Difference
 from planner.profiling.allocator import cpu_allocations, no_collection
 from planner.runtime.libraries import warm_up_libraries
@@ -46,7 +46,7 @@ def measure_memory(step: "Step | Isolated", batch: Batch, *, static_bytes: int, 
     Args:
         static_bytes: of parameters, buffers, inputs and optimizer state, which are there before.
     """
-    batch = as_leaves(batch)
+    batch = detach_batch(batch)
     held: list[object] = []
 
     def run(_: object = None) -> None:
@@ -83,7 +83,7 @@ def turn_times(
     steps: "Mapping[str, Step] | Mapping[str, Isolated]", batch: Batch, *, parameters: Sequence[nn.Parameter], repeats: int
 ) -> dict[str, list[float]]:
     """Seconds of a forward and backward pass of each step, turn by turn; the steps take turns, after one turn to warm up."""
-    device, batch = parameters[0].device, as_leaves(batch)
+    device, batch = parameters[0].device, detach_batch(batch)
     inputs = [leaf for leaf in leaves(batch) if isinstance(leaf, torch.Tensor)]
     times: dict[str, list[float]] = {name: [] for name in steps}
     for turn in range(repeats + 1):
@@ -152,16 +152,16 @@ def outcome(
     *,
     seed: int | None = None,
     written: Iterable[torch.Tensor] = (),
-    undone: WritesUndone | None = None,
+    undone: UndoWrites | None = None,
 ) -> StepOutcome:
     """Run `step` forward and backward; `model` and `batch` are afterwards as they were.
 
     Args:
         seed: of the random state that it is run from; None: the one that is there.
-        written: as in ``planner.capture.frontend.unchanged.unchanged``.
+        written: as in ``planner.capture.frontend.preserved_state.preserve_training_state``.
         undone: finds that, where it is not known.
     """
-    with unchanged(step if isinstance(step, nn.Module) else model, batch, written=written), undone or nullcontext():
+    with preserve_training_state(step if isinstance(step, nn.Module) else model, batch, written=written), undone or nullcontext():
         if seed is not None:
             torch.manual_seed(seed)
         returned, gradients = Isolated(step, model, batch).run()
@@ -186,7 +186,7 @@ class Isolated:
     def __init__(self, step: Step, model: nn.Module, batch: Batch) -> None:
         """`step`, which trains `model`, for calls with `batch`."""
         self._step = step
-        self._args, self._kwargs = arguments(as_leaves(batch))
+        self._args, self._kwargs = arguments(detach_batch(batch))
         given = enumerate(pytree.tree_leaves((self._args, self._kwargs)))
         inputs = {f"input {i}": leaf for i, leaf in given if isinstance(leaf, torch.Tensor)}
         self._known = {name: t for name, t in (*model.named_parameters(), *inputs.items()) if t.requires_grad}
@@ -287,4 +287,4 @@ def _copy(value: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def _equal(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
-    return a is b if a is None or b is None else same(a, b)
+    return a is b if a is None or b is None else has_same_values(a, b)

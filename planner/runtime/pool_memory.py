@@ -4,9 +4,9 @@ from collections.abc import Callable
 
 import torch
 
-from planner.capture.frontend.unchanged import unchanged
+from planner.capture.frontend.preserved_state import preserve_training_state
 from planner.capture.lowering.lower import Capture
-from planner.capture.replay import written_by
+from planner.capture.replay import written_tensors
 from planner.capture.signature import Batch
 from planner.capture.step import TrainingStep
 from planner.profiling.allocator import Allocation, cpu_allocations
@@ -18,7 +18,7 @@ def measured_peak(captured: Capture, executor: Step, step: TrainingStep, batch: 
     """Memory of one run of `executor` with real tensors; `step`, which was captured, and `batch` are afterwards as they were."""
     # Autograd makes the gradient of the loss while the step runs: it is measured, not assumed.
     tangent = sum(captured.graph.tensors[s.tensor].size_bytes for s in captured.program.sources if s.is_tangent)
-    with unchanged(step, batch, written=written_by(captured, step, batch)):
+    with preserve_training_state(step, batch, written=written_tensors(captured, step, batch)):
         device = next(step.parameters()).device
         isolated = Isolated(executor, step, batch)
         return measure_memory(isolated, batch, static_bytes=captured.graph.static_bytes - tangent, device=device)
@@ -36,7 +36,7 @@ def other_peaks_measured(captured: Capture, executor: Executor, step: TrainingSt
         return {}
     cpu_allocations(lambda _: None)  # the profiler begins in this thread, or complains
     isolated, found = Isolated(executor, step, batch), {}
-    with unchanged(step, batch, written=written_by(captured, step, batch)):
+    with preserve_training_state(step, batch, written=written_tensors(captured, step, batch)):
         for pool, place in zip(executor.devices.pools[1:], executor.devices.places[1:], strict=True):
             measure = _cuda_peak if place.type == "cuda" else _cpu_peak
             found[pool.name] = measure(executor, pool.name, place, lambda: run_both(isolated, batch))

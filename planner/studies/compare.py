@@ -16,7 +16,7 @@ from planner.capture.options import with_options
 from planner.choices import Choices
 from planner.runtime.machine import commit, machine
 from planner.solving import summarize
-from planner.studies.comparison_rows import OPTIMUM, KeptRows, Key, Row, RunBy
+from planner.studies.comparison_rows import OPTIMUM, Key, Row, RunBy, missing, open_rows
 from planner.studies.jobs import run
 from planner.visible import visible
 from solvers.clock import Clock, WallClock, left
@@ -103,7 +103,7 @@ class SolveRow:
         return Solved(row, result.schedule)
 
     def row(self, run_by: RunBy, method: str, budget: str, budget_bytes: int | None, *, status: str) -> Row:
-        """What is known of a row before anything is solved or measured."""
+        """Return what is known of a row before anything is solved or measured."""
         return Row(
             model=self.model,
             fingerprint=self.graph.fingerprint,
@@ -112,27 +112,12 @@ class SolveRow:
             budget=budget,
             budget_bytes=budget_bytes,
             status=status,
-            reason="",
             settings=self._settings({}),
-            time_s=None,
-            peak_bytes=None,
-            bound_s=None,
             base_s=self.graph.time_s,
             base_peak_bytes=self.base_peak_bytes,
-            seconds=None,
-            measured_s=None,
-            eager_s=None,
-            measured_ratio=None,
-            measured_peak_bytes=None,
-            reserved_bytes=None,
-            measured_host_bytes=None,
-            exactness="",
-            gradient_error=None,
-            repeats=None,
             tolerance=self.tolerance,
             time_limit_s=self.time_limit_s,
             seed=self.seed,
-            message="",
             commit=self.commit,
             machine=self.machine or machine(),
             versions=self._versions({}),
@@ -228,22 +213,20 @@ def compare(
     stop = should_stop or (lambda: False)
     judge = judge_of(graph, model, tolerance=tolerance, time_limit_s=time_limit_s, recorded=recorded)
     tasks = tasks_for(judge, budgets, methods, RunBy.SIMULATOR)
-    kept = KeptRows(folder, graph, recorded)
-    absent = set(kept.missing(task.key for task in tasks))
-    missing = [task for task in tasks if task.key in absent]
-    done = len(tasks) - len(missing)
-    shared = Shares(missing, WallClock(total_time_limit_s), time_limit_s, jobs)
-    for solved in run(judge, shared.take, stop, jobs=min(jobs, max(1, len(missing))), cluster=cluster):
+    places = {task.key: place for place, task in enumerate(tasks)}
+    kept = open_rows(folder, graph, recorded, order=lambda row: places.get(row.key, -1))  # others come first
+    absent = set(missing(kept, places, graph.time_s))
+    waiting = [task for task in tasks if task.key in absent]
+    done = len(tasks) - len(waiting)
+    shared = Shares(waiting, WallClock(total_time_limit_s), time_limit_s, jobs)
+    for solved in run(judge, shared.take, stop, jobs=min(jobs, max(1, len(waiting))), cluster=cluster):
         if stop():
             continue
         kept.add(solved.row)
         done += 1
         if on_row is not None:
             on_row(solved.row, done, len(tasks))
-    if missing:
-        kept.arrange([task.key for task in tasks])
-    wanted = {task.key for task in tasks}
-    return [row for row in kept.rows if row.key in wanted]
+    return [row for row in kept if row.key in places]
 
 
 def tasks_for(judge: SolveRow, budgets: Sequence[str | int], methods: Sequence[str], run_by: RunBy) -> list[Task]:

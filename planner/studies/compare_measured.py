@@ -26,8 +26,9 @@ from planner.solving import check_same_graph, summarize
 from planner.studies.baselines import Method, eager
 from planner.studies.best import HEURISTICS, undominated
 from planner.studies.compare import Solved, SolveRow, Task, judge_of, solve_tasks, tasks_for
-from planner.studies.comparison_rows import OPTIMUM, PEAK_OF, KeptRows, Row, RunBy
+from planner.studies.comparison_rows import OPTIMUM, PEAK_OF, Row, RunBy, missing, open_rows
 from planner.studies.measured import Benchmark, Measured
+from planner.studies.rows import KeptRows
 from solvers.registry import SOLVERS
 from solvers.result import Reason
 
@@ -117,20 +118,21 @@ def compare_measured(
         recorded=recorded,
     )
     tasks = tasks_for(judge, budgets, methods, RunBy.EXECUTOR)
-    kept = KeptRows(folder, offered.graph, recorded)
-    kept.missing([*(task.key for task in tasks), *((RunBy.TORCH, method.name, "") for method in stock)])
+    kept = open_rows(folder, offered.graph, recorded)
+    keys = [*(task.key for task in tasks), *((RunBy.TORCH, method.name, "") for method in stock)]
+    missing(kept, keys, offered.graph.time_s)
     comparison = _Comparison(workload, captured, offered, judge, kept, settings, channels, on_activity, should_stop)
     for budget in dict.fromkeys(task.budget for task in tasks):
         comparison.budget([task for task in tasks if task.budget == budget and task.key not in kept])
-    missing = [method for method in stock if (RunBy.TORCH, method.name, "") not in kept]
-    for start in range(0, len(missing), _TOGETHER):
-        comparison.stock(missing[start : start + _TOGETHER])
-    met = {m.name for m in stock if m not in missing and (RunBy.EXECUTOR, OPTIMUM, f"{PEAK_OF}{m.name}") in kept}
+    untried = [method for method in stock if (RunBy.TORCH, method.name, "") not in kept]
+    for start in range(0, len(untried), _TOGETHER):
+        comparison.stock(untried[start : start + _TOGETHER])
+    met = {m.name for m in stock if m not in untried and (RunBy.EXECUTOR, OPTIMUM, f"{PEAK_OF}{m.name}") in kept}
     # Timed again beside the optimum, another one may turn out to be the best.
-    while baselines := [m for m in stock if m.name not in met and m.name in _best_of_pytorch(kept.rows)][:_TOGETHER]:
+    while baselines := [m for m in stock if m.name not in met and m.name in _best_of_pytorch(list(kept))][:_TOGETHER]:
         comparison.at_equal_memory(baselines)
         met.update(m.name for m in baselines)
-    return kept.rows
+    return list(kept)
 
 
 def _best_of_pytorch(rows: Sequence[Row]) -> set[str]:
@@ -158,7 +160,7 @@ class _Comparison:
         captured: Capture,
         offered: Capture,
         judge: SolveRow,
-        kept: KeptRows,
+        kept: KeptRows[Row],
         settings: Settings,
         channels: Channels | None,
         on_activity: Callable[[str], None],

@@ -9,7 +9,7 @@ from contextlib import suppress
 from graphs.errors import GraphError, InfeasibleError, LimitError
 from graphs.ir import Graph
 from graphs.units import format_bytes, format_ratio
-from planner.profiling.scaling import Fit
+from planner.profiling.scaling import GraphFit
 from planner.solving import order_for
 from planner.studies.fitting import Decision, Enough, largest
 from planner.studies.sizes import OPTIMAL, LargestSize, Method, Wanted
@@ -76,7 +76,7 @@ class _SizeSearch:
         self.found: dict[int, list[Result]] = {}  # by size in units, the results with a schedule
         self._graph_of = graph_of
         self._graphs: dict[int, Graph] = {}
-        self._line: Fit | None = None
+        self._line: GraphFit | None = None
         self._line_tried = False
 
     def answer(self, method: Method, beyond: int) -> LargestSize:
@@ -174,12 +174,12 @@ class _SizeSearch:
 
         return max(1, largest(fits, first=first, limit=self.wanted.limit, low=beyond))
 
-    def line(self) -> Fit | None:
+    def line(self) -> GraphFit | None:
         """Through sizes whose graphs have the same ops; None if they have not, or cannot be had."""
         if not self._line_tried and self.wanted.limit >= max(self.wanted.samples):
             self._line_tried = True
             with suppress(GraphError, MemoryError):
-                self._line = Fit({(units,): self.captured(units) for units in self.wanted.samples})
+                self._line = GraphFit({(units,): self.captured(units) for units in self.wanted.samples})
         return self._line
 
     def graph(self, units: int) -> Graph:

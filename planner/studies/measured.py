@@ -8,7 +8,7 @@ from enum import StrEnum
 import torch
 
 from graphs.errors import PlannerError, first_line, typed_line
-from planner.capture.frontend.unchanged import unchanged
+from planner.capture.frontend.preserved_state import preserve_training_state
 from planner.capture.lowering.statics import StaticTensors
 from planner.capture.step import TrainingStep
 from planner.models import Workload
@@ -104,7 +104,7 @@ class Benchmark:
     def times(self, names: Sequence[str], *, repeats: int) -> dict[str, list[float]]:
         """Seconds of a forward and backward pass of those that were entered, turn by turn; see ``measure.turn_times``."""
         model, _, batch = self._workload
-        with unchanged(model, batch):
+        with preserve_training_state(model, batch):
             steps = {name: measure.Isolated(self._steps[name], model, batch) for name in names}
             return measure.turn_times(steps, batch, parameters=list(model.parameters()), repeats=repeats)
 
@@ -119,7 +119,7 @@ class Benchmark:
         if self._host is not None:
             self._host.peak_bytes = self._host.used_bytes
         found = measure.outcome(step, model, batch, seed=self._seed)  # what is compiled, is compiled here
-        with unchanged(model, batch):
+        with preserve_training_state(model, batch):
             isolated = measure.Isolated(step, model, batch)
             memory = measure.measure_memory(isolated, batch, static_bytes=self._static_bytes, device=self._device)
         errors = _Errors.between(reference, found)

@@ -1,23 +1,146 @@
-"""Tables that grow row by row, as CSV files that are whole after every row. Imports pandas only when called."""
+"""Rows: frozen dataclasses whose fields are the columns of a CSV, which is whole after every row. Imports pandas when called."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, asdict, dataclass, field, fields
+from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import msgspec
 
 from graphs.errors import OutputError
 from graphs.io.files import write_text
+from planner.runtime.machine import commit
 
 if TYPE_CHECKING:
+    import pandas as pd
+    import torch
     from _typeshed import DataclassInstance
 
-    Row = TypeVar("Row", bound=DataclassInstance)
+Row = TypeVar("Row", bound="DataclassInstance")
+Key = tuple[object, ...]
+FIRST, _LAST = -1, 1  # places of columns
+
+
+def key(said: str = "", *, summary: str = "first") -> Any:
+    """Declare a column that tells a row from all others, together with the other columns of the key."""
+    return field(metadata={"said": said, "summary": summary, "place": FIRST, "key": True})
+
+
+def made(said: str = "") -> Any:
+    """Declare a column that says what a row was made on or with."""
+    return field(default="", metadata={"said": said, "place": _LAST})
+
+
+def column(said: str = "", *, default: object = MISSING, summary: str = "first", place: int = 0) -> Any:
+    """Declare a column that is required unless it has a `default`.
+
+    Args:
+        said: what is in it; its unit is the end of its name.
+        default: where it is not given.
+        summary: the function of pandas that sums up several rows of it, as in ``summarize``.
+        place: FIRST: among the columns of the key, though it tells no rows apart.
+    """
+    return field(default=default, metadata={"said": said, "summary": summary, "place": place})
+
+
+def value(said: str = "", *, summary: str = "first") -> Any:
+    """Declare a column that is None, an empty cell, where it is not known."""
+    return column(said, default=None, summary=summary)
+
+
+def text(said: str = "") -> Any:
+    """Declare a column of text that is empty where there is nothing to say."""
+    return column(said, default="")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Made:
+    """A row that says what it was made on and with, in the last columns: as ``provenance`` has it."""
+
+    machine: str = made()
+    commit: str = made()
+    torch: str = made()
+
+
+def columns_of(kind: "type[DataclassInstance]") -> tuple[str, ...]:
+    """Return the columns of a CSV whose rows are `kind`: the key, others, and what rows were made on and with."""
+    return tuple(field.name for field in sorted(fields(kind), key=lambda field: field.metadata.get("place", 0)))
+
+
+def key_columns(kind: "type[DataclassInstance]") -> tuple[str, ...]:
+    """Return those columns of `kind` that are its key."""
+    return tuple(field.name for field in fields(kind) if field.metadata.get("key"))
+
+
+def provenance(device: "torch.device | None" = None) -> dict[str, str]:
+    """Return the columns that say on what device (None: the CPU) a row was made, at which commit, and with which torch."""
+    import torch
+
+    from planner.runtime.measure import device_name
+
+    return {"machine": device_name(device or torch.device("cpu")), "commit": commit(), "torch": torch.__version__}
+
+
+def listed(**names: Iterable[object]) -> Callable[[Any], Key]:
+    """Return a function of rows to sort by: where the value of each column is in its list, at its end if it is not there."""
+    places = {name: {value: place for place, value in enumerate(values)} for name, values in names.items()}
+    return lambda row: tuple(found.get(getattr(row, name), len(found)) for name, found in places.items())
+
+
+class KeptRows(Generic[Row]):
+    """The rows of a CSV, by their keys. The file is whole after every change.
+
+    Args:
+        path: of the CSV, which need not be there.
+        kind: the dataclass of its rows.
+        order: what rows are sorted by; None: as they were added.
+
+    Raises:
+        OutputError: the CSV has other columns, or is damaged.
+    """
+
+    def __init__(self, path: Path, kind: type[Row], order: Callable[[Row], Any] | None = None) -> None:
+        self.path = path
+        self._kind = kind
+        self._order = order
+        self._key = attrgetter(*key_columns(kind))
+        self._rows = {self._key(row): row for row in read_rows(path, kind)}
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._rows
+
+    def __iter__(self) -> Iterator[Row]:
+        return iter(self._rows.values())
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def of(self, *key: object) -> list[Row]:
+        """Return the rows whose key begins with `key`."""
+        columns = key_columns(self._kind)
+        return [row for row in self if all(getattr(row, name) == part for name, part in zip(columns, key, strict=False))]
+
+    def add(self, *rows: Row) -> None:
+        """Keep `rows`, all or none, in the place of those with the same keys."""
+        self._rows |= {self._key(row): row for row in rows}
+        if self._order is not None:
+            self._rows = {self._key(row): row for row in sorted(self, key=self._order)}
+        self._write()
+
+    def drop(self, rows: Iterable[Row]) -> None:
+        """Forget `rows`."""
+        gone = {self._key(row) for row in rows}
+        if gone:
+            self._rows = {key: row for key, row in self._rows.items() if key not in gone}
+            self._write()
+
+    def _write(self) -> None:
+        write_rows(self.path, self._kind, self)
 
 
 def read_csv(path: Path, columns: Sequence[str]) -> list[dict[str, str]]:
-    """The rows of a CSV as text by column; none where there is no file.
+    """Return the rows of a CSV as text by column; none where there is no file.
 
     Raises:
         OutputError: it has other columns, or is no CSV.
@@ -40,21 +163,30 @@ def read_csv(path: Path, columns: Sequence[str]) -> list[dict[str, str]]:
     return [dict(zip(columns, row, strict=True)) for row in rows]
 
 
-def read_rows(path: Path, kind: "type[Row]") -> "list[Row]":
-    """The rows of a CSV whose columns are the fields of the dataclass `kind`; empty numbers are None.
+def read_rows(path: Path, kind: type[Row]) -> list[Row]:
+    """Return the rows of a CSV whose columns are the fields of the dataclass `kind`; empty numbers are None.
 
     Raises:
         OutputError: it has other columns, or is no CSV, or a cell is not of the type of its field.
     """
-    columns = {field.name: field.type for field in fields(kind)}
+    types = {field.name: field.type for field in fields(kind)}
     rows = [
-        {name: text if text or columns[name] is str else None for name, text in row.items()}
-        for row in read_csv(path, tuple(columns))
+        {name: cell if cell or types[name] is str else None for name, cell in row.items()}
+        for row in read_csv(path, columns_of(kind))
     ]
     try:
         return msgspec.convert(rows, list[kind], strict=False)  # type: ignore[valid-type]
     except msgspec.ValidationError as error:
         raise OutputError(f"{path} is damaged ({error}): delete it") from None
+
+
+def write_rows(path: Path, kind: type[Row], rows: Iterable[Row]) -> None:
+    """Write the CSV of `rows`, which are `kind`, whole or not at all.
+
+    Raises:
+        OutputError: it cannot be written.
+    """
+    write_csv(path, columns_of(kind), map(asdict, rows))
 
 
 def write_csv(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, object]]) -> None:
@@ -71,3 +203,18 @@ def write_csv(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, ob
         raise OutputError(f"{path.parent} cannot be made: {error.strerror or error}") from error
     cells = [["" if row[name] is None else str(row[name]) for name in columns] for row in rows]
     write_text(path, pd.DataFrame(cells, columns=list(columns), dtype=str).to_csv(index=False, lineterminator="\n"))
+
+
+def frame(rows: Sequence[Row]) -> "pd.DataFrame":
+    """Return `rows`, one or more, as a table; whole numbers stay so where some are unknown."""
+    import pandas as pd
+
+    kinds: dict[object, str] = {int: "Int64", int | None: "Int64", float: "float64", float | None: "float64"}
+    numbers = {field.name: kinds[field.type] for field in fields(rows[0]) if field.type in kinds}
+    return pd.DataFrame(map(asdict, rows)).astype(numbers)
+
+
+def summarize(table: "pd.DataFrame", kind: "type[DataclassInstance]", by: Sequence[str]) -> "pd.DataFrame":
+    """Return a row for each group of rows that are equal in the columns `by`; others as they say that they are summed up."""
+    how = {field.name: field.metadata.get("summary", "first") for field in fields(kind) if field.name not in by}
+    return table.groupby(list(by), sort=False, as_index=False).agg(how)

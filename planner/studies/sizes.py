@@ -43,11 +43,26 @@ class LargestSize:
     keep_everything_time_s: float
 
     @property
+    def time_s(self) -> float | None:
+        """Of the schedule at `size`, as `peak_bytes` and `gap`; None if there is none."""
+        return None if self.size is None or self.result is None else self.result.time_s
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """Of the schedule, static bytes included."""
+        return None if self.size is None or self.result is None else self.result.peak_bytes
+
+    @property
+    def gap(self) -> float | None:
+        """Of the time over the proved bound."""
+        return None if self.size is None or self.result is None else self.result.gap
+
+    @property
     def overhead(self) -> float | None:
         """Of the schedule, as a fraction of the step without recomputation."""
-        if self.size is None or self.result is None or self.result.time_s is None:
+        if self.time_s is None:
             return None
-        return self.result.time_s / self.keep_everything_time_s - 1 if self.keep_everything_time_s else 0.0
+        return self.time_s / self.keep_everything_time_s - 1 if self.keep_everything_time_s else 0.0
 
 
 @dataclass(frozen=True, slots=True)

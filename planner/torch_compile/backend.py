@@ -21,7 +21,7 @@ from planner.budgets import is_share
 from planner.capture.frontend.eager_ops import dynamo_as_eager_where, ops_as_eager
 from planner.capture.guards.messages import readable
 from planner.capture.lowering.lower import Capture
-from planner.profiling.devices import DEVICES, Device, device_called, get_device
+from planner.profiling.devices import DEVICES, DeviceSpec, find_device, get_device
 from planner.progress import LoggingView, Stage, Stages
 from planner.progress.describe import saved_line
 from planner.solving import summarize
@@ -180,7 +180,7 @@ def _plan(graph: PlannedGraph, add: Callable[[PlannedGraph], None], stages: Stag
 def _as_eager(joint: fx.GraphModule) -> Graph:
     """A joint graph as eager PyTorch runs it, each op measured by itself, as that of ``compile="eager"``."""
     where = device_of(joint)
-    known = None if where.type == "cpu" else device_called(torch.cuda.get_device_name(where))
+    known = None if where.type == "cpu" else find_device(torch.cuda.get_device_name(where))
     fallback = known or get_device("cpu" if where.type == "cpu" else "h100")  # for ops that do not run on made-up values
     return capture_joint(copy.deepcopy(joint), fallback, measure=True).graph
 
@@ -220,7 +220,7 @@ def _runs_as_eager(translator: InstructionTranslatorBase) -> bool:
 dynamo_as_eager_where(_runs_as_eager, ExitStack())  # before Dynamo is done with a frame no backend is asked
 
 
-def _device(joint: fx.GraphModule, roofline: str | None) -> Device:
+def _device(joint: fx.GraphModule, roofline: str | None) -> DeviceSpec:
     """The device whose times are modelled."""
     if roofline is not None:
         return get_device(roofline)
@@ -228,7 +228,7 @@ def _device(joint: fx.GraphModule, roofline: str | None) -> Device:
     if where.type == "cpu":
         return get_device("cpu")
     name = torch.cuda.get_device_name(where)
-    if (known := device_called(name)) is not None:
+    if (known := find_device(name)) is not None:
         return known
     raise PlannerError(
         f"no times are known for {name!r}: name a device like it, options={{'roofline': ...}}, of {', '.join(DEVICES)}"

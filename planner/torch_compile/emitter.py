@@ -19,7 +19,7 @@ from planner.capture.frontend.eager_ops import called
 from planner.capture.lowering.lower import Capture
 from planner.capture.lowering.program import Call, Composed, variable
 from planner.capture.rewrites.batch_norms import without_statistics
-from planner.capture.rewrites.layouts import drawn_in_place, laid_out, read_strides, to_be_filled
+from planner.capture.rewrites.layouts import copy_with_strides, empty_with_strides, in_place_random_op, read_strides
 from planner.runtime.channels import Channels
 from planner.runtime.copying import UnderWay
 from planner.runtime.host_tensor import HostTensor
@@ -196,14 +196,14 @@ class Emitter:
 
     def _called(self, node: fx.Node, target: object, given: tuple[Any, ...]) -> fx.Node:
         args, kwargs = fx.map_arg((given, node.kwargs), partial(self._read, read_strides(node)))
-        if drawn := drawn_in_place(node):
-            target, args = drawn[0], (self.graph.call_function(to_be_filled, (args[0], tuple(drawn[1]))), *args[1:])
+        if drawn := in_place_random_op(node):
+            target, args = drawn[0], (self.graph.call_function(empty_with_strides, (args[0], tuple(drawn[1]))), *args[1:])
         return self.graph.call_function(called(target), args, kwargs)
 
     def _read(self, strides: Mapping[fx.Node, Sequence[int]], arg: fx.Node) -> fx.Node:
         """What an op reads of `arg`, in the layout that it is to have."""
         value: fx.Node = self.value(arg)
-        return self.graph.call_function(laid_out, (value, tuple(strides[arg]))) if arg in strides else value
+        return self.graph.call_function(copy_with_strides, (value, tuple(strides[arg]))) if arg in strides else value
 
     def _item(self, value: fx.Node, path: str) -> fx.Node:
         """The item of `value` that stands at `path`, as in ``[1]`` or ``[0][2]``."""

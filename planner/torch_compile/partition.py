@@ -24,14 +24,14 @@ from planner.capture.options.traced import with_traced
 from planner.capture.rewrites.batch_norms import ignored_inputs
 from planner.capture.rewrites.layouts import layouts_as_eager
 from planner.capture.rewrites.outputs import items, outputs
-from planner.capture.rewrites.random_ops import drawn_once
-from planner.capture.rewrites.sparse import is_sparse
+from planner.capture.rewrites.random_ops import execute_random_ops_once
+from planner.capture.rewrites.sparse_products import is_sparse
 from planner.capture.signature import Signature
 from planner.keeping_everything import prepare_for_tight_memory
-from planner.profiling.devices import Device
+from planner.profiling.devices import DeviceSpec
 from planner.profiling.profile import profile
-from planner.profiling.repeatable import custom_ops_once
 from planner.profiling.roofline import model_times
+from planner.profiling.unrepeatable_ops import mark_custom_ops
 from planner.runtime.channels import Channels
 from planner.runtime.step_lines import Line
 from planner.torch_compile.emitter import Emitter
@@ -43,7 +43,7 @@ aten = torch.ops.aten
 
 def capture_joint(
     module: fx.GraphModule,
-    device: Device,
+    device: DeviceSpec,
     *,
     measure: bool,
     options: Sequence[str] = (),
@@ -81,7 +81,7 @@ def capture_joint(
     signature, found_on = Signature.of((), pytree.tree_structure(())), {"device": where.type}
     lowered = lower(module.graph, statics, signature, generator=generator, provenance=found_on)
     prepare_for_tight_memory(lowered.graph, where)
-    captured = drawn_once(lowered)
+    captured = execute_random_ops_once(lowered)
     if measure:
         known: dict[str, Any] = {node.name: node.meta["val"] for node in placeholders} | dict(captured.program.namespace)
         static = [known[source.name] for source in captured.program.sources]
@@ -89,7 +89,7 @@ def capture_joint(
         if options:
             captured = profile(with_traced(captured, options), static, model=device)
     else:
-        captured = with_traced(custom_ops_once(captured), options)
+        captured = with_traced(mark_custom_ops(captured), options)
         captured = replace(captured, graph=model_times(captured, device))
     return replace(captured, graph=once(captured.graph, mutated_inputs(module, statics)))
 

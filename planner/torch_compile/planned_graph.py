@@ -15,12 +15,12 @@ from torch import fx
 
 from graphs.errors import PlannerError
 from graphs.ir import Graph
-from graphs.overwriting import kept_that_are_overwritten
+from graphs.overwriting import overwritten_saved_tensors
 from graphs.pools import HOST
 from graphs.schedule import Schedule
 from graphs.simulate import simulate
 from planner.capture.lowering.lower import Capture
-from planner.capture.rewrites.redraw import generator_of
+from planner.capture.rewrites.reproducible_random import generator_of
 from planner.runtime.channels import Channels
 from planner.runtime.out_of_memory import PlannedMemory
 from planner.runtime.random_state import RandomState
@@ -29,7 +29,7 @@ from planner.runtime.unseen_writes import UnseenWrites
 from planner.torch_compile import partition
 from planner.torch_compile.rest_of_step import kept_bytes
 from planner.torch_private.capture import boxed_nop
-from planner.torch_private.core import backward_comes_again
+from planner.torch_private.core import backward_retains_graph
 
 # Both empty the list of their arguments, of which the last ones of a backward pass are what its forward pass has handed
 # over besides tensors: what is on the host, and copies that may be under way.
@@ -100,7 +100,7 @@ class PlannedGraph(ABC):
 
     @schedule.setter
     def schedule(self, schedule: Schedule) -> None:
-        if kept_that_are_overwritten(self.captured.graph, schedule):
+        if overwritten_saved_tensors(self.captured.graph, schedule):
             self._writing_over.add(len(self._passes))
         self._passes.append(self.passes(schedule))
         self._schedule = schedule
@@ -153,7 +153,7 @@ class PlannedGraph(ABC):
                 "hooks on saved tensors (torch.autograd.graph.save_on_cpu, saved_tensors_hooks) have copied what a planned graph "
                 "saves for its backward pass: leave them out, for the plan says what is kept where"
             )
-        if number in self._writing_over and backward_comes_again():
+        if number in self._writing_over and backward_retains_graph():
             raise PlannerError(
                 "backward(retain_graph=True) keeps what the plan writes over: leave it out, or the option 'in-place' of the graph"
             )

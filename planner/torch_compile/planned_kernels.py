@@ -18,7 +18,7 @@ from planner.capture.kernels.variants import Variant
 from planner.capture.lowering.lower import Capture
 from planner.capture.options.traced import with_traced
 from planner.capture.rewrites.outputs import outputs
-from planner.capture.rewrites.redraw import generator_of
+from planner.capture.rewrites.reproducible_random import generator_of
 from planner.capture.signature import Signature
 from planner.keeping_everything import prepare_for_tight_memory
 from planner.profiling.profile import profile

@@ -1,4 +1,4 @@
-"""Private names of Dynamo and AOTAutograd: capturing a step, and how they are told to do it otherwise."""
+"""Private names of Dynamo and AOTAutograd: capture of a step, and changes to it."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -7,32 +7,32 @@ from unittest.mock import patch
 
 import torch
 from torch._dynamo import (
-    config as dynamo_config,  # how steps are captured
+    config as dynamo_config,  # settings of the capture
 )
 from torch._dynamo import (
     utils as dynamo_utils,  # run_node executes one node on fake tensors
 )
-from torch._dynamo.backends.common import aot_autograd  # a backend of torch.compile, of two compilers and a partitioner
+from torch._dynamo.backends.common import aot_autograd  # a backend of torch.compile, from two compilers and a partitioner
 from torch._dynamo.backends.debugging import boxed_nop  # calls a graph so that it can free its inputs
-from torch._dynamo.compiled_autograd import _disable as disable_compiled_autograd  # it compiles backward passes otherwise
+from torch._dynamo.compiled_autograd import _disable as disable_compiled_autograd  # it would compile backward passes
 from torch._dynamo.convert_frame import (
-    CaptureOutput,  # what Dynamo captured, with its guards
+    CaptureOutput,  # the captured code, with its guards
     fullgraph_capture,  # Dynamo's part of a capture
-    get_traced_fn,  # the function whose code was captured, which guards belong to
+    get_traced_fn,  # the captured function, which guards belong to
 )
-from torch._dynamo.decorators import substitute_in_graph  # what Dynamo captures instead of a function
-from torch._dynamo.eval_frame import innermost_backend  # which call of torch.compile a graph belongs to
+from torch._dynamo.decorators import substitute_in_graph  # replaces a function in the capture
+from torch._dynamo.eval_frame import innermost_backend  # the call of torch.compile that a graph belongs to
 from torch._dynamo.exc import (
-    BackendCompilerFailed,  # around what a backend raises
+    BackendCompilerFailed,  # wraps errors of a backend
     FailOnRecompileLimitHit,  # inputs of too many sizes
-    TorchDynamoException,  # what it says needs no class before it
+    TorchDynamoException,  # its messages need no class name
 )
-from torch._dynamo.functional_export import create_fx_graph_from_captured_output  # called as the step is
+from torch._dynamo.functional_export import create_fx_graph_from_captured_output  # a graph with the arguments of the step
 from torch._dynamo.guards import CheckFunctionManager  # checks guards before each step
 from torch._dynamo.side_effects import SideEffects  # Python values that a step changes
 from torch._dynamo.symbolic_convert import (
     InstructionTranslator,  # which frame is being compiled
-    InstructionTranslatorBase,  # executes the code that is captured: calls and jumps are looked at
+    InstructionTranslatorBase,  # executes the captured code: calls and jumps are observed
 )
 from torch._dynamo.utils import (
     dynamo_timed as _dynamo_timed,
@@ -41,11 +41,11 @@ from torch._dynamo.utils import (
     get_metrics_context as _metrics_context,
 )
 from torch._dynamo.variables import (
-    BuiltinVariable,  # `@` between what is captured
+    BuiltinVariable,  # `@` between captured values
     TensorVariable,  # a tensor while code is captured
-    TorchInGraphFunctionVariable,  # holds the handlers of functions that are captured in a way of their own
-    UserDefinedObjectVariable,  # what is carried along as it is
-    VariableTracker,  # makes an answer to what captured code asks
+    TorchInGraphFunctionVariable,  # has the handlers of specially captured functions
+    UserDefinedObjectVariable,  # an object that is carried along unchanged
+    VariableTracker,  # makes an answer for the captured code
 )
 from torch._dynamo.variables import (
     builtin as _builtin,
@@ -57,12 +57,12 @@ from torch._dynamo.variables import (
     user_defined as dynamo_user_defined,  # calls them too
 )
 from torch._dynamo.variables.builder import (
-    VariableBuilder,  # takes a value of the user's into the capture
+    VariableBuilder,  # takes a user's value into the capture
     wrap_fx_proxy,  # a tensor for a new node
 )
-from torch._export.utils import _compiling_state_context as compiling_state  # is_exporting() says that a step is captured
+from torch._export.utils import _compiling_state_context as compiling_state  # is_exporting() is True during a capture
 from torch._functorch import config as functorch_config  # how joint graphs are made
-from torch._functorch._aot_autograd.descriptors import (  # what the inputs and outputs of a joint graph are
+from torch._functorch._aot_autograd.descriptors import (  # descriptions of the inputs and outputs of a joint graph
     AOTInput,
     AOTOutput,
     BackwardTokenAOTInput,
@@ -81,52 +81,52 @@ from torch._functorch._aot_autograd.descriptors import (  # what the inputs and 
 )
 from torch._functorch._aot_autograd.schemas import JointWithDescriptors  # forward and backward pass in one graph
 from torch._functorch.aot_autograd import (
-    aot_compile_joint_with_descriptors,  # parts it in two, and has each compiled
+    aot_compile_joint_with_descriptors,  # splits it in two, and has each compiled
     aot_export_joint_with_descriptors,  # makes it
 )
 from torch._guards import (
     Guard,  # one condition on Python values
     GuardsSet,  # those of a capture
     TracingContext,  # where in the code a capture is
-    tracing,  # as it must be while the joint graph is made
+    tracing,  # the context in which the joint graph is made
 )
 from torch._inductor import config as inductor_config  # random numbers as eager PyTorch draws them, to compare with
 
-# What captures setattr(): torch 2.13 has a class for it, those before a method.
+# The function that captures setattr(): torch 2.13 has a class for it, earlier releases a method.
 SETATTR = (
     (_builtin.SetAttrBuiltinVariable, "_call_setattr")
     if hasattr(_builtin, "SetAttrBuiltinVariable")
     else (_builtin.BuiltinVariable, "call_setattr")
 )
 
-# Before 2.13 Dynamo does not follow copy.deepcopy of objects that say themselves how they are copied, or of any (2.11).
+# Before 2.13 Dynamo does not follow copy.deepcopy of objects with their own __deepcopy__, or of any (2.11).
 FOLLOWS_COPIES = torch.__version__ >= "2.13"
 
-# Torch 2.11 skips guards on the tensors of a dictionary that is as it was, though their requires_grad may have changed. There
-# is no sign of it but the version, which torch compares with a string as versions.
+# Torch 2.11 skips guards on the tensors of an unchanged dictionary, though their requires_grad may have changed. Only the
+# version tells; torch compares it with strings as versions.
 GUARD_SETTINGS: dict[str, Any] = {"skip_tensor_guards_with_matching_dict_tags": False} if torch.__version__ < "2.12" else {}
 
 
 def tensor_method(name: str) -> tuple[Any, str]:
-    """Return the object, and the name of its attribute, that captures ``torch.Tensor.name`` in a way of its own.
+    """Return the object, and the name of its attribute, that captures ``torch.Tensor.name`` specially.
 
-    Torch 2.14 has a table of them, those before a method of the class for each.
+    Torch 2.14 has a table of them, earlier releases a method of the class for each.
     """
     table = getattr(TensorVariable, "tp_methods", {})
     return (table[name], "handler") if name in table else (TensorVariable, f"method_{name}")
 
 
 def forget_compiled(output: CaptureOutput) -> None:
-    """Remove the global that Dynamo makes for what it captures, which would keep the model's tensors for ever."""
+    """Remove the global that Dynamo makes for a capture, which would keep the model's tensors alive."""
     if output.backend_input is not None:
         output.graph_capture_output.f_globals.pop(output.backend_input.backend_id, None)
 
 
 @contextmanager
 def dynamo_phase(name: str) -> Iterator[None]:
-    """What Dynamo's functions must be called in.
+    """Enter the context that Dynamo's functions must be called in.
 
-    Its log of compilations, which says nothing of captures, is left out: torch 2.11 fails at it, with a page on stderr, where
+    Its log of compilations, which has nothing about captures, is disabled: torch 2.11 fails at it, with a page on stderr, if
     methods of loggers are ignored.
     """
     metrics = _metrics_context()
@@ -135,12 +135,12 @@ def dynamo_phase(name: str) -> Iterator[None]:
 
 
 def source_name(source: Any) -> str:
-    """Return where a value is, as Dynamo writes it: in torch 2.11 by a method."""
+    """Return the name of a value as Dynamo writes it; torch 2.11 has a method for it."""
     return str(source.name if isinstance(source.name, str) else source.name())
 
 
 def graph_breaks(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return where Dynamo leaves the graph when it compiles `function`, which is called, and why: a line of code and a reason."""
+    """Return the graph breaks when Dynamo compiles and calls `function`: a line of code and a reason each."""
     found = torch._dynamo.explain(function)(*args, **kwargs)
     return [
         (

@@ -1,5 +1,5 @@
 """Private names of ``torch.distributed``, which not every build of PyTorch has."""
 
 from torch.distributed.distributed_c10d import (
-    _get_object_coll_device as collective_device,  # where numbers must be for a group to exchange them
+    _get_object_coll_device as collective_device,  # the device of numbers that a group exchanges
 )

@@ -13,10 +13,10 @@ import torch
 from graphs.errors import EagerWarning, typed_line
 from graphs.ir import Op
 from graphs.units import format_bytes, format_seconds
-from planner.capture.frontend.unchanged import WritesUndone, unchanged
+from planner.capture.frontend.preserved_state import UndoWrites, preserve_training_state
 from planner.capture.lowering.lower import Capture
 from planner.capture.lowering.program import variable
-from planner.capture.replay import RealStep, written_by
+from planner.capture.replay import RealStep, written_tensors
 from planner.capture.signature import Batch
 from planner.capture.step import TrainingStep
 from planner.keeping_everything import why_it_does_not_fit
@@ -63,12 +63,12 @@ def compare_with_eager(
     reference, beside = (step, "eager") if captured.whole is None else (captured.whole, "torch.compile")
     device = next(step.parameters()).device
     if failure := why_it_does_not_fit(captured.graph, device):
-        return EagerComparison(failure=failure, beside=beside)
-    undone, written = WritesUndone(), written_by(captured, step, batch)  # kernels that Inductor compiled tell nobody
+        return EagerComparison(failure=failure, reference=beside)
+    undone, written = UndoWrites(), written_tensors(captured, step, batch)  # kernels that Inductor compiled tell nobody
     try:
         plain = outcome(reference, step, batch, written=written, undone=undone)
     except Exception as error:  # noqa: BLE001  # whatever stops PyTorch, the plan is good all the same
-        return EagerComparison(failure=_failure(error, device), beside=beside)
+        return EagerComparison(failure=_failure(error, device), reference=beside)
     written += undone.written
     found = outcome(planned, step, batch, written=written)
     names = plain.differences(found)
@@ -76,7 +76,7 @@ def compare_with_eager(
         return known
     own_error = _own_error(plain, reference, step, batch, written) if names and not allowed else None
     unexplained = bool(names) and not allowed and own_error is None
-    with unchanged(step, batch, written=written):
+    with preserve_training_state(step, batch, written=written):
         steps = {"plain": Isolated(reference, step, batch), "planned": Isolated(planned, step, batch)}
         time_s, ratio, spread = _compared_times(steps, step, batch)
         peak_bytes = measured_peak(captured, reference, step, batch).peak_bytes
@@ -87,7 +87,7 @@ def compare_with_eager(
         time_s=time_s,
         planned_time_s=time_s * ratio,
         spread=spread,
-        beside=beside,
+        reference=beside,
         gradient_error=plain.gradient_error(found) if lossy or own_error is not None else None,
         eager_error=own_error,
     )
@@ -104,7 +104,7 @@ def _own_error(
     plain: StepOutcome, reference: Step, step: TrainingStep, batch: Batch, written: Sequence[torch.Tensor]
 ) -> float | None:
     """Return the gradient error of a second run of eager PyTorch; None where it has the bits of the first."""
-    again = outcome(reference, step, batch, written=written, undone=WritesUndone())
+    again = outcome(reference, step, batch, written=written, undone=UndoWrites())
     return plain.gradient_error(again) if plain.differences(again) else None
 
 
@@ -120,16 +120,16 @@ def warn_of_differences(plan: Plan) -> None:
     elif plan.differs:
         much = tuple(found for found in eager.differences if found.max_abs is None or (found.relative or 0.0) > _ROUNDING)
         if much:
-            differing = replace(eager, differences=much).what_differs()
+            differing = replace(eager, differences=much).describe_differences()
             warnings.warn(f"the planned step {differing}, more than by the rounding that it may", EagerWarning, stacklevel=3)
     elif not (eager.identical or eager.within_own_error):
-        warnings.warn(f"the planned step {eager.what_differs()}", EagerWarning, stacklevel=3)
+        warnings.warn(f"the planned step {eager.describe_differences()}", EagerWarning, stacklevel=3)
     kept_bytes = plan.graph.keep_everything_peak_bytes
     if kept_bytes > max(_MUCH * eager.peak_bytes, eager.peak_bytes + _LEAST_BYTES):
-        _warn_dearer(format_bytes(kept_bytes), f"{eager.beside} {format_bytes(eager.peak_bytes)}")
+        _warn_dearer(format_bytes(kept_bytes), f"{eager.reference} {format_bytes(eager.peak_bytes)}")
     kept_s = eager.planned_time_s / (1 + plan.overhead)
     if kept_s > max(_MUCH * eager.time_s, eager.time_s + _LEAST_S):
-        _warn_dearer(format_seconds(kept_s), f"{eager.beside} {format_seconds(eager.time_s)}")
+        _warn_dearer(format_seconds(kept_s), f"{eager.reference} {format_seconds(eager.time_s)}")
 
 
 def _warn_dearer(kept: str, plain: str) -> None:
@@ -154,7 +154,7 @@ def _first_differing_op(captured: Capture, step: TrainingStep, batch: Batch) -> 
     The way is followed backward from what differs, and ends at ops whose results eager PyTorch has: an op that was
     captured as several, whose last result is the same, is none that matters.
     """
-    with unchanged(step, batch), WritesUndone(), _Results() as results:
+    with preserve_training_state(step, batch), UndoWrites(), _Results() as results:
         Isolated(step, step, batch).run()
     made: dict[int, tuple[bytes, ...]] = {}
 

@@ -194,7 +194,7 @@ class Compiler:
         def refreshed(batch: Batch) -> PlannedStep:
             real = RealStep.of(captured, TrainingStep(self.wrapper.module, self.loss_fn), batch)
             graph = measured_uses(captured, real)
-            with self.stages.again() as stages:
+            with self.stages.restart() as stages:
                 step = replace(self, stages=stages).solve(replace(captured, graph=graph), batch, budget)
                 stages.finish(plan_line(step.plan))
             return step

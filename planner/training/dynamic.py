@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from graphs.errors import InfeasibleError, LimitError
-from planner.capture.signature import Batch, as_leaves, leaves
+from planner.capture.signature import Batch, detach_batch, leaves
 from planner.plans.plan import Plan
 from planner.training.lru import LRUCache
 from planner.training.step import PlannedStep
@@ -59,7 +59,7 @@ class DynamicStep(PlannedStep):
         if not torch.is_grad_enabled():  # evaluated without a plan
             return super().__call__(*args, **kwargs)
         batch: Batch = kwargs or args
-        self._last = self._kept.use(shapes_of(batch), lambda: self._made(as_leaves(batch)))
+        self._last = self._kept.use(shapes_of(batch), lambda: self._made(detach_batch(batch)))
         returned = self._last(*args, **kwargs)
         self._show(self._last)
         return returned

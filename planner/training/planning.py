@@ -11,7 +11,7 @@ from graphs.errors import PlannerError, UsageError
 from graphs.options.option import Feature
 from planner.budgets import allowed_overhead, cache_key
 from planner.capture.lowering.lower import Capture
-from planner.capture.signature import Batch, as_leaves
+from planner.capture.signature import Batch, detach_batch
 from planner.capture.step import LossFn
 from planner.compatibility import check_compatible
 from planner.distributed.wrappers import Unwrapped
@@ -71,7 +71,7 @@ class Planning:
             budget: what ``budget_or_overhead`` returns.
         """
         check_trains("planner.compile is called")
-        batch, run = as_leaves(batch), self.run
+        batch, run = detach_batch(batch), self.run
         budget = with_auto_resolved(budget, self.wrapper, batch)
         if allowed_overhead(budget) is not None:
             check_compatible(run.features | {Feature.MAX_OVERHEAD})
@@ -80,7 +80,7 @@ class Planning:
         made_with = self._made_with(solve)
 
         def plan_size(batch: Batch, budget: str | int, *, compare_eager: bool = run.compare_eager) -> PlannedStep:
-            with compiler.stages.again() as stages:
+            with compiler.stages.restart() as stages:
                 planning = replace(compiler, stages=stages, compare_eager=compare_eager)
                 return _planned(planning, batch, budget, made_with)
 

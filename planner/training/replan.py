@@ -5,7 +5,7 @@ from typing import Any
 from warnings import warn
 
 from graphs.errors import MismatchError
-from planner.capture.signature import Batch, as_leaves
+from planner.capture.signature import Batch, detach_batch
 from planner.plans.plan import Plan
 from planner.training.step import PlannedStep
 
@@ -49,7 +49,7 @@ class ReplannedStep(PlannedStep):
                 return returned
         warn(f"planned again: {refused[0]}", stacklevel=2)
         batch: Batch = kwargs or args
-        step = self._make(as_leaves(batch), self.plan.budget_bytes)
+        step = self._make(detach_batch(batch), self.plan.budget_bytes)
         returned = step(*args, **kwargs)
         self._use(step)
         return returned

@@ -11,7 +11,7 @@ import torch
 from graphs.errors import PlannerError
 from graphs.io.files import check_writable, write_text
 from graphs.ir import Graph
-from planner.capture.signature import Batch, as_leaves
+from planner.capture.signature import Batch, detach_batch
 from planner.choices import with_recorded
 from planner.facts.timeline import Timeline
 from planner.plans.plan import Plan
@@ -168,7 +168,7 @@ class PlannedStep:
                 "options=['compress:4'], without replan=True, can be refreshed"
             )
         batch: Batch = kwargs or args
-        step = self._refreshed(as_leaves(batch))
+        step = self._refreshed(detach_batch(batch))
         if self._improving is not None:
             self._improving.consultation.improvement.stop()
         self._show(step)

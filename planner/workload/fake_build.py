@@ -1,4 +1,4 @@
-"""Building models without memory: fake tensors on the CPU, also for code that names CUDA devices."""
+"""Construction of models without memory: fake tensors on the CPU, also for code that names CUDA devices."""
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
@@ -10,7 +10,7 @@ from unittest.mock import patch
 import torch
 from torch.overrides import TorchFunctionMode
 
-from planner.torch_private.core import FakeTensorMode, conversions_of_fakes
+from planner.torch_private.core import FakeTensorMode, allow_fake_conversions
 
 _CPU = torch.device("cpu")
 _GIB = 2**30
@@ -21,22 +21,22 @@ def fake_build(*, as_on_cuda: bool) -> Iterator[None]:
     """Make all tensors that are created inside fake: they have shapes and no memory.
 
     Args:
-        as_on_cuda: code that names a CUDA device runs as on a machine that has one. ``.cuda()``, ``device="cuda"`` and the like
-            leave tensors on the CPU, ``torch.cuda.is_available()`` is True, and what is asked of the device is answered as by
-            one of compute capability 9.0 with 80 GiB. The machine itself may have a CUDA device or none.
+        as_on_cuda: run code that names a CUDA device as on a machine that has one. ``.cuda()``, ``device="cuda"`` and the like
+            leave tensors on the CPU, ``torch.cuda.is_available()`` is True, and queries of the device are answered as by one of
+            compute capability 9.0 with 80 GiB. The machine itself may have a CUDA device or none.
     """
     with ExitStack() as stack:
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        stack.enter_context(conversions_of_fakes())
+        stack.enter_context(allow_fake_conversions())
         if as_on_cuda:
-            for module, name, stand_in in _stand_ins():
-                stack.enter_context(patch.object(module, name, stand_in))
-            stack.enter_context(_CudaMeansCpu())
+            for module, name, replacement in _replacements():
+                stack.enter_context(patch.object(module, name, replacement))
+            stack.enter_context(_CpuInsteadOfCuda())
         yield
 
 
-class _CudaMeansCpu(TorchFunctionMode):
-    """Replaces CUDA devices among the arguments of torch functions by the CPU."""
+class _CpuInsteadOfCuda(TorchFunctionMode):
+    """A mode that replaces CUDA devices among the arguments of torch functions by the CPU."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -57,7 +57,7 @@ class _CudaMeansCpu(TorchFunctionMode):
 
 
 def _is_cuda_name(device: object) -> bool:
-    """True for a CUDA device in any of the ways that torch functions take it: ``"cuda:1"``, an index, a ``torch.device``."""
+    """Return whether `device` is CUDA in any form that torch functions take: ``"cuda:1"``, an index, a ``torch.device``."""
     if isinstance(device, torch.device):
         return device.type == "cuda"
     if isinstance(device, str):
@@ -69,8 +69,8 @@ def _on_cpu(device: Any) -> Any:
     return _CPU if _is_cuda_name(device) else device
 
 
-def _stand_ins() -> Iterator[tuple[ModuleType, str, Callable[..., Any]]]:
-    """Functions of torch, and what stands for each while a model is built as on CUDA."""
+def _replacements() -> Iterator[tuple[ModuleType, str, Callable[..., Any]]]:
+    """Yield functions of torch, as module and name, and their replacements while a model is built as on CUDA."""
     properties = SimpleNamespace(
         name="CUDA", major=9, minor=0, total_memory=80 * _GIB, multi_processor_count=132, warp_size=32, is_integrated=False
     )
@@ -91,15 +91,15 @@ def _stand_ins() -> Iterator[tuple[ModuleType, str, Callable[..., Any]]]:
     }
     ignored = ("init", "set_device", "synchronize", "empty_cache", "reset_peak_memory_stats", "manual_seed", "manual_seed_all")
     for name in (*answers, *ignored):
-        yield torch.cuda, name, _answering(answers.get(name))
+        yield torch.cuda, name, _constant(answers.get(name))
     default, load = torch.set_default_device, torch.load
     yield torch, "set_default_device", lambda device: default(_on_cpu(device))
     yield torch, "load", _with_device_on_cpu(load, "map_location")
     for name, answer in (("is_available", True), ("current_accelerator", torch.device("cuda")), ("device_count", 1)):
-        yield torch.accelerator, name, _answering(answer)
+        yield torch.accelerator, name, _constant(answer)
 
 
-def _answering(answer: object) -> Callable[..., Any]:
+def _constant(answer: object) -> Callable[..., Any]:
     return lambda *_, **__: answer
 
 

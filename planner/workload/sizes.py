@@ -1,4 +1,4 @@
-"""The training graph of a model at any batch size, or another of its sizes."""
+"""The training graph of a model at any batch size, or at values of another size option."""
 
 from dataclasses import replace
 
@@ -10,21 +10,21 @@ from planner.workload.tracing import Tracing
 from planner.workload.workload import ModelSpec
 
 
-class Sizes:
-    """A model one of whose sizes is an option of the function that builds it.
+class SizedModel:
+    """A model with a size, such as the batch, that is an option of the function that builds it.
 
     Args:
-        model: what is trained; where it gives the size, the search begins there.
-        option: name of the option.
-        tracing: how graphs are made.
-        unit: sizes are counted in it.
-        way_out: what to change where the model has no such option.
+        model: the model; the search begins at its size, if given.
+        option: name of the size option.
+        tracing: settings to build and trace the model.
+        unit: sizes are multiples of it.
+        way_out: advice for models without such an option.
 
     Attributes:
-        first: the size that the model gives, in units; 1 where it gives none.
+        first: the size in the model's options, in units; 1 if it has none.
 
     Raises:
-        UsageError: the size that the model gives is no whole number above 0.
+        UsageError: that size is no positive integer.
     """
 
     def __init__(self, model: ModelSpec, option: str, tracing: Tracing, *, unit: int = 1, way_out: str) -> None:
@@ -39,12 +39,12 @@ class Sizes:
         self._way_out = way_out
 
     def graph(self, units: int) -> Graph:
-        """The graph of the training step at a size of so many units.
+        """Return the graph of the training step at a size of `units` units.
 
         Raises:
             UsageError: the model has no such option, or cannot be built.
             TraceError: the step cannot be captured.
-            MemoryError: it was to be measured, and the device has not enough memory.
+            MemoryError: it is to be measured, and the device has not enough memory.
         """
         options = {**dict(self._model.options), self._option: str(units * self._unit)}
         spec = replace(self._model, options=tuple(options.items()))

@@ -1,4 +1,4 @@
-"""From what is to be trained, named in one line, to its graph. Imports torch when it traces."""
+"""Graphs of models that are named in one line. Imports torch when it traces."""
 
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -26,8 +26,8 @@ class Tracing:
     device: str = "cpu"
     seed: int = 0
 
-    def built(self, model: ModelSpec) -> "Workload":
-        """The model, its loss function and a batch; fake with a roofline.
+    def load(self, model: ModelSpec) -> "Workload":
+        """Return the model, its loss function and a batch; fake with a roofline.
 
         Raises:
             ModelError: the model cannot be built.
@@ -36,13 +36,13 @@ class Tracing:
         return workload.load(model, device=self.device, seed=self.seed, fake=fake, as_on_cuda=as_on_cuda)
 
     def graph(self, model: ModelSpec, *, on_progress: "View | None" = None) -> "Graph":
-        """The graph of the training step of `model`; `on_progress` as in ``tracing.trace``.
+        """Return the graph of the training step of `model`; `on_progress` as in ``tracing.trace``.
 
         Raises:
             ModelError: the model cannot be built.
             TraceError: the step cannot be captured.
         """
-        built = self.built(model)
+        built = self.load(model)
         from planner import tracing
 
         return tracing.trace_workload(built, replace(self.settings, name=str(model)), on_progress)

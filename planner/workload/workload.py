@@ -1,4 +1,4 @@
-"""What is to be trained, named in one line: ``zoo:gpt2,layers=4`` or ``my_model.py:build,batch=8``."""
+"""Training steps named in one line: ``zoo:gpt2,layers=4`` or ``my_model.py:build,batch=8``."""
 
 import importlib.util
 import inspect
@@ -26,12 +26,12 @@ _READABLE: tuple[type, ...] = (bool, int, float, str)
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """A function that returns what is trained, and what to call it with.
+    """A function that returns a workload, with its options.
 
     Attributes:
         source: ``zoo``, or the path of a Python file.
-        function: its name there.
-        options: names and values as written; their types are the function's.
+        function: its name in the source.
+        options: names and values as text; the function's parameters have their types.
     """
 
     source: str
@@ -43,12 +43,12 @@ class ModelSpec:
 
 
 def parse_spec(text: str) -> ModelSpec:
-    """Read ``zoo:NAME[,option=value...]`` or ``path/to/file.py:function[,option=value...]``.
+    """Parse ``zoo:NAME[,option=value...]`` or ``path/to/file.py:function[,option=value...]``.
 
-    A value may hold commas: what follows one and has no ``=`` belongs to the value before.
+    A value may hold commas: a part without ``=`` belongs to the value before it.
 
     Raises:
-        ModelError: of neither form, an option without a name, or one given twice.
+        ModelError: the text has neither form, or an option without a name, or one given twice.
     """
     match = _SPEC.fullmatch(text)
     if match is None:
@@ -76,18 +76,18 @@ def load(spec: ModelSpec, *, device: str = "cpu", seed: int = 0, fake: bool = Fa
     """Call the function that `spec` names. Imports torch, and for a file all that the file imports.
 
     Args:
-        spec: what to call.
-        device: where model and batch are put, ``cpu`` or ``cuda``.
-        seed: of torch's generators, so that weights and batch are the same every time.
+        spec: the function and its options.
+        device: the device of model and batch, ``cpu`` or ``cuda``.
+        seed: seed of torch's generators, so that weights and batch are the same every time.
         fake: build fake tensors, on the CPU: shapes without memory.
-        as_on_cuda: with `fake`, let code that names CUDA devices run as on a machine that has one
+        as_on_cuda: with `fake`, run code that names CUDA devices as on a machine that has one
             (``planner.workload.fake_build``).
 
     Raises:
         ModelError: no such device, file or function; an option that is unknown, missing or of the
             wrong type; an error inside the function; a return value that is not
             ``(model, loss_fn, batch)``.
-        TraceError: the same, of a model in the zoo; an option that it does not have is a ModelError there too.
+        TraceError: the same, for a model of the zoo; an option that it does not have is a ModelError there too.
     """
     import torch
 
@@ -100,7 +100,7 @@ def load(spec: ModelSpec, *, device: str = "cpu", seed: int = 0, fake: bool = Fa
 
             stack.enter_context(fake_build(as_on_cuda=as_on_cuda))
         workload = _from_zoo(spec) if spec.source == ZOO_SOURCE else _from_file(spec)
-        return workload if fake else _moved(workload, device)
+        return workload if fake else _on_device(workload, device)
 
 
 def _from_zoo(spec: ModelSpec) -> "Workload":
@@ -111,16 +111,16 @@ def _from_zoo(spec: ModelSpec) -> "Workload":
 
 def _from_file(spec: ModelSpec) -> "Workload":
     path = Path(spec.source)
-    with _neighbours_importable(path):
-        return _built(path, spec)
+    with _importable_folder(path):
+        return _call_function(path, spec)
 
 
-def _built(path: Path, spec: ModelSpec) -> "Workload":
+def _call_function(path: Path, spec: ModelSpec) -> "Workload":
     module = _import_file(path)
     function = getattr(module, spec.function, None)
     if not callable(function):
-        there = [name for name, value in vars(module).items() if _is_own_function(value, module)]
-        choice = f"its functions are {', '.join(there)}" if there else "it defines no function"
+        functions = [name for name, value in vars(module).items() if _is_own_function(value, module)]
+        choice = f"its functions are {', '.join(functions)}" if functions else "it defines no function"
         raise ModelError(f"{path} has no function {spec.function!r}: {choice}")
     options = _typed_options(function, spec)
     try:
@@ -131,8 +131,8 @@ def _built(path: Path, spec: ModelSpec) -> "Workload":
 
 
 @contextmanager
-def _neighbours_importable(path: Path) -> Iterator[None]:
-    """As when `path` is run as a script; later what is installed comes first, since processes started then take sys.path over."""
+def _importable_folder(path: Path) -> Iterator[None]:
+    """Put the folder of `path` on sys.path, first inside as for a script, then last, since later processes inherit it."""
     folder = str(path.resolve().parent)
     if folder in sys.path:
         yield
@@ -142,7 +142,7 @@ def _neighbours_importable(path: Path) -> Iterator[None]:
         yield
     finally:
         sys.path.remove(folder)
-        sys.path.append(folder)  # for what the model imports only when it runs
+        sys.path.append(folder)  # for imports when the model runs
 
 
 def _import_file(path: Path) -> ModuleType:
@@ -150,7 +150,7 @@ def _import_file(path: Path) -> ModuleType:
         raise ModelError(
             f"{path} is {'a folder' if path.is_dir() else 'not there'}: name a Python file, path/to/file.py:function"
         )
-    # A name of its own: the user's file may be called like a package.
+    # A unique name: the user's file may be named like a package.
     name = f"_planner_model_{re.sub(r'[^0-9a-zA-Z_]', '_', path.stem)}"
     file_spec = importlib.util.spec_from_file_location(name, path)
     if file_spec is None or file_spec.loader is None:
@@ -166,13 +166,13 @@ def _import_file(path: Path) -> ModuleType:
 
 
 def _typed_options(function: Callable[..., object], spec: ModelSpec) -> dict[str, object]:
-    """The options of `spec` with the types of the function's parameters."""
+    """Return the options of `spec` with the types of the function's parameters."""
     what = f"{spec.function} of {spec.source}"
     try:
         parameters = inspect.signature(function).parameters
         hints = typing.get_type_hints(function)
     except (NameError, TypeError, ValueError):
-        # Annotations that cannot be evaluated say nothing; defaults may.
+        # Annotations that cannot be evaluated are ignored; defaults may have types.
         parameters, hints = inspect.signature(function).parameters, {}
     named = {name: p for name, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
@@ -188,7 +188,7 @@ def _typed_options(function: Callable[..., object], spec: ModelSpec) -> dict[str
 
 
 def _option_type(parameter: inspect.Parameter | None, hint: object) -> object:
-    """What a parameter takes: its annotation, or the type of its default, or None if neither says."""
+    """Return the type of a parameter: its annotation, or the type of its default, or None if it has neither."""
     if hint is not None:
         return hint
     if parameter is None or parameter.default is parameter.empty or parameter.default is None:
@@ -197,25 +197,25 @@ def _option_type(parameter: inspect.Parameter | None, hint: object) -> object:
 
 
 def _read(text: str, wanted: object, what: str) -> object:
-    """`text` as a value of the type `wanted`; of a union, the first member it can be read as."""
+    """Return `text` as a value of the type `wanted`; of a union, the first member that accepts it."""
     members = (
         typing.get_args(wanted) if isinstance(wanted, types.UnionType) or typing.get_origin(wanted) is typing.Union else (wanted,)
     )
     if type(None) in members and text.lower() == "none":
         return None
-    known = [member for member in _READABLE if member in members]
+    candidates = [member for member in _READABLE if member in members]
     if wanted is None or wanted is Any:
-        known = [int, float, bool, str] if text not in ("0", "1") else [int]
-    if not known:
+        candidates = [int, float, bool, str] if text not in ("0", "1") else [int]
+    if not candidates:
         name = getattr(wanted, "__name__", wanted)
         raise UsageError(f"{what} is of type {name}: only int, float, bool and str can be given on the command line")
-    for member in known:
+    for member in candidates:
         try:
             return _BOOLEANS[text.lower()] if member is bool else member(text)
         except (KeyError, ValueError):
             continue
     names = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
-    raise UsageError(f"{what} is {text!r}: must be {' or '.join(names[member] for member in known)}")
+    raise UsageError(f"{what} is {text!r}: must be {' or '.join(names[member] for member in candidates)}")
 
 
 def _checked(returned: object, what: str) -> "Workload":
@@ -240,7 +240,7 @@ def _checked(returned: object, what: str) -> "Workload":
     return Workload(model, loss_fn, tuple(batch))
 
 
-def _moved(workload: "Workload", device: str) -> "Workload":
+def _on_device(workload: "Workload", device: str) -> "Workload":
     import torch
 
     from planner.torch_private.core import pytree

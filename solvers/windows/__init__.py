@@ -14,7 +14,7 @@ from solvers.ending import ended
 from solvers.request import Request
 from solvers.result import Reason, Result, Status, status_of
 from solvers.windows.driver import run
-from solvers.windows.incumbent import Search
+from solvers.windows.search import Search
 
 
 def solve(request: Request) -> Result:
@@ -27,7 +27,7 @@ def solve(request: Request) -> Result:
     ``BoundParams.most_bytes``), for the same versions of the libraries and processors of the same arithmetic.
     """
     whole = ended(request.graph)
-    search = Search(request.on(whole.graph, whole.schedule_of_source))
+    search = Search.of(request.on(whole.graph, whole.schedule_of_source))
     program, copies = search.problem.graph, search.problem.copies
     least = least_budget_bound(program, copies)
     settled = request.tolerance.first
@@ -35,38 +35,38 @@ def solve(request: Request) -> Result:
         status, message = Status.INFEASIBLE, too_small_message(program, request.budget_bytes, least)
     else:
         run(search)
-        settled = search.settled_for()
+        settled = search.stopping.settled_for()
         status, message = _verdict(search, settled, least.budget_bytes)
     return Result(
         request.graph,
         budget_bytes=request.budget_bytes,
         status=status,
-        schedule=whole.schedule_of_source(search.best.schedule) if search.best else None,
-        bound_s=None if status is Status.INFEASIBLE else search.bound_s,
+        schedule=whole.schedule_of_source(search.incumbent.best.schedule) if search.incumbent.best else None,
+        bound_s=None if status is Status.INFEASIBLE else search.incumbent.bound_s,
         solver="windows",
         seconds=request.clock.seconds,
         settings={**request.settings, "tolerance": settled, "params": search.params.recorded()},
         versions={"highs": highs.version(), "scipy": version("scipy"), "numpy": version("numpy")},
         message=message,
         reason=Reason.TIME if status is Status.LIMIT else None,
-        model_rows=search.largest[0],
-        model_columns=search.largest[1],
+        model_rows=search.models.largest[0],
+        model_columns=search.models.largest[1],
     )
 
 
 def _verdict(search: Search, settled: float, least_bytes: int) -> tuple[Status, str]:
     clock, budget_bytes = search.clock, search.budget_bytes
-    if search.failure:
-        return (Status.FEASIBLE if search.best is not None else Status.ERROR), search.failure
-    if search.infeasible:
+    if search.incumbent.failure:
+        return (Status.FEASIBLE if search.incumbent.best is not None else Status.ERROR), search.incumbent.failure
+    if search.incumbent.infeasible:
         return Status.INFEASIBLE, (
             f"budget {format_bytes(budget_bytes)} is proved too small, though every op by itself fits within "
             f"{format_bytes(least_bytes)}: what must be in memory between them does not, if they are first executed in the order "
             "that was tried. "
             f"{_bracket(search, budget_bytes + 1)} {WAY_OUT}"
         )
-    if search.best is not None:
-        return status_of(search.best.time_s, search.bound_s, settled), ""
+    if search.incumbent.best is not None:
+        return status_of(search.incumbent.best.time_s, search.incumbent.bound_s, settled), ""
     limit = "work limit" if clock.counts_work else "time limit"
     return Status.LIMIT, (
         f"no schedule within {format_bytes(budget_bytes)} was found in {clock.amount(clock.now)} (limit "
@@ -78,9 +78,9 @@ def _verdict(search: Search, settled: float, least_bytes: int) -> tuple[Status, 
 def _bracket(search: Search, proved_bytes: int) -> str:
     """What is known of the least feasible budget; its lower end is proved for one order of the first executions."""
     what = "In that order, the least feasible budget is"
-    if search.least is None:
+    if search.incumbent.least_peak is None:
         return f"{what} at least {format_bytes(proved_bytes)}."
-    found_bytes = search.least.peak_bytes
+    found_bytes = search.incumbent.least_peak.peak_bytes
     if found_bytes == proved_bytes:
         return f"{what} {format_bytes(proved_bytes)}."
     return f"{what} between {format_bytes(proved_bytes)} and {format_bytes(found_bytes)}."

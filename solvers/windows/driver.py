@@ -1,208 +1,215 @@
-"""The solve: look at the relaxation, refine it where its solution does not fit, and find schedules that do meanwhile."""
+"""The solve: strategies that bound, strategies that look for schedules beside them, and parts of the choices beside all.
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+Read it from top to bottom; README.md tells the same in words.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
+from math import inf
 
-import numpy as np
+from solvers.clock import Beside
+from solvers.windows.choices import goes_last, parts_of_plain, parts_with_options
+from solvers.windows.part_process import Inbox
+from solvers.windows.parts import LAST, Part, end_beside, start_beside, start_process, turn_of, wait_for
+from solvers.windows.search import Search
+from solvers.windows.strategies.branches import Branches
+from solvers.windows.strategies.commitments import Commitment, Commitments, Orders
+from solvers.windows.strategies.eviction import EvictionRules, KeepEverything, TightEviction
+from solvers.windows.strategies.imitation import Imitation
+from solvers.windows.strategies.offloaded_orders import OffloadedOrders
+from solvers.windows.strategies.portfolio import OffloadingPortfolio, Portfolio
+from solvers.windows.strategies.refinement import Relaxation
+from solvers.windows.strategies.state_space import StateSpace
+from solvers.windows.strategies.strategy import Strategy
 
-from solvers.clock import Beside, left
-from solvers.eviction.engine import WORK_PER_EVICTION
-from solvers.eviction.least_peak import least_evicting_schedule
-from solvers.eviction.rules import EvictionRule
-from solvers.problem import OBJECTIVE_SCALE
-from solvers.registry import get_solver
-from solvers.request import Request
-from solvers.windows.formulation.granularity import Discretization
-from solvers.windows.heuristics.evicted import evicted, with_prices
-from solvers.windows.heuristics.parts import POLL, PartBeside, end_beside, start_beside
-from solvers.windows.heuristics.portfolio import Portfolio
-from solvers.windows.heuristics.sending import sending_orders
-from solvers.windows.heuristics.with_options import run_with_options
-from solvers.windows.incumbent import Search
-from solvers.windows.refinement import refine
-from solvers.windows.solution.decode import Order, Trial, late_writers, order_of
-from solvers.windows.solution.refine import halved
-from solvers.windows.state_space import shortest
 
-_WORK_PER_STATES = 2e-2  # a thousand of them
+def no_limit(search: Search) -> float:
+    """Return the limit of a stage that has none of its own."""
+    return inf
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A strategy and its time.
+
+    Attributes:
+        limit: of its step, by the clock.
+        repeated: True if more steps follow, each longer than the last, until nothing is left to do.
+        beside: True if it runs in a thread beside the stages that follow.
+    """
+
+    strategy: type[Strategy]
+    limit: Callable[[Search], float] = no_limit
+    repeated: bool = False
+    beside: bool = False
+
+
+# Each strategy is asked whether it applies to the problem. The solve ends with the stage that solves it; once the relaxation has
+# been bounded for the first time, it goes on until what runs beside it has had its time too.
+FIRST = (
+    Stage(EvictionRules, lambda s: 0.0 if s.problem.copies is not None else s.params.first_schedule.early_rules_limit),
+    Stage(OffloadingPortfolio, beside=True),
+    Stage(Relaxation, lambda s: s.params.bound.first_slice),
+    Stage(EvictionRules, lambda s: (s.params.first_schedule if s.problem.copies is None else s.params.round_trips).rules_limit),
+)
+NEXT = (
+    Stage(Portfolio, beside=True),
+    Stage(OffloadedOrders, lambda s: s.params.first_schedule.sending_limit),
+    Stage(TightEviction, lambda s: s.params.first_schedule.eviction_limit),
+    Stage(Imitation, lambda s: s.params.first_schedule.imitation_limit),
+    Stage(Relaxation, lambda s: s.params.bound.first_slice * s.params.bound.longer, repeated=True),
+)
+LAST_OF_ALL = (Stage(StateSpace),)
 
 
 def run(search: Search) -> None:
-    """Search until solved, stopped, or nothing is left to refine."""
-    whole = search.problem.whole
-    if not search.problem.places.plain:
-        run_with_options(search, _run, run)
-        return
-    with ExitStack() as stack:
-        apart = without_copies = None
-        if whole.writes_over_inputs:
-            apart = stack.enter_context(PartBeside(search, whole.out_of_place(), run, partial(_take_apart, search)))
-            apart.tell()
-        if search.problem.copies is not None:
-            without_copies = stack.enter_context(PartBeside(search, search.problem.graph, run, search.keep))
-        _run(search, without_copies, apart)
-
-
-def _take_apart(search: Search, trial: Trial) -> None:
-    """Keep a schedule that writes over nothing: it fits as it is, and better where it may."""
-    search.keep(trial)
-    search.offer(trial.order, Discretization((search.problem.ops - 1,)))
-
-
-def _run(search: Search, without_copies: PartBeside | None = None, apart: PartBeside | None = None) -> None:
-    """The same for a graph with nothing to choose but when to execute the program's ops, and round trips to the host.
-
-    Args:
-        without_copies: the graph without these. Its schedules count once those with them were looked for: beside a good
-            schedule that sends nothing, a rough one that does, and would come to more when improved, is given up.
-        apart: the graph where no op writes over what it reads.
-    """
-    ops = search.problem.ops
-    whole = Discretization((ops - 1,))
-    trial = search.offer(order_of(whole, range(ops)), whole)
-    peak = int(np.argmax(trial.memory_bytes))
-    coarse = Discretization(tuple(sorted({peak, ops - 1})))
-    if search.solved():
-        return
-    beside = None
-    first, trips = search.params.first_schedule, search.params.round_trips
-    rules = with_prices(search.problem, first.rules, trips.prices)
-    if search.problem.copies is not None:
-        beside = start_beside(search, Portfolio(search, coarse, coarse, without_copies).find)
+    """Search until solved, stopped, or nothing is left to do, with smaller sets of choices beside it."""
+    if search.problem.places.plain:
+        with ExitStack() as stack:
+            parts = [stack.enter_context(_beside(part)) for part in parts_of_plain(search)]
+            run_plain(search, parts)
+    elif not search.may_start_processes:  # whoever has started this process sees to smaller sets
+        run_alone(search)
     else:
-        _follow_rules(search, rules, first.early_rules_limit, until_found=True)
+        commitments = Commitments.begun(search)
+        with ExitStack() as stack:
+            # The part that searches the program needs no help where each does all its work; of low priority on few cores it does.
+            commitments.program.closed = search.clock.counts_work
+            parts = [stack.enter_context(_beside(part)) for part in parts_with_options(search, commitments)]
+            _bound_and_commit(search, commitments, nice=LAST if goes_last(search) else 0)
+            wait_for(search, parts, lambda: search.stopping.solved() or search.stopping.stopped())
+
+
+def run_alone(search: Search) -> None:
+    """Search a graph with optional ops without a part beside it."""
+    _bound_and_commit(search, Commitments.begun(search))
+
+
+def run_plain(search: Search, parts: Sequence[Part] = ()) -> None:
+    """Search a graph with nothing to choose but when to execute the program's ops, and transfers to the host."""
+    KeepEverything(search).step(0.0)
+    if search.stopping.solved():
+        return
+    strategies: dict[type[Strategy], Strategy] = {}
+    beside: list[Beside] = []
     try:
-        # From nothing, while others look for schedules: its solutions are to be other ones than theirs.
-        detail, _ = refine(search, coarse, search.params.bound.first_slice, is_relaxation=True, from_best=False)
-        _follow_rules(search, rules, first.rules_limit if search.problem.copies is None else trips.rules_limit)
-        if not (search.solved() or search.stopped()):
-            beside = beside or start_beside(search, Portfolio(search, coarse, detail).find)
-            _go_on(search, detail, beside)
-        for part in filter(None, (without_copies, apart)):
+        _run_stages(search, FIRST, strategies, beside)
+        if not (search.stopping.solved() or search.stopping.stopped()):
+            _run_stages(search, NEXT, strategies, beside)
+            wait_for(search, beside, search.stopping.enough)
+            _run_stages(search, LAST_OF_ALL, strategies, beside)
+        search.incumbent.release()
+        for part in parts:
             part.finish()
     finally:
-        search.halted = True
-        if beside is not None:
-            end_beside(beside)
-        search.closed = True
+        search.stopping.halt()
+        for one in beside:
+            end_beside(one)
+        search.incumbent.close()
 
 
-def _go_on(search: Search, detail: Discretization, beside: Beside) -> None:
-    """Offer what takes longer, and refine the relaxation, while schedules are looked for beside that."""
-    if search.problem.copies is not None:
-        _send(search)
-    if search.best is None:
-        _evict(search)
-    imitate(search)
-    _bound(search, detail)
-    while beside.running and not search.enough():
-        search.tell()
-        beside.wait(POLL)
-    if search.problem.copies is None and not (search.solved() or search.stopped()):
-        _decide(search)
-
-
-def _follow_rules(search: Search, rules: Iterator[EvictionRule], limit: float, *, until_found: bool = False) -> None:
-    """Offer what rules of eviction come to until a short time is up, or there is a schedule; the others stay in `rules`."""
-    until, most = search.clock.now + limit, search.params.first_schedule.few_executions
-    while not (search.solved() or search.stopped() or search.clock.now >= until or (until_found and search.best is not None)):
-        if (rule := next(rules, None)) is None:
+def _run_stages(
+    search: Search, stages: Sequence[Stage], strategies: dict[type[Strategy], Strategy], beside: list[Beside]
+) -> None:
+    """Run those that apply until solved or stopped; each strategy is made once, what runs beside is added to `beside`."""
+    for stage in stages:
+        limit = stage.limit(search)
+        if not stage.strategy.applies(search.problem):
+            continue
+        if search.stopping.solved() or search.stopping.stopped():
             return
-        stopped = search.spending(WORK_PER_EVICTION, search.stopped)
-        _offer(search, evicted(search.problem, rule, max_factor=most, should_stop=stopped))
+        if stage.strategy not in strategies:
+            strategies[stage.strategy] = stage.strategy(search)
+        strategy = strategies[stage.strategy]
+        if stage.beside:
+            beside.append(start_beside(search, partial(strategy.step, limit)))
+        else:
+            while strategy.step(limit) and stage.repeated and not (search.stopping.solved() or search.stopping.stopped()):
+                limit *= search.params.bound.longer
 
 
-def _evict(search: Search) -> None:
-    """Offer what rules of eviction find however much they repeat; failing that, what they find that needs least memory."""
-    params = search.params.first_schedule
-    began = search.clock.now
-    until = began + params.eviction_limit
+def _bound_and_commit(search: Search, commitments: Commitments, *, nice: int = 0) -> None:
+    """Refine the relaxation, and beside that solve what its solutions and others commit to, while there is anything to do.
 
-    def ended() -> bool:
-        search.tell()
-        return search.best is not None or search.clock.now > until or search.stopped()
-
-    should_stop = search.spending(WORK_PER_EVICTION, ended)
-    for rule in with_prices(search.problem, (*params.rules, *params.tight_rules), search.params.round_trips.prices):
-        if should_stop():
-            return
-        # At every price the rules may take longer than there is: half of it is for what needs least memory.
-        if search.problem.copies is not None and search.clock.now > (began + until) / 2:
-            break
-        _offer(search, evicted(search.problem, rule, should_stop=should_stop))
-    least = least_evicting_schedule(search.problem.graph, search.clock, should_stop=ended)
-    if least is not None and not should_stop():
-        _offer_program(search, least.computed)
-
-
-def _send(search: Search) -> None:
-    """Offer orders in which what is not needed now is on the host, and the rest is computed again by rules of eviction."""
-    until = search.clock.now + search.params.first_schedule.sending_limit
-    whole = Discretization((search.problem.ops - 1,))
-
-    def ended() -> bool:
-        search.tell("sending what is not needed now")
-        return search.enough() or search.clock.now > until
-
-    for order in sending_orders(search.problem, should_stop=search.spending(WORK_PER_EVICTION, ended)):
-        if ended():
-            return
-        if not late_writers(search.problem, order):
-            search.offer(order, whole)
-
-
-def imitate(search: Search) -> None:
-    """Offer what other methods do: no schedule is slower than theirs."""
-    clock = search.clock.part(search.params.first_schedule.imitation_limit)
-    for name in search.params.first_schedule.imitated:
-        if search.solved() or search.stopped() or left(clock) <= 0:
-            return
-        search.tell(f"trying {name}")
-        request = Request(search.problem.graph, search.budget_bytes, clock=clock, should_stop=search.stopped)
-        found = get_solver(name)(request)
-        if found.schedule is not None:
-            _offer_program(search, found.schedule.computed)
-
-
-def _offer(search: Search, order: Order | None) -> None:
-    if order is not None:
-        search.offer(order, Discretization((search.problem.ops - 1,)))
-
-
-def _offer_program(search: Search, computed: Sequence[int] | None) -> None:
-    """Offer what executes ops of the program only, unless something reads there what has been written over."""
-    if computed is None:
+    Args:
+        nice: in another thread, with a priority lower by this: that of this one could not be raised again.
+    """
+    stopping = search.stopping
+    if nice:
+        with _halting(search, start_beside(search, lambda: _bound_and_commit(search, commitments), nice=nice)) as bounding:
+            wait_for(search, [bounding], stopping.stopped)
         return
-    order = order_of(Discretization((search.problem.ops - 1,)), computed)
-    if not late_writers(search.problem, order):
-        _offer(search, order)
+    branches = Branches(search)
+    commitments.add_simple()
+    with _halting(search, start_beside(search, lambda: _commit(search, commitments, branches))) as committing:
+        while branches.step(inf):
+            pass
+        wait_for(search, [committing], lambda: stopping.solved() or stopping.stopped())
 
 
-def _bound(search: Search, detail: Discretization) -> None:
-    """Refine the relaxation for as long as that may help."""
-    params = search.params.bound
-    limit = params.first_slice
-    while not (search.solved() or search.stopped()):
-        limit *= params.longer
-        detail, exhausted = refine(search, detail, limit, is_relaxation=True)
-        if exhausted:
-            if search.problem.ops <= params.small_ops or len(detail.ends) == search.problem.ops:
-                return
-            detail = halved(detail)
+def _commit(search: Search, commitments: Commitments, orders: Orders) -> None:
+    """Solve the plain graphs that are committed to; a solve that takes longer does so in another process, beside the bound's."""
+    for sub in commitments.searches(orders, until=turn_of(search, 1)):
+        run_plain(sub)
+    if search.stopping.solved() or search.stopping.stopped():
+        return
+    function = partial(_commit_in_process, known=commitments.all)
+    process = start_process(search, search.problem.whole, function, params=search.params)
+    if process is None or not commitments.follow(process, orders):
+        for sub in commitments.searches(orders):
+            run_plain(sub)
 
 
-def _decide(search: Search) -> None:
-    """Small graphs: search all states."""
+def _commit_in_process(search: Search, inbox: Inbox, *, known: dict[object, Commitment]) -> None:
+    for sub in Commitments(search, known).searches(inbox):
+        run_plain(sub)
 
-    def ended() -> bool:
-        search.tell("searching all states")
-        return search.stopped()
 
-    problem = search.problem
-    should_stop = search.spending(_WORK_PER_STATES, ended)
-    found = shortest(problem, search.params.bound.max_states, below_s=search.best_s(), should_stop=should_stop)
-    _offer_program(search, found.computed)
-    search.infeasible = found.decided and search.best is None
-    if not search.infeasible and problem.base_s > 0:
-        search.raise_bound((found.bound_s / problem.base_s - 1) * OBJECTIVE_SCALE)
+@contextmanager
+def _beside(part: Part) -> Iterator[Part]:
+    """Search a part in a thread beside this one."""
+    part.thread = start_beside(part.whole, lambda: _run_part(part))
+    try:
+        yield part
+        part.finish()
+    finally:
+        part.end()
+
+
+def _run_part(part: Part) -> None:
+    """Search a part in its process, or in this thread where it has none."""
+    if not part.await_turn():
+        return
+    process = part.start_process(_run_alone_in_process if part.alone else _run_in_process)
+    if process is not None:
+        with process:
+            part.follow(process)
+        return
+    search = part.search()
+    if part.alone:
+        run_alone(search)
+    else:
+        run(search)
+    part.close(search)
+
+
+def _run_in_process(search: Search, _: Inbox) -> None:
+    run(search)
+
+
+def _run_alone_in_process(search: Search, _: Inbox) -> None:
+    run_alone(search)
+
+
+@contextmanager
+def _halting(search: Search, beside: Beside) -> Iterator[Beside]:
+    """Wait for the end of `beside`, which an exception here asks for."""
+    try:
+        yield beside
+    except BaseException:
+        search.stopping.halt()
+        raise
+    finally:
+        end_beside(beside)

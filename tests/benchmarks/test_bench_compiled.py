@@ -10,10 +10,8 @@ import torch
 
 import planner
 from benchmarks import compiled
-from benchmarks.compiled import MODELS, main
-from benchmarks.compiled_case import Settings, compare_compiled
-from benchmarks.compiled_rows import ATEN, OURS, PEAK_OF, REFERENCE, Row
-from benchmarks.compiled_table import summary, table
+from benchmarks.compiled import MODELS, main, summary, table
+from benchmarks.compiled_case import ATEN, OURS, PEAK_OF, REFERENCE, Row, Settings, compare_compiled
 from benchmarks.kept_captures import KeptCaptures
 from planner.models import build
 from planner.studies.baselines import memory_budget
@@ -27,19 +25,9 @@ BLANK = Row(
     model="net",
     method=REFERENCE,
     budget="",
-    budget_bytes=None,
-    predicted_peak_bytes=None,
     measured_peak_bytes=1000,
     time_s=0.02,
     ratio=1.0,
-    peer_ratio=None,
-    variant="",
-    gap=None,
-    plan_s=None,
-    compile_s=None,
-    least_bytes=None,
-    bits="",
-    error="",
     repeats=3,
     seed=0,
     machine="m",
@@ -145,7 +133,7 @@ def test_models_that_are_there_are_not_made_again(
 ) -> None:
     made = []
 
-    def measure(name: str, *_: object) -> list[Row]:
+    def measure(name: str, known: object, **_: object) -> list[Row]:
         made.append(name)
         return [replace(row, model=name) for row in ROWS]
 

@@ -2,30 +2,33 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks.common import columns_of
-from benchmarks.compression import CASES, Case, curves, noisy_classes, patterns
-from benchmarks.compression_table import (
+from benchmarks.compression import (
     BITS,
+    CASES,
     OTHER_WEIGHTS,
+    Case,
     Row,
-    curves_of,
     failures,
     largest_difference,
+    noisy_classes,
+    patterns,
     plot,
     smoothed,
     table,
+    train,
 )
 from benchmarks.training_loop import Recipe
 from planner.capture.signature import Batch
 from planner.models import build
-from planner.studies.rows import read_rows, write_csv
+from planner.studies.rows import KeptRows, read_rows
+from planner.studies.tables import by
 
 COMMITTED = Path(__file__).parents[2] / "results" / "compression"
 STEPS, SEED = 3, 5
@@ -43,12 +46,12 @@ CASE = Case(Recipe(partial(build, "mlp", layers=2, width=32, batch=256, classes=
 
 @pytest.fixture(scope="module")
 def trained() -> list[Row]:
-    return list(curves("mlp", CASE, STEPS, SEED))
+    return list(train(("mlp", CASE), (), steps=STEPS, seed=SEED))
 
 
 def test_curves_begin_alike_need_less_memory_and_part(trained: list[Row]) -> None:
     assert failures(trained) == []
-    found = curves_of(trained)
+    found = by(trained, "model", "bits")
     assert list(found) == [("mlp", bits) for bits in (*BITS, OTHER_WEIGHTS)]
     assert all([row.step for row in curve] == list(range(STEPS)) for curve in found.values())
     eight, four = (found["mlp", bits] for bits in BITS)
@@ -111,7 +114,7 @@ def test_the_committed_table_is_what_its_rows_say(tmp_path: Path) -> None:
     assert {row.model for row in rows} == set(CASES)
     assert table(rows) == (COMMITTED / "table.md").read_text()
     assert failures(rows) == []
-    write_csv(tmp_path / "rows.csv", columns_of(Row), map(asdict, rows[:5]))
+    KeptRows(tmp_path / "rows.csv", Row).add(*rows[:5])
     assert read_rows(tmp_path / "rows.csv", Row) == rows[:5]
     plot(rows, tmp_path / "curves.png")
     assert (tmp_path / "curves.png").stat().st_size > 0

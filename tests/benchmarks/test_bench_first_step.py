@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from benchmarks import first_step
-from benchmarks.first_step import main
+from benchmarks.first_step import by_model, failures, main, table
 from benchmarks.first_step_cases import CASES
-from benchmarks.first_step_rows import (
+from benchmarks.first_step_run import (
     CHECKPOINTING,
     EAGER,
     FAILED,
@@ -22,11 +22,11 @@ from benchmarks.first_step_rows import (
     UNCAPPED,
     WAYS,
     Row,
-    by_model,
-    failures,
+    captures_timed,
+    digest,
+    first_line,
+    status_of,
 )
-from benchmarks.first_step_run import captures_timed, digest, first_line, status_of
-from benchmarks.first_step_table import table
 from benchmarks.process_memory import DataWatch, reset_highest_rss, status_bytes
 from graphs.errors import InfeasibleError, OutOfMemoryError
 from planner.studies.blocks import InapplicableError
@@ -45,7 +45,9 @@ def rows_of(model: str) -> list[Row]:
     """Made-up rows of a model that meets both limits exactly."""
     about = {"eager_peak_bytes": 1000 * MB, "static_bytes": 100 * MB, "eager_growth_bytes": 1100 * MB, "planning_steps": 3}
     versions = {"machine": "a machine", "commit": "abc", "torch": "2.13", "transformers": "5", "steps": 5, "seed": 0}
-    uncapped = replace(Row(model, UNCAPPED, RAN, digest="d", step_s=2.0, training_rss_bytes=1400 * MB), **about, **versions)
+    uncapped = replace(
+        Row(model=model, way=UNCAPPED, status=RAN, digest="d", step_s=2.0, training_rss_bytes=1400 * MB), **about, **versions
+    )
     planned = replace(
         uncapped,
         way=PLANNED,
@@ -79,7 +81,6 @@ def changed(way: str, **values: object) -> list[Row]:
 
 def use_tiny(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(first_step, "CASES", first_step_tiny.TINY)
-    patch.setattr(first_step, "RUN", first_step_tiny.__name__)
     patch.setattr(first_step, "one_thread", lambda: None)
 
 
@@ -167,7 +168,7 @@ def test_a_model_that_eager_cannot_train_is_a_failure_and_tried_again(tmp_path: 
 
     def train_in_process(model: str, way: str, about: object) -> Row:
         made.append(way)
-        return Row(model, way, FAILED, "ModuleNotFoundError: No module named 'transformers'")
+        return Row(model=model, way=way, status=FAILED, message="ModuleNotFoundError: No module named 'transformers'")
 
     monkeypatch.setattr(first_step, "train_in_process", train_in_process)
     monkeypatch.setattr(first_step, "environment", dict)

@@ -7,17 +7,29 @@ from pathlib import Path
 import pytest
 
 from benchmarks import options, options_errors
-from benchmarks.options import MODELS, NAMES
-from benchmarks.options_case import BUDGETS, Case, sets_of
-from benchmarks.options_errors import MEASURED, error_rows
-from benchmarks.options_rows import LEAST, NONE, Bits, ErrorRow, Offer, Row, bits_of
-from benchmarks.options_table import FLOATING, below_bound, error_table, table, worse
+from benchmarks.options import (
+    BUDGETS,
+    FLOATING,
+    LEAST,
+    MODELS,
+    NAMES,
+    NONE,
+    Case,
+    Offer,
+    Row,
+    below_bound,
+    sets_of,
+    solve,
+    table,
+    worse,
+)
+from benchmarks.options_errors import ERRORS, MEASURED, Bits, bits_of, error_table, measure_errors
 from graphs.ir import Op
 from graphs.units import format_ratio
 from planner import tracing
 from planner.capture.options import OPTIONS
 from planner.models import build
-from planner.studies.rows import read_rows
+from planner.studies.rows import KeptRows, read_rows
 from planner.workload.workload import parse_spec
 from solvers.clock import WorkClock
 
@@ -26,19 +38,24 @@ SPECS = {"step": "zoo:mlp"}
 
 
 def offer(option: str, ops: int, bits: Bits) -> Offer:
-    return Offer("step", option, ops, bits, "", "", "")
+    return Offer(model="step", option=option, ops=ops, bits=bits)
+
+
+def key(row: Row) -> tuple[str, str, str]:
+    return row.model, row.options, row.budget
 
 
 @pytest.fixture(scope="module")
-def case() -> Case:
+def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
     workload = build("mlp", batch=64, width=32, layers=2, classes=2000)
     traced = tracing.trace(*workload, roofline="h200", options=["chunks"])
-    return Case("step", traced, ("offload", "chunks"), partial(WorkClock, 3.0), 1e-3)
+    offers = KeptRows(tmp_path_factory.mktemp("options") / "offers.csv", Offer)
+    return Case("step", lambda: traced, ("offload", "chunks"), partial(WorkClock, 3.0), offers)
 
 
 @pytest.fixture(scope="module")
 def rows(case: Case) -> list[Row]:
-    return list(case.rows(()))
+    return list(solve(case, ()))
 
 
 def test_sets_are_none_each_and_all_by_what_they_may_differ() -> None:
@@ -60,7 +77,7 @@ def test_what_differs_by_more_than_rounding_is_lossy() -> None:
 def test_a_set_is_solved_at_each_budget_and_none_is_worse_than_a_smaller_one(case: Case, rows: list[Row]) -> None:
     assert [(o.option, o.bits) for o in case.offers] == [("offload", Bits.EXACT), ("chunks", Bits.ROUNDING)]
     sets = (NONE, "offload", "chunks", "offload+chunks")
-    assert [row.key for row in rows] == [("step", name, budget) for name in sets for budget in BUDGETS]
+    assert [key(row) for row in rows] == [("step", name, budget) for name in sets for budget in BUDGETS]
     assert not worse(rows, FLOATING) and not below_bound(rows)
     least = {row.options: row for row in rows if row.budget == LEAST}
     assert all(row.proved_bytes is not None and row.proved_bytes <= (row.budget_bytes or 0) for row in least.values())
@@ -82,12 +99,12 @@ def test_a_set_is_solved_at_each_budget_and_none_is_worse_than_a_smaller_one(cas
 
 def test_what_is_known_is_not_solved_again_and_what_was_not_run_is_said(case: Case, rows: list[Row]) -> None:
     missing = rows[5]
-    assert [row.key for row in case.rows({row.key for row in rows} - {missing.key})] == [missing.key]
+    assert [key(row) for row in solve(case, [row for row in rows if row != missing])] == [key(missing)]
     assert "| not run |" in table([row for row in rows if row != missing], case.offers, SPECS)
 
 
 def test_what_is_worse_and_what_is_wrong_is_named(rows: list[Row]) -> None:
-    found = {row.key[1:]: row for row in rows}
+    found = {key(row)[1:]: row for row in rows}
     chunks, both = found["chunks", "50%"], found["offload+chunks", "50%"]
     assert chunks.time_s is not None and both.time_s is not None
     slower = replace(both, time_s=2 * chunks.time_s)
@@ -116,17 +133,17 @@ def test_errors_are_measured_beside_the_same_step_without(monkeypatch: pytest.Mo
         "head": partial(build, "mlp", batch=64, width=16, layers=1, classes=500),
         "narrow": partial(build, "mlp", batch=64, width=64, layers=1, classes=4),
     }
-    monkeypatch.setattr(options_errors, "MEASURED", small)
-    found = list(error_rows("head", "chunks", partial(WorkClock, 1.0)))
+    monkeypatch.setattr(options_errors, "MEASURED", small | {"another": small["head"]})
+    found = list(measure_errors(("head", "chunks", partial(WorkClock, 1.0)), ()))
     assert [row.budget for row in found] == list(options_errors.BUDGETS)
     tight = found[-1]
     assert tight.differing and tight.gradient_error is not None and tight.largest_error is not None
     assert tight.loss_error is not None and tight.loss_error < 1e-5 and tight.gradient_error < 1e-5 and tight.largest_error < 1e-4
     assert tight.measured_peak_bytes is not None and tight.budget_bytes is not None and tight.base_peak_bytes is not None
     assert tight.measured_peak_bytes <= tight.budget_bytes < tight.base_peak_bytes
-    (exact,) = error_rows("narrow", "chunks", partial(WorkClock, 1.0))
+    (exact,) = measure_errors(("narrow", "chunks", partial(WorkClock, 1.0)), ())
     assert (exact.bits, exact.budget) == (Bits.EXACT, "")
-    text = error_table([*found, exact, replace(tight, bits=Bits.LOSSY)], [*small, "another"])
+    text = error_table([*found, exact, replace(tight, bits=Bits.LOSSY)])
     rounding, lossy = text.split("## Lossy")
     assert rounding.count("| head |") == len(found) and lossy.count("| head |") == 1
     assert "Nothing inexact is offered by: chunks on narrow." in text and "Not run: another." in text
@@ -139,7 +156,7 @@ def test_the_command_takes_up_where_it_was_stopped(tmp_path: Path, monkeypatch: 
     first = (tmp_path / "rows.csv").read_text()
     assert first.count("\n") == 1 + 4 * len(BUDGETS)
     assert "offload + chunks" in (tmp_path / "table.md").read_text()
-    assert "Not run: " in (tmp_path / "errors.md").read_text()
+    assert not (tmp_path / "errors.md").exists()  # no small model was asked for
     monkeypatch.setattr(options, "Tracing", None)  # nothing is traced again
     options.main(words)
     assert (tmp_path / "rows.csv").read_text() == first
@@ -156,10 +173,10 @@ def test_its_models_can_be_read_and_all_options_are_asked_for() -> None:
 def test_the_committed_rows_hold_what_is_promised() -> None:
     rows, offers = read_rows(RESULTS / "rows.csv", Row), read_rows(RESULTS / "offers.csv", Offer)
     assert (RESULTS / "table.md").read_text() == table(rows, offers, MODELS)
-    assert (RESULTS / "errors.md").read_text() == error_table(read_rows(RESULTS / "errors.csv", ErrorRow), MEASURED)
+    assert (RESULTS / "errors.md").read_text() == error_table(ERRORS.kept(RESULTS))
     assert not below_bound(rows)
     for row in rows:
         if row.time_s is not None:
-            assert row.peak_bytes is not None and row.budget_bytes is not None and row.peak_bytes <= row.budget_bytes, row.key
+            assert row.peak_bytes is not None and row.budget_bytes is not None and row.peak_bytes <= row.budget_bytes, row
     medium = {(row.options, row.budget): row for row in rows if row.model == "gpt2-medium"}
     assert medium[NONE, "30%"].status == "infeasible" and medium["chunks", "30%"].overhead is not None

@@ -9,13 +9,13 @@ import torch
 from benchmarks import placement
 from benchmarks.placement import (
     BUDGETS,
-    COLUMNS,
     MEASURED,
     METHODS,
     MODELLED,
     MODELS,
     NO_LIMIT,
     PAIRS,
+    STUDY,
     Pair,
     chain,
     compare,
@@ -24,7 +24,6 @@ from benchmarks.placement import (
 )
 from graphs.options.surroundings import OtherDevice
 from graphs.synthetic.small import training_chain
-from planner.studies.rows import read_csv
 
 FOLDER = Path(__file__).parents[2] / "results" / "placement"
 
@@ -33,12 +32,11 @@ def test_both_devices_are_no_worse_than_the_main_one() -> None:
     main = training_chain(3)
     pair = Pair(main, OtherDevice("other", tuple(0.5 + op.id % 2 for op in main.ops), 4.0))
     rows = list(compare("chain", MODELLED, chain(), pair, [NO_LIMIT, "75%"], limit_s=2.0))
-    assert [(row["budget"], row["method"]) for row in rows] == [(b, method) for b in (NO_LIMIT, "75%") for method in METHODS]
-    assert all(row.keys() == set(COLUMNS) for row in rows)
+    assert [(row.budget, row.method) for row in rows] == [(b, method) for b in (NO_LIMIT, "75%") for method in METHODS]
     alone, second, serial, overlapped = rows[:4]
-    assert alone["time_s"] == 6.0 and second["time_s"] == 6.0
-    assert overlapped["time_s"] <= serial["time_s"] <= serial["serial_s"] <= alone["time_s"]  # type: ignore[operator]
-    assert serial["placed"] and serial["copied"] and serial["status"] == "optimal"
+    assert alone.time_s == 6.0 and second.time_s == 6.0
+    assert overlapped.time_s <= serial.time_s <= serial.serial_s <= alone.time_s  # type: ignore[operator]
+    assert serial.placed and serial.copied and serial.status == "optimal"
     lines = table(rows).splitlines()
     assert len(lines) == 4 and all(budget in line for budget, line in zip((NO_LIMIT, "75%"), lines[2:], strict=True))
 
@@ -59,10 +57,10 @@ def test_what_is_found_on_threads_is_run() -> None:
     rows = list(compare("linear", name, step, replace(pair, second=quick), [NO_LIMIT], limit_s=2.0))
     assert torch.get_num_threads() == before
     for row in rows[2:]:
-        assert row["placed"] and row["executed_s"] > 0 and row["kept_s"] > 0  # type: ignore[operator]
-        assert row["executed_other_bytes"] == row["predicted_other_bytes"] > 0  # type: ignore[operator]
-        assert row["executed_peak_bytes"] <= row["peak_bytes"]  # type: ignore[operator]
-    assert all(row["executed_s"] is None for row in rows[:2])
+        assert row.placed and row.executed_s > 0 and row.kept_s > 0  # type: ignore[operator]
+        assert row.executed_other_bytes == row.predicted_other_bytes > 0  # type: ignore[operator]
+        assert row.executed_peak_bytes <= row.peak_bytes  # type: ignore[operator]
+    assert all(row.executed_s is None for row in rows[:2])
 
 
 def test_the_command_writes_as_it_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,28 +74,26 @@ def test_the_command_writes_as_it_goes(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_the_committed_rows_say_what_the_table_does() -> None:
-    rows = read_csv(FOLDER / "rows.csv", COLUMNS)
-    assert {(row["model"], row["pair"], row["budget"]) for row in rows} == {
-        (m, p, b) for m in MODELS for p in PAIRS for b in BUDGETS
-    }
+    rows = list(STUDY.kept(FOLDER))
+    assert {(row.model, row.pair, row.budget) for row in rows} == {(m, p, b) for m in MODELS for p in PAIRS for b in BUDGETS}
     gained = larger = 0
     for row in rows:
-        if row["executed_peak_bytes"]:
-            assert int(row["executed_peak_bytes"]) <= int(row["budget_bytes"])
-            assert row["executed_other_bytes"] == row["predicted_other_bytes"]
-        assert not row["peak_bytes"] or int(row["peak_bytes"]) <= int(row["budget_bytes"])
-        assert not row["bound_s"] or float(row["bound_s"]) <= float(row["time_s"]) * (1 + 1e-9)
-        assert not row["serial_s"] or row["method"] in METHODS[3:] or float(row["time_s"]) <= float(row["serial_s"]) * (1 + 1e-9)
-    for model, pair in {(row["model"], row["pair"]) for row in rows}:
-        found = {row["method"]: row for row in rows if (row["model"], row["pair"], row["budget"]) == (model, pair, NO_LIMIT)}
+        if row.executed_peak_bytes:
+            assert row.executed_peak_bytes <= row.budget_bytes
+            assert row.executed_other_bytes == row.predicted_other_bytes
+        assert not row.peak_bytes or row.peak_bytes <= row.budget_bytes
+        assert not row.bound_s or row.bound_s <= row.time_s * (1 + 1e-9)
+        assert not row.serial_s or row.method in METHODS[3:] or row.time_s <= row.serial_s * (1 + 1e-9)
+    for model, pair in {(row.model, row.pair) for row in rows}:
+        found = {row.method: row for row in rows if (row.model, row.pair, row.budget) == (model, pair, NO_LIMIT)}
         alone, _, serial, overlapped, windows = (found[method] for method in METHODS)
-        assert float(windows["time_s"]) <= float(alone["time_s"]) * (1 + 1e-9)
-        if not overlapped["time_s"]:  # XEngine's program is too large
-            larger += float(windows["time_s"]) < 0.99 * float(alone["time_s"])
+        assert windows.time_s <= alone.time_s * (1 + 1e-9)
+        if not overlapped.time_s:  # XEngine's program is too large
+            larger += windows.time_s < 0.99 * alone.time_s
             continue
-        assert serial["status"] == "optimal" and float(serial["serial_s"]) <= float(alone["time_s"]) * (1 + 1e-6)
-        assert float(overlapped["time_s"]) <= float(serial["time_s"]) * (1 + 1e-9)
-        gained += float(windows["time_s"]) < 0.99 * float(serial["serial_s"])
+        assert serial.status == "optimal" and serial.serial_s <= alone.time_s * (1 + 1e-6)
+        assert overlapped.time_s <= serial.time_s * (1 + 1e-9)
+        gained += windows.time_s < 0.99 * serial.serial_s
     assert gained >= 3 and larger >= 1
     lines = (FOLDER / "table.md").read_text().splitlines()
     assert len(lines) == 2 + len(rows) // len(METHODS)

@@ -7,24 +7,41 @@ import pandas as pd
 import pytest
 
 from benchmarks import solve_suites
-from benchmarks.solve import Book, all_solved, in_process, main, solve_instance
-from benchmarks.solve_case import Case, Outcome
+from benchmarks.solve import STUDY, all_solved, main, solve_instance
+from benchmarks.solve_case import Row
 from benchmarks.solve_suites import Instance, between, of_peak
-from benchmarks.solve_table import against_reference, growth_plot, medians, read_rows, solved, solves_plot, table_text
+from benchmarks.solve_table import against_reference, growth_plot, medians, solved, solves_plot, table
 from graphs.errors import OutputError
 from graphs.synthetic.random_graphs import random_training_step
+from planner.studies.rows import KeptRows
 
+COMMITTED = Path(__file__).parents[2] / "results" / "solve"
 LIMIT_S = 60.0
 
 
-def case(suite: str, graph: str, *, solver: str = "windows", run: int = 1, reference: tuple[float, float] | None = None) -> Case:
-    return Case(suite, graph, "least + 0.5", solver, run, 1_000, LIMIT_S, *(reference or (None, None)))
-
-
-def outcome(
-    seconds: float, *, time_s: float | None = 11.0, bound_s: float = 11.0, ops: int = 40, status: str = "optimal"
-) -> Outcome:
-    return Outcome(
+def row(
+    suite: str,
+    graph: str,
+    seconds: float,
+    *,
+    solver: str = "windows",
+    run: int = 1,
+    reference: tuple[float | None, float | None] = (None, None),
+    time_s: float | None = 11.0,
+    bound_s: float = 11.0,
+    ops: int = 40,
+    status: str = "optimal",
+) -> Row:
+    return Row(
+        suite=suite,
+        graph=graph,
+        budget="least + 0.5",
+        solver=solver,
+        run=run,
+        budget_bytes=1_000,
+        time_limit_s=LIMIT_S,
+        reference_time_s=reference[0],
+        reference_seconds=reference[1],
         ops=ops,
         status=status,
         base_s=10.0,
@@ -33,7 +50,6 @@ def outcome(
         gap=None if time_s is None else time_s / bound_s - 1,
         first_s=None if time_s is None else seconds / 2,
         seconds=seconds,
-        writing_s=None,
         model_rows=100 * ops,
         model_columns=50 * ops,
         resident_mb=90,
@@ -44,43 +60,42 @@ def outcome(
 
 
 @pytest.fixture
-def book(tmp_path: Path) -> Book:
+def kept(tmp_path: Path) -> KeptRows[Row]:
     """A graph solved by both solvers three times, one the reference does not solve, growth, and one with no schedule."""
-    book = Book(tmp_path / "rows.csv")
+    kept = STUDY.kept(tmp_path)
     for run, seconds in enumerate((0.1, 0.3, 0.2), 1):
-        book.add(case("reference", "small", run=run), outcome(seconds))
-        book.add(case("reference", "small", solver="checkmate", run=run), outcome(100 * seconds, time_s=11.005))
-    book.add(case("reference", "large"), outcome(0.5))
-    book.add(case("reference", "large", solver="checkmate"), outcome(LIMIT_S, time_s=None, status="limit"))
+        kept.add(row("reference", "small", seconds, run=run))
+        kept.add(row("reference", "small", 100 * seconds, solver="checkmate", run=run, time_s=11.005))
+    kept.add(row("reference", "large", 0.5))
+    kept.add(row("reference", "large", LIMIT_S, solver="checkmate", time_s=None, status="limit"))
     for ops in (100, 1_000, 3_000):
-        book.add(case("growth", f"gpt2-{ops}"), outcome(ops / 1e3, ops=ops))
-    book.add(case("checkmate-24h", "unet", reference=(11.0, 778.0)), outcome(6.0, time_s=11.11, status="feasible"))
-    book.add(case("moccasin", "vgg"), outcome(0.01, time_s=None, status="infeasible"))
-    return book
+        kept.add(row("growth", f"gpt2-{ops}", ops / 1e3, ops=ops))
+    kept.add(row("checkmate-24h", "unet", 6.0, reference=(11.0, 778.0), time_s=11.11, status="feasible"))
+    kept.add(row("moccasin", "vgg", 0.01, time_s=None, status="infeasible"))
+    return kept
 
 
-def test_rows_are_read_as_they_were_written(book: Book) -> None:
-    again = Book(book.path)
-    assert again.rows == book.rows
-    assert again.find("growth", "gpt2-100", "least + 0.5", "windows", 1)[0]["model_rows"] == "10000"
-    assert not again.find("growth", "gpt2-100", "least + 0.5", "windows", 2)
-    assert read_rows(book.path)["model_rows"].tolist()[0] == 4_000
+def test_rows_are_read_as_they_were_written(kept: KeptRows[Row], tmp_path: Path) -> None:
+    again = STUDY.kept(tmp_path)
+    assert list(again) == list(kept)
+    assert again.of("growth", "gpt2-100", "least + 0.5", "windows", 1)[0].model_rows == 10_000
+    assert not again.of("growth", "gpt2-100", "least + 0.5", "windows", 2)
 
 
 def test_rows_of_other_columns_are_refused(tmp_path: Path) -> None:
     (tmp_path / "rows.csv").write_text("suite,graph\nzoo,unet\n")
     with pytest.raises(OutputError, match="other columns"):
-        Book(tmp_path / "rows.csv")
+        STUDY.kept(tmp_path)
 
 
-def test_only_what_both_solved_is_run_again(book: Book) -> None:
-    assert all_solved(book, ("reference", "small", "least + 0.5"), ("windows", "checkmate"))
-    assert not all_solved(book, ("reference", "large", "least + 0.5"), ("windows", "checkmate"))
-    assert all_solved(book, ("moccasin", "vgg", "least + 0.5"), ("windows",))
+def test_only_what_both_solved_is_run_again(kept: KeptRows[Row]) -> None:
+    assert all_solved(kept.of("reference", "small", "least + 0.5"), ("windows", "checkmate"))
+    assert not all_solved(kept.of("reference", "large", "least + 0.5"), ("windows", "checkmate"))
+    assert all_solved(kept.of("moccasin", "vgg", "least + 0.5"), ("windows",))
 
 
-def test_medians(book: Book) -> None:
-    solves = medians(read_rows(book.path))
+def test_medians(kept: KeptRows[Row]) -> None:
+    solves = medians(tuple(kept))
     small = solves[solves["graph"] == "small"]
     assert small["seconds"].tolist() == pytest.approx([0.2, 20.0])
     assert small["runs"].tolist() == [3, 3]
@@ -88,14 +103,14 @@ def test_medians(book: Book) -> None:
     assert solved(solves).tolist() == [True, True, True, False, True, True, True, False, True]
 
 
-def test_pairs_against_the_reference(book: Book) -> None:
-    pairs = against_reference(medians(read_rows(book.path))).set_index("graph")
-    assert pairs["reference_solved"].to_dict() == {"small": True, "large": False}
+def test_pairs_against_the_reference(kept: KeptRows[Row]) -> None:
+    pairs = against_reference(medians(tuple(kept))).set_index("graph")
+    assert pairs["ended"].to_dict() == {"small": True, "large": False}
     assert pairs["agree"].to_dict() == {"small": True, "large": False}
 
 
-def test_table(book: Book) -> None:
-    text = table_text(read_rows(book.path))
+def test_table(kept: KeptRows[Row]) -> None:
+    text = table(tuple(kept))
     assert "The reference solved 1 of 2 within its limit of 60 s, and took 100 times as long in the median" in text
     assert "costs agree in 1 of 1" in text
     assert "| 20.00 s | - | 0.05% | 0.200 s | 100.0 | 0.9995 | yes |" in text
@@ -107,8 +122,8 @@ def test_table(book: Book) -> None:
     assert "highs 1.15.1, Python 3.11.7" in text
 
 
-def test_plots_from_the_csv_alone(book: Book, tmp_path: Path) -> None:
-    rows = read_rows(book.path)
+def test_plots_from_the_csv_alone(kept: KeptRows[Row], tmp_path: Path) -> None:
+    rows = tuple(kept)
     growth_plot(rows, tmp_path / "growth.png")
     solves_plot(rows, tmp_path / "solves.png")
     assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in ("growth.png", "solves.png"))
@@ -152,7 +167,7 @@ def test_a_tiny_suite_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert rows["status"].tolist() == ["optimal", "optimal"]
     assert rows["resident_mb"].between(20, 1_000).all()
     assert rows["writing_s"].notna().tolist() == [False, True]
-    assert list(solve_instance(tiny, Book(tmp_path / "solve" / "rows.csv"))) == []
+    assert list(solve_instance(tiny, tuple(STUDY.kept(tmp_path / "solve")))) == []
 
 
 def test_a_tiny_suite_on_a_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -175,13 +190,10 @@ def test_a_tiny_suite_on_a_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         asked = ["--suites", "reference", "--instances", str(tmp_path), "--out", str(tmp_path / "solve")]
         main([*asked, "--cluster", local.scheduler_address])
     assert capsys.readouterr().out.count("optimal") == 2
-    rows = Book(tmp_path / "solve" / "rows.csv").rows
-    assert sorted(row["graph"] for row in rows) == ["random-0", "random-1"]
-    with pytest.raises(SystemExit):
-        main([*asked, "--fresh", "--cluster", "nowhere"])
+    assert sorted(row.graph for row in STUDY.kept(tmp_path / "solve")) == ["random-0", "random-1"]
+    assert main([*asked, "--fresh", "--cluster", "nowhere"]) == 2
     assert "missing port number" in capsys.readouterr().err
 
 
-def test_a_process_that_fails_is_named() -> None:
-    with pytest.raises(SystemExit, match=r"the process of divmod\(1, 0\) ended with 1"):
-        in_process(divmod, 1, 0)
+def test_the_committed_table_is_what_the_rows_say() -> None:
+    assert table(tuple(STUDY.kept(COMMITTED))) == (COMMITTED / "table.md").read_text()

@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from benchmarks import training
-from benchmarks.training import main, train
+from benchmarks.training import EAGER, PLANNED, Row, failures, half_or_half_way, main, pairs, table, train
 from benchmarks.training_loop import Recipe, batches
-from benchmarks.training_table import EAGER, PLANNED, Row, failures, half_or_half_way, pairs, table
 from planner import tracing
 from planner.capture.step import TrainingStep
 from planner.models import Workload, build
@@ -45,7 +44,7 @@ def _quick() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def trained(_quick: None) -> list[Row]:
-    return [row for name, recipe in RECIPES.items() for row in train(name, recipe, CPU, 3)]
+    return [row for name in RECIPES for row in train(name, (), device=CPU, steps=3)]
 
 
 def test_planned_loops_are_eager_ones_in_less_memory(trained: list[Row]) -> None:
@@ -71,7 +70,7 @@ def noticed(spoil: Callable[[torch.Tensor], torch.Tensor], monkeypatch: pytest.M
 
     monkeypatch.setattr(training, "plan", plan)
     monkeypatch.setattr(training, "least", lambda *_: 0)
-    return failures(train("gpt2", RECIPES["gpt2"], CPU, 3))
+    return failures(list(train("gpt2", (), device=CPU, steps=3)))
 
 
 def test_steps_that_take_more_than_their_budget_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,7 +142,7 @@ def test_the_files_hold_what_was_seen(tmp_path: Path, capsys: pytest.CaptureFixt
 
 def test_a_failure_is_the_exit_code(trained: list[Row], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(training, "one_thread", lambda: None)
-    monkeypatch.setattr(training, "train", lambda name, *_: [replace(row, budget_bytes=1) for row in trained])
+    monkeypatch.setattr(training, "train", lambda *_, **__: [replace(row, budget_bytes=1) for row in trained])
     assert main(["--models", "gpt2", "--device", "cpu", "--out", str(tmp_path)]) == 1
 
 

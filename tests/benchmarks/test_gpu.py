@@ -1,7 +1,8 @@
-"""``make gpu``, rehearsed on the stand-in for a CUDA device: what it prints, and what it leaves behind."""
+"""``make gpu`` on the emulated CUDA device: its output and its files."""
 
 import csv
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -10,7 +11,7 @@ import torch
 
 from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu import plans, probe
-from benchmarks.gpu.__main__ import ROOT, Step
+from benchmarks.gpu.__main__ import ROOT, GpuStep
 from planner.models import Workload, build
 from tests.support.cuda_device import cuda_device, on_device
 
@@ -20,7 +21,7 @@ def _tiny(*, device: str) -> Workload:
 
 
 def read(out: Path) -> list[dict[str, str]]:
-    with Path(f"{out}.csv").open() as file:
+    with (out / "rows.csv").open() as file:
         return list(csv.DictReader(file))
 
 
@@ -37,9 +38,7 @@ def test_the_probe_prints_a_line_for_each_fact(capsys: pytest.CaptureFixture[str
     assert lines["copies to the host"].endswith("GB/s")
 
 
-def test_a_probe_that_fails_is_a_line_and_the_others_run(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failing_probe_is_a_line_and_the_others_run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def broken() -> probe.Lines:
         yield "first", "found"
         raise RuntimeError("no such thing")
@@ -52,7 +51,7 @@ def test_a_probe_that_fails_is_a_line_and_the_others_run(
     assert capsys.readouterr().out.splitlines() == ["first: found", "broken: FAILED, RuntimeError: no such thing", "last: found"]
 
 
-def test_plans_are_rows_in_every_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_kind_of_plan_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(plans, "MODELS", {"tiny": _tiny})
     monkeypatch.setattr(plans, "_SOLVE_S", 2.0)
     out = tmp_path / "plans"
@@ -66,8 +65,8 @@ def test_plans_are_rows_in_every_way(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert all(row["bits"] == "True" and not row["message"] for row in (*rows, graph))
     assert all(int(row["requested_bytes"]) <= int(row["allocated_bytes"]) <= int(row["reserved_bytes"]) for row in rows)
     assert all(int(row["allocated_bytes"]) <= int(row["budget_bytes"]) for row in (*rows[1:], graph))
-    assert capsys.readouterr().out.count("| tiny |") == 5
-    assert Path(f"{out}.md").read_text().count("| tiny |") == 3
+    assert capsys.readouterr().out.count("| tiny |") == 10  # as soon as they are known, and all together
+    assert (out / "table.md").read_text().count("| tiny |") == 3
 
 
 def test_an_error_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,19 +76,16 @@ def test_an_error_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(plans, "MODELS", {"tiny": broken, "other": broken})
     with cuda_device():
         assert plans.main(["--out", str(tmp_path / "plans"), "--shares", "50%"]) == 1
-    assert (tmp_path / "plans.md").read_text().count("RuntimeError: out of luck |") == 4
+    assert (tmp_path / "plans" / "table.md").read_text().count("RuntimeError: out of luck |") == 4
 
 
 def test_what_a_plan_must_not_do_is_said() -> None:
-    row = plans.Row("m", "recompute", "50%", budget_bytes=10, allocated_bytes=11, bits=False)
-    assert plans.failures([row]) == [
+    row = plans.Row(model="m", way="recompute", share="50%", budget_bytes=10, allocated_bytes=11, bits=False)
+    assert list(plans.failures([row])) == [
         "m recompute 50%: allocated 11 B, 1 B over the budget",
         "m recompute 50%: other bits than eager PyTorch, which repeats its own",
     ]
-    assert (
-        plans.failures([plans.Row("m", "recompute", "50%", budget_bytes=10, allocated_bytes=10, bits=False, eager_error=1e-7)])
-        == []
-    )
+    assert list(plans.failures([replace(row, allocated_bytes=10, eager_error=1e-7)])) == []
 
 
 @pytest.fixture
@@ -109,7 +105,7 @@ def test_every_step_is_a_line_and_a_log(
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     words = {"good": ("0", "0"), "bad": ("3", "0"), "long": ("0", "600")}
-    monkeypatch.setattr(gpu, "STEPS", {name: Step(("steps", *given), 5.0) for name, given in words.items()})
+    monkeypatch.setattr(gpu, "STEPS", {name: GpuStep(("steps", *given), 5.0) for name, given in words.items()})
     out = tmp_path / "out"
     assert gpu.main(["--out", str(out), "--steps", "good,bad,long"]) == 1
     said = capsys.readouterr().out
@@ -125,9 +121,7 @@ def test_every_step_is_a_line_and_a_log(
     assert not alive
 
 
-def test_without_a_gpu_nothing_is_run(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_nothing_runs_without_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert gpu.main(["--out", str(tmp_path / "out")]) == 2
     assert "no CUDA device" in capsys.readouterr().err

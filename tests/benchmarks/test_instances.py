@@ -1,4 +1,4 @@
-"""The public instances: what is said to be known of each is so, by a checker that shares nothing with ours."""
+"""The public instances: their recorded solutions are valid, by a checker that shares no code with the judge."""
 
 import gzip
 import json
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.instances.check import NotValidError, check
-from benchmarks.instances.make import FOLDER, SYNTHETIC, TRACED, as_instance, as_steps, graphs, main
+from benchmarks.instances.make import FOLDER, SYNTHETIC, TRACED, encode_steps, graphs, instance_document, main
 from benchmarks.instances.read import names, read
 from graphs.schedule import keep_everything
 from graphs.simulate import simulate
@@ -17,13 +17,13 @@ from graphs.synthetic.random_graphs import random_training_step
 from tests.support.steps import random_schedule
 
 
-def test_all_are_there() -> None:
+def test_all_instances_exist() -> None:
     assert set(names()) == {*TRACED, *SYNTHETIC}
     assert sum((FOLDER / f"{name}.json.gz").stat().st_size for name in names()) < 2_000_000
 
 
 @pytest.mark.parametrize("name", names())
-def test_what_is_known_is_so(name: str) -> None:
+def test_recorded_solutions_are_valid(name: str) -> None:
     instance = read(FOLDER / f"{name}.json.gz")
     assert [known.budget_bytes for known in instance.known] == sorted((k.budget_bytes for k in instance.known), reverse=True)
     for known in instance.known:
@@ -34,27 +34,27 @@ def test_what_is_known_is_so(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SYNTHETIC)
-def test_synthetic_instances_are_what_is_made_now(name: str) -> None:
+def test_synthetic_instances_are_reproducible(name: str) -> None:
     ((_, graph),) = graphs([name])
     with gzip.open(FOLDER / f"{name}.json.gz", "rt") as file:
         committed = json.load(file)
-    assert json.loads(json.dumps(as_instance(name, graph, committed["known"]))) == committed
+    assert json.loads(json.dumps(instance_document(name, graph, committed["known"]))) == committed
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_the_checker_says_what_the_judge_says(seed: int, tmp_path: Path) -> None:
+def test_checker_agrees_with_the_judge(seed: int, tmp_path: Path) -> None:
     graph = random_training_step(seed, 12)
-    (tmp_path / "x.json.gz").write_bytes(gzip.compress(json.dumps(as_instance("x", graph, [])).encode()))
+    (tmp_path / "x.json.gz").write_bytes(gzip.compress(json.dumps(instance_document("x", graph, [])).encode()))
     instance = read(tmp_path / "x.json.gz")
     for schedule in (keep_everything(graph), random_schedule(graph, seed)):
         simulation = simulate(graph, schedule)
-        assert check(instance, as_steps(schedule)) == (simulation.peak_bytes, simulation.time_s)
+        assert check(instance, encode_steps(schedule)) == (simulation.peak_bytes, simulation.time_s)
 
 
-def test_what_is_no_solution_is_refused() -> None:
+def test_invalid_solutions_raise() -> None:
     ((_, graph),) = graphs(["chain-50"])
     instance = read(FOLDER / "chain-50.json.gz")
-    steps = as_steps(keep_everything(graph))
+    steps = encode_steps(keep_everything(graph))
     last = next(i for i in reversed(range(len(steps))) if steps[i] >= 0)
     wrong = {
         "reads what is not in memory": steps[1:],
@@ -67,7 +67,7 @@ def test_what_is_no_solution_is_refused() -> None:
             check(instance, solution)
 
 
-def test_the_files_stand_alone(tmp_path: Path) -> None:
+def test_reader_and_checker_need_no_package(tmp_path: Path) -> None:
     for name in ("read.py", "check.py"):
         (tmp_path / name).write_text((FOLDER / name).read_text())
     known = read(FOLDER / "chain-50.json.gz").known[0]
@@ -78,7 +78,7 @@ def test_the_files_stand_alone(tmp_path: Path) -> None:
     assert ended.stdout.endswith(f", {known.time_s!r} s\n") or f"{known.time_s!r} s" in ended.stdout
 
 
-def test_what_is_there_is_not_made_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_existing_instances_are_not_made_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--names", "chain-50", "--out", str(tmp_path), "--time-limit", "5"]
     assert main(words) == 0
     assert capsys.readouterr().out.startswith("chain-50: 100 ops, gaps 0.000%")

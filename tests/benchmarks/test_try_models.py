@@ -1,10 +1,9 @@
 """Trying models: what is measured is so, what must not be is noticed, and no model ends the run."""
 
-import json
 import shutil
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,21 +12,19 @@ import torch.nn.functional as F
 from torch import nn
 
 from benchmarks import try_model, try_models
-from benchmarks.models import by_hand
+from benchmarks.models import handwritten
 from benchmarks.models.parts import Residual
-from benchmarks.models_table import failures, table
 from benchmarks.runner import whole_step
 from benchmarks.storages import LiveStorages
 from benchmarks.try_model import AT_ITS_PEAK, CHECKPOINTING, EAGER, FAILED, FIRST, MISSING, PLANNED, RAN, REFUSED, Row, Trial
-from benchmarks.try_models import COLUMNS, main
+from benchmarks.try_models import failures, main, table, try_one
 from planner.models import Workload
 from planner.runtime.measure import loss_of
-from planner.studies.rows import write_csv
+from planner.studies.rows import read_rows
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch.*")
 
 COMMITTED = Path(__file__).parents[2] / "results" / "models"
-ABOUT = dict.fromkeys(COLUMNS[-8:], "known")
 
 
 @pytest.fixture(autouse=True)
@@ -39,9 +36,8 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def tried(make: Callable[[], Workload]) -> dict[str, Row]:
-    rows: dict[str, Row] = {}
-    Trial(make, Row("tests", "tiny", EAGER, RAN), lambda row: rows.update({row.way: row}), repeats=1).run()
-    return rows
+    row = Row(source="tests", model="tiny", way=EAGER, status=RAN)
+    return {row.way: row for row in Trial(make, row, repeats=1).run()}
 
 
 def blocks() -> Workload:
@@ -90,24 +86,23 @@ def test_what_is_refused_is_a_row() -> None:
     ("error", "status"),
     [(ModuleNotFoundError("No module named 'timm'"), MISSING), (ValueError("wrong"), FAILED), (SystemError("worse"), FAILED)],
 )
-def test_what_cannot_be_made_is_a_row(error: Exception, status: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_what_cannot_be_made_is_a_row(error: Exception, status: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def make() -> Workload:
         raise error
 
     monkeypatch.setattr(try_model, "sources", lambda: {"tests": {"broken": make}})
     monkeypatch.setattr(try_model, "one_thread", lambda: None)
-    try_model.main(["tests", "broken", str(tmp_path / "rows.json")])
-    (row,) = (Row(**row) for row in json.loads((tmp_path / "rows.json").read_text()))
+    (row,) = try_model.try_model("tests", "broken", 1)
     assert (row.status, row.message) == (status, f"{type(error).__name__}: {error}")
 
 
 def test_a_process_that_dies_or_does_not_end_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(try_models, "_LIMIT_S", 0.01)
-    (row,) = try_models.try_one("by hand", "mlp", repeats=1)
+    (row,) = try_one(("by hand", "mlp"), (), repeats=1)
     assert (row.status, row.message) == (FAILED, "not ended after 0 s")
     monkeypatch.setattr(try_models, "_LIMIT_S", 60.0)
     monkeypatch.setattr(sys, "executable", shutil.which("false"))
-    (row,) = try_models.try_one("by hand", "mlp", repeats=1)
+    (row,) = try_one(("by hand", "mlp"), (), repeats=1)
     assert (row.status, row.message) == (FAILED, "exit code 1: it said nothing")
 
 
@@ -129,32 +124,28 @@ def test_storages_count_from_their_first_op_until_they_are_freed() -> None:
 
 def rows() -> list[Row]:
     """One model that is planned, and one whose eager steps do not repeat themselves."""
-    eager = Row("tests", "one", EAGER, RAN, storages_bytes=90, peak_bytes=100, different=0, ratio=1.0)
+    about = {"source": "tests", "model": "one", "way": EAGER, "status": RAN}
+    eager = Row(**about, storages_bytes=90, peak_bytes=100, different=0, ratio=1.0)  # type: ignore[arg-type]
     planned = replace(eager, way=f"{PLANNED} at 50%", budget_bytes=60, storages_bytes=50, peak_bytes=60, ratio=1.2)
     unsteady = [replace(row, model="other", different=3, first_difference="loss of step 1") for row in (eager, planned)]
     return [eager, planned, *unsteady]
 
 
-def written(folder: Path, *rows: Row) -> Path:
-    write_csv(folder / "rows.csv", COLUMNS, ({**asdict(row), **ABOUT} for row in rows))
-    return folder / "rows.csv"
-
-
-def test_what_must_not_be_is_said(tmp_path: Path) -> None:
+def test_what_must_not_be_is_said() -> None:
     eager, planned, *unsteady = rows()
-    assert failures(written(tmp_path, eager, planned, *unsteady)) == []
+    assert list(failures([eager, planned, *unsteady])) == []
     wrong = replace(planned, different=2, first_difference="loss of step 0")
-    assert failures(written(tmp_path, eager, wrong)) == ["tests/one, planned at 50%: 2 results are not eager's: loss of step 0"]
+    assert list(failures([eager, wrong])) == ["tests/one, planned at 50%: 2 results are not eager's: loss of step 0"]
     for over in (replace(planned, storages_bytes=61, peak_bytes=59), replace(planned, peak_bytes=61)):
-        assert failures(written(tmp_path, eager, over)) == ["tests/one, planned at 50%: took 61 B, over its budget of 60 B"]
+        assert list(failures([eager, over])) == ["tests/one, planned at 50%: took 61 B, over its budget of 60 B"]
     crashed = replace(planned, status=FAILED, message="SystemError: worse", different=None)
-    assert failures(written(tmp_path, eager, crashed)) == ["tests/one, planned at 50%: SystemError: worse"]
+    assert list(failures([eager, crashed])) == ["tests/one, planned at 50%: SystemError: worse"]
     refused = replace(planned, status=REFUSED, message="no", different=None)
-    assert failures(written(tmp_path, eager, refused)) == []
+    assert list(failures([eager, refused])) == []
 
 
-def test_the_table_counts(tmp_path: Path) -> None:
-    text = table(written(tmp_path, *rows(), Row("tests", "last", PLANNED, REFUSED, message="it branches")))
+def test_the_table_counts() -> None:
+    text = table([*rows(), Row(source="tests", model="last", way=PLANNED, status=REFUSED, message="it branches")])
     assert "3 models were tried, and 2 of them planned at 2 budgets" in text and "Of these 2 runs 1 have eager PyTorch's" in text
     assert "planned at 50% of the way from the least budget to the peak: 1.20 times eager's step in the median" in text
     assert "- tests/last, planned: refused: it branches" in text
@@ -164,9 +155,11 @@ def test_models_that_are_in_the_csv_are_not_tried_again(monkeypatch: pytest.Monk
     asked: list[str] = []
     statuses = iter((RAN, MISSING, RAN, RAN, RAN))
 
-    def try_one(source: str, model: str, *, repeats: int) -> list[Row]:
+    def try_one(case: tuple[str, str], known: object, *, repeats: int) -> list[Row]:
+        source, model = case
         asked.append(f"{source}/{model}")
-        return [Row(source, model, EAGER, next(statuses), storages_bytes=90, peak_bytes=100, different=0)]
+        about = {"source": source, "model": model, "way": EAGER, "status": next(statuses)}
+        return [Row(**about, storages_bytes=90, peak_bytes=100, different=0)]  # type: ignore[arg-type]
 
     monkeypatch.setattr(try_models, "try_one", try_one)
     monkeypatch.setattr(try_models, "one_thread", lambda: None)
@@ -178,8 +171,8 @@ def test_models_that_are_in_the_csv_are_not_tried_again(monkeypatch: pytest.Monk
         assert asked == expected
 
 
-@pytest.mark.parametrize("make", by_hand.MODELS.values(), ids=by_hand.MODELS)
-def test_every_model_by_hand_has_a_loss(make: Callable[[], Workload]) -> None:
+@pytest.mark.parametrize("make", handwritten.MODELS.values(), ids=handwritten.MODELS)
+def test_every_handwritten_model_has_a_loss(make: Callable[[], Workload]) -> None:
     torch.manual_seed(0)
     workload = make()
     loss = loss_of(whole_step(workload)(*workload.batch))
@@ -188,5 +181,6 @@ def test_every_model_by_hand_has_a_loss(make: Callable[[], Workload]) -> None:
 
 
 def test_the_committed_table_is_what_the_rows_say() -> None:
-    assert (COMMITTED / "table.md").read_text() == table(COMMITTED / "rows.csv")
-    assert failures(COMMITTED / "rows.csv") == []
+    rows = read_rows(COMMITTED / "rows.csv", Row)
+    assert (COMMITTED / "table.md").read_text() == table(rows)
+    assert list(failures(rows)) == []

@@ -1,4 +1,4 @@
-"""Graphs with choices: what they may be made of, and what stays as it was for those without."""
+"""The IR with pools, streams and optional ops: validation, and unchanged behaviour without them."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -56,7 +56,7 @@ def with_tensor(index: int, **changes: Any) -> Graph:
     return Graph(**{**made, "tensors": tuple(tensors)})
 
 
-def test_a_graph_with_choices() -> None:
+def test_graph_with_pools_streams_and_optional_ops() -> None:
     graph = Graph(**parts())
     assert graph.streams == (COMPUTE, DEVICE_TO_HOST, HOST_TO_DEVICE)
     assert [op.name for op in graph.program] == ["f", "g"]
@@ -67,7 +67,7 @@ def test_a_graph_with_choices() -> None:
     assert not graph.plain and chain(3).plain
 
 
-def test_static_bytes_of_another_pool_are_not_the_devices() -> None:
+def test_static_bytes_are_counted_by_pool() -> None:
     made = parts()
     tensors = (*made["tensors"], Tensor(4, "state", 5, (), pool="host"))
     graph = Graph(**{**made, "tensors": tensors})
@@ -88,7 +88,7 @@ def test_static_bytes_of_another_pool_are_not_the_devices() -> None:
         ((DEVICE_POOL,), "tensor 'a@host' is in the pool 'host': the graph has 'device'"),
     ],
 )
-def test_pools_that_are_refused(pools: tuple[Pool, ...], said: str) -> None:
+def test_invalid_pools_raise(pools: tuple[Pool, ...], said: str) -> None:
     with pytest.raises(GraphError, match=said):
         Graph(**{**parts(), "pools": pools})
 
@@ -111,7 +111,7 @@ def test_pools_that_are_refused(pools: tuple[Pool, ...], said: str) -> None:
         (1, {"outputs": (1, 2)}, "tensor 'a' is an output of both 'f' and 'g', and neither is optional"),
     ],
 )
-def test_ops_that_are_refused(index: int, changes: dict[str, Any], said: str) -> None:
+def test_invalid_ops_raise(index: int, changes: dict[str, Any], said: str) -> None:
     with pytest.raises(GraphError, match=said):
         with_op(index, **changes)
 
@@ -124,23 +124,23 @@ def test_ops_that_are_refused(index: int, changes: dict[str, Any], said: str) ->
         (1, {"producers": (0, 5)}, "tensor 'a' has producer 5, which is not one of the 5 ops"),
     ],
 )
-def test_tensors_that_are_refused(index: int, changes: dict[str, Any], said: str) -> None:
+def test_invalid_tensors_raise(index: int, changes: dict[str, Any], said: str) -> None:
     with pytest.raises(GraphError, match=said):
         with_tensor(index, **changes)
 
 
-def test_what_the_program_does_not_deliver_cannot_be_kept() -> None:
+def test_kept_tensor_without_program_op_raises() -> None:
     with pytest.raises(GraphError, match="kept tensor 'a@host' is made by optional ops only"):
         Graph(**{**parts(), "kept": frozenset({3})})
 
 
-def test_more_than_a_pool_holds_cannot_be_there_throughout() -> None:
+def test_static_bytes_above_the_capacity_raise() -> None:
     made = parts()
     with pytest.raises(GraphError, match="pool 'host' has a capacity of 8 bytes, but 9 are there throughout"):
         Graph(**{**made, "tensors": (*made["tensors"], Tensor(4, "state", 9, (), pool="host"))})
 
 
-def test_an_optional_op_on_what_is_written_needs_a_place() -> None:
+def test_optional_reader_of_a_written_tensor_needs_a_place() -> None:
     made = parts()
     write = replace(made["ops"][1], mutates=(0,))
     ops = (made["ops"][0], write, *made["ops"][2:4], replace(made["ops"][4], mutates=(0,)))
@@ -149,7 +149,7 @@ def test_an_optional_op_on_what_is_written_needs_a_place() -> None:
         Graph(**{**made, "ops": (*ops[:4], replace(ops[4], replaces=(), mutates=()))})
 
 
-def test_solvers_refuse_what_they_do_not_know() -> None:
+def test_solvers_of_plain_graphs_raise() -> None:
     graph = Graph(**parts())
     refused = "the graph has 2 pools, 3 streams and 3 optional ops"
     for name in ("windows", "checkmate", "sac", "dtr", "keep-everything"):
@@ -162,14 +162,14 @@ def test_solvers_refuse_what_they_do_not_know() -> None:
     check_plain(chain(3))
 
 
-def test_facts_are_of_the_program() -> None:
+def test_graph_properties_refer_to_the_program() -> None:
     graph = Graph(**parts())
     facts = graph_facts(graph)
     assert facts.summary.ops == len(graph.program) == len(without_options(graph).ops)
     assert facts.summary.optional_ops == len(graph.ops) - len(graph.program) == 3
 
 
-def test_one_queue_besides_is_a_choice_already() -> None:
+def test_graph_with_a_second_stream_is_not_plain() -> None:
     ops = (chain(2).ops[0], replace(chain(2).ops[1], stream="side"))
     with pytest.raises(GraphError, match="1 pools, 2 streams and 0 optional ops"):
         check_plain(Graph(ops, chain(2).tensors, frozenset()))
@@ -185,11 +185,11 @@ def test_one_queue_besides_is_a_choice_already() -> None:
     ],
     ids=["chain", "diamond", "random", "step"],
 )
-def test_the_fingerprint_of_a_graph_without_choices_is_what_it_always_was(graph: Graph, fingerprint: str) -> None:
+def test_fingerprint_of_plain_graphs_is_unchanged(graph: Graph, fingerprint: str) -> None:
     assert graph.fingerprint == fingerprint
 
 
-def test_choices_are_in_the_fingerprint() -> None:
+def test_options_are_part_of_the_fingerprint() -> None:
     graphs = [
         Graph(**parts()),
         with_op(2, stream=HOST_TO_DEVICE),
@@ -212,7 +212,7 @@ def written_over(
     return draft.graph(kept)
 
 
-def test_what_may_be_written_over_is_part_of_the_fingerprint() -> None:
+def test_overwrites_are_part_of_the_fingerprint() -> None:
     graph = written_over()
     assert graph.out_of_place() == written_over(pairs=())
     assert len({graph.fingerprint, graph.out_of_place().fingerprint}) == 2
@@ -228,6 +228,6 @@ def test_what_may_be_written_over_is_part_of_the_fingerprint() -> None:
         ({"pairs": ((2, 1), (2, 1))}, "op 'b' lists a tensor twice among what it writes over"),
     ],
 )
-def test_what_cannot_be_written_over_is_refused(changes: dict[str, Any], said: str) -> None:
+def test_invalid_overwrites_raise(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(GraphError, match=said):
         written_over(**changes)

@@ -27,7 +27,7 @@ def mixed() -> Graph:
     return Graph(ops, tensors, frozenset({3}))
 
 
-def test_a_large_tensor_may_go_and_come_back() -> None:
+def test_large_tensors_get_offload_and_reload_ops() -> None:
     graph = with_options(mixed(), ("offload",), AROUND)
     assert graph.program == mixed().ops
     out, back = graph.ops[4:]
@@ -48,7 +48,7 @@ def test_each_copy_takes_the_latency_and_its_bytes_at_the_rate_of_its_direction(
     assert [op.time_s for op in graph.ops[4:]] == [4.25, 2.25]
 
 
-def test_of_small_tensors_all_may() -> None:
+def test_all_tensors_of_small_graphs_get_transfers() -> None:
     graph = random_graph(3, 12)
     read = [t for t in graph.tensors if t.producers and t.id not in graph.kept and graph.consumers[t.id] and t.size_bytes]
     _, copies = without_copies(OFFLOAD.added_to(graph, AROUND))
@@ -56,14 +56,14 @@ def test_of_small_tensors_all_may() -> None:
 
 
 @pytest.mark.parametrize("graph", [mixed(), training_chain(5), random_graph(7, 15)], ids=["mixed", "chain", "random"])
-def test_the_program_comes_back_without_its_copies(graph: Graph) -> None:
+def test_removing_transfers_restores_the_program(graph: Graph) -> None:
     found, copies = without_copies(graph_from_dict(graph_to_dict(OFFLOAD.added_to(graph, AROUND))))
     assert (found.ops, found.tensors, found.kept) == (graph.ops, graph.tensors, graph.kept)
     assert copies is not None and copies.host_bytes is None  # there is room for all of them
     assert without_copies(graph) == (graph, None)
 
 
-def test_a_host_that_holds_only_some_is_a_limit() -> None:
+def test_host_capacity_is_a_limit() -> None:
     graph = training_chain(5)
     sizes = [graph.tensors[t].size_bytes for t in without_copies(OFFLOAD.added_to(graph, AROUND))[1].trips]  # type: ignore[union-attr]
     for capacity, limit in ((sum(sizes), None), (sum(sizes) - 1, sum(sizes) - 1), (0, 0)):
@@ -71,14 +71,14 @@ def test_a_host_that_holds_only_some_is_a_limit() -> None:
         assert copies is not None and copies.host_bytes == limit
 
 
-def test_nothing_to_send_is_an_option_too() -> None:
+def test_graph_without_candidates_is_unchanged() -> None:
     ops = (Op(0, "op0", "f", (), (0,), 1.0),)
     program = Graph(ops, (Tensor(0, "t0", 8, (0,)),), frozenset({0}))
     found, copies = without_copies(OFFLOAD.added_to(program, AROUND))
     assert found == program and copies is not None and not copies.trips
 
 
-def test_other_choices_are_not_taken_for_round_trips() -> None:
+def test_other_optional_ops_and_pools_raise() -> None:
     graph = OFFLOAD.added_to(mixed(), AROUND)
     out, back = graph.ops[4:]
     for changed in (replace(out, stream=COMPUTE), replace(out, recomputable=False), replace(out, differs="rounding")):
@@ -92,7 +92,7 @@ def test_other_choices_are_not_taken_for_round_trips() -> None:
             without_copies(replace(graph, pools=pools))
 
 
-def test_what_is_refused() -> None:
+def test_invalid_options_raise() -> None:
     with pytest.raises(UsageError, match="there is no option 'squeeze' of a graph: choose of offload"):
         with_options(mixed(), ("squeeze",), AROUND)
     with pytest.raises(UsageError, match="named twice"):
@@ -113,5 +113,5 @@ def test_what_is_refused() -> None:
         Surroundings(Link.even(1.0), -1)
 
 
-def test_each_option_has_a_line_about_it() -> None:
+def test_each_option_has_a_description() -> None:
     assert all(option.description for option in OPTIONS.values())

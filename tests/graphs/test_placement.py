@@ -1,4 +1,4 @@
-"""Placement: what it adds to a graph, how that is read again, and that the judge holds it to both memories and all clocks."""
+"""Placement: its ops, their inverse, and the judge's checks of both memories and all clocks."""
 
 from dataclasses import replace
 
@@ -36,7 +36,7 @@ def by_name(graph: Graph, *steps: str) -> Schedule:
     return Schedule(tuple(Free(tensors[s[1:]]) if s.startswith("-") else Compute(ops[s]) for s in steps))
 
 
-def test_what_it_adds() -> None:
+def test_placement_adds_copies_and_variants() -> None:
     graph = on_devices(layer(), OtherDevice("cpu", (1.0, None), 2.0, 100, differs="rounding"))
     assert graph.program == layer().ops
     assert [(pool.name, pool.owner, pool.capacity_bytes) for pool in graph.pools[1:]] == [("cpu", "compute@cpu", 100)]
@@ -52,7 +52,7 @@ def test_what_it_adds() -> None:
     assert graph.tensors[1].producers == (0, 5)
 
 
-def test_three_devices_copy_each_to_each() -> None:
+def test_three_devices_have_all_pairs_of_copies() -> None:
     graph = on_devices(layer(), OtherDevice("second", (1.0, 1.0), 4.0), OtherDevice("third", (1.0, 1.0), 2.0))
     found = placement_of(graph)
     assert sorted((d, e) for d, e, x in found.copies if x == 1) == [(d, e) for d in range(3) for e in range(3) if d != e]
@@ -61,7 +61,7 @@ def test_three_devices_copy_each_to_each() -> None:
     assert [graph.ops[found.copies[d, e, 1]].time_s for d, e in ((0, 1), (1, 2), (2, 0))] == [0.5, 1.0, 1.0]
 
 
-def test_the_program_comes_back() -> None:
+def test_removing_placement_restores_the_program() -> None:
     compared = 0
     for seed in range(30):
         graph = random_graph(seed, 9)
@@ -80,7 +80,7 @@ def test_the_program_comes_back() -> None:
     assert alone.program == diamond() and alone.runs == (tuple(range(5)),) and not alone.copies
 
 
-def test_what_draws_or_is_written_in_place_stays() -> None:
+def test_random_and_in_place_ops_stay_on_the_device() -> None:
     draft = Draft()
     state, weight = draft.static("state", 1), draft.static("weight", 1)
     (a,) = draft.op("reads", [state, weight], [1])
@@ -95,14 +95,14 @@ def test_what_draws_or_is_written_in_place_stays() -> None:
         on_devices(graph, OtherDevice("second", (1.0, 1.0, 1.0, None), 1.0))
 
 
-def test_what_stands_for_a_held_tensor_stays() -> None:
+def test_held_tensors_stay_on_the_device() -> None:
     tensors = (Tensor(0, "t", 1, (0,)), Tensor(1, "again", 1, (1,), held_for=0), Tensor(2, "u", 1, (2,)), Tensor(3, "v", 1, (3,)))
     ops = tuple(Op(i, f"op{i}", "f", inputs, (i,), 1.0) for i, inputs in enumerate(((), (), (1,), (2,))))
     offered = on_devices(Graph(ops, tensors, frozenset()), OtherDevice("second", (1.0,) * 4, 1.0))
     assert [op.replaces for op in offered.ops if op.replaces] == [(0,), (3,)]
 
 
-def test_the_judge_counts_each_memory_and_each_clock() -> None:
+def test_judge_checks_each_memory_and_each_clock() -> None:
     graph = on_devices(layer(), OtherDevice("cpu", (1.0, 1.0), 4.0, 11))
     there = by_name(
         graph, "copy_weight_device_to_cpu", "a@cpu", "b@cpu", "-a@cpu", "-weight@cpu", "copy_b_cpu_to_device", "-b@cpu"
@@ -121,7 +121,7 @@ def test_the_judge_counts_each_memory_and_each_clock() -> None:
     assert simulate(graph, both).time_s == 3.0 + 0.5 + 1.0 + 1.0 == max(judged(graph, both).done_s.values())
 
 
-def test_graphs_and_devices_that_do_not_do() -> None:
+def test_invalid_graphs_and_devices_raise() -> None:
     cpu = OtherDevice("cpu", (1.0, 1.0), 1.0)
     with pytest.raises(GraphError, match="needs another device"):
         with_options(layer(), ("placement",), Surroundings(Link.even(1.0)))

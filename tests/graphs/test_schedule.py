@@ -1,4 +1,4 @@
-"""Orders of execution as schedules with the shortest lives."""
+"""Orders of execution as schedules with the shortest lifetimes."""
 
 import pytest
 from hypothesis import given, settings
@@ -12,7 +12,7 @@ from graphs.synthetic.random_graphs import random_graph
 from graphs.synthetic.small import training_chain
 
 
-def test_tensors_go_after_their_last_use() -> None:
+def test_tensors_are_freed_after_their_last_use() -> None:
     graph = training_chain(3)  # f1 f2 f3 g3(f2, f3) g2(f1, g3) g1(g2); tensor i is made by op i
     assert schedule_of(graph, range(6)).steps == (
         Compute(0), Compute(1), Compute(2),
@@ -22,7 +22,7 @@ def test_tensors_go_after_their_last_use() -> None:
     )  # fmt: skip
 
 
-def test_freed_before_it_is_made_again() -> None:
+def test_tensor_is_freed_before_its_recomputation() -> None:
     steps = schedule_of(training_chain(3), (0, 1, 2, 3, 0, 4, 5)).steps
     assert steps[:3] == (Compute(0), Compute(1), Free(0))
     assert steps[6:10] == (Free(2), Compute(0), Compute(4), Free(0))
@@ -48,7 +48,7 @@ def test_static_tensors_are_never_freed() -> None:
 
 
 @pytest.mark.parametrize("op", [-1, 6])
-def test_an_op_that_does_not_exist(op: int) -> None:
+def test_unknown_op_raises(op: int) -> None:
     with pytest.raises(ScheduleError, match=rf"op {op}, but the graph has 6"):
         schedule_of(training_chain(3), [0, op])
 
@@ -59,7 +59,7 @@ def test_computed_lists_repetitions() -> None:
 
 @settings(max_examples=200, deadline=None, derandomize=True, database=None)
 @given(seed=st.integers(0, 10**6), ops=st.integers(1, 8))
-def test_no_life_can_be_shortened(seed: int, ops: int) -> None:
+def test_no_lifetime_can_be_shortened(seed: int, ops: int) -> None:
     graph = random_graph(seed, ops)
     steps = schedule_of(graph, range(ops)).steps
     simulate(graph, Schedule(steps))

@@ -1,4 +1,4 @@
-"""The judge: memory and time of every step by hand, and everything it refuses."""
+"""The judge: memory and time of every step by hand, and all errors."""
 
 import pytest
 
@@ -60,7 +60,7 @@ def test_peaks_of_a_training_chain() -> None:
     assert simulate(graph, Schedule(again)).memory_bytes == (1, 2, 1, 2, 3, 2, 1, 2, 3, 4)
 
 
-def test_kept_output_made_twice() -> None:
+def test_recomputed_kept_output_counts_twice() -> None:
     graph = kept_output()  # a -> x (2), y (1, kept); b (4); c: b -> 1; d: x, c -> 1
     steps = (Compute(0), Free(0), Compute(1), Compute(2), Free(2), Compute(0), Compute(3))
     memory = simulate(graph, Schedule(steps)).memory_bytes
@@ -68,7 +68,7 @@ def test_kept_output_made_twice() -> None:
     assert memory[6] == 1 + 1 + 2 + 1
 
 
-def test_refusals() -> None:
+def test_invalid_schedules_raise() -> None:
     graph = small()
     first = Compute(0)
     with pytest.raises(ScheduleError, match=r"step 0 computes op 7, but the graph has 2 ops"):
@@ -93,12 +93,12 @@ def test_refusals() -> None:
         run(graph, first)
 
 
-def test_a_step_of_an_unknown_kind() -> None:
+def test_unknown_step_kind_raises() -> None:
     with pytest.raises(ScheduleError, match="does not know"):
         simulate(small(), Schedule((Compute(0), "offload")))  # type: ignore[arg-type]
 
 
-def test_what_must_not_run_again() -> None:
+def test_recomputing_an_unrepeatable_op_raises() -> None:
     draft = Draft()
     draft.op("draw", [], [1], recomputable=False)
     with pytest.raises(ScheduleError, match=r"step 2 computes 'draw' again"):
@@ -113,7 +113,7 @@ def test_random_ops_keep_their_order() -> None:
         run(graph, Compute(1), Compute(0))
 
 
-def test_each_side_of_a_write_in_place() -> None:
+def test_readers_stay_on_their_side_of_an_in_place_write() -> None:
     draft = Draft()
     state = draft.static("state", 1)
     draft.op("before", [state], [1])
@@ -127,7 +127,7 @@ def test_each_side_of_a_write_in_place() -> None:
         run(graph, Compute(0), Compute(2), Compute(1))
 
 
-def test_kept_tensor_missing_at_the_end() -> None:
+def test_missing_kept_tensor_raises() -> None:
     # A kept tensor is never freed and its op always executed: what is left is a graph whose kept op is missing.
     with pytest.raises(ScheduleError, match=r"never computes 'b'"):
         run(small(), Compute(0), Compute(0))
@@ -142,14 +142,14 @@ def in_place() -> Graph:
     return draft.graph([v])
 
 
-def test_an_output_takes_the_memory_of_what_is_freed_behind_its_op() -> None:
+def test_output_overwrites_an_input_freed_after_its_op() -> None:
     chain = Schedule((Compute(0), Compute(1), Free(0), Compute(2), Free(2), Free(1)))
     # x is y's memory from its op on, y is v's; freeing what was written over gives nothing back.
     assert simulate(in_place(), chain).memory_bytes == (10, 10 + 3 + 2, 13, 13, 10, 10)
     assert simulate(in_place().out_of_place(), chain).memory_bytes == (10, 10 + 10 + 3 + 2, 13, 23, 20, 10)
 
 
-def test_what_is_freed_later_is_not_written_over() -> None:
+def test_input_freed_later_is_not_overwritten() -> None:
     steps = (Compute(0), Compute(1), Free(2), Compute(1), Free(0), Compute(2), Free(1), Free(2))
     # At first x stays; then y is made a second time, over x, and is there once afterwards.
     assert simulate(in_place(), Schedule(steps)).memory_bytes == (10, 25, 20, 10 + 10 + 3 + 2, 13, 13, 13, 10)

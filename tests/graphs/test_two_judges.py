@@ -1,4 +1,4 @@
-"""The judge beside a second one, on random graphs with choices: what runs, peaks, clocks and lives are the same."""
+"""The judge compared with a second one on random graphs with options: validity, peaks, clocks and lifetimes."""
 
 import random
 
@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from graphs.clocks import run_clocks
 from graphs.errors import ScheduleError
 from graphs.ir import Graph
+from graphs.lifetimes import lifetimes
 from graphs.schedule import Compute, Free, Schedule, Step
 from graphs.simulate import simulate
 from graphs.synthetic.random_graphs import random_overwriting, with_overwriting
 from tests.support.event_judge import during, judged, live, runs
-from tests.support.lives import lives
 from tests.support.random_choices import graph_with_choices, schedule_with_choices
 
 seeds = st.integers(0, 2**32)
@@ -28,7 +28,7 @@ def _graph(draw: random.Random) -> Graph:
 
 @settings(max_examples=300)
 @given(seeds)
-def test_both_say_the_same_of_a_schedule(seed: int) -> None:
+def test_both_judges_agree_on_valid_schedules(seed: int) -> None:
     draw = random.Random(seed)
     graph = _graph(draw)
     schedule = schedule_with_choices(draw, graph)
@@ -51,7 +51,7 @@ def test_both_say_the_same_of_a_schedule(seed: int) -> None:
     ]
     # Whatever the timing: no more is in a pool at any moment than is counted in the order of steps.
     assert all(verdict.peaks_in_time_bytes[name] <= peak for name, peak in verdict.peaks_bytes.items())
-    for t, stays in enumerate(lives(graph, schedule)):
+    for t, stays in enumerate(lifetimes(graph, schedule)):
         there = {k for stay in stays for k in range(stay.first_step, stay.end_step)}
         after = [live(graph, schedule.steps[: k + 1]) for k in range(len(schedule.steps))]
         assert there == {k for k, now in enumerate(after) if t in now and graph.tensors[t].producers}
@@ -62,7 +62,7 @@ def test_both_say_the_same_of_a_schedule(seed: int) -> None:
 
 @settings(max_examples=300)
 @given(seeds)
-def test_both_refuse_the_same(seed: int) -> None:
+def test_both_judges_refuse_the_same_schedules(seed: int) -> None:
     draw = random.Random(seed)
     graph = _graph(draw)
     steps: list[Step] = list(schedule_with_choices(draw, graph).steps) or [Compute(0)]
@@ -82,7 +82,7 @@ def test_both_refuse_the_same(seed: int) -> None:
         assert runs(graph, steps)
 
 
-def test_most_random_schedules_run() -> None:
+def test_most_random_schedules_are_valid() -> None:
     draws = [random.Random(seed) for seed in range(60)]
     graphs = [graph_with_choices(draw) for draw in draws]
     schedules = [schedule_with_choices(draw, graph) for draw, graph in zip(draws, graphs, strict=True)]

@@ -1,4 +1,4 @@
-"""Amounts as users write and read them."""
+"""Parsing and formatting of amounts."""
 
 import argparse
 from collections.abc import Callable
@@ -35,7 +35,7 @@ PEAK_BYTES = 2 * 10**9
         ("150%", 3 * 10**9),
     ],
 )
-def test_budgets_are_read(text: str, size_bytes: int) -> None:
+def test_budgets_are_parsed(text: str, size_bytes: int) -> None:
     assert parse_budget(text, peak_bytes=PEAK_BYTES) == size_bytes
     assert options.budget(text) == text
 
@@ -58,7 +58,7 @@ def test_budgets_are_read(text: str, size_bytes: int) -> None:
         ("1e999GB", "finite"),
     ],
 )
-def test_what_is_no_budget_is_refused(text: str, said: str) -> None:
+def test_invalid_budgets_raise(text: str, said: str) -> None:
     with pytest.raises(BudgetError) as caught:
         parse_budget(text, peak_bytes=PEAK_BYTES)
     assert said in str(caught.value) and repr(text) in str(caught.value)
@@ -72,7 +72,7 @@ def test_whole_bytes_are_exact(size_bytes: int) -> None:
 
 
 @given(st.integers(1, 10**15), st.sampled_from(["B", "kB", "MB", "GB", "KiB", "MiB", "GiB", "%"]))
-def test_more_is_never_less(amount: int, unit: str) -> None:
+def test_parsing_is_monotonic(amount: int, unit: str) -> None:
     assert parse_budget(f"{amount}{unit}", peak_bytes=100) <= parse_budget(f"{amount + 1}{unit}", peak_bytes=100)
 
 
@@ -92,7 +92,7 @@ def test_sizes_are_shown_with_a_decimal_unit(size_bytes: int, text: str) -> None
 
 
 @given(st.integers(10**6, 10**15))
-def test_a_size_that_is_shown_can_be_given_as_a_budget(size_bytes: int) -> None:
+def test_formatted_size_can_be_parsed_as_a_budget(size_bytes: int) -> None:
     again = parse_budget(format_bytes(size_bytes).replace(",", ""), peak_bytes=1)
     assert abs(again - size_bytes) <= 0.006 * size_bytes
 
@@ -112,12 +112,12 @@ def test_ratios_are_shown_in_percent() -> None:
 @pytest.mark.parametrize(
     ("text", "time_s"), [("90", 90), ("90s", 90), ("10m", 600), ("10 min", 600), ("1.5h", 5400), (".5", 0.5), ("2H", 7200)]
 )
-def test_durations_are_read(text: str, time_s: float) -> None:
+def test_durations_are_parsed(text: str, time_s: float) -> None:
     assert options.duration(text) == time_s
 
 
 @pytest.mark.parametrize(("text", "value"), [("0.1%", 0.001), ("0.001", 0.001), ("0", 0.0), ("5 %", 0.05), ("1e-3", 0.001)])
-def test_fractions_are_read(text: str, value: float) -> None:
+def test_fractions_are_parsed(text: str, value: float) -> None:
     assert options.fraction(text) == pytest.approx(value, rel=1e-12)
 
 
@@ -131,12 +131,12 @@ def test_fractions_are_read(text: str, value: float) -> None:
         *((options.model, text) for text in ("gpt2", "zoo:", "a.py", "zoo:gpt2,", "zoo:gpt2,layers", "zoo:a,b=1,b=2")),
     ],
 )
-def test_what_is_none_is_a_usage_error(read: Callable[[str], object], text: str) -> None:
+def test_invalid_amounts_raise_usage_errors(read: Callable[[str], object], text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError):
         read(text)
 
 
 @pytest.mark.parametrize("text", ["1e30GB", "9223372036854775808B", "1e30%", "1e300B"])
-def test_more_than_can_be_counted_is_no_limit(text: str) -> None:
+def test_overflowing_budget_is_unlimited(text: str) -> None:
     assert parse_budget(text, peak_bytes=PEAK_BYTES) == 2**63 - 1
     assert options.budget(text) == text

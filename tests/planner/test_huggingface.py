@@ -1,4 +1,4 @@
-"""Models of Hugging Face Transformers, small and randomly initialised: planned steps equal eager ones to the last bit."""
+"""Models of Transformers, small and randomly initialized: planned steps are bitwise equal to eager ones."""
 
 import os
 from collections.abc import Callable
@@ -94,7 +94,7 @@ def test_a_random_schedule_is_exact(make: Callable[[], Case]) -> None:
 
 
 @pytest.mark.skipif(FOLLOWS_COPIES, reason="from torch 2.13 on Dynamo follows copy.deepcopy")
-def test_a_copy_that_dynamo_does_not_follow_is_refused() -> None:
+def test_unsupported_deepcopy_raises() -> None:
     model, batch = t5(use_cache=True)
     with pytest.raises(
         TraceError, match=r"does not follow copy.deepcopy\(\) \(.*get_text_config\): use torch 2\.13, or .*use_cache"

@@ -1,4 +1,4 @@
-"""Training by a plan in PyTorch Lightning: what is logged and learnt equals that without a plan."""
+"""Planned training in PyTorch Lightning: logs and parameters equal those without a plan."""
 
 import warnings
 from pathlib import Path
@@ -54,7 +54,7 @@ def test_trains_as_lightning_alone(make: type, more: dict[str, Any], tmp_path: P
     assert planned.log.__func__ is pl.LightningModule.log
 
 
-def test_what_the_front_end_records_is_no_reason_to_warn(tmp_path: Path) -> None:
+def test_recorded_logs_do_not_warn(tmp_path: Path) -> None:
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         trained(Module(), tmp_path, PlannedTraining(HALF_WAY, **QUICK))
@@ -74,7 +74,7 @@ def test_gradients_are_freed_before_the_step(monkeypatch: pytest.MonkeyPatch, tm
     assert seen == [False] * 6
 
 
-def test_gradients_that_a_module_looks_at_stay_until_lightning_frees_them(tmp_path: Path) -> None:
+def test_gradients_used_by_hooks_stay_until_lightning_frees_them(tmp_path: Path) -> None:
     class Looking(Module):
         seen = 0
 
@@ -95,7 +95,7 @@ def test_the_first_plan_is_shown_once_in_the_log(tmp_path: Path) -> None:
     assert len(lines) == 2
 
 
-def test_tensors_may_go_to_the_host(tmp_path: Path) -> None:
+def test_training_with_offload(tmp_path: Path) -> None:
     eager, eager_logs = trained(Module(), tmp_path)
     asked = {**QUICK, "time_limit_s": 2.0, "options": ["offload"], "link": "1000GB/s", "host_budget": "1GB"}
     callback = PlannedTraining(HALF_WAY, **asked)
@@ -138,7 +138,7 @@ class OtherOptimizer(Module):
         (OtherOptimizer, PlannerError, "what memory Rprop takes is not known"),
     ],
 )
-def test_what_cannot_be_planned_is_said(make: type, kind: type, message: str, tmp_path: Path) -> None:
+def test_unsupported_modules_raise(make: type, kind: type, message: str, tmp_path: Path) -> None:
     module = make()
     with pytest.raises(kind, match=message):
         trained(module, tmp_path, PlannedTraining(HALF_WAY, **QUICK), gradient_clip_val=None)
@@ -152,7 +152,7 @@ class Wrapping(SingleDeviceStrategy):
         self.model = nn.DataParallel(self.model)
 
 
-def test_other_strategies_are_refused(tmp_path: Path) -> None:
+def test_other_strategies_raise(tmp_path: Path) -> None:
     with pytest.raises(PlannerError, match="strategy Wrapping is not planned: use a single device or strategy='ddp'"):
         trained(Module(), tmp_path, PlannedTraining(HALF_WAY, **QUICK), accelerator="auto", strategy=Wrapping("cpu"))
 
@@ -165,7 +165,7 @@ def test_another_module_gets_another_plan(tmp_path: Path) -> None:
     assert all(map(torch.equal, second.parameters(), first.parameters()))
 
 
-def test_unknown_options_are_refused() -> None:
+def test_unknown_options_raise() -> None:
     with pytest.raises(PlannerError, match=r"unknown option 'buget' of planner\.compile: choose of accumulate, cache, "):
         PlannedTraining(HALF_WAY, buget=1)
 

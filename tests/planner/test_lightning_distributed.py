@@ -1,4 +1,4 @@
-"""PyTorch Lightning on two processes: as under its DDP without a plan, to the last bit, and so are its logs."""
+"""PyTorch Lightning on two processes: training and logs bitwise equal to DDP without a plan."""
 
 import copy
 from pathlib import Path

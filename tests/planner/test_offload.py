@@ -19,7 +19,7 @@ from planner.choices import LINK, KnownLink, LinkSource, choices_of
 from planner.facts.graph import graph_facts
 from planner.plan_check import check_plan, check_sizes, check_with_its_graph
 from planner.plans.document import read_plan, write_plan
-from planner.profiling.link import MEASURED_LINK, LinkProfile, Rates
+from planner.profiling.link import MEASURED_LINK, LinkProfile, LinkRates
 from solvers.order.reorder import reordered
 from tests.support.command import call, refused
 
@@ -125,7 +125,7 @@ def test_defaults_are_half_of_the_free_memory_and_a_modest_link() -> None:
 
 
 def test_what_is_given_goes_before_what_is_measured_and_that_before_what_is_published() -> None:
-    rates = Rates(20e9, 30e9, 19e9)
+    rates = LinkRates(20e9, 30e9, 19e9)
     measured = LinkProfile(rates, rates, 2e-5)
     there: dict[str, object] = {"device": "NVIDIA H100 80GB HBM3", MEASURED_LINK: measured.recorded}
     given, found = choices_of(["offload"], "50GB/s"), choices_of(["offload"])
@@ -138,7 +138,7 @@ def test_what_is_given_goes_before_what_is_measured_and_that_before_what_is_publ
 
 
 def test_the_link_of_a_graph_is_used_said_and_checked(step: Graph, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rates = Rates(20e9, 30e9, 10e9)
+    rates = LinkRates(20e9, 30e9, 10e9)
     link = LinkProfile(rates, rates, 2e-5)
     graph_file, plan_file = tmp_path / "model.json", tmp_path / "plan.json"
     write_graph(replace(step, provenance={MEASURED_LINK: link.recorded}), graph_file)

@@ -21,7 +21,7 @@ from planner.capture.options import with_options
 from planner.choices import choices_of, with_recorded
 from planner.cli.main import main
 from planner.plans.document import read_plan
-from planner.profiling.other_devices import DEVICES_KEY, known_devices, named_device, recorded_devices
+from planner.profiling.other_devices import DEVICES_KEY, decode_devices, encode_devices, parse_device
 from planner.solving import solve
 from tests.support.all_choices import found_in_a_step
 
@@ -35,15 +35,15 @@ def traced(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("placement") / "step.json"
     assert main(["trace", MODEL, "--other-devices", SECOND, "--passes", "1", "-o", str(path), "--quiet"]) == 0
     graph = read_graph(path)
-    (device,) = known_devices(graph.provenance)
+    (device,) = decode_devices(graph.provenance)
     quick = replace(device, times_s=tuple(None if s is None else 1e-9 for s in device.times_s), bytes_per_s=1e12, latency_s=0.0)
-    write_graph(replace(graph, provenance={**graph.provenance, DEVICES_KEY: recorded_devices([quick])}), path)
+    write_graph(replace(graph, provenance={**graph.provenance, DEVICES_KEY: encode_devices([quick])}), path)
     return path
 
 
 def test_a_step_is_measured_on_both(traced: Path) -> None:
     graph = read_graph(traced)
-    (device,) = known_devices(graph.provenance)
+    (device,) = decode_devices(graph.provenance)
     assert (device.name, device.capacity_bytes, device.block_bytes) == (SECOND, None, 1)
     stay = fixed(graph)
     assert stay and all((device.times_s[op.id] is None) == (op.id in stay) for op in graph.ops)
@@ -58,7 +58,7 @@ def test_a_step_is_measured_with_what_is_found_in_it() -> None:
     batch = torch.randn(12, 8), torch.randn(12, 4)
     options = ["chunks", "pack", "kernels", "in-place", "compress"]
     graph = planner.trace(model, nn.MSELoss(), batch, options=options, other_devices=[SECOND], passes=1)
-    (device,) = known_devices(graph.provenance)
+    (device,) = decode_devices(graph.provenance)
     assert len(device.times_s) == len(graph.program) < len(graph.ops)
     stay = {op.target.split(".")[1] for op, time_s in zip(graph.program, device.times_s, strict=True) if time_s is None}
     assert stay == {"_native_batch_norm_legit_functional", "copy_", "add", "get_state", "native_dropout"}
@@ -83,10 +83,8 @@ def test_traced_solved_and_run(traced: Path, tmp_path: Path, capsys: pytest.Capt
     ops = len(graph.program)
     assert f"devices          {SECOND}: " in said
     assert f"with placement   {ops - len(stay)} of {ops} ops may run on {SECOND}, all exact: " in said
-    rounds = replace(known_devices(graph.provenance)[0], differs="rounding", exact=(0,), capacity_bytes=10**9)
-    write_graph(
-        replace(graph, provenance={**graph.provenance, DEVICES_KEY: recorded_devices([rounds])}), tmp_path / "rounds.json"
-    )
+    rounds = replace(decode_devices(graph.provenance)[0], differs="rounding", exact=(0,), capacity_bytes=10**9)
+    write_graph(replace(graph, provenance={**graph.provenance, DEVICES_KEY: encode_devices([rounds])}), tmp_path / "rounds.json")
     for more, offered, inexact in (([], ops - len(stay), ops - len(stay) - 1), (["--exact"], 1, 0)):
         assert main(["info", str(tmp_path / "rounds.json"), "--json", *more]) == 0
         device = json.loads(capsys.readouterr().out)["placement"][SECOND]
@@ -146,7 +144,7 @@ def test_a_solver_for_something_else(solver: str, options: list[str], said: str)
 
 
 def test_names() -> None:
-    assert [(d.name, d.torch_device, d.threads) for d in map(named_device, ("cpu", "cpu:2", "cuda", "cuda:1"))] == [
+    assert [(d.name, d.torch_device, d.threads) for d in map(parse_device, ("cpu", "cpu:2", "cuda", "cuda:1"))] == [
         ("cpu", "cpu", None),
         ("cpu:2", "cpu", 2),
         ("cuda", "cuda", None),
@@ -154,7 +152,7 @@ def test_names() -> None:
     ]
     for name in ("gpu", "cpu:0", "cpu:two", ""):
         with pytest.raises(UsageError, match=f"there is no device '{name}': write cpu"):
-            named_device(name)
+            parse_device(name)
 
 
 def edited(times_s: object) -> dict[str, object]:
@@ -174,7 +172,7 @@ def test_plans_have_what_their_graph_is_made_of_again() -> None:
     """Devices, the link and the host's memory, whatever else was found in the step."""
     ops = len(found_in_a_step(5).program)
     rounds = OtherDevice("cpu", (1.0,) * ops, 1.0, differs="rounding", exact=(0, 2))
-    provenance = {DEVICES_KEY: recorded_devices([OtherDevice("b", (2.0,) * ops, 1.0, 99), rounds])}
+    provenance = {DEVICES_KEY: encode_devices([OtherDevice("b", (2.0,) * ops, 1.0, 99), rounds])}
     graph = replace(found_in_a_step(5), provenance=provenance)
     assert {op.differs for op in with_options(graph, ["placement"], Surroundings(Link.even(1.0), others=(rounds,))).ops} == {
         "",
@@ -222,4 +220,4 @@ def test_devices_of_an_edited_file_are_refused_as_such() -> None:
     with pytest.raises(
         MismatchError, match=r"not what a trace measures \(the link from 'device' to 'cpu:2' carries 0.0 bytes a second"
     ):
-        known_devices(said)
+        decode_devices(said)

@@ -18,8 +18,8 @@ from solvers.highs.program import Outcome
 from solvers.problem import OBJECTIVE_SCALE, problem_of
 from solvers.result import Status
 from solvers.windows import solve
-from solvers.windows.formulation.granularity import Discretization
-from solvers.windows.formulation.models import build_relaxation
+from solvers.windows.relaxation.discretization import Discretization
+from solvers.windows.relaxation.models import build_relaxation
 from tests.support.brute_force import fastest
 from tests.support.brute_force_copies import fastest_with_copies
 from tests.support.requests import ask

@@ -14,8 +14,8 @@ from solvers.highs import solve_program
 from solvers.highs.program import Outcome
 from solvers.least import least_budget
 from solvers.problem import OBJECTIVE_SCALE, problem_of
-from solvers.windows.formulation.granularity import Discretization
-from solvers.windows.formulation.models import build_relaxation
+from solvers.windows.relaxation.discretization import Discretization
+from solvers.windows.relaxation.models import build_relaxation
 from tests.support.brute_force import fastest
 from tests.support.checked_results import SLACK, check
 

@@ -16,8 +16,8 @@ from solvers.request import Request
 from solvers.result import Status
 from solvers.tolerance import Tolerance
 from solvers.windows import solve
-from solvers.windows.formulation.granularity import Discretization
-from solvers.windows.formulation.models import build_relaxation
+from solvers.windows.relaxation.discretization import Discretization
+from solvers.windows.relaxation.models import build_relaxation
 from tests.support.all_choices import BESIDE, any_schedule, around, found_in_a_step
 from tests.support.brute_force_placement import fastest_overlapped
 from tests.support.offers import check_by_both_judges

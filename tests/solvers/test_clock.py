@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from graphs.io.formats import plan_to_dict
 from graphs.schedule import keep_everything
 from graphs.simulate import simulate
 from graphs.synthetic.random_graphs import random_training_step
+from planner.plans.document import plan_to_dict
 from planner.solving import solve as plan
 from solvers.bounds import least_budget_bound
 from solvers.clock import Clock, WallClock, WorkClock, left
@@ -19,7 +19,7 @@ from solvers.highs.run import Run
 from solvers.request import Request
 from solvers.result import Result, Status
 from solvers.tolerance import Tolerance
-from solvers.windows import incumbent, solve
+from solvers.windows import search, solve
 
 GRAPH = random_training_step(2, 80)
 # Between the least and the peak: a quarter of the way.
@@ -136,13 +136,13 @@ def searched_at_once() -> tuple[Result, float]:
 def test_work_done_is_the_same_on_a_slower_machine(slow: str, monkeypatch: pytest.MonkeyPatch) -> None:
     quick, quick_spent = searched_at_once()
     if slow == "trials":
-        tried = incumbent.try_out
+        tried = search.try_out
 
         def try_out(*given: Any) -> Any:
             time.sleep(0.002)
             return tried(*given)
 
-        monkeypatch.setattr(incumbent, "try_out", try_out)
+        monkeypatch.setattr(search, "try_out", try_out)
     else:
         called = Run._called
 

@@ -12,13 +12,14 @@ from solvers.clock import WallClock
 from solvers.eviction.least_peak import least_evicting_schedule
 from solvers.problem import problem_of
 from solvers.windows import driver
-from solvers.windows.formulation.draft import StoppedError
-from solvers.windows.formulation.granularity import Discretization
-from solvers.windows.formulation.models import build_ordered, build_relaxation
-from solvers.windows.heuristics.evicted import evicted
-from solvers.windows.incumbent import Search
-from solvers.windows.refinement import refine
-from solvers.windows.solution.decode import Order
+from solvers.windows.decoding.decode import Order
+from solvers.windows.relaxation.discretization import Discretization
+from solvers.windows.relaxation.draft import StoppedError
+from solvers.windows.relaxation.models import build_ordered, build_relaxation
+from solvers.windows.search import Search
+from solvers.windows.strategies import eviction
+from solvers.windows.strategies.eviction import evicted
+from solvers.windows.strategies.refinement import Relaxation, refine
 from tests.support.requests import ask
 
 
@@ -52,10 +53,10 @@ def test_a_large_model_is_given_up_while_it_is_built(build: Callable[..., Any]) 
 
 
 def test_a_model_that_was_given_up_ends_the_refinement() -> None:
-    search = Search(ask(untimed(40), 20, tolerance=1e-3, time_limit_s=3600.0, should_stop=Clock(3)))
+    search = Search.of(ask(untimed(40), 20, tolerance=1e-3, time_limit_s=3600.0, should_stop=Clock(3)))
     detail = Discretization(tuple(range(search.problem.ops)))
     assert refine(search, detail, 3600.0, is_relaxation=True) == (detail, False)
-    assert search.halted
+    assert search.stopping.halted
 
 
 def test_rules_of_eviction_look_at_the_clock_of_the_solve(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,16 +64,16 @@ def test_rules_of_eviction_look_at_the_clock_of_the_solve(monkeypatch: pytest.Mo
 
     def order(*arguments: Any, should_stop: Callable[[], bool], **options: Any) -> Order | None:
         stops.append(should_stop())
-        search.halted = True
+        search.stopping.halt()
         stops.append(should_stop())
         return evicted(*arguments, should_stop=should_stop, **options)
 
-    monkeypatch.setattr(driver, "evicted", order)
-    search = Search(ask(untimed(20), 8, tolerance=1e-3, time_limit_s=3600.0))
-    monkeypatch.setattr(driver, "refine", lambda search, detail, *_, **__: (detail, False))
+    monkeypatch.setattr(eviction, "evicted", order)
+    search = Search.of(ask(untimed(20), 8, tolerance=1e-3, time_limit_s=3600.0))
+    monkeypatch.setattr(Relaxation, "step", lambda *_: True)
     driver.run(search)
     assert stops == [False, True]
-    assert search.best is None
+    assert search.incumbent.best is None
 
 
 def test_no_rule_is_begun_when_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from solvers.request import Request
 from solvers.result import Status
 from solvers.tolerance import WIDENING, Tolerance
 from solvers.windows import solve
-from solvers.windows.incumbent import Search
+from solvers.windows.search import Search
 from tests.support.requests import ask
 
 # Takes minutes to be solved to the last bit.
@@ -44,34 +44,34 @@ def search_at(gap: float, tolerance: float | Tolerance) -> Search:
     """A search whose best schedule is so far above the bound; its clock is set by spending work."""
     graph = training_chain(5)
     peak_bytes = simulate(graph, keep_everything(graph)).peak_bytes
-    search = Search(Request(graph, peak_bytes, Tolerance.of(tolerance), WorkClock()))
-    search.best = SimpleNamespace(time_s=(1 + gap) * search.bound_s)  # type: ignore[assignment]
+    search = Search.of(Request(graph, peak_bytes, Tolerance.of(tolerance), WorkClock()))
+    search.incumbent.best = SimpleNamespace(time_s=(1 + gap) * search.incumbent.bound_s)  # type: ignore[assignment]
     return search
 
 
 def test_a_search_is_solved_when_the_tolerance_comes_to_its_gap() -> None:
     search = search_at(0.004, WIDENING)
     search.clock.spend(19.9)
-    assert not search.solved() and not search.satisfied()
-    assert search.settled_for() == 0.001
+    assert not search.stopping.solved() and not search.stopping.satisfied()
+    assert search.stopping.settled_for() == 0.001
     search.clock.spend(0.2)
-    assert search.solved() and not search.satisfied()
-    assert search.settled_for() == 0.005
+    assert search.stopping.solved() and not search.stopping.satisfied()
+    assert search.stopping.settled_for() == 0.005
     search.clock.spend(0.9)  # no more than a moment for better: it has had 20 seconds
-    assert search.satisfied()
+    assert search.stopping.satisfied()
     search.clock.spend(109.0)
-    assert search.settled_for() == 0.005
+    assert search.stopping.settled_for() == 0.005
 
 
 def test_a_search_within_its_tolerance_goes_on_for_half_as_long() -> None:
     for tolerance in (0.005, Tolerance(((0.0, 0.005), (1000.0, 0.1)))):
         search = search_at(0.004, tolerance)
         search.clock.spend(100.0)
-        assert not search.satisfied()
+        assert not search.stopping.satisfied()
         search.clock.spend(49.0)
-        assert not search.satisfied()
+        assert not search.stopping.satisfied()
         search.clock.spend(2.0)
-        assert search.satisfied()
+        assert search.stopping.satisfied()
 
 
 def test_a_plan_says_what_was_settled_for() -> None:

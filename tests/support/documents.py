@@ -124,7 +124,7 @@ def plans(draw: st.DrawFn) -> Plan:
 
 
 def through_text(data: dict[str, object]) -> object:
-    return json.loads(files.layout(data))
+    return json.loads(files.format_json(data))
 
 
 def files_in(folder: Path) -> list[str]:

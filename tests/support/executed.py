@@ -12,7 +12,7 @@ import torch
 from graphs.ir import Op
 from graphs.schedule import Schedule
 from planner.capture.lowering.lower import Capture
-from planner.capture.replay import written_by
+from planner.capture.replay import written_tensors
 from planner.capture.step import TrainingStep
 from planner.models import Workload
 from planner.runtime.executor import Executor
@@ -25,7 +25,7 @@ def executed(capture: Capture, schedule: Schedule, workload: Workload) -> tuple[
     model, loss_fn, batch = workload
     step = TrainingStep(model, loss_fn)
     executor = Executor(capture, schedule, model, loss_fn)
-    found = outcome(executor, model, batch, seed=0, written=written_by(capture, step, batch))
+    found = outcome(executor, model, batch, seed=0, written=written_tensors(capture, step, batch))
     return found, measured_peak(capture, executor, step, batch).peak_bytes
 
 

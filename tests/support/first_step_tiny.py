@@ -1,12 +1,9 @@
-"""``benchmarks.first_step_run`` with one model, which is planned and trained in seconds."""
-
-import sys
+"""A model for ``benchmarks.first_step`` that is planned and trained in seconds, in processes that import it from here."""
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from benchmarks import first_step_run
 from benchmarks.first_step_cases import Case, by_blocks
 from planner.models import Workload
 
@@ -20,8 +17,4 @@ def blocks() -> Workload:
     return Workload(model, F.mse_loss, (torch.randn(4096, 1), torch.randn(4096, 1)))
 
 
-TINY = {NAME: Case.of(blocks, by_blocks, share=0.3)}
-
-if __name__ == "__main__":
-    first_step_run.CASES, first_step_run.STEPS = TINY, 2
-    sys.exit(first_step_run.main())
+TINY = {NAME: Case.of(blocks, by_blocks, share=0.3, steps=2)}

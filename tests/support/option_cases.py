@@ -8,8 +8,8 @@ from solvers.clock import WallClock
 from solvers.highs import solve_program
 from solvers.highs.program import Outcome
 from solvers.problem import OBJECTIVE_SCALE, problem_of
-from solvers.windows.formulation.granularity import Discretization
-from solvers.windows.formulation.models import build_relaxation
+from solvers.windows.relaxation.discretization import Discretization
+from solvers.windows.relaxation.models import build_relaxation
 
 TOLERANCE = 1e-3
 SLACK = 1e-6  # what HiGHS's arithmetic may be off by

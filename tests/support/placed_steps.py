@@ -17,7 +17,7 @@ from graphs.simulate import simulate
 from planner.capture.lowering.lower import Capture
 from planner.capture.options import with_options
 from planner.capture.options.traced import with_graph
-from planner.profiling.other_devices import named_device
+from planner.profiling.other_devices import parse_device
 from planner.runtime.devices import place_of
 from planner.runtime.executor import Executor
 from planner.runtime.placed import moved
@@ -74,7 +74,7 @@ def surroundings(captured: Capture, names: Sequence[str], main: torch.device = C
     """Devices called `names` beside `main`, and the host, over links that are faster than any."""
 
     def other(name: str) -> OtherDevice:
-        place = place_of(named_device(name))
+        place = place_of(parse_device(name))
         able = [moved(captured.program, op, op, main, place) is not None for op in captured.graph.program]
         times = tuple(op.time_s if can else None for op, can in zip(captured.graph.program, able, strict=True))
         return OtherDevice(name, times, 1e12, block_bytes=512 if place.type == "cuda" else 1)

@@ -4,7 +4,7 @@ import random
 
 from graphs.ir import Graph
 from solvers.problem import Problem
-from solvers.windows.formulation.granularity import Discretization
+from solvers.windows.relaxation.discretization import Discretization
 
 
 def random_order(draw: random.Random, problem: Problem) -> list[int]:

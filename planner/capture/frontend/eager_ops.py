@@ -1,8 +1,8 @@
-"""Capture each op as eager PyTorch runs it, where capture by itself would take it apart.
+"""Capture each op as eager PyTorch runs it, where capture would decompose it.
 
-Beside the kernels of its operators PyTorch has Python functions that compute some of them from others, and calls them
-wherever a graph is captured for a compiler, which fuses again what they take apart. Executed op by op they cost time
-and memory, and round otherwise; those of recurrent networks leave out the dropout between layers.
+PyTorch has Python functions that compute some operators from others, and calls them wherever a graph is captured for a
+compiler, which fuses the parts again. Executed op by op, the parts cost time and memory and round differently; those of
+recurrent networks leave out the dropout between layers.
 """
 
 from collections.abc import Callable, Collection, Iterator
@@ -15,8 +15,8 @@ from torch import fx
 
 from graphs.errors import TraceError
 from planner.capture.rewrites.batch_norms import batch_norms_as_eager
-from planner.capture.rewrites.layouts import writes_noted
-from planner.capture.rewrites.products import products_as_eager
+from planner.capture.rewrites.layouts import record_written_strides
+from planner.capture.rewrites.prod_gradients import products_as_eager
 from planner.torch_private.capture import (
     InstructionTranslatorBase,
     TorchInGraphFunctionVariable,
@@ -38,10 +38,10 @@ aten = torch.ops.aten
 
 # torch._utils.is_compiling and torch._dynamo.is_compiling call the first.
 _QUESTIONS = (torch.compiler.is_compiling, torch.compiler.is_dynamo_compiling, torch.compiler.is_exporting)
-_KNOWING = {"torch", "planner"}  # packages that always hear the truth
+_INFORMED = {"torch", "planner"}  # packages that always get the true answer
 
-# Who asks what in order to leave out what no graph can hold: a context variable that is set, a look at a mask's values. Any
-# other library is found out by an attempt that fails.
+# Modules that ask in order to leave out what no graph can hold (a context variable that is set, a look at a mask's values),
+# and their questions. Other libraries are found by an attempt that fails.
 ASKING_FOR_COMPILERS = frozenset(
     {
         "transformers.utils.output_capturing: is_compiling",
@@ -51,7 +51,7 @@ ASKING_FOR_COMPILERS = frozenset(
 
 _AUTOGRAD_KEYS = (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd)
 
-# What is captured by its Python function all the same.
+# Ops that are captured by their Python functions all the same.
 _DECOMPOSED = {
     # The fused kernel, which draws and rounds as eager PyTorch's three ops do and keeps a quarter of the bytes.
     aten.dropout.default,
@@ -65,7 +65,7 @@ _DECOMPOSED = {
 
 @contextmanager
 def ops_as_eager() -> Iterator[None]:
-    """Inside, capture finds the kernels of PyTorch's operators and not the Python functions that decompose them."""
+    """Make captures inside use the kernels of PyTorch's operators, and not the Python functions that decompose them."""
     with ExitStack() as stack:
         for op in _overloads():
             decompositions = {key: op.py_kernels[key] for key in _AUTOGRAD_KEYS if key in op.py_kernels}
@@ -75,13 +75,13 @@ def ops_as_eager() -> Iterator[None]:
         stack.enter_context(batch_norms_as_eager())
         stack.enter_context(products_as_eager())
         stack.enter_context(_dynamo_as_eager())
-        stack.enter_context(writes_noted())
-        stack.enter_context(_recurrent_layers_made_anew())
+        stack.enter_context(record_written_strides())
+        stack.enter_context(_uncached_recurrent_layers())
         yield
 
 
 def _overloads() -> Iterator[OpOverload]:
-    """The operators that Python knows by now; what nobody has named has no Python function."""
+    """Yield the operators that Python has loaded; one that nobody has named has no Python function."""
     for packet in vars(aten).values():
         if isinstance(packet, OpOverloadPacket):
             yield from (op for op in vars(packet).values() if isinstance(op, OpOverload))
@@ -100,7 +100,7 @@ def _restore(op: OpOverload, kernels: dict[DispatchKey, Callable[..., Any]]) -> 
 
 @contextmanager
 def _dynamo_as_eager() -> Iterator[None]:
-    """Inside, Dynamo takes ``addcdiv`` and ``addcmul_`` apart only if it must: where their factor is a tensor."""
+    """Make Dynamo decompose ``addcdiv`` and ``addcmul_`` only if it must: where their factor is a tensor."""
     with ExitStack() as stack:
         stack.enter_context(dynamo_config.patch(enable_dynamo_decompositions=False))
         dynamo_as_eager_where(lambda _: True, stack)
@@ -108,7 +108,7 @@ def _dynamo_as_eager() -> Iterator[None]:
 
 
 def dynamo_as_eager_where(wanted: Callable[[InstructionTranslatorBase], bool], stack: ExitStack) -> None:
-    """Until `stack` is closed, let Dynamo take no op apart by itself in the frames that are `wanted`, unless it must.
+    """Make Dynamo decompose no op in the frames that are `wanted` unless it must, until `stack` is closed.
 
     It must where a factor (``value`` of ``addcdiv`` and ``addcmul_``) is a tensor, which the op itself would read.
     """
@@ -128,26 +128,26 @@ def _whole_where(wanted: Callable[[InstructionTranslatorBase], bool], decompose:
 
 
 @contextmanager
-def not_compiling(told: Collection[str] = ()) -> Iterator[list[str]]:
-    """Inside, models that ask whether they are compiled hear no, and take the way that they take in eager PyTorch.
+def not_compiling(informed: Collection[str] = ()) -> Iterator[list[str]]:
+    """Answer no to models that ask whether they are compiled, so that they run the same code as in eager PyTorch.
 
-    Libraries ask to leave out what no compiler could follow (whether a mask masks anything), and then compute with numbers
-    that round otherwise, or with masks that eager PyTorch does without. PyTorch itself hears the truth.
+    Libraries ask to leave out what no compiler could follow (a check whether a mask masks anything), and then compute with
+    numbers that round differently, or with masks that eager PyTorch does without. PyTorch itself gets the true answer.
 
     Args:
-        told: who hears it too, and on which question, as in ``ASKING_FOR_COMPILERS``.
+        informed: modules that get the true answer too, with their question, as in ``ASKING_FOR_COMPILERS``.
 
-    Returns:
-        Who else has asked so far, and what.
+    Yields:
+        The modules that have asked so far and got no, with their questions.
     """
     asked: list[str] = []
     handlers = TorchInGraphFunctionVariable._get_handlers()
 
     def answering(true: Callable[..., Any]) -> Callable[..., Any]:
         def handle(self: Any, tx: InstructionTranslatorBase, *args: Any, **kwargs: Any) -> Any:
-            module = _asking(tx)
+            module = _asking_module(tx)
             question = f"{module}: {self.value.__name__}"
-            if question in told or _package(module) in _KNOWING:
+            if question in informed or _package(module) in _INFORMED:
                 return true(self, tx, *args, **kwargs)
             asked.append(question)
             return VariableTracker.build(tx, False)
@@ -158,13 +158,13 @@ def not_compiling(told: Collection[str] = ()) -> Iterator[list[str]]:
         yield asked
 
 
-def _asking(tx: InstructionTranslatorBase) -> str:
-    """The module that asks; where that is a function of its library for others to ask by, theirs."""
+def _asking_module(tx: InstructionTranslatorBase) -> str:
+    """Return the module that asks; if it asks through a function of its library, the caller of that function."""
     module = _module(tx)
     caller: Any = tx
     while caller is not None and _module(caller) == module:
         caller = getattr(caller, "parent", None)
-    return module if caller is None or _package(_module(caller)) in _KNOWING else _module(caller)
+    return module if caller is None or _package(_module(caller)) in _INFORMED else _module(caller)
 
 
 def _module(tx: InstructionTranslatorBase) -> str:
@@ -176,10 +176,10 @@ def _package(module: str) -> str:
 
 
 @contextmanager
-def _recurrent_layers_made_anew() -> Iterator[None]:
-    """Inside, no fake value of a recurrent layer comes from the cache, which forgets that both bias gradients are one tensor.
+def _uncached_recurrent_layers() -> Iterator[None]:
+    """Keep fake values of recurrent layers out of the cache, which forgets that both bias gradients are one tensor.
 
-    The same network would be another graph the second time.
+    With the cache, a second capture of the same network would give another graph.
     """
     validate = FakeTensorMode._validate_cache_key
     backward = aten.mkldnn_rnn_layer_backward.default
@@ -191,7 +191,7 @@ def _recurrent_layers_made_anew() -> Iterator[None]:
         validate(self, func, args, kwargs)
 
     def in_float(*args: Any) -> tuple[torch.Tensor, ...]:
-        """What the kernel returns, and what is said of it from torch 2.13 on: before, gradients had the type of the weights."""
+        """Return gradients in float, as the kernel does; before torch 2.13 the meta kernel gives them the type of the weights."""
         return tuple(gradient.float() for gradient in like(*args))
 
     with (
@@ -202,14 +202,14 @@ def _recurrent_layers_made_anew() -> Iterator[None]:
 
 
 def mkldnn_rnn_layer(*args: Any) -> tuple[torch.Tensor, ...]:
-    """``aten.mkldnn_rnn_layer``, which keeps what its backward pass needs only where gradients are recorded."""
+    """Call ``aten.mkldnn_rnn_layer`` such that it returns what its backward pass needs, where no gradients are recorded too."""
     with below_autograd(), torch.enable_grad():
         results: tuple[torch.Tensor, ...] = aten.mkldnn_rnn_layer.default(*args)
         return results
 
 
 def mkldnn_rnn_layer_backward(*args: Any) -> tuple[torch.Tensor, ...]:
-    """``aten.mkldnn_rnn_layer_backward``, with a gradient of its own for each of the two biases, which get one tensor there."""
+    """Call ``aten.mkldnn_rnn_layer_backward``, and return separate gradients of the biases, for which it returns one tensor."""
     results = list(aten.mkldnn_rnn_layer_backward.default(*args))
     results[_SECOND_BIAS] = results[_SECOND_BIAS].clone()
     return tuple(results)
@@ -222,13 +222,13 @@ _CALLED = {
 }
 
 
-# Where a kernel lays its result out in another way than its fake one says (mse_loss_backward of a transposed input), eager
-# PyTorch's backward pass copies what cannot be viewed; so does this, and elsewhere it makes the same view.
+# Some kernels lay their result out differently than their fake kernels (mse_loss_backward of a transposed input). Eager
+# PyTorch's backward pass then copies what cannot be viewed; so does this, and elsewhere it makes the same view.
 _AS_LAID_OUT: dict[OpOverload, OpOverload] = dict.fromkeys((aten.view.default, aten._unsafe_view.default), aten.reshape.default)
 
 
 def separate_biases(graph: fx.Graph) -> None:
-    """Let the fake values of ``mkldnn_rnn_layer_backward`` have a gradient for each bias, whether they shared one or not."""
+    """Give each bias a gradient of its own in the fake values of ``mkldnn_rnn_layer_backward``."""
     for node in graph.find_nodes(op="call_function", target=aten.mkldnn_rnn_layer_backward.default):
         values = list(node.meta["val"])
         with values[_SECOND_BIAS].fake_mode:
@@ -240,15 +240,15 @@ def separate_biases(graph: fx.Graph) -> None:
 
 
 def called(op: Any) -> Callable[..., Any]:
-    """What to call for `op` where nothing is recorded, to compute what eager PyTorch computes."""
+    """Return the function that computes what eager PyTorch computes for `op`, called where nothing is recorded."""
     return _CALLED.get(op) or _AS_LAID_OUT.get(op, op)
 
 
-def refuse_kernels_of_the_cpu(graph: fx.Graph) -> None:
-    """Make sure that what is captured on the CPU for CUDA is not of kernels that the CPU alone has.
+def refuse_cpu_only_kernels(graph: fx.Graph) -> None:
+    """Raise an error if a graph that is captured on the CPU for CUDA has kernels that only the CPU has.
 
     Raises:
-        TraceError: it is.
+        TraceError: it has one.
     """
     for op in _CALLED:
         if any(node.target is op for node in graph.nodes):

@@ -1,8 +1,8 @@
-"""Python values that a step changes while it runs: counters, caches, what a module remembers of its last call.
+"""Side effects: Python values that a step changes while it runs, such as counters and caches.
 
-A planned step runs kernels, no Python: it changes none of them. A value that the step reads and changes at every call would
-be frozen in the plan, so it is refused by name. One that it only sets is named in a warning. What the first step sets and
-later ones read (a mask that is built when it is first needed) is set before the capture, by running the model once.
+A planned step runs kernels and no Python, so it changes none of them. A value that the step reads and changes at every call
+would be frozen in the plan: it is refused by name. A value that the step only sets is named in a warning. A value that the
+first step sets and later ones read (a mask that is built when first needed) is set before the capture, by one run of the model.
 """
 
 import warnings
@@ -30,9 +30,9 @@ class Effect:
 
     Attributes:
         owner: name of the object, as Dynamo writes it.
-        attribute: of the object; None where the object itself is changed, such as a list.
-        where: the line that does so, in brackets, for messages; empty where it is not known.
-        replaced: a buffer or parameter, for which another tensor is put.
+        attribute: its name; None if the object itself is changed, such as a list.
+        where: the line that changes it, in brackets, for messages; empty if unknown.
+        replaced: True if a buffer or parameter is replaced by another tensor.
     """
 
     owner: str
@@ -42,11 +42,11 @@ class Effect:
 
     @property
     def name(self) -> str:
-        """As Dynamo writes it."""
+        """The name of the value, as Dynamo writes it."""
         return self.owner if self.attribute is None else f"{self.owner}.{self.attribute}"
 
     def is_read(self, guarded: frozenset[str]) -> bool:
-        """Whether one of the names that guards look at is this value, or in it."""
+        """Return whether guards look at this value or at a part of it."""
         if self.attribute is None:
             names = {self.owner}
         else:
@@ -59,14 +59,14 @@ class Effect:
 
 
 class Scratch:
-    """Base of objects that a front end lets a step fill, and reads behind it: what the step sets there is no effect."""
+    """Base class of objects that a front end lets a step fill and reads after it: what the step sets there is no effect."""
 
 
 class UnsettledError(Exception):
-    """The step reads values that its first call sets: it is captured as it is from the second on.
+    """Raised if the step reads values that its first call sets: the step is then captured as of its second call.
 
     Attributes:
-        effects: what is set.
+        effects: the values that are set.
     """
 
     def __init__(self, effects: list[Effect]) -> None:
@@ -75,13 +75,13 @@ class UnsettledError(Exception):
 
 
 @contextmanager
-def recording_effects() -> Iterator[list[Effect]]:
-    """Inside, what Dynamo captures is looked at for changes to Python values that were there before."""
+def record_effects() -> Iterator[list[Effect]]:
+    """Record which existing Python values the code that Dynamo captures changes."""
     found: list[Effect] = []
     original = SideEffects.codegen_update_mutated
 
     def recorded(effects: SideEffects, *args: Any, **kwargs: Any) -> None:
-        found[:] = _effects(effects)  # a capture that starts again begins anew
+        found[:] = _effects(effects)  # a restarted capture begins with an empty list
         original(effects, *args, **kwargs)
 
     with mock.patch.object(SideEffects, "codegen_update_mutated", recorded):
@@ -89,16 +89,16 @@ def recording_effects() -> Iterator[list[Effect]]:
 
 
 def check_effects(effects: list[Effect], guarded: frozenset[str], run: Callable[[], object], local: Scope, scope: Scope) -> None:
-    """Refuse values that the step reads and changes at every call; warn of those that it only sets.
+    """Refuse values that the step reads and changes at every call; warn about those that it only sets.
 
     Args:
-        effects: of the captured step.
+        effects: those of the captured step.
         guarded: names that guards look at, as Dynamo writes them.
-        run: executes the step on fake tensors.
-        local, scope: where names are found.
+        run: a function that executes the step on fake tensors.
+        local, scope: the variables by which names are resolved.
 
     Raises:
-        TraceError: names the value, and the line that changes it.
+        TraceError: with the value and the line that changes it.
         UnsettledError: values change in the first call only.
     """
     for effect in effects:
@@ -125,14 +125,14 @@ def check_effects(effects: list[Effect], guarded: frozenset[str], run: Callable[
 
 
 def settle(effects: list[Effect], run: Callable[[], AbstractContextManager[None]], local: Scope, scope: Scope) -> None:
-    """Set values as the first call of the step sets them, and say so.
+    """Set values as the first call of the step sets them, with a warning.
 
     Args:
-        run: a context behind one call of the step on real tensors, at whose end all is as it was.
+        run: a context manager that calls the step on real tensors, and restores everything when it is left.
         effects, local, scope: as for ``check_effects``.
 
     Raises:
-        TraceError: they cannot be set.
+        TraceError: a value cannot be set.
     """
     with run():
         values = [_found(effect, local, scope) for effect in effects]
@@ -171,7 +171,7 @@ def _effects(effects: SideEffects) -> list[Effect]:
 
 
 def _replaced(tensors: Any) -> Iterator[str]:
-    """Names in a module's table of tensors that stand for others than before; what is written in place is the same."""
+    """Yield the names in a module's table of tensors that refer to another tensor than before; in-place writes do not count."""
     before, now = (
         {getattr(key, "vt", key).as_python_constant(): value for key, value in items.items()}
         for items in (tensors.original_items, tensors.items)
@@ -188,7 +188,7 @@ def _storage(variable: Any) -> int | None:
 
 
 def _is_itself(value: Any, owner: str, name: str) -> bool:
-    """Whether an attribute is set to what it is already: a buffer, by ``self.calls += 1``."""
+    """Return whether an attribute is set to its own value, such as a buffer by ``self.calls += 1``."""
     source = getattr(value, "source", None)
     if source is None:
         return False
@@ -196,7 +196,7 @@ def _is_itself(value: Any, owner: str, name: str) -> bool:
 
 
 def _changes(effects: list[Effect], run: Callable[[], object], local: Scope, scope: Scope) -> dict[Effect, _Change]:
-    """In which of two steps each value becomes another, on fake tensors; all values are afterwards as they were."""
+    """Return in which of two steps on fake tensors each value changes; all values are restored afterwards."""
     before = _snapshots(effects, local, scope)
     try:
         seen = [[_found(effect, local, scope) for effect in effects]]
@@ -204,7 +204,7 @@ def _changes(effects: list[Effect], run: Callable[[], object], local: Scope, sco
             run()
             seen.append([_found(effect, local, scope) for effect in effects])
         return {effect: _change(*values) for effect, values in zip(effects, zip(*seen, strict=True), strict=True)}
-    except Exception:  # noqa: BLE001  # what cannot run on fake tensors: a number that the step sets is one that changes
+    except Exception:  # noqa: BLE001  # it cannot run on fake tensors: a number that the step sets is taken as changing
         return {e: "always" if isinstance(_found(e, local, scope), int | float) else "once" for e in effects}
     finally:
         for restore in before:
@@ -221,7 +221,7 @@ _ABSENT = object()
 
 
 def _found(effect: Effect, local: Scope, scope: Scope) -> object:
-    """The value as it is now; of a list, dict or set what is in it."""
+    """Return the present value; of a list, dict or set a copy."""
     owner = _owner(effect, local, scope)
     if effect.attribute is None:
         return owner.copy() if isinstance(owner, list | dict | set) else owner
@@ -244,7 +244,7 @@ class _Globals:
 
 
 def _snapshots(effects: list[Effect], local: Scope, scope: Scope) -> list[Callable[[], None]]:
-    """What puts each value back as it is now."""
+    """Return functions that restore the present values."""
     restore: list[Callable[[], None]] = []
     for effect in effects:
         owner, value = _owner(effect, local, scope), _found(effect, local, scope)
@@ -283,7 +283,7 @@ def _items_restored(owner: Any, items: Any) -> Callable[[], None]:
 
 
 def _same(a: object, b: object) -> bool:
-    """Whether two values are one object, or equal ones of plain types."""
+    """Return whether two values are one object, or equal and of plain types."""
     if a is b:
         return True
     if type(a) is not type(b):

@@ -1,4 +1,4 @@
-"""What stopped a capture: the user's own exception as it is, or one line with the code that did it and a way out."""
+"""Errors for failed captures: the user's own exception as it is, or one line with the code that stopped it and a way out."""
 
 import logging
 import re
@@ -8,9 +8,9 @@ from contextlib import contextmanager
 import torch
 
 from graphs.errors import PlannerError, TraceError, first_line, is_handled_by_a_caller, typed_line
-from planner.capture.frontend.fakes import on_fakes
-from planner.capture.frontend.lines import at, is_our_code, ways_on, where_made, where_raised
-from planner.capture.guards.branches import Branches
+from planner.capture.frontend.fake_execution import on_fakes
+from planner.capture.frontend.source_lines import graph_break_advice, is_our_code, location, raising_line, traced_line
+from planner.capture.guards.branches import DataBranches
 from planner.capture.signature import Batch, call, leaves
 from planner.capture.step import TrainingStep
 from planner.torch_private.capture import FOLLOWS_COPIES, TorchDynamoException
@@ -18,8 +18,8 @@ from planner.torch_private.core import FakeTensor
 
 _FAKE_LOG = logging.getLogger("torch._subclasses.fake_tensor")
 
-# What Dynamo and AOTAutograd say, and what is said instead: `{where}` is the line of the user's code, `{on}` what takes a step
-# that is no one graph, other names are groups of the pattern. The first that is found counts.
+# Patterns in the errors of Dynamo and AOTAutograd, and the messages that replace them: `{where}` is the line of the user's
+# code, `{on}` the advice for steps that are not one graph, other names are groups of the pattern. The first match counts.
 _ANSWERS: dict[str, str] = {
     r"expected to have an entirely functional graph": (
         "the step writes in place to a tensor that is neither a parameter, a buffer nor an input, which cannot be planned: make "
@@ -64,13 +64,13 @@ _ANSWERS: dict[str, str] = {
 }
 
 
-def failure(error: Exception, step: TrainingStep, batch: Batch, branches: Branches | None) -> Exception:
-    """Return what to raise for the `error` that stopped a capture of `step`.
+def failure(error: Exception, step: TrainingStep, batch: Batch, branches: DataBranches | None) -> Exception:
+    """Return the exception to raise for the `error` that stopped a capture of `step`.
 
-    To be raised where `error` is not being handled, so that it does not become the context of the user's own exception.
+    Raise it where `error` is not being handled, so that it does not become the context of the user's own exception.
     """
-    if known := own_message(error) or (branches and branches.refusal):
-        return _caused(known, error)
+    if message := own_message(error) or (branches and branches.refusal):
+        return _caused(message, error)
     found = _raised_on_fakes(step, batch)
     if isinstance(found, TraceError):
         return _caused(str(found), error)
@@ -91,7 +91,7 @@ def _caused(message: str, error: Exception) -> TraceError:
 
 
 def own_message(error: BaseException) -> str | None:
-    """What the planner says of an error that it raised inside the capture; None of others."""
+    """Return the message of an error that the planner raised inside the capture; None for other errors."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, PlannerError):
         cause = cause.__cause__ or cause.__context__
@@ -102,7 +102,7 @@ def own_message(error: BaseException) -> str | None:
 
 @contextmanager
 def unlogged() -> Iterator[None]:
-    """Inside, ops that fail on fake tensors are not logged, with a page of frames: an error says so."""
+    """Suppress the log entries of ops that fail on fake tensors: the error has the message."""
 
     def refuse(_: logging.LogRecord) -> bool:
         return False
@@ -115,7 +115,7 @@ def unlogged() -> Iterator[None]:
 
 
 def _raised_on_fakes(step: TrainingStep, batch: Batch) -> Exception | None:
-    """Return what the step raises where nothing is computed."""
+    """Return the exception that the step raises on fake tensors."""
     with on_fakes(step, batch) as run:
         return _raised_by(run)
 
@@ -124,9 +124,9 @@ def _users_own(step: TrainingStep, batch: Batch, on_fakes: Exception | None, *, 
     """Return the exception that the user's own code raises on `batch`, with its traceback; None if it raises none.
 
     Args:
-        on_fakes: what it raises on fake tensors. What real ones raise may depend on their values, so that the step is run on
-            them too, but for its backward pass.
-        observed: whether Dynamo has met an exception that nothing catches.
+        on_fakes: the exception on fake tensors. What real ones raise may depend on their values, so the step is run on them
+            too, without its backward pass.
+        observed: True if Dynamo has met an exception that nothing catches.
     """
     if on_fakes is None and not observed:
         return None
@@ -154,22 +154,22 @@ def _is_users(error: Exception) -> bool:
 
 
 def _failed_op(error: Exception, on_fakes: Exception | None) -> str | None:
-    """Return what is said where an op fails on the batch, on fake tensors as on real ones."""
+    """Return the message for an op that fails on the batch, on fake tensors as well as on real ones."""
     failed = re.search(r"with fake tensors: .*: got (?!AttributeError)(\w+)\((['\"])(.*)\2\)$", str(error), re.MULTILINE)
     if failed is None:
         return None
     said, line = f"{failed[1]}: {failed[3]}", None
     if on_fakes is not None:
-        said, line = typed_line(on_fakes), where_raised(on_fakes)
+        said, line = typed_line(on_fakes), raising_line(on_fakes)
     where = "" if line is None else f", at {line}"
     said = said.rstrip(".")
     return f"an op of the step fails on this batch: {said}{where}; loss_fn(model(*inputs), target) itself fails there too"
 
 
 def _answer(error: Exception) -> str:
-    """Return our words for what Dynamo or AOTAutograd says."""
+    """Return the planner's message for an error of Dynamo or AOTAutograd."""
     said = str(error)
-    where, on = at(where_made(said)), ways_on()
+    where, on = location(traced_line(said)), graph_break_advice()
     for pattern, words in _ANSWERS.items():
         if (found := re.search(pattern, said, re.DOTALL | re.MULTILINE)) is not None:
             return words.format(where=where, on=on, **found.groupdict())

@@ -10,23 +10,28 @@ import torch
 from torch import fx, nn
 
 from graphs.errors import TraceError, first_line
+from planner.capture.frontend.dynamo_patches import (
+    ignore_cudnn_flags,
+    ignore_requires_grad_writes,
+    install_hooks,
+    skip_distribution_checks,
+)
 from planner.capture.frontend.eager_ops import ASKING_FOR_COMPILERS, not_compiling, ops_as_eager
-from planner.capture.frontend.effects import Effect, UnsettledError, check_effects, recording_effects, settle
+from planner.capture.frontend.effects import Effect, UnsettledError, check_effects, record_effects, settle
 from planner.capture.frontend.failures import failure, own_message, unlogged
-from planner.capture.frontend.fakes import on_fakes
-from planner.capture.frontend.lines import at, where_made
-from planner.capture.frontend.tolerated import gradients_asked_for, install_hooks, no_cudnn_flags, unchecked_distributions
-from planner.capture.frontend.unchanged import restored
-from planner.capture.guards.branches import Branches, asks_for_values
-from planner.capture.guards.conditions import DataGuards
+from planner.capture.frontend.fake_execution import on_fakes
+from planner.capture.frontend.preserved_state import preserve_state
+from planner.capture.frontend.source_lines import location, traced_line
+from planner.capture.guards.branches import DataBranches, asks_for_values
+from planner.capture.guards.data_guards import DataGuards
 from planner.capture.guards.messages import readable
-from planner.capture.guards.python_random import no_python_draws
-from planner.capture.guards.python_values import Guards, build_guards, guarded_names
-from planner.capture.guards.replaced_names import Frames, recording_frames
+from planner.capture.guards.python_guards import PythonGuards, build_guards, guarded_names
+from planner.capture.guards.python_random import forbid_python_random
+from planner.capture.guards.replaced_names import Frames, record_frames
 from planner.capture.rewrites.cuda_attention import attention_as_on_cuda
+from planner.capture.rewrites.explicit_generators import explicit_generator, record_generators
 from planner.capture.rewrites.outputs import CHECKS
-from planner.capture.rewrites.own_generators import own_generator, own_generators
-from planner.capture.rewrites.sparse import sparse_matrices_in_parts, without_sparse_buffers
+from planner.capture.rewrites.sparse_products import decompose_sparse_matrices, hide_sparse_buffers
 from planner.capture.signature import Batch, arguments, call, leaves
 from planner.capture.step import TrainingStep
 from planner.torch_private.capture import (
@@ -48,17 +53,17 @@ from planner.torch_private.capture import (
 from planner.torch_private.core import FakeTensor, disable_current_modes, kept_in_graphs
 
 T = TypeVar("T")
-# What makes something of a module that Dynamo captured, called in its tracing context.
+# Makes a result of a module that Dynamo captured, called in its tracing context.
 Make = Callable[[ExitStack, fx.GraphModule, tuple[object, ...], dict[str, object]], T]
-# What makes a joint graph, called as ``aot_export_joint_with_descriptors``.
+# Makes a joint graph, called as ``aot_export_joint_with_descriptors``.
 Export = Callable[..., JointWithDescriptors]
-Traced = tuple[JointWithDescriptors, Guards | None, Branches | None]
+Traced = tuple[JointWithDescriptors, PythonGuards | None, DataBranches | None]
 
 
 def joint_graph(step: TrainingStep, batch: Batch, *, as_on_cuda: bool) -> Traced:
-    """The joint graph of `step`, its guards, and the branches on data that it takes, if any.
+    """Return the joint graph of `step`, its guards, and the branches on data that it takes, if any.
 
-    Python values that the first call of the step sets are as after it.
+    Python values that the first call of the step sets are captured as they are after it.
 
     Args:
         as_on_cuda: choose the kernels that CUDA would.
@@ -76,17 +81,17 @@ def joint_graph(step: TrainingStep, batch: Batch, *, as_on_cuda: bool) -> Traced
 
 def compiled_graph(
     step: TrainingStep, batch: Batch, make: Callable[[Export], Make[T]]
-) -> tuple[T, Guards | None, DataGuards | None]:
-    """What is made of `step` as ``torch.compile`` captures it, its guards, and those of the branches on data that it takes.
+) -> tuple[T, PythonGuards | None, DataGuards | None]:
+    """Return the result of `make` on `step` as ``torch.compile`` captures it, its guards, and those of its branches on data.
 
     Args:
-        make: given what makes a joint graph of a module, what makes something of the module.
+        make: from a function that makes joint graphs, return one that makes the result of a captured module.
 
     Raises:
         TraceError: the step cannot be captured as one graph.
     """
 
-    def trace() -> tuple[T, Guards | None, DataGuards | None]:
+    def trace() -> tuple[T, PythonGuards | None, DataGuards | None]:
         stopped: Exception | None = None
         traced = None
         try:
@@ -105,25 +110,25 @@ def compiled_graph(
 def _export_for_inductor(*args: Any, **options: Any) -> JointWithDescriptors:
     joint = aot_export_joint_with_descriptors(*args, **options)
     for node in joint.graph_module.graph.nodes:
-        if own_generator(node) is not None:
+        if explicit_generator(node) is not None:
             raise TraceError(
-                f"{at(where_made(node.meta.get('stack_trace')))} gives an op a generator, which Inductor's kernels do not draw "
-                "from: leave it out, or kernels='inductor'"
+                f"{location(traced_line(node.meta.get('stack_trace')))} gives an op a generator, which Inductor's kernels do not "
+                "draw from: leave it out, or kernels='inductor'"
             )
     return joint
 
 
 def _compiled_with_branches(
     step: TrainingStep, batch: Batch, make: Callable[[Export], Make[T]]
-) -> tuple[T, Guards | None, DataGuards | None]:
-    """As ``compiled_graph``, with the branches that `batch` takes."""
-    branches = Branches(batch)
+) -> tuple[T, PythonGuards | None, DataGuards | None]:
+    """Do as ``compiled_graph``, with the branches that `batch` takes."""
+    branches = DataBranches(batch)
     conditions: list[DataGuards | None] = []
 
     def export(*args: Any, **options: Any) -> JointWithDescriptors:
-        with branches.followed():
+        with branches.follow():
             joint = _export_for_inductor(*args, **options)
-        with disable_current_modes():  # what decides them is computed on the batch, and not on fake tensors
+        with disable_current_modes():  # conditions are computed on the batch, and not on fake tensors
             conditions.append(branches.guards(joint.graph_module.graph, step, batch))
         return joint
 
@@ -131,10 +136,10 @@ def _compiled_with_branches(
 
 
 def _settled(step: TrainingStep, batch: Batch, trace: Callable[[], T]) -> T:
-    """What `trace` returns, at last; the step and the batch are afterwards as they were."""
+    """Return what `trace` returns once all values are settled; step and batch are restored afterwards."""
 
     def once() -> T:
-        with restored(step, batch), unlogged():
+        with preserve_state(step, batch), unlogged():
             return trace()
 
     try:
@@ -144,7 +149,7 @@ def _settled(step: TrainingStep, batch: Batch, trace: Callable[[], T]) -> T:
 
         @contextmanager
         def called() -> Iterator[None]:
-            with restored(step, batch), torch.no_grad():
+            with preserve_state(step, batch), torch.no_grad():
                 call(step, batch)
                 yield
 
@@ -160,29 +165,28 @@ def _settled(step: TrainingStep, batch: Batch, trace: Callable[[], T]) -> T:
 
 
 def _with_branches(step: TrainingStep, batch: Batch) -> Traced:
-    """The joint graph of `step`, its guards, and the branches on data that were taken, if any.
+    """Return the joint graph of `step`, its guards, and the branches on data that were taken, if any.
 
-    Every node carries fake values, inputs and outputs descriptors. Where a model asks whether it is compiled, and the way
-    that it takes in eager PyTorch can be captured without looking at data, that is the way; each part of it that asked last
-    before an attempt failed takes the other way in the next. To know values takes longer than to do without, which most
-    models can.
+    Every node carries fake values, inputs and outputs carry descriptors. A model that asks whether it is compiled is captured
+    as in eager PyTorch where that needs no data; if an attempt fails, the module that asked last gets the true answer in the
+    next. A capture that follows values takes longer than one without, and most models do without.
     """
     found = _attempts(step, batch)
     if isinstance(found, tuple):
         return found
     if isinstance(found, UnsettledError):
         raise found
-    if found and (known := own_message(found)):
-        raise TraceError(known) from found
-    branches = Branches(batch)
+    if found and (message := own_message(found)):
+        raise TraceError(message) from found
+    branches = DataBranches(batch)
     return *_followed(step, batch, branches, partial(_joint, branches=branches)), branches
 
 
-def _followed(step: TrainingStep, batch: Batch, branches: Branches, make: Make[T]) -> tuple[T, Guards | None]:
-    """What `make` makes of `step` with the branches that it takes, and its guards.
+def _followed(step: TrainingStep, batch: Batch, branches: DataBranches, make: Make[T]) -> tuple[T, PythonGuards | None]:
+    """Return the result of `make` on `step` with the branches that it takes, and its guards.
 
     Raises:
-        TraceError: whatever stops the capture, in one line; an exception of the user's own code is raised as it is.
+        TraceError: the capture fails, with the reason in one line; an exception of the user's own code is raised as it is.
     """
     try:
         traced = _traced(step, batch, branches, make)
@@ -197,20 +201,20 @@ def _followed(step: TrainingStep, batch: Batch, branches: Branches, make: Make[T
 
 
 def _attempts(step: TrainingStep, batch: Batch) -> Traced | Exception | None:
-    """What comes of attempts in which the model hears that it is not compiled, as far as it can."""
-    told = set(ASKING_FOR_COMPILERS)
+    """Capture with modules told that they are not compiled, as far as possible; return the graph or the exception."""
+    informed = set(ASKING_FOR_COMPILERS)
     while True:
-        with not_compiling(told) as asked:
+        with not_compiling(informed) as asked:
             found = _attempt(step, batch)
         if isinstance(found, tuple) or not asked:
             return found
         if found is None or isinstance(found, UnsettledError) or own_message(found):
             return _attempt(step, batch)
-        told.add(asked[-1])
+        informed.add(asked[-1])
 
 
 def _attempt(step: TrainingStep, batch: Batch) -> Traced | Exception | None:
-    """What ``_traced`` returns without knowing any data, or raises; another attempt may do better."""
+    """Return the result or the exception of ``_traced`` without following data; another attempt may succeed."""
     try:
         traced = _traced(step, batch, None, _joint)
     except Exception as error:  # noqa: BLE001
@@ -223,30 +227,32 @@ def _joint(
     module: fx.GraphModule,
     args: tuple[object, ...],
     kwargs: dict[str, object],
-    branches: Branches | None = None,
+    branches: DataBranches | None = None,
 ) -> JointWithDescriptors:
     # A training loop calls backward() outside autocast. Without the shape environment every size is a plain number.
     stack.enter_context(functorch_config.patch(backward_pass_autocast="off"))
-    with branches.followed() if branches else nullcontext():
+    with branches.follow() if branches else nullcontext():
         return aot_export_joint_with_descriptors(stack, module, args, kwargs, ignore_shape_env=True)
 
 
-def _traced(step: TrainingStep, batch: Batch, branches: Branches | None, make: Make[T]) -> tuple[T, Guards | None] | None:
-    """What `make` makes of `step` as Dynamo captures it, with its guards; None where `branches` are needed, and not given."""
+def _traced(
+    step: TrainingStep, batch: Batch, branches: DataBranches | None, make: Make[T]
+) -> tuple[T, PythonGuards | None] | None:
+    """Return the result of `make` on `step` as Dynamo captures it, with its guards; None if it needs `branches` and has none."""
     args, kwargs = arguments(batch)
     with ExitStack() as stack:
         _settings(stack)
         with ExitStack() as dynamo:
-            dynamo.enter_context(no_python_draws())
-            dynamo.enter_context(gradients_asked_for())
-            dynamo.enter_context(no_cudnn_flags(device_of(step, batch)))
-            dynamo.enter_context(unchecked_distributions())
+            dynamo.enter_context(forbid_python_random())
+            dynamo.enter_context(ignore_requires_grad_writes())
+            dynamo.enter_context(ignore_cudnn_flags(device_of(step, batch)))
+            dynamo.enter_context(skip_distribution_checks())
             if branches:
-                dynamo.enter_context(branches.taken())
-            matrices = dynamo.enter_context(sparse_matrices_in_parts())
-            generators = dynamo.enter_context(own_generators())
-            effects = dynamo.enter_context(recording_effects())
-            frames = dynamo.enter_context(recording_frames())
+                dynamo.enter_context(branches.take())
+            matrices = dynamo.enter_context(decompose_sparse_matrices())
+            generators = dynamo.enter_context(record_generators())
+            effects = dynamo.enter_context(record_effects())
+            frames = dynamo.enter_context(record_frames())
             with compiling_state(), dynamo_phase("fullgraph_capture"):
                 output = fullgraph_capture(step, args, kwargs)
         module = create_fx_graph_from_captured_output(output, step, args, kwargs)
@@ -257,9 +263,9 @@ def _traced(step: TrainingStep, batch: Batch, branches: Branches | None, make: M
         elif asks_for_values(module.graph):
             return None
         stack.enter_context(tracing(TracingContext(module.meta["fake_mode"])))
-        with kept_in_graphs(CHECKS), without_sparse_buffers(module):
+        with kept_in_graphs(CHECKS), hide_sparse_buffers(module):
             made = make(stack, module, args, kwargs)
-        with disable_current_modes():  # what guards look at is real
+        with disable_current_modes():  # guards look at real tensors
             return made, _guards(output, effects, frames, [*generators, *matrices.names], step, batch)
 
 
@@ -272,7 +278,7 @@ def _settings(stack: ExitStack) -> None:
             automatic_dynamic_shapes=False,
             allow_rnn=True,
             ignore_logger_methods=logging_methods(),
-            # What a planned step does not do is looked at by planner.capture.frontend.effects.
+            # Side effects are checked by planner.capture.frontend.effects.
             replay_side_effects=False,
             skip_nnmodule_hook_guards=False,
             **GUARD_SETTINGS,
@@ -287,8 +293,8 @@ def _guards(
     constants: Iterable[str],
     step: TrainingStep,
     batch: Batch,
-) -> Guards | None:
-    """The guards of what was captured; None where it is on fake tensors, and never executed."""
+) -> PythonGuards | None:
+    """Return the guards of the capture; None if it is on fake tensors and never executed."""
     args, kwargs = arguments(batch)
     local = {"self": step, "args": args, "kwargs": kwargs}
     scope = output.graph_capture_output.f_globals
@@ -303,9 +309,9 @@ def _guards(
             f"the step reads a value that is another each time: {first_line(error)}; compute it outside of what is planned, and "
             "pass it with the batch as a tensor"
         ) from error
-    for outside in guards.outside:
-        if isinstance(outside.value, torch.Tensor) and outside.value.requires_grad:
-            name = readable(outside.name, local, scope)
+    for external in guards.external:
+        if isinstance(external.value, torch.Tensor) and external.value.requires_grad:
+            name = readable(external.name, local, scope)
             raise TraceError(
                 f"{name} requires a gradient, and is no parameter of the model: a plan would give it none; make it one of the "
                 "model, or make the loss function an nn.Module that holds it"
@@ -314,13 +320,13 @@ def _guards(
 
 
 def logging_methods() -> set[object]:
-    """Return what writes to a log, methods that libraries have added included: no part of the graph."""
+    """Return the methods that write to a log, those added by libraries included: they are no part of the graph."""
     levels = ("debug", "info", "warning", "error", "critical", "exception", "log")
     return {getattr(logging.Logger, name) for name in dir(logging.Logger) if name.startswith(levels)}
 
 
 def device_of(model: nn.Module, batch: Batch) -> torch.device:
-    """The one device that `model` and `batch` are on.
+    """Return the one device that `model` and `batch` are on.
 
     Raises:
         TraceError: there are several, or none.

@@ -1,4 +1,4 @@
-"""Python objects that a training step can change while it runs: what they hold now, to be put back."""
+"""Snapshots of the Python objects that a training step can change, to restore them."""
 
 import sys
 from collections import deque
@@ -11,24 +11,24 @@ from typing import Any
 import torch
 from torch import nn
 
-# Nearest first; a step that reaches further reaches data sets and loops, which it does not change.
+# Nearest first; further away are data sets and loops, which a step does not change.
 _MOST_OBJECTS = 50_000
 
 
 class PythonState:
-    """What is reachable from some objects, as it is when this is made.
+    """A snapshot of all that is reachable from some objects.
 
-    Followed are attributes of modules, containers, and functions and objects of the user's own: what they close over and
-    which globals they name. What libraries define is left alone, for it is theirs to keep in order.
+    It follows attributes of modules, containers, and the user's own functions and objects: their closures and the globals
+    that they name. Objects that libraries define are not followed.
 
     Attributes:
-        generators: of random numbers, found on the way.
+        generators: the random number generators that were found.
     """
 
     def __init__(self, roots: Iterable[object]) -> None:
         self.generators: list[torch.Generator] = []
         self._restore: list[Callable[[], None]] = []
-        self._seen: dict[int, object] = {}  # held, so that no other object gets its identity
+        self._seen: dict[int, object] = {}  # referenced, so that no other object gets the same id
         waiting = deque(roots)
         while waiting and len(self._seen) < _MOST_OBJECTS:
             found = waiting.popleft()
@@ -37,15 +37,15 @@ class PythonState:
                 waiting.extend(self._visit(found))
 
     def restore(self) -> None:
-        """Put back what has changed since."""
+        """Restore the values of the snapshot."""
         for put_back in self._restore:
             put_back()
 
     def _visit(self, found: Any) -> Iterator[object]:
-        """Save what `found` holds; yields it."""
+        """Save the content of `found`, and yield it."""
         match found:
             case torch.Tensor():
-                pass  # it is no state of Python's
+                pass  # no Python state
             case torch.Generator():
                 self.generators.append(found)
             case dict():
@@ -89,7 +89,7 @@ class PythonState:
 
 
 def _is_own(module: str | None) -> bool:
-    """Whether the user wrote what is defined in `module`, by where its file lies."""
+    """Return whether the user wrote `module`, judged by the place of its file."""
     root = (module or "").partition(".")[0]
     if root in sys.stdlib_module_names and root != "__main__":
         return False
@@ -98,7 +98,7 @@ def _is_own(module: str | None) -> bool:
 
 
 def _names(code: CodeType) -> Iterator[str]:
-    """Globals that `code` may name, functions inside it included."""
+    """Yield the globals that `code` may name, nested functions included."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, CodeType):

@@ -1,4 +1,4 @@
-"""Random states outside of the graph: of the generators that code draws from unless it has one of its own."""
+"""Random states outside of the graph: those of the default generators of PyTorch, NumPy and Python."""
 
 import random
 from collections.abc import Iterable, Iterator
@@ -11,24 +11,24 @@ NUMPY, PYTHON = "numpy.random", "random"
 
 
 class RandomStates:
-    """States of the generators of PyTorch on the CPU and on some GPUs, of NumPy and of Python, as they are when this is made."""
+    """A snapshot of the default generators of PyTorch (CPU and some GPUs), NumPy and Python."""
 
     def __init__(self, gpus: Iterable[int] = ()) -> None:
         self._cpu = torch.get_rng_state()
         self._gpus = {gpu: torch.cuda.get_rng_state(gpu) for gpu in gpus}
-        self._numpy = np.random.get_state()  # noqa: NPY002  # the one that a model may draw from
+        self._numpy = np.random.get_state()  # noqa: NPY002  # the one that models use by default
         self._python = random.getstate()
 
     def restore(self) -> None:
-        """Set the generators to these states."""
+        """Set the generators to the states of the snapshot."""
         torch.set_rng_state(self._cpu)
         for gpu, state in self._gpus.items():
             torch.cuda.set_rng_state(state, gpu)
         np.random.set_state(self._numpy)  # noqa: NPY002
         random.setstate(self._python)
 
-    def moved(self) -> set[str]:
-        """Return the names of the generators whose states are others now: a type of device, ``NUMPY`` or ``PYTHON``."""
+    def changed(self) -> set[str]:
+        """Return the generators whose state has changed: device types, ``NUMPY`` and ``PYTHON``."""
         now = RandomStates(self._gpus)
         same = {
             "cpu": torch.equal(self._cpu, now._cpu),
@@ -36,12 +36,12 @@ class RandomStates:
             NUMPY: all(map(np.array_equal, self._numpy, now._numpy)),
             PYTHON: self._python == now._python,
         }
-        return {name for name, unmoved in same.items() if not unmoved}
+        return {name for name, unchanged in same.items() if not unchanged}
 
 
 @contextmanager
-def random_states_kept(gpus: Iterable[int] = ()) -> Iterator[None]:
-    """Afterwards the generators have the states that they had before."""
+def preserve_random_states(gpus: Iterable[int] = ()) -> Iterator[None]:
+    """Restore the states of the generators at the end."""
     states = RandomStates(gpus)
     try:
         yield

@@ -1,7 +1,8 @@
 """Branches on data: taken as eager PyTorch takes them on the given batch, with a guard that is checked before each step.
 
-Dynamo leaves a number that Python takes out of a tensor a symbol. Here the symbol's value is known (``guards.known_values``),
-so that a branch on it can be taken; the condition, and what computes it from inputs and buffers, becomes a guard.
+Dynamo represents a number that Python takes out of a tensor by a symbol. Here the symbol has a concrete value
+(``guards.concrete_values``), so that a branch on it can be taken; the condition, and what computes it from inputs and buffers,
+becomes a guard.
 """
 
 import re
@@ -17,9 +18,9 @@ import torch
 from torch import fx, nn
 
 from graphs.errors import TraceError
-from planner.capture.frontend.lines import Line, refused, where_made, where_now
-from planner.capture.guards.conditions import DataGuards, GuardWriter, number
-from planner.capture.guards.known_values import KnownValues
+from planner.capture.frontend.source_lines import SourceLine, branch_refusal, current_line, traced_line
+from planner.capture.guards.concrete_values import ConcreteValues
+from planner.capture.guards.data_guards import DataGuards, GuardWriter, number
 from planner.capture.guards.next_steps import check_next_steps
 from planner.capture.rewrites.outputs import tensors_in
 from planner.capture.signature import Batch, leaves
@@ -38,7 +39,7 @@ from planner.torch_private.core import (
 
 aten = torch.ops.aten
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
-# What returns a bool of tensors to Python, and a tensor to nobody.
+# Functions that return a bool of tensors to Python.
 _QUESTIONS = (torch.equal, torch.allclose, torch.is_nonzero)
 _ASSERTED = (aten._assert_async.default, aten._assert_async.msg)
 _STATED = (
@@ -52,42 +53,42 @@ _JUMP = re.compile(r"JUMP.*_IF_(TRUE|FALSE)")
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
-    """What was taken to be so while a step was captured.
+class BranchDecision:
+    """An outcome that the capture of a step relies on.
 
     Attributes:
-        expression: of symbols that stand for numbers taken out of tensors.
+        expression: over the symbols of numbers taken out of tensors.
         outcome: its value on the given batch.
-        line: where it mattered.
+        line: the source line that needs it.
     """
 
     expression: sympy.Basic
     outcome: object
-    line: Line | None
+    line: SourceLine | None
 
 
-class Branches:
-    """Takes the branches of one capture as they are taken on the given batch, and remembers how.
+class DataBranches:
+    """The branches of one capture, taken as on the given batch.
 
     Args:
-        batch: that is captured.
+        batch: the batch of the capture.
 
     Attributes:
-        refusal: why a branch could not be taken; None if none was met.
+        refusal: the message for a branch that could not be taken; None if there was none.
     """
 
     def __init__(self, batch: Batch) -> None:
         self._fake = any(isinstance(leaf, FakeTensor) for leaf in leaves(batch))
         self.refusal: str | None = None
-        self._known = KnownValues()
-        self._node: fx.Node | None = None  # that Dynamo executes
-        self._taken: list[tuple[ShapeEnv, Decision]] = []
-        self._decisions: list[Decision] = []
-        self._symbols: list[sympy.Symbol] = []  # of the tensors that are marked in the graph
+        self._values = ConcreteValues()
+        self._node: fx.Node | None = None  # the node that Dynamo executes
+        self._taken: list[tuple[ShapeEnv, BranchDecision]] = []
+        self._decisions: list[BranchDecision] = []
+        self._symbols: list[sympy.Symbol] = []  # those of the tensors that are marked in the graph
 
     @contextmanager
-    def taken(self) -> Iterator[None]:
-        """Dynamo takes branches on values that are known."""
+    def take(self) -> Iterator[None]:
+        """Make Dynamo take branches on concrete values."""
         run_node: Callable[..., Any] = dynamo_utils.run_node
         step = InstructionTranslatorBase.step
         cannot = ShapeEnv._make_data_dependent_error
@@ -107,10 +108,10 @@ class Branches:
             return more
 
         def decided(env: ShapeEnv, expression: sympy.Basic, outcome: sympy.Basic) -> None:
-            self._taken.append((env, Decision(expression, _plain(outcome), where_now())))
+            self._taken.append((env, BranchDecision(expression, _plain(outcome), current_line())))
 
         def undecided(env: ShapeEnv, expression: sympy.Basic, *args: Any, **kwargs: Any) -> Exception:
-            self.refusal = refused(where_now(), self._why_unknown(expression))
+            self.refusal = branch_refusal(current_line(), self._why_unknown(expression))
             return cannot(env, expression, *args, **kwargs)
 
         with ExitStack() as stack:
@@ -118,30 +119,30 @@ class Branches:
             stack.enter_context(patch.object(InstructionTranslatorBase, "step", stepped))
             stack.enter_context(patch.object(ShapeEnv, "_log_real_tensor_propagation", decided))
             stack.enter_context(patch.object(ShapeEnv, "_make_data_dependent_error", undecided))
-            # An assertion is a branch like others: what it asserts is checked before the step.
+            # An assertion is a branch too: its condition is checked before the step.
             stack.enter_context(dynamo_config.patch(rewrite_assert_with_torch_assert=False))
-            stack.enter_context(self._known.followed(lambda: self._node is not None and self._node.target == "item"))
+            stack.enter_context(self._values.propagate(lambda: self._node is not None and self._node.target == "item"))
             yield
 
     @contextmanager
-    def followed(self) -> Iterator[None]:
-        """AOTAutograd executes the step again: ops inside others that ask for a value get it, and stay in the graph."""
-        self._known.restart()
+    def follow(self) -> Iterator[None]:
+        """Return concrete values to ops that ask for one where AOTAutograd executes the step again; they stay in the graph."""
+        self._values.restart()
         asking = {aten._local_scalar_dense.default, aten.equal.default, aten.allclose.default}
-        with kept_in_graphs(asking), self._known.followed(lambda: False):
+        with kept_in_graphs(asking), self._values.propagate(lambda: False):
             yield
 
     def settle(self, module: fx.GraphModule) -> None:
-        """Replace the symbols in Dynamo's graph by what they stand for, and mark the tensors they come from."""
+        """Replace the symbols in Dynamo's graph by their values, and mark the tensors that they come from."""
         graph, env = module.graph, module.meta["fake_mode"].shape_env
         self._decisions = [decision for where, decision in self._taken if where is env]
         stated = [assertion.expr for assertions in env.deferred_runtime_asserts.values() for assertion in assertions]
-        known = {_canonical(decision) for decision in self._decisions}
-        checked = [Decision(expression, True, None) for expression in stated]  # torch._check, and what was decided
-        self._decisions += [decision for decision in checked if _canonical(decision) not in known]
+        canonical = {_canonical(decision) for decision in self._decisions}
+        checked = [BranchDecision(expression, True, None) for expression in stated]  # torch._check, and what was decided
+        self._decisions += [decision for decision in checked if _canonical(decision) not in canonical]
         symbolic = [node for node in graph.nodes if isinstance(node.meta.get("example_value"), SYMBOLIC)]
         for node in symbolic:
-            if node.target == "item" and self._known.number(node.meta["example_value"]) is not None:
+            if node.target == "item" and self._values.number(node.meta["example_value"]) is not None:
                 with graph.inserting_before(node):
                     marker = graph.call_function(assert_async, (node.args[0], f"{_MARK}{len(self._symbols)}"))
                 marker.meta = {"stack_trace": node.meta.get("stack_trace"), "example_value": None}
@@ -151,7 +152,7 @@ class Branches:
             if node not in symbolic and any(arg in symbolic for arg in node.all_input_nodes):
                 only_checks = node.op != "output" and all(arg in symbolic for arg in node.all_input_nodes)
                 if only_checks and node.meta.get("example_value") is None:
-                    graph.erase_node(node)  # of what is decided
+                    graph.erase_node(node)  # a check of a decision
                 else:
                     node.args, node.kwargs = fx.map_arg((node.args, node.kwargs), self._settled)
         for node in reversed(symbolic):
@@ -160,17 +161,17 @@ class Branches:
         module.recompile()
 
     def guards(self, graph: fx.Graph, step: nn.Module, batch: Batch) -> DataGuards | None:
-        """What the branches that were taken need, to be checked before each step; None where there were none.
+        """Return the guards of the branches that were taken, to be checked before each step; None if there are none.
 
         Args:
-            graph: the joint graph as AOTAutograd makes it; what only asks for values is taken out of it.
-            step, batch: that was captured.
+            graph: the joint graph of AOTAutograd; ops that only ask for values are removed from it.
+            step, batch: as captured.
 
         Raises:
-            TraceError: they depend on more than the batch and buffers.
+            TraceError: a condition depends on more than the batch and buffers.
         """
         writer = GuardWriter(graph)
-        values: dict[sympy.Symbol, tuple[int, Line | None]] = {}
+        values: dict[sympy.Symbol, tuple[int, SourceLine | None]] = {}
         for node in list(graph.nodes):
             if node.op != "call_function" or not isinstance(node.target, OpOverload):
                 continue
@@ -186,7 +187,7 @@ class Branches:
             symbols = sorted(decision.expression.free_symbols, key=str)
             if symbols and all(symbol in values for symbol in symbols):
                 positions, lines = zip(*(values[symbol] for symbol in symbols), strict=True)
-                of = tuple(self._known.numbers[symbol] for symbol in symbols)
+                of = tuple(self._values.numbers[symbol] for symbol in symbols)
                 shown = () if isinstance(decision.expression, sympy.Eq) or decision.expression.is_symbol else of
                 outcome = partial(_evaluate, decision.expression, symbols)
                 writer.expect(decision.line or lines[0], positions, outcome, decision.outcome, shown)
@@ -197,8 +198,8 @@ class Branches:
         check_next_steps(guards, graph, step, batch)
         return guards
 
-    def _assertion(self, writer: GuardWriter, node: fx.Node, values: dict[sympy.Symbol, tuple[int, Line | None]]) -> None:
-        asserted, line = node.args[0], where_made(node.meta.get("stack_trace"))
+    def _assertion(self, writer: GuardWriter, node: fx.Node, values: dict[sympy.Symbol, tuple[int, SourceLine | None]]) -> None:
+        asserted, line = node.args[0], traced_line(node.meta.get("stack_trace"))
         assert isinstance(asserted, fx.Node)
         if not str(node.args[-1]).startswith(_MARK):
             writer.expect(line, [writer.value(asserted, line)], lambda value: bool(number(value)), planned=True)
@@ -208,46 +209,46 @@ class Branches:
             values[symbol] = writer.value(asserted, line), line
 
     def _run(self, run: Callable[..., Any], tracer: Any, node: fx.Node, args: Any, kwargs: Any) -> Any:
-        """Execute one node of Dynamo's graph on fake tensors: with plain numbers where it makes tensors of them."""
+        """Execute one node of Dynamo's graph on fake tensors, with concrete numbers where it makes tensors of them."""
         symbolic = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, SYMBOLIC)]
-        if symbolic and all(self._known.number(leaf) is not None for leaf in symbolic):
-            result = run(*pytree.tree_map_only(SYMBOLIC, self._known.number, (args, kwargs)))
+        if symbolic and all(self._values.number(leaf) is not None for leaf in symbolic):
+            result = run(*pytree.tree_map_only(SYMBOLIC, self._values.number, (args, kwargs)))
             if tensors_in(result):
                 return result
         result = run(args, kwargs)
         if symbolic and tensors_in(result):
-            raise TraceError(refused(where_now(), self._why_unknown(*(leaf.node.expr for leaf in symbolic))))
+            raise TraceError(branch_refusal(current_line(), self._why_unknown(*(leaf.node.expr for leaf in symbolic))))
         if type(result) is bool and node.target in _QUESTIONS:
             answer = tracer.shape_env.create_unbacked_symbool()
-            self._known.name(answer, result)
+            self._values.name(answer, result)
             return answer
         return result
 
     def _settled(self, node: fx.Node) -> Any:
-        """What stands for `node` in the settled graph: its number, if it is one."""
+        """Return the concrete number of `node`; `node` itself if it is no number."""
         value = node.meta.get("example_value")
         if not isinstance(value, SYMBOLIC):
             return node
-        found = self._known.number(value)
-        decision = Decision(_expression(value), found, where_made(node.meta.get("stack_trace")))
+        found = self._values.number(value)
+        decision = BranchDecision(_expression(value), found, traced_line(node.meta.get("stack_trace")))
         if _canonical(decision) not in map(_canonical, self._decisions):
             self._decisions.append(decision)
         return found
 
     def _why_unknown(self, *expressions: sympy.Basic) -> str:
         symbols = {symbol for expression in expressions for symbol in expression.free_symbols}
-        reasons = {self._known.unknown[symbol] for symbol in symbols if symbol in self._known.unknown}
-        known = " and ".join(sorted(reasons)) or "values"
-        return f"{known} (the batch has no data: plan with real tensors if it is the batch's)" if self._fake else known
+        reasons = {self._values.unknown[symbol] for symbol in symbols if symbol in self._values.unknown}
+        cause = " and ".join(sorted(reasons)) or "values"
+        return f"{cause} (the batch has no data: plan with real tensors if it is the batch's)" if self._fake else cause
 
 
 def _expression(symbolic: Any) -> sympy.Basic:
-    """A symbolic number as it was made, though its symbols may have been found to be constants since."""
+    """Return the original expression of a symbolic number, though its symbols may have turned out to be constants."""
     return symbolic.node._expr
 
 
-def _canonical(decision: Decision) -> sympy.Basic:
-    """A decision as a condition, the same for decisions that say the same."""
+def _canonical(decision: BranchDecision) -> sympy.Basic:
+    """Return a decision as a condition, equal for equivalent decisions."""
     expression, outcome = decision.expression, decision.outcome
     if not isinstance(outcome, bool):
         expression = sympy.Eq(expression, outcome)
@@ -257,7 +258,7 @@ def _canonical(decision: Decision) -> sympy.Basic:
 
 
 def asks_for_values(graph: fx.Graph) -> bool:
-    """Whether Dynamo's graph asks for values that depend on data."""
+    """Return whether Dynamo's graph needs values that depend on data."""
     for node in graph.nodes:
         value = node.meta.get("example_value")
         sizes = [size for tensor in tensors_in(value) for size in tensor.shape]
@@ -267,7 +268,7 @@ def asks_for_values(graph: fx.Graph) -> bool:
 
 
 def _ask_for_number(translator: InstructionTranslatorBase) -> tuple[Any, Any] | None:
-    """Before a jump on a tensor: put its number on the stack instead.
+    """Replace a tensor on the stack by its number, before a jump on it.
 
     Returns:
         The number and the tensor; None before other instructions.
@@ -283,19 +284,19 @@ def _ask_for_number(translator: InstructionTranslatorBase) -> tuple[Any, Any] | 
 
 
 def _only_asks(func: OpOverload) -> bool:
-    """Whether `func` does nothing but ask for a value, or state something of it."""
+    """Return whether `func` only reads a value, or only asserts something about it."""
     return func in (*_ASSERTED, *_STATED) or torch.Tag.data_dependent_output in func.tags
 
 
 def _plain(value: sympy.Basic) -> object:
-    """A number of sympy as Python's."""
+    """Convert a number of sympy to Python's."""
     if value in (sympy.true, sympy.false):
         return bool(value)
     return int(value) if value.is_integer else float(value)
 
 
 def _evaluate(expression: sympy.Basic, symbols: Sequence[sympy.Symbol], *values: Any) -> object:
-    """`expression`, of tensors that hold the numbers."""
+    """Evaluate `expression` on tensors that hold the numbers."""
     numbers = [number(value) for value in values]
     given = {s: int(n) if isinstance(n, bool) else n for s, n in zip(symbols, numbers, strict=True)}
     return sympy_interp(PythonReferenceAnalysis, given, expression)

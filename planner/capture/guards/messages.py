@@ -1,4 +1,4 @@
-"""Guards of Dynamo in words: what changed since a step was captured, from what to what."""
+"""Messages for guards of Dynamo that fail: what changed since a step was captured, from what to what."""
 
 import re
 from collections.abc import Mapping
@@ -23,12 +23,12 @@ _PATHS = (
 
 
 def readable(text: str, local: Scope, scope: Scope) -> str:
-    """Dynamo's names in `text` as a person would write them: ``model.bn.momentum``, ``config.alpha``."""
+    """Replace Dynamo's names in `text` by those that a person would write: ``model.bn.momentum``, ``config.alpha``."""
     closure = re.compile(r"((?:L|G)\[[^ ]*?)\.__closure__\[(\d+)\]\.cell_contents")
     while found := closure.search(text):
         try:
             variable = eval(found[1], {"L": local, "G": scope}).__code__.co_freevars[int(found[2])]
-        except Exception:  # noqa: BLE001  # a name that cannot be found is shown as it is
+        except Exception:  # noqa: BLE001  # a name that cannot be resolved is shown as it is
             break
         text = text[: found.start()] + variable + text[found.end() :]
     for pattern, path in _PATHS:
@@ -74,7 +74,7 @@ _PATTERNS = (
 
 
 def explain(part: str, local: Scope, scope: Scope) -> str:
-    """Return the reason of a guard that does not hold, in words."""
+    """Return the reason why a guard does not hold."""
     code = code_of(part)
     for pattern, words in _PATTERNS:
         if (found := re.fullmatch(pattern, code, re.DOTALL)) is None:
@@ -110,22 +110,22 @@ def _length(value: Any) -> object:
 def _value(name: str, local: Scope, scope: Scope) -> Any:
     try:
         return eval(name, {"L": local, "G": scope})
-    except Exception:  # noqa: BLE001  # what is not there any more
+    except Exception:  # noqa: BLE001  # it was removed
         return None
 
 
 def code_of(part: str) -> str:
-    """Return a guard without the comment that says where it comes from."""
+    """Return a guard without the comment about its origin."""
     return re.split(r"\s{2,}# ", part, maxsplit=1)[0].strip()
 
 
 def is_mode(part: str) -> bool:
-    """Return whether the guard `part` is for the train or eval mode of a module."""
+    """Return whether the guard `part` is about the train or eval mode of a module."""
     return code_of(part).split(" == ")[0].endswith(".training")
 
 
 def fails(part: str, local: Scope, scope: Scope) -> bool:
-    """Return whether the guard `part` is known not to hold: several are listed where they are checked together."""
+    """Return whether the guard `part` fails, or cannot be evaluated: guards that are checked together are listed together."""
     try:
         return not eval(code_of(part), {"L": local, "G": scope})
     except Exception:  # noqa: BLE001  # not every guard is an expression

@@ -1,7 +1,7 @@
-"""Random numbers that Python draws while a step is captured (``random``, ``numpy.random``): refused.
+"""Refusal of random numbers that Python draws while a step is captured (``random``, ``numpy.random``).
 
-The capture would keep one draw for ever, or draw it from PyTorch's generator; what PyTorch's own random ops draw is drawn
-anew at each step.
+The capture would keep one number for good, or take it from PyTorch's generator. PyTorch's own random ops are part of the plan
+and draw new numbers at each step.
 """
 
 import random
@@ -13,7 +13,7 @@ from unittest.mock import patch
 import numpy as np
 
 from graphs.errors import TraceError
-from planner.capture.frontend.lines import advice, ways_on, where_now
+from planner.capture.frontend.source_lines import current_line, graph_break_advice, library_advice
 from planner.torch_private.capture import InstructionTranslatorBase, dynamo_misc, dynamo_user_defined
 
 _GENERATORS = (random.Random, np.random.RandomState, np.random.Generator)
@@ -22,8 +22,8 @@ _DRAWS = ("random", "urandom", "randbelow", "randbits", "token_bytes", "token_he
 
 
 @contextmanager
-def no_python_draws() -> Iterator[None]:
-    """Raise an error where code that is captured draws a random number that is not PyTorch's."""
+def forbid_python_random() -> Iterator[None]:
+    """Raise an error if the captured code draws a random number that is not PyTorch's."""
     call_function = InstructionTranslatorBase.call_function
 
     def called(translator: InstructionTranslatorBase, fn: Any, args: Any, kwargs: Any) -> None:
@@ -31,13 +31,13 @@ def no_python_draws() -> Iterator[None]:
             _check(getattr(fn, name, None))
         call_function(translator, fn, args, kwargs)
 
-    def drawn(_: object, function: Callable[..., object], *__: object) -> NoReturn:
+    def refused(_: object, function: Callable[..., object], *__: object) -> NoReturn:
         _refuse(getattr(function, "__name__", "random"))
 
     with ExitStack() as stack:
         stack.enter_context(patch.object(InstructionTranslatorBase, "call_function", called))
         for module in (dynamo_misc, dynamo_user_defined):
-            stack.enter_context(patch.object(module, "call_random_fn", drawn))
+            stack.enter_context(patch.object(module, "call_random_fn", refused))
         yield
 
 
@@ -50,8 +50,9 @@ def _check(function: object) -> None:
 
 
 def _refuse(name: str) -> NoReturn:
-    where = where_now()
+    where = current_line()
     raise TraceError(
         f"{where} draws a random number outside PyTorch ({name}), and a plan would use one draw for ever: draw it before the "
-        f"step and pass it with the batch, as a tensor, or use PyTorch's random functions{advice(where)}; or {ways_on()}"
+        f"step and pass it with the batch, as a tensor, or use PyTorch's random functions{library_advice(where)}; or "
+        f"{graph_break_advice()}"
     )

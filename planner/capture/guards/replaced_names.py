@@ -1,8 +1,8 @@
-"""Functions, classes and variables of the environment that captured code names: Dynamo does not look whether they are replaced.
+"""Guards on names: functions, classes and environment variables that captured code uses and that may be replaced.
 
-Of a function of PyTorch, a method, or ``os.environ``, Dynamo takes what it finds. Which of them a step uses is read off the
-code that it captured: what a function loads from its globals, through modules, and what classes have by the names of methods.
-They are compared by identity before every step, in some tens of nanoseconds each.
+Dynamo has no guards on functions of PyTorch, on methods, or on ``os.environ``. The names that a step uses are read from the
+captured code: what a function loads from its globals, through modules, and what classes have by the names of methods. They
+are compared by identity before every step, in some tens of nanoseconds each.
 """
 
 import dis
@@ -35,7 +35,7 @@ Table = Mapping[str, object]
 
 @dataclass(frozen=True, slots=True)
 class _Name:
-    """A name in the table of a module or of a class, which is `owner`."""
+    """A name in the table of a module or class `owner`."""
 
     owner: object
     table: Table
@@ -43,14 +43,14 @@ class _Name:
 
 
 @dataclass(frozen=True, slots=True)
-class Names:
+class TableNames:
     """Names in one table, such as the functions of a module.
 
     Attributes:
-        owner: of the table, for messages.
-        table: where they are found.
+        owner: name of the module or class, for messages.
+        table: the table itself.
         keys: the names.
-        values: what was there when the step was captured; ``_ABSENT`` where nothing was.
+        values: their values when the step was captured; ``_ABSENT`` for missing ones.
     """
 
     owner: str
@@ -59,7 +59,7 @@ class Names:
     values: tuple[object, ...]
 
     def changed(self) -> str | None:
-        """Return the first of them that stands for another object now, in words; None if all are the same."""
+        """Return a message about the first name whose object was replaced; None if all are the same."""
         now = map(self.table.get, self.keys, repeat(_ABSENT))
         if all(map(is_, now, self.values)):
             return None
@@ -69,18 +69,18 @@ class Names:
 
 @dataclass(frozen=True, slots=True)
 class Replaceable:
-    """What must not be replaced for a captured step to be what it was.
+    """The names that must keep their objects for a captured step to be valid.
 
     Attributes:
-        names: whose objects must be the same.
-        environment: variables of the environment with their values, None for those that are not set.
+        names: the names, by table.
+        environment: environment variables with their values, None if not set.
     """
 
-    names: tuple[Names, ...]
+    names: tuple[TableNames, ...]
     environment: Mapping[str, str | None]
 
     def changed(self) -> str | None:
-        """Return what is not as it was when the step was captured, in words; None if all is."""
+        """Return a message about the first change since the step was captured; None if there is none."""
         for names in self.names:
             if (changed := names.changed()) is not None:
                 return changed
@@ -91,8 +91,8 @@ class Replaceable:
 
 
 @contextmanager
-def recording_frames() -> Iterator[Frames]:
-    """Inside, the functions that Dynamo captures are noted: their code, and the globals that it sees."""
+def record_frames() -> Iterator[Frames]:
+    """Record the functions that Dynamo captures: their code, and the globals that it sees."""
     found: Frames = {}
     original: Callable[..., object] = InstructionTranslatorBase.run
 
@@ -105,30 +105,30 @@ def recording_frames() -> Iterator[Frames]:
 
 
 def asks_for_layout(frames: Frames) -> bool:
-    """Return whether captured code asks how tensors are laid out in memory; layers have a ``stride`` of their own."""
+    """Return whether captured code asks for the layout of tensors in memory; layers have a ``stride`` of their own."""
     return any("is_contiguous" in code.co_names for code in frames)
 
 
 def replaceable(frames: Frames, step: nn.Module) -> Replaceable:
-    """Return what the captured `frames` of `step` name."""
+    """Return the names that the captured `frames` of `step` use."""
     tables: defaultdict[int, dict[str, _Name]] = defaultdict(dict)
     for name in _named(frames, step):
         tables[id(name.owner)][name.key] = name
     return Replaceable(tuple(_in_one_table(list(names.values())) for names in tables.values()), _environment(frames))
 
 
-def _in_one_table(names: list[_Name]) -> Names:
+def _in_one_table(names: list[_Name]) -> TableNames:
     owner, table = names[0].owner, names[0].table
     if isinstance(owner, type):
         said = f"{owner.__module__}.{owner.__qualname__}"
     else:
         said = str(table.get("__name__"))
     keys = tuple(name.key for name in names)
-    return Names(said, table, keys, tuple(table.get(key, _ABSENT) for key in keys))
+    return TableNames(said, table, keys, tuple(table.get(key, _ABSENT) for key in keys))
 
 
 def _named(frames: Frames, step: nn.Module) -> Iterator[_Name]:
-    """Yield names of what may be replaced."""
+    """Yield the names that may be replaced."""
     classes = {type(module): set(_CALLS) for module in step.modules()}
     loaded: set[str] = set()
     for code, scope in frames.items():
@@ -147,9 +147,9 @@ def _named(frames: Frames, step: nn.Module) -> Iterator[_Name]:
 
 
 def _paths(code: CodeType) -> Iterator[tuple[str, ...]]:
-    """Yield names that `code` loads from its globals, with the attributes that it takes of them; "" stands for other objects.
+    """Yield the names that `code` loads from its globals, with the attributes that it reads from them; "" is any other object.
 
-    An attribute that is asked for by its name, ``hasattr(torch, "compiler")``, is one too.
+    An attribute that is read by its name, ``hasattr(torch, "compiler")``, counts as well.
     """
     path: tuple[str, ...] = ()
     asks = False
@@ -170,7 +170,7 @@ def _paths(code: CodeType) -> Iterator[tuple[str, ...]]:
 
 
 def _along(scope: Table, path: Iterable[str]) -> Iterator[_Name]:
-    """Yield the first name along `path`, through modules, that stands for a function, a class, or nothing."""
+    """Yield the first name along `path`, through modules, that is a function, a class, or missing."""
     table = scope
     for key in path:
         value = table.get(key, _ABSENT)
@@ -185,7 +185,7 @@ def _along(scope: Table, path: Iterable[str]) -> Iterator[_Name]:
 
 
 def _of_class(owner: type, name: str) -> Iterator[_Name]:
-    """Yield a method by its `name`, in the class that has it and in those that come before."""
+    """Yield a method by its `name`, in the class that has it and in those before it in the method resolution order."""
     for each in owner.__mro__[:-1]:
         yield _Name(each, vars(each), name)
         if name in vars(each):
@@ -205,7 +205,7 @@ def _code_of(value: object) -> object:
 
 
 def _environment(frames: Frames) -> dict[str, str | None]:
-    """Return the variables that may be read, if any code names the environment: all constants that can be their names."""
+    """Return the environment variables that may be read, if any code names the environment: all constants that can be names."""
     if all(_ENVIRONMENT.isdisjoint(code.co_names) for code in frames):
         return {}
     constants = {constant for code in frames for constant in code.co_consts if isinstance(constant, str)}

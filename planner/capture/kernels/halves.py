@@ -12,7 +12,7 @@ from torch.compiler import config as compiler_config
 from graphs.errors import TraceError, first_line
 from planner.capture.kernels.in_place import note_pairs
 from planner.capture.kernels.variants import Variant
-from planner.capture.signature import put_together
+from planner.capture.signature import join_returned
 from planner.capture.step import TrainingStep
 from planner.torch_private.capture import (
     AOTInput,
@@ -33,11 +33,11 @@ from planner.torch_private.inductor import (
     compile_fx_backward,
     compile_fx_forward,
     create_compiler_config_extra,
-    kernels_apart,
     loaded_names,
     partition_fn,
     run_pre_grad_passes,
     select_decomp_table,
+    separate_kernels,
 )
 
 # What makes the code around kernels a list of launches. Memory is taken and given back as a schedule says, so that Inductor need
@@ -101,7 +101,7 @@ class Halves:
         def run(*args: object, **kwargs: object) -> object:
             parameters = [step.get_parameter(name) for name in joint.params_spec]
             buffers = [step.get_buffer(name) for name in joint.buffers_spec]
-            return put_together(*call(*parameters, *buffers, *args, **kwargs))
+            return join_returned(*call(*parameters, *buffers, *args, **kwargs))
 
         return run
 
@@ -147,7 +147,7 @@ def compile_halves(
         variant.chosen(),
         V.set_fake_mode(context.fake_mode),
         disable_compiled_autograd(),
-        kernels_apart(note_pairs),
+        separate_kernels(note_pairs),
     ):
         module = run_pre_grad_passes(module, args)  # type: ignore[arg-type]  # nests too
         joint = export(

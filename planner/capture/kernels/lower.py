@@ -16,9 +16,9 @@ from planner.capture.kernels.wrapper import Launch, Value, Wrapper
 from planner.capture.lowering.lower import Capture
 from planner.capture.lowering.program import Launches, Program, variable
 from planner.capture.lowering.statics import StaticTensors, dtype_name
-from planner.capture.rewrites.convolutions import chosen_by_timing, warn_not_recomputed
+from planner.capture.rewrites.convolutions import is_chosen_by_timing, warn_not_recomputed
 from planner.capture.rewrites.outputs import check_outputs, keeps_layout, memory_format
-from planner.capture.rewrites.redraw import LOCK
+from planner.capture.rewrites.reproducible_random import LOCK
 from planner.capture.signature import Signature
 from planner.torch_private.capture import (
     AOTInput,
@@ -211,7 +211,7 @@ class _Lowering:
         marks: dict[int, int] = {}  # what says that an op is done
         ops, calls, timed = [], [], 0
         for i, (group, name) in enumerate(zip(groups, names, strict=True)):
-            chosen = any(chosen_by_timing(launch.target, self.statics.device) for launch in group.launches)
+            chosen = any(is_chosen_by_timing(launch.target, self.statics.device) for launch in group.launches)
             timed += chosen
             makes = sorted(group.makes)
             for number, value in enumerate(makes):

@@ -10,17 +10,17 @@ from torch import fx
 
 from graphs.errors import TraceError
 from graphs.ir import Graph, Kind, Op, Phase, Tensor
-from planner.capture.frontend.lines import where_made
-from planner.capture.guards.conditions import DataGuards
-from planner.capture.guards.python_values import Guards
+from planner.capture.frontend.source_lines import traced_line
+from planner.capture.guards.data_guards import DataGuards
+from planner.capture.guards.python_guards import PythonGuards
 from planner.capture.lowering.program import Call, Program, variable
 from planner.capture.lowering.render import Renderer
 from planner.capture.lowering.statics import StaticTensors, allocated_bytes, dtype_name
 from planner.capture.rewrites.batch_norms import ignored_inputs
-from planner.capture.rewrites.convolutions import chosen_by_timing, warn_not_recomputed
+from planner.capture.rewrites.convolutions import is_chosen_by_timing, warn_not_recomputed
+from planner.capture.rewrites.explicit_generators import explicit_generator
 from planner.capture.rewrites.outputs import CHECKS, fake, first_backward, is_random, operator_of, outputs, storage
-from planner.capture.rewrites.own_generators import own_generator
-from planner.capture.rewrites.redraw import LOCK
+from planner.capture.rewrites.reproducible_random import LOCK
 from planner.capture.signature import Signature
 from planner.torch_private.capture import GradAOTOutput, TangentAOTInput
 from planner.torch_private.core import OpOverload, with_effects
@@ -45,7 +45,7 @@ class Capture:
     program: Program
     signature: Signature
     nodes: tuple[fx.Node | None, ...]
-    guards: Guards | None = None
+    guards: PythonGuards | None = None
     conditions: DataGuards | None = None
     expressions: Mapping[fx.Node, str] = field(default_factory=dict)
     whole: Callable[..., Any] | None = None
@@ -71,7 +71,7 @@ def lower(
     """
     lowering = _Lowering(graph, statics, generator)
     ops, program, nodes = lowering.run(provenance)
-    if timed := sum(chosen_by_timing(op.target, statics.device) for op in ops.ops):
+    if timed := sum(is_chosen_by_timing(op.target, statics.device) for op in ops.ops):
         warn_not_recomputed(timed)
     return Capture(ops, program, signature, nodes, expressions=lowering.expressions)
 
@@ -167,7 +167,7 @@ class _Lowering:
         called = operator_of(node)
         if node.target is with_effects:
             raise TraceError(
-                f"{where_made(node.meta.get('stack_trace'))} calls {node.args[1]}, whose effects torch.compile orders, and no "
+                f"{traced_line(node.meta.get('stack_trace'))} calls {node.args[1]}, whose effects torch.compile orders, and no "
                 "plan can: use planner.compile for functions of torch.linalg that raise errors, or those that do not (inv_ex, "
                 "cholesky_ex, solve_ex)"
             )
@@ -194,7 +194,7 @@ class _Lowering:
             return
         if any(aliases) or len({storage(t) for _, t in made}) < len(made):
             raise TraceError(f"op {node.name!r} ({node.target}) returns tensors that share memory, which cannot be planned")
-        if is_random(node) and (generator := own_generator(node)) is not None:
+        if is_random(node) and (generator := explicit_generator(node)) is not None:
             self._add(node, phase, made, generator=generator)
             return
         state = self._save_state(node, phase) if is_random(node) else None
@@ -236,7 +236,7 @@ class _Lowering:
         bases = dict.fromkeys(self.owner[storage(t)] for t in read)
         shared = (other for base in bases for other in sorted(self.statics.in_memory_of((base,))))
         inputs = (*dict.fromkeys(shared), *(() if state is None else (state,)))
-        expression = self.render.call(node) if generator is None else self.render.drawing_from(node, generator)
+        expression = self.render.call(node) if generator is None else self.render.with_generator_argument(node, generator)
         results = []
         for path, value in made:
             size = allocated_bytes(value.untyped_storage().nbytes(), self.statics.device)
@@ -245,7 +245,7 @@ class _Lowering:
             self.owner[storage(value)] = tensor
             results.append((tensor, path))
             self._bind(node, path, tensor)
-        once = generator is not None or node.target in CHECKS or chosen_by_timing(str(node.target), self.statics.device)
+        once = generator is not None or node.target in CHECKS or is_chosen_by_timing(str(node.target), self.statics.device)
         repeatable = not (once or (isinstance(node.target, OpOverload) and node.target._schema.is_mutable))
         self.ops.append(
             Op(

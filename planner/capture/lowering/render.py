@@ -8,10 +8,10 @@ from torch import fx
 
 from graphs.errors import TraceError
 from planner.capture.frontend.eager_ops import called
-from planner.capture.frontend.lines import at, where_made
+from planner.capture.frontend.source_lines import location, traced_line
 from planner.capture.rewrites.batch_norms import ignored_inputs
-from planner.capture.rewrites.layouts import drawn_in_place, laid_out, read_strides, to_be_filled
-from planner.capture.rewrites.redraw import drawing_from
+from planner.capture.rewrites.layouts import copy_with_strides, empty_with_strides, in_place_random_op, read_strides
+from planner.capture.rewrites.reproducible_random import with_generator_argument
 
 LAID_OUT = "laid_out"  # what lays an argument out anew is called so
 
@@ -46,25 +46,25 @@ class Renderer:
         args = ["None" if isinstance(arg, fx.Node) and arg in gone else self._render(arg, strides) for arg in node.args]
         args += [f"{key}={self._render(value, strides)}" for key, value in node.kwargs.items()]
         target, name = called(node.target), str(node.target)
-        if drawn := drawn_in_place(node):
+        if drawn := in_place_random_op(node):
             target, name, args[0] = drawn[0], str(drawn[0]), self._render_filled(args[0], drawn[1])
         return f"{self._name(target, name.replace('.', '_'))}({', '.join(args)})"
 
     def _render_filled(self, like: str, strides: Sequence[int]) -> str:
-        return f"{self._name(to_be_filled, 'to_be_filled')}({like}, {tuple(strides)})"
+        return f"{self._name(empty_with_strides, 'to_be_filled')}({like}, {tuple(strides)})"
 
-    def drawing_from(self, node: fx.Node, generator: torch.Generator) -> str:
+    def with_generator_argument(self, node: fx.Node, generator: torch.Generator) -> str:
         """The call of `node` that draws from a generator of the user's own."""
         drawing = self.redraw(node, self._name(generator, f"given_generator_{len(self._names)}"))
         if drawing is None:
             raise TraceError(
-                f"{at(where_made(node.meta.get('stack_trace')))} gives {node.target} a generator, which it does not take"
+                f"{location(traced_line(node.meta.get('stack_trace')))} gives {node.target} a generator, which it does not take"
             )
         return drawing
 
     def redraw(self, node: fx.Node, generator: str = "own_generator") -> str | None:
         """The call of `node` with a generator to draw from, by its name."""
-        target, drawn = drawing_from(node), drawn_in_place(node)
+        target, drawn = with_generator_argument(node), in_place_random_op(node)
         if target is None:
             return None
         args = [self._render(arg) for arg in node.args]
@@ -77,7 +77,7 @@ class Renderer:
     def _render(self, arg: object, strides: Mapping[fx.Node, Sequence[int]] = MappingProxyType({})) -> str:
         match arg:
             case fx.Node() if arg in strides:
-                return f"{self._name(laid_out, LAID_OUT)}({self.expressions[arg]}, {tuple(strides[arg])})"
+                return f"{self._name(copy_with_strides, LAID_OUT)}({self.expressions[arg]}, {tuple(strides[arg])})"
             case fx.Node():
                 return self.expressions[arg]
             case list() | tuple():

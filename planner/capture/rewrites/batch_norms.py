@@ -1,8 +1,8 @@
-"""Batch norms: the kernels that eager PyTorch calls, and the running statistics that they update and do not need.
+"""Batch norms: eager PyTorch's kernels, and the running statistics that these update and do not need.
 
-The kernel of cuDNN updates the running statistics, and its schema does not say so. PyTorch therefore captures its own kernel in
-its place, which rounds otherwise, takes another time and keeps other tensors. ``_batch_norm_with_update`` has a schema that says
-all, calls the kernel of cuDNN under the same conditions as eager PyTorch, and returns its reserve tensor
+cuDNN's kernel updates the running statistics, and its schema does not declare it. PyTorch therefore captures its own kernel
+instead, which rounds differently, takes another time and saves other tensors. ``_batch_norm_with_update`` has a complete schema,
+calls cuDNN's kernel under the same conditions as eager PyTorch, and returns its reserve tensor
 (ATen/native/cuda/Normalization.cu, ATen/native/cudnn/BatchNorm.cpp).
 """
 
@@ -24,8 +24,8 @@ class _BatchNorm:
     """An op of batch norm, by positions among its arguments.
 
     Attributes:
-        statistics: of the running mean and variance.
-        training: of the flag; None where the op always trains.
+        statistics: positions of the running mean and variance.
+        training: position of the flag; None if the op always trains.
         backward: True for an op of the backward pass.
         updated: the paths of the new running statistics among the results.
         without: for a forward op, the op that returns the other results, under the same paths, and reads no running statistics.
@@ -56,7 +56,7 @@ _OPS: dict[object, _BatchNorm] = {
 
 @contextmanager
 def batch_norms_as_eager() -> Iterator[None]:
-    """Inside, what eager PyTorch computes by the kernel of cuDNN is captured as such."""
+    """Capture cuDNN's kernel of batch norm where eager PyTorch runs it."""
     with python_kernels(aten.cudnn_batch_norm.default, {DispatchKey.Autograd: cudnn_batch_norm}):
         yield
 
@@ -71,20 +71,20 @@ def cudnn_batch_norm(
     momentum: float,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Call what updates the running statistics by a schema that says so; without such an update the op itself."""
+    """Call an op whose schema declares the update of the running statistics; without such an update the op itself."""
     results: tuple[Tensor, Tensor, Tensor, Tensor]
     if training and mean is not None and variance is not None:
         results = aten._batch_norm_with_update.default(x, weight, bias, mean, variance, momentum, eps)
         return results
-    with disable_python_dispatcher():  # or it would come back here
+    with disable_python_dispatcher():  # or this function would be called again
         results = aten.cudnn_batch_norm.default(x, weight, bias, mean, variance, training, momentum, eps)
         return results
 
 
 def ignored_inputs(node: fx.Node) -> frozenset[fx.Node]:
-    """Return the inputs that do not influence what `node` is recomputed for: running statistics in training mode.
+    """Return the inputs that do not influence the results of `node` that are recomputed: running statistics in training mode.
 
-    The forward op updates them, though: those that another op has made are inputs of its first execution.
+    The forward op updates them, though: those that another op has computed are inputs of its first execution.
     """
     op = _OPS.get(node.target)
     if op is None or (op.training is not None and not node.args[op.training]):
@@ -94,7 +94,7 @@ def ignored_inputs(node: fx.Node) -> frozenset[fx.Node]:
 
 
 def without_statistics(node: fx.Node) -> tuple[object, tuple[Any, ...], tuple[str, ...]]:
-    """Return what to call for `node` when the forward pass has ended: target, arguments, and the paths of results left out.
+    """Return the call for `node` after the forward pass: target, arguments, and the paths of results that are left out.
 
     The running statistics of a batch norm in training mode are overwritten by then; neither its backward pass nor a second
     execution needs them.

@@ -1,9 +1,8 @@
-"""Capture attention as it would run on CUDA, on a machine without.
+"""Capture of attention as it runs on CUDA, on a machine without a GPU.
 
-``scaled_dot_product_attention`` picks its kernel by the device of its inputs. Captured on the CPU it becomes the
-CPU's own fused kernel or, with dropout, matrix products over quadratic tensors, where a GPU would run a fused kernel
-that keeps only one number per row. The kernels of CUDA have shapes and gradients for fake tensors everywhere, so
-that calling them is enough.
+``scaled_dot_product_attention`` picks its kernel by the device of its inputs. Captured on the CPU it becomes the CPU's own
+fused kernel or, with dropout, matrix products over quadratic tensors, where a GPU would run a fused kernel that saves one
+number per row. CUDA's kernels have shapes and gradients for fake tensors on every device, so that it suffices to call them.
 """
 
 from collections.abc import Iterator
@@ -20,20 +19,19 @@ aten = torch.ops.aten
 
 @contextmanager
 def attention_as_on_cuda() -> Iterator[None]:
-    """Inside, fake tensors on the CPU go through the attention kernels that CUDA would run.
+    """Make fake tensors on the CPU use the attention kernels that CUDA would run.
 
-    Flash attention where it can: bfloat16 or float16, no mask, one head width of at most 256, and as many queries as
-    keys if causal; grouped queries are its own. Then memory-efficient attention: also float32, masks, and other
-    widths of the values, but head widths a multiple of 16 bytes. Else the written-out form. These are the rules of
-    devices of compute capability 8.0 and later; recent cuDNN versions put their own kernel first on Hopper, whose
-    tensors have the sizes of flash attention's.
+    Flash attention if possible: bfloat16 or float16, no mask, one head width of at most 256, and as many queries as keys if
+    causal; grouped queries are supported. Then memory-efficient attention: also float32, masks, and other widths of the values,
+    but head widths a multiple of 16 bytes. Else matrix products. These are the rules of devices of compute capability 8.0 and
+    later; recent cuDNN versions put their own kernel first on Hopper, whose tensors have the sizes of flash attention's.
 
-    What is captured cannot run on the CPU, nor can attention on real tensors while the context lasts.
+    The captured graph cannot run on the CPU, nor can attention on real tensors inside the context.
     """
     overload = aten.scaled_dot_product_attention.default
     with scoped_library("aten", "IMPL") as library:
         library.impl("scaled_dot_product_attention", _attention, "AutogradCPU")
-        # The kernel that an earlier capture found is remembered in Python, out of the library's sight.
+        # The kernel of an earlier capture is cached in Python, where the library does not see it.
         overload._dispatch_cache.clear()
         try:
             yield
@@ -64,7 +62,7 @@ def _attention(
 
 
 def _fits_any_kernel(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """What all fused kernels ask: batch, heads, positions and a dense width; none of them empty; one batch size."""
+    """Return whether all fused kernels support the shapes: batch, heads, positions and a dense width, none of them empty."""
     parts = (query, key, value)
     return (
         all(t.dim() == 4 and t.numel() > 0 and (t.stride(3) == 1 or t.shape[3] == 1) for t in parts)
@@ -95,7 +93,7 @@ def _fits_efficient(query: Tensor, key: Tensor, value: Tensor) -> bool:
 
 
 def _flash(query: Tensor, key: Tensor, value: Tensor, dropout: float, *, is_causal: bool, scale: float | None) -> Tensor:
-    """Head widths that are no multiple of 8 are padded, and scaled as if they were not."""
+    """Call flash attention, with head widths padded to a multiple of 8 and scaled as if they were not."""
     width = query.shape[3]
     if padding := -width % 8:
         query, key, value = (F.pad(t, (0, padding)) for t in (query, key, value))
@@ -123,7 +121,7 @@ def _efficient(
 
 
 def _bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """What is added to the scores: rows start at multiples of 16 elements, and broadcasting is not copied."""
+    """Return the bias of the scores: rows start at multiples of 16 elements, and broadcasting is not copied."""
     if mask.dtype == torch.bool:
         mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(mask.logical_not(), float("-inf"))
     keys = mask.shape[-1]

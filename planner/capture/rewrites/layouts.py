@@ -1,9 +1,8 @@
-"""The layouts that tensors have in eager PyTorch, for the ops that round by them.
+"""The layouts of tensors in eager PyTorch, for ops whose rounding depends on them.
 
-A captured graph is functional: what eager PyTorch writes in place into a part of a tensor (a gate of ``nn.GRU``, a
-slice) is a tensor of its own there, without the gaps between its rows. Kernels go over memory that has no gaps in one
-piece and over other memory row by row, with vector instructions as far as a row goes and one by one for what is left,
-which rounds otherwise.
+A captured graph is functional: a part of a tensor that eager PyTorch writes in place (a gate of ``nn.GRU``, a slice) is a
+tensor of its own there, without gaps between its rows. Kernels process memory without gaps as a whole and other memory row
+by row, with vector instructions up to the rest of a row and one by one for the rest, which rounds differently.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -55,7 +54,7 @@ _EXACT = {
 }
 
 
-# What they write depends on no value that was there.
+# In-place ops whose results do not depend on earlier values.
 _FILLING = {
     aten.bernoulli_,
     aten.cauchy_,
@@ -69,17 +68,17 @@ _FILLING = {
 
 
 @contextmanager
-def writes_noted() -> Iterator[None]:
-    """Inside, what is captured for an op in place carries the strides of the tensor that the op writes."""
+def record_written_strides() -> Iterator[None]:
+    """Record the strides of tensors that in-place ops write, at the nodes that are captured for these ops."""
     dispatch = FunctionalTensorMode.__torch_dispatch__
 
-    def noting(self: FunctionalTensorMode, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def recording(self: FunctionalTensorMode, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = dispatch(self, func, types, args, kwargs)
         if isinstance(func, OpOverload) and _writes_first(func) and isinstance(args[0], FunctionalTensor):
-            _note(func, args[0])
+            _record(func, args[0])
         return result
 
-    FunctionalTensorMode.__torch_dispatch__ = noting  # type: ignore[method-assign]
+    FunctionalTensorMode.__torch_dispatch__ = recording  # type: ignore[method-assign]
     try:
         yield
     finally:
@@ -91,7 +90,7 @@ def _writes_first(op: OpOverload) -> bool:
     return alias is not None and alias.is_write
 
 
-def _note(op: OpOverload, written: FunctionalTensor) -> None:
+def _record(op: OpOverload, written: FunctionalTensor) -> None:
     proxies = get_dispatch_mode(PROXY_MODE)
     value = from_functional_tensor(written.elem)
     if proxies is None or value not in proxies.tracer.tensor_tracker or value.stride() == written.stride():
@@ -103,7 +102,7 @@ def _note(op: OpOverload, written: FunctionalTensor) -> None:
 
 
 def layouts_as_eager(graph: fx.Graph) -> None:
-    """Note at each op of `graph` which of its inputs eager PyTorch has in another layout, where the result may depend on it."""
+    """Record at each op of `graph` which inputs have another layout in eager PyTorch, if its result may depend on it."""
     eager: dict[fx.Node, Any] = {}
     nodes: Iterable[fx.Node] = graph.nodes
     for node in nodes:
@@ -119,31 +118,31 @@ def layouts_as_eager(graph: fx.Graph) -> None:
 
 
 def read_strides(node: fx.Node) -> Mapping[fx.Node, Sequence[int]]:
-    """The inputs of `node` that it should read with other strides than they have, and those strides."""
+    """Return the strides of the inputs that `node` should read with other strides than they have."""
     found: Mapping[fx.Node, Sequence[int]] = node.meta.get(_READ, {})
     return found
 
 
-def drawn_in_place(node: fx.Node) -> tuple[OpOverload, Sequence[int]] | None:
-    """The random op in place that `node` was captured for, and the strides of what it fills; None where there is no such op.
+def in_place_random_op(node: fx.Node) -> tuple[OpOverload, Sequence[int]] | None:
+    """Return the in-place random op that `node` was captured for, and the strides of its target; None for other nodes.
 
-    Which number of the generator comes where depends on the layout of what is filled, on some processors.
+    On some processors, the order in which random numbers are assigned to elements depends on the layout.
     """
     op = node.meta.get(_WRITER)
     return (op, node.meta[_WRITTEN]) if op is not None and op.overloadpacket in _FILLING else None
 
 
-def to_be_filled(value: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
-    """Memory like that of `value`, with `strides`, for what fills it."""
+def empty_with_strides(value: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
+    """Return uninitialized memory like `value`, with `strides`."""
     return value.new_empty_strided(value.shape, strides)
 
 
-def laid_out(value: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
-    """A copy of `value` with `strides`, gaps between its rows included; strides of 0 stay expanded."""
+def copy_with_strides(value: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
+    """Return a copy of `value` with `strides`, with gaps between its rows; strides of 0 stay expanded."""
     whole = value.shape
     for dim, stride in enumerate(strides):
         value = value.narrow(dim, 0, 1) if stride == 0 else value
-    return to_be_filled(value, strides).copy_(value).expand(whole)
+    return empty_with_strides(value, strides).copy_(value).expand(whole)
 
 
 def _is_exact(node: fx.Node) -> bool:
@@ -151,11 +150,11 @@ def _is_exact(node: fx.Node) -> bool:
 
 
 def _eager_value(node: fx.Node, eager: Mapping[fx.Node, Any]) -> Any:
-    """What stands for the result of `node` in eager PyTorch, given what stands for its inputs where that differs."""
+    """Return a fake tensor like the result of `node` in eager PyTorch; `eager` has the inputs that differ there."""
     captured = node.meta["val"]
     if _WRITTEN in node.meta:
         with _fake_mode(captured):
-            return to_be_filled(captured, node.meta[_WRITTEN])
+            return empty_with_strides(captured, node.meta[_WRITTEN])
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda arg: eager[arg] if arg in eager else arg.meta["val"])
     with _fake_mode(captured), torch.no_grad():
         return node.target(*args, **kwargs)  # type: ignore[operator]
@@ -172,6 +171,6 @@ def _strides(value: Any) -> list[tuple[int, ...]]:
 
 
 def _is_writable(value: torch.Tensor) -> bool:
-    """Whether no two elements share a place, but for those of expanded dimensions."""
+    """Return whether no two elements share memory, except in expanded dimensions."""
     dims = sorted((stride, size) for stride, size in zip(value.stride(), value.shape, strict=True) if stride and size > 1)
     return all(stride * size <= larger for (stride, size), (larger, _) in pairwise(dims))

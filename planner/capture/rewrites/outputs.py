@@ -1,8 +1,8 @@
-"""Rewrites of a joint graph that turn its outputs into what a training step does with them.
+"""Rewrites of a joint graph that make explicit what a training step does with its outputs.
 
-AOTAutograd's joint graph is functional: a mutated buffer is one more output, a gradient may be a
-view of another tensor, and a parameter that is used under two names may get two gradients. What
-PyTorch's runtime would do with these outputs becomes nodes, so that it is planned and counted.
+AOTAutograd's joint graph is functional: a mutated buffer is one more output, a gradient may be a view of another tensor, and a
+parameter with two names may get two gradients. What PyTorch's runtime would do with these outputs becomes nodes, so that it is
+planned and counted.
 """
 
 import operator
@@ -31,35 +31,35 @@ from planner.torch_private.core import OpOverload, auto_functionalized, detect_f
 
 aten = torch.ops.aten
 
-# Namespaces of operators whose tags say whether they draw random numbers.
+# Namespaces whose operators have tags that tell whether they draw random numbers.
 KNOWN_NAMESPACES = {"aten", "inductor", "mkldnn", "onednn", "planner", "prims", "quantized"}
 
-# Raise an error by what they read, as eager PyTorch does, and return nothing.
+# Ops that raise an error depending on their inputs, as in eager PyTorch, and return nothing.
 CHECKS = (aten._linalg_check_errors.default,)
 
 
 def fix_outputs(graph: fx.Graph) -> None:
     """Make mutations, the layout of gradients and dead code explicit in `graph`, and drop needless copies, in place.
 
-    Afterwards the output node lists the loss, the extra outputs and one gradient per input, each
-    gradient a storage of its own with the strides that ``AccumulateGrad`` keeps without a copy.
+    Afterwards the output node lists the loss, the extra outputs and one gradient per input, each gradient a storage of its own
+    with the strides that ``AccumulateGrad`` keeps without a copy.
 
     Raises:
         TraceError: the loss is no scalar, or no trainable parameter reaches it; a tensor is sparse; or the step writes to a
             parameter that it trains.
     """
-    plain_checks(graph)
+    unwrap_checks(graph)
     check_outputs(graph)
     _drop_needless_copies(graph)
     _write_back_mutations(graph, first_backward(graph))
-    _own_gradients(graph)
+    _separate_gradients(graph)
     remove_dead_code(graph)
 
 
-def plain_checks(graph: fx.Graph) -> None:
-    """Let ops that check what is computed be plain calls in `graph`, in place, where they pass on tokens that order effects.
+def unwrap_checks(graph: fx.Graph) -> None:
+    """Replace checks that pass on tokens, which order effects, by plain calls in `graph`, in place.
 
-    They run where they are, once, as all ops that are not recomputed: nothing else orders them. Before torch 2.13 they are
+    They run once and in their place, as all ops that are not recomputed, so no token is needed. Before torch 2.13 they are
     plain calls anyway.
     """
     effects = graph.find_nodes(op="call_function", target=with_effects)
@@ -82,7 +82,7 @@ def plain_checks(graph: fx.Graph) -> None:
 
 
 def check_outputs(graph: fx.Graph) -> None:
-    """Refuse a joint graph that is no training step.
+    """Raise an error if a joint graph is no training step.
 
     Raises:
         TraceError: as ``fix_outputs``.
@@ -93,27 +93,27 @@ def check_outputs(graph: fx.Graph) -> None:
 
 
 def outputs(graph: fx.Graph) -> list[tuple[object, AOTOutput]]:
-    """The values that `graph` returns, each with its descriptor."""
+    """Return the outputs of `graph`, each with its descriptor."""
     node = graph.output_node()
     values: list[object] = list(node.args[0])  # type: ignore[arg-type]
     return list(zip(values, node.meta["desc"], strict=True))
 
 
 def fake(node: fx.Node) -> torch.Tensor:
-    """The fake tensor that stands for the value of `node`."""
+    """Return the fake tensor of `node`."""
     value = node.meta["val"]
     assert isinstance(value, torch.Tensor)
     return value
 
 
 def storage(value: torch.Tensor) -> int:
-    """Identity of the storage of a (fake) tensor."""
+    """Return the identity of the storage of a (fake) tensor."""
     identity: int = value.untyped_storage()._cdata
     return identity
 
 
 def items(node: fx.Node, path: str) -> Iterator[fx.Node]:
-    """The nodes that pick the item at `path`, as in ``[1]`` or ``[0][2]``, out of the value of `node`."""
+    """Yield the nodes that take the item at `path`, as in ``[1]`` or ``[0][2]``, of the value of `node`."""
     if not path:
         yield node
         return
@@ -123,13 +123,13 @@ def items(node: fx.Node, path: str) -> Iterator[fx.Node]:
 
 
 def operator_of(node: fx.Node) -> OpOverload | None:
-    """The operator that `node` calls, though it be on copies of what it writes to; None if it calls none."""
+    """Return the operator that `node` calls, also where it calls it on copies of what it writes to; None if there is none."""
     called = node.args[0] if node.target is auto_functionalized else node.target
     return called if isinstance(called, OpOverload) else None
 
 
 def is_random(node: fx.Node) -> bool:
-    """Whether `node` draws from the generator."""
+    """Return whether `node` draws from the generator."""
     called = operator_of(node)
     if called is None or torch.Tag.nondeterministic_seeded not in called.tags:
         return False
@@ -137,7 +137,7 @@ def is_random(node: fx.Node) -> bool:
         return True
     position = [argument.name for argument in called._schema.arguments].index("dropout_p")
     dropout = node.args[position] if position < len(node.args) else node.kwargs.get("dropout_p", 0.0)
-    # The CPU kernels draw nothing at 0; what those of other devices do is theirs to change.
+    # The CPU kernels draw nothing at 0; kernels of other devices may.
     return bool(dropout) or fake(node.all_input_nodes[0]).device.type != "cpu"
 
 
@@ -172,7 +172,7 @@ def _check_layouts(graph: fx.Graph) -> None:
 
 
 def _check_writes(graph: fx.Graph) -> None:
-    """A joint graph takes the new value of a trained parameter for one more result, with a gradient of its own."""
+    """Refuse writes to trained parameters, which a joint graph returns as results with gradients of their own."""
     values = {desc: value for value, desc in outputs(graph)}
     for node in graph.find_nodes(op="placeholder"):
         written = node.meta["desc"].output if isinstance(node.meta["desc"], TangentAOTInput) else None
@@ -189,7 +189,7 @@ def _name(desc: AOTInput) -> str:
 
 
 def first_backward(graph: fx.Graph) -> fx.Node:
-    """The first node that depends on the gradient of the loss; all nodes from there on are the backward pass."""
+    """Return the first node that depends on the gradient of the loss: the backward pass is all nodes from there on."""
     seen = {node for node in graph.find_nodes(op="placeholder") if isinstance(node.meta["desc"], TangentAOTInput)}
     if not seen:
         raise TraceError("the loss does not depend on any parameter with requires_grad=True: there is nothing to train")
@@ -201,10 +201,10 @@ def first_backward(graph: fx.Graph) -> fx.Node:
 
 
 def _drop_needless_copies(graph: fx.Graph) -> None:
-    """Let readers of a copy read what was copied.
+    """Make readers of a copy read the original.
 
-    Autograd copies what its backward pass needs before an operation in place overwrites it (``hardtanh_``); nothing is
-    overwritten here but the step's inputs. A copy of a part of a storage, or in another layout, has its use.
+    Autograd copies what its backward pass needs before an in-place operation overwrites it (``hardtanh_``); here nothing but the
+    step's inputs is overwritten. A copy of a part of a storage, or in another layout, stays.
     """
     static = {storage(fake(n)) for n in graph.find_nodes(op="placeholder") if isinstance(n.meta.get("val"), torch.Tensor)}
     for node in graph.find_nodes(op="call_function", target=aten.clone.default):
@@ -212,7 +212,7 @@ def _drop_needless_copies(graph: fx.Graph) -> None:
         assert isinstance(copied, fx.Node)
         value, result = fake(copied), fake(node)
         same = value.untyped_storage().nbytes() == result.untyped_storage().nbytes() and value.stride() == result.stride()
-        # A view of the copy, or one that is returned, is what others know by its storage.
+        # Other nodes know a view of the copy, or a copy that is returned, by its storage.
         shared = any(storage(result) in map(storage, tensors_in(user.meta.get("val"))) for user in node.users)
         if same and not shared and graph.output_node() not in node.users and storage(value) not in static:
             node.replace_all_uses_with(copied)
@@ -220,12 +220,12 @@ def _drop_needless_copies(graph: fx.Graph) -> None:
 
 
 def tensors_in(value: object) -> list[torch.Tensor]:
-    """The tensors in the value of a node."""
+    """Return the tensors in the value of a node."""
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 def _write_back_mutations(graph: fx.Graph, boundary: fx.Node) -> None:
-    """Replace each returned new value of an input by a ``copy_`` into it, once the old value is read for the last time."""
+    """Replace each returned new value of an input by a ``copy_`` into it, after the last read of the old value."""
     position = {node: i for i, node in enumerate(graph.nodes)}
     kept = []
     for value, desc in outputs(graph):
@@ -236,7 +236,7 @@ def _write_back_mutations(graph: fx.Graph, boundary: fx.Node) -> None:
         target = next(n for n in graph.find_nodes(op="placeholder") if n.meta["desc"] == desc.mutated_input)
         late = [user for user in target.users if position[user] >= position[boundary] and target not in ignored_inputs(user)]
         if late:
-            _keep_old_value(graph, target, late)
+            _save_old_value(graph, target, late)
         readers = [user for user in _readers(target) if position.get(user, 0) < position[boundary]]
         last = max((*readers, value), key=lambda node: position.get(node, 0))
         with graph.inserting_after(last):
@@ -246,15 +246,15 @@ def _write_back_mutations(graph: fx.Graph, boundary: fx.Node) -> None:
     _set_outputs(graph, kept)
 
 
-def _keep_old_value(graph: fx.Graph, target: fx.Node, late: list[fx.Node]) -> None:
-    """Give the backward pass a copy of an input that the forward pass overwrites."""
+def _save_old_value(graph: fx.Graph, target: fx.Node, late: list[fx.Node]) -> None:
+    """Make the backward pass read a copy of an input that the forward pass overwrites."""
     copy = call_before(list(graph.find_nodes(op="placeholder"))[-1].next, aten.clone.default, target)
     for user in late:
         user.replace_input_with(target, copy)
 
 
 def _readers(node: fx.Node) -> Iterable[fx.Node]:
-    """The users of `node` and of its views."""
+    """Yield the users of `node` and of its views."""
     for user in node.users:
         yield user
         value = user.meta.get("val")
@@ -262,7 +262,7 @@ def _readers(node: fx.Node) -> Iterable[fx.Node]:
             yield from _readers(user)
 
 
-def _own_gradients(graph: fx.Graph) -> None:
+def _separate_gradients(graph: fx.Graph) -> None:
     """Give each gradient a storage of its own in the layout of its input, as ``AccumulateGrad`` would by cloning."""
     inputs = {node.meta["desc"]: node for node in graph.find_nodes(op="placeholder")}
     taken = {storage(fake(node)) for node in inputs.values() if isinstance(node.meta.get("val"), torch.Tensor)}
@@ -279,7 +279,7 @@ def _own_gradients(graph: fx.Graph) -> None:
 
 
 def keeps_layout(gradient: torch.Tensor, variable: torch.Tensor) -> bool:
-    """``AccumulateGrad``'s layout contract: strides of the variable if it is dense, else contiguous."""
+    """Return whether ``AccumulateGrad`` keeps the layout: strides of the variable if it is dense, else contiguous."""
     if not torch.ops.aten.is_non_overlapping_and_dense.default(variable):
         return gradient.is_contiguous()
     strides = zip(gradient.shape, gradient.stride(), variable.stride(), strict=True)
@@ -287,14 +287,14 @@ def keeps_layout(gradient: torch.Tensor, variable: torch.Tensor) -> bool:
 
 
 def memory_format(variable: torch.Tensor) -> torch.memory_format:
-    """What a clone is given to have the layout of a gradient of `variable`."""
+    """Return the memory format with which a clone has the layout of a gradient of `variable`."""
     formats = {4: torch.channels_last, 5: torch.channels_last_3d}
     wanted = formats.get(variable.dim(), torch.contiguous_format)
     return wanted if variable.is_contiguous(memory_format=wanted) else torch.contiguous_format
 
 
 def call_before(place: fx.Node, target: OpOverload, *args: Any, **kwargs: Any) -> fx.Node:
-    """A new node before `place` that calls `target`, with its fake value."""
+    """Insert a node before `place` that calls `target`, and return it with its fake value."""
     with place.graph.inserting_before(place):
         node = place.graph.call_function(target, args, kwargs)
     values = [fake(arg) if isinstance(arg, fx.Node) else arg for arg in args]
@@ -312,7 +312,7 @@ def _set_outputs(graph: fx.Graph, pairs: list[tuple[object, AOTOutput]]) -> None
 
 
 def remove_dead_code(graph: fx.Graph) -> None:
-    """Remove what no output needs, except writes, checks and random ops (which move the generator on)."""
+    """Remove nodes that no output needs, except writes, checks and random ops (which advance the generator)."""
     for node in reversed(list(graph.nodes)):
         needed = node.users or node.target in (aten.copy_.default, *CHECKS) or is_random(node)
         if node.op == "call_function" and not needed:

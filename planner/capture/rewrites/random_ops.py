@@ -1,4 +1,4 @@
-"""Random ops that are executed once: for what runs where a generator's state can be neither read nor set."""
+"""Random ops that are executed once, where a generator's state can be neither read nor set."""
 
 from dataclasses import replace
 
@@ -7,8 +7,8 @@ from planner.capture.lowering.lower import Capture
 from planner.capture.lowering.program import Call, Launches
 
 
-def drawn_once(captured: Capture) -> Capture:
-    """`captured` with no random op that is computed again, and no state kept for one.
+def execute_random_ops_once(captured: Capture) -> Capture:
+    """Return `captured` without recomputation of random ops and without saved states.
 
     The ops that save the generator's state stay in the graph, and do nothing.
     """

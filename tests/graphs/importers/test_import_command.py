@@ -1,4 +1,4 @@
-"""``planner import``."""
+"""The command ``planner import``."""
 
 import json
 from pathlib import Path
@@ -33,7 +33,7 @@ def test_the_command_imports(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert capsys.readouterr().out.startswith(f"{model}: 10 ops, {len(graph.tensors)} tensors, step time 5.32 us, ")
 
 
-def test_the_command_says_in_one_line_what_it_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = tmp_path / "model.json"
     write_graph(chain(3), model)
     for file, output, code, words in [

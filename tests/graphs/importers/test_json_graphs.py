@@ -1,4 +1,4 @@
-"""Instances of Checkmate and of Moccasin: what is read from them."""
+"""Import of Checkmate's and Moccasin's graphs."""
 
 import json
 from pathlib import Path
@@ -47,7 +47,7 @@ def test_a_training_graph_of_node_links(tmp_path: Path) -> None:
     assert (graph.static_bytes, graph.kept, graph.provenance["model"]) == (0, frozenset(), "two layers")
 
 
-def test_a_layered_graph_stands_in_its_order(tmp_path: Path) -> None:
+def test_layered_graph_keeps_its_order(tmp_path: Path) -> None:
     graph = import_graph(write(tmp_path / "layered.json", LAYERED))
     assert shape(graph) == [
         ("op2", [], 20, Phase.FORWARD),

@@ -1,4 +1,4 @@
-"""Logs of simrd: what is read from them."""
+"""Import of DTR's logs."""
 
 import gzip
 import json
@@ -46,7 +46,7 @@ def test_a_log_becomes_storages_and_ops(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("end", range(len(SMALL_LOG)))
-def test_a_log_that_ends_early_holds_what_it_held(end: int, tmp_path: Path) -> None:
+def test_references_at_the_end_of_a_log_are_kept(end: int, tmp_path: Path) -> None:
     lines = SMALL_LOG[: end + 1]
     path = write_log(tmp_path / "small.log", lines)
     whole = end + 1 == len(SMALL_LOG) or SMALL_LOG[end + 1]["INSTRUCTION"] not in ("MEMORY", "ALIAS")
@@ -59,7 +59,7 @@ def test_a_log_that_ends_early_holds_what_it_held(end: int, tmp_path: Path) -> N
             import_graph(path)
 
 
-def test_references_move(tmp_path: Path) -> None:
+def test_references_follow_copies_and_releases(tmp_path: Path) -> None:
     lines = [
         *annotate("START"),
         *constant("x", 1),
@@ -86,7 +86,7 @@ def test_a_gzipped_log_reads_as_a_plain_one(tmp_path: Path) -> None:
     ("name", "peak_gb", "base_ms", "log_ops"),
     [("resnet32", 10.06, 292, 509), ("unet", 8.42, 435, 399), ("transformer", 9.86, 276, 3154)],
 )
-def test_public_logs_take_what_they_account_for(name: str, peak_gb: float, base_ms: int, log_ops: int) -> None:
+def test_public_logs_have_the_memory_that_they_count(name: str, peak_gb: float, base_ms: int, log_ops: int) -> None:
     path = public(f"simrd/{name}.log.gz")
     lines = [json.loads(line) for line in gzip.decompress(path.read_bytes()).decode().splitlines()]
     graph = import_graph(path)

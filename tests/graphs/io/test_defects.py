@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from graphs.errors import FormatError, GraphError
-from graphs.io.documents import plain
+from graphs.io.documents import to_json
 from graphs.io.formats import read_graph, write_graph
 from graphs.io.graph_document import graph_from_dict, graph_to_dict
 from graphs.ir import Graph
@@ -163,7 +163,7 @@ def put(data: Any, place: str, value: Any) -> None:
 @pytest.mark.parametrize(
     ("place", "value", "said"), BROKEN_GRAPHS, ids=[f"{case[0]}-{i}" for i, case in enumerate(BROKEN_GRAPHS)]
 )
-def test_a_graph_with_a_defect_is_refused(place: str, value: Any, said: str, graph: Graph, tmp_path: Path) -> None:
+def test_defective_graph_raises(place: str, value: Any, said: str, graph: Graph, tmp_path: Path) -> None:
     data: Any = through_text(graph_to_dict(graph))
     put(data, place, value)
     path = tmp_path / "graph.json"
@@ -172,7 +172,7 @@ def test_a_graph_with_a_defect_is_refused(place: str, value: Any, said: str, gra
 
 
 @pytest.mark.parametrize(("place", "value", "said"), BROKEN_PLANS, ids=[f"{case[0]}-{i}" for i, case in enumerate(BROKEN_PLANS)])
-def test_a_plan_with_a_defect_is_refused(place: str, value: Any, said: str, plan: Plan, tmp_path: Path) -> None:
+def test_defective_plan_raises(place: str, value: Any, said: str, plan: Plan, tmp_path: Path) -> None:
     data: Any = through_text(plan_to_dict(plan))
     digits = "9" * 5000
     put(data, place, "DIGITS" if value == 10**5000 else value)
@@ -182,7 +182,7 @@ def test_a_plan_with_a_defect_is_refused(place: str, value: Any, said: str, plan
 
 
 @pytest.mark.parametrize("which", ["graph", "plan"])
-def test_every_field_without_a_default_is_needed(which: str, graph: Graph, plan: Plan, tmp_path: Path) -> None:
+def test_missing_required_field_raises(which: str, graph: Graph, plan: Plan, tmp_path: Path) -> None:
     path = tmp_path / "file.json"
     write: Any = write_graph if which == "graph" else write_plan
     read: Any = read_graph if which == "graph" else read_plan
@@ -210,16 +210,16 @@ def test_a_graph_error_keeps_its_kind(graph: Graph, tmp_path: Path) -> None:
         read_graph(tmp_path / "graph.json")
 
 
-def test_free_objects_are_limited_in_depth_and_type() -> None:
+def test_free_form_objects_are_limited_in_depth_and_type() -> None:
     deep: object = 1
     for _ in range(200):
         deep = [deep]
     with pytest.raises(FormatError, match="nested more than 100 deep"):
-        plain({"a": deep}, "provenance")
+        to_json({"a": deep}, "provenance")
     with pytest.raises(FormatError, match=r"provenance\.a is of type set"):
-        plain({"a": {1}}, "provenance")
+        to_json({"a": {1}}, "provenance")
     with pytest.raises(FormatError, match="provenance has the key 1: keys are strings"):
-        plain({1: 1}, "provenance")
+        to_json({1: 1}, "provenance")
 
 
 @pytest.mark.parametrize(
@@ -233,7 +233,7 @@ def test_free_objects_are_limited_in_depth_and_type() -> None:
         ({"ops": {"time_s": 2.0**62}}, "the times of its ops sum to 1.38351e+19 s: must be below 2^63"),
     ],
 )
-def test_what_cannot_be_added_up_is_refused(edits: dict[str, Any], said: str, graph: Graph, tmp_path: Path) -> None:
+def test_overflowing_sums_raise(edits: dict[str, Any], said: str, graph: Graph, tmp_path: Path) -> None:
     data: Any = graph_to_dict(graph)
     for rows, fields in edits.items():
         data[rows] = [row | fields for row in data[rows]]

@@ -1,4 +1,4 @@
-"""What is no file of the planner, or cannot be read, is refused in one clear line."""
+"""Errors for files of other formats and unreadable files."""
 
 import os
 from collections.abc import Callable
@@ -17,9 +17,9 @@ from tests.support.documents import refusal
 
 
 @pytest.mark.parametrize("which", ["graph", "plan"])
-def test_a_file_cut_short_anywhere_is_refused(which: str, graph: Graph, plan: Plan, tmp_path: Path) -> None:
+def test_truncated_file_raises(which: str, graph: Graph, plan: Plan, tmp_path: Path) -> None:
     path = tmp_path / "file.json"
-    text = files.layout(graph_to_dict(graph) if which == "graph" else plan_to_dict(plan))
+    text = files.format_json(graph_to_dict(graph) if which == "graph" else plan_to_dict(plan))
     read: Callable[[Path], object] = read_graph if which == "graph" else read_plan
     for length in range(len(text.rstrip())):
         path.write_text(text[:length])
@@ -53,16 +53,14 @@ def test_a_file_cut_short_anywhere_is_refused(which: str, graph: Graph, plan: Pl
     ],
 )
 @pytest.mark.parametrize("read", [read_graph, read_plan, read_graph_or_plan])
-def test_what_is_no_file_of_the_planner_is_refused(
-    read: Callable[[Path], object], content: bytes, said: str, tmp_path: Path
-) -> None:
+def test_files_of_other_formats_raise(read: Callable[[Path], object], content: bytes, said: str, tmp_path: Path) -> None:
     path = tmp_path / "file.json"
     path.write_bytes(content)
     assert said in refusal(read, path)
 
 
 @pytest.mark.parametrize("read", [read_graph, read_plan])
-def test_what_cannot_be_read_is_refused(read: Callable[[Path], object], tmp_path: Path) -> None:
+def test_unreadable_paths_raise(read: Callable[[Path], object], tmp_path: Path) -> None:
     assert refusal(read, tmp_path / "none.json") == "there is no such file"
     assert refusal(read, tmp_path / "none" / "none.json") == "there is no such file"
     assert refusal(read, tmp_path) == "is a folder, not a file"
@@ -71,7 +69,7 @@ def test_what_cannot_be_read_is_refused(read: Callable[[Path], object], tmp_path
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="the superuser may read everything")
-def test_a_file_without_permission_is_refused(tmp_path: Path) -> None:
+def test_file_without_permission_raises(tmp_path: Path) -> None:
     path = tmp_path / "file.json"
     path.touch(mode=0)
     assert refusal(read_graph, path) == "cannot be read: Permission denied"

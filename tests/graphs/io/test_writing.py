@@ -1,4 +1,4 @@
-"""Files are written whole or left as they were."""
+"""Atomic writing of files."""
 
 import os
 import stat
@@ -16,7 +16,7 @@ from tests.support.documents import files_in
 
 
 @pytest.mark.parametrize("field", ["time_s", "bound_s", "seconds"])
-def test_a_plan_that_has_no_form_leaves_the_file_as_it_was(field: str, plan: Plan, tmp_path: Path) -> None:
+def test_unwritable_plan_leaves_the_file_unchanged(field: str, plan: Plan, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     path.write_text("before")
     with pytest.raises(FormatError, match="not finite"):
@@ -27,7 +27,7 @@ def test_a_plan_that_has_no_form_leaves_the_file_as_it_was(field: str, plan: Pla
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError(28, "No space left on device")])
 @pytest.mark.parametrize("moment", ["fsync", "replace"])
-def test_an_interrupted_write_leaves_the_file_as_it_was(
+def test_interrupted_write_leaves_the_file_unchanged(
     moment: str, error: BaseException, graph: Graph, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "graph.json"
@@ -46,7 +46,7 @@ def test_an_interrupted_write_leaves_the_file_as_it_was(
     assert files_in(tmp_path) == ["graph.json"]
 
 
-def test_unwritable_places_are_refused(graph: Graph, tmp_path: Path) -> None:
+def test_unwritable_paths_raise(graph: Graph, tmp_path: Path) -> None:
     with pytest.raises(OutputError, match="is a folder: name a file"):
         write_graph(graph, tmp_path)
     with pytest.raises(OutputError, match="there is no folder"):
@@ -55,7 +55,7 @@ def test_unwritable_places_are_refused(graph: Graph, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="the superuser may write everywhere")
-def test_a_folder_without_permission_is_refused(graph: Graph, tmp_path: Path) -> None:
+def test_folder_without_permission_raises(graph: Graph, tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
     with pytest.raises(OutputError, match="permission denied"):
         write_graph(graph, tmp_path / "graph.json")

@@ -1,4 +1,4 @@
-"""Batch norms as cuDNN computes them on CUDA, with kernels of the CPU under the same names."""
+"""Capture of batch norms with cuDNN's kernels, which CPU kernels replace under the same names."""
 
 import copy
 from collections.abc import Iterator
@@ -67,7 +67,7 @@ def _twice(norm: nn.Module) -> Call:
         ),
     ],
 )
-def test_the_kernel_that_eager_calls_is_captured(norm: nn.Module, training: bool, targets: tuple[str, str], seed: int) -> None:
+def test_eager_kernel_is_captured(norm: nn.Module, training: bool, targets: tuple[str, str], seed: int) -> None:
     torch.manual_seed(0)
     model = _twice(copy.deepcopy(norm)).train(training)
     batch = (torch.randn(24, 32), torch.randint(3, (24,)))
@@ -82,7 +82,7 @@ def test_the_kernel_that_eager_calls_is_captured(norm: nn.Module, training: bool
     assert expected.differences(outcome(planned, model, batch)) == ()
 
 
-def test_torch_compile_recomputes_without_the_statistics(chosen_on_cuda: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_compile_recomputes_without_running_statistics(chosen_on_cuda: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
     # So little that batch norms are recomputed, whatever the ops were measured to take.
     monkeypatch.setattr("tests.support.budgets.between", lambda graph: on_the_way(graph, 0.05)[0])
     torch.manual_seed(0)

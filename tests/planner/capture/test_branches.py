@@ -1,4 +1,4 @@
-"""Branches on data: taken as on the given batch, guarded, or refused with the line that is to blame."""
+"""Branches on data: taken as on the given batch, guarded, or refused with the line that branches."""
 
 import random
 import re
@@ -92,7 +92,7 @@ ALL, NONE = torch.ones(4, 4) > 0, torch.zeros(4, 4) > 0
     ],
     ids=["if", "number", "assertion", "equal", "size", "or", "list", "selection"],
 )
-def test_a_branch_is_taken_as_eager_takes_it_and_guarded(before: Any, after: Any, other: torch.Tensor, text: str) -> None:
+def test_branch_is_taken_as_in_eager_and_guarded(before: Any, after: Any, other: torch.Tensor, text: str) -> None:
     torch.manual_seed(0)
     model, x = Step(before, after), torch.randn(4, 4)
     step = check_three_steps(model, (x, MASK))
@@ -108,7 +108,7 @@ def test_a_branch_is_taken_as_eager_takes_it_and_guarded(before: Any, after: Any
     assert model.calls.item() == 1
 
 
-def test_what_the_condition_needs_and_no_more_is_guarded() -> None:
+def test_guards_cover_exactly_the_operands_of_the_condition() -> None:
     model, x = Step(number_compared), torch.randn(4, 4)
     step = executor(model, (x, MASK))
     for mask in (ALL, MASK.t().contiguous()):  # 16, 9 > 5
@@ -118,7 +118,7 @@ def test_what_the_condition_needs_and_no_more_is_guarded() -> None:
         assert torch.equal(planned, model(torch.ones(4, 4), mask))
 
 
-def test_a_buffer_that_the_step_changes_is_read_as_it_is_before_the_step() -> None:
+def test_changed_buffer_is_read_before_the_step() -> None:
     class WarmUp(Step):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             self.calls += 1
@@ -132,7 +132,7 @@ def test_a_buffer_that_the_step_changes_is_read_as_it_is_before_the_step() -> No
     assert model.calls.item() == 2
 
 
-def test_an_earlier_guard_speaks_where_a_later_one_cannot_be_computed() -> None:
+def test_earlier_guard_fails_if_a_later_one_cannot_be_computed() -> None:
     def picked(x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         assert ids.max() < 4
         return x * 2 if torch.arange(4)[ids].sum() > 3 else x
@@ -175,7 +175,7 @@ def of_items(hidden: torch.Tensor) -> torch.Tensor:
     ],
     ids=["activations", "chance", "sizes", "items"],
 )
-def test_what_differs_from_step_to_step_is_refused_with_its_line(after: Any, text: str, reason: str) -> None:
+def test_conditions_that_vary_between_steps_raise_with_their_line(after: Any, text: str, reason: str) -> None:
     with pytest.raises(TraceError) as caught:
         capture(Step(lambda x: x, after).eval(), None, (torch.randn(4, 4),))
     message = str(caught.value)
@@ -185,7 +185,7 @@ def test_what_differs_from_step_to_step_is_refused_with_its_line(after: Any, tex
     assert "\n" not in message
 
 
-def test_a_random_number_that_decides_nothing_is_drawn_all_the_same() -> None:
+def test_unused_random_number_is_still_drawn() -> None:
     model = Step(lambda x: x, lambda hidden: hidden * 0 if torch.rand([]) < 0.0 else hidden)
     step = check_three_steps(model, (torch.randn(4, 4),))
     torch.manual_seed(0)
@@ -205,7 +205,7 @@ def test_a_random_number_that_decides_nothing_is_drawn_all_the_same() -> None:
     ],
     ids=["random", "randint", "uniform", "instance", "numpy", "numpy integers", "numpy array"],
 )
-def test_random_numbers_of_python_are_refused(draw: Callable[[], Any]) -> None:
+def test_python_random_numbers_raise(draw: Callable[[], Any]) -> None:
     state = random.getstate()
     with pytest.raises(TraceError, match=r"test_branches.py:\d+ .* draws a random number outside PyTorch"):
         capture(Step(lambda x: x, lambda hidden: hidden * draw()), None, (torch.randn(4, 4),))
@@ -237,7 +237,7 @@ PADDED = torch.tensor([[0, 0, 0, 0, 1], [0, 0, 0, 0, 0]]) > 0
     ],
     ids=["causal", "bool and padded", "open"],
 )
-def test_transformers_with_masks_train_as_eager(masks: dict[str, Any]) -> None:
+def test_masked_transformers_train_as_in_eager(masks: dict[str, Any]) -> None:
     torch.manual_seed(0)
     model, batch = encoded(**masks)
     step = check_three_steps(model, batch)
@@ -246,7 +246,7 @@ def test_transformers_with_masks_train_as_eager(masks: dict[str, Any]) -> None:
             call(step, batch | {"tgt_mask": torch.zeros(4, 4)})
 
 
-def test_a_masked_transformer_is_planned_within_its_budget() -> None:
+def test_masked_transformer_stays_within_its_budget() -> None:
     torch.manual_seed(0)
     model, batch = encoded(tgt_mask=CAUSAL)
     graph = planner.trace(model, None, batch, passes=1)
@@ -259,7 +259,7 @@ def test_a_masked_transformer_is_planned_within_its_budget() -> None:
     assert torch.equal(planned, model(**batch))
 
 
-def test_sizes_may_vary_beside_a_mask() -> None:
+def test_sizes_may_vary_with_a_mask() -> None:
     torch.manual_seed(0)
     model, mask = Step(if_all), torch.ones(16, 4) > 0
     x = torch.randn(16, 4)
@@ -273,7 +273,7 @@ def test_sizes_may_vary_beside_a_mask() -> None:
         step(x, ~mask)
 
 
-def test_fake_batches_have_no_values() -> None:
+def test_conditions_on_fake_batches_raise() -> None:
     with FakeTensorMode():
         model, batch = Step(if_all), (torch.randn(4, 4), torch.ones(4, 4) > 0)
     with pytest.raises(TraceError, match=r"if mask.all\(\):.* plan with real tensors"):

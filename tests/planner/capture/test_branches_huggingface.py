@@ -1,4 +1,4 @@
-"""Models of Transformers that branch on data: DeBERTa and wav2vec2, small and randomly initialised."""
+"""Models of Transformers with branches on data: DeBERTa and wav2vec2, small and randomly initialized."""
 
 import os
 from collections.abc import Callable
@@ -71,7 +71,7 @@ def test_three_steps_are_exact(make: Callable[[], Case]) -> None:
     ],
     ids=["layers dropped", "SpecAugment"],
 )
-def test_what_a_model_chooses_at_random_is_refused(options: dict[str, Any], line: str, way_out: str) -> None:
+def test_random_choices_of_a_model_raise(options: dict[str, Any], line: str, way_out: str) -> None:
     model, batch = wav2vec2(**options)
     with pytest.raises(TraceError, match=line) as caught:
         capture(model.train(), None, batch)

@@ -36,13 +36,13 @@ def test_convolutions_chosen_by_timing_are_not_recomputed(monkeypatch: pytest.Mo
         assert _recomputable(_captured()) == [True, True]
 
 
-def test_on_the_cpu_the_flag_means_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flag_has_no_effect_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
     assert _recomputable(_captured()) == [True, True]
 
 
 @pytest.mark.slow
-def test_convolutions_between_kernels_of_inductor_are_not_recomputed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_convolutions_between_inductor_kernels_are_not_recomputed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(convolutions, "_DEVICE_TYPE", "cpu")
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
     batch = (torch.randn(2, 3, 8, 8), torch.randn(2, 4, 4, 4))

@@ -1,4 +1,4 @@
-"""What stops a capture: the user's own exceptions as they are, and one line with a way out for all else."""
+"""Errors that stop a capture: the user's own exceptions as they are, and one line with a way out for all others."""
 
 import traceback
 from collections.abc import Callable
@@ -56,7 +56,7 @@ def no_attribute(y: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     ],
     ids=lambda given: getattr(given, "__name__", None),
 )
-def test_the_users_own_exception_is_raised_as_it_is(
+def test_users_exception_is_raised_unchanged(
     loss_fn: Callable[..., Any], kind: type[Exception], said: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(kind, match=said) as raised:
@@ -91,7 +91,7 @@ def three(y: torch.Tensor, target: torch.Tensor, *, weight: torch.Tensor) -> tor
         (lambda y: y.sum(), (X, Y), r"the loss function takes \(y\), and is given the model's output and input 1"),
     ],
 )
-def test_a_batch_that_is_not_taken_names_what_is_and_what_was_given(loss_fn: Any, batch: Any, said: str) -> None:
+def test_wrong_batch_error_names_expected_and_given_arguments(loss_fn: Any, batch: Any, said: str) -> None:
     with pytest.raises(TraceError, match=said):
         capture(nn.Linear(4, 4), loss_fn, batch)
 
@@ -142,21 +142,21 @@ def scripted(m: Any, x: torch.Tensor) -> torch.Tensor:
     ],
     ids=lambda given: getattr(given, "__name__", None),
 )
-def test_what_no_graph_holds_is_named_with_its_line_and_a_way_out(forward: Callable[..., Any], said: str) -> None:
+def test_unsupported_code_is_named_with_line_and_advice(forward: Callable[..., Any], said: str) -> None:
     with pytest.raises(TraceError, match=said) as refused:
         capture(Call(forward, inner=nn.Linear(4, 4)), F.mse_loss, (X, Y))
     assert f"test_failures.py:{forward.__code__.co_firstlineno + 1}" in str(refused.value)
     assert 'torch.compile(model, backend="planner"' in str(refused.value)
 
 
-def test_an_op_that_fails_is_named_with_its_line_and_nothing_is_logged(capfd: pytest.CaptureFixture[str]) -> None:
+def test_failing_op_is_named_with_its_line_without_logging(capfd: pytest.CaptureFixture[str]) -> None:
     model = Call(lambda m, x: m.inner(x) @ x, inner=nn.Linear(4, 4))
     with pytest.raises(TraceError, match=r"an op of the step fails on this batch: RuntimeError: .*, at .*test_failures.py:\d+"):
         capture(model, F.mse_loss, (X, Y))
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_plan_made_while_an_earlier_error_is_handled_is_made_without_it() -> None:
+def test_planning_in_an_except_block_ignores_the_handled_error() -> None:
     """As where a loop has run out of memory: the error is the context of whatever is raised in the capture."""
 
     class Branching(nn.Module):

@@ -1,4 +1,4 @@
-"""Capture: what the graph says of a training step, and what cannot be captured."""
+"""Capture of training steps: the resulting graph, and errors for steps that cannot be captured."""
 
 from functools import partial
 
@@ -25,7 +25,7 @@ def ops_called(graph: Graph, target: str) -> list[Op]:
     return [op for op in graph.ops if op.target == target]
 
 
-def test_a_perceptron_op_by_op() -> None:
+def test_perceptron_graph_op_by_op() -> None:
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     graph = capture(model, F.mse_loss, (torch.randn(3, 4), torch.randn(3, 2))).graph
     forward = [(op.target, op.module) for op in graph.ops if op.phase is Phase.FORWARD]
@@ -42,7 +42,7 @@ def test_a_perceptron_op_by_op() -> None:
     assert sum(graph.tensors[t].size_bytes for t in graph.kept) == parameters + 4
 
 
-def test_copies_that_only_protect_from_writes_in_place_are_dropped() -> None:
+def test_copies_before_in_place_writes_are_dropped() -> None:
     layers = (nn.Linear(4, 8), nn.Hardtanh(inplace=True), nn.Linear(8, 2))
     workload = Workload(nn.Sequential(*layers), F.mse_loss, (torch.randn(3, 4), torch.randn(3, 2)))
     captured = capture(*workload)
@@ -53,7 +53,7 @@ def test_copies_that_only_protect_from_writes_in_place_are_dropped() -> None:
     assert wanted.differences(outcome(planned, workload.model, workload.batch, seed=1)) == ()
 
 
-def test_copies_that_are_returned_or_keep_what_is_overwritten_stay() -> None:
+def test_returned_copies_and_copies_of_overwritten_values_stay() -> None:
     class Counter(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -81,14 +81,14 @@ def test_views_are_neither_ops_nor_tensors() -> None:
     assert [op.target for op in viewed.ops] == [op.target for op in plain.ops]
 
 
-def test_outputs_of_one_op_are_tensors_of_their_own() -> None:
+def test_outputs_of_one_op_are_separate_tensors() -> None:
     graph = capture_of("resnet18").graph
     (first, *_) = ops_called(graph, "aten._native_batch_norm_legit_functional.default")
     assert len(first.outputs) == 5
     assert first.recomputable
 
 
-def test_what_reads_an_overwritten_buffer_is_not_recomputed() -> None:
+def test_readers_of_overwritten_buffers_are_not_recomputed() -> None:
     graph = capture_of("mutated").graph
     mean = next(t.id for t in graph.tensors if t.name.endswith("mean"))
     assert any(mean in op.mutates for op in graph.ops)
@@ -138,7 +138,7 @@ def test_optimizer_state_and_old_gradients_are_static(name: str) -> None:
     assert sizes[Kind.ACCUMULATED_GRADIENT] == sum(p.nbytes for p in workload.model.parameters())
 
 
-def test_the_fingerprint_is_of_structure_and_sizes() -> None:
+def test_fingerprint_depends_on_structure_and_sizes() -> None:
     workload = make("tied")
     captured = capture_of("tied")
     again = capture(*make("tied"), optimizer="adamw")
@@ -148,7 +148,7 @@ def test_the_fingerprint_is_of_structure_and_sizes() -> None:
 
 
 @pytest.mark.parametrize("name", STEPS)
-def test_profiling_leaves_the_model_as_it_was(name: str) -> None:
+def test_profiling_does_not_change_the_model(name: str) -> None:
     workload = make(name)
     captured = capture_of(name)
     before = {key: value.clone() for key, value in workload.model.state_dict().items()}
@@ -204,18 +204,18 @@ def hooked(module: nn.Module) -> nn.Module:
         "backward hooks",
     ],
 )
-def test_what_cannot_be_captured_is_one_clear_error(model: nn.Module, loss_fn, message: str) -> None:
+def test_unsupported_steps_raise_one_line_errors(model: nn.Module, loss_fn, message: str) -> None:
     batch = (X,) if loss_fn is None else (X, X)
     with pytest.raises(TraceError, match=message) as caught:
         capture(model, loss_fn, batch)
     assert "\n" not in str(caught.value)
 
 
-def test_unknown_optimizers_are_refused() -> None:
+def test_unknown_optimizers_raise() -> None:
     with pytest.raises(TraceError, match="unknown optimizer 'adam42'"):
         capture(*make("frozen"), optimizer="adam42")
 
 
-def test_a_capture_is_silent(capfd: pytest.CaptureFixture[str]) -> None:
+def test_capture_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
     capture(nn.Linear(4, 4), lambda y, x: y.sum(), (X, X))
     assert capfd.readouterr() == ("", "")

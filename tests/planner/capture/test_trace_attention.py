@@ -1,4 +1,4 @@
-"""The attention kernels of CUDA, captured on the CPU."""
+"""CUDA's attention kernels, captured on the CPU."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -79,20 +79,20 @@ def kernels(graph: fx.Graph) -> dict[str, int]:
         (torch.float64, {}, "written out"),
     ],
 )
-def test_kernel_is_the_one_cuda_runs(dtype: torch.dtype, options: dict[str, object], kernel: str) -> None:
+def test_captured_kernel_is_the_one_cuda_runs(dtype: torch.dtype, options: dict[str, object], kernel: str) -> None:
     with attention_as_on_cuda():
         graph = joint(dtype, **options)
     assert kernels(graph) == KERNELS[kernel]
 
 
-def test_flash_attention_keeps_nothing_quadratic() -> None:
+def test_flash_attention_saves_no_quadratic_tensor() -> None:
     with attention_as_on_cuda():
         graph = joint(torch.bfloat16, dropout_p=0.1, is_causal=True)
     values = [node.meta["val"] for node in graph.nodes if isinstance(node.meta.get("val"), Tensor)]
     assert max(t.numel() for t in values) == 2 * 4 * 64 * 32
 
 
-def test_padding_keeps_the_scale_of_the_width_as_given() -> None:
+def test_padding_keeps_the_scale_of_the_unpadded_width() -> None:
     with attention_as_on_cuda():
         graph = joint(torch.bfloat16, width=20)
     [forward] = [n for n in graph.nodes if n.target is torch.ops.aten._scaled_dot_product_flash_attention.default]
@@ -137,7 +137,7 @@ def by_hand(q: Tensor, k: Tensor, v: Tensor, masked: Callable[[Tensor], Tensor])
     return masked(q @ k.transpose(-2, -1) * q.size(-1) ** -0.5).softmax(-1) @ v
 
 
-def test_written_out_form_is_attention() -> None:
+def test_fallback_computes_attention() -> None:
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, 3, 5, 7, dtype=torch.float64) for _ in range(3))
     with attention_as_on_cuda():

@@ -1,4 +1,4 @@
-"""What is captured is what eager PyTorch runs: the same ops, and loss and gradients equal to the last bit."""
+"""Captured ops are those of eager PyTorch: same ops, bitwise equal loss and gradients."""
 
 import os
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from graphs.errors import TraceError
 from graphs.schedule import keep_everything
-from planner.capture.rewrites.layouts import laid_out
+from planner.capture.rewrites.layouts import copy_with_strides
 from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
 from planner.runtime.executor import Executor
@@ -62,7 +62,7 @@ FUNCTIONS: dict[str, tuple[Callable[..., Tensor], tuple[int, ...], tuple[Tensor,
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_functions_are_computed_as_eager_does(name: str) -> None:
+def test_functions_are_bitwise_equal_to_eager(name: str) -> None:
     torch.manual_seed(0)
     function, shape, inputs = FUNCTIONS[name]
     model = Function(function, *shape)
@@ -72,7 +72,7 @@ def test_functions_are_computed_as_eager_does(name: str) -> None:
 
 @pytest.mark.parametrize("zeros", [0, 1, 3])
 @pytest.mark.parametrize("kwargs", [{}, {"dim": 1}, {"dim": 0, "keepdim": True, "dtype": torch.float64}], ids=str)
-def test_the_gradient_of_a_product_is_eagers(zeros: int, kwargs: dict[str, Any]) -> None:
+def test_prod_gradient_is_bitwise_equal_to_eager(zeros: int, kwargs: dict[str, Any]) -> None:
     torch.manual_seed(0)
     model = Function(lambda x: x.prod(**kwargs), 6, 9)
     with torch.no_grad():
@@ -102,7 +102,7 @@ class Segmentation(nn.Module):
         return F.interpolate(self.head(first + large), scale_factor=2, mode="bicubic")
 
 
-def test_a_segmentation_net_takes_eagers_memory() -> None:
+def test_segmentation_net_needs_as_much_memory_as_eager() -> None:
     torch.manual_seed(0)
     model, batch = Segmentation(), (torch.randn(2, 3, 32, 32), torch.randint(4, (2, 64, 64)))
     captured, eager, ops = captured_as_eager(model, F.cross_entropy, batch)
@@ -117,7 +117,7 @@ def test_a_segmentation_net_takes_eagers_memory() -> None:
     assert peaks[1] <= 1.01 * peaks[0]
 
 
-def test_capture_leaves_pytorch_as_it_was() -> None:
+def test_capture_restores_pytorch() -> None:
     ops = (torch.ops.aten.upsample_bilinear2d.vec, torch.ops.aten.gru.input, torch.ops.aten.prod.default)
     before = [dict(op.py_kernels) for op in ops]
     capture(Function(lambda x: F.interpolate(x, scale_factor=2, mode="bilinear").sum(), 1, 1, 3, 3), None, ())
@@ -127,15 +127,15 @@ def test_capture_leaves_pytorch_as_it_was() -> None:
 
 
 @pytest.mark.parametrize("strides", [(99, 1), (1, 5), (0, 1), (1, 0)])
-def test_layouts_keep_values(strides: tuple[int, int]) -> None:
+def test_copy_with_strides_keeps_values(strides: tuple[int, int]) -> None:
     value = torch.arange(15.0).reshape(5, 3) if 0 not in strides else torch.ones(5, 3)
-    copied = laid_out(value, strides)
+    copied = copy_with_strides(value, strides)
     assert torch.equal(copied, value)
     assert copied.stride() == strides
 
 
 @pytest.mark.parametrize("name", ["is_compiling", "is_dynamo_compiling"])
-def test_a_model_that_asks_whether_it_is_compiled_computes_as_in_eager(name: str) -> None:
+def test_model_that_checks_for_a_compiler_computes_as_in_eager(name: str) -> None:
     question = getattr(torch.compiler, name)
     model = Function(lambda x: (x.sin() * 3 / 7 if question() else x.sin() * (3 / 7)).exp().sum(), 99)
     captured_as_eager(model, None, ())
@@ -151,12 +151,12 @@ def in_part(x: Tensor) -> Tensor:
 LOG: list[float] = []
 
 
-def test_what_no_graph_can_hold_is_captured_as_for_a_compiler() -> None:
+def test_code_that_needs_a_compiler_answer_is_captured_with_it() -> None:
     captured = capture(Function(lambda x: in_part(x).exp().sum(), 7), None, ())
     assert "aten.exp.default" in {str(node.target) for node in captured.nodes if node is not None}
 
 
-def test_data_that_only_eager_looks_at_is_no_condition() -> None:
+def test_data_read_only_in_eager_is_no_condition() -> None:
     def masked(x: Tensor, mask: Tensor) -> Tensor:
         if not torch.compiler.is_compiling() and bool(mask.all()):
             return x.exp().sum()
@@ -171,7 +171,7 @@ def test_data_that_only_eager_looks_at_is_no_condition() -> None:
 
 
 @pytest.mark.parametrize("fill", ["bernoulli_", "uniform_", "exponential_", "normal_", "log_normal_", "cauchy_"])
-def test_numbers_come_where_eager_puts_them(fill: str) -> None:
+def test_random_numbers_have_the_order_of_eager(fill: str) -> None:
     def noisy(x: Tensor) -> Tensor:
         y = x.reshape(5, 7, 33).transpose(0, 1) * 2
         return weighted(y * getattr(torch.empty_like(y), fill)().clamp(-3, 3))
@@ -180,7 +180,7 @@ def test_numbers_come_where_eager_puts_them(fill: str) -> None:
     assert any(op.random and op.recomputable for op in captured.graph.ops)
 
 
-def test_a_random_op_that_reads_what_it_writes_still_reads_it() -> None:
+def test_random_op_still_reads_the_tensor_that_it_writes() -> None:
     def model(x: Tensor) -> Tensor:
         y = x.reshape(5, 7, 3).transpose(0, 1) * 2
         return weighted(F.rrelu(y, training=True, inplace=True))

@@ -1,4 +1,4 @@
-"""Recurrent networks are captured as eager PyTorch runs them, to the last bit."""
+"""Recurrent networks are captured as eager PyTorch runs them, bitwise equal."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -28,7 +28,7 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[tuple[int, ...], ...]]]
 
 
 @pytest.mark.parametrize("name", NETWORKS)
-def test_recurrent_networks_are_computed_as_eager_does(name: str) -> None:
+def test_recurrent_networks_are_bitwise_equal_to_eager(name: str) -> None:
     torch.manual_seed(0)
     make, shapes = NETWORKS[name]
     captured, eager, ops = captured_as_eager(Last(make()), None, tuple(torch.randn(shape) for shape in shapes))
@@ -42,7 +42,7 @@ def test_recurrent_networks_are_computed_as_eager_does(name: str) -> None:
         assert {"aten.mkldnn_rnn_layer.default", "aten.mkldnn_rnn_layer_backward.default"} <= targets
 
 
-def test_an_lstm_is_the_same_graph_every_time() -> None:
+def test_lstm_gives_the_same_graph_every_time() -> None:
     """PyTorch remembers what kernels return, but not that two results were one tensor."""
     model, batch = Last(nn.LSTM(17, 33)), (torch.randn(6, 5, 17),)
     first, second = capture(model, None, batch), capture(model, None, batch)
@@ -53,7 +53,7 @@ def test_an_lstm_is_the_same_graph_every_time() -> None:
         assert model.inner.bias_ih_l0.grad.data_ptr() != model.inner.bias_hh_l0.grad.data_ptr()
 
 
-def test_an_lstm_takes_its_first_states_and_casts() -> None:
+def test_lstm_accepts_initial_states_and_autocast() -> None:
     torch.manual_seed(0)
     lstm = Last(nn.LSTM(17, 33))
     states = (torch.randn(1, 5, 33), torch.randn(1, 5, 33))
@@ -66,7 +66,7 @@ def test_an_lstm_takes_its_first_states_and_casts() -> None:
         captured_as_eager(lstm, None, (torch.randn(6, 5, 17), states))
 
 
-def test_cells_are_computed_as_eager_does() -> None:
+def test_recurrent_cells_are_bitwise_equal_to_eager() -> None:
     class Loop(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -84,6 +84,6 @@ def test_cells_are_computed_as_eager_does() -> None:
     assert ops == eager
 
 
-def test_an_lstm_cannot_be_captured_as_on_cuda() -> None:
+def test_lstm_captured_for_cuda_raises() -> None:
     with pytest.raises(TraceError, match="cuDNN"):
         capture(Last(nn.LSTM(17, 33)), None, (torch.randn(6, 5, 17),), as_on_cuda=True)

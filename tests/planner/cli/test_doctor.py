@@ -1,4 +1,4 @@
-"""``planner doctor``: what it finds here, and of a model."""
+"""The command ``planner doctor``: facts about the installation and about a model."""
 
 import json
 import sys
@@ -40,7 +40,7 @@ def models(tmp_path: Path) -> Path:
     return path
 
 
-def test_what_is_here_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_installation_is_described(capsys: pytest.CaptureFixture[str]) -> None:
     said = call(capsys, "doctor")
     assert (said.code, said.err) == (0, "")
     assert f"torch          {torch.__version__}" in said.out and "GB/s to host memory" in said.out

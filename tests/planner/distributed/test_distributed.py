@@ -1,4 +1,4 @@
-"""DDP and FSDP2 on two processes: one plan for both, the wrapper's own gradients to the last bit, and an error is everybody's."""
+"""DDP and FSDP2 on two processes: one plan for both, gradients bitwise equal to the wrapper's, and shared errors."""
 
 import copy
 from collections.abc import Callable, Iterable
@@ -280,7 +280,7 @@ def test_two_processes_train_by_one_plan(tmp_path: Path) -> None:
     on_two((*with_ddp, check_errors, check_ddp, check_swaps, *with_fsdp2, check_fsdp2), tmp_path)
 
 
-def test_one_process_is_left_alone() -> None:
+def test_plain_models_are_not_wrapped_and_data_parallel_raises() -> None:
     model = Net()
     assert unwrap(model).module is model
     with pytest.raises(TraceError, match="DataParallel is not planned: start a process for each device"):

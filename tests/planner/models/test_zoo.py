@@ -77,7 +77,7 @@ def train(workload: Workload, steps: int) -> list[float]:
     return losses
 
 
-def test_every_model_is_tried_here() -> None:
+def test_every_model_has_a_tiny_version() -> None:
     assert TINY.keys() == ZOO.keys()
 
 
@@ -149,7 +149,7 @@ def test_batch_options_shape_the_batch() -> None:
         assert [tuple(t.shape) for t in build("unet", batch=3, size=64).batch] == [(3, 3, 64, 64), (3, 64, 64)]
 
 
-def test_written_out_attention_computes_what_the_fused_one_does() -> None:
+def test_written_attention_equals_the_fused_one() -> None:
     torch.manual_seed(0)
     fused = build("gpt2", **TINY["gpt2"], dropout=0.0)
     written = build("gpt2", **TINY["gpt2"], dropout=0.0, attention="written")
@@ -163,7 +163,7 @@ def test_written_out_attention_computes_what_the_fused_one_does() -> None:
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "written"])
-def test_gpt2_does_not_see_the_future(attention: str) -> None:
+def test_gpt2_is_causal(attention: str) -> None:
     torch.manual_seed(0)
     model = build("gpt2", **TINY["gpt2"], dropout=0.0, attention=attention).model
     tokens = torch.randint(32, (1, 8))
@@ -181,7 +181,7 @@ def test_dropout_is_on_by_default_and_can_be_off() -> None:
     assert loss_of(off) == loss_of(off)
 
 
-def test_embeddings_are_tied_unless_told_otherwise() -> None:
+def test_embeddings_are_tied_by_default() -> None:
     tied, untied = build("gpt2", **TINY["gpt2"]).model, build("gpt2", **TINY["gpt2"], tie=False).model
     assert tied.get_submodule("head").weight is tied.get_submodule("tokens").weight
     assert untied.get_submodule("head").weight is not untied.get_submodule("tokens").weight
@@ -211,7 +211,7 @@ def test_grouped_queries_with_equal_heads_are_plain_attention() -> None:
     torch.testing.assert_close(loss_of(Workload(plain.model, plain.loss_fn, grouped.batch)), loss_of(grouped))
 
 
-def test_unet_normalises_by_groups_if_told() -> None:
+def test_unet_supports_group_norm() -> None:
     kinds = {type(m) for m in build("unet", **TINY["unet"], norm="group").model.modules()}
     assert nn.GroupNorm in kinds
     assert nn.BatchNorm2d not in kinds
@@ -245,7 +245,7 @@ def test_unet_normalises_by_groups_if_told() -> None:
         ("densenet121", {"size": 16}, "option size of densenet121 is 16: 4 blocks need at least 32"),
     ],
 )
-def test_wrong_options_are_refused(name: str, options: dict[str, Any], message: str) -> None:
+def test_wrong_options_raise(name: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(PlannerError) as error:
         build(name, **options)
     assert message in str(error.value)
@@ -253,12 +253,12 @@ def test_wrong_options_are_refused(name: str, options: dict[str, Any], message: 
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="refused only where there is no CUDA device")
-def test_absent_device_is_refused() -> None:
+def test_missing_device_raises() -> None:
     with pytest.raises(UsageError, match="device 'cuda' is not on this machine"):
         build("mlp", device="cuda")
 
 
-def test_options_are_read_from_text() -> None:
+def test_options_are_parsed_from_text() -> None:
     read = parse_options("gpt2", ["layers=4", "dropout=0", "tie=False", "attention = written"])
     assert read == {"layers": 4, "dropout": 0.0, "tie": False, "attention": "written"}
     assert parse_options("resnet50", ["blocks=1,2,3"]) == {"blocks": (1, 2, 3)}
@@ -276,14 +276,14 @@ def test_options_are_read_from_text() -> None:
         (["layers=1", "layers=2"], "option 'layers' of gpt2 is given twice"),
     ],
 )
-def test_unreadable_options_are_refused(texts: list[str], message: str) -> None:
+def test_unparsable_options_raise(texts: list[str], message: str) -> None:
     with pytest.raises(PlannerError) as error:
         parse_options("gpt2", texts)
     assert message in str(error.value)
 
 
 @pytest.mark.parametrize("name", ZOO)
-def test_described_options_build_what_is_built_without_any(name: str) -> None:
+def test_described_options_are_the_defaults(name: str) -> None:
     texts = describe_options(name).split(", ")
     options = parse_options(name, texts)
     assert parameters(name, **options) == parameters(name)

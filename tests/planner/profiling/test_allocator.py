@@ -1,4 +1,4 @@
-"""What the allocator is seen to do is what was run, and nothing else."""
+"""The recorded events of the allocator are those of the measured function alone."""
 
 import gc
 
@@ -7,7 +7,7 @@ import torch
 from planner.profiling.allocator import cpu_allocations
 
 
-def test_garbage_of_before_is_not_seen_to_go() -> None:
+def test_earlier_garbage_is_not_recorded() -> None:
     def leave(_: object) -> None:
         cycle: list[object] = [torch.ones(1000)]  # what no profiler has seen come is not seen to go
         cycle.append(cycle)

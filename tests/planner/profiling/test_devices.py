@@ -1,4 +1,4 @@
-"""Rooflines: FLOPs and bytes by hand, on tensors that take no memory."""
+"""Rooflines: FLOPs and bytes computed by hand, on tensors without memory."""
 
 import operator
 from collections.abc import Iterator
@@ -115,7 +115,7 @@ def test_flops_of_attention() -> None:
     assert flops(on_cpu, query, query, query, query, query, torch.empty(2, 8, 64), 0.0, False) == forward * 5 // 2
 
 
-def test_other_ops_are_bound_by_their_bytes() -> None:
+def test_other_ops_are_bound_by_bandwidth() -> None:
     x = half(4, 6)
     assert flops(aten.native_layer_norm.default, x, [6], None, None, 1e-5) == 0
     assert flops(aten.gelu.default, x) == 0
@@ -131,7 +131,7 @@ def test_bytes_of_an_input_read_twice_or_expanded_count_once() -> None:
 
 
 @pytest.mark.parametrize("rows", [1000, 100_000])
-def test_lookups_do_not_charge_the_table(rows: int) -> None:
+def test_lookups_do_not_count_the_table(rows: int) -> None:
     table, picked = torch.empty(rows, 8), tokens(3, 5)
     expected = 2 * (3 * 5 * 8 * 4) + 3 * 5 * 8
     assert moved(aten.embedding.default, table, picked) == expected
@@ -241,14 +241,14 @@ def test_workspace_of_flash_attention_backward() -> None:
     assert workspace(backward, *attention_backward(query, query, is_causal=True), device="cpu") == 0
 
 
-def test_workspace_of_others_is_none() -> None:
+def test_other_ops_have_no_workspace() -> None:
     assert workspace(aten.mm.default, half(64, 64), half(64, 64)) == 0
     query = half(2, 8, 64, 32)
     assert workspace(aten._scaled_dot_product_flash_attention.default, query, query, query) == 0
 
 
 @pytest.mark.parametrize("device", DEVICES.values(), ids=DEVICES)
-def test_figures_are_plausible(device: Any) -> None:
+def test_device_rates_are_plausible(device: Any) -> None:
     assert device.half_flops >= device.tf32_flops >= device.float32_flops > 0
     assert 10**9 < device.memory_bytes < 10**12
     for part in (
@@ -260,7 +260,7 @@ def test_figures_are_plausible(device: Any) -> None:
         assert 0 < part < 1
 
 
-def test_unknown_device_is_refused() -> None:
+def test_unknown_device_raises() -> None:
     assert get_device("h200") is H200
     with pytest.raises(TraceError, match="unknown device 'b200': choose from gh200, h200, h100, a100, l4, rtx4090, cpu"):
         get_device("b200")

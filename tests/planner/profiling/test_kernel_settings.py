@@ -1,4 +1,4 @@
-"""Settings that kernels are chosen by."""
+"""Settings that select kernels."""
 
 from collections.abc import Callable
 
@@ -32,7 +32,7 @@ def _allow_tf32(_: pytest.MonkeyPatch) -> None:
         (lambda patch: patch.setenv("ONEDNN_MAX_CPU_ISA", "SSE41"), CPU),
     ],
 )
-def test_each_setting_counts(
+def test_each_setting_is_recorded(
     change: Callable[[pytest.MonkeyPatch], None], device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     precision = torch.get_float32_matmul_precision()
@@ -45,7 +45,7 @@ def test_each_setting_counts(
         torch.set_float32_matmul_precision(precision)
 
 
-def test_deterministic_algorithms_count() -> None:
+def test_deterministic_algorithms_are_recorded() -> None:
     before = kernel_settings(CPU)
     torch.use_deterministic_algorithms(True)
     try:

@@ -1,4 +1,4 @@
-"""Graphs at sizes that were not captured, predicted from those of others."""
+"""Prediction of graphs at sizes that were not captured."""
 
 from dataclasses import replace
 
@@ -8,10 +8,10 @@ from graphs.errors import GraphError
 from graphs.ir import Graph
 from graphs.synthetic.draft import Draft
 from graphs.synthetic.small import training_chain
-from planner.profiling.scaling import Fit, sample_sizes
+from planner.profiling.scaling import GraphFit, sample_sizes
 
 
-def test_a_fit_goes_through_what_is_a_polynomial() -> None:
+def test_fit_reproduces_polynomials() -> None:
     graph = training_chain(4)
 
     def at(batch: int, length: int) -> object:
@@ -19,7 +19,7 @@ def test_a_fit_goes_through_what_is_a_polynomial() -> None:
         ops = tuple(replace(op, time_s=1e-6 * size, workspace_bytes=size) for op in graph.ops)
         return replace(graph, ops=ops, tensors=tuple(replace(t, size_bytes=size * (t.id + 1)) for t in graph.tensors))
 
-    fit = Fit({(b, n): at(b, n) for b in sample_sizes(16) for n in sample_sizes(100)})
+    fit = GraphFit({(b, n): at(b, n) for b in sample_sizes(16) for n in sample_sizes(100)})
     for sizes in ((16, 100), (3, 7), (40, 333)):
         found, wanted = fit.graph(sizes), at(*sizes)
         assert [t.size_bytes for t in found.tensors] == [t.size_bytes for t in wanted.tensors]
@@ -27,16 +27,16 @@ def test_a_fit_goes_through_what_is_a_polynomial() -> None:
         assert [op.workspace_bytes for op in found.ops] == pytest.approx([op.workspace_bytes for op in wanted.ops], rel=1e-6)
 
 
-def test_graphs_that_make_no_fit_are_refused() -> None:
+def test_graphs_without_a_fit_raise() -> None:
     with pytest.raises(GraphError, match="a size that varies is 3"):
         sample_sizes(3)
     with pytest.raises(GraphError, match="make no grid"):
-        Fit({(4,): training_chain(4)})
+        GraphFit({(4,): training_chain(4)})
     with pytest.raises(GraphError, match=r"other ops at sizes \(2,\)"):
-        Fit({(4,): training_chain(4), (3,): training_chain(4), (2,): training_chain(5)})
+        GraphFit({(4,): training_chain(4), (3,): training_chain(4), (2,): training_chain(5)})
 
 
-def test_an_op_writes_over_an_input_only_where_it_may_at_all_sizes() -> None:
+def test_op_overwrites_an_input_only_if_allowed_at_all_sizes() -> None:
     def at(*pairs: tuple[int, int]) -> Graph:
         draft = Draft()
         (x,) = draft.op("a", [], [10])
@@ -45,4 +45,4 @@ def test_an_op_writes_over_an_input_only_where_it_may_at_all_sizes() -> None:
 
     pair = (1, 0)
     for graphs, wanted in (({(2,): at(pair), (4,): at(pair)}, (pair,)), ({(2,): at(pair), (4,): at()}, ())):
-        assert [op.overwrites for op in Fit(graphs).graph((3,)).ops] == [(), wanted]
+        assert [op.overwrites for op in GraphFit(graphs).graph((3,)).ops] == [(), wanted]

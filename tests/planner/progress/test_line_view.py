@@ -1,4 +1,4 @@
-"""What the terminal shows while planning runs."""
+"""The progress line on a terminal."""
 
 import contextlib
 import io
@@ -20,7 +20,7 @@ def solving(activity: str = "round 2", **given: Any) -> Progress:
     return Progress(**{**known, "activity": activity, "seconds": 1.0, "stage_seconds": 1.0, "base_s": 2.0, **given})
 
 
-def test_without_a_terminal_there_is_a_plain_line_now_and_then() -> None:
+def test_plain_lines_are_printed_without_a_terminal() -> None:
     stream, now_s = io.StringIO(), [0.0]
     with LineView(stream=stream, clock=lambda: now_s[0]) as view:
         for seconds in range(int(PLAIN_EVERY_S) * 2 + 2):
@@ -38,7 +38,7 @@ def test_the_summary_stays() -> None:
     assert stream.getvalue() == "planner: planned: much, 3.2 s\n"
 
 
-def test_quiet_says_nothing() -> None:
+def test_quiet_prints_nothing() -> None:
     stream, now_s = io.StringIO(), [0.0]
     with LineView(quiet=True, stream=stream, clock=lambda: now_s[0]) as view:
         now_s[0] = 1000.0
@@ -72,7 +72,7 @@ def sent_to(terminal: tuple[int, TextIO]) -> str:
     return shown.decode()
 
 
-def test_on_a_terminal_there_is_one_line_that_goes_away(terminal: tuple[int, TextIO]) -> None:
+def test_line_on_a_terminal_is_removed_at_the_end(terminal: tuple[int, TextIO]) -> None:
     with LineView(stream=terminal[1]) as progress:
         progress(solving("round 2 [of many]", best_s=2.2, bound_s=2.1))
         progress.note("something that stays [bold]")
@@ -83,7 +83,7 @@ def test_on_a_terminal_there_is_one_line_that_goes_away(terminal: tuple[int, Tex
 
 
 @pytest.mark.parametrize("event", [Event.DONE, Event.FAILED])
-def test_a_line_that_nobody_closes_goes_away_at_the_end(event: Event, terminal: tuple[int, TextIO]) -> None:
+def test_unclosed_line_is_removed_at_exit(event: Event, terminal: tuple[int, TextIO]) -> None:
     view = LineView(stream=terminal[1])
     view(solving("round 1", event=Event.BEGIN))
     view(solving(event=event, summary="planned: much" if event is Event.DONE else ""))
@@ -93,7 +93,7 @@ def test_a_line_that_nobody_closes_goes_away_at_the_end(event: Event, terminal: 
     assert shown.endswith("planner: planned: much\r\n") == (event is Event.DONE)
 
 
-def test_a_line_that_is_abandoned_gives_the_cursor_back(terminal: tuple[int, TextIO]) -> None:
+def test_abandoned_line_restores_the_cursor(terminal: tuple[int, TextIO]) -> None:
     with LineView(stream=terminal[1]) as progress:
         progress.abandon()
     assert "\r\x1b[K\x1b[?25h" in sent_to(terminal)

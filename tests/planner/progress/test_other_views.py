@@ -32,11 +32,11 @@ def progress(**given: Any) -> Progress:
         ({"stage": Stage.SOLVE, "fraction": 0.3}, "measuring ops, best so far none yet"),
     ],
 )
-def test_a_progress_in_words(given: dict[str, Any], words: str) -> None:
+def test_describe_progress(given: dict[str, Any], words: str) -> None:
     assert describe(progress(**given)) == words
 
 
-def test_schedules_are_told_as_overhead() -> None:
+def test_schedules_are_described_by_their_overhead() -> None:
     def words(best_s: float | None, bound_s: float | None, base_s: float = 2.0) -> str:
         return describe(progress(stage=Stage.SOLVE, activity="x", best_s=best_s, bound_s=bound_s, base_s=base_s))
 
@@ -97,7 +97,7 @@ def test_the_log_of_a_trainer_has_two_lines_for_a_plan(logged: list[str]) -> Non
     assert logged == ["planning: measuring ops", "planned: much, 5.5 s"] * 2
 
 
-def test_the_log_says_where_an_error_ended_planning(logged: list[str]) -> None:
+def test_log_names_the_stage_that_an_error_ended(logged: list[str]) -> None:
     with pytest.raises(ValueError, match="x"), Stages(LoggingView(), clock=lambda: 1.0) as stages, stages.stage(Stage.CHECK):
         raise ValueError("x")
     assert logged == [
@@ -152,7 +152,7 @@ def test_a_notebook_shows_names_as_text(cell: Cell) -> None:
     assert "capturing &lt;b&gt;" in cell.shown[0]["text/html"]
 
 
-def test_outside_of_notebooks_the_view_names_another(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_notebook_view_without_ipython_raises_with_advice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "IPython.display", None)
     with pytest.raises(PlannerError, match="use LineView"):
         NotebookView()

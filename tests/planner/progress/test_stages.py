@@ -1,4 +1,4 @@
-"""Stages of planning: their order, fractions and estimates, with a clock that stands still between reports."""
+"""Stages of planning: order, fractions and estimates, with a clock that stands still between reports."""
 
 import pytest
 
@@ -53,7 +53,7 @@ def test_time_left_is_extrapolated_from_the_speed_so_far(clock: Clock, seen: lis
     assert (seen[-1].event, seen[-1].left_s, seen[-1].overall, seen[-1].seconds) == ("done", 0.0, 1.0, 13.0)
 
 
-def test_stages_that_are_expected_to_take_known_times_count_with_these(clock: Clock, seen: list[Progress]) -> None:
+def test_expected_times_are_used_in_estimates(clock: Clock, seen: list[Progress]) -> None:
     stages = Stages(seen.append, clock=clock)
     with stages.stage(Stage.CAPTURE):
         clock.now_s += 4
@@ -118,10 +118,10 @@ def test_an_error_is_the_last_report(clock: Clock, seen: list[Progress]) -> None
     assert (seen[-1].stage, seen[-1].stage_seconds) == ("measure", 2.0)
 
 
-def test_the_summary_says_how_long_planning_took(clock: Clock, seen: list[Progress]) -> None:
+def test_summary_has_the_planning_time(clock: Clock, seen: list[Progress]) -> None:
     first = Stages(seen.append, clock=clock)
     clock.now_s += 50
-    with first.again() as stages:
+    with first.restart() as stages:
         with stages.stage(Stage.CAPTURE):
             clock.now_s += 3.21
         stages.finish("planned: much")

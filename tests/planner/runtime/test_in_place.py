@@ -12,7 +12,7 @@ from planner import running, solve, tracing
 from planner.capture.lowering.lower import Capture
 from planner.capture.options import traced_options, with_options
 from planner.capture.options.in_place.find import with_out, working_in_place
-from planner.capture.replay import written_by
+from planner.capture.replay import written_tensors
 from planner.capture.step import TrainingStep
 from planner.choices import choices_of
 from planner.models import Workload
@@ -85,7 +85,7 @@ def test_a_step_is_the_same_in_the_memory_that_is_predicted(name: str) -> None:
     capture, workload = captured(name)
     model, loss_fn, batch = workload
     step = TrainingStep(model, loss_fn)
-    eager = outcome(step, model, batch, seed=0, written=written_by(capture, step, batch))
+    eager = outcome(step, model, batch, seed=0, written=written_tensors(capture, step, batch))
     graph = capture.graph
     assert any(op.overwrites for op in graph.ops)
     schedules = [keep_everything(graph), *(random_schedule(graph, seed) for seed in range(2))]

@@ -14,7 +14,7 @@ from planner.capture.replay import real_static
 from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
 from planner.models import Workload
-from planner.profiling.link import MEASURED_LINK, LinkProfile, Rates, measured_link, published_link
+from planner.profiling.link import MEASURED_LINK, LinkProfile, LinkRates, measured_link, published_link
 from planner.runtime import link
 from planner.runtime.channels import ThreadChannels
 from planner.runtime.host_memory import HostMemory
@@ -92,10 +92,10 @@ def test_a_thread_copies_one_after_the_other(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_directions_that_slow_each_other_share_a_figure() -> None:
-    beside = Rates(20e9, 30e9, 19e9)
-    assert LinkProfile(Rates(50e9, 50e9, 50e9), beside, 1e-5).link == Link(20e9, 30e9, 1e-5)
-    slowed = Rates(20e9, 30e9, 17e9)
-    assert LinkProfile(Rates(50e9, 50e9, 50e9), slowed, 1e-5).link == Link(17e9, 17e9, 1e-5)
+    beside = LinkRates(20e9, 30e9, 19e9)
+    assert LinkProfile(LinkRates(50e9, 50e9, 50e9), beside, 1e-5).link == Link(20e9, 30e9, 1e-5)
+    slowed = LinkRates(20e9, 30e9, 17e9)
+    assert LinkProfile(LinkRates(50e9, 50e9, 50e9), slowed, 1e-5).link == Link(17e9, 17e9, 1e-5)
 
 
 def test_a_step_is_afterwards_as_it_was() -> None:
@@ -112,7 +112,7 @@ def test_a_step_is_afterwards_as_it_was() -> None:
     assert MEASURED_LINK not in trace(*workload, passes=1).provenance
 
 
-def vars_of(rates: Rates) -> tuple[float, ...]:
+def vars_of(rates: LinkRates) -> tuple[float, ...]:
     return rates.out_bytes_per_s, rates.in_bytes_per_s, rates.both_bytes_per_s
 
 

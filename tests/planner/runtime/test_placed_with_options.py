@@ -20,7 +20,7 @@ from graphs.pools import COMPUTE
 from graphs.schedule import Compute
 from graphs.simulate import simulate
 from planner.capture.lowering.lower import Capture
-from planner.capture.replay import written_by
+from planner.capture.replay import written_tensors
 from planner.capture.step import TrainingStep
 from planner.models import Workload
 from planner.runtime.executor import Executor
@@ -96,7 +96,7 @@ def test_what_is_lossy_or_rounds_is_so_wherever_the_rest_runs() -> None:
     workload, captured = make("gpt2_written"), traced("gpt2_written")
     offered = with_everything("gpt2_written", exact=False)
     eager = TrainingStep(workload.model, workload.loss_fn)
-    written = written_by(captured, eager, workload.batch)
+    written = written_tensors(captured, eager, workload.batch)
     reference = outcome(eager, workload.model, workload.batch, seed=0, written=written)
     for seed in range(2):
         schedule = in_passes(offered.graph, any_schedule(offered.graph, seed))

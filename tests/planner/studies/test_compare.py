@@ -16,7 +16,8 @@ from planner.choices import choices_of
 from planner.cli.main import main
 from planner.report.comparisons import cell_text, table_text, write_report
 from planner.studies.compare import Shares, Task, compare, cut_short, methods_named
-from planner.studies.comparison_rows import COLUMNS, OPTIMUM, Row, RunBy, bound_of, read_rows, write_rows
+from planner.studies.comparison_rows import OPTIMUM, Row, RunBy, bound_of
+from planner.studies.rows import columns_of, read_rows, write_rows
 from solvers.clock import WorkClock
 from solvers.registry import SOLVERS
 from solvers.result import Reason
@@ -83,7 +84,7 @@ def test_where_time_is_up_the_last_rows_are_tried_for_a_moment_and_said_to_be_cu
     graph = transformer(TransformerSize(layers=6))
     found = compare(graph, ["70%"], ["windows", "checkmate", "lru"], tmp_path, total_time_limit_s=1.5)
     assert [row.method for row in found] == ["windows", "checkmate", "lru"]
-    assert [row.method for row in read_rows(tmp_path / "rows.csv")] == ["windows", "checkmate", "lru"]
+    assert [row.method for row in read_rows(tmp_path / "rows.csv", Row)] == ["windows", "checkmate", "lru"]
     checkmate = found[1]
     assert (checkmate.time_limit_s, checkmate.reason) == (1.0, Reason.TIME)
     assert [row.method for row in found if cut_short(row)] == ["checkmate"]
@@ -116,12 +117,12 @@ def test_all_methods_offload_where_the_graph_offers_it(tmp_path: Path) -> None:
 
 def test_rows_that_are_known_are_not_computed_again(graph: Graph, tmp_path: Path) -> None:
     first = compare(graph, ["80%"], ["windows", "keep-everything"], tmp_path)
-    write_rows(tmp_path / "rows.csv", [replace(row, message="marked") for row in first])
+    write_rows(tmp_path / "rows.csv", Row, [replace(row, message="marked") for row in first])
     new: list[Row] = []
     again = compare(graph, ["80%", "70%"], ["windows", "lru"], tmp_path, on_row=lambda row, done, count: new.append(row))
     assert [(row.method, row.budget) for row in new] == [("windows", "70%"), ("lru", "80%"), ("lru", "70%")]
     assert [row.message for row in again if row.budget == "80%" and row.method == "windows"] == ["marked"]
-    assert len(read_rows(tmp_path / "rows.csv")) == 5
+    assert len(read_rows(tmp_path / "rows.csv", Row)) == 5
     assert len(again) == 4
 
 
@@ -146,8 +147,8 @@ def test_a_stopped_comparison_goes_on_later(graph: Graph, tmp_path: Path) -> Non
 
 
 def test_rows_are_read_as_they_were_written(rows: list[Row], tmp_path: Path) -> None:
-    write_rows(tmp_path / "rows.csv", rows)
-    assert read_rows(tmp_path / "rows.csv") == rows
+    write_rows(tmp_path / "rows.csv", Row, rows)
+    assert read_rows(tmp_path / "rows.csv", Row) == rows
 
 
 def test_the_table_has_the_best_in_bold_and_the_bound_last(rows: list[Row]) -> None:
@@ -177,7 +178,7 @@ def test_table_and_figures_are_written(rows: list[Row], tmp_path: Path) -> None:
     assert {file.name for file in tmp_path.iterdir()} == {"table.md", "overhead.png", "memory.png"}
 
 
-@pytest.mark.parametrize("text", ["", "a,b\n1,2\n", ",".join(COLUMNS) + "\n" + "x," * (len(COLUMNS) - 1) + "x\n"])
+@pytest.mark.parametrize("text", ["", "a,b\n1,2\n", ",".join(columns_of(Row)) + "\n" + "x," * (len(columns_of(Row)) - 1) + "x\n"])
 def test_other_csvs_are_refused(graph: Graph, tmp_path: Path, text: str) -> None:
     (tmp_path / "rows.csv").write_text(text)
     with pytest.raises(OutputError, match=r"rows.csv (has other columns|is damaged)"):
@@ -191,7 +192,7 @@ def test_rows_of_another_profile_are_not_mixed_with_new_ones(graph: Graph, tmp_p
     assert compare(slower, ["80%"], ["keep-everything"], tmp_path) == before
     with pytest.raises(OutputError, match=r"its ops were measured again, for no graph.json is beside it"):
         compare(slower, ["80%", "60%"], ["keep-everything"], tmp_path)
-    assert read_rows(tmp_path / "rows.csv") == before
+    assert read_rows(tmp_path / "rows.csv", Row) == before
 
 
 def test_rows_of_another_graph_are_refused(graph: Graph, tmp_path: Path) -> None:

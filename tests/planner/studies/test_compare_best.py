@@ -20,7 +20,8 @@ from planner.studies.best import (
     why_none,
 )
 from planner.studies.compare import compare
-from planner.studies.comparison_rows import Row, RunBy, write_rows
+from planner.studies.comparison_rows import Row, RunBy
+from planner.studies.rows import write_rows
 from solvers.registry import SOLVERS
 from solvers.result import Reason
 
@@ -122,7 +123,7 @@ def test_a_schedule_for_less_memory_serves_where_its_own_kind_fails_with_more(ro
 
 
 def test_the_summary_names_the_best_heuristics(rows: list[Row], tmp_path: Path) -> None:
-    write_rows(tmp_path / "h200" / "two-layers" / "rows.csv", rows)
+    write_rows(tmp_path / "h200" / "two-layers" / "rows.csv", Row, rows)
     lines = [line.strip("| ").split(" | ") for line in summary_text(tmp_path).splitlines() if line.startswith("| ")]
     cells = dict(zip(lines[0], lines[2], strict=True))
     assert (cells["model"], cells["budget"], cells["chen-sqrt"]) == ("two-layers", "70%", "not tried")

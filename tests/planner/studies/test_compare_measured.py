@@ -32,7 +32,8 @@ from planner.studies.baselines import (
 )
 from planner.studies.best import HEURISTICS
 from planner.studies.compare_measured import Settings, compare_measured, profiled
-from planner.studies.comparison_rows import OPTIMUM, Row, RunBy, read_rows, write_rows
+from planner.studies.comparison_rows import OPTIMUM, Row, RunBy
+from planner.studies.rows import read_rows, write_rows
 from planner.tracing import trace
 from planner.workload import workload
 from solvers.baselines.sac import SacRule
@@ -164,7 +165,7 @@ def test_where_the_optimum_is_slower_is_said(rows: dict[tuple[str, str, str], Ro
 
 def test_rows_that_are_known_are_not_measured_again(rows: dict[tuple[str, str, str], Row], folder: Path) -> None:
     write_rows(
-        folder / "rows.csv", [replace(row, message="marked") for row in rows.values() if row.method != "checkpoint-blocks"]
+        folder / "rows.csv", Row, [replace(row, message="marked") for row in rows.values() if row.method != "checkpoint-blocks"]
     )
     said: list[str] = []
     again = {row.key: row for row in measure(folder, stock=STOCK, done=said)}
@@ -193,8 +194,8 @@ def test_tables_and_figures_are_made_of_the_csv(rows: dict[tuple[str, str, str],
     text = table_text(list(rows.values()))
     assert "## Measured" in text and "## At equal peak" in text
     assert "| auto-sac | does not run: Auto-SAC is not available" in text
-    write_rows(tmp_path / "rows.csv", list(rows.values()))
-    write_report(read_rows(tmp_path / "rows.csv"), tmp_path)
+    write_rows(tmp_path / "rows.csv", Row, list(rows.values()))
+    write_report(read_rows(tmp_path / "rows.csv", Row), tmp_path)
     assert (tmp_path / "table.md").read_text() == text
     assert {file.name for file in tmp_path.iterdir()} == {"rows.csv", "table.md", "overhead.png", "memory.png", "measured.png"}
 
@@ -205,7 +206,7 @@ def test_with_copies_to_the_host(tmp_path: Path, capsys: pytest.CaptureFixture[s
     words = ["--measure", "--budgets", "75%,100%", "--methods", ",".join(methods), "--jobs", "1", "--quiet", *asked]
     assert main(["compare", SPEC, *words, "-o", str(tmp_path)]) == 0
     assert " on the host" in capsys.readouterr().out
-    rows = {row.key: row for row in read_rows(tmp_path / "rows.csv")}
+    rows = {row.key: row for row in read_rows(tmp_path / "rows.csv", Row)}
     for name in methods[2:]:
         row = rows[RunBy.TORCH, name, ""]
         assert row.exactness == "identical" and (row.measured_host_bytes or 0) > 0

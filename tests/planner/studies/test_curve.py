@@ -20,7 +20,7 @@ from graphs.synthetic.random_graphs import random_graph, random_training_step
 from graphs.synthetic.small import training_chain
 from planner import options
 from planner.choices import choices_of
-from planner.profiling.other_devices import DEVICES_KEY, recorded_devices
+from planner.profiling.other_devices import DEVICES_KEY, encode_devices
 from planner.report.curves import curve_data, curve_frame, curve_text
 from planner.studies.curve import Curve, curve
 from planner.studies.frontier import Frontier, Turn, Turns, evenly, outside_in
@@ -104,7 +104,7 @@ def test_with_options_there_is_the_curve_without_beside() -> None:
 def test_what_takes_less_than_the_program_has_a_curve_too() -> None:
     chain = training_chain(3)
     faster = OtherDevice("cpu:1", tuple(op.time_s / 4 for op in chain.ops), 8.0)
-    graph = replace(chain, provenance={**chain.provenance, DEVICES_KEY: recorded_devices([faster])})
+    graph = replace(chain, provenance={**chain.provenance, DEVICES_KEY: encode_devices([faster])})
     choices = choices_of(["placement"])
     assert choices is not None
     found = curve(graph, ["80%", "100%"], choices=choices, time_limit_s=1.0)

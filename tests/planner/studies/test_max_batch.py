@@ -15,12 +15,12 @@ from graphs.schedule import keep_everything
 from graphs.simulate import simulate
 from graphs.synthetic.draft import Draft
 from planner.choices import choices_of
-from planner.profiling.scaling import Fit, same_ops
+from planner.profiling.scaling import GraphFit, has_same_ops
 from planner.settings import TraceSettings
 from planner.studies.fitting import Enough, largest
 from planner.studies.max_batch import max_batch
 from planner.studies.sizes import METHODS, LargestSize, Wanted, samples_for
-from planner.workload.sizes import Sizes
+from planner.workload.sizes import SizedModel
 from planner.workload.tracing import Tracing
 from planner.workload.workload import parse_spec
 from solvers.registry import SOLVERS, Entry, get_solver
@@ -83,7 +83,7 @@ def test_it_finds_what_trying_all_finds(budget: int, max_overhead: float | None,
 
 
 def test_it_equals_brute_force_on_a_traced_model() -> None:
-    batches = Sizes(
+    batches = SizedModel(
         parse_spec("zoo:mlp,layers=3,width=32,classes=8"), "batch", Tracing(TraceSettings(roofline="h200")), way_out=""
     )
     kept = cached(batches.graph)
@@ -215,15 +215,15 @@ def test_beyond_the_memory_of_the_device_lines_do() -> None:
 
 
 def test_a_line_through_two_graphs_gives_the_third() -> None:
-    line = Fit({(2,): chain(2), (4,): chain(4)})
+    line = GraphFit({(2,): chain(2), (4,): chain(4)})
     for batch in (1, 2, 3, 4, 50):
         graph = line.graph((batch,))
         assert graph.tensors == chain(batch).tensors
         assert [op.time_s for op in graph.ops] == pytest.approx([op.time_s for op in chain(batch).ops])
-        assert same_ops(graph, chain(batch))
+        assert has_same_ops(graph, chain(batch))
     other = replace(chain(4), kept=frozenset())
     with pytest.raises(GraphError, match=r"other ops at sizes \(4,\)"):
-        Fit({(2,): chain(2), (4,): other})
+        GraphFit({(2,): chain(2), (4,): other})
 
 
 def test_offload_fits_more_and_both_judges_agree() -> None:

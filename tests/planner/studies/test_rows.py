@@ -7,7 +7,7 @@ import pytest
 
 from graphs.errors import OutputError
 from planner.studies import comparison_rows
-from planner.studies.rows import read_csv, read_rows, write_csv
+from planner.studies.rows import read_csv, read_rows, write_csv, write_rows
 
 RESULTS = Path(__file__).parents[3] / "results"
 COMMITTED = sorted(RESULTS.rglob("*.csv"))
@@ -38,7 +38,7 @@ def test_a_committed_table_is_written_back_to_the_byte(path: Path, tmp_path: Pat
 
 @pytest.mark.parametrize("path", COMPARED, ids=lambda path: str(path.parent.relative_to(RESULTS)))
 def test_a_committed_comparison_is_written_back_to_the_byte(path: Path, tmp_path: Path) -> None:
-    comparison_rows.write_rows(tmp_path / "again.csv", comparison_rows.read_rows(path))
+    write_rows(tmp_path / "again.csv", comparison_rows.Row, read_rows(path, comparison_rows.Row))
     assert (tmp_path / "again.csv").read_bytes() == path.read_bytes()
 
 

@@ -138,8 +138,10 @@ def test_graphs_that_cannot_fit_together_say_what_each_keeps() -> None:
 def test_ops_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profile, "_COSTS", {})
     measured: list[object] = []
-    measure = profile._Profiler._measured
-    monkeypatch.setattr(profile._Profiler, "_measured", lambda of, key, *rest: measured.append(key) or measure(of, key, *rest))
+    measure = profile._Profiler._execute_or_model
+    monkeypatch.setattr(
+        profile._Profiler, "_execute_or_model", lambda of, key, *rest: measured.append(key) or measure(of, key, *rest)
+    )
     torch.manual_seed(0)
     model, x = stack(3), torch.randn(64, 32)
     compiled(model, "1MB")(x).sum().backward()

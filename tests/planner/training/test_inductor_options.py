@@ -55,7 +55,7 @@ def test_a_share_of_the_peak_and_bytes_are_budgets() -> None:
     assert whole.plan.graph.provenance["kernels"] == "inductor"
     eager = summarize(planner.trace(model, F.mse_loss, batch, passes=1))  # whose peak shares are of
     assert whole.plan.budget_bytes == eager.keep_everything_peak_bytes > whole.plan.graph.keep_everything_peak_bytes
-    assert (whole.plan.eager.beside, whole.plan.eager.identical, whole.plan.eager.failure) == ("torch.compile", True, "")
+    assert (whole.plan.eager.reference, whole.plan.eager.identical, whole.plan.eager.failure) == ("torch.compile", True, "")
     assert_as_torch_compile(whole, model, batch)
     for budget in ("95%", int(0.95 * whole.plan.budget_bytes)):
         part = compiled(model, batch, budget=budget)

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 import planner
 from graphs.errors import PlannerError, TraceError
-from planner.capture.frontend.unchanged import WritesUndone, unchanged
+from planner.capture.frontend.preserved_state import UndoWrites, preserve_training_state
 from planner.capture.step import TrainingStep
 from tests.support.no_trace import BATCH, CALLS, Remembers, assert_no_trace, plan
 
@@ -106,7 +106,7 @@ def test_hooks_of_modules_leave_nothing() -> None:
     def act() -> None:
         with pytest.raises(TraceError, match="changes at every step"):
             plan(model)
-        with unchanged(model, BATCH):
+        with preserve_training_state(model, BATCH):
             model(BATCH[0])
             assert counted == len(seen) == 1
 
@@ -157,7 +157,7 @@ def test_a_failure_inside_a_step_leaves_nothing() -> None:
         raise Interrupted
 
     def act() -> None:
-        with pytest.raises(Interrupted), unchanged(model, BATCH, written=[model.scale]):
+        with pytest.raises(Interrupted), preserve_training_state(model, BATCH, written=[model.scale]):
             changes()
 
     assert_no_trace(model, act)
@@ -219,7 +219,7 @@ def test_the_graph_behind_an_input_is_left_for_the_loop() -> None:
 def test_writes_are_undone_wherever_they_go() -> None:
     kept, wide = torch.arange(6.0), torch.zeros(2, 3)
     versions = kept._version, wide._version
-    with WritesUndone() as undone:
+    with UndoWrites() as undone:
         made = torch.ones(3)
         made.add_(1)
         wide[0].add_(made)
@@ -246,7 +246,7 @@ def test_generators_and_objects_of_the_users_are_put_back() -> None:
         return (y * torch.rand(3, generator=generator)).sum()
 
     model = TrainingStep(nn.Linear(16, 3), loss_fn)
-    with unchanged(model, BATCH):
+    with preserve_training_state(model, BATCH):
         expected = loss_fn(torch.ones(3))
     assert (stats.count, groups) == (0, {1, 2})
     assert torch.equal(loss_fn(torch.ones(3)), expected)

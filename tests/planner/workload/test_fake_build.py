@@ -1,4 +1,4 @@
-"""Builds that name CUDA devices and convert dtypes, for a modelled device: nothing is allocated, and no CUDA is needed."""
+"""Builds on fake tensors that name CUDA devices and convert dtypes: no memory is allocated, and no CUDA is needed."""
 
 from pathlib import Path
 
@@ -107,7 +107,7 @@ def test_default_devices_are_the_cpu(tmp_path: Path, model: str) -> None:
     assert {(type(p), p.device.type) for p in built.model.parameters()} == {(FakeTensor, "cpu")}
 
 
-def test_weights_are_loaded_to_cuda_as_fakes(tmp_path: Path) -> None:
+def test_weights_loaded_to_cuda_are_fake(tmp_path: Path) -> None:
     torch.save(torch.nn.Linear(3, 3).state_dict(), tmp_path / "weights.pt")
     text = (
         "import torch\ndef build():\n    model = torch.nn.Linear(3, 3).cuda()\n"

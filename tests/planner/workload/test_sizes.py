@@ -1,4 +1,4 @@
-"""Graphs at any batch size, and what is said where the batch size is no option."""
+"""Graphs at any batch size, and the error if the batch size is no option."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ import pytest
 
 from graphs.errors import PlannerError, UnknownOptionError, UsageError
 from planner.settings import TraceSettings
-from planner.workload.sizes import Sizes
+from planner.workload.sizes import SizedModel
 from planner.workload.tracing import Tracing
 from planner.workload.workload import parse_spec
 
@@ -25,7 +25,7 @@ def source(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize(("spec", "option"), [("zoo:mlp", "size"), ("{source}:build", "batch")])
 def test_an_option_that_there_is_not_is_told_with_the_way_out(spec: str, option: str, source: Path) -> None:
-    sizes = Sizes(parse_spec(spec.format(source=source)), option, Tracing(TraceSettings(roofline="cpu")), way_out=WAY_OUT)
+    sizes = SizedModel(parse_spec(spec.format(source=source)), option, Tracing(TraceSettings(roofline="cpu")), way_out=WAY_OUT)
     with pytest.raises(UsageError, match=rf"has no option '{option}': its options are .*{WAY_OUT}") as refused:
         sizes.graph(8)
     assert isinstance(refused.value.__cause__, UnknownOptionError)
@@ -34,7 +34,7 @@ def test_an_option_that_there_is_not_is_told_with_the_way_out(spec: str, option:
 
 @pytest.mark.parametrize(("spec", "option"), [("{source}:load", "batch"), ("{source}:load,size=3", "batch")])
 def test_another_error_is_told_as_it_is(spec: str, option: str, source: Path) -> None:
-    sizes = Sizes(parse_spec(spec.format(source=source)), option, Tracing(TraceSettings(roofline="cpu")), way_out=WAY_OUT)
+    sizes = SizedModel(parse_spec(spec.format(source=source)), option, Tracing(TraceSettings(roofline="cpu")), way_out=WAY_OUT)
     with pytest.raises(PlannerError, match="has no option") as refused:
         sizes.graph(8)
     assert WAY_OUT not in str(refused.value)

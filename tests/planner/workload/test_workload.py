@@ -1,4 +1,4 @@
-"""Models named on the command line: read, imported, called with typed options, and every way that can fail."""
+"""Models named on the command line: parsed, imported, called with typed options, and all failures."""
 
 import sys
 from importlib.machinery import PathFinder
@@ -38,7 +38,7 @@ def ready(**given):
         ("a.py:f, batch = 8", ModelSpec("a.py", "f", (("batch", "8"),))),
     ],
 )
-def test_specs_are_read(text: str, spec: ModelSpec) -> None:
+def test_specs_are_parsed(text: str, spec: ModelSpec) -> None:
     assert parse_spec(text) == spec
     assert parse_spec(str(spec)) == spec
 
@@ -56,7 +56,7 @@ def test_specs_are_read(text: str, spec: ModelSpec) -> None:
         ("zoo:gpt2,layers=4,layers=5", "gives the option 'layers' twice"),
     ],
 )
-def test_what_is_no_spec_is_refused(text: str, said: str) -> None:
+def test_invalid_specs_raise(text: str, said: str) -> None:
     with pytest.raises(ModelError) as caught:
         parse_spec(text)
     assert said in str(caught.value)
@@ -74,14 +74,14 @@ def loss_of(workload: Workload) -> torch.Tensor:
     return workload.loss_fn(workload.model(*inputs), target)
 
 
-def test_the_example_is_built_with_its_options() -> None:
+def test_example_is_built_with_its_options() -> None:
     workload = load(parse_spec(f"{OWN_MODEL}:build,batch=3,width=8,depth=1,dropout=0.5"))
     assert [tuple(t.shape) for t in workload.batch] == [(3, 8), (3,)]
     assert [m.p for m in workload.model.modules() if isinstance(m, nn.Dropout)] == [0.5]
     assert loss_of(workload).isfinite()
 
 
-def test_the_same_seed_builds_the_same() -> None:
+def test_same_seed_builds_the_same_model() -> None:
     spec = parse_spec(f"{OWN_MODEL}:build,batch=3,width=8,depth=1")
     one, two, other = load(spec, seed=7), load(spec, seed=7), load(spec, seed=8)
     assert all(torch.equal(a, b) for a, b in zip(one.model.parameters(), two.model.parameters(), strict=True))
@@ -135,27 +135,27 @@ def _given(path: Path) -> dict[str, object]:
     return given
 
 
-def test_a_function_that_takes_any_option_gets_what_the_text_looks_like(tmp_path: Path) -> None:
+def test_untyped_options_get_the_type_of_their_text(tmp_path: Path) -> None:
     path = write(tmp_path, "def build(**more):\n    return ready(**more)\n")
     load(parse_spec(f"{path}:build,a=1,b=1.5,c=true,d=text"))
     assert _given(path) == {"a": 1, "b": 1.5, "c": True, "d": "text"}
 
 
-def test_neighbours_of_the_file_can_be_imported(tmp_path: Path) -> None:
+def test_modules_in_the_same_folder_can_be_imported(tmp_path: Path) -> None:
     (tmp_path / "beside_the_model.py").write_text("WIDTH = 5\n")
     path = write(tmp_path, "def build():\n    from beside_the_model import WIDTH\n    return ready(width=WIDTH)\n")
     load(parse_spec(f"{path}:build"))
     assert _given(path) == {"width": 5}
 
 
-def test_a_neighbour_can_be_imported_when_the_model_runs(tmp_path: Path) -> None:
+def test_module_in_the_same_folder_can_be_imported_when_the_model_runs(tmp_path: Path) -> None:
     (tmp_path / "beside_what_runs.py").write_text("WIDTH = 5\n")
     later = "class Later(nn.Module):\n    def forward(self):\n        import beside_what_runs as b\n        return b.WIDTH\n"
     path = write(tmp_path, f"{later}def build():\n    return Later(), None, ()\n")
     assert load(parse_spec(f"{path}:build")).model() == 5
 
 
-def test_a_file_may_be_called_like_a_package(tmp_path: Path) -> None:
+def test_file_may_be_named_like_a_package(tmp_path: Path) -> None:
     path = tmp_path / "torch.py"
     path.write_text(HEADER + "def build():\n    return ready()\n")
     assert isinstance(load(parse_spec(f"{path}:build")).model, nn.Module)
@@ -165,14 +165,14 @@ def test_a_file_may_be_called_like_a_package(tmp_path: Path) -> None:
     assert found.origin == torch.__file__
 
 
-def test_a_list_is_taken_as_a_batch(tmp_path: Path) -> None:
+def test_batch_may_be_a_list(tmp_path: Path) -> None:
     path = write(tmp_path, "def build():\n    return [nn.Linear(2, 2), None, [torch.zeros(1, 2)]]\n")
     workload = load(parse_spec(f"{path}:build"))
     assert isinstance(workload, Workload)
     assert isinstance(workload.batch, tuple)
 
 
-def test_a_batch_may_be_given_by_name(tmp_path: Path) -> None:
+def test_batch_may_be_a_dict(tmp_path: Path) -> None:
     path = write(tmp_path, "def build():\n    return nn.Linear(2, 2), None, {'input': torch.zeros(1, 2)}\n")
     workload = load(parse_spec(f"{path}:build"))
     assert isinstance(workload.batch, dict)
@@ -215,7 +215,7 @@ def test_a_batch_may_be_given_by_name(tmp_path: Path) -> None:
         ("raise SystemExit(3)", "build", "cannot be imported: SystemExit: 3 ({path}, line 10)"),
     ],
 )
-def test_what_cannot_be_built_is_refused(body: str, call: str, said: str, tmp_path: Path) -> None:
+def test_unbuildable_models_raise(body: str, call: str, said: str, tmp_path: Path) -> None:
     path = write(tmp_path, f"\n{body}\n")
     with pytest.raises(PlannerError) as caught:
         load(parse_spec(f"{path}:{call}"))
@@ -227,7 +227,7 @@ def test_what_cannot_be_built_is_refused(body: str, call: str, said: str, tmp_pa
     ("name", "said"),
     [("none.py", "is not there"), ("", "is a folder"), ("none", "is not there"), ("text.txt", "is not a Python file")],
 )
-def test_what_is_no_python_file_is_refused(name: str, said: str, tmp_path: Path) -> None:
+def test_files_other_than_python_raise(name: str, said: str, tmp_path: Path) -> None:
     (tmp_path / "text.txt").touch()
     with pytest.raises(ModelError, match=said):
         load(ModelSpec(str(tmp_path / name), "build"))
@@ -242,13 +242,13 @@ def test_what_is_no_python_file_is_refused(name: str, said: str, tmp_path: Path)
         ("zoo:mlp,layers=0", "at least 1"),
     ],
 )
-def test_what_is_not_in_the_zoo_is_refused(spec: str, said: str) -> None:
+def test_unknown_zoo_models_raise(spec: str, said: str) -> None:
     with pytest.raises(PlannerError, match=said):
         load(parse_spec(spec))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_a_device_that_is_not_there_is_refused() -> None:
+def test_missing_device_raises() -> None:
     with pytest.raises(ModelError, match="no CUDA device on this machine: use --device cpu, or plan for one with --roofline"):
         load(parse_spec("zoo:mlp"), device="cuda")
 

@@ -18,9 +18,12 @@ from solvers.eviction.round_trips import evicting_with_copies
 from solvers.eviction.rules import RULES, TIGHT_RULES, EvictionRule
 from solvers.problem import Problem, problem_of
 from solvers.windows import driver
-from solvers.windows.formulation.granularity import Discretization
-from solvers.windows.incumbent import Search
-from solvers.windows.solution.decode import Trial, late_writers, order_of, try_out
+from solvers.windows.decoding.decode import Trial, late_writers, order_of, try_out
+from solvers.windows.relaxation.discretization import Discretization
+from solvers.windows.search import Search
+from solvers.windows.strategies.offloaded_orders import OffloadedOrders
+from solvers.windows.strategies.portfolio import OffloadingPortfolio
+from solvers.windows.strategies.refinement import Relaxation
 from tests.support.requests import ask
 
 TRANSFORMER = transformer(TransformerSize(layers=2))
@@ -110,17 +113,16 @@ def test_a_solve_has_a_schedule_with_copies_before_it_looks_for_any_with_models(
     orders = [evicting_order(problem, rule) for rule in RULES]
     recomputing_s = min(simulate(TRANSFORMER, schedule_of(TRANSFORMER, order)).time_s for order in orders if order is not None)
 
-    def next_comes(search: Search, *_: object) -> None:
-        if search.problem.copies is not None:  # beside that, there is a search without
-            raise ModelsNextError
+    def next_comes(strategy: OffloadedOrders, limit: float) -> bool:
+        raise ModelsNextError  # beside that, there is a search without
 
-    monkeypatch.setattr(driver, "refine", lambda search, detail, *_, **__: (detail, False))
-    monkeypatch.setattr(driver.Portfolio, "find", lambda _: None)
-    monkeypatch.setattr(driver, "_go_on", next_comes)
-    search = Search(ask(problem.whole, problem.budget_bytes))
+    monkeypatch.setattr(Relaxation, "step", lambda *_: True)
+    monkeypatch.setattr(OffloadingPortfolio, "step", lambda *_: False)
+    monkeypatch.setattr(OffloadedOrders, "step", next_comes)
+    search = Search.of(ask(problem.whole, problem.budget_bytes))
     with pytest.raises(ModelsNextError):
         driver.run(search)
-    best = search.best_trial()
+    best = search.incumbent.best_trial
     assert best.order.away
     assert best.peak_bytes <= problem.budget_bytes
     assert best.time_s - TRANSFORMER.time_s < 0.8 * (recomputing_s - TRANSFORMER.time_s)

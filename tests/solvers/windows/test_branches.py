@@ -14,8 +14,8 @@ from solvers.clock import WallClock
 from solvers.problem import OBJECTIVE_SCALE
 from solvers.request import Request
 from solvers.tolerance import Tolerance
-from solvers.windows.branches import Branches
-from solvers.windows.incumbent import Search
+from solvers.windows.search import Search
+from solvers.windows.strategies.branches import Branches
 from tests.support.brute_force_options import fastest_with_options
 
 
@@ -26,13 +26,13 @@ def branches_of(seed: int) -> tuple[Search, Branches]:
     program = without_options(graph)
     peak = simulate(program, keep_everything(program)).peak_bytes
     budget = max(1, round(peak * draw.uniform(0.6, 1.0)))
-    search = Search(Request(graph, budget, Tolerance.of(1e-6), WallClock(60)))
+    search = Search.of(Request(graph, budget, Tolerance.of(1e-6), WallClock(60)))
     return search, Branches(search)
 
 
 def all_of_them(branches: Branches) -> None:
     """Look at each branch until nothing is left, without schedules that would end that."""
-    branches.search.solved = lambda: False  # type: ignore[method-assign]
+    branches.search.stopping.solved = lambda: False  # type: ignore[method-assign]
     for _ in range(25):
         if branches.closed:
             break
@@ -47,14 +47,14 @@ def test_the_least_bound_of_the_branches_is_below_the_best_of_all_schedules(seed
         optimum = fastest_with_options(search.problem.whole, search.budget_bytes)
         all_of_them(branches)
         bounds = [branch.bound for branch in branches.all]
-        assert not search.failure, (seed, search.failure)
+        assert not search.incumbent.failure, (seed, search.incumbent.failure)
         if optimum is None:
             continue
         feasible += 1
         assert min(bounds) < np.inf, seed
         bound_s = search.problem.base_s * (1 + min(bounds) / OBJECTIVE_SCALE)
         assert bound_s <= optimum[0] * (1 + 1e-6), seed
-        assert search.bound_s <= optimum[0] * (1 + 1e-6), seed
+        assert search.incumbent.bound_s <= optimum[0] * (1 + 1e-6), seed
         split += len(branches.all) > 1
         tight += len(branches.all) > 1 and bound_s >= optimum[0] * (1 - 1e-3)
     assert feasible > 10
@@ -97,7 +97,7 @@ def test_a_branch_that_is_decided_has_what_is_decided_in_its_program() -> None:
         assert len(branches.all) == len(ways) + 1
         assert all(any(not is_executed for _, is_executed in part.detail.decided) or len(ways) == 1 for part in branches.all)
         bound = min(part.bound for part in branches.all)
-        assert search.failure == ""
+        assert search.incumbent.failure == ""
         assert bound >= branch.bound - 1e-6
         return
     pytest.fail("no graph has a heavy place")
@@ -108,7 +108,7 @@ def test_ways_of_about_the_same_time_are_one() -> None:
     for seed in range(80):
         search, branches = branches_of(seed)
         params = replace(search.params, branches=replace(search.params.branches, alike=1e6))
-        merged = Branches(Search(replace(search.request, params=params)))
+        merged = Branches(Search.of(replace(search.request, params=params)))
         replaces, inputs = search.problem.places.replaces, search.problem.inputs
         for ways in merged.ways.values():
             of_way = [{(replaces[b], inputs[b]) for b in way} for way in ways]

@@ -5,18 +5,19 @@ from graphs.options import without_options
 from graphs.synthetic.random_graphs import random_options
 from solvers.clock import WorkClock
 from solvers.request import Request
-from solvers.windows.driver import _run
-from solvers.windows.heuristics.commitments import Commitment, Commitments
-from solvers.windows.heuristics.stand_ins import in_place, simple
-from solvers.windows.incumbent import Search
-from solvers.windows.solution.plain import plain_graph
+from solvers.windows.decoding.plain_graph import plain_graph
+from solvers.windows.driver import run_plain
+from solvers.windows.part_process import Inbox
+from solvers.windows.search import Search
+from solvers.windows.strategies.commitments import Commitment, Commitments
+from solvers.windows.strategies.substitution import in_place, simple
 from tests.support.budgets import budget_at
 
 
 def commitments(graph: Graph) -> tuple[Commitments, list[Commitment]]:
     """Those of doing what the graph's simple choices are, each known of as what a relaxation does."""
-    search = Search(Request(graph, budget_at(without_options(graph), 0.6), clock=WorkClock(5.0)))
-    found, own = Commitments(search, _run), []
+    search = Search.of(Request(graph, budget_at(without_options(graph), 0.6), clock=WorkClock(5.0)))
+    found, own = Commitments(search), []
     for instead in [frozenset[int](), *simple(search.problem)]:
         order = in_place(search.problem, instead)
         assert order is not None
@@ -59,7 +60,11 @@ def test_others_come_in_turn_and_what_is_closed_does_not() -> None:
 
 def test_a_solve_is_counted_by_the_clock() -> None:
     found, (first, *_) = commitments(random_options(7, 50))
+    first.promise_s = 1.0
     now = found.search.clock.now
-    found.solve(first)
+    searches = found.searches(Inbox())
+    run_plain(next(searches))
+    spent = found.search.clock.now - now
+    next(searches)
     assert first.runs == 1
-    assert first.spent == found.search.clock.now - now > 0
+    assert first.spent == spent > 0

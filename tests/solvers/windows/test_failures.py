@@ -17,8 +17,11 @@ from solvers.highs import solve_program
 from solvers.highs.program import Answer, Outcome
 from solvers.problem import OBJECTIVE_SCALE
 from solvers.result import Result, Status
-from solvers.windows import incumbent, refinement, solve
-from solvers.windows.heuristics.portfolio import Portfolio
+from solvers.windows import solve
+from solvers.windows.decoding.decode import try_out
+from solvers.windows.search import Search
+from solvers.windows.strategies import refinement
+from solvers.windows.strategies.portfolio import Portfolio
 from tests.support.requests import ask
 
 GRAPH = random_training_step(2, 40)
@@ -35,12 +38,12 @@ def solved() -> Result:
     return result
 
 
-def fails(self: Portfolio) -> None:
+def fails(self: Portfolio, limit: float) -> None:
     raise RuntimeError("no such choice")
 
 
 def test_an_error_of_what_looks_for_schedules_ends_the_solve_and_keeps_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Portfolio, "find", fails)
+    monkeypatch.setattr(Portfolio, "step", fails)
     result = solved()
     assert result.status is Status.FEASIBLE
     assert result.schedule is not None and result.bound_s is not None
@@ -48,14 +51,14 @@ def test_an_error_of_what_looks_for_schedules_ends_the_solve_and_keeps_the_best(
 
 
 def test_where_nothing_was_found_before_the_error_is_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Portfolio, "find", fails)
-    monkeypatch.setattr(incumbent.Search, "offer", lambda search, order, detail: incumbent.try_out(search.problem, order))
+    monkeypatch.setattr(Portfolio, "step", fails)
+    monkeypatch.setattr(Search, "offer", lambda search, order, detail: try_out(search.problem, order))
     with pytest.raises(PlannerError, match="windows failed: looking for schedules failed: RuntimeError: no such choice"):
         plan(GRAPH, BUDGET, tolerance=0.0, time_limit_s=600.0, reorder=False)
 
 
 def test_a_plan_from_a_solve_that_failed_warns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Portfolio, "find", fails)
+    monkeypatch.setattr(Portfolio, "step", fails)
     with pytest.warns(SolverWarning, match="ended early, for looking for schedules failed: RuntimeError: no such choice"):
         found = plan(GRAPH, BUDGET, tolerance=0.0, time_limit_s=600.0)
     assert found.peak_bytes <= BUDGET
@@ -65,16 +68,16 @@ def answers_once_known(monkeypatch: pytest.MonkeyPatch, change: Callable[[Answer
     """Change what HiGHS says of relaxations when a schedule is known; meanwhile nobody looks for others."""
     began: list[bool] = []
 
-    def waits(portfolio: Portfolio) -> None:
-        began.append(portfolio.search.best is not None)
-        while not portfolio.search.stopped():
+    def waits(portfolio: Portfolio, limit: float) -> None:
+        began.append(portfolio.search.incumbent.best is not None)
+        while not portfolio.search.stopping.stopped():
             time.sleep(0.01)
 
     def answer(*args: Any, **options: Any) -> Answer:
         found = solve_program(*args, **options)
         return change(found) if any(began) else found
 
-    monkeypatch.setattr(Portfolio, "find", waits)
+    monkeypatch.setattr(Portfolio, "step", waits)
     monkeypatch.setattr(refinement, "solve_program", answer)
 
 

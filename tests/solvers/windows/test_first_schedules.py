@@ -3,8 +3,8 @@
 import pytest
 
 from graphs.synthetic.small import training_chain
-from solvers.windows import driver, solve
-from solvers.windows.incumbent import Search
+from solvers.windows import solve
+from solvers.windows.strategies.refinement import Relaxation
 from tests.support.budgets import budget_at
 from tests.support.requests import ask
 
@@ -17,11 +17,11 @@ class RelaxedError(Exception):
 def test_rules_of_eviction_are_asked_before_the_relaxation(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
     graph, found = training_chain(20), []
 
-    def begin(search: Search, *_: object, **__: object) -> None:
-        found.append(search.best is not None)
+    def begin(relaxation: Relaxation, limit: float) -> None:
+        found.append(relaxation.search.incumbent.best is not None)
         raise RelaxedError
 
-    monkeypatch.setattr(driver, "refine", begin)
+    monkeypatch.setattr(Relaxation, "step", begin)
     with pytest.raises(RelaxedError):
         solve(ask(graph, budget_at(graph, share)))
     assert found == [True]

@@ -13,11 +13,11 @@ from solvers.clock import WallClock
 from solvers.highs import solve_program
 from solvers.highs.program import Outcome
 from solvers.problem import problem_of
-from solvers.windows import formulation
-from solvers.windows.formulation.granularity import Discretization
-from solvers.windows.formulation.models import build_relaxation
-from solvers.windows.solution.decode import order_of, try_out
-from solvers.windows.solution.encode import choice_of
+from solvers.windows import relaxation
+from solvers.windows.decoding.decode import order_of, try_out
+from solvers.windows.decoding.encode import choice_of
+from solvers.windows.relaxation.discretization import Discretization
+from solvers.windows.relaxation.models import build_relaxation
 from tests.support.random_orders import everything, random_order, short_form
 
 ROOT = Path(__file__).parents[3]
@@ -58,6 +58,6 @@ def test_every_schedule_in_short_form_solves_the_relaxation_at_its_budget(make: 
 def test_families_of_rows_are_on_the_page() -> None:
     page = (ROOT / "docs" / "formulation.md").read_text()
     named = set(re.findall(r"`(add_\w+)`", page))
-    folder = Path(formulation.__path__[0])
+    folder = Path(relaxation.__path__[0])
     written = {name for path in folder.glob("*.py") for name in re.findall(r"^def (add_\w+)", path.read_text(), re.MULTILINE)}
     assert named == written

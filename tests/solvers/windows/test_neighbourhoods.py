@@ -2,6 +2,8 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,16 +18,16 @@ from solvers.highs import solve_program
 from solvers.highs.program import Outcome
 from solvers.least import least_budget
 from solvers.problem import Problem, problem_of
-from solvers.windows.formulation.draft import ModelDraft
-from solvers.windows.formulation.granularity import Discretization
-from solvers.windows.formulation.models import compose
-from solvers.windows.heuristics.neighbourhoods import Neighbourhoods
-from solvers.windows.heuristics.restricted import CandidateSet, build_restricted, restricted_families, tight_windows
-from solvers.windows.heuristics.turns import take_turns
-from solvers.windows.incumbent import Search
+from solvers.windows.decoding.decode import Trial, order_of, try_out
+from solvers.windows.decoding.refinement import refined, with_stages_in_order
 from solvers.windows.params import WindowsParams
-from solvers.windows.solution.decode import Trial, order_of, try_out
-from solvers.windows.solution.refine import refined, with_stages_in_order
+from solvers.windows.relaxation.discretization import Discretization
+from solvers.windows.relaxation.draft import ModelDraft
+from solvers.windows.relaxation.models import compose
+from solvers.windows.search import Search
+from solvers.windows.strategies.neighbourhoods import FixAndOptimizeOps, FixAndOptimizeWindows, NarrowModel, Restarts
+from solvers.windows.strategies.restricted_model import CandidateSet, build_restricted, restricted_families, tight_windows
+from solvers.windows.strategies.strategy import SteppedStrategy, share_time
 from tests.support.budgets import peak_bytes
 from tests.support.requests import ask
 
@@ -128,32 +130,32 @@ def test_windows_lie_all_over_what_is_tight() -> None:
 def test_what_is_settled_fits(share: float) -> None:
     graph = transformer(TransformerSize(layers=4))
     budget = int(share * peak_bytes(graph))
-    search = Search(ask(graph, budget, tolerance=1e-3, time_limit_s=60.0))
+    search = Search.of(ask(graph, budget, tolerance=1e-3, time_limit_s=60.0))
     trial = whole_trial(search.problem)
     peak = int(np.argmax(trial.memory_bytes))
-    neighbourhoods = Neighbourhoods(search, Discretization((peak, search.problem.ops - 1)))
+    neighbourhoods = NarrowModel(search, Discretization((peak, search.problem.ops - 1)))
     neighbourhoods.begin()
-    assert search.best is not None
-    assert search.best.peak_bytes <= budget
-    before = search.best.time_s
-    ways = neighbourhoods.reopenings(), neighbourhoods.exchanges()
-    for way in ways * 5:
-        next(way, None)
-    assert search.best.time_s <= before
-    assert simulate(graph, search.best.schedule).time_s == pytest.approx(search.best.time_s)
+    assert search.incumbent.best is not None
+    assert search.incumbent.best.peak_bytes <= budget
+    before = search.incumbent.best.time_s
+    strategies = FixAndOptimizeWindows(search, neighbourhoods), FixAndOptimizeOps(search, neighbourhoods)
+    for strategy in strategies * 5:
+        strategy.step()
+    assert search.incumbent.best.time_s <= before
+    assert simulate(graph, search.incumbent.best.schedule).time_s == pytest.approx(search.incumbent.best.time_s)
 
 
 def test_reopening_ends_where_nothing_is_gained() -> None:
     graph = training_chain(10)
-    search = Search(ask(graph, 6, tolerance=1e-3, time_limit_s=60.0))
+    search = Search.of(ask(graph, 6, tolerance=1e-3, time_limit_s=60.0))
     trial = whole_trial(search.problem)
-    neighbourhoods = Neighbourhoods(search, Discretization((int(np.argmax(trial.memory_bytes)), search.problem.ops - 1)))
+    neighbourhoods = NarrowModel(search, Discretization((int(np.argmax(trial.memory_bytes)), search.problem.ops - 1)))
     neighbourhoods.begin()
     search = neighbourhoods.search
     # The bound is that of nothing executed again, so that the search is never satisfied.
-    for way in (neighbourhoods.reopenings(), neighbourhoods.exchanges()):
-        assert sum(1 for _ in way) < 1000
-    assert search.best is not None
+    for strategy in (FixAndOptimizeWindows(search, neighbourhoods), FixAndOptimizeOps(search, neighbourhoods)):
+        assert sum(1 for _ in strategy.steps()) < 1000
+    assert search.incumbent.best is not None
 
 
 def test_an_exchange_keeps_one_tensor_instead_of_another() -> None:
@@ -165,49 +167,58 @@ def test_an_exchange_keeps_one_tensor_instead_of_another() -> None:
     (large,) = draft.op("large", [joined], [4])
     (small,) = draft.op("small", [large], [1])
     kept = draft.op("last", [dear, cheap, small], [1])
-    search = Search(ask(draft.graph(kept), 10, tolerance=0.0, time_limit_s=60.0))
-    neighbourhoods = Neighbourhoods(search, Discretization((3, 5)))
+    search = Search.of(ask(draft.graph(kept), 10, tolerance=0.0, time_limit_s=60.0))
+    neighbourhoods = NarrowModel(search, Discretization((3, 5)))
     neighbourhoods.detail = Discretization(tuple(range(6)))
     neighbourhoods.known.ops = {0, 1}
     search.offer(order_of(neighbourhoods.detail, (0, 1, 2, 3, 4, 0, 5)), neighbourhoods.detail)
-    assert search.best_trial().time_s == 11.0
-    next(neighbourhoods.exchanges())
-    assert search.best_trial().time_s == 9.0
+    assert search.incumbent.best_trial.time_s == 11.0
+    FixAndOptimizeOps(search, neighbourhoods).step()
+    assert search.incumbent.best_trial.time_s == 9.0
 
 
-def test_what_gains_gets_most_of_the_turns() -> None:
-    value, clock = 1000.0, WorkClock()
-    turns = {"good": 0, "idle": 0}
+class Gaining(SteppedStrategy):
+    """Makes the best schedule faster by `gain` in each of so many steps, which are counted."""
 
-    def way(name: str, gain: float) -> Iterator[None]:
-        nonlocal value
-        for _ in range(200):
-            clock.spend(1e-3)
-            turns[name] += 1
-            value -= gain
+    def __init__(self, search: Any, gain: float, count: int) -> None:
+        super().__init__(search)
+        self.gain, self.count, self.taken = gain, count, 0
+
+    @staticmethod
+    def applies(problem: Problem) -> bool:
+        return True
+
+    def steps(self) -> Iterator[None]:
+        for _ in range(self.count):
+            self.search.clock.spend(1e-3)
+            self.taken += 1
+            self.search.incumbent.best_s -= self.gain  # type: ignore[misc]
             yield
 
-    take_turns([way("good", 1.0), way("idle", 0.0)], lambda: value, lambda: sum(turns.values()) >= 120, clock, PARAMS.portfolio)
-    assert turns["good"] > turns["idle"] > 0
+
+def search_for_faster() -> Any:
+    return SimpleNamespace(incumbent=SimpleNamespace(best_s=1000.0), clock=WorkClock())
 
 
-def test_turns_end_when_all_ways_have() -> None:
-    done: list[int] = []
+def test_what_gains_gets_most_of_the_time() -> None:
+    search = search_for_faster()
+    good, idle = Gaining(search, 1.0, 200), Gaining(search, 0.0, 200)
+    share_time(search, [good, idle], PARAMS.portfolio, should_stop=lambda: good.taken + idle.taken >= 120)
+    assert good.taken > idle.taken > 0
 
-    def way(number: int) -> Iterator[None]:
-        for _ in range(number):
-            done.append(number)
-            yield
 
-    take_turns([way(1), way(3), way(0)], lambda: 0.0, lambda: False, WorkClock(), PARAMS.portfolio)
-    assert sorted(done) == [1, 3, 3, 3]
+def test_sharing_time_ends_when_all_strategies_have() -> None:
+    search = search_for_faster()
+    strategies = [Gaining(search, 0.0, count) for count in (1, 3, 0)]
+    share_time(search, strategies, PARAMS.portfolio, should_stop=lambda: False)
+    assert [strategy.taken for strategy in strategies] == [1, 3, 0]
 
 
 def test_a_problem_without_room_ends() -> None:
-    search = Search(ask(training_chain(8), 3, tolerance=1e-3, time_limit_s=60.0))
+    search = Search.of(ask(training_chain(8), 3, tolerance=1e-3, time_limit_s=60.0))
     trial = whole_trial(search.problem)
-    neighbourhoods = Neighbourhoods(search, Discretization((int(np.argmax(trial.memory_bytes)), search.problem.ops - 1)))
+    neighbourhoods = NarrowModel(search, Discretization((int(np.argmax(trial.memory_bytes)), search.problem.ops - 1)))
     neighbourhoods.small = replace(neighbourhoods.small, capacity_bytes=2)
     neighbourhoods.begin()
-    assert sum(1 for _ in neighbourhoods.restarts()) < 100
-    assert search.best is None
+    assert sum(1 for _ in Restarts(search, neighbourhoods).steps()) < 100
+    assert search.incumbent.best is None

@@ -26,14 +26,13 @@ from solvers.request import Request
 from solvers.result import Result, Status
 from solvers.tolerance import Tolerance
 from solvers.windows import solve
-from solvers.windows.driver import _run, run
-from solvers.windows.heuristics.commitments import _go_on
-from solvers.windows.heuristics.part_process import Ended, Heard, PartProcess, Task
-from solvers.windows.heuristics.parts import _without_hearing, start_process
-from solvers.windows.heuristics.stand_ins import in_place
-from solvers.windows.incumbent import Search
+from solvers.windows.decoding.decode import Trial
+from solvers.windows.driver import _commit_in_process, _run_in_process, run
 from solvers.windows.params import WindowsParams
-from solvers.windows.solution.decode import Trial
+from solvers.windows.part_process import Inbox, PartProcess, SearchEnd, Task
+from solvers.windows.parts import start_process
+from solvers.windows.search import Search
+from solvers.windows.strategies.substitution import in_place
 
 # At once: small graphs are solved before anything else would begin.
 AT_ONCE = replace(WindowsParams(), parts=replace(WindowsParams().parts, between=0.0))
@@ -69,31 +68,31 @@ def solved(seed: int, params: WindowsParams = AT_ONCE) -> Result:
     return solve(Request(graph, budget, TOLERANCE, WallClock(120), params=params))
 
 
-def heard_of(process: PartProcess) -> list[Trial | Ended]:
+def received_from(process: PartProcess) -> list[Trial | SearchEnd]:
     """All that is heard until it has ended."""
-    found: list[Trial | Ended] = []
+    found: list[Trial | SearchEnd] = []
     with process:
-        while not found or not isinstance(found[-1], Ended):
-            if (news := process.hear(60.0)) is not None:
+        while not found or not isinstance(found[-1], SearchEnd):
+            if (news := process.receive(60.0)) is not None:
                 found.append(news)
     return found
 
 
-def task_of(seed: int, task: Callable[[Search, Heard], None]) -> Task:
+def task_of(seed: int, task: Callable[[Search, Inbox], None]) -> Task:
     return Task(*instance(seed), TOLERANCE, WindowsParams(), 120.0, task)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_it_finds_what_is_found_here(seed: int) -> None:
-    here = Search(Request(*instance(seed), TOLERANCE, WallClock(120)))
+    here = Search.of(Request(*instance(seed), TOLERANCE, WallClock(120)))
     run(here)
-    *found, end = heard_of(PartProcess(task_of(seed, partial(_without_hearing, run=run))))
-    assert isinstance(end, Ended) and (end.failure, end.died) == ("", False)
+    *found, end = received_from(PartProcess(task_of(seed, _run_in_process)))
+    assert isinstance(end, SearchEnd) and (end.failure, end.died) == ("", False)
     times = [trial.time_s for trial in found if isinstance(trial, Trial)]
     assert times == sorted(times, reverse=True)
-    assert bool(times) == (here.best is not None)
-    if here.best is not None:
-        assert times[-1] == pytest.approx(here.best.time_s, rel=1e-4)
+    assert bool(times) == (here.incumbent.best is not None)
+    if here.incumbent.best is not None:
+        assert times[-1] == pytest.approx(here.incumbent.best.time_s, rel=1e-4)
 
 
 def check_solves() -> None:
@@ -118,7 +117,7 @@ def test_what_a_process_that_dies_was_to_do_is_done_here(
     command: str, started: list["subprocess.Popen[bytes]"], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(child_process, "_COMMAND", command)
-    assert heard_of(PartProcess(task_of(SEEDS[0], _until_stopped))) == [Ended(died=True)]
+    assert received_from(PartProcess(task_of(SEEDS[0], _until_stopped))) == [SearchEnd(died=True)]
     check_solves()
     assert len(started) > len(SEEDS)
 
@@ -132,15 +131,15 @@ def test_where_none_can_be_started_there_are_threads(monkeypatch: pytest.MonkeyP
 
 def test_what_orders_commit_to_is_solved_there() -> None:
     graph, budget = instance(LONG)
-    search = Search(Request(graph, budget, TOLERANCE, WallClock(120)))
+    search = Search.of(Request(graph, budget, TOLERANCE, WallClock(120)))
     order = in_place(search.problem, frozenset())
     assert order is not None
-    with PartProcess(task_of(LONG, partial(_go_on, run_plain=_run, known={}))) as process:
-        assert process.hear(0.2) is None
-        process.tell(order)
-        process.tell(None)
-        *found, end = heard_of(process)
-    assert isinstance(end, Ended) and (end.failure, end.died) == ("", False)
+    with PartProcess(task_of(LONG, partial(_commit_in_process, known={}))) as process:
+        assert process.receive(0.2) is None
+        process.send(order)
+        process.send(None)
+        *found, end = received_from(process)
+    assert isinstance(end, SearchEnd) and (end.failure, end.died) == ("", False)
     alone, all_of_it = (solve(Request(some, budget, TOLERANCE, WallClock(120))) for some in (without_options(graph), graph))
     assert isinstance(found[-1], Trial) and alone.time_s is not None and all_of_it.bound_s is not None
     assert all_of_it.bound_s <= found[-1].time_s * (1 + 1e-9) and found[-1].time_s <= alone.time_s * (1 + 1e-4)
@@ -149,19 +148,19 @@ def test_what_orders_commit_to_is_solved_there() -> None:
 
 
 def test_a_failure_is_told() -> None:
-    (end,) = heard_of(PartProcess(task_of(SEEDS[0], operator.add)))
-    assert isinstance(end, Ended) and not end.died
-    assert end.failure.startswith("TypeError: unsupported operand type(s) for +: 'Search' and 'Heard'")
+    (end,) = received_from(PartProcess(task_of(SEEDS[0], operator.add)))
+    assert isinstance(end, SearchEnd) and not end.died
+    assert end.failure.startswith("TypeError: unsupported operand type(s) for +: 'Search' and 'Inbox'")
 
 
 def test_what_is_known_to_be_better_ends_it() -> None:
     graph, _ = instance(SEEDS[0])
     with PartProcess(task_of(SEEDS[0], _until_stopped)) as process:
-        assert process.hear(0.5) is None
-        process.tell(2 * graph.time_s)
-        assert process.hear(0.5) is None
-        process.tell(0.0)  # nothing is faster
-        assert process.hear(60.0) == Ended()
+        assert process.receive(0.5) is None
+        process.send(2 * graph.time_s)
+        assert process.receive(0.5) is None
+        process.send(0.0)  # nothing is faster
+        assert process.receive(60.0) == SearchEnd()
 
 
 def test_nothing_is_left_of_it(started: list["subprocess.Popen[bytes]"]) -> None:
@@ -169,7 +168,7 @@ def test_nothing_is_left_of_it(started: list["subprocess.Popen[bytes]"]) -> None
         raise KeyboardInterrupt
     assert started[0].returncode == -9
     process = PartProcess(task_of(SEEDS[0], _until_stopped))
-    assert process.hear(0.5) is None
+    assert process.receive(0.5) is None
     process._process._connection.close()  # as if whoever has started it had been killed
     assert started[1].wait(60.0) == 0
 
@@ -179,7 +178,7 @@ def test_it_starts_others_where_it_may_and_they_end_with_it(may: bool, tmp_path:
     file = tmp_path / "pid"
     with PartProcess(replace(task_of(LONG, partial(_start_another, file=file)), starts_others=may)) as process:
         while not file.exists():
-            assert process.hear(0.05) is None
+            assert process.receive(0.05) is None
     started_by_it = int(file.read_text())
     assert bool(started_by_it) == may
     for _ in range(600 if may else 0):
@@ -190,7 +189,7 @@ def test_it_starts_others_where_it_may_and_they_end_with_it(may: bool, tmp_path:
         assert not may
 
 
-def _start_another(search: Search, _: Heard, *, file: Path) -> None:
+def _start_another(search: Search, _: Inbox, *, file: Path) -> None:
     other = start_process(search, search.problem.whole, _until_stopped, params=search.params)
     part_of = file.with_suffix(".part")
     part_of.write_text(str(other._process._process.pid if other is not None else 0))
@@ -198,8 +197,8 @@ def _start_another(search: Search, _: Heard, *, file: Path) -> None:
     _until_stopped(search, _)
 
 
-def _until_stopped(search: Search, _: Heard) -> None:
-    while not search.stopped():
+def _until_stopped(search: Search, _: Inbox) -> None:
+    while not search.stopping.stopped():
         search.clock.wait(0.01)
 
 

@@ -20,12 +20,11 @@ from solvers.registry import get_solver
 from solvers.request import Request
 from solvers.result import Result, Status
 from solvers.tolerance import Tolerance
-from solvers.windows.branches import Branches
-from solvers.windows.choice_params import PartParams
-from solvers.windows.driver import run
-from solvers.windows.heuristics.parts import LAST, PartBeside
-from solvers.windows.incumbent import Search
-from solvers.windows.params import WindowsParams
+from solvers.windows import driver
+from solvers.windows.params import PartParams, WindowsParams
+from solvers.windows.parts import LAST, Part
+from solvers.windows.search import Search
+from solvers.windows.strategies.branches import Branches
 from tests.support.budgets import budget_at, peak_bytes
 
 FLOATING = 1e-9
@@ -123,13 +122,13 @@ def test_what_is_lossy_makes_what_is_not_no_slower() -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="threads have priorities on Linux alone")
 def test_where_time_is_counted_what_is_lossy_goes_last(monkeypatch: pytest.MonkeyPatch) -> None:
     own = os.getpriority(os.PRIO_PROCESS, 0)
-    bounded_at, refine = [], Branches.refine
+    bounded_at, init = [], Branches.__init__
 
-    def noted(branches: Branches) -> None:
+    def noted(branches: Branches, search: Search) -> None:
         bounded_at.append(os.getpriority(os.PRIO_PROCESS, 0))
-        refine(branches)
+        init(branches, search)
 
-    monkeypatch.setattr(Branches, "refine", noted)
+    monkeypatch.setattr(Branches, "__init__", noted)
     for graph in lossy_and_faithful():
         result = get_solver("windows")(Request(graph, budget_at(without_options(graph), 0.25), clock=WallClock(60.0)))
         assert result.status is Status.OPTIMAL
@@ -137,34 +136,39 @@ def test_where_time_is_counted_what_is_lossy_goes_last(monkeypatch: pytest.Monke
     assert os.getpriority(os.PRIO_PROCESS, 0) == own
 
 
-def searched_beside(graph: Graph, part: Graph, budget_bytes: int) -> tuple[Search, Search]:
+def searched_beside(graph: Graph, part: Graph, budget_bytes: int, monkeypatch: pytest.MonkeyPatch) -> tuple[Search, Search]:
     """A search that does nothing but to let a part of its choices be searched; and the search of that."""
-    search, searches = Search(asked(graph, budget_bytes, 2.0)), []
+    search, searches, run = Search.of(asked(graph, budget_bytes, 2.0)), [], driver.run
 
     def run_part(sub: Search) -> None:
         searches.append(sub)
         run(sub)
 
-    with PartBeside(search, part, run_part, search.keep):
-        pass
+    with monkeypatch.context() as patch:
+        patch.setattr(driver, "run", run_part)
+        with driver._beside(Part(search, part, search.incumbent.take)):
+            pass
     return search, searches[0]
 
 
-def test_a_part_is_searched_as_it_is_alone_and_its_bound_is_none_of_the_whole() -> None:
+def test_a_part_is_searched_as_it_is_alone_and_its_bound_is_none_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     budget = peak_bytes(TRANSFORMER) // 2
-    search, part = searched_beside(offloading(TRANSFORMER), TRANSFORMER, budget)
+    search, part = searched_beside(offloading(TRANSFORMER), TRANSFORMER, budget, monkeypatch)
     alone = solved(TRANSFORMER, budget, 2.0)
-    assert part.best is not None and (part.best.schedule, part.bound_s) == (alone.schedule, alone.bound_s)
-    assert search.best is part.best
-    assert search.bound_s == search.problem.least_s < part.bound_s
+    assert part.incumbent.best is not None and (part.incumbent.best.schedule, part.incumbent.bound_s) == (
+        alone.schedule,
+        alone.bound_s,
+    )
+    assert search.incumbent.best is part.incumbent.best
+    assert search.incumbent.bound_s == search.problem.least_s < part.incumbent.bound_s
 
 
-def test_that_nothing_fits_in_a_part_says_nothing_of_the_whole() -> None:
+def test_that_nothing_fits_in_a_part_says_nothing_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     graph = random_options(1, 40, 12)
     program = without_options(graph)
     budget = budget_at(program, 0.25)
-    search, part = searched_beside(offloading(program), program, budget)
-    assert part.infeasible and not search.infeasible
+    search, part = searched_beside(offloading(program), program, budget, monkeypatch)
+    assert part.incumbent.infeasible and not search.incumbent.infeasible
     assert solved(program, budget, 0.3).status is Status.INFEASIBLE
     result = solved(offloading(program), budget, 1.0)
     assert result.time_s is not None and result.bound_s is not None
@@ -172,18 +176,19 @@ def test_that_nothing_fits_in_a_part_says_nothing_of_the_whole() -> None:
 
 
 @pytest.mark.parametrize(("known", "spent"), [(False, 20.0), (True, 1.25)])
-def test_a_part_that_is_behind_and_gets_no_better_ends(known: bool, spent: float) -> None:
+def test_a_part_that_is_behind_and_gets_no_better_ends(known: bool, spent: float, monkeypatch: pytest.MonkeyPatch) -> None:
     budget = peak_bytes(TRANSFORMER) // 2
     params = WindowsParams(parts=PartParams(least_idle=1.0, idle_share=0.5))
-    search, ended = Search(asked(offloading(TRANSFORMER), budget, 20.0, params)), []
+    search, ended = Search.of(asked(offloading(TRANSFORMER), budget, 20.0, params)), []
     if known:
-        search.keep(searched_beside(offloading(TRANSFORMER), TRANSFORMER, budget)[1].best_trial())
+        search.incumbent.take(searched_beside(offloading(TRANSFORMER), TRANSFORMER, budget, monkeypatch)[1].incumbent.best_trial)
 
     def find_nothing(sub: Search) -> None:
-        while not sub.stopped():
+        while not sub.stopping.stopped():
             sub.clock.spend(0.25)
         ended.append(sub.clock.now)
 
-    with PartBeside(search, TRANSFORMER, find_nothing, search.keep):
+    monkeypatch.setattr(driver, "run", find_nothing)
+    with driver._beside(Part(search, TRANSFORMER, search.incumbent.take)):
         pass
     assert ended == [pytest.approx(spent)]

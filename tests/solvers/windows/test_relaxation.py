@@ -11,11 +11,11 @@ from solvers.highs import solve_program
 from solvers.highs.program import Outcome
 from solvers.problem import Problem, problem_of
 from solvers.windows import solve
-from solvers.windows.formulation.granularity import Discretization, halves
-from solvers.windows.formulation.models import build_relaxation
-from solvers.windows.solution.decode import order_of, try_out
-from solvers.windows.solution.encode import choice_of
-from solvers.windows.solution.expand import expand
+from solvers.windows.decoding.decode import order_of, try_out
+from solvers.windows.decoding.encode import choice_of
+from solvers.windows.decoding.expand import expand
+from solvers.windows.relaxation.discretization import Discretization, halves
+from solvers.windows.relaxation.models import build_relaxation
 from tests.support.budgets import peak_bytes
 from tests.support.requests import ask
 

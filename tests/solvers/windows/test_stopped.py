@@ -13,9 +13,9 @@ from solvers.memory import give_back, resident_bytes
 from solvers.registry import SOLVERS, get_solver
 from solvers.result import SolveProgress, Status
 from solvers.windows import solve
-from solvers.windows.driver import imitate
-from solvers.windows.incumbent import Search
 from solvers.windows.params import BoundParams, WindowsParams
+from solvers.windows.search import Search
+from solvers.windows.strategies.imitation import Imitation
 from tests.support.budgets import peak_bytes
 from tests.support.requests import ask
 
@@ -86,10 +86,10 @@ def test_resident_memory_is_known() -> None:
 def test_no_other_method_is_faster_even_where_time_is_short(share: int) -> None:
     graph = transformer(TransformerSize(layers=4))
     budget = peak_bytes(graph) * share // 10
-    search = Search(ask(graph, budget, tolerance=0.0, time_limit_s=60.0))
-    imitate(search)
+    search = Search.of(ask(graph, budget, tolerance=0.0, time_limit_s=60.0))
+    Imitation(search).step(60.0)
     # Programs take as long as they are let.
     policies = [name for name, entry in SOLVERS.items() if name != "windows" and not entry.large_programs]
     times = [get_solver(name)(ask(graph, budget)).time_s for name in policies]
-    assert search.best_trial().peak_bytes <= budget
-    assert search.best_trial().time_s <= min(time_s for time_s in times if time_s is not None)
+    assert search.incumbent.best_trial.peak_bytes <= budget
+    assert search.incumbent.best_trial.time_s <= min(time_s for time_s in times if time_s is not None)

@@ -20,7 +20,7 @@ from planner.capture.options.added import value_of
 from planner.capture.options.chunks.asked import Asked, ByRows
 from planner.capture.options.chunks.rows import NotByRowsError, Rows, is_view, rows_behind, through_view
 from planner.capture.options.chunks.rules import CONSTANTS, by_rows
-from planner.capture.rewrites.layouts import drawn_in_place, read_strides
+from planner.capture.rewrites.layouts import in_place_random_op, read_strides
 from planner.capture.rewrites.outputs import fake
 
 aten = torch.ops.aten
@@ -188,7 +188,7 @@ class Finder:
 
     def _join(self, stretch: Stretch, op: int, known: Mapping[fx.Node, Rows]) -> None:
         node, what = self.capture.nodes[op], self.graph.ops[op]
-        if node is None or not what.recomputable or what.random or what.mutates or read_strides(node) or drawn_in_place(node):
+        if node is None or not what.recomputable or what.random or what.mutates or read_strides(node) or in_place_random_op(node):
             raise NotByRowsError
         places = {arg: place for arg in node.all_input_nodes if (place := stretch.place(arg)) is not None}
         call = by_rows(Asked(node, stretch.rows, {**known, **places}, frozenset(places)))

@@ -1,9 +1,8 @@
-"""How much the gradients change when what the backward pass reads is kept compressed, measured on real tensors.
+"""Sensitivity of the gradients to compression of the tensors that the backward pass reads, measured on real tensors.
 
-As in GACT (Liu et al., ICML 2022, section 4): roundings are unbiased and independent, so the squared errors of the gradients
-that they cause add up, and the one that a tensor causes is found by rounding it alone. GACT does so in one form, and takes it
-that the error goes with the square of the rounding; the gradient of a ReLU, which is there or not, does not. So each form is
-tried here.
+As in GACT (Liu et al., ICML 2022, section 4): rounding errors are unbiased and independent, so the squared errors of the
+gradients add up, and that of one tensor is found by rounding it alone. GACT does so in one form, and assumes that the error is
+proportional to the square of the rounding; that of a ReLU's gradient, which is zero or not, is not. So each form is tried here.
 """
 
 import math
@@ -16,7 +15,7 @@ import torch
 from graphs.ir import Graph, Phase
 from graphs.options.compress import modelled_variance, with_variances
 from graphs.schedule import Compute, schedule_of
-from planner.capture.frontend.random_states import random_states_kept
+from planner.capture.frontend.random_states import preserve_random_states
 from planner.capture.lowering.lower import Capture
 from planner.capture.lowering.program import load, variable
 from planner.capture.lowering.writer import Writer
@@ -37,9 +36,8 @@ def modelled_variances(capture: Capture) -> Graph:
 def measured_variances(capture: Capture, real: RealStep) -> Graph:
     """Return the graph of `capture`, whose step is `real`, with measured variances.
 
-    The forward pass is run once, and the backward pass once more for each rounding that is tried, with all that it reads held
-    meanwhile. Parameters, buffers and random state are afterwards as they were. Where the gradients are all zero, or not
-    finite, nothing can be said, and what is modelled counts.
+    Runs the forward pass once, and the backward pass once more for each rounding, with all its inputs kept. Parameters, buffers
+    and random state are restored. If the gradients are all zero or not finite, the variances are modelled.
     """
     if not (found := kept_tensors(capture)):
         return capture.graph
@@ -59,42 +57,42 @@ def measured_variances(capture: Capture, real: RealStep) -> Graph:
 
 
 @dataclass(frozen=True, slots=True)
-class _Code:
+class _PassCode:
     forward: Callable[[Sequence[Any]], list[Any]]
     backward: Callable[[Sequence[Any], Sequence[Any]], tuple[torch.Tensor, ...]]
     alive: tuple[int, ...]
 
 
 class _Passes:
-    """The step's forward pass, done, and its backward pass, to be run with some tensors replaced."""
+    """The step after its forward pass, with a backward pass that runs with some tensors replaced."""
 
     def __init__(self, real: RealStep, found: Sequence[Kept]) -> None:
         self._capture, self._static, self._device = real.capture, real.static, real.device
-        self._code = _compiled(real.capture, {kept.tensor for kept in found})
+        self._code = _compile_passes(real.capture, {kept.tensor for kept in found})
         self._alive = self._code.forward(self._static)
-        self._place = {t: i for i, t in enumerate(self._code.alive)}
+        self._position = {t: i for i, t in enumerate(self._code.alive)}
 
-    def gradients(self, instead: dict[int, torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Of the parameters, with some tensors replaced in the backward pass."""
-        alive = [instead.get(t, value) for t, value in zip(self._code.alive, self._alive, strict=True)]
-        with random_states_kept([self._device.index or 0] if self._device.type == "cuda" else []):
+    def gradients(self, replaced: dict[int, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """Return the gradients of the parameters, with some tensors replaced in the backward pass."""
+        alive = [replaced.get(t, value) for t, value in zip(self._code.alive, self._alive, strict=True)]
+        with preserve_random_states([self._device.index or 0] if self._device.type == "cuda" else []):
             return self._code.backward(self._static, alive)
 
     def squared_error(self, kept: Kept, form: str, exact: Sequence[torch.Tensor]) -> float:
-        """Of the gradients, where the tensor is kept in this form."""
+        """Return the squared error of the gradients if the tensor is kept in this form."""
         keep, restore = (self._capture.program.calls[op].composed for op in kept.ops[form])
         assert keep is not None and restore is not None
-        (restored,) = restore(*keep(self._alive[self._place[kept.tensor]]))
+        (restored,) = restore(*keep(self._alive[self._position[kept.tensor]]))
         return _squared(a.to(torch.float32) - b for a, b in zip(self.gradients({kept.tensor: restored}), exact, strict=True))
 
 
 def _squared(tensors: Iterable[torch.Tensor]) -> float:
-    """The sum of the squares of all elements."""
+    """Return the sum of the squares of all elements."""
     return math.fsum(torch.linalg.vector_norm(t.detach(), dtype=torch.float64).item() ** 2 for t in tensors)
 
 
-def _compiled(capture: Capture, needed: set[int]) -> _Code:
-    """Both passes of the program with everything kept; what is alive between them goes from one to the other in a list."""
+def _compile_passes(capture: Capture, needed: set[int]) -> _PassCode:
+    """Compile both passes of the program with everything kept; the tensors between them are passed on in a list."""
     graph, program = capture.graph, capture.program
     steps = schedule_of(graph, [op.id for op in graph.program]).steps
     last = max(op.id for op in graph.program if op.phase is Phase.FORWARD)
@@ -113,4 +111,4 @@ def _compiled(capture: Capture, needed: set[int]) -> _Code:
         )
     )
     functions = load(program, source, f"sensitivity of {graph.fingerprint}")
-    return _Code(functions["forward"], functions["backward"], alive)
+    return _PassCode(functions["forward"], functions["backward"], alive)

@@ -10,7 +10,7 @@ from torch import fx
 from graphs.ir import Op
 from planner.capture.lowering.lower import Capture
 from planner.capture.options.added import value_of
-from planner.capture.rewrites.layouts import drawn_in_place, read_strides
+from planner.capture.rewrites.layouts import in_place_random_op, read_strides
 from planner.capture.rewrites.outputs import storage
 
 
@@ -142,7 +142,7 @@ class Asked:
     def is_bound(self) -> bool:
         """Whether it must be executed as it is: it draws, writes, reads what is written, or reads what it has laid out first."""
         op = self.op
-        return bool(op.random or op.mutates or not op.recomputable or read_strides(self.node) or drawn_in_place(self.node))
+        return bool(op.random or op.mutates or not op.recomputable or read_strides(self.node) or in_place_random_op(self.node))
 
     def way(self, name: str, target: Callable[..., Any], *arguments: Any, **more: Any) -> Way:
         """One that calls `target` with `arguments`, values of the program among them, and makes all that the op makes.

@@ -8,7 +8,7 @@ from graphs.ir import Phase
 from planner.capture.lowering.program import Call
 from planner.capture.options.added import value_of
 from planner.capture.options.pack.finder import Finder, is_dense, room_for
-from planner.capture.rewrites.redraw import drawing_from
+from planner.capture.rewrites.reproducible_random import with_generator_argument
 from planner.torch_private.core import FakeTensor
 
 aten = torch.ops.aten
@@ -16,7 +16,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True)
 class Redraw:
-    """From the state of a generator to a mask, as ``planner.capture.rewrites.redraw.dropout_from`` draws it.
+    """From the state of a generator to a mask, as ``reproducible_random.dropout_with_generator`` draws it.
 
     Attributes:
         state, mask: fake.
@@ -47,7 +47,7 @@ def offer(finder: Finder) -> None:
     for op, node in finder.calls([aten.native_dropout.default], Phase.FORWARD):
         call = finder.capture.program.calls[op.id]
         assert isinstance(call, Call)
-        if finder.device != "cpu" or call.random_state is None or drawing_from(node) is None:
+        if finder.device != "cpu" or call.random_state is None or with_generator_argument(node) is None:
             continue
         mask, t, probability = value_of(node, "[1]"), op.outputs[-1], node.args[1]
         assert isinstance(probability, float)

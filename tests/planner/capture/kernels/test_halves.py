@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch._inductor.async_compile import AsyncCompile
 
 from planner.capture.kernels.variants import Variant
-from planner.capture.signature import as_leaves
+from planner.capture.signature import detach_batch
 from planner.capture.trace import capture_kernels
 
 pytestmark = [
@@ -47,7 +47,7 @@ def test_kernels_are_those_that_the_compiled_step_calls(monkeypatch: pytest.Monk
         return run
 
     monkeypatch.setattr(AsyncCompile, "cpp_pybinding", kernel)
-    model, batch = Step(), as_leaves((torch.randn(32, 32),))
+    model, batch = Step(), detach_batch((torch.randn(32, 32),))
     captured = capture_kernels(model, None, batch, variant=Variant.DEFAULT)
     assert captured.whole is not None
     captured.whole(*batch).backward()

@@ -1,0 +1,101 @@
+"""The commands of all benchmarks: what they are told, and how a study is carried out."""
+
+import argparse
+import sys
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from graphs.errors import PlannerError
+from planner.studies.experiment import Study
+from planner.studies.rows import Key
+
+Case = TypeVar("Case")
+Row = TypeVar("Row")
+
+
+def command_line(description: str | None, row: Any, *, models: Collection[str] = (), out: str) -> argparse.ArgumentParser:
+    """Return the parser of what all benchmarks are told.
+
+    Args:
+        description: of the benchmark.
+        row: the dataclass of its rows, whose columns ``--help`` explains.
+        models: the names to choose from, if there are any.
+        out: the folder of its files by default.
+    """
+    columns = (f"  {column.name}: {said}" for column in fields(row) if (said := column.metadata.get("said")))
+    parser = argparse.ArgumentParser(
+        description=description,
+        epilog="\n".join(("columns of the CSV, where a cell is empty if it is not known:", *columns)),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    if models:
+        add_names(parser, "--models", models)
+    parser.add_argument("--out", type=Path, default=Path(out), help="folder of rows and tables (default: %(default)s)")
+    parser.add_argument("--fresh", action="store_true", help="make these rows anew; otherwise those in the CSV are kept")
+    parser.add_argument("--tables-only", action="store_true", help="make tables and figures of the CSV, and no rows")
+    return parser
+
+
+def add_names(parser: argparse.ArgumentParser, flag: str, names: Collection[str], default: str | None = None) -> None:
+    """Add an argument for some of `names`, separated by commas; by default for all of them."""
+
+    def some(text: str) -> tuple[str, ...]:
+        found = tuple(text.split(","))
+        if unknown := [name for name in found if name not in names]:
+            raise argparse.ArgumentTypeError(f"there is no {flag[2:-1]} {unknown[0]!r}: choose from {', '.join(names)}")
+        return found
+
+    every = ",".join(names)
+    parser.add_argument(flag, type=some, default=default or every, help=f"with commas, of {every} (default: %(default)s)")
+
+
+def carry_out(
+    study: Study[Case, Any],
+    arguments: argparse.Namespace,
+    cases: Mapping[Key, Case],
+    *,
+    say: Callable[[Any], str] | None = None,
+    cluster: str | None = None,
+) -> int:
+    """Run what is missing, and print the pages of all rows. Pages are written after every row, figures in the end.
+
+    Args:
+        study: the benchmark.
+        arguments: of ``command_line``.
+        cases: by what the keys of their rows begin with.
+        say: what is printed when a row is made.
+        cluster: the address of a Dask scheduler, whose workers run the cases.
+
+    Returns:
+        The exit code: 1 if there are failures, 2 if the CSV, or what runs the cases, is of no use.
+    """
+    try:
+        kept = study.kept(arguments.out)
+        if not arguments.tables_only:
+            if arguments.fresh:
+                kept.drop([row for key in cases for row in kept.of(*key)])
+            for rows in study.fill(kept, cases, cluster):
+                for row in rows if say is not None else ():
+                    print(say(row), flush=True)
+                study.write_pages(list(kept), arguments.out)
+    except PlannerError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    rows = tuple(kept)
+    study.write_pages(rows, arguments.out)
+    study.draw_figures(rows, arguments.out)
+    for page in study.pages.values() if rows else ():
+        print(page(rows), end="")
+    failures = list(study.failures(rows)) if study.failures is not None else []
+    for line in failures:
+        print(line, file=sys.stderr)
+    return 1 if failures else 0
+
+
+def one_thread() -> None:
+    """Compute with one thread: two that wait for each other double what other processes disturb."""
+    torch.set_num_threads(1)

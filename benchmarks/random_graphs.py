@@ -1,0 +1,153 @@
+"""Solves random graphs by a limit of work, to compare the exact solver before and after a change.
+
+``python -m benchmarks.random_graphs --out rows.csv --against before.csv`` writes a row a graph, prints those that differ from
+the rows before, and exits with 1 if one is worse. The same schedules are found on any machine.
+"""
+
+import argparse
+import csv
+import math
+import random
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+
+from graphs.ir import Graph, Phase
+from graphs.options.surroundings import Link, OtherDevice, Surroundings
+from graphs.schedule import schedule_of
+from graphs.simulate import simulate
+from graphs.synthetic.random_graphs import random_graph, random_options, random_training_step, with_overwriting
+from planner.capture.options import with_options
+from solvers.bounds import least_budget_bound
+from solvers.clock import WorkClock
+from solvers.registry import get_solver
+from solvers.request import Request
+from solvers.tolerance import Tolerance
+
+KINDS = ("plain", "offload", "options", "devices")
+RANK = ("optimal", "infeasible", "feasible", "limit", "error")
+TOLERANCE = 1e-3
+CLOSE = 1e-9  # share of a time that arithmetic may be off by
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What a solve came to; an empty time, bound or peak where there is none."""
+
+    kind: str
+    seed: int
+    ops: int
+    budget_bytes: int
+    status: str
+    time_s: str
+    bound_s: str
+    peak_bytes: str
+    steps: int
+
+
+def graph_of(kind: str, seed: int) -> tuple[Graph, int, float]:
+    """Return a random graph of `kind`, a budget between its least and its peak, and a limit of work."""
+    draw = random.Random(f"{kind} {seed}")
+    small, limit = seed % 4 > 0, draw.choice((0.1, 0.2, 0.3)) if seed % 10 else 3.0
+    if kind == "plain":
+        limit *= 4
+    if kind == "options":
+        graph = random_options(draw.randrange(10**6), draw.randint(4, 14), draw.randint(2, 8))
+        graph = with_overwriting(graph, draw) if draw.random() < 0.5 else graph
+    elif kind == "devices" or small:
+        graph = random_graph(draw.randrange(10**6), draw.randint(4, 8 if kind == "devices" else 24))
+        while kind == "devices" and any(t.static for t in graph.tensors):  # ops that share what is written in place do not move
+            graph = random_graph(draw.randrange(10**6), draw.randint(4, 8))
+        graph = replace(
+            graph, ops=tuple(replace(op, phase=Phase.BACKWARD) if 2 * op.id >= len(graph.ops) else op for op in graph.ops)
+        )
+    else:
+        graph = random_training_step(draw.randrange(10**6), draw.randint(10, 60 if kind == "plain" else 25))
+    peak_bytes = simulate(graph, schedule_of(graph, range(len(graph.program)))).peak_bytes
+    rate = sum(t.size_bytes for t in graph.tensors) / max(graph.time_s, 1e-9)
+    least_bytes = min(peak_bytes, least_budget_bound(graph).budget_bytes)
+    budget_bytes = least_bytes + int(draw.random() ** 1.5 * (peak_bytes - least_bytes))
+    link = Link.even(rate * draw.choice((0.2, 0.5, 1.0, 2.0)))
+    room = draw.choice((None, None, int(peak_bytes * draw.uniform(0.3, 0.8))))
+    if kind == "offload" or (kind == "options" and seed % 3 == 0):
+        graph = with_options(graph, ("offload",), Surroundings(link, room))
+    if kind == "devices":
+        devices = [_device(name, graph, draw, link, room) for name in ("second", "third")[: 2 if draw.random() < 0.2 else 1]]
+        graph = with_options(graph, ("placement",), Surroundings(link, others=tuple(devices)))
+    return graph, budget_bytes, limit
+
+
+def _device(name: str, graph: Graph, draw: random.Random, link: Link, room: int | None) -> OtherDevice:
+    times = tuple(op.time_s * draw.choice((0.7, 1.0, 2.0)) if op.id < 2 or draw.random() < 0.9 else None for op in graph.ops)
+    return OtherDevice(name, times, link.out_bytes_per_s, room)
+
+
+def solved(case: tuple[str, int]) -> Row:
+    """Return the row of one graph."""
+    graph, budget_bytes, limit = graph_of(*case)
+    request = Request(graph, budget_bytes, Tolerance.of(TOLERANCE), WorkClock(limit))
+    result = get_solver("windows")(request)
+    steps = 0 if result.schedule is None else len(result.schedule.steps)
+    time_s, bound_s, peak_bytes = ("" if x is None else repr(x) for x in (result.time_s, result.bound_s, result.peak_bytes))
+    return Row(*case, len(graph.ops), budget_bytes, str(result.status), time_s, bound_s, peak_bytes, steps)
+
+
+def verdict(before: Row, now: Row) -> str:
+    """Return "equal", "worse" by status, time or bound, else "better", or "other" for another schedule that takes as long."""
+    losses = (
+        RANK.index(now.status) - RANK.index(before.status),
+        _number(now.time_s, math.inf) - _number(before.time_s, math.inf) if now.time_s != before.time_s else 0.0,
+        _number(before.bound_s, -math.inf) - _number(now.bound_s, -math.inf) if now.bound_s != before.bound_s else 0.0,
+    )
+    close = CLOSE * _number(before.time_s, 1.0)
+    if any(loss > close for loss in losses):
+        return "worse"
+    return "equal" if before == now else "better" if any(loss < -close for loss in losses) else "other"
+
+
+def _number(cell: str, otherwise: float) -> float:
+    return float(cell) if cell else otherwise
+
+
+def read(path: Path) -> dict[tuple[str, int], Row]:
+    """Return the rows of a file by kind and seed."""
+    with path.open(newline="") as file:
+        rows = [
+            Row(**{f.name: int(row[f.name]) if f.type is int else row[f.name] for f in fields(Row)})
+            for row in csv.DictReader(file)
+        ]
+    return {(row.kind, row.seed): row for row in rows}
+
+
+def main() -> int:
+    """Solve, write, and compare."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--kinds", default=",".join(KINDS), help="with commas (default: %(default)s)")
+    parser.add_argument("--count", type=int, default=1000, help="of graphs of each kind (default: %(default)s)")
+    parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument("--against", type=Path, help="rows to compare with")
+    parser.add_argument("--processes", type=int, default=2)
+    args = parser.parse_args()
+    cases = [(kind, seed) for kind in args.kinds.split(",") for seed in range(args.first_seed, args.first_seed + args.count)]
+    rows = []
+    with ProcessPoolExecutor(args.processes) as pool, args.out.open("w", newline="") as file:
+        writer = csv.DictWriter(file, [f.name for f in fields(Row)])
+        writer.writeheader()
+        for row in pool.map(solved, cases, chunksize=5):
+            rows.append(row)
+            writer.writerow(asdict(row))
+    if args.against is None:
+        return 0
+    before, verdicts = read(args.against), dict.fromkeys(("equal", "other", "better", "worse"), 0)
+    for row in rows:
+        verdicts[found := verdict(before[row.kind, row.seed], row)] += 1
+        if found != "equal":
+            print(found, before[row.kind, row.seed], row, sep="\n  ")
+    print(verdicts)
+    return 1 if verdicts["worse"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,98 @@
+"""Lines of the user's code, for messages, and advice about those that cannot be planned."""
+
+import linecache
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path, PurePath
+from traceback import FrameSummary, extract_tb
+
+import torch
+
+from planner.torch_private.capture import TracingContext
+
+_FLOORS = Path(__file__).parents[3]
+_OURS = (torch.__path__[0], *(f"{_FLOORS / floor}{os.sep}" for floor in ("graphs", "solvers", "planner")))
+_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>.+)')
+
+
+@dataclass(frozen=True, slots=True)
+class SourceLine:
+    """A line of source code.
+
+    Attributes:
+        file, line, function: its location.
+        text: its code; "" if the source is not available.
+    """
+
+    file: str
+    line: int
+    function: str = ""
+    text: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}" + (f" ({self.text})" if self.text else "")
+
+
+def current_line() -> SourceLine | None:
+    """Return the line that Dynamo captures, in the innermost function of the user's code; None outside of a capture."""
+    frames = list(TracingContext.extract_stack()) if TracingContext.try_get() else []
+    theirs = [frame for frame in frames if not is_our_code(frame.filename)]
+    return _line((theirs or frames)[-1]) if frames else None
+
+
+def traced_line(stack_trace: str | None) -> SourceLine | None:
+    """Return the innermost line of a stack trace that is the user's; if there is none, the innermost line."""
+    found = list(_FRAME.finditer(stack_trace or ""))
+    if not found:
+        return None
+    theirs = next((frame for frame in reversed(found) if not is_our_code(frame["file"])), found[-1])
+    file, line, function = theirs.group("file", "line", "function")
+    return SourceLine(file, int(line), function.strip(), linecache.getline(file, int(line)).strip())
+
+
+def raising_line(error: BaseException) -> SourceLine | None:
+    """Return the innermost line of the traceback of `error` that is the user's; None if there is none."""
+    theirs = [frame for frame in extract_tb(error.__traceback__) if not is_our_code(frame.filename)]
+    return _line(theirs[-1]) if theirs else None
+
+
+def is_our_code(file: str) -> bool:
+    """Return whether `file` belongs to PyTorch or the planner, so that a user cannot change it."""
+    return file.startswith(_OURS)
+
+
+def graph_break_advice() -> str:
+    """Return the advice for steps that are not one static graph."""
+    return (
+        'train with torch.compile(model, backend="planner", options={"budget": ...}), which plans what is before and after '
+        "such a line apart"
+    )
+
+
+def location(line: SourceLine | None) -> str:
+    """Return `line` as the beginning of a message."""
+    return "a line of the step" if line is None else str(line)
+
+
+def branch_refusal(line: SourceLine | None, depends_on: str) -> str:
+    """Return the message for a branch that cannot be part of a plan."""
+    return (
+        f"the step cannot be captured as one graph: what {location(line)} does depends on the data, on {depends_on} that differ "
+        f"from step to step{library_advice(line)}; {graph_break_advice()}, or compute both sides and choose with torch.where"
+    )
+
+
+def library_advice(where: SourceLine | None) -> str:
+    """Return the setting that disables a random choice in a line of a known library, in brackets; "" for other lines."""
+    if where is None or "transformers" not in PurePath(where.file).parts:
+        return ""
+    if "mask_indices" in where.function:
+        return " (of Transformers' speech models: mask_time_prob=0 and mask_feature_prob=0 in the config switch SpecAugment off)"
+    if re.search(r"layer_?drop|dropout_probability|skip_the_layer", where.text):
+        return " (layerdrop=0 in the model's config switches the dropping of layers off)"
+    return ""
+
+
+def _line(frame: FrameSummary) -> SourceLine:
+    return SourceLine(frame.filename, frame.lineno or 0, frame.name, (frame.line or "").strip())

@@ -1,0 +1,267 @@
+"""Concrete values during a capture: those of the batch, of buffers, and of what is computed from them alone.
+
+A capture runs on fake tensors, which have shapes and no data. Python code that asks for a value (``if mask.all():``) can go on
+where the value depends neither on a parameter nor on a random number: its ops are executed on real tensors as well. Products
+of matrices and convolutions are not, since a condition must be cheap to compute before each step.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import nn
+from torch.utils.flop_counter import flop_registry
+from torch.utils.weak import WeakIdKeyDictionary
+
+from planner.torch_private.core import (
+    FakeTensor,
+    FakeTensorMode,
+    OpOverload,
+    disable_python_dispatcher,
+    excluded_dispatch_keys,
+    force_dispatch_keys,
+    included_dispatch_keys,
+    no_dispatch,
+    pytree,
+)
+
+aten = torch.ops.aten
+
+# Comparisons with a number: their answers for every draw from [0, 1) if the number is at most 0, and if it is at least 1.
+_COMPARISONS: dict[object, tuple[bool | None, bool]] = {
+    aten.lt.Scalar: (False, True),
+    aten.ge.Scalar: (True, False),
+    aten.le.Scalar: (None, True),
+    aten.gt.Scalar: (None, False),
+}
+_UNIFORM = (aten.rand.default, aten.rand_like.default, aten.uniform.default)
+
+
+def uniform_comparison(func: object, number: object) -> bool | None:
+    """Return the answer of comparing numbers of [0, 1) with `number`; None unless it is the same for all of them."""
+    if func not in _COMPARISONS or not isinstance(number, int | float):
+        return None
+    below, above = _COMPARISONS[func]
+    if number < 0 and below is None:
+        return not above
+    return below if number <= 0 else above if number >= 1 else None
+
+
+def is_uniform(func: object, args: Sequence[object]) -> bool:
+    """Return whether an op draws from [0, 1)."""
+    return func in _UNIFORM and (func is not aten.uniform.default or tuple(args[1:]) in ((), (0, 1)))
+
+
+def size_inputs(
+    func: OpOverload, args: Sequence[Any], dtype: Callable[[Any], torch.dtype]
+) -> tuple[tuple[Any, ...], Callable[..., object] | None]:
+    """Return the inputs that the sizes of an op's outputs depend on, if these are not all of them.
+
+    Args:
+        dtype: a function that returns the type of an argument.
+
+    Returns:
+        The arguments, and the function of their values that decides; (), None if it is all inputs.
+    """
+    if func is aten.masked_select.default:
+        return (args[1],), true_counts
+    if func is aten._ctc_loss.Tensor:
+        return (args[3],), _largest
+    if func.name().startswith("aten::index"):
+        masks = [index for index in args[1] if index is not None and dtype(index) in (torch.bool, torch.uint8)]
+        return tuple(masks), true_counts
+    return (), None
+
+
+def true_counts(*masks: torch.Tensor) -> tuple[int, ...]:
+    """Return how many elements of each mask are true."""
+    return tuple(int(mask.count_nonzero()) for mask in masks)
+
+
+def _largest(lengths: torch.Tensor) -> int:
+    return int(lengths.max()) if lengths.numel() else 0
+
+
+class ConcreteValues:
+    """The concrete values of fake tensors, as far as they are known.
+
+    Attributes:
+        numbers: values of the symbols that stand for numbers which Python code took out of tensors.
+        unknown: for symbols without a value, the reason.
+    """
+
+    def __init__(self) -> None:
+        self.numbers: dict[Any, Any] = {}
+        self.unknown: dict[Any, str] = {}
+        self._values: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._random: WeakIdKeyDictionary = WeakIdKeyDictionary()  # fake tensors that depend on random numbers
+        self._uniform: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._sources: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        # Sets of dispatch keys: included, excluded.
+        self._outside = included_dispatch_keys(), excluded_dispatch_keys()
+        self._stale: set[int] = set()  # storages that an unknown value was written to
+
+    def get(self, fake: torch.Tensor) -> torch.Tensor | None:
+        """Return the value of `fake`; None if it is unknown."""
+        value: torch.Tensor | None = self._values.get(fake)
+        return None if value is None or value.untyped_storage()._cdata in self._stale else value
+
+    def number(self, symbolic: Any) -> Any:
+        """Return the value of a symbolic number; None if it is unknown."""
+        expression = symbolic.node.expr.xreplace(symbolic.node.shape_env.real_tensor_prop_unbacked_vals)
+        if expression.free_symbols:
+            return None
+        if isinstance(symbolic, torch.SymBool):
+            return bool(expression)
+        return int(expression) if isinstance(symbolic, torch.SymInt) else float(expression)
+
+    def why_unknown(self, tensors: Sequence[torch.Tensor]) -> str:
+        """Return what the values of `tensors` depend on."""
+        return "random numbers" if any(t in self._random for t in tensors) else "parameters or activations"
+
+    def restart(self) -> None:
+        """Restore the values of inputs and buffers, before the step is executed once more."""
+        self._stale.clear()
+        for fake, real in self._sources.values():
+            self._set(fake, real)
+
+    @contextmanager
+    def propagate(self, lazily: Callable[[], bool]) -> Iterator[None]:
+        """Compute the values of what is executed on fake tensors.
+
+        Args:
+            lazily: return True if a number that is taken out of a tensor now may stay a symbol until it is needed.
+        """
+        from_tensor, dispatch = FakeTensorMode.from_tensor, FakeTensorMode.dispatch
+
+        def made_from(mode: FakeTensorMode, tensor: torch.Tensor, **options: Any) -> FakeTensor:
+            fake = from_tensor(mode, tensor, **options)
+            concrete = not isinstance(tensor, nn.Parameter | FakeTensor) and type(tensor) in (torch.Tensor, nn.Buffer)
+            if concrete and id(fake) not in self._sources:
+                self._sources[id(fake)] = (fake, tensor)
+                self._set(fake, tensor)
+            return fake
+
+        def dispatched(
+            mode: FakeTensorMode, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        ) -> Any:
+            def default() -> Any:
+                return dispatch(mode, func, types, args, kwargs or {})
+
+            return self._execute(mode, func, args, kwargs or {}, default, lazily=lazily())
+
+        with ExitStack() as stack:
+            stack.enter_context(patch.object(FakeTensorMode, "from_tensor", made_from))
+            stack.enter_context(patch.object(FakeTensorMode, "dispatch", dispatched))
+            yield
+
+    def _execute(
+        self,
+        mode: FakeTensorMode,
+        func: OpOverload,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        default: Callable[[], Any],
+        *,
+        lazily: bool,
+    ) -> Any:
+        if not isinstance(func, OpOverload) or func.namespace not in ("aten", "prims"):
+            return default()
+        given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        random = torch.Tag.nondeterministic_seeded in func.tags or any(t in self._random for t in given)
+        value = self._value(func, args, kwargs, given, random=torch.Tag.nondeterministic_seeded in func.tags)
+        if value is not None and torch.Tag.data_dependent_output in func.tags and not lazily:
+            return value
+        if (sized := self._sized(mode, func, args, value)) is not None:
+            return sized
+        result = default()
+        if isinstance(result, torch.SymInt | torch.SymFloat | torch.SymBool):
+            self.name(result, value, given)
+        made = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, FakeTensor)]
+        values = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+        if value is not None and len(made) == len(values):
+            for fake, real in zip(made, values, strict=True):
+                self._values[fake] = real
+            return result
+        for tensor in made:
+            if random:
+                self._random[tensor] = True
+            if is_uniform(func, args):
+                self._uniform[tensor] = True
+        if func._schema.is_mutable:
+            for written in given:
+                self._uniform.pop(written, None)
+                if written in self._values:
+                    self._stale.add(self._values[written].untyped_storage()._cdata)
+        return result
+
+    def _value(
+        self,
+        func: OpOverload,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        given: Sequence[torch.Tensor],
+        *,
+        random: bool,
+    ) -> Any:
+        """Return the result of `func`; None if it is unknown."""
+        if given and given[0] in self._uniform and len(args) > 1:
+            answer = uniform_comparison(func, args[1])
+            return None if answer is None else torch.full(given[0].shape, answer, device=given[0].device)
+        if random or not func._schema.returns or func._overloadpacket in flop_registry or any(self.get(t) is None for t in given):
+            return None
+        concrete = [self.get(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in pytree.tree_leaves((args, kwargs))]
+        if any(isinstance(leaf, torch.SymInt | torch.SymFloat | torch.SymBool) for leaf in concrete):
+            return None
+        real_args, real_kwargs = pytree.tree_unflatten(concrete, pytree.tree_structure((args, kwargs)))
+        with self._on_real_tensors():
+            return func(*real_args, **real_kwargs)
+
+    @contextmanager
+    def _on_real_tensors(self) -> Iterator[None]:
+        """Execute ops on real tensors, as outside of the capture."""
+        with force_dispatch_keys(*self._outside), no_dispatch(), disable_python_dispatcher():
+            yield
+
+    def _set(self, fake: torch.Tensor, real: torch.Tensor) -> None:
+        """Set the value of `fake` to a copy of `real`, which is not written to when `fake` is."""
+        with self._on_real_tensors():
+            self._values[fake] = real.detach().clone()
+
+    def _sized(self, mode: FakeTensorMode, func: OpOverload, args: Sequence[Any], value: Any) -> Any:
+        """Return a fake result of the concrete size, for an op whose size depends on data; None for other ops."""
+        if torch.Tag.dynamic_output_shape not in func.tags or func.name().startswith("aten::index"):
+            return None  # an index counts the masks among its indices by other ops
+        if value is not None:
+            return pytree.tree_map_only(torch.Tensor, lambda real: self._like(mode, real), value)
+        if func is aten.masked_select.default and (mask := self.get(args[1])) is not None:
+            shape = torch.broadcast_shapes(args[0].shape, mask.shape)
+            with self._on_real_tensors():
+                (count,) = true_counts(mask.broadcast_to(shape))
+            with mode:
+                return args[0].new_empty((count,))
+        if func is aten._ctc_loss.Tensor and (lengths := self.get(args[3])) is not None:
+            steps, batch, _ = args[0].shape
+            with self._on_real_tensors():
+                longest = _largest(lengths)
+            with mode:
+                return args[0].new_empty((batch,)), args[0].new_empty((batch, steps, 2 * longest + 1))
+        return None
+
+    def _like(self, mode: FakeTensorMode, real: torch.Tensor) -> torch.Tensor:
+        """Return a fake tensor whose value is `real`."""
+        with mode:
+            made = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=real.device)
+        self._values[made] = real
+        return made
+
+    def name(self, symbolic: Any, value: Any, given: Sequence[torch.Tensor] = ()) -> None:
+        """Set the value of a symbol for a number that was taken out of the tensors `given`; None if it is unknown."""
+        for symbol in symbolic.node.expr.free_symbols:
+            if value is None or value != value:
+                self.unknown[symbol] = self.why_unknown(given)
+            else:
+                self.numbers[symbol] = int(value) if isinstance(value, bool) else value
+                symbolic.node.shape_env.set_real_tensor_prop_unbacked_vals(symbol, self.numbers[symbol])

@@ -1,0 +1,280 @@
+"""Guards on data: conditions on a batch and on buffers under which a plan is valid, checked before a step runs."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any, NoReturn
+
+import torch
+from torch import fx, nn
+from torch.utils.flop_counter import flop_registry
+
+from graphs.errors import MismatchError, TraceError
+from graphs.ir import Kind
+from planner.capture.frontend.source_lines import SourceLine, branch_refusal, location, traced_line
+from planner.capture.guards.concrete_values import is_uniform, size_inputs, uniform_comparison
+from planner.capture.lowering.program import Program, Source
+from planner.capture.rewrites.outputs import fake, is_random, tensors_in
+from planner.capture.signature import Batch, leaves
+from planner.torch_private.capture import BufferAOTInput, PlainAOTInput
+from planner.torch_private.core import OpOverload
+
+aten = torch.ops.aten
+_AS_CAPTURED = object()  # an outcome that is set once the guards are computed on the captured batch
+
+
+@dataclass(frozen=True, slots=True)
+class DataGuard:
+    """A condition on data.
+
+    Attributes:
+        line: the source line that needs it.
+        values: positions of its operands among the values that the guards compute.
+        outcome: a function of these operands.
+        planned: the outcome that was planned for.
+        planned_of: the operands that were planned for, if they tell more; for messages.
+    """
+
+    line: SourceLine | None
+    values: tuple[int, ...]
+    outcome: Callable[..., object]
+    planned: object
+    planned_of: tuple[object, ...] = ()
+
+    def evaluate(self, values: Sequence[Any] | Mapping[int, Any]) -> object:
+        """Return the outcome, from all values that the guards compute."""
+        return self.outcome(*(values[i] for i in self.values))
+
+    def check(self, values: Sequence[Any] | Mapping[int, Any]) -> None:
+        """Raise an error unless the outcome is the planned one.
+
+        Raises:
+            MismatchError: it is not.
+        """
+        found = self.evaluate(values)
+        if found == self.planned or (found != found and self.planned != self.planned):
+            return
+        of = tuple(number(values[i]) for i in self.values) if self.planned_of else ()
+        raise MismatchError(
+            f"{location(self.line)} gives {_show(found, of)} for this batch, but gave {_show(self.planned, self.planned_of)} for "
+            "the one that was planned for, and what follows from that is part of the plan: make another plan for such batches, "
+            'or use torch.compile(model, backend="planner"), which asks at each step'
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class DataGuards:
+    """The conditions on data under which one captured step is valid.
+
+    Attributes:
+        checks: the conditions, in the order of the step.
+        values: a module that computes the operands. It draws no random number, and changes nothing.
+        program: a program whose sources are the inputs of `values`.
+    """
+
+    checks: tuple[DataGuard, ...]
+    values: fx.GraphModule
+    program: Program
+
+    def check(self, step: nn.Module, batch_leaves: Sequence[object]) -> None:
+        """Raise an error unless the plan is valid for this batch. On CUDA this waits for the device.
+
+        Args:
+            step: the step whose buffers are read.
+            batch_leaves: the leaves of the batch.
+
+        Raises:
+            MismatchError: the batch takes another branch, or gives other sizes; nothing has run then.
+        """
+        values = self._compute(step, batch_leaves)
+        for guard in self.checks:
+            guard.check(values)
+
+    def confirmed(self, step: nn.Module, batch: Batch) -> "DataGuards":
+        """Return the guards with their planned outcomes, if they hold on the batch that the step was captured on.
+
+        Raises:
+            TraceError: they do not hold.
+        """
+        values = self._compute(step, leaves(batch))
+        checks = tuple(
+            replace(guard, planned=guard.evaluate(values)) if guard.planned is _AS_CAPTURED else guard for guard in self.checks
+        )
+        try:
+            for guard in checks:
+                guard.check(values)
+        except MismatchError as error:
+            raise TraceError(f"a branch on data cannot be followed: {error}") from error
+        return replace(self, checks=checks)
+
+    def outcomes(self, step: nn.Module, batch_leaves: Sequence[object], buffers: Mapping[str, torch.Tensor]) -> list[object]:
+        """Return the outcome of each condition, where `buffers`, by name, replace those of `step`.
+
+        Raises:
+            MismatchError: an outcome cannot be computed then.
+        """
+        values = self._compute(step, batch_leaves, buffers)
+        return [guard.evaluate(values) for guard in self.checks]
+
+    def _compute(
+        self, step: nn.Module, batch_leaves: Sequence[object], buffers: Mapping[str, torch.Tensor] = MappingProxyType({})
+    ) -> Sequence[Any]:
+        found = zip(self.program.sources, self.program.gather(step, batch_leaves), strict=True)
+        given = [buffers.get(source.name, value) if source.kind is Kind.BUFFER else value for source, value in found]
+        device = next((value.device.type for value in given if isinstance(value, torch.Tensor)), "cpu")
+        with torch.no_grad(), torch.autocast(device, enabled=False):
+            try:
+                computed: Sequence[Any] = self.values(*given)
+            except (RuntimeError, IndexError) as error:
+                self._explain(given, error)
+        return computed
+
+    def _explain(self, given: Sequence[object], error: Exception) -> NoReturn:
+        """Raise the error of the first condition that fails, where a later one cannot even be computed."""
+        interpreter = fx.Interpreter(self.values, garbage_collect_values=False)
+        with suppress(Exception):
+            interpreter.run(*given)
+        outputs: Any = self.values.graph.output_node().args[0]
+        for guard in self.checks:
+            nodes = [outputs[i] for i in guard.values]
+            if not all(node in interpreter.env for node in nodes):
+                why = str(error).partition("\n")[0]
+                raise MismatchError(f"{location(guard.line)} cannot be asked for this batch: {why}") from error
+            guard.check({i: interpreter.env[node] for i, node in zip(guard.values, nodes, strict=True)})
+        raise error
+
+
+class GuardWriter:
+    """Builder of guards from a joint graph.
+
+    Args:
+        graph: the functional graph of AOTAutograd.
+    """
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self._joint = graph
+        self._graph = fx.Graph()
+        self._copies: dict[fx.Node, fx.Node] = {}
+        self._sources: list[Source] = []
+        self._outputs: list[fx.Node] = []
+        self._checks: list[DataGuard] = []
+
+    def value(self, node: fx.Node, line: SourceLine | None) -> int:
+        """Return the position of the value of `node` among those that are computed before each step.
+
+        Raises:
+            TraceError: it depends on more than inputs, buffers and constants, or is expensive.
+        """
+        needed = _ancestors(node)
+        for each in self._joint.nodes:
+            if each in needed and each not in self._copies:
+                self._copies[each] = self._copy(each, line)
+        self._outputs.append(self._copies[node])
+        return len(self._outputs) - 1
+
+    def expect(
+        self,
+        line: SourceLine | None,
+        values: Iterable[int],
+        outcome: Callable[..., object],
+        planned: object,
+        planned_of: tuple[object, ...] = (),
+    ) -> None:
+        """Add a condition."""
+        self._checks.append(DataGuard(line, tuple(values), outcome, planned, planned_of))
+
+    def expect_number(self, node: fx.Node) -> None:
+        """Add the condition that an op which returned a number to Python returns it again."""
+        line, planned = traced_line(node.meta.get("stack_trace")), node.meta.get("val", _AS_CAPTURED)
+        if isinstance(planned, torch.SymInt | torch.SymFloat | torch.SymBool):
+            raise TraceError(branch_refusal(line, self._why(node)))
+        asked = node.args[0] if node.target is aten._local_scalar_dense.default else node
+        assert isinstance(asked, fx.Node)
+        self.expect(line, [self.value(asked, line)], number, planned)
+
+    def expect_sizes(self, node: fx.Node) -> None:
+        """Add the condition that an op whose sizes depend on data gives the same sizes again."""
+        line = traced_line(node.meta.get("stack_trace"))
+        if any(isinstance(size, torch.SymInt) for value in tensors_in(node.meta["val"]) for size in value.shape):
+            raise TraceError(branch_refusal(line, self._why(node)))
+        assert isinstance(node.target, OpOverload)
+        deciding, of = size_inputs(node.target, node.args, lambda arg: fake(arg).dtype)
+        if of and deciding:
+            self.expect(line, [self.value(each, line) for each in deciding], of, _AS_CAPTURED)
+        elif of is None:
+            self.expect(line, [self.value(node, line)], _shapes, _shapes(node.meta["val"]))
+
+    def finish(self) -> DataGuards | None:
+        """Return the guards; None if there are none."""
+        if not self._checks:
+            return None
+        module, program = self.computed()
+        # In the order of the step: an earlier condition may be the reason why a later one cannot be computed.
+        checks = sorted(self._checks, key=lambda check: max(check.values))
+        return DataGuards(tuple(checks), module, program)
+
+    def computed(self) -> tuple[fx.GraphModule, Program]:
+        """Return a module that computes all requested values, and a program whose sources are its inputs."""
+        self._graph.output(tuple(self._outputs))
+        assert self._joint.owning_module is not None
+        return fx.GraphModule(self._joint.owning_module, self._graph), Program((), tuple(self._sources), "", (), (), {})
+
+    def _copy(self, node: fx.Node, line: SourceLine | None) -> fx.Node:
+        match node.op:
+            case "placeholder":
+                source = _source(node.meta["desc"])
+                if source is None:
+                    raise TraceError(branch_refusal(line, self._why(node)))
+                self._sources.append(source)
+                return self._graph.placeholder(node.name)
+            case "call_function" if (answer := _constant_answer(node)) is not None:
+                value = fake(node)
+                return self._graph.call_function(aten.full.default, (list(value.shape), answer), {"device": value.device})
+            case "call_function" if is_random(node) or getattr(node.target, "overloadpacket", None) in flop_registry:
+                raise TraceError(branch_refusal(line, self._why(node)))
+        return self._graph.node_copy(node, lambda arg: self._copies[arg])
+
+    def _why(self, node: fx.Node) -> str:
+        return "random numbers" if any(map(is_random, _ancestors(node))) else "parameters or activations"
+
+
+def _ancestors(node: fx.Node) -> set[fx.Node]:
+    """Return `node` and all nodes that it is computed from; a comparison with a constant answer depends on none."""
+    found, waiting = {node}, [node]
+    while waiting:
+        for arg in [] if _constant_answer(each := waiting.pop()) is not None else each.all_input_nodes:
+            if arg not in found:
+                found.add(arg)
+                waiting.append(arg)
+    return found
+
+
+def _constant_answer(node: fx.Node) -> bool | None:
+    """Return the answer of a comparison that is the same for every random number."""
+    if not node.args or not isinstance(random := node.args[0], fx.Node) or not is_uniform(random.target, random.args):
+        return None
+    return uniform_comparison(node.target, node.args[-1])
+
+
+def _source(desc: object) -> Source | None:
+    """Return the source of an input of the graph: a tensor of the batch or a buffer; None for others."""
+    match desc:
+        case BufferAOTInput(target=name):
+            return Source(0, Kind.BUFFER, name)
+        case PlainAOTInput(idx=index):
+            return Source(0, Kind.INPUT, str(index))
+    return None
+
+
+def _shapes(value: Any) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(tensor.shape) for tensor in tensors_in(value))
+
+
+def number(value: Any) -> Any:
+    """Return a number of Python, also where it was computed as a tensor."""
+    return value.item() if isinstance(value, torch.Tensor) else value
+
+
+def _show(outcome: object, of: tuple[object, ...]) -> str:
+    return f"{outcome!r}" + (f" (of {', '.join(map(repr, of))})" if of else "")

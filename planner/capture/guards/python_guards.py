@@ -1,0 +1,241 @@
+"""Guards on the Python values that a capture read, and that a plan keeps: they are checked before every step.
+
+Dynamo records every value that it reads: a coefficient, ``Dropout.p``, the class of a submodule, its hooks, which weights are
+one tensor. ``torch.compile`` checks these guards at each call, in microseconds; so does a planned step. Guards that need not
+hold for a plan to be correct, and those that the step checks itself with better messages, are left out.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from traceback import FrameSummary
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from graphs.errors import MismatchError
+from planner.capture.guards.messages import Scope, code_of, explain, fails, is_mode, readable
+from planner.capture.guards.replaced_names import Frames, Replaceable, asks_for_layout, replaceable
+from planner.capture.rewrites.sparse_products import is_sparse, part_addresses
+from planner.torch_private.capture import CaptureOutput, CheckFunctionManager, Guard, GuardsSet, dynamo_phase
+from planner.torch_private.core import disable_current_modes, is_in_torch_dispatch_mode, nn_module, pytree
+
+PLAN_AGAIN = "plan again (planner.compile), or plan with replan=True, which does so by itself"
+WAYS_OUT = f"{PLAN_AGAIN}; a number that changes often may be a tensor that is changed in place, which a plan reads at every step"
+
+OTHER_MODE = (
+    "To evaluate, call model(...) itself, or the step under torch.no_grad(). To train, call model.{mode}() first, or plan in "
+    "this mode too: planner.compile again, or with replan=True"
+)
+
+# Gradient mode, the number of threads and what runs around a step are no part of a plan.
+_AMBIENT = {
+    "GRAD_MODE",
+    "DETERMINISTIC_ALGORITHMS",
+    "GLOBAL_STATE",
+    "TORCH_FUNCTION_STATE",
+    "SHAPE_ENV",
+    "AUTOGRAD_SAVED_TENSORS_HOOKS",
+}
+# Names of modules and builtins do not change while a program trains.
+_FIXED = {"MODULE_MATCH", "BUILTIN_MATCH"}
+# Arguments are checked by a step's signature. Guards only check shared tensors, and values inside of objects.
+_OF_ARGUMENTS = {"DUPLICATE_INPUT", "CONSTANT_MATCH", "EQUALS_MATCH"}
+_HOOKS = (
+    "_global_forward_hooks",
+    "_global_forward_pre_hooks",
+    "_global_backward_hooks",
+    "_global_backward_pre_hooks",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ExternalValue:
+    """A tensor, array or generator that a step reads and that is neither a parameter nor a buffer nor an input.
+
+    Attributes:
+        name: its name, as Dynamo writes it.
+        find: a function that returns its present value.
+        value: the one that was captured; of a sparse matrix the addresses of its parts.
+    """
+
+    name: str
+    find: Callable[[Scope, Scope], object]
+    value: object
+
+
+@dataclass(frozen=True, slots=True)
+class PythonGuards:
+    """The guards of one capture.
+
+    Attributes:
+        manager: Dynamo's guard manager.
+        scope: the globals that guards name.
+        external: values that must still be the same objects.
+        replaceable: functions that must still be the same objects, and environment variables.
+        strides: those of the tensors of the batch, if the step asks for their layout; else empty.
+        state: global settings of PyTorch.
+    """
+
+    manager: CheckFunctionManager
+    scope: Scope
+    external: tuple[ExternalValue, ...]
+    replaceable: Replaceable
+    strides: tuple[tuple[int, ...], ...]
+    state: Mapping[str, object]
+
+    def check(self, step: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
+        """Raise an error unless the step is as it was captured.
+
+        Args:
+            step: the captured one, or another ``TrainingStep`` of the same model and loss function.
+            args, kwargs: its arguments.
+
+        Raises:
+            MismatchError: with what changed, from what to what, where it is read, and what to do.
+        """
+        if (changed := self.replaceable.changed()) is not None:
+            raise MismatchError(changed, f": what it was is part of the plan; {PLAN_AGAIN}")
+        local = {"self": step, "args": args, "kwargs": kwargs}
+        # A mode around the step, such as a counter of FLOPs, changes how tensors are dispatched, but not the step.
+        with disable_current_modes() if is_in_torch_dispatch_mode() else nullcontext():
+            if not self.manager.guard_manager.check(local):
+                raise self._error(local)
+        if self.strides and (strides := _strides(args, kwargs)) != self.strides:
+            raise MismatchError(
+                f"the tensors of the batch were laid out with strides {self.strides} when the step was planned, and are with "
+                f"{strides} now, which the step asks for",
+                f": make them contiguous() as they were, or {PLAN_AGAIN}",
+            )
+        for external in self.external:
+            found = external.find(local, self.scope)
+            if found is not external.value and not (isinstance(found, tuple) and found == external.value):
+                name = readable(external.name, local, self.scope)
+                match external.value:
+                    case torch.Tensor():
+                        kind, change = "tensor", f"{name}.copy_(...)"
+                    case tuple():
+                        kind, change = "sparse matrix", f"{name}.values().copy_(...)"
+                    case torch.Generator():
+                        kind, change = "generator", f"{name}.set_state(...)"
+                    case _:
+                        kind, change = "array", f"{name}[...] = ..."
+                raise MismatchError(
+                    f"{name} is another {kind} than when the step was planned",
+                    f": change that one in place ({change}), or {WAYS_OUT}",
+                )
+        if self.state != (now := global_state()):
+            name = next(name for name, value in self.state.items() if value != now[name])
+            raise MismatchError(
+                f"{name} was {self.state[name]!r} when the step was planned, and is {now[name]!r} now", f"; {WAYS_OUT}"
+            )
+
+    def _error(self, local: Scope) -> MismatchError:
+        found = self.manager.guard_manager.check_verbose(local)
+        parts = [part for part in found.verbose_code_parts if fails(part, local, self.scope)] or found.verbose_code_parts
+        why = explain(parts[0] if parts else "something that the step depends on", local, self.scope)
+        where = _where(found.user_stack)
+        if parts and is_mode(parts[0]):
+            mode = "train" if "== True" in code_of(parts[0]) else "eval"
+            return MismatchError(f"{why}{where}", f". {OTHER_MODE.format(mode=mode)}")
+        return MismatchError(f"{why}{where}", f": it is part of the plan, as it was; {WAYS_OUT}")
+
+
+def build_guards(
+    output: CaptureOutput,
+    code: Any,
+    frames: Frames,
+    step: nn.Module,
+    args: tuple[object, ...],
+    kwargs: dict[str, object],
+    constants: Iterable[str] = (),
+) -> PythonGuards:
+    """Return the guards of what Dynamo captured of `step` with these arguments.
+
+    Args:
+        output: the result of ``fullgraph_capture``.
+        code: the code object that was captured.
+        frames: all functions that were captured with it (``planner.capture.guards.replaced_names.record_frames``).
+        constants: names of the generators and sparse matrices that ops take.
+
+    Raises:
+        AssertionError: Dynamo finds that a guard fails right after it was made.
+    """
+    captured = output.graph_capture_output
+    graph = captured.output_graph
+    graph._guards = GuardsSet(type(graph.guards.inner)(guard for guard in graph.guards if _matters(guard)))
+    with dynamo_phase("build_guards"):
+        manager = captured.build_guards(code)
+    local, scope = {"self": step, "args": args, "kwargs": kwargs}, captured.f_globals
+    sources = [source.name for source in graph.export_metadata.graph_input_idx_to_local_source.values() if source]
+    external = tuple(_external_values([*sources, *constants], step, local, scope))
+    strides = _strides(args, kwargs) if asks_for_layout(frames) else ()
+    return PythonGuards(manager, scope, external, replaceable(frames, step), strides, global_state())
+
+
+def guarded_names(output: CaptureOutput) -> frozenset[str]:
+    """Return the names of all that guards look at, as Dynamo writes them."""
+    return frozenset(guard.name for guard in output.graph_capture_output.output_graph.guards)
+
+
+def global_state() -> dict[str, object]:
+    """Return the global settings of PyTorch that a capture depends on; autocast is checked by the step itself."""
+    hooks = [getattr(nn_module, name) for name in _HOOKS]
+    return {
+        "torch.get_default_dtype()": torch.get_default_dtype(),
+        "torch.are_deterministic_algorithms_enabled()": torch.are_deterministic_algorithms_enabled(),
+        "the kernels that scaled_dot_product_attention may choose from": (
+            torch.backends.cuda.flash_sdp_enabled(),
+            torch.backends.cuda.mem_efficient_sdp_enabled(),
+            torch.backends.cuda.math_sdp_enabled(),
+            torch.backends.cuda.cudnn_sdp_enabled(),
+        ),
+        "torch.backends.cudnn.benchmark": torch.backends.cudnn.is_available() and torch.backends.cudnn.benchmark,
+        "the number of hooks on all modules": tuple(map(len, hooks)),
+    }
+
+
+def _matters(guard: Guard) -> bool:
+    kind, name = guard.create_fn_name(), guard.name
+    if kind in _AMBIENT or kind in _FIXED or name.startswith(("G['__builtins_dict__", "__import__(")):
+        return False
+    if name.endswith("._validate_args"):  # of distributions: it decides about errors, not about results
+        return False
+    if name.startswith(("L['args']", "L['kwargs']")):
+        return kind in _OF_ARGUMENTS
+    if kind == "DUPLICATE_INPUT":  # modules often have several names
+        return "._modules[" in name or name.startswith("L[")
+    return not name.startswith("G['__import_torch_dot_")
+
+
+def _external_values(sources: Iterable[str], step: nn.Module, local: Scope, scope: Scope) -> Iterable[ExternalValue]:
+    """Yield the graph's inputs that a program holds as constants."""
+    registered = {id(tensor) for tensor in (*step.parameters(), *step.buffers())}
+    for source in sources:
+        if source.startswith(("L['args']", "L['kwargs']")):
+            continue
+        name = source.removeprefix("___from_numpy(").removesuffix(")") if source.startswith("___from_numpy(") else source
+        find = eval(f"lambda L, G: {name}", {})
+        value = find(local, scope)
+        if isinstance(value, torch.Tensor) and is_sparse(value):
+            yield ExternalValue(name, partial(_part_addresses, find), part_addresses(value))
+        elif isinstance(value, torch.Tensor | torch.Generator | np.ndarray | np.generic) and id(value) not in registered:
+            yield ExternalValue(name, find, value)
+
+
+def _strides(args: tuple[object, ...], kwargs: Mapping[str, object]) -> tuple[tuple[int, ...], ...]:
+    return tuple(leaf.stride() for leaf in pytree.tree_leaves((args, dict(kwargs))) if isinstance(leaf, torch.Tensor))
+
+
+def _part_addresses(find: Callable[[Scope, Scope], object], local: Scope, scope: Scope) -> tuple[int, ...]:
+    """Return the addresses of the parts of a sparse matrix; () if it is none any more."""
+    matrix = find(local, scope)
+    return part_addresses(matrix) if isinstance(matrix, torch.Tensor) and is_sparse(matrix) else ()
+
+
+def _where(stack: Iterable[FrameSummary] | None) -> str:
+    frames = list(stack or ())
+    return f" ({frames[-1].filename}:{frames[-1].lineno}, in {frames[-1].name})" if frames else ""

@@ -1,0 +1,94 @@
+"""Random ops that draw from a generator of the user, given as ``generator=``.
+
+No graph holds a generator: the argument is left out of the capture, the nodes are marked with the generator, and calls of the
+ops name it again. Such ops keep the order of the program, and each is executed once, so that a generator draws the same numbers
+as in eager PyTorch.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import fx
+
+from planner.capture.lowering.program import Program
+from planner.torch_private.capture import InstructionTranslatorBase, TensorVariable, TorchInGraphFunctionVariable, source_name
+
+_MARK = "remat-planner: generator"
+
+
+@dataclass(frozen=True, slots=True)
+class _GeneratorMark:
+    """A generator in the metadata of a node, shared by copies of the node."""
+
+    generator: torch.Generator
+
+    def __deepcopy__(self, _: object) -> "_GeneratorMark":
+        return self
+
+
+@contextmanager
+def record_generators() -> Iterator[dict[str, torch.Generator]]:
+    """Make Dynamo leave out generators that ops are given, and mark the nodes of these ops.
+
+    Yields:
+        The generators, by their names as Dynamo writes them.
+    """
+    found: dict[str, torch.Generator] = {}
+
+    def leaving_out(call: Callable[..., Any]) -> Callable[..., Any]:
+        def called(self: Any, tx: InstructionTranslatorBase, *args: Any) -> Any:
+            *first, kwargs = args
+            generator = _generator(kwargs.get("generator"), found)
+            if generator is None:
+                return call(self, tx, *args)
+            graph = tx.output.current_tracer.graph
+            before = set(graph.nodes)
+            result = call(self, tx, *first, {key: value for key, value in kwargs.items() if key != "generator"})
+            for node in graph.nodes:
+                if node not in before:
+                    node.meta["custom"] = {**node.meta.get("custom", {}), _MARK: _GeneratorMark(generator)}
+            return result
+
+        return called
+
+    with ExitStack() as stack:
+        for variable, method in ((TorchInGraphFunctionVariable, "call_function"), (TensorVariable, "call_method")):
+            stack.enter_context(patch.object(variable, method, leaving_out(getattr(variable, method))))
+        yield found
+
+
+def _generator(variable: Any, found: dict[str, torch.Generator]) -> torch.Generator | None:
+    """Return the generator that a variable of the user's code is; None for other values."""
+    if variable is None:
+        return None
+    realized = variable.realize()
+    value = getattr(realized, "value", None)
+    if not isinstance(value, torch.Generator) or realized.source is None:
+        return None
+    found[source_name(realized.source)] = value
+    return value
+
+
+def explicit_generator(node: fx.Node) -> torch.Generator | None:
+    """Return the generator that the random op `node` was given; None if it uses the default one."""
+    found: _GeneratorMark | None = node.meta.get("custom", {}).get(_MARK)
+    return None if found is None else found.generator
+
+
+def generators_of(program: Program) -> list[torch.Generator]:
+    """Return the user's generators that the ops of `program` draw from."""
+    ours = {program.namespace.get(name) for name in (program.generator, program.own_generator)}
+    return [value for value in program.namespace.values() if isinstance(value, torch.Generator) and value not in ours]
+
+
+@contextmanager
+def preserve_generator_states(program: Program) -> Iterator[None]:
+    """Restore the states of the user's generators that `program` draws from at the end."""
+    with ExitStack() as stack:
+        for generator in generators_of(program):
+            stack.callback(generator.set_state, generator.get_state())
+        yield

@@ -1,0 +1,164 @@
+"""Products of a constant sparse matrix, such as the adjacency of a graph, with a dense one.
+
+Neither Dynamo nor AOTAutograd supports sparse tensors. A capture therefore sees the dense parts of a sparse matrix, which lie in
+the same memory, and an operator on the parts, which computes what eager PyTorch does.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from operator import matmul
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+
+from planner.torch_private.capture import (
+    BuiltinVariable,
+    InstructionTranslatorBase,
+    TorchInGraphFunctionVariable,
+    UserDefinedObjectVariable,
+    VariableBuilder,
+    source_name,
+    wrap_fx_proxy,
+)
+
+_PARTS = {
+    torch.sparse_coo: ("_indices", "_values"),
+    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
+}
+_PRODUCTS = (torch.sparse.mm, torch.mm, torch.matmul, torch.spmm)
+
+
+def is_sparse(value: Tensor) -> bool:
+    """Return whether `value` consists of other tensors, without a storage of its own."""
+    return value.layout is not torch.strided
+
+
+@torch.library.custom_op("planner::sparse_mm", mutates_args=())
+def sparse_mm(matrix: Sequence[Tensor], size: Sequence[int], coalesced: bool, dense: Tensor) -> Tensor:  # noqa: FBT001
+    """Return the product of the sparse matrix with the parts `matrix` and a dense one."""
+    product: Tensor = torch.sparse.mm(_matrix(matrix, size, coalesced=coalesced), dense)
+    return product
+
+
+@sparse_mm.register_fake
+def _(matrix: Sequence[Tensor], size: Sequence[int], coalesced: bool, dense: Tensor) -> Tensor:  # noqa: FBT001
+    return dense.new_empty(size[0], dense.shape[1])
+
+
+@torch.library.custom_op("planner::sparse_mm_backward", mutates_args=())
+def sparse_mm_backward(matrix: Sequence[Tensor], size: Sequence[int], coalesced: bool, gradient: Tensor) -> Tensor:  # noqa: FBT001
+    """Return the gradient of the dense matrix."""
+    return _matrix(matrix, size, coalesced=coalesced).t().mm(gradient)
+
+
+@sparse_mm_backward.register_fake
+def _(matrix: Sequence[Tensor], size: Sequence[int], coalesced: bool, gradient: Tensor) -> Tensor:  # noqa: FBT001
+    return gradient.new_empty(size[1], gradient.shape[1])
+
+
+def _matrix(made_of: Sequence[Tensor], size: Sequence[int], *, coalesced: bool) -> Tensor:
+    *positions, values = made_of
+    if len(positions) == 1:
+        return torch.sparse_coo_tensor(positions[0], values, tuple(size), check_invariants=False, is_coalesced=coalesced)
+    return torch.sparse_csr_tensor(positions[0], positions[1], values, tuple(size), check_invariants=False)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    matrix, ctx.size, ctx.coalesced, _ = inputs
+    ctx.save_for_backward(*matrix)
+
+
+def _backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+    matrix = list(ctx.saved_tensors)
+    return [None] * len(matrix), None, None, torch.ops.planner.sparse_mm_backward(matrix, ctx.size, ctx.coalesced, gradient)
+
+
+sparse_mm.register_autograd(_backward, setup_context=_save)
+
+
+def part_addresses(matrix: Tensor) -> tuple[int, ...]:
+    """Return the addresses of the parts of a sparse matrix: writing to it may replace its parts."""
+    return tuple(part.data_ptr() for part in _parts(matrix))
+
+
+def _parts(matrix: Tensor) -> list[Tensor]:
+    """Return the parts of `matrix`, as tensors that are no views of it."""
+    views = [getattr(matrix, name)() for name in _PARTS[matrix.layout]]
+    return [view.new_empty(0).set_(view.untyped_storage(), view.storage_offset(), view.shape, view.stride()) for view in views]
+
+
+@dataclass(frozen=True, slots=True)
+class SparseMatrices:
+    """The sparse matrices in the products of a captured step.
+
+    Attributes:
+        names: their names, as Dynamo writes them.
+        parts: their parts, by the names of attributes of the captured module.
+    """
+
+    names: set[str] = field(default_factory=set)
+    parts: dict[str, Tensor] = field(default_factory=dict)
+
+    def attach(self, module: nn.Module) -> None:
+        """Set the parts as attributes of the captured `module`, which has the buffers of the user's model only."""
+        vars(module).update(self.parts)
+
+
+@contextmanager
+def decompose_sparse_matrices() -> Iterator[SparseMatrices]:
+    """Make Dynamo capture products of sparse matrices as products of their parts."""
+    found = SparseMatrices()
+    call_builtin, call_torch = BuiltinVariable.call_function, TorchInGraphFunctionVariable.call_function
+    wraps = VariableBuilder._type_dispatch()  # by types; Dynamo caches it
+
+    def wrap(self: Any, value: Tensor) -> Any:
+        if value.layout not in _PARTS or value.dim() != 2 or value.requires_grad:
+            return wraps[Tensor](self, value)
+        return UserDefinedObjectVariable(value, source=self.get_source())
+
+    def multiply(call: Callable[..., Any], is_product: Callable[[Any], bool]) -> Callable[..., Any]:
+        def called(self: Any, tx: InstructionTranslatorBase, args: Sequence[Any], kwargs: Any) -> Any:
+            if len(args) == 2 and not kwargs and is_product(self):
+                matrix, dense = (arg.realize() for arg in args)
+                if isinstance(matrix, UserDefinedObjectVariable) and isinstance(matrix.value, Tensor) and dense.is_tensor():
+                    found.names.add(source_name(matrix.source))
+                    return _product(tx, matrix.value, dense, found.parts)
+            return call(self, tx, args, kwargs)
+
+        return called
+
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(VariableBuilder, "_type_dispatch", lambda *_: {**wraps, Tensor: wrap}))
+        of_torch = multiply(call_torch, lambda function: function.value in _PRODUCTS)
+        stack.enter_context(patch.object(TorchInGraphFunctionVariable, "call_function", of_torch))
+        builtin = multiply(call_builtin, lambda function: function.fn is matmul)
+        stack.enter_context(patch.object(BuiltinVariable, "call_function", builtin))
+        yield found
+
+
+def _product(tx: InstructionTranslatorBase, matrix: Tensor, dense: Any, parts: dict[str, Tensor]) -> Any:
+    made_of, mode = [], tx.fake_mode
+    assert mode is not None
+    for part in _parts(matrix):
+        proxy = tx.output.register_static_attr_and_return_proxy("sparse_part", part)
+        proxy.node.meta["example_value"] = mode.from_tensor(part)
+        parts[str(proxy.node.target)] = part
+        made_of.append(proxy)
+    coalesced = matrix.layout is torch.sparse_coo and matrix.is_coalesced()
+    arguments = (made_of, list(matrix.shape), coalesced, dense.as_proxy())
+    return wrap_fx_proxy(tx, tx.output.create_proxy("call_function", torch.ops.planner.sparse_mm, arguments, {}))
+
+
+@contextmanager
+def hide_sparse_buffers(module: nn.Module) -> Iterator[None]:
+    """Leave sparse buffers out of those of `module`: AOTAutograd would take them for inputs of the graph."""
+    named_buffers = module.named_buffers
+
+    def dense_buffers(*args: Any, **options: Any) -> Iterator[tuple[str, Tensor]]:
+        return ((name, buffer) for name, buffer in named_buffers(*args, **options) if not is_sparse(buffer))
+
+    with patch.object(module, "named_buffers", dense_buffers):
+        yield

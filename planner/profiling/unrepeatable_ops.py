@@ -1,0 +1,92 @@
+"""Ops whose bits differ between two executions although they do not declare it, mostly since they draw random numbers.
+
+PyTorch's own random ops have the tag ``nondeterministic_seeded``. A custom operator may draw without declaring it: from
+PyTorch's generators, NumPy's, Python's, or its own. Executing it twice finds that out.
+"""
+
+import re
+import warnings
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+
+from graphs.ir import Op
+from planner.capture.checksum import checksum
+from planner.capture.frontend.random_states import RandomStates
+from planner.capture.lowering.lower import Capture
+from planner.capture.lowering.program import Launches
+from planner.capture.rewrites.outputs import KNOWN_NAMESPACES
+from planner.torch_private.core import OpOverload
+
+# Key in the provenance of a graph: ids of the ops that are executed once for this reason.
+UNREPEATABLE = "unrepeatable_ops"
+
+_CALLED = re.compile(r"\btorch\.ops\.(\w+)\.")
+
+
+def is_custom(capture: Capture, op: Op) -> bool:
+    """Return whether `op` calls an operator that is not PyTorch's."""
+    node, call = capture.nodes[op.id], capture.program.calls[op.id]
+    if isinstance(call, Launches):
+        namespaces = {name for line in call.lines for name in _CALLED.findall(line)}
+    else:
+        namespaces = {node.target.namespace} if node is not None and isinstance(node.target, OpOverload) else set()
+    return not namespaces <= KNOWN_NAMESPACES
+
+
+def has_undeclared_draws(op: Op, states: RandomStates, device: torch.device) -> bool:
+    """Return whether `op`, executed since the random states were `states`, has drawn from a generator without declaring it."""
+    # A declared random op draws from the generator of its device, whose state is saved.
+    return bool(states.changed() - ({device.type} if op.random else set()))
+
+
+def checksums(made: Sequence[torch.Tensor | None]) -> list[int]:
+    """Return the checksums of the outputs of an op."""
+    return [int(checksum(value)) for value in made if value is not None]
+
+
+def mark_executed_once(capture: Capture, ops: Collection[int]) -> Capture:
+    """Return `capture` with these ops of the program marked so that no schedule recomputes or reorders them."""
+    if not ops:
+        return capture
+    graph = capture.graph
+    marked = tuple(replace(op, recomputable=False, random=True) if op.id in ops else op for op in graph.ops)
+    provenance = {**graph.provenance, UNREPEATABLE: sorted(ops)}
+    return replace(capture, graph=replace(graph, ops=marked, provenance=provenance))
+
+
+def mark_recorded_ops(capture: Capture, provenance: Mapping[str, object]) -> Capture:
+    """Return `capture` with those ops marked as executed once that a profile of the same step recorded in `provenance`."""
+    recorded = provenance.get(UNREPEATABLE, ())
+    assert isinstance(recorded, list | tuple)
+    return mark_executed_once(capture, frozenset(recorded))
+
+
+def mark_custom_ops(capture: Capture) -> Capture:
+    """Return `capture` with all custom operators marked as executed once, where none is executed to check that."""
+    custom = [op for op in capture.graph.program if is_custom(capture, op)]
+    _warn(custom, "is not executed with a roofline, so that it is not known whether it draws random numbers")
+    return mark_executed_once(capture, {op.id for op in custom})
+
+
+def warn_of_unrepeatable_ops(ops: Iterable[Op]) -> None:
+    """Warn about ops that cannot be recomputed."""
+    _warn(
+        [op for op in ops if op.recomputable],
+        "makes other bits when it is executed again: it draws random numbers, say",
+        ". If all that it draws comes from PyTorch's generator for its device, define it with "
+        "tags=(torch.Tag.nondeterministic_seeded,), and planner.compile can recompute it",
+    )
+
+
+def _warn(ops: Sequence[Op], why: str, advice: str = "") -> None:
+    for target in dict.fromkeys(op.target for op in ops):
+        same = [op for op in ops if op.target == target]
+        where = f" in {same[0].module}" if same[0].module else ""
+        more = f", and {len(same) - 1} others that call the same" if len(same) > 1 else ""
+        warnings.warn(
+            f"op {same[0].name} ({target}){where}{more}: it {why}. It is computed once, and kept until it is read for the last "
+            f"time{advice}",
+            stacklevel=3,
+        )

@@ -1,0 +1,91 @@
+"""The one way to run an experiment: cases are run, their rows kept, and pages and figures made of the rows alone."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from graphs.io.files import write_text
+from planner.studies.jobs import run
+from planner.studies.rows import KeptRows, Key, Row
+
+Case = TypeVar("Case")
+
+
+@dataclass(frozen=True, slots=True)
+class Study(Generic[Case, Row]):
+    """An experiment: how a case is run, and what is made of the rows of all of them.
+
+    Attributes:
+        row: the dataclass of its rows, as in ``planner.studies.rows``.
+        run: yields rows of a case, which is given with those of its rows that are known.
+        whole: the rows of a case are made together: kept all or none, and not made again where there are some.
+        again: says of the rows of a whole case that they are to be made again all the same.
+        order: what rows are sorted by; None: as they are made.
+        pages, figures: what is made of the rows, by name of the file.
+        failures: a line for each thing in the rows that must not be.
+        file: the name of the CSV.
+    """
+
+    row: type[Row]
+    run: Callable[[Case, Sequence[Row]], Iterable[Row]]
+    whole: bool = True
+    again: Callable[[Sequence[Row]], bool] | None = None
+    order: Callable[[Row], Any] | None = None
+    pages: Mapping[str, Callable[[Sequence[Row]], str]] = field(default_factory=dict)
+    figures: Mapping[str, Callable[[Sequence[Row], Path], None]] = field(default_factory=dict)
+    failures: Callable[[Sequence[Row]], Iterable[str]] | None = None
+    file: str = "rows.csv"
+
+    def kept(self, folder: Path) -> KeptRows[Row]:
+        """Return the rows in the CSV in `folder`.
+
+        Raises:
+            OutputError: it has other columns, or is damaged.
+        """
+        return KeptRows(folder / self.file, self.row, self.order)
+
+    def fill(self, kept: KeptRows[Row], cases: Mapping[Key, Case], cluster: str | None = None) -> Iterator[tuple[Row, ...]]:
+        """Run what is missing among `kept`; yield rows once they are kept.
+
+        Args:
+            kept: of this study.
+            cases: by what the keys of their rows begin with.
+            cluster: the address of a Dask scheduler, whose workers run the cases; None: they are run here.
+
+        Raises:
+            PlannerError: a case cannot be run, or the cluster cannot be reached or was lost.
+        """
+        waiting = ((case, known) for key, case in cases.items() if self._is_missing(known := kept.of(*key)))
+        job = _Job(self.run, at_once=self.whole or cluster is not None)
+        for made in run(job, lambda: next(waiting, None), lambda: False, cluster=cluster):
+            for rows in (made,) if isinstance(made, tuple) else ((row,) for row in made):
+                kept.add(*rows)
+                yield rows
+
+    def write_pages(self, rows: Sequence[Row], folder: Path) -> None:
+        """Write the pages of `rows` into `folder`, none where there are no rows."""
+        for name, page in self.pages.items():
+            if rows:
+                write_text(folder / name, page(rows))
+
+    def draw_figures(self, rows: Sequence[Row], folder: Path) -> None:
+        """Write the figures of `rows` into `folder`, none where there are no rows."""
+        for name, draw in self.figures.items():
+            if rows:
+                draw(rows, folder / name)
+
+    def _is_missing(self, known: Sequence[Row]) -> bool:
+        return not self.whole or not known or (self.again is not None and self.again(known))
+
+
+@dataclass(frozen=True, slots=True)
+class _Job(Generic[Case, Row]):
+    """Runs cases, here or elsewhere; `at_once`: their rows are a tuple, in place of one after the other."""
+
+    run: Callable[[Case, Sequence[Row]], Iterable[Row]]
+    at_once: bool
+
+    def __call__(self, task: tuple[Case, Sequence[Row]], should_stop: Callable[[], bool]) -> Iterable[Row]:
+        rows = self.run(*task)
+        return tuple(rows) if self.at_once else rows

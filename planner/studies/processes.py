@@ -1,0 +1,98 @@
+"""Calls in processes of their own, so that memory, threads and crashes are theirs alone. Imports neither torch nor pandas."""
+
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from threading import Timer
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+from graphs.errors import PlannerError
+
+Item = TypeVar("Item")
+
+# What is printed there goes to the standard error, so that what is yielded is alone.
+_CHILD = """
+import os, pickle, sys
+out = os.fdopen(os.dup(1), "wb")
+os.dup2(2, 1)
+function, given = pickle.load(sys.stdin.buffer)
+for item in function(*given):
+    pickle.dump(item, out)
+    out.flush()
+"""
+ALONE = MappingProxyType({"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"})
+
+
+class ProcessError(PlannerError):
+    """A process failed, was killed, or did not end in time."""
+
+
+def stream(
+    function: Callable[..., Iterable[Item]],
+    *arguments: object,
+    variables: Mapping[str, str] = MappingProxyType({}),
+    limit_s: float | None = None,
+) -> Iterator[Item]:
+    """Yield what `function`, called in a new process, yields; the process ends with it.
+
+    Workers of a cluster may start such a process, unlike a pool.
+
+    Args:
+        function: is imported there by its name.
+        arguments: that it is called with; can be pickled, as what it yields.
+        variables: of its environment, in place of this one's.
+        limit_s: how long it may take.
+
+    Raises:
+        ProcessError: it did not end well. What it yielded before has been yielded.
+    """
+    with tempfile.TemporaryFile() as errors:
+        began = time.monotonic()
+        process = subprocess.Popen(
+            [sys.executable, "-c", _CHILD],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            env=os.environ | variables,
+        )
+        assert process.stdin is not None and process.stdout is not None
+        timer = Timer(limit_s or 0.0, process.kill)
+        if limit_s is not None:
+            timer.start()
+        try:
+            with process.stdin:
+                _send(process.stdin, (function, arguments))
+            yield from _received(process.stdout)
+            code = process.wait()
+        finally:
+            timer.cancel()
+            process.kill()
+            process.wait()
+            process.stdout.close()
+        if code and limit_s is not None and time.monotonic() - began >= limit_s:
+            raise ProcessError(f"not ended after {limit_s:.0f} s")
+        if code:
+            errors.seek(0)
+            lines = errors.read().decode(errors="replace").strip().splitlines()
+            raise ProcessError(f"exit code {code}: {lines[-1] if lines else 'it said nothing'}")
+
+
+def _send(pipe: Any, call: object) -> None:
+    try:
+        pipe.write(pickle.dumps(call))
+        pipe.flush()
+    except BrokenPipeError:
+        pass  # it has ended already, and its exit code says more
+
+
+def _received(pipe: Any) -> Iterator[Any]:
+    while True:
+        try:
+            yield pickle.load(pipe)
+        except (EOFError, pickle.UnpicklingError):  # the end, or the middle of what it was killed in
+            return

@@ -1,0 +1,110 @@
+"""Tables made of rows: columns are declared as data, with their titles, values and formats."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from graphs.units import format_bytes, format_ratio, format_seconds
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+Item = TypeVar("Item")
+
+# How values are written whose names end so.
+UNITS: Mapping[str, Callable[[Any], str]] = MappingProxyType(
+    {"_bytes": format_bytes, "_s": format_seconds, "gap": format_ratio, "overhead": format_ratio, "ratio": "{:.3f}x".format}
+)
+
+
+ALL = object()
+
+
+class SideBySide(dict[Any, Item]):
+    """Rows that are in one line of a table, by what tells them apart."""
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column of a table.
+
+    Attributes:
+        title: in the header.
+        value: the name of an attribute of what has a line, or a function of it; None: the attribute that is named like the title.
+        form: how a value is written: a function, or a format such as ``{:.2f}``; None: by the unit that its name ends with.
+        missing: what is written where the value is None.
+        at: of a line that has several rows (``side_by_side``), the one whose value it is; ALL: of all of them together; None:
+            any, for they agree in it.
+    """
+
+    title: str
+    value: str | Callable[[Any], object] | None = None
+    form: str | Callable[[Any], str] | None = None
+    missing: str = ""
+    at: object = None
+
+    def cell(self, item: object) -> str:
+        """Return the cell in the line of `item`."""
+        value = self.title if self.value is None else self.value
+        if isinstance(item, SideBySide):
+            item = item if self.at is ALL else next(iter(item.values())) if self.at is None else item.get(self.at)
+            if item is None:
+                return self.missing
+        found = value(item) if callable(value) else attrgetter(value)(item)
+        if found is None:
+            return self.missing
+        form = self.form or (str if callable(value) else unit_of(value))
+        return form(found) if callable(form) else form.format(found)
+
+
+def unit_of(name: str) -> Callable[[Any], str]:
+    """Return how values are written that are called `name`."""
+    return next((form for end, form in UNITS.items() if name.endswith(end)), str)
+
+
+def of_frame(frame: "pd.DataFrame") -> Iterator[Any]:
+    """Yield the rows of `frame` as objects whose attributes are its columns; what is unknown is None."""
+    return iter(frame.astype(object).where(frame.notna(), None).itertuples(index=False))
+
+
+def lines(items: Iterable[object], columns: Iterable[Column | str]) -> list[tuple[str, ...]]:
+    """Return a header and a line for each of `items`; a column that is only a name has the attribute of that name."""
+    declared = [Column(column) if isinstance(column, str) else column for column in columns]
+    return [tuple(column.title for column in declared), *(tuple(column.cell(item) for column in declared) for item in items)]
+
+
+def markdown(items: Iterable[object], columns: Iterable[Column | str]) -> str:
+    """Return the ``lines`` as a Markdown table."""
+    return as_markdown(lines(items, columns))
+
+
+def as_markdown(rows: Sequence[Sequence[str]]) -> str:
+    """Return `rows`, the first of them the header, as a Markdown table."""
+    header, *body = (f"| {' | '.join(row)} |" for row in rows)
+    return "\n".join((header, f"|{' --- |' * len(rows[0])}", *body)) + "\n"
+
+
+def bullets(sentences: Iterable[str]) -> str:
+    """Return `sentences` as a Markdown list."""
+    return "\n".join(f"- {sentence}" for sentence in sentences) + "\n"
+
+
+def by(items: Iterable[Item], *names: str) -> dict[Any, list[Item]]:
+    """Return `items` by their attributes called `names`: by the value of a single one, or by a tuple."""
+    found: dict[Any, list[Item]] = {}
+    of = attrgetter(*names)
+    for item in items:
+        found.setdefault(of(item), []).append(item)
+    return found
+
+
+def side_by_side(items: Iterable[Item], over: str, *names: str) -> list[SideBySide[Item]]:
+    """Return those of `items` that agree in `names` together, by their attribute `over`."""
+    return [SideBySide({getattr(item, over): item for item in found}) for found in by(items, *names).values()]
+
+
+def said(items: Iterable[object], name: str, between: str = " and ") -> str:
+    """Return the values of the attribute `name`, which are one where all were made together."""
+    return between.join(dict.fromkeys(str(getattr(item, name)) for item in items))

@@ -1,0 +1,90 @@
+"""From an order of executions to values of a model's variables: the inverse of ``expand``."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from graphs.schedule import Compute, schedule_of
+from solvers.highs.program import Floats
+from solvers.problem import Problem
+from solvers.windows.decoding.decode import Trial, order_of
+from solvers.windows.decoding.expand import Choice
+from solvers.windows.relaxation.discretization import Discretization, Model
+
+
+def choice_of(problem: Problem, detail: Discretization, computed: Sequence[int], instead: frozenset[int] = frozenset()) -> Choice:
+    """What R, Q, S and z are for an order of execution: the inverse of ``expand``."""
+    places = problem.places
+    order = order_of(detail, computed, instead=instead, places=None if places.plain else places)
+    again: list[set[int]] = [set() for _ in detail.ends]
+    handed: list[set[int]] = [set() for _ in range(len(detail.ends) + 1)]
+    twice: set[tuple[int, int]] = set()
+    live: set[int] = set()
+    position = -1
+    boundaries = range(0)
+    for step in schedule_of(problem.graph, [places.ids[op] for op in computed]).steps:
+        if not isinstance(step, Compute):
+            live.discard(step.tensor)
+            continue
+        for k in boundaries:
+            handed[k] = {t for t in live if not problem.kept[t] or problem.settled[t] >= detail.start_of(k)}
+        position += 1
+        op, window = computed[position], order.windows[position]
+        live.update(problem.outputs[op])
+        if not order.first[position]:
+            if op in again[window]:
+                twice.add((window, op))
+            again[window].add(op)
+        following = order.windows[position + 1] if position + 1 < len(computed) else window
+        boundaries = range(window + 1, following + 1)
+    return Choice(tuple(map(frozenset, again)), tuple(map(frozenset, handed)), frozenset(twice), instead=instead)
+
+
+def choice_of_trial(problem: Problem, detail: Discretization, trial: Trial) -> Choice:
+    """What R, Q, S and A are for a trial."""
+    if problem.copies is None:
+        return choice_of(problem, detail, trial.order.computed, trial.order.instead)
+    order = order_of(detail, trial.order.computed)
+    again, handed, taken = ([set[int]() for _ in range(len(detail.ends) + 1)] for _ in range(3))
+    twice: set[tuple[int, int]] = set()
+    executed = {end: place for place, end in enumerate(trial.ends)}
+    back = {trip.in_op: t for t, trip in problem.copies.trips.items()}
+    live: set[int] = set()
+    window = 0
+    for index, step in enumerate(trial.schedule.steps):
+        if not isinstance(step, Compute):
+            live.discard(step.tensor)
+        elif step.op in back:
+            live.add(back[step.op])
+            taken[window].add(back[step.op])
+        elif step.op < problem.ops:
+            live.update(problem.outputs[step.op])
+        place = executed.get(index + 1)
+        if place is None:
+            continue
+        op, window = order.computed[place], order.windows[place]
+        if not order.first[place]:
+            if op in again[window]:
+                twice.add((window, op))
+            again[window].add(op)
+        elif op == detail.ends[window]:
+            window += 1
+            handed[window] = {t for t in live if not problem.kept[t]}
+    freeze = tuple(map(frozenset, handed))
+    return Choice(tuple(map(frozenset, again[:-1])), freeze, frozenset(twice), tuple(map(frozenset, taken[:-1])))
+
+
+def start_values(model: Model, choice: Choice) -> Floats:
+    """`choice` as values to start a solve from; NaN for the variables it says nothing about."""
+    values = np.full(len(model.program.cost), np.nan)
+    for (k, i), column in model.again.items():
+        values[column] = i in choice.again[k]
+    for (k, t), column in model.handed.items():
+        values[column] = t in choice.handed[k]
+    for pair, column in model.twice.items():
+        values[column] = pair in choice.twice
+    for (k, t), column in model.taken.items():
+        values[column] = t in choice.taken[k]
+    for b, column in model.instead.items():
+        values[column] = b in choice.instead
+    return values

@@ -1,0 +1,221 @@
+"""From what a solution of a model says to an order of executions."""
+
+from bisect import bisect_right
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
+from itertools import pairwise
+
+from solvers.problem import Problem
+from solvers.windows.relaxation.discretization import Discretization
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What a solution of the model says, window by window.
+
+    Attributes:
+        again: for each window the ops executed again in it (R and Q).
+        handed: for each window the tensors handed over into it (S; kept ones are not listed), and after the
+            last one those handed on to what follows.
+        twice: (window, op) for ops executed more than once more (D).
+        taken: for each window the tensors that come from the host in it (A); empty without round trips.
+        instead: ops that are executed in place of those that they stand for (z).
+    """
+
+    again: tuple[frozenset[int], ...]
+    handed: tuple[frozenset[int], ...]
+    twice: frozenset[tuple[int, int]] = frozenset()
+    taken: tuple[frozenset[int], ...] = ()
+    instead: frozenset[int] = frozenset()
+
+
+def expand(problem: Problem, detail: Discretization, choice: Choice, *, first_window: int = 0) -> tuple[int, ...]:
+    """Ops in order of execution, from `first_window` on.
+
+    Window by window: what a new op lacks is executed again just before it, in program order. Before the last
+    op of a window comes also what is to be handed on and is not there, unless it is an optional op that nothing keeps waiting:
+    that comes as soon as what it reads is read no more in the window.
+    """
+    return _Expansion(problem, detail, choice).run(first_window)
+
+
+class _Expansion:
+    """An order in the making.
+
+    Attributes:
+        there: tensors in memory, as far as the solution wants them to be.
+        made: all tensors that have been, which may be held instead.
+        pending: ops that the solution executes besides their places, and that have not been yet.
+    """
+
+    def __init__(self, problem: Problem, detail: Discretization, choice: Choice) -> None:
+        self.problem = problem
+        self.places = problem.places
+        self.detail = detail
+        self.choice = choice
+        self.computed: list[int] = []
+        self.there: set[int] = set()
+        self.made: set[int] = set()
+        self.pending: set[int] = set()
+        self.kept = [t for outputs in problem.outputs for t in outputs if problem.kept[t]]
+        plain = problem.places.plain
+        self.in_place = list(range(problem.ops)) if plain else problem.places.executed(choice.instead)
+
+    def run(self, first_window: int) -> tuple[int, ...]:
+        for k in range(first_window, len(self.detail.ends)):
+            self.window(k)
+        return tuple(self.computed)
+
+    def window(self, k: int) -> None:
+        start, end = self.detail.start_of(k), self.detail.ends[k]
+        ops = self.in_place[start : end + 1] if self.places.plain else self._between(start, end)
+        if not ops:
+            # All ops are stood for by one in a later window, which is when this one ends.
+            self.pending.update(self.choice.again[k])
+            return
+        handed = {t for t in self.kept if self.problem.settled[t] < start} | self.choice.handed[k]
+        if self.choice.taken:
+            handed.update(t for t in self.choice.taken[k] if self.problem.producers[t] < start)
+        if self.places.plain:
+            self.there, self.pending = handed, set(self.choice.again[k])
+        else:
+            kept = {t for t in self.kept if t in self.made}
+            self.there, self.pending = (handed & self.made) | kept, {*self.pending, *self.choice.again[k]}
+        wanted_on = self.choice.handed[k + 1]
+        gone = self.gaps(k, ops)
+        self.there.difference_update(gone.get(start - 1, ()))
+        for v in ops:
+            wanted: Iterable[int] = self.problem.inputs[v]
+            if v == ops[-1]:
+                wanted = (*wanted, *(t for t in wanted_on if t not in self.problem.outputs[v]))
+            for i in self.lacking(wanted, v):
+                self.execute(i)
+            self.execute(v)
+            self.there.difference_update(gone.get(v, ()))
+            if not self.places.plain:
+                self.make_early(v, ops, wanted_on)
+        if not self.places.plain:
+            self.pending.clear()
+
+    def _between(self, start: int, end: int) -> list[int]:
+        return [v for v in self.in_place if start <= v <= end]
+
+    def execute(self, i: int) -> None:
+        self.computed.append(i)
+        self.there.update(self.problem.outputs[i])
+        self.made.update(self.problem.outputs[i])
+        self.pending.discard(i)
+
+    def make_early(self, v: int, ops: list[int], wanted_on: Collection[int]) -> None:
+        """Execute optional ops of which something is to be handed on, once what they read is wanted for nothing else."""
+        problem = self.problem
+        later: set[int] | None = None  # takes long, and is seldom asked for
+        for i in sorted(self.pending):
+            if not self.places.optional[i] or not self.there.issuperset(problem.inputs[i]):
+                continue
+            if any(t in wanted_on and t not in self.there for t in problem.outputs[i]):
+                later = later or {t for c in ops if c > v for t in problem.inputs[c]}.union(wanted_on)
+                if not later.issuperset(problem.inputs[i]):
+                    self.execute(i)
+
+    def lacking(self, wanted: Iterable[int], v: int) -> list[int]:
+        """Ops to execute before op v so that `wanted` is there, as far as the solution has them."""
+        ops: set[int] = set()
+        wanted = [t for t in wanted if t not in self.there]
+        stack = list(wanted)
+        while stack:
+            t = stack.pop()
+            for i in self.problem.makers[t] if t not in self.there else ():
+                if i not in ops and i in self.pending and self.may_run(i, v):
+                    ops.add(i)
+                    stack.extend(self.problem.inputs[i])
+        if self.places.plain:
+            return sorted(ops)
+        found, missing = self.cheapest(ops, self.there, wanted)
+        if not missing.issubset(self.made):
+            # No solution says how: hold what there was, and make the rest of that.
+            able = {i for i, may in enumerate(self.problem.recomputable) if may and self.may_run(i, v)}
+            found, _ = self.cheapest(able, self.made | self.there, wanted)
+        return found
+
+    def may_run(self, i: int, v: int) -> bool:
+        """Whether i may run besides its place before op v is executed in its."""
+        places = self.places
+        if places.optional[i]:
+            return True
+        return places.last[i] < v if places.replaces[i] else i < v
+
+    def cheapest(self, ops: Collection[int], there: Collection[int], wanted: Iterable[int]) -> tuple[list[int], set[int]]:
+        """Of `ops` those that make `wanted` at the least cost each, in an order in which they can; and what none can make.
+
+        Knuth, A generalization of Dijkstra's algorithm, Information Processing Letters 1977.
+        """
+        problem = self.problem
+        waiting = {i: sum(t not in there for t in problem.inputs[i]) for i in ops}
+        readers: dict[int, list[int]] = {}
+        for i in sorted(ops):
+            for t in problem.inputs[i]:
+                if t not in there:
+                    readers.setdefault(t, []).append(i)
+        cost_s = {i: problem.seconds(i) for i in ops}
+        maker: dict[int, int] = {}
+        ready = [(cost_s[i], i) for i in ops if not waiting[i]]
+        heapify(ready)
+        done: list[int] = []
+        while ready:
+            _, i = heappop(ready)
+            done.append(i)
+            for t in problem.outputs[i]:
+                if t in there or t in maker:
+                    continue
+                maker[t] = i
+                for reader in readers.get(t, ()):
+                    cost_s[reader] += cost_s[i]
+                    waiting[reader] -= 1
+                    if not waiting[reader]:
+                        heappush(ready, (cost_s[reader], reader))
+        chosen: set[int] = set()
+        missing: set[int] = set()
+        stack = [t for t in wanted if t not in there]
+        while stack:
+            t = stack.pop()
+            if t not in maker:
+                missing.add(t)
+            elif maker[t] not in chosen:
+                chosen.add(maker[t])
+                stack.extend(u for u in problem.inputs[maker[t]] if u not in there)
+        return [i for i in done if i in chosen], missing
+
+    def gaps(self, k: int, ops: Collection[int]) -> dict[int, list[int]]:
+        """For ops executed again though their outputs are there: after which new op each output goes.
+
+        It goes for the longest stretch of window k in which it has no reader.
+        """
+        start, end = self.detail.start_of(k), self.detail.ends[k]
+        gone: dict[int, list[int]] = {}
+        for i in self.pending:
+            for t in self.problem.outputs[i]:
+                if self.problem.kept[t]:
+                    continue
+                since = self.born(t, i, start, ops)
+                if since is None:
+                    continue
+                readers = self.problem.consumers[t]
+                stops = [since, *readers[bisect_right(readers, since) : bisect_right(readers, end)]]
+                if not self.places.plain:
+                    stops = [since, *(c for c in stops[1:] if c in ops)]
+                if t in self.choice.handed[k + 1] and stops[-1] != end:
+                    stops.append(end)
+                if len(stops) > 1:
+                    _, after = max((b - a, a) for a, b in pairwise(stops))
+                    gone.setdefault(after, []).append(t)
+        return gone
+
+    def born(self, t: int, i: int, start: int, ops: Collection[int]) -> int | None:
+        """The op after which t, that i makes again, is there in a window from `start` on; None if it is not."""
+        if self.places.plain:
+            return max(i, start - 1) if i >= start or t in self.there else None
+        if t in self.there:
+            return start - 1
+        return next((p for p in self.problem.makers[t] if p in ops), None)

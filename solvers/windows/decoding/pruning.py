@@ -1,0 +1,164 @@
+"""Schedules rid of recomputations that the budget does not call for."""
+
+from collections.abc import Callable, Collection, Sequence
+from itertools import accumulate
+
+import numpy as np
+
+from solvers.problem import Problem
+from solvers.windows.decoding.decode import Trial, order_of, try_out
+from solvers.windows.relaxation.discretization import Discretization
+
+Away = frozenset[tuple[int, int]]
+
+
+def prune(
+    problem: Problem, trial: Trial, detail: Discretization, budget_bytes: int, should_stop: Callable[[], bool], passes: int
+) -> Trial:
+    """Return `trial`, which fits, less recomputations that the budget does not call for.
+
+    With optional ops and transfers to the host nothing is left out: that is done in the plain graph that it commits to.
+    """
+    if problem.copies is None:
+        return _prune_recomputations(problem, trial, detail, budget_bytes, should_stop, passes)
+    return prune_with_transfers(problem, trial, budget_bytes, should_stop, passes) if problem.places.plain else trial
+
+
+def _prune_recomputations(
+    problem: Problem, trial: Trial, detail: Discretization, budget_bytes: int, should_stop: Callable[[], bool], passes: int
+) -> Trial:
+    """The longest first: without it, its outputs live on from their execution before."""
+    for _ in range(passes):
+        if should_stop():
+            break
+        needless = _needless(problem, trial, budget_bytes)
+        if not needless:
+            break
+        computed = [op for position, op in enumerate(trial.order.computed) if position not in needless]
+        places = None if problem.places.plain else problem.places
+        trial = try_out(problem, order_of(detail, computed, instead=trial.order.instead, places=places))
+    return trial
+
+
+def _needless(problem: Problem, trial: Trial, budget_bytes: int) -> set[int]:
+    """Positions of executions in `trial` that can be left out together; of each op one at most."""
+    memory = np.array(trial.memory_bytes)
+    last_use: dict[int, int] = {}
+    longer_lives: list[tuple[float, int, list[tuple[int, int]]]] = []
+    for position, (op, first) in enumerate(zip(trial.order.computed, trial.order.first, strict=True)):
+        if not first and all(t in last_use for t in problem.outputs[op]):
+            # Where the last use of t has written over it, it takes memory of its own from there on.
+            over = {t for t in problem.outputs[op] if problem.may_overwrite(trial.order.computed[last_use[t]], t)}
+            lives = [(last_use[t] + (t not in over), problem.sizes[t]) for t in problem.outputs[op] if not problem.kept[t]]
+            longer_lives.append((-problem.time_s[op], position, lives))
+        for t in (*problem.inputs[op], *problem.outputs[op]):
+            last_use[t] = position
+    needless = set[int]() if problem.places.plain else _for_nothing(problem, trial)
+    if needless:
+        return needless
+    shortened: set[int] = set()
+    for _, position, lives in sorted(longer_lives):
+        if trial.order.computed[position] in shortened:
+            continue
+        begin = min((since for since, _ in lives), default=position)
+        longer = memory[begin:position].copy()
+        for since, size in lives:
+            longer[since - begin :] += size
+        if (longer <= budget_bytes).all():
+            memory[begin:position] = longer
+            needless.add(position)
+            shortened.add(trial.order.computed[position])
+    return needless
+
+
+def _for_nothing(problem: Problem, trial: Trial) -> set[int]:
+    """Positions of executions of which no output is read before it is made again, nor kept."""
+    wanted: set[int] = set()
+    needless: set[int] = set()
+    earlier: set[int] = set()
+    made_before: list[frozenset[int]] = []
+    for op in trial.order.computed:
+        made_before.append(frozenset(t for t in problem.outputs[op] if t in earlier))
+        earlier.update(problem.outputs[op])
+    for position in range(len(trial.order.computed) - 1, -1, -1):
+        op = trial.order.computed[position]
+        of_use = any(t in wanted or (problem.kept[t] and t not in made_before[position]) for t in problem.outputs[op])
+        if not trial.order.first[position] and not of_use:
+            needless.add(position)
+            continue
+        wanted.difference_update(t for t in problem.outputs[op] if not problem.kept[t])
+        wanted.update(problem.inputs[op])
+    return needless
+
+
+def prune_with_transfers(
+    problem: Problem, trial: Trial, budget_bytes: int, should_stop: Callable[[], bool], passes: int
+) -> Trial:
+    """Return `trial`, which fits, less recomputations for whose outputs there is room, as long as that takes less time."""
+    whole = Discretization((problem.ops - 1,))
+    for _ in range(passes):
+        computed, away = _with_fewer(problem, trial, budget_bytes)
+        if len(computed) == len(trial.order.computed) or should_stop():
+            break
+        found = try_out(problem, order_of(whole, computed, away))
+        if found.peak_bytes > budget_bytes or found.time_s >= trial.time_s:
+            break
+        trial = found
+    return trial
+
+
+def _with_fewer(problem: Problem, trial: Trial, budget_bytes: int) -> tuple[Sequence[int], Away]:
+    """The order of `trial` less executions, the longest first, for whose outputs there is room since their last use.
+
+    Of each op one at most: then what is said of its last use holds.
+    """
+    computed = trial.order.computed
+    last_use, next_read = uses_of(problem, computed)
+    memory = np.array(trial.memory_bytes)
+    again = (place for place, first in enumerate(trial.order.first) if not first)
+    left_out: set[int] = set()
+    ops: set[int] = set()
+    for place in sorted(again, key=lambda place: -problem.time_s[computed[place]]):
+        if computed[place] in ops:
+            continue
+        wanted = [t for t in problem.outputs[computed[place]] if (t, place) in next_read and not problem.kept[t]]
+        since = min((last_use[t, place] + 1 for t in wanted), default=place)
+        longer = memory[since:place].copy()
+        for t in wanted:
+            longer[last_use[t, place] + 1 - since :] += problem.sizes[t]
+        if (longer <= budget_bytes).all():
+            memory[since:place] = longer
+            left_out.add(place)
+            ops.add(computed[place])
+    return without(computed, left_out, trial.order.away, next_read)
+
+
+def uses_of(problem: Problem, computed: Sequence[int]) -> tuple[dict[tuple[int, int], int], dict[tuple[int, int], int]]:
+    """For each tensor and position where it is read or made, its use before, and the next position that reads it so."""
+    last_use: dict[tuple[int, int], int] = {}
+    next_read: dict[tuple[int, int], int] = {}
+    last: dict[int, int] = {}
+    for place, op in enumerate(computed):
+        for t in problem.inputs[op]:
+            last_use[t, place] = last[t]
+            next_read[t, last[t]] = place
+            last[t] = place
+        for t in problem.outputs[op]:
+            last_use[t, place] = last.get(t, place)
+            last[t] = place
+    return last_use, next_read
+
+
+def without(
+    computed: Sequence[int], left_out: Collection[int], away: Away, next_read: dict[tuple[int, int], int]
+) -> tuple[Sequence[int], Away]:
+    """The order without some executions: what was fetched for one of them is fetched for the next that reads it."""
+    shift = list(accumulate((place in left_out for place in range(len(computed))), initial=0))
+    moved: set[tuple[int, int]] = set()
+    for t, place in away:
+        at: int | None = place
+        while at is not None and at in left_out:
+            at = next_read.get((t, at))
+        if at is not None:
+            moved.add((t, at - shift[at]))
+    return tuple(op for place, op in enumerate(computed) if place not in left_out), frozenset(moved)

@@ -1,0 +1,120 @@
+"""Where a trial is over the budget, and how to look closer there."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import accumulate
+
+import numpy as np
+
+from solvers.windows.decoding.decode import Trial
+from solvers.windows.params import RefinementParams
+from solvers.windows.relaxation.discretization import Discretization
+
+
+def worst_of_runs(trial: Trial, budget_bytes: int, params: RefinementParams) -> Iterator[int]:
+    """For each run of consecutive executions over the budget the one that takes most; several in a long run."""
+    over = [step for step, taken in enumerate(trial.memory_bytes) if taken > budget_bytes]
+    runs: list[list[int]] = []
+    for step in over:
+        if runs and runs[-1][-1] == step - 1:
+            runs[-1].append(step)
+        else:
+            runs.append([step])
+    for run in runs:
+        pieces = min(params.most_pieces, -(-len(run) // params.piece))
+        size = -(-len(run) // pieces)
+        for begin in range(0, len(run), size):
+            yield max(run[begin : begin + size], key=lambda step: (trial.memory_bytes[step], -step))
+
+
+def refined(
+    detail: Discretization, trial: Trial, budget_bytes: int, params: RefinementParams, *, ahead: int = 1
+) -> Discretization:
+    """`detail` with a closer look at every place where `trial` is over the budget.
+
+    At a first execution of v: row 6; if it is there, a window ends at v. At a further execution of
+    x before v: a window of its own for v; if it has one, rows 7 and 9. The same detail comes back
+    when there is nothing left to add.
+
+    Args:
+        ahead: what is executed again before v would often not fit before the op ahead of it either, where the
+            next solution then has it: look at so many ops up to v, as if it did not fit before any of them.
+    """
+    ends, firsts, repeats, chains = set(detail.ends), set(detail.firsts), set(detail.repeats), set(detail.chains)
+    for step in worst_of_runs(trial, budget_bytes, params):
+        op = trial.order.computed[step]
+        if trial.order.first[step]:
+            (ends if op in firsts else firsts).add(op)
+            continue
+        before = next(trial.order.computed[s] for s in range(step, len(trial.order.first)) if trial.order.first[s])
+        for v in _up_to(before, ahead):
+            single = detail.is_single(detail.window_of(v))
+            if not single:
+                first, last = detail.place_of(v)
+                ends.update((first - 1, last) if first > 0 else (last,))
+            if single or ahead > 1:
+                repeats.add((v, op))
+                chains.update((v, x, op) for x in _executed_again_before(trial, step))
+    closer = replace(detail, firsts=frozenset(firsts), repeats=frozenset(repeats), chains=frozenset(chains))
+    return closer.split(ends)
+
+
+def where_it_waits(detail: Discretization, trial: Trial, params: RefinementParams) -> Discretization:
+    """`detail` with windows that end at the first executions that `trial` waits longest for, or before which it does."""
+    new = [op for op, first in zip(trial.order.computed, trial.order.first, strict=True) if first]
+    done = list(accumulate(trial.order.first, initial=0))
+    waits = sorted(((wait_s, place) for place, wait_s in enumerate(trial.waits_s) if wait_s > 0), reverse=True)
+    return detail.split({new[done[place]] for _, place in waits[: params.most_waits]}) if waits else detail
+
+
+def _executed_again_before(trial: Trial, step: int) -> list[int]:
+    """Further executions that follow each other up to `step`, which is one of them."""
+    begin = step
+    while begin and not trial.order.first[begin - 1]:
+        begin -= 1
+    return list(trial.order.computed[begin:step])
+
+
+def _up_to(op: int, count: int) -> range:
+    return range(max(0, op - count + 1), op + 1)
+
+
+def with_stages_in_order(
+    detail: Discretization, trial: Trial, budget_bytes: int, params: RefinementParams, *, ahead: int = 1
+) -> Discretization:
+    """`detail` with Checkmate's memory rows in stages where `trial` does not fit, for what it executes again there.
+
+    Args:
+        ahead: as in ``refined``.
+    """
+    order = trial.order
+    ordered = set(detail.ordered)
+    done = -1
+    again: list[tuple[int, int]] = []
+    for op, first, taken in zip(order.computed, order.first, trial.memory_bytes, strict=True):
+        if not first:
+            again.append((op, taken))
+            continue
+        done = op
+        if any(taken > budget_bytes for _, taken in again):
+            stages = [v for v in _up_to(done, ahead) if detail.is_single(detail.window_of(v))]
+            ordered.update((v, x) for v in stages for x, taken in again if taken > params.nearly * budget_bytes)
+        again = []
+    return replace(detail, ordered=frozenset(ordered))
+
+
+def halved(detail: Discretization) -> Discretization:
+    """`detail` with every window of several ops split in the middle."""
+    ends = set(detail.ends)
+    for window, end in enumerate(detail.ends):
+        start = detail.start_of(window)
+        if start < end:
+            ends.add((start + end) // 2)
+    return detail.split(ends)
+
+
+def even_windows(detail: Discretization, time_s: Sequence[float], parts: int) -> Discretization:
+    """`detail` with windows that split the step into so many parts of equal time."""
+    done_s = np.cumsum(time_s)
+    places = np.searchsorted(done_s, np.linspace(0.0, done_s[-1], parts + 1)[1:-1])
+    return detail.ending_at(int(op) for op in places if op < len(time_s) - 1)

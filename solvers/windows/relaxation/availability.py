@@ -1,0 +1,76 @@
+"""Rows 1 to 4: what an execution needs is there. Relaxations."""
+
+from solvers.windows.relaxation.draft import NONE, ModelDraft
+
+
+def add_inputs_of_new(draft: ModelDraft, k: int) -> None:
+    """Row 1: S[k,t] + R[k,p(t)] >= 1 for old t, not kept, read by a new op of window k; V + Y in place of S, with copies.
+
+    With several makers the sum over them. Those of the window itself count that are executed in their places before the reader;
+    and its execution on the right side, where that is not sure.
+    """
+    problem, places = draft.problem, draft.problem.places
+    readers: dict[int, list[int]] = {}
+    for v in range(draft.starts[k], draft.detail.ends[k] + 1):
+        if not places.optional[v]:
+            for t in problem.inputs[v]:
+                readers.setdefault(t, []).append(v)
+    for t, ops in sorted(readers.items()):
+        if draft.is_made(k, t):
+            continue
+        sources = draft.sources(k, t)
+        sure = next((v for v in ops if places.sure[v]), None)
+        if sure is not None and not any(draft.starts[k] <= p <= sure for p in problem.makers[t]):
+            draft.add_at_most((1.0, [], []), sources, NONE)
+            continue
+        by_place: dict[int, list[int]] = {}
+        for v in ops:
+            by_place.setdefault(places.last[v], []).append(v)
+        for of_place in by_place.values():
+            # One op is executed in a place, at most.
+            draft.add_at_most(draft.executions(of_place), sources, draft.makes(k, t, places.first(of_place[0])))
+
+
+def add_inputs_of_repeated(draft: ModelDraft, k: int) -> None:
+    """Row 2: R[k,i] <= S[k,t] + R[k,p(t)] for old t in in(i), kept ones apart; Q[k,i] likewise."""
+    end = draft.detail.ends[k]
+    for i in range(end + 1):
+        column = draft.again.get((k, i))
+        if column is None:
+            continue
+        for t in draft.problem.inputs[i]:
+            if not draft.is_made(k, t):
+                draft.add_only_with(column, draft.sources(k, t), draft.makes(k, t, end + 1))
+
+
+def add_beginnings_of_circles(draft: ModelDraft, k: int) -> None:
+    """Row 2 for ops that each depend on all the others: R[k,i] <= sum of S[k,t] + R[k,p] over what they read of each other.
+
+    p does not depend on them. The first of them that is executed in window k finds what was there, or p has made.
+    """
+    problem = draft.problem
+    for circle in problem.circles:
+        repeats = [draft.again[k, i] for i in circle if (k, i) in draft.again]
+        if not repeats:
+            continue
+        inside = {t for i in circle for t in problem.inputs[i]} & {t for i in circle for t in problem.outputs[i]}
+        if any(draft.is_settled(k, t) for t in inside):
+            continue
+        outside = sorted({p for t in inside for p in problem.makers[t]}.difference(circle))
+        sources = [column for t in sorted(inside) for column in draft.held(k, t)]
+        sources += [draft.again[k, p] for p in outside if (k, p) in draft.again]
+        also = draft.executions(p for p in outside if draft.starts[k] <= p <= draft.detail.ends[k])
+        for column in repeats:
+            draft.add_only_with(column, sources, also)
+
+
+def add_hand_over(draft: ModelDraft, k: int) -> None:
+    """Rows 3 and 4: S[k+1,t] <= S[k,t] + R[k,p(t)] for old t. Kept tensors are there from the first."""
+    end = draft.detail.ends[k]
+    for i in range(end + 1):
+        for t in draft.problem.outputs[i]:
+            column = draft.handed.get((k + 1, t))
+            if column is None or column == draft.handed.get((k, t)) or i != draft.problem.producers[t]:
+                continue
+            if not draft.is_made(k, t):
+                draft.add_only_with(column, draft.room(k, t), draft.makes(k, t, end + 1))

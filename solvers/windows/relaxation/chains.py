@@ -1,0 +1,105 @@
+"""Row 9: what a chain of further executions leaves in memory. A relaxation.
+
+Row 7 sees each further execution by itself. But if x is executed again so that z can be, and an output t of x
+is to stay, then t is in memory while z executes, unless x is executed once more still. With
+
+    D[k,x]    1 if x is executed twice or more in window k, at its time's cost
+    P[k,x,z]  at least "every execution of old z in window k comes after one of x"
+    G[k,t,z]  at least "x = p(t) is executed in window k, and t is in memory whenever z executes there"
+
+for old x and z this holds for every schedule, whatever the order inside the window:
+
+    P[x,z] >= R[z] - S[k,t]                     t in out(x) and in(z): z finds t only if x has made it
+    P[x,z] >= P[x,y] + R[z] - 1 - S[k,u]        u in in(z), made by an old y other than x
+    G[t,z] >= wanted(t) + P[x,z] - 1 - D[x]     wanted(t): S[k+1,t], or 1 if the window is {v} and v reads t
+
+With round trips to the host, A[k,t] is added to S[k,t] and A[k,u] to S[k,u] above, and taken from the last row.
+"""
+
+from solvers.windows.relaxation.draft import ModelDraft
+from solvers.windows.relaxation.memory import memory_of_repeat
+
+
+def add_memory_of_chains(draft: ModelDraft) -> None:
+    """Row 9 for `detail.chains`: row 7 of z, with b_t G[k,t,z] for the outputs t of its x that may be wanted."""
+    sources: dict[tuple[int, int], list[int]] = {}
+    for end, x, z in sorted(draft.detail.chains):
+        sources.setdefault((end, z), []).append(x)
+    chains = _Chains(draft)
+    for (end, z), ops in sources.items():
+        chains.add_memory(draft.detail.window_of(end), z, ops)
+
+
+class _Chains:
+    def __init__(self, draft: ModelDraft) -> None:
+        self.draft = draft
+        self.follows: dict[tuple[int, int, int], int | None] = {}
+
+    def add_memory(self, k: int, z: int, sources: list[int]) -> None:
+        draft, problem = self.draft, self.draft.problem
+        if (k, z) not in draft.again or z >= draft.starts[k]:
+            return
+        columns, values, taken = memory_of_repeat(draft, k, z)
+        own = problem.held[z]
+        for x in sources:
+            for t in problem.outputs[x]:
+                if t not in own and problem.sizes[t] and not problem.kept[t] and len(problem.makers[t]) == 1:
+                    column = self.stays(k, x, t, z)
+                    if column is not None:
+                        columns.append(column)
+                        values.append(problem.sizes[t])
+        draft.add_memory(k, columns, values, taken)
+
+    def stays(self, k: int, x: int, t: int, z: int) -> int | None:
+        """Column of G[k,t,z], None where it is 0."""
+        draft = self.draft
+        after = self.comes_after(k, x, z)
+        start = draft.starts[k]
+        read = draft.detail.is_single(k) and draft.problem.places.sure[start] and t in draft.problem.inputs[start]
+        handed = draft.handed.get((k + 1, t))
+        if after is None or (not read and handed is None):
+            return None
+        column = draft.column(integer=False)
+        columns, values = [column, after, self.executed_twice(k, x)], [1.0, -1.0, 1.0]
+        if (k, t) in draft.taken:
+            columns, values = [*columns, draft.taken[k, t]], [*values, 1.0]
+        if read:
+            draft.rows.add(columns, values, 0.0, float("inf"))
+        elif handed is not None:
+            draft.rows.add([*columns, handed], [*values, -1.0], -1.0, float("inf"))
+        return column
+
+    def executed_twice(self, k: int, x: int) -> int:
+        """Column of D[k,x]."""
+        draft = self.draft
+        if (k, x) not in draft.twice:
+            draft.twice[k, x] = draft.column(cost=draft.cost[draft.again[k, x]])
+        return draft.twice[k, x]
+
+    def comes_after(self, k: int, x: int, z: int) -> int | None:
+        """Column of P[k,x,z], None where nothing is known."""
+        key = (k, x, z)
+        if key in self.follows:
+            return self.follows[key]
+        self.follows[key] = None
+        draft, problem = self.draft, self.draft.problem
+        if (k, x) not in draft.again or (k, z) not in draft.again:
+            return None
+        column: int | None = None
+        repeated = draft.again[k, z]
+        for u in problem.inputs[z]:
+            y = problem.producers[u]
+            if y < x or problem.kept[u] or len(problem.makers[u]) > 1:
+                continue
+            there = [draft.handed[k, u], *([draft.taken[k, u]] if (k, u) in draft.taken else [])]
+            earlier = None if y == x else self.comes_after(k, x, y)
+            if y != x and earlier is None:
+                continue
+            if column is None:
+                column = draft.column(integer=False)
+            if earlier is None:
+                draft.rows.add([column, repeated, *there], [1.0, -1.0] + [1.0] * len(there), 0.0, float("inf"))
+            else:
+                draft.rows.add([column, earlier, repeated, *there], [1.0, -1.0, -1.0] + [1.0] * len(there), -1.0, float("inf"))
+        self.follows[key] = column
+        return column

@@ -1,0 +1,244 @@
+"""Rows 16 to 20: other devices, which work beside the main one. Relaxations; nothing is added where a graph has one device.
+
+    idle    how long the step goes on when the main device has done its part, and waits besides; costs 1
+    end     when the step ends, at most the step without recomputation and the objective
+    O[i]    op i is executed, but not in its place
+    F[v]    no later than when what the program's op v makes is there for the first time, wherever that is
+    E[v]    no later than the end of what is executed in the place of v
+    C[d,v]  no later than when device d is done with all that is executed on it in its place, up to that of v
+
+Memory of the main device is in rows 5 to 9, in the order of issue; what is made elsewhere has no size there, and what runs
+elsewhere costs nothing.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from solvers.devices import OtherDevices
+from solvers.problem import OBJECTIVE_SCALE
+from solvers.windows.relaxation.draft import ModelDraft, Sum
+from solvers.windows.relaxation.paths import Paths
+
+Terms = dict[int, float]  # of a row: value by column
+Over = tuple[int | None, int | None, float]
+
+
+def add_kept(draft: ModelDraft, k: int) -> None:
+    """Row 16: S[k+1,t] >= S[k,t], R[k,p] and first_p of the makers p of a kept t that the end of a pass asks for.
+
+    It may first be made by any of them, at any time, and stays from then on.
+    """
+    for t in sorted(draft.problem.asked):
+        after = draft.handed.get((k + 1, t))
+        if after is None:
+            continue
+        before = draft.handed.get((k, t))
+        for column in (*([] if before in {None, after} else [before]), *draft.repeat(k, t)):
+            assert column is not None
+            draft.rows.add([after, column], [1.0, -1.0], 0.0, np.inf)
+        constant, columns, values = draft.makes(k, t, draft.detail.ends[k] + 1)
+        if constant or columns:
+            draft.rows.add([after, *columns], [1.0, *(-value for value in values)], constant, np.inf)
+
+
+def add_memory_elsewhere(draft: ModelDraft, k: int) -> None:
+    """Row 17: what another memory with a limit holds when e_k executes, as row 5.
+
+    own(v) first_v + sum over t outside io(v) of b_t S[k+1,t] <= its capacity, for each op v that may be executed in the place.
+    """
+    problem, end = draft.problem, draft.detail.ends[k]
+    for memory in problem.devices.memories if problem.devices is not None else ():
+        there = [t for t, size in enumerate(memory.sizes) if size and (k + 1, t) in draft.handed]
+        unit = max(1.0, memory.capacity_bytes / 1e3)
+        for v in problem.places.alternatives(end):
+            row = Row()
+            io = {*problem.inputs[v], *problem.outputs[v]}
+            for t in there:
+                if t not in io:
+                    row.add(draft.handed[k + 1, t], memory.sizes[t] / unit)
+            if memory.own_bytes[v]:
+                row.add_sum(draft.executed(v), memory.own_bytes[v] / unit)
+            if row.terms:
+                draft.rows.add(*row.sides(), -np.inf, memory.capacity_bytes / unit - row.constant)
+
+
+def add_side_by_side(draft: ModelDraft) -> None:
+    """Rows 18 to 20, and the objective that they bound: the last family of a program, which has to know what costs."""
+    devices = draft.problem.devices
+    if devices is not None and devices.streams:
+        _SideBySide(draft, devices).add()
+
+
+@dataclass(slots=True)
+class Row:
+    """A sum of a constant and terms, in which no column comes twice."""
+
+    constant: float = 0.0
+    terms: Terms = field(default_factory=dict)
+
+    def add(self, column: int, value: float) -> None:
+        """One more term."""
+        self.terms[column] = self.terms.get(column, 0.0) + value
+
+    def add_sum(self, total: Sum, weight: float = 1.0) -> None:
+        """A sum, so many times."""
+        self.constant += weight * total[0]
+        for column, value in zip(total[1], total[2], strict=True):
+            self.add(column, weight * value)
+
+    def sides(self) -> tuple[list[int], list[float]]:
+        """Columns, and for each its value."""
+        return list(self.terms), list(self.terms.values())
+
+
+class _SideBySide:
+    """The rows in the making.
+
+    Attributes:
+        again: for each op the columns of its executions besides its place.
+        paths: which tensors each op of the program depends on, however it is executed.
+    """
+
+    def __init__(self, draft: ModelDraft, devices: OtherDevices) -> None:
+        self.draft = draft
+        self.problem = draft.problem
+        self.devices = devices
+        self.again: list[list[int]] = [[] for _ in range(self.problem.ops)]
+        for (_, i), column in (*draft.again.items(), *draft.twice.items()):
+            self.again[i].append(column)
+        self.paths = Paths(self.problem, devices)
+        seconds = sum(map(self.problem.seconds, range(self.problem.ops)))
+        self.longest = self.problem.units(seconds) * (2 * draft.windows + 1)  # all that R, Q, D and z count, one after the other
+
+    def units(self, i: int) -> float:
+        return self.problem.units(self.problem.seconds(i))
+
+    def time(self) -> int:
+        """A point of time."""
+        return self.draft.column(integer=False, upper=self.longest)
+
+    def add(self) -> None:
+        draft = self.draft
+        draft.column(1.0, integer=False, upper=self.longest)  # idle
+        costs = {column: -cost for column, cost in enumerate(draft.cost) if cost}
+        end = self.time()
+        draft.rows.add([end, *costs], [1.0, *costs.values()], -np.inf, OBJECTIVE_SCALE)
+        for stream in self.devices.streams:
+            self.add_stream(stream, end)
+        self.add_paths(end)
+
+    def add_stream(self, ops: Iterable[int], end: int) -> None:
+        """Row 18: sum over the ops of a stream of their seconds, as often as they are executed, <= end."""
+        row = Row()
+        for i in ops:
+            if unit := self.units(i):
+                row.add_sum(self.draft.executed(i), unit)
+                for column in self.again[i]:
+                    row.add(column, unit)
+        row.add(end, -1.0)
+        self.draft.rows.add(*row.sides(), -np.inf, -row.constant)
+
+    def add_paths(self, end: int) -> None:
+        """Row 19 for each op of the program, and what it depends on."""
+        self.only = self.executed_elsewhere()
+        times: dict[int, int] = {}
+        followed: set[int] = set()
+        for v in self.paths.program:
+            times[v] = self.time()
+            self.add_path(v, self.paths.longest_static(v), times)
+            for t in self.paths.needed(v):
+                maker = self.paths.makers[t]
+                followed.add(maker)
+                self.add_path(v, (t, None, 0.0), times)
+                for device in self.paths.reading(v, t):
+                    if copied := self.paths.copied.get((t, device)):
+                        self.add_path(v, (t, device, copied), times)
+        for v, column in times.items():
+            if v not in followed:
+                self.draft.rows.add([column, end], [1.0, -1.0], -np.inf, 0.0)
+        self.add_turns(times, end)
+
+    def add_turns(self, times: dict[int, int], end: int) -> None:
+        """Row 20 for each op of the program: what is executed in its place on one device is so in the order of places."""
+        done: dict[int, int] = {}  # by device the column of C at the place before
+        for v in self.paths.program:
+            ended = self.time()
+            others = [self.only[b] for b in self.paths.ways(v) if b in self.only]
+            self.draft.rows.add([ended, times[v], *others], [1.0, -1.0, *[-self.longest] * len(others)], -np.inf, 0.0)
+            self.draft.rows.add([ended, end], [1.0, -1.0], -np.inf, 0.0)
+            for t in self.paths.needed(v):
+                for device in self.paths.reading(v, t):
+                    self.add_path(v, (t, device, self.paths.copied.get((t, device), 0.0)), times, ended)
+            for device, alternatives in self.paths.by_device(v).items():
+                done[device] = self.add_turn(alternatives, done.get(device), ended)
+        for column in done.values():
+            self.draft.rows.add([column, end], [1.0, -1.0], -np.inf, 0.0)
+
+    def add_turn(self, alternatives: Iterable[int], before: int | None, ended: int) -> int:
+        """The column of C[d,v], for those of the place of v that run on d, and `before`, that of the place before.
+
+        C[d,v] >= C[d,u] + seconds,  E[v] >= C[d,u] + seconds - M (1 - executed),  C[d,v] >= E[v] - M (1 - executed)
+        """
+        after, longest, rows = self.time(), self.longest, self.draft.rows
+        row, executed = Row(), Row()
+        if before is not None:
+            row.add(before, 1.0)
+        for c in alternatives:
+            row.add_sum(self.draft.executed(c), self.units(c))
+            executed.add_sum(self.draft.executed(c), longest)
+        late = Row(row.constant + executed.constant - longest, dict(row.terms))
+        for column, value in executed.terms.items():
+            late.add(column, value)
+        for one, later in ((row, after), (late, ended)):
+            one.add(later, -1.0)
+            rows.add(*one.sides(), -np.inf, -one.constant)
+        executed.add(ended, 1.0)
+        executed.add(after, -1.0)
+        rows.add(*executed.sides(), -np.inf, longest - executed.constant)
+        return after
+
+    def executed_elsewhere(self) -> dict[int, int]:
+        """For each op that may be executed though not in its place the column of O[i] <= sum of R[k,i], O[i] <= 1 - first_i."""
+        only: dict[int, int] = {}
+        for i, again in enumerate(self.again):
+            if again and not (self.problem.places.sure[i] or self.problem.places.optional[i]):
+                column = only[i] = self.draft.column(integer=False)
+                self.draft.add_only_with(column, list(dict.fromkeys(again)))
+                constant, columns, values = self.draft.executed(i)
+                self.draft.rows.add([column, *columns], [1.0, *values], -np.inf, 1.0 - constant)
+        return only
+
+    def add_path(self, v: int, over: Over, times: dict[int, int], ended: int | None = None) -> None:
+        """F[p] + seconds of whichever is executed in the place of v + copied (first_c - first_q - O[q]) - (M - c_b) O[b] <= F[v].
+
+        For p, which makes t; c in the place of v that reads t on a device; all q that make it there; and all b that do what v
+        does, with M the longest of what stands before it. Where b is executed, but not in its place, no more is left than
+        F[p] + c_b <= F[v], nor more than without. Where M < c_b, M - c_b is 0.
+
+        Args:
+            over: t, the device, and the seconds of a copy of t to it; None for no t, or no copy.
+            times: columns of F.
+            ended: column of E[v], which is of the execution in its place, in place of F[v].
+        """
+        t, device, copied = over
+        draft, paths, row = self.draft, self.paths, Row()
+        alternatives = paths.alternatives(v)
+        for c in alternatives:
+            row.add_sum(draft.executed(c), self.units(c))
+            if t is not None and copied and device in paths.reads(c, t):
+                row.add_sum(draft.executed(c), copied)
+        if t is not None and copied:
+            for q in paths.computing(t, device):
+                row.add_sum(draft.executed(q), -copied)
+                if q in self.only:
+                    row.add(self.only[q], -copied)
+        most = max(map(self.units, alternatives)) + copied
+        for b in paths.ways(v) if ended is None else ():
+            if b in self.only:
+                row.add(self.only[b], min(0.0, self.units(b) - most))
+        if t in paths.makers:
+            row.add(times[paths.makers[t]], 1.0)
+        row.add(times[v] if ended is None else ended, -1.0)
+        draft.rows.add(*row.sides(), -np.inf, -row.constant)

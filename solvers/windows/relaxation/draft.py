@@ -1,0 +1,219 @@
+"""A program in the making: its columns and rows as they come, and what the columns mean."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from scipy.sparse import csr_array
+
+from solvers.highs.program import Milp
+from solvers.problem import Problem
+from solvers.windows.relaxation.discretization import Discretization, Frame, Model
+
+_MEMORY_SCALE = 1e3  # the memory for produced tensors, in the units of the memory rows
+POLL_EVERY = 2000  # entries of a matrix, a row counting as ten
+
+Family = Callable[["ModelDraft"], None]  # adds rows of one kind to a draft, and the columns that only they need
+WindowFamily = Callable[["ModelDraft", int], None]  # the same for one window
+Terms = tuple[list[int], list[float]]  # columns, and for each its value in a row
+Sum = tuple[float, list[int], list[float]]  # a constant and terms
+NONE: Sum = (0.0, [], [])
+Wording = Callable[["ModelDraft", int, list[int], list[float]], Terms]  # a memory row of a window in other terms
+
+
+class StoppedError(Exception):
+    """A model was to be built no further."""
+
+
+@dataclass(slots=True)
+class Rows:
+    """Rows of a sparse matrix as they come.
+
+    Attributes:
+        should_stop: polled now and then; once True, ``add`` raises ``StoppedError``.
+    """
+
+    should_stop: Callable[[], bool] | None = None
+    row: list[int] = field(default_factory=list)
+    column: list[int] = field(default_factory=list)
+    value: list[float] = field(default_factory=list)
+    lower: list[float] = field(default_factory=list)
+    upper: list[float] = field(default_factory=list)
+    polled_at: int = 0
+
+    def add(self, columns: Sequence[int], values: Sequence[float], lower: float, upper: float) -> None:
+        """Add the row lower <= sum of values * columns <= upper."""
+        self.row.extend([len(self.lower)] * len(columns))
+        self.column.extend(columns)
+        self.value.extend(values)
+        self.lower.append(lower)
+        self.upper.append(upper)
+        if self.should_stop is not None and len(self.value) + 10 * len(self.upper) > self.polled_at + POLL_EVERY:
+            self.polled_at = len(self.value) + 10 * len(self.upper)
+            if self.should_stop():
+                raise StoppedError
+
+
+def dense(draft: "ModelDraft", k: int, columns: list[int], values: list[float]) -> Terms:
+    """Memory rows as the equations have them."""
+    return columns, values
+
+
+def _found(columns: Mapping[tuple[int, int], int], key: tuple[int, int]) -> list[int]:
+    column = columns.get(key)
+    return [] if column is None else [column]
+
+
+class ModelDraft:
+    """Columns and rows of a program of `problem`, at the windows of `detail`. Families of rows add to it.
+
+    Attributes:
+        first_window: the first that is modelled.
+        starts: for each window its first op.
+        instead: columns of z.
+        again, handed, twice, lasting: columns of R and Q, of S, of D and of H, see ``variables.py``.
+        used: columns of u, see ``at_all.py``.
+        taken, fetched, valid, stored, hosted: columns of A, Y, V, X and W, see ``copies.py``; none without round trips.
+        memory_unit: bytes, the unit of the memory rows.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        detail: Discretization,
+        *,
+        frame: Frame | None = None,
+        should_stop: Callable[[], bool] | None = None,
+        wording: Wording = dense,
+    ) -> None:
+        self.problem = problem
+        self.detail = detail
+        self.frame = frame or Frame()
+        self.first_window = 0 if self.frame.entering is None else 1
+        self.windows = len(detail.ends)
+        self.starts = [detail.start_of(k) for k in range(self.windows)]
+        self.instead: dict[int, int] = {}
+        self.again: dict[tuple[int, int], int] = {}
+        self.handed: dict[tuple[int, int], int] = {}
+        self.twice: dict[tuple[int, int], int] = {}
+        self.lasting: dict[tuple[int, int], int] = {}
+        self.used: dict[int, int] = {}
+        self.taken: dict[tuple[int, int], int] = {}
+        self.fetched: dict[tuple[int, int], int] = {}
+        self.valid: dict[tuple[int, int], int] = {}
+        self.stored: dict[tuple[int, int], int] = {}
+        self.hosted: dict[tuple[int, int], int] = {}
+        self.cost: list[float] = []
+        self.lower: list[float] = []
+        self.upper: list[float] = []
+        self.integer: list[bool] = []
+        self.rows = Rows(should_stop)
+        self.memory_unit = max(1.0, problem.capacity_bytes / _MEMORY_SCALE)
+        self._wording = wording
+
+    def column(self, cost: float = 0.0, *, integer: bool = True, lower: float = 0.0, upper: float = 1.0) -> int:
+        """A new variable."""
+        self.cost.append(cost)
+        self.integer.append(integer)
+        self.lower.append(lower)
+        self.upper.append(upper)
+        return len(self.cost) - 1
+
+    def executed(self, i: int) -> Sum:
+        """Whether i is executed in its place: z of a stand-in, 1 less z of what stands for it for an op of the program."""
+        if i in self.instead:
+            return 0.0, [self.instead[i]], [1.0]
+        columns = [self.instead[b] for b in self.problem.places.stood_by[i]]
+        return float(not self.problem.places.optional[i]), columns, [-1.0] * len(columns)
+
+    def executions(self, ops: Iterable[int]) -> Sum:
+        """How many of these ops are executed in their places."""
+        total, terms = 0.0, dict[int, float]()
+        for i in ops:
+            constant, columns, values = self.executed(i)
+            total += constant
+            for column, value in zip(columns, values, strict=True):
+                terms[column] = terms.get(column, 0.0) + value
+        terms = {column: value for column, value in terms.items() if value}
+        return total, list(terms), list(terms.values())
+
+    def makes(self, k: int, t: int, before: int) -> Sum:
+        """How many of the ops of window k that make t and come before op `before` are executed in their places."""
+        makers, start = self.problem.makers[t], self.starts[k]
+        return NONE if makers[-1] < start else self.executions(p for p in makers if start <= p < before)
+
+    def repeat(self, k: int, t: int) -> list[int]:
+        """Columns of the executions of ops that make t in window k, those in their places apart."""
+        makers, again = self.problem.makers[t], self.again
+        return _found(again, (k, makers[0])) if len(makers) == 1 else [again[k, p] for p in makers if (k, p) in again]
+
+    def sources(self, k: int, t: int) -> list[int]:
+        """Columns of what lets t be read in window k: S[k,t] or V[k,t], and R[k,p] and Y[k,t] where there are."""
+        return [*(_found(self.valid, (k, t)) or _found(self.handed, (k, t))), *self.brought(k, t)]
+
+    def brought(self, k: int, t: int) -> list[int]:
+        """Columns of R[k,p] and Y[k,t], where there are: what makes t readable in window k that was not."""
+        return [*self.repeat(k, t), *_found(self.fetched, (k, t))]
+
+    def room(self, k: int, t: int) -> list[int]:
+        """Columns of what gives t its memory in window k: S[k,t], and those of ``made_anew``."""
+        return [*_found(self.handed, (k, t)), *self.made_anew(k, t)]
+
+    def made_anew(self, k: int, t: int) -> list[int]:
+        """Columns of R[k,p] and A[k,t], where there are: what takes memory for t in window k that was free."""
+        return [*self.repeat(k, t), *_found(self.taken, (k, t))]
+
+    def held(self, k: int, t: int) -> list[int]:
+        """Columns of S[k,t] and Y[k,t], where there are: what lets t be read in window k though nothing makes it there."""
+        return [*_found(self.handed, (k, t)), *_found(self.fetched, (k, t))]
+
+    def is_settled(self, k: int, t: int) -> bool:
+        """Whether t is kept, and has certainly been made before window k."""
+        return self.problem.kept[t] and self.problem.settled[t] < self.starts[k]
+
+    def is_made(self, k: int, t: int) -> bool:
+        """Whether t is there for what reads it in window k in any case, as far as rows 1 to 3 know: it is settled, or new."""
+        maker = self.problem.producers[t]
+        return (maker >= self.starts[k] and self.problem.places.sure[maker]) or self.is_settled(k, t)
+
+    def is_handed(self, k: int, t: int) -> bool:
+        """Whether t, wanted in window k, must come from before it or be made again: it is old, and not settled."""
+        return self.problem.producers[t] < self.starts[k] and not self.is_settled(k, t)
+
+    def add_only_with(self, column: int, sources: list[int], also: Sum = NONE) -> None:
+        """The row column <= sum of sources + `also`, unless that is more in any case."""
+        if also is NONE:
+            self.rows.add([column, *sources], [-1.0] + [1.0] * len(sources), 0.0, np.inf)
+        else:
+            self.add_at_most((0.0, [column], [1.0]), sources, also)
+
+    def add_at_most(self, wanted: Sum, sources: list[int], also: Sum) -> None:
+        """The row wanted <= sum of sources + `also`, unless that is more in any case."""
+        if also[0] + sum(min(0.0, value) for value in also[2]) < 1.0:
+            columns = [*wanted[1], *sources, *also[1]]
+            values = [*(-value for value in wanted[2]), *[1.0] * len(sources), *also[2]]
+            self.rows.add(columns, values, wanted[0] - also[0], np.inf)
+
+    def add_memory(self, k: int, columns: list[int], values: list[float], taken: int) -> None:
+        """The row sum of values * columns <= M - taken of window k, all in bytes."""
+        unit = self.memory_unit
+        columns, values = self._wording(self, k, columns, values)
+        self.rows.add(columns, [value / unit for value in values], -np.inf, (self.problem.capacity_bytes - taken) / unit)
+
+    def model(self) -> Model:
+        """What has been collected."""
+        return Model(self.problem, self.detail, self.again, self.handed, self.twice, self.program(), self.taken, self.instead)
+
+    def program(self) -> Milp:
+        """The same as arrays."""
+        rows, n = self.rows, len(self.cost)
+        matrix = csr_array((rows.value, (rows.row, rows.column)), shape=(len(rows.lower), n))
+        return Milp(
+            cost=np.array(self.cost),
+            lower=np.array(self.lower),
+            upper=np.array(self.upper),
+            integer=np.array(self.integer, dtype=bool),
+            matrix=matrix,
+            row_lower=np.array(rows.lower),
+            row_upper=np.array(rows.upper),
+        )

@@ -1,0 +1,68 @@
+"""Row 15: what is executed at all, and that what it reads has been made. A relaxation.
+
+u[i]  op i, which need not be executed, is executed at all: in its place or elsewhere, in any window
+
+Rows 1 to 3 say so window by window, where fractions may add up: half an execution, copied to the host in each of two windows,
+is a whole tensor there; and half of one in each of two windows is one whole execution, for which half an input has been made.
+"""
+
+from collections.abc import Sequence
+
+from solvers.windows.relaxation.draft import NONE, ModelDraft
+
+
+def add_executed_at_all(draft: ModelDraft) -> None:
+    """Row 15, for tensors that no op is sure to make.
+
+    u[i] >= z[i], R[k,i] and Q[k,i]; u[i] <= their sum; sum of u[p] over the makers p of t >= 1 where a sure op reads t,
+    >= u[i] where op i does, and >= the sum of first_c over the alternatives c of a place that do.
+    """
+    problem, places = draft.problem, draft.problem.places
+    if places.plain:
+        return
+    again: dict[int, list[int]] = {}
+    for (_, i), column in draft.again.items():
+        again.setdefault(i, []).append(column)
+    unsure = [i for i, sure in enumerate(places.sure) if not sure]
+    for i in unsure:
+        _add_use(draft, i, again.get(i, []))
+    read: set[int] = set()
+    for i, inputs in enumerate(problem.inputs):
+        for t in inputs:
+            if not problem.makers[t] or any(places.sure[p] for p in problem.makers[t]):
+                continue
+            if i in draft.used:
+                draft.add_only_with(draft.used[i], _uses(draft, [p for p in problem.makers[t] if p != i]))
+            elif places.sure[i] and t not in read:
+                read.add(t)
+                draft.add_at_most((1.0, [], []), _uses(draft, problem.makers[t]), NONE)
+    _add_places(draft, unsure)
+
+
+def _add_use(draft: ModelDraft, i: int, again: Sequence[int]) -> None:
+    """The column of u[i], between what says that i is executed, each by itself, and the sum; none where nothing does."""
+    constant, columns, values = draft.executed(i)
+    if not (constant or columns or again):
+        return
+    used = draft.used[i] = draft.column(integer=False)
+    for column in again:
+        draft.add_only_with(column, [used])
+    draft.add_at_most((constant, columns, values), [used], NONE)
+    draft.add_only_with(used, list(again), (constant, columns, values))
+
+
+def _add_places(draft: ModelDraft, unsure: Sequence[int]) -> None:
+    """One op is executed in a place, at most."""
+    problem, places = draft.problem, draft.problem.places
+    readers: dict[tuple[int, int], list[int]] = {}
+    for i in unsure:
+        for t in () if places.optional[i] else problem.inputs[i]:
+            if problem.makers[t] and not any(places.sure[p] for p in problem.makers[t]):
+                readers.setdefault((places.last[i], t), []).append(i)
+    for (_, t), ops in readers.items():
+        if len(ops) > 1:
+            draft.add_at_most(draft.executions(ops), _uses(draft, problem.makers[t]), NONE)
+
+
+def _uses(draft: ModelDraft, ops: Sequence[int]) -> list[int]:
+    return [draft.used[p] for p in ops if p in draft.used]

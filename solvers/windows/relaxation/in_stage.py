@@ -1,0 +1,65 @@
+"""Checkmate's memory rows inside chosen stages. A restriction: no relaxation.
+
+They assume that a stage {v} executes each op at most once more, in program order, and then v. That
+excludes schedules, so the optimum of a program that has them is no bound and its infeasibility no proof; but
+what it finds fits where the relaxation's solutions do not.
+
+    W[k,t,c]  at least "t is wanted in window k by c, a consumer that is executed again, or after it"
+"""
+
+from solvers.windows.relaxation.draft import ModelDraft
+
+
+def add_memory_in_order(draft: ModelDraft) -> None:
+    """For `detail.ordered`: again(x) R[k,x] + sum over old t outside held(x) of b_t live(t, x) <= M, window k = {v}.
+
+    live(t, x) = S[k,t] if p(t) > x, else whether t is wanted after x: by v, by a further
+    execution of a consumer between x and v, or to be handed on (Checkmate, equations 5 to 8).
+    """
+    stages = _Stages(draft)
+    for v, x in sorted(draft.detail.ordered):
+        stages.add_memory(draft.detail.window_of(v), v, x)
+
+
+class _Stages:
+    def __init__(self, draft: ModelDraft) -> None:
+        self.draft = draft
+        self.wanted: dict[tuple[int, int, int], int] = {}
+
+    def add_memory(self, k: int, v: int, x: int) -> None:
+        draft, problem = self.draft, self.draft.problem
+        column = draft.again.get((k, x))
+        if column is None:
+            return
+        own = problem.held[x]
+        read = set(problem.inputs[v])
+        columns, values = [column], [float(problem.again_bytes[x])]
+        taken = 0
+        for i in range(v):
+            for t in problem.outputs[i]:
+                size = problem.sizes[t]
+                if t in own or not size:
+                    continue
+                if problem.kept[t] or (i < x and t in read):
+                    taken += size
+                    continue
+                live = draft.handed.get((k, t)) if i > x else self.wanted_after(k, t, x)
+                if live is not None:
+                    columns.append(live)
+                    values.append(size)
+        draft.add_memory(k, columns, values, taken)
+
+    def wanted_after(self, k: int, t: int, x: int) -> int | None:
+        """Column of: t, which the new op does not read, is wanted in window k after x or is handed on."""
+        draft = self.draft
+        reader = next((c for c in draft.problem.graph.consumers[t] if c > x and (k, c) in draft.again), None)
+        if reader is None:
+            return draft.handed.get((k + 1, t))
+        key = (k, t, reader)
+        if key not in self.wanted:
+            column = self.wanted[key] = draft.column(integer=False)
+            draft.rows.add([column, draft.again[k, reader]], [1.0, -1.0], 0.0, float("inf"))
+            later = self.wanted_after(k, t, reader)
+            if later is not None:
+                draft.rows.add([column, later], [1.0, -1.0], 0.0, float("inf"))
+        return self.wanted[key]

@@ -1,0 +1,178 @@
+"""Rows 5 to 7: memory, at moments at which it is known what is certainly there. Relaxations.
+
+They have variables of their own: H[k,t] is at least S[k+1,t] - R[k,p(t)] (or - Q), so t, made before the step in
+question, is there in all the window because it is handed on and not made again.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+
+import numpy as np
+
+from solvers.windows.relaxation.draft import ModelDraft, Sum
+
+Total = tuple[int, list[int], list[float]]  # bytes, columns, and bytes for each
+
+
+def add_memory_at_end(draft: ModelDraft, k: int) -> None:
+    """Row 5: own(e_k) + sum over other t, p(t) < e_k, of b_t S[k+1,t] <= M, own = bytes(held) + w. Exact.
+
+    One row for each op that may be executed in the place that window k ends with.
+    """
+    problem, end = draft.problem, draft.detail.ends[k]
+    for v in problem.places.alternatives(end):
+        columns: list[int] = []
+        values: list[float] = []
+        taken = 0
+        counted: list[int] = []
+        for t in _beside(draft, v, range(end + 1)):
+            if problem.kept[t] and problem.settled[t] <= end:
+                taken += problem.sizes[t]
+            elif (column := draft.handed.get((k + 1, t))) is not None:
+                columns.append(column)
+                values.append(problem.sizes[t])
+            else:
+                continue
+            counted.append(t)
+        _add_memory_of_place(draft, k, v, (taken, columns, values), counted)
+
+
+def add_memory_inside(draft: ModelDraft) -> None:
+    """Row 6 for `detail.firsts`: own(v) + sum over other t, p(t) < v, of b_t h_t <= M for v inside window k.
+
+    h_t = 1                                t is kept
+        = 1 - R[k,p(t)], or 1 - Q[k,p(t)]  t has a consumer c, v < c <= e_k: it is there unless it is made again;
+          - Y[k,t]                         or is fetched from the host
+        = H[k,t]                           otherwise, if t can be handed on
+
+    Where v or c need not be executed, the row is that of a place, and h_t less by as much.
+    """
+    places = draft.problem.places
+    for v in sorted(draft.detail.firsts):
+        k = draft.detail.window_of(v)
+        last, end = places.last[v], draft.detail.ends[k]
+        # What is before the first window is settled; at the end of a window row 5 is exact.
+        if draft.first_window <= k < draft.windows and last != end:
+            read = _wanted(draft, range(last + 1, end + 1))
+            beside = _made_only_before(draft, _beside(draft, v, range(last + 1)), range(last + 1, end + 1))
+            _add_memory_of_place(draft, k, v, *_certain(draft, k, beside, read, last))
+
+
+def _add_memory_of_place(draft: ModelDraft, k: int, v: int, terms: Total, tensors: Iterable[int]) -> None:
+    """The row own(v) + `terms`, which are of `tensors` outside held(v), <= M.
+
+    Where others may be executed in its place, own(c) of whichever is, and what it reads or makes is not counted twice.
+    """
+    problem = draft.problem
+    taken, columns, values = terms
+    counted = set(tensors)
+    for c in problem.places.alternatives(v):
+        constant, of_c, ones = draft.executed(c)
+        size = problem.own_bytes[c] - sum(problem.sizes[t] for t in problem.held[c] & counted)
+        taken += int(constant) * size
+        columns = [*columns, *of_c]
+        values = [*values, *(size * one for one in ones)]
+    draft.add_memory(k, columns, values, taken)
+
+
+def add_memory_of_repeats(draft: ModelDraft) -> None:
+    """Row 7 for `detail.repeats`, see ``memory_of_repeat``."""
+    for end, x in sorted(draft.detail.repeats):
+        k = draft.detail.window_of(end)
+        if (k, x) in draft.again:
+            draft.add_memory(k, *memory_of_repeat(draft, k, x))
+
+
+def memory_of_repeat(draft: ModelDraft, k: int, x: int) -> tuple[list[int], list[float], int]:
+    """Columns and bytes of row 7, again(x) R[k,x] + sum over old t outside held(x) of b_t h_t <= M, and the constant bytes.
+
+    again(x) = bytes(held(x)) + w_x, and the kept outputs of x once more, which are in memory already and made a second time.
+
+    h_t = 1                t is kept
+        = 1 - R[k,p(t)]    the window is {v}, and v reads t (- Y[k,t])
+        = H[k,t]           otherwise, if t can be handed on
+    """
+    problem, places, start = draft.problem, draft.problem.places, draft.starts[k]
+    window = range(start, draft.detail.ends[k] + 1)
+    read = _wanted(draft, window) if draft.detail.is_single(k) else {}
+    beside = _made_only_before(draft, _beside(draft, x, range(start)), window)
+    (taken, columns, values), _ = _certain(draft, k, beside, read, start - 1)
+    # What is kept is made a second time, if it has been made for sure.
+    twice = [t for t in problem.outputs[x] if problem.kept[t]]
+    if x < start or not places.sure[x]:
+        twice = [t for t in twice if problem.settled[t] < start]
+    again_bytes = problem.own_bytes[x] + sum(problem.sizes[t] for t in twice)
+    return [draft.again[k, x], *columns], [float(again_bytes), *values], taken
+
+
+def _wanted(draft: ModelDraft, ops: range) -> dict[int, Sum]:
+    """For the tensors that `ops` read in their places whether an op does that: one that is sure to, or those of a place."""
+    problem, places = draft.problem, draft.problem.places
+    read: dict[int, Sum] = {}
+    if places.plain:
+        return dict.fromkeys((t for c in ops for t in problem.inputs[c]), (1.0, [], []))
+    for c in ops:
+        if not places.optional[c]:
+            for t in problem.inputs[c]:
+                if places.sure[c]:
+                    read[t] = (1.0, [], [])
+                elif t not in read:
+                    read[t] = draft.executions(i for i in places.alternatives(c) if t in problem.inputs[i])
+    return read
+
+
+def _made_only_before(draft: ModelDraft, tensors: Iterable[int], ops: range) -> Iterable[int]:
+    """Those of `tensors` that none of `ops` makes in its place."""
+    problem, places = draft.problem, draft.problem.places
+    if places.plain:
+        return tensors
+    return [t for t in tensors if not any(p in ops and not places.optional[p] for p in problem.makers[t])]
+
+
+def _beside(draft: ModelDraft, op: int, makers: Iterable[int]) -> Iterator[int]:
+    """Tensors of some size that `makers` make first, but for held(op). What `op` may write over is there only if it stays."""
+    problem = draft.problem
+    own, first = problem.held[op], problem.producers
+    return (t for i in makers for t in problem.outputs[i] if t not in own and problem.sizes[t] and first[t] == i)
+
+
+def _certain(draft: ModelDraft, k: int, tensors: Iterable[int], read: Mapping[int, Sum], done: int) -> tuple[Total, list[int]]:
+    """The sum of b_t h_t: the constant bytes, columns, and bytes for each; and the tensors that it is of.
+
+    Args:
+        read: what is read at the end of window k, or at least later than the step in question.
+        done: the last op before that step, or of its place: what is kept and settled by then is there.
+    """
+    problem = draft.problem
+    columns: list[int] = []
+    values: list[float] = []
+    taken = 0
+    counted: list[int] = []
+    for t in tensors:
+        size = problem.sizes[t]
+        if problem.kept[t] and problem.settled[t] <= done:
+            taken += size
+        elif t in read:
+            wanted, of_readers, ones = read[t]
+            taken += size * int(wanted)
+            columns += (anew := draft.brought(k, t))
+            values += [-size] * len(anew)
+            columns += of_readers
+            values += [size * one for one in ones]
+        elif (k + 1, t) in draft.handed:
+            columns.append(_lasts(draft, k, t))
+            values.append(size)
+        else:
+            continue
+        counted.append(t)
+    return (taken, columns, values), counted
+
+
+def _lasts(draft: ModelDraft, k: int, t: int) -> int:
+    """Column of H[k,t] >= S[k+1,t] - R[k,p(t)] - A[k,t]: S itself where p(t) is not executed again, nor t fetched."""
+    anew = draft.made_anew(k, t)
+    if not anew:
+        return draft.handed[k + 1, t]
+    if (k, t) not in draft.lasting:
+        column = draft.lasting[k, t] = draft.column(integer=False)
+        draft.rows.add([column, draft.handed[k + 1, t], *anew], [1.0, -1.0] + [1.0] * len(anew), 0.0, np.inf)
+    return draft.lasting[k, t]

@@ -1,0 +1,98 @@
+"""The programs, each a list of families of rows. docs/formulation.md says why each row holds.
+
+Ops are numbered in program order, which is the order of their first executions. Windows split them
+into runs; op e_k is the last one of window k. Window k lasts from the end of the first execution of
+e_(k-1) to the end of that of e_k. With an op per window this is Checkmate's formulation (Jain et
+al., MLSys 2020); with fewer windows it is smaller, and its optimum is a lower bound all the same.
+
+Objective: minimise the sum of c_i over R and Q, and over D, and of what the compute stream waits, and how long the step goes on
+elsewhere when that is done.
+"""
+
+from collections.abc import Callable
+
+from solvers.problem import Problem
+from solvers.windows.relaxation.availability import (
+    add_beginnings_of_circles,
+    add_hand_over,
+    add_inputs_of_new,
+    add_inputs_of_repeated,
+)
+from solvers.windows.relaxation.chains import add_memory_of_chains
+from solvers.windows.relaxation.devices import add_kept, add_memory_elsewhere, add_side_by_side
+from solvers.windows.relaxation.discretization import Discretization, Frame, Model
+from solvers.windows.relaxation.draft import Family, ModelDraft, WindowFamily
+from solvers.windows.relaxation.executed import add_executed_at_all
+from solvers.windows.relaxation.in_stage import add_memory_in_order
+from solvers.windows.relaxation.memory import add_memory_at_end, add_memory_inside, add_memory_of_repeats
+from solvers.windows.relaxation.resources import add_resources
+from solvers.windows.relaxation.spans import add_spans
+from solvers.windows.relaxation.transfers import add_channels, add_copies
+from solvers.windows.relaxation.variables import every_op, variables
+
+
+def build_relaxation(problem: Problem, detail: Discretization, should_stop: Callable[[], bool] | None = None) -> Model:
+    """Rows 1 to 20 of `problem`, as far as `detail` asks for them: a relaxation of all its schedules.
+
+    Raises:
+        StoppedError: `should_stop`, which is polled, was True.
+    """
+    return compose(
+        ModelDraft(problem, detail, should_stop=should_stop),
+        variables(every_op),
+        add_copies,
+        window_rows,
+        add_spans,
+        add_memory_inside,
+        add_memory_of_repeats,
+        add_memory_of_chains,
+        add_channels,
+        add_executed_at_all,
+        add_resources,
+        add_side_by_side,
+    )
+
+
+def build_ordered(
+    problem: Problem, detail: Discretization, frame: Frame | None = None, should_stop: Callable[[], bool] | None = None
+) -> Model:
+    """Rows 1 to 8, restricted by those of `detail.ordered`: it only looks for schedules.
+
+    Raises:
+        StoppedError: `should_stop`, which is polled, was True.
+    """
+    return compose(
+        ModelDraft(problem, detail, frame=frame, should_stop=should_stop),
+        variables(every_op),
+        window_rows,
+        add_spans,
+        add_memory_inside,
+        add_memory_of_repeats,
+        add_memory_in_order,
+        add_side_by_side,
+    )
+
+
+def compose(draft: ModelDraft, *families: Family) -> Model:
+    """The model that has these families of rows."""
+    for add in families:
+        add(draft)
+    return draft.model()
+
+
+def each_window(*families: WindowFamily) -> Family:
+    """Families of rows that every window has, window by window."""
+
+    def add_rows(draft: ModelDraft) -> None:
+        for k in range(draft.first_window, draft.windows):
+            for add in families:
+                add(draft, k)
+
+    return add_rows
+
+
+# Rows 1 to 5, which every program has, and with other devices 16 and 17.
+window_rows = each_window(
+    *(add_inputs_of_new, add_inputs_of_repeated, add_beginnings_of_circles, add_hand_over, add_kept),
+    *(add_memory_at_end, add_memory_elsewhere),
+)

@@ -1,0 +1,120 @@
+"""Row 8: rows 1 to 3 for spans of windows. A relaxation.
+
+    U[w,i]  op i, old in the first window of the span w (consecutive windows), is executed again in it
+    E[w,t]  memory for t is taken anew in the span, to be filled from the host
+    F[w,t]  the part of a copy-in of t that is done in the span
+
+It follows from rows 1 to 3 for whole numbers, but not for fractions, where half a tensor could serve again in
+every window.
+"""
+
+from solvers.windows.relaxation.discretization import halves
+from solvers.windows.relaxation.draft import NONE, ModelDraft
+
+
+def add_spans(draft: ModelDraft) -> None:
+    """Row 8 for spans of half the windows, a quarter of them, and so on, and for windows that have been split.
+
+    Without the latter the linear relaxation of a finer model may be the weaker one.
+    """
+    detail = draft.detail
+    begin = max(1, draft.first_window)
+    split = {(detail.window_of(start), detail.window_of(end)) for start, end in detail.spans}
+    for first, last in sorted({*split, *halves(begin, draft.windows - 1)}):
+        if first >= begin:
+            _Span(draft, first, last).add()
+
+
+class _Span:
+    """Windows first..last as if they were one: "old" is what is old in the first, "new" what is new in any."""
+
+    def __init__(self, draft: ModelDraft, first: int, last: int) -> None:
+        self.draft = draft
+        self.first = first
+        self.last = last
+        self.start, self.end = draft.starts[first], draft.detail.ends[last]
+        self.columns: dict[int, int | None] = {}
+        self.copied: dict[tuple[bool, int], list[int]] = {}
+
+    def add(self) -> None:
+        self.add_inputs_of_new()
+        self.add_inputs_of_repeated()
+        self.add_hand_over()
+
+    def add_inputs_of_new(self) -> None:
+        """S[first,t] + U[p(t)] >= 1 for old t, not kept, read by a new op."""
+        inputs, places = self.draft.problem.inputs, self.draft.problem.places
+        for t in sorted({t for v in range(self.start, self.end + 1) if places.sure[v] for t in inputs[v]}):
+            if self.is_old(t):
+                self.draft.add_at_most((1.0, [], []), self.sources(t), NONE)
+
+    def add_inputs_of_repeated(self) -> None:
+        """U[i] <= S[first,t] + U[p(t)] for old t in in(i), kept ones apart; Q of a new i likewise."""
+        draft = self.draft
+        for i in range(self.end + 1):
+            column = self.again(i) if i < self.start else draft.again.get((draft.detail.window_of(i), i))
+            if column is None:
+                continue
+            for t in draft.problem.inputs[i]:
+                if self.is_old(t):
+                    draft.add_only_with(column, self.sources(t))
+
+    def add_hand_over(self) -> None:
+        """S[last+1,t] <= S[first,t] + U[p(t)] for old t (+ E[t]); V likewise, + F[t]."""
+        draft = self.draft
+        for i in range(self.start):
+            for t in draft.problem.outputs[i]:
+                column = draft.handed.get((self.last + 1, t))
+                if column is None or not self.is_old(t) or draft.problem.producers[t] != i:
+                    continue
+                if (self.first, t) not in draft.taken:
+                    draft.add_only_with(column, self.sources(t))
+                    continue
+                draft.add_only_with(column, [draft.handed[self.first, t], *self.repeat(t), *self.copy(t, whole=False)])
+                draft.add_only_with(draft.valid[self.last + 1, t], self.sources(t))
+
+    def sources(self, t: int) -> list[int]:
+        """Columns of S[first,t] or V[first,t] and, where there may be one in the span, of U[p(t)] and F[t]."""
+        draft = self.draft
+        handed = draft.valid.get((self.first, t), draft.handed[self.first, t])
+        return [handed, *self.repeat(t), *(self.copy(t, whole=True) if draft.fetched else ())]
+
+    def repeat(self, t: int) -> list[int]:
+        """Columns of U[p], where there are, for the ops p that make old t."""
+        return [column for p in self.draft.problem.makers[t] if (column := self.again(p)) is not None]
+
+    def is_old(self, t: int) -> bool:
+        """Whether t is old and not settled, and no op makes it for the first time in the span."""
+        return self.draft.is_handed(self.first, t) and self.draft.problem.makers[t][-1] < self.start
+
+    def copy(self, t: int, *, whole: bool) -> list[int]:
+        """Column of F[t] (`whole`) or E[t], old t; none where nothing is copied in.
+
+        F <= sum of Y, E <= sum of A, both over the span; E and, where the host holds all, F <= W[first,t] + sum of X.
+        """
+        key = (whole, t)
+        draft, windows = self.draft, range(self.first, self.last + 1)
+        if key not in self.copied:
+            parts = draft.fetched if whole else draft.taken
+            columns = [parts[k, t] for k in windows if (k, t) in parts]
+            self.copied[key] = []
+            if columns:
+                column = draft.column(integer=False)
+                self.copied[key] = [column]
+                draft.add_only_with(column, columns)
+                copies = draft.problem.copies
+                if not whole or (copies is not None and copies.host_bytes is None):
+                    stored = [draft.stored[k, t] for k in windows if (k, t) in draft.stored]
+                    draft.add_only_with(column, [draft.hosted[self.first, t], *stored])
+        return self.copied[key]
+
+    def again(self, i: int) -> int | None:
+        """Column of U[i] <= sum of R[k,i] over the span, None where i cannot be executed again there."""
+        if i not in self.columns:
+            draft = self.draft
+            repeats = [draft.again[k, i] for k in range(self.first, self.last + 1) if (k, i) in draft.again]
+            self.columns[i] = None
+            if repeats:
+                column = self.columns[i] = draft.column(integer=False)
+                draft.add_only_with(column, repeats)
+        return self.columns[i]

@@ -1,0 +1,204 @@
+"""Round trips to the host: variables, and rows 10 to 13. Relaxations; nothing is added where a graph offers none.
+
+    A[k,t]  memory for t is taken anew in window k, to be filled from the host
+    Y[k,t]  the part of a copy-in of t that is done in window k
+    V[k,t]  the part of t that is valid when window k begins; V <= S, which says that its memory is taken
+    X[k,t]  the part of a copy-out of t that is done in window k
+    W[k,t]  the part of t@host that is there when window k begins
+    stall[k] >= 0  the time that the compute stream waits in window k
+
+Memory is counted in the order of issue and copies as time goes by: what is issued in a window may be copied in later ones.
+"""
+
+from bisect import bisect_left
+from itertools import accumulate
+
+import numpy as np
+
+from graphs.options.offload import Copies
+from solvers.problem import OBJECTIVE_SCALE
+from solvers.windows.relaxation.draft import NONE, ModelDraft
+
+_PARTS = 8  # row 13 looks at the halves of a window, the quarters next to its ends, and so on
+_LONG = 1e-3  # of the step: an op that takes as long is worth rows of what is over before it
+
+
+def add_copies(draft: ModelDraft) -> None:
+    """The variables, and rows 10 to 12 for every window."""
+    copies = draft.problem.copies
+    if copies is None:
+        return
+    for k in range(draft.windows):
+        for t in copies.trips:
+            _add_variables(draft, k, t)
+    for k in range(draft.windows):
+        for t in copies.trips:
+            if (k, t) in draft.taken:
+                add_copy_in(draft, copies, k, t)
+            if (k, t) in draft.stored:
+                add_copy_out(draft, k, t)
+        add_host_memory(draft, copies, k)
+
+
+def _add_variables(draft: ModelDraft, k: int, t: int) -> None:
+    """X[k,t] while t may be read later; A and Y where it may also be away before; V and W where it is old."""
+    problem = draft.problem
+    maker, start, end = problem.producers[t], draft.starts[k], draft.detail.ends[k]
+    if maker > end or problem.last_use[t] < start:
+        return
+    draft.stored[k, t] = draft.column(integer=False)
+    if maker < end and problem.last_use[t] > maker:
+        draft.taken[k, t] = draft.column()
+        draft.fetched[k, t] = draft.column(integer=False)
+    if maker < start:
+        draft.hosted[k, t] = draft.column(integer=False)
+        if (k - 1, t) in draft.taken:
+            draft.valid[k, t] = draft.column(integer=False)
+
+
+def add_copy_in(draft: ModelDraft, copies: Copies, k: int, t: int) -> None:
+    """Row 10: what comes in, and what of it is valid.
+
+    Y[k,t] <= S[k,t] + A[k,t]                           (new t: no S)
+    A[k,t] <= W[k,t] + X[k,t], Y[k,t] likewise          (new t: no W; Y only where the host holds all that may go there)
+    V[k,t] <= S[k,t]                                    old t
+    V[k+1,t] <= V[k,t] + Y[k,t] + R[k,p(t)]             old t
+    V[k+1,t] + A[k,t] <= 1 + Y[k,t] + R[k,p(t)]         Q for new t
+    """
+    taken, fetched = draft.taken[k, t], draft.fetched[k, t]
+    old = (k, t) in draft.handed
+    draft.add_only_with(fetched, [draft.handed[k, t], taken] if old else [taken])
+    on_host = [draft.hosted[k, t], draft.stored[k, t]] if old else [draft.stored[k, t]]
+    draft.add_only_with(taken, on_host)
+    if copies.host_bytes is None:
+        draft.add_only_with(fetched, on_host)
+    if (k, t) in draft.valid:
+        draft.add_only_with(draft.valid[k, t], [draft.handed[k, t]])
+    if (k + 1, t) in draft.valid:
+        valid, anew = draft.valid[k + 1, t], [fetched, *draft.repeat(k, t)]
+        makes = draft.makes(k, t, draft.detail.ends[k] + 1)
+        if old:
+            draft.add_only_with(valid, [draft.valid.get((k, t), draft.handed[k, t]), *anew], makes)
+        # What an op is sure to make in its place is made before it can be away.
+        if not makes[0] or (draft.problem.places.sure[draft.problem.producers[t]] and makes == (1.0, [], [])):
+            values = [1.0, 1.0] + [-1.0] * len(anew) + [-value for value in makes[2]]
+            draft.rows.add([valid, taken, *anew, *makes[1]], values, -np.inf, 1.0)
+
+
+def add_copy_out(draft: ModelDraft, k: int, t: int) -> None:
+    """Row 11: X[k,t] <= S[k,t] + R[k,p(t)] for old t, and W[k+1,t] <= W[k,t] + X[k,t]."""
+    old = (k, t) in draft.hosted
+    if old:
+        makes = draft.makes(k, t, draft.detail.ends[k] + 1)
+        draft.add_only_with(draft.stored[k, t], [draft.handed[k, t], *draft.repeat(k, t)], makes)
+    if (k + 1, t) in draft.hosted:
+        earlier = [draft.hosted[k, t]] if old else []
+        draft.add_only_with(draft.hosted[k + 1, t], [*earlier, draft.stored[k, t]])
+
+
+def add_host_memory(draft: ModelDraft, copies: Copies, k: int) -> None:
+    """Row 12, where the host does not hold all that may go there: sum of b_t W[k,t] <= its capacity."""
+    held = [t for t in copies.trips if (k, t) in draft.hosted]
+    if copies.host_bytes is not None and held:
+        unit = max(1.0, copies.host_bytes / 1e3)
+        sizes = [draft.problem.sizes[t] / unit for t in held]
+        draft.rows.add([draft.hosted[k, t] for t in held], sizes, -np.inf, copies.host_bytes / unit)
+
+
+def add_channels(draft: ModelDraft) -> None:
+    """Row 13, for each window and direction: sum of seconds x Y, or X, <= T_k = c of its new ops + c (R + Q + D) + stall[k].
+
+    T_k is what the compute stream executes and waits in window k: a schedule takes the sum of them. At some new ops v of the
+    window also what is left of T_k for what v and later ops make, and what has passed of it when v is executed:
+
+    sum of out seconds x X[k,t] <= T_k - c of the new ops up to v                       new t, made by v or later
+    sum of out seconds x Z[k,t] <= the same - c of e_k                                  also for all t, with v = 0
+    sum of in seconds x (1 - V[k,t] - R[k,p(t)]) <= T_k - c of the new ops from v on    old t, read by a new op up to v
+
+    Z[k,t] >= X[k,t] - S[k+1,t] for t outside io(e_k): what is gone when e_k is executed went out before.
+    """
+    if draft.problem.copies is None:
+        return
+    channels = _Channels(draft, draft.problem.copies)
+    for k in range(draft.windows):
+        channels.add_window(k)
+
+
+class _Channels:
+    def __init__(self, draft: ModelDraft, copies: Copies) -> None:
+        self.draft = draft
+        units = draft.problem.units
+        sure = draft.problem.places.sure
+        self.new = [units(time_s) if sure[v] else 0.0 for v, time_s in enumerate(draft.problem.time_s)]
+        self.out = {t: units(trip.out_s) for t, trip in copies.trips.items()}
+        self.back = {t: units(trip.in_s) for t, trip in copies.trips.items()}
+        self.most = sum(max(self.out[t], self.back[t]) for t in copies.trips)  # what both could wait for in a window
+        self.again: list[list[tuple[int, float]]] = [[] for _ in range(draft.windows)]
+        for (k, _), column in (*draft.again.items(), *draft.twice.items()):
+            self.again[k].append((column, draft.cost[column]))
+
+    def add_window(self, k: int) -> None:
+        draft, ops = self.draft, range(self.draft.starts[k], self.draft.detail.ends[k] + 1)
+        clock = [*self.again[k], (draft.column(1.0, integer=False, upper=self.most), 1.0)]
+        # What need not be executed counts if it is, wherever in the window.
+        self.unsure = 0.0
+        for v in ops if not draft.problem.places.plain else ():
+            if not draft.problem.places.sure[v]:
+                executed, columns, ones = draft.executed(v)
+                unit = draft.problem.units(draft.problem.time_s[v])
+                self.unsure += unit * executed
+                clock += [(column, unit * one) for column, one in zip(columns, ones, strict=True)]
+        for parts, seconds in ((draft.stored, self.out), (draft.fetched, self.back)):
+            self.add(clock, ops, [(parts[k, t], of_t) for t, of_t in seconds.items() if (k, t) in parts])
+        gone = self.gone(k)
+        self.add(clock, ops[:-1], [(column, self.out[t]) for t, column in gone.items()])
+        for v in self.places(ops, late=True):
+            first = draft.problem.producers
+            made = [t for i in range(v, ops.stop) for t in draft.problem.outputs[i] if (k, t) in draft.stored and first[t] == i]
+            self.add(clock, ops[v + 1 - ops.start :], [(draft.stored[k, t], self.out[t]) for t in made])
+            self.add(clock, ops[v + 1 - ops.start : -1], [(gone[t], self.out[t]) for t in made if t in gone])
+        for v in self.places(ops, late=False):
+            sure = [i for i in range(ops.start, v + 1) if draft.problem.places.sure[i]]
+            inputs = sorted({t for i in sure for t in draft.problem.inputs[i]})
+            read = [t for t in inputs if t in self.back and (k, t) in draft.handed and draft.makes(k, t, v) is NONE]
+            terms = [(column, -self.back[t]) for t in read for column in (self.valid(k, t), *draft.repeat(k, t))]
+            self.add(clock, range(ops.start, v), terms, sum(self.back[t] for t in read))
+
+    def gone(self, k: int) -> dict[int, int]:
+        """For t not in io(e_k) the column of Z[k,t] >= X[k,t] - S[k+1,t]: X itself where t is not handed on.
+
+        None where e_k is over so soon that it makes no difference, nor in the last window.
+        """
+        draft, end = self.draft, self.draft.detail.ends[k]
+        if k + 1 == draft.windows or self.new[end] < _LONG * OBJECTIVE_SCALE:  # 0 where e_k need not be executed
+            return {}
+        own = {*draft.problem.inputs[end], *draft.problem.outputs[end]}
+        columns: dict[int, int] = {}
+        for t in self.out:
+            if (k, t) not in draft.stored or t in own:
+                continue
+            columns[t] = draft.stored[k, t]
+            if (k + 1, t) in draft.handed:
+                columns[t] = draft.column(integer=False)
+                draft.add_only_with(draft.stored[k, t], [columns[t], draft.handed[k + 1, t]])
+        return columns
+
+    def valid(self, k: int, t: int) -> int:
+        """Column of V[k,t]: S[k,t] where nothing of t can have been fetched before."""
+        return self.draft.valid.get((k, t), self.draft.handed[k, t])
+
+    def places(self, ops: range, *, late: bool) -> list[int]:
+        """Ops of the window before the last one: half of its time from its end (or beginning), a quarter, and so on."""
+        done = list(accumulate(self.new[v] for v in ops[:-1]))
+        shares = [2.0**-part for part in range(1, _PARTS)]
+        if not done:
+            return []
+        return sorted({ops.start + bisect_left(done, done[-1] * (1 - share if late else share)) for share in shares})
+
+    def add(self, clock: list[tuple[int, float]], new: range, copied: list[tuple[int, float]], seconds: float = 0.0) -> None:
+        """The row seconds + sum of `copied` <= c of `new` + what else is in `clock`, where it could be broken."""
+        room = sum(self.new[v] for v in new) + self.unsure - seconds
+        if sum(max(0.0, value) for _, value in copied) > room:
+            columns, values = [column for column, _ in copied], [value for _, value in copied]
+            spent = [-value for _, value in clock]
+            self.draft.rows.add([*columns, *(column for column, _ in clock)], [*values, *spent], -np.inf, room)

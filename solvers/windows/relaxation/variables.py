@@ -1,0 +1,115 @@
+"""The variables that every program has: what is executed again in a window, and what is handed over into it.
+
+"Old" is an op or tensor of an earlier window, "new" one of window k.
+
+    R[k,i]  old op i is executed again in window k
+    Q[k,i]  op i, new in window k and not its last, is executed once more in that window
+    z[b]    b is executed in place of the ops that it stands for, with the last of them
+    S[k,t]  tensor t, made before window k, is handed over: it is in memory when e_(k-1) executes
+            and stays until window k begins; kept tensors have S = 1 and no variable
+
+Families of rows add their own: H (``memory.py``), U (``spans.py``), D, P and G (``chains.py``), W (``in_stage.py``);
+A, Y, V, X and another W (``copies.py``).
+"""
+
+from collections.abc import Callable, Iterable
+
+import numpy as np
+
+from solvers.windows.relaxation.draft import Family, ModelDraft
+
+Choices = Callable[[ModelDraft, int], Iterable[int]]  # ops that may be executed again in a window, in program order
+
+
+def every_op(draft: ModelDraft, k: int) -> Iterable[int]:
+    """All ops that are old or new in window k."""
+    return range(draft.detail.ends[k] + 1)
+
+
+def variables(choices: Choices) -> Family:
+    """The family of z, R, Q and S, with R and Q for `choices`."""
+
+    def add_variables(draft: ModelDraft) -> None:
+        _add_stand_ins(draft)
+        for k in range(draft.first_window, draft.windows):
+            _add_repeats(draft, k, choices(draft, k))
+            _add_handed(draft, k)
+        _add_frame(draft)
+
+    return add_variables
+
+
+def _add_stand_ins(draft: ModelDraft) -> None:
+    """z[b], at the time of b less that of its group, of which each op is stood for by one at most."""
+    problem, places = draft.problem, draft.problem.places
+    if places.plain:
+        return
+    for b, group in enumerate(places.replaces):
+        if group:
+            seconds = problem.time_s[b] - sum(problem.time_s[i] for i in group)
+            fits = problem.own_bytes[b] <= problem.capacity_bytes
+            draft.instead[b] = draft.column(cost=problem.units(seconds), upper=float(fits))
+    for group in sorted({of_op for of_op in places.stood_by if len(of_op) > 1}):
+        draft.rows.add([draft.instead[b] for b in group], [1.0] * len(group), -np.inf, 1.0)
+    for ways, is_executed in sorted(draft.detail.decided):
+        draft.rows.add([draft.instead[b] for b in ways], [1.0] * len(ways), float(is_executed), float(is_executed))
+
+
+def _add_repeats(draft: ModelDraft, k: int, choices: Iterable[int]) -> None:
+    """R[k,i]: i old in k and worth executing in k or later; Q[k,i]: i new in k, and not executed with the end of it.
+
+    Neither where what i reads has been written over by then. What is optional and must run only once does so in one window.
+    """
+    problem, places, start = draft.problem, draft.problem.places, draft.starts[k]
+    for i in choices:
+        if i < start:
+            worth = problem.last_worth[i] >= start
+        elif places.sure[i]:
+            # A new op is worth executing once more only for the sake of what comes between.
+            worth = places.last[i] < draft.detail.ends[k] and problem.last_worth[i] >= i + 2
+        else:
+            worth = not places.replaces[i] or places.last[i] < draft.detail.ends[k]
+        if worth and problem.recomputable[i] and problem.last_again[i] >= start:
+            draft.again[k, i] = draft.column(cost=problem.units(problem.time_s[i]))
+            if places.optional[i] and not problem.graph.ops[places.ids[i]].recomputable:
+                earlier = [draft.again[j, i] for j in range(k) if (j, i) in draft.again]
+                draft.rows.add([draft.again[k, i], *earlier], [1.0] * (1 + len(earlier)), -np.inf, 1.0)
+
+
+def _add_handed(draft: ModelDraft, k: int) -> None:
+    """S[k,t]: p(t) < a_k, t not kept, or not settled yet, and wanted in window k or later.
+
+    From one window to the next it is the same variable if nothing can happen to t in between.
+    """
+    problem, start = draft.problem, draft.starts[k]
+    for i in range(start):
+        for t in problem.outputs[i]:
+            if i == problem.producers[t] and not draft.is_settled(k, t) and problem.last_use[t] >= start:
+                same = draft.handed.get((k - 1, t)) if _is_idle(draft, k - 1, t) else None
+                # What takes no memory is handed over wherever it can be.
+                whole = problem.devices is None or problem.sizes[t] > 0
+                draft.handed[k, t] = draft.column(integer=whole) if same is None else same
+
+
+def _is_idle(draft: ModelDraft, k: int, t: int) -> bool:
+    """Whether old t is neither made, read nor copied in window k: handed into it, it is handed on, or was for nothing."""
+    copies = draft.problem.copies
+    if copies is not None and t in copies.trips:
+        return False
+    if k <= draft.first_window or draft.repeat(k, t):
+        return False  # what enters the first window may be settled, wanted or not
+    start, end = draft.starts[k], draft.detail.ends[k]
+    if any(start <= p <= end for p in draft.problem.makers[t]):
+        return False
+    return not any(start <= c <= end or (k, c) in draft.again for c in draft.problem.consumers[t])
+
+
+def _add_frame(draft: ModelDraft) -> None:
+    """S of what is settled: 1 or 0 for what enters the first window, 1 for what the last one must hand on."""
+    entering, leaving = draft.frame.entering, draft.frame.leaving
+    if entering is not None:
+        for (k, t), column in draft.handed.items():
+            if k == draft.first_window:
+                draft.lower[column] = draft.upper[column] = float(t in entering)
+    for t in sorted(leaving or ()):
+        draft.handed[draft.windows, t] = draft.column(lower=1.0)

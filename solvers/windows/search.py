@@ -1,0 +1,115 @@
+"""One solve: what the strategies share."""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Self
+
+from solvers.clock import Clock
+from solvers.problem import Problem, problem_of
+from solvers.request import Request
+from solvers.windows.decoding.decode import Order, Trial, try_out
+from solvers.windows.decoding.expand import Choice
+from solvers.windows.decoding.pruning import prune
+from solvers.windows.incumbent import Incumbent
+from solvers.windows.params import WindowsParams
+from solvers.windows.progress import Progress
+from solvers.windows.relaxation.discretization import Discretization
+from solvers.windows.stopping import StoppingRule
+
+WORK_PER_EXECUTION = 1e-5  # of trying an order out
+_KEPT_SOLUTIONS = 3
+
+
+@dataclass(slots=True)
+class Models:
+    """What is known of the programs that were solved.
+
+    Attributes:
+        coarse: two windows, up to where keeping everything takes most memory and after it; before that is known, one.
+        detail: the windows that the relaxation came to so far.
+        largest: rows and columns of the largest program.
+        solutions: the latest, last.
+    """
+
+    coarse: Discretization
+    detail: Discretization
+    largest: tuple[int, int] = (0, 0)
+    solutions: deque[tuple[Discretization, Choice]] = field(default_factory=lambda: deque(maxlen=_KEPT_SOLUTIONS))
+
+    def note_size(self, shape: tuple[int, int]) -> None:
+        """Note the size of a program."""
+        self.largest = max(self.largest, shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Search:
+    """A request on its way: the problem, the parameters, and the state that strategies and threads share.
+
+    Attributes:
+        may_start_processes: False in a process that was started for the search.
+    """
+
+    request: Request
+    problem: Problem
+    params: WindowsParams
+    progress: Progress
+    incumbent: Incumbent
+    stopping: StoppingRule
+    models: Models
+    may_start_processes: bool
+
+    @classmethod
+    def of(cls, request: Request, *, may_start_processes: bool = True) -> Self:
+        """Begin the solve of `request`, which is told of progress in this thread."""
+        params = request.params_of(WindowsParams())
+        problem, progress = problem_of(request.graph, request.budget_bytes), Progress(request)
+        incumbent = Incumbent(problem, params.bound.arithmetic, progress)
+        stopping = StoppingRule(request, incumbent, params.bound)
+        whole = Discretization((problem.ops - 1,))
+        return cls(request, problem, params, progress, incumbent, stopping, Models(whole, whole), may_start_processes)
+
+    @property
+    def clock(self) -> Clock:
+        """Of the solve."""
+        return self.request.clock
+
+    @property
+    def budget_bytes(self) -> int:
+        """Static bytes included."""
+        return self.request.budget_bytes
+
+    def offer(self, order: Order, detail: Discretization) -> Trial:
+        """Simulate an order and keep it if it fits and is the fastest so far, or is once it is improved."""
+        trial, incumbent = self._simulated(order), self.incumbent
+        incumbent.compare_peak(trial)
+        if incumbent.fits(trial) and (incumbent.take(trial) or self._is_near(trial)):
+            incumbent.take(self._pruned(trial, detail))
+        return trial
+
+    def improve_order(self, order: Order, detail: Discretization, limit_s: float) -> Trial | None:
+        """Return the trial of an order, less what is needless; None where it does not fit, or takes longer than `limit_s`."""
+        trial, incumbent = self._simulated(order), self.incumbent
+        if not incumbent.fits(trial) or trial.time_s > limit_s:
+            return None
+        incumbent.take(trial)
+        trial = self._pruned(trial, detail)
+        incumbent.take(trial)
+        return trial
+
+    def polled_per_execution(self, order: Order, should_stop: Callable[[], bool]) -> Callable[[], bool]:
+        """Return `should_stop`, which is polled whenever an order as long as this has been tried."""
+        return self.stopping.polled(WORK_PER_EXECUTION * len(order.computed), should_stop)
+
+    def _simulated(self, order: Order) -> Trial:
+        self.clock.spend(WORK_PER_EXECUTION * len(order.computed))
+        return try_out(self.problem, order)
+
+    def _is_near(self, trial: Trial) -> bool:
+        """Return True if a schedule with transfers to the host may be the best once it is improved."""
+        return self.problem.copies is not None and trial.time_s <= self.params.round_trips.near * self.incumbent.best_s
+
+    def _pruned(self, trial: Trial, detail: Discretization) -> Trial:
+        """Return `trial` less what is needless."""
+        should_stop = self.polled_per_execution(trial.order, self.stopping.stopped)
+        return prune(self.problem, trial, detail, self.budget_bytes, should_stop, self.params.refinement.passes)

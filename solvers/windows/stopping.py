@@ -1,0 +1,102 @@
+"""When a solve ends."""
+
+import threading
+from collections.abc import Callable
+
+from solvers.clock import left
+from solvers.memory import resident_bytes
+from solvers.request import Request
+from solvers.result import is_within
+from solvers.windows.incumbent import Incumbent
+from solvers.windows.params import BoundParams
+
+
+class StoppingRule:
+    """Says when a solve ends: by the caller, the clock, the tolerance on the gap, or memory."""
+
+    def __init__(self, request: Request, incumbent: Incumbent, params: BoundParams) -> None:
+        self._request = request
+        self._clock = request.clock
+        self._incumbent = incumbent
+        self._params = params
+        self._caller = threading.current_thread()
+        self._halted = False
+        self._solved_at: float | None = None  # by the clock, when the gap was first within the tolerance
+        self._began_bytes = resident_bytes()
+
+    @property
+    def tolerance(self) -> float:
+        """On the gap, as it is now."""
+        return self._request.tolerance.at(self._clock.now)
+
+    @property
+    def halted(self) -> bool:
+        """True if the solve is to end whatever time is left."""
+        return self._halted or bool(self._incumbent.failure)
+
+    def halt(self) -> None:
+        """End the solve."""
+        self._halted = True
+
+    def stopped(self) -> bool:
+        """Return True if the caller, a failure or the clock ends the solve."""
+        if self.interrupted():
+            self._halted = True
+        return self.halted or left(self._clock) <= 0
+
+    def interrupted(self) -> bool:
+        """Return True if the caller wants an end; only its own thread asks."""
+        return self._caller is threading.current_thread() and self._request.interrupted()
+
+    def polled(self, work: float, should_stop: Callable[[], bool]) -> Callable[[], bool]:
+        """Return `should_stop`, which is polled whenever so much work has been done."""
+        clock = self._clock
+        if not clock.counts_work:
+            return should_stop
+
+        def spend() -> bool:
+            clock.spend(work)
+            return should_stop()
+
+        return spend
+
+    def solved(self) -> bool:
+        """Return True if nothing is left to find out: proved infeasible, or within the tolerance."""
+        return self._incumbent.infeasible or self._is_within(self.tolerance)
+
+    def settled_for(self) -> float:
+        """Return the least tolerance so far that the best schedule is within; the present one where it is within none."""
+        begun = [tolerance for _, tolerance in self._request.tolerance.begun(self._clock.now)]
+        return next(filter(self._is_within, begun), begun[-1])
+
+    def satisfied(self) -> bool:
+        """Return True if the solve has also had its time to do better than the tolerance asks for.
+
+        Solutions are often within the tolerance long before they are as good as they get, and the rest costs
+        little: half as long again as it took to get there, or a moment. Where it was the tolerance that came to
+        them, the time before has been had already.
+        """
+        if not self.solved():
+            return False
+        if self._incumbent.infeasible or self._is_within(self._params.close_gap * self.tolerance):
+            return True
+        now = self._clock.now
+        self._solved_at = self._solved_at or now
+        widened_at, _ = self._request.tolerance.begun(self._solved_at)[-1]
+        return now - self._solved_at > self.extra(self._solved_at - widened_at)
+
+    def extra(self, spent: float) -> float:
+        """Return how long a solve that took so long to get within the tolerance goes on."""
+        return max(self._params.least_moment, self._params.moment_share * spent)
+
+    def enough(self) -> bool:
+        """Return True if no better schedules need be looked for."""
+        return self.stopped() or self.satisfied()
+
+    def out_of_memory(self) -> bool:
+        """Return True if the solve has taken as much memory as it may."""
+        return resident_bytes() - self._began_bytes > self._params.most_bytes
+
+    def _is_within(self, tolerance: float) -> bool:
+        best, bound_s = self._incumbent.best, self._incumbent.bound_s
+        return best is not None and is_within(best.time_s, bound_s, tolerance)

@@ -1,0 +1,235 @@
+"""The relaxation of a graph with options, split by what is executed in a few places: each branch has windows of its own.
+
+Where memory is tight depends on how the largest ops are computed, and with all ways in one program a fraction of each makes
+room for the others. So what is executed there is decided first: in one way after another, or in none of them. The least bound
+of the branches bounds all schedules, as each is in one of them; the branch that has it goes on.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+import numpy as np
+
+from solvers.highs.program import Outcome
+from solvers.problem import OBJECTIVE_SCALE, Problem
+from solvers.result import is_within
+from solvers.windows.decoding.decode import Order, try_out
+from solvers.windows.decoding.refinement import halved
+from solvers.windows.params import BranchParams
+from solvers.windows.relaxation.discretization import Decision, Discretization
+from solvers.windows.search import Search
+from solvers.windows.strategies.refinement import Look, look_at, look_at_fractions
+from solvers.windows.strategies.strategy import Strategy
+from solvers.windows.strategies.substitution import in_place
+
+Ways = tuple[tuple[int, ...], ...]  # of computing what one heavy place does, each the stand-ins of which one is executed
+Decided = frozenset[Decision]
+
+_WHOLE = 0.01  # what is nearer to a whole number counts as one
+
+
+@dataclass(slots=True)
+class Branch:
+    """Schedules of which some things are decided.
+
+    Attributes:
+        detail: what its program looks at, and what is decided.
+        bound: on their overhead, in units of the objective; inf if there are none.
+        limit: for its program.
+        undecided: ways of which one is to be decided for before its program is solved.
+        order: each op once, where something is decided and that can be; None once it has been handed on.
+        closed: all that can be looked at has been.
+    """
+
+    detail: Discretization
+    bound: float
+    limit: float
+    undecided: Ways = ()
+    order: Order | None = None
+    closed: bool = False
+
+
+class Branches(Strategy):
+    """Bounds with optional ops: all branches, of which each schedule is in one.
+
+    Attributes:
+        orders: of those that were looked at, each op once, latest last: where to look for schedules.
+    """
+
+    def __init__(self, search: Search) -> None:
+        super().__init__(search)
+        self.params = search.params.bound
+        self.orders: deque[Order] = deque()
+        self.whole = Discretization((search.problem.ops - 1,), places=search.problem.places.last)
+        self.here = replace(search.problem, copies=None)  # nothing goes to the host when all is kept
+        self.ways = _ways(search.problem, search.params.branches)
+        self.all = [self._branch(frozenset(), -np.inf)]
+        if self.ways:
+            self._look_at_fractions(self.all[0])
+
+    @property
+    def closed(self) -> bool:
+        """Whether nothing is left that would raise the bound."""
+        return self._next().closed
+
+    @staticmethod
+    def applies(problem: Problem) -> bool:
+        """As ``Strategy.applies``."""
+        return not problem.places.plain
+
+    def step(self, limit: float) -> bool:
+        """Look closer at the branch of the least bound, for as long as that one has; once more when solved."""
+        search = self.search
+        if search.stopping.solved():
+            if not search.stopping.stopped():
+                self._look(self._next(), search.stopping.extra(search.clock.now))
+            return False
+        if search.stopping.stopped() or self.closed:
+            return False
+        self._look(self._next())
+        return True
+
+    def _next(self) -> Branch:
+        return min(self.all, key=lambda branch: (branch.bound, branch.closed, -len(branch.detail.decided)))
+
+    def _look(self, branch: Branch, limit: float | None = None) -> None:
+        search = self.search
+        if branch.undecided:
+            self._split(branch, branch.undecided)
+            return
+        if branch.order is not None:
+            self.orders.append(branch.order)
+            branch.order = None
+        look = look_at(
+            search,
+            branch.detail,
+            search.clock.part(limit or branch.limit),
+            is_relaxation=True,
+            from_best=not branch.detail.decided,
+            prove=lambda overhead: self._prove(branch, overhead),
+            should_stop=self._is_of_no_use(branch),
+        )
+        if look is None or search.stopping.solved() or branch.bound == np.inf:
+            return
+        if ways := self._to_decide(branch, look):
+            self._split(branch, ways)
+        elif look.outcome is not Outcome.OPTIMAL:
+            branch.limit *= self.params.longer
+            # Neither is memory given back by trying again, nor HiGHS's arithmetic better then.
+            branch.closed = look.outcome is Outcome.FAILED or search.stopping.out_of_memory()
+        elif look.closer == branch.detail:
+            branch.detail = halved(look.closer)
+            branch.closed = branch.detail == look.closer
+        else:
+            branch.detail = look.closer
+
+    def _prove(self, branch: Branch, overhead: float) -> None:
+        branch.bound = max(branch.bound, overhead)
+        self.search.incumbent.prove(min(other.bound for other in self.all))
+
+    def _is_of_no_use(self, branch: Branch) -> Callable[[], bool]:
+        """Whether nothing in it is better than the best schedule, which is in another branch then, by more than the tolerance."""
+        search, base_s = self.search, self.search.problem.base_s
+
+        def is_above() -> bool:
+            return is_within(search.incumbent.best_s, base_s * (1 + branch.bound / OBJECTIVE_SCALE), search.stopping.tolerance)
+
+        return is_above if branch.detail.decided else lambda: False
+
+    def _to_decide(self, branch: Branch, look: Look) -> Ways:
+        """Those of a heavy place where the solution is over the budget, if that is not decided."""
+        trial, budget = look.trial, self.search.budget_bytes
+        if trial is None or trial.peak_bytes <= budget:
+            return ()
+        over = [
+            (taken, -op)
+            for op, first, taken in zip(trial.order.computed, trial.order.first, trial.memory_bytes, strict=True)
+            if first and taken > budget and self._is_open(branch.detail.decided, self.ways.get(op, ()))
+        ]
+        return self.ways[-max(over)[1]] if over else ()
+
+    def _is_open(self, decided: Decided, ways: Ways) -> bool:
+        return not {way for way, _ in decided}.issuperset(ways)
+
+    def _split(self, branch: Branch, ways: Ways) -> None:
+        """A branch for each of the ways that is not decided, without those before it or in its way, and one without all."""
+        decided, groups = branch.detail.decided, self.search.problem.places.replaces
+        ways = tuple(way for way in ways if self._is_open(decided, (way,)))
+        parts = [decided.union((way, False) for way in ways)]
+        for n, way in enumerate(ways):
+            taken = set(groups[way[0]])
+            rest = (other for other in ways if other != way and (other in ways[:n] or not taken.isdisjoint(groups[other[0]])))
+            parts.append(decided.union([(way, True)], ((other, False) for other in rest)))
+        branches = [self._branch(part, branch.bound) for part in parts]
+        self.all.remove(branch)
+        self.all += branches
+        for part in branches:
+            self._look_at_fractions(part)
+
+    def _look_at_fractions(self, branch: Branch) -> None:
+        bound, instead = look_at_fractions(self.search, branch.detail)
+        self._prove(branch, bound)
+        for ways in sorted(set(self.ways.values())):
+            shares = [sum(instead.get(b, 0.0) for b in way) for way in ways if self._is_open(branch.detail.decided, (way,))]
+            if not branch.undecided and any(_WHOLE < share < 1 - _WHOLE for share in shares):
+                branch.undecided = ways
+
+    def _branch(self, decided: Decided, bound: float) -> Branch:
+        """In two windows: the first ends where keeping everything takes most memory.
+
+        If that is in a heavy place that is not decided, it is next.
+        """
+        own_order = self._in_place(decided) if decided else None
+        order = own_order or self._in_place(frozenset())
+        assert order is not None  # the program alone runs
+        memory = try_out(self.here, order).memory_bytes
+        peak = order.computed[int(np.argmax(memory))]
+        ways = self.ways.get(peak, ())
+        is_open = max(memory) > self.search.budget_bytes and self._is_open(decided, ways)
+        detail = replace(self.whole.split({peak}), decided=decided)
+        return Branch(detail, bound, self.params.first_slice, ways if is_open else (), own_order)
+
+    def _in_place(self, decided: Decided) -> Order | None:
+        """Each op once, with the leanest of each way that is decided for."""
+        own = self.search.problem.own_bytes
+        return in_place(
+            self.search.problem, frozenset(min(way, key=own.__getitem__) for way, is_executed in decided if is_executed)
+        )
+
+
+def _ways(problem: Problem, params: BranchParams) -> dict[int, Ways]:
+    """For ops of heavy places the ways that are worth deciding for: those of stand-ins of which some stand for the same op.
+
+    None where too many places are as heavy: then none matters by itself.
+    """
+    groups = problem.places.replaces
+    spread = {b: abs(max(problem.own_bytes[i] for i in group) - problem.own_bytes[b]) for b, group in enumerate(groups) if group}
+    together: dict[int, frozenset[int]] = {}
+    for b, difference in spread.items():
+        if difference >= params.spread * problem.capacity_bytes:
+            found = frozenset({b}).union(*(together.get(i, ()) for i in groups[b]))
+            together.update((i, found) for way in found for i in groups[way])
+    least = params.share * max(spread.values(), default=0)
+    heavy = {found for found in together.values() if max(spread[b] for b in found) >= least}
+    if len(heavy) > params.places:
+        return {}
+    ways = {found: _alike(problem, found, params.alike) for found in heavy}
+    return {i: ways[found] for found in heavy for b in found for i in (b, *groups[b])}
+
+
+def _alike(problem: Problem, found: frozenset[int], alike: float) -> Ways:
+    """Stand-ins for the same, which read the same, in runs of about the same time."""
+    ways: list[list[int]] = []
+    for _, same in groupby(sorted(found, key=lambda b: (*_what(problem, b), problem.time_s[b], b)), lambda b: _what(problem, b)):
+        ways.append([])
+        for b in same:
+            if ways[-1] and problem.time_s[b] - problem.time_s[ways[-1][0]] > alike * problem.base_s:
+                ways.append([])
+            ways[-1].append(b)
+    return tuple(map(tuple, ways))
+
+
+def _what(problem: Problem, b: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    return problem.places.replaces[b], problem.inputs[b]

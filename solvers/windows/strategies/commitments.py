@@ -1,0 +1,305 @@
+"""Search with optional ops: commit to some of them, and solve the plain graph that this leaves.
+
+In an order of executions, however it was found, there is a plain graph (``decoding/plain_graph.py``), in which everything that
+finds schedules of plain graphs does so.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from math import inf
+from typing import Protocol, Self
+
+from graphs.ir import Graph
+from graphs.options.offload import without_copies
+from graphs.options.selection import PartOf
+from graphs.pools import DEVICE_TO_HOST, HOST_TO_DEVICE
+from solvers.places import places_of
+from solvers.tolerance import Tolerance
+from solvers.windows.decoding.decode import Order, Trial, decoded, order_of, trial_of_whole
+from solvers.windows.decoding.plain_graph import PlainGraph, plain_graph
+from solvers.windows.part_process import PartProcess, SearchEnd
+from solvers.windows.parts import POLL, note_end, search_of_part
+from solvers.windows.relaxation.discretization import Discretization
+from solvers.windows.search import Search
+from solvers.windows.strategies.neighbourhoods import FixAndOptimizeOptions
+from solvers.windows.strategies.placement import Placements
+from solvers.windows.strategies.substitution import in_place, is_possible, least_instead, simple
+
+
+class Orders(Protocol):
+    """What there is to commit to."""
+
+    @property
+    def orders(self) -> deque[Order]:
+        """Those that have come in, latest last."""
+
+    @property
+    def closed(self) -> bool:
+        """Whether there will be no more."""
+
+
+@dataclass(slots=True)
+class Commitment:
+    """A plain graph, and what has become of it.
+
+    Attributes:
+        plain: the graph.
+        instead: ops that stand for others in it.
+        best: its best schedule so far.
+        away: from the host, in the order that it comes from.
+        found_s: time of the best schedule that it has come to, in the graph with options; inf if there is none.
+        promise_s: time of the schedule that it comes from; inf where that is what a relaxation's solution does.
+        runs: how often it has been solved for.
+        spent: on that, by the clock.
+        closed: it need not be looked at again.
+    """
+
+    plain: PlainGraph
+    instead: frozenset[int]
+    away: frozenset[tuple[int, int]]
+    best: Trial | None = None
+    found_s: float = inf
+    promise_s: float = inf
+    runs: int = 0
+    spent: float = 0.0
+    closed: bool = False
+
+    @property
+    def best_s(self) -> float:
+        """Time of the best schedule, inf if there is none."""
+        return inf if self.best is None else self.best.time_s
+
+    @property
+    def known_s(self) -> float:
+        """Time of the best schedule that it has or comes from, inf if there is none."""
+        return min(self.found_s, self.promise_s)
+
+
+class Commitments:
+    """The plain graphs that have been committed to. Whoever drives the search solves them (``driver.py``)."""
+
+    def __init__(self, search: Search, known: dict[object, Commitment] | None = None) -> None:
+        """Begin.
+
+        Args:
+            known: found before, in another process.
+        """
+        self.search = search
+        self.all: dict[object, Commitment] = {} if known is None else known
+        self.places = search.problem.places
+        self.whole = Discretization((search.problem.ops - 1,), places=self.places.last)
+        self._without_offloading: Trial | None = None  # the best that is known
+        self._learned: list[Trial] = []  # the best when it was last looked
+        self._options = FixAndOptimizeOptions(search) if FixAndOptimizeOptions.applies(search.problem) else None
+        self._placements = Placements(search) if Placements.applies(search.problem) else None
+
+    @classmethod
+    def begun(cls, search: Search) -> Self:
+        """Return those of the program alone, nothing of it recomputed."""
+        found = cls(search)
+        kept = found.try_instead(frozenset())
+        assert kept is not None  # the program alone runs
+        return found
+
+    @property
+    def program(self) -> Commitment:
+        """The program alone."""
+        return next(iter(self.all.values()))
+
+    def add_simple(self) -> None:
+        """Commit to what needs no model: the leanest and the fastest ops in place of others, the least memory, placements."""
+        search, params = self.search, self.search.params
+        for instead in simple(search.problem):
+            self.try_instead(instead)
+        if search.incumbent.best is None and search.problem.copies is None:
+            self.try_least(params.bound.first_slice)
+        self.place(min(params.placing.first, params.placing.first_share * search.clock.limit))
+
+    def try_instead(self, instead: frozenset[int]) -> Trial | None:
+        """What comes of executing `instead` in place of others, and nothing again but what is missing then, if that can be."""
+        order = in_place(self.search.problem, instead)
+        if order is None:
+            return None
+        self.add(order)
+        return self.search.offer(order, self.whole)
+
+    def try_least(self, limit: float) -> None:
+        """Commit to what needs least memory with ops in place of others, whatever it takes longer."""
+        order = least_instead(self.search.problem, self.search.clock.part(limit), self.search.stopping.stopped)
+        if order is not None:
+            self.add(order)
+            self.search.offer(order, self.whole)
+
+    def keep_without_offloading(self, trial: Trial) -> None:
+        """Keep a schedule of the graph without transfers to the host, and commit to what it does."""
+        self.search.incumbent.take(trial)
+        self._without_offloading = trial
+
+    def lift_from(self, part: Graph) -> Callable[[Trial], None]:
+        """Return what keeps a schedule of `part`, which is the graph without some of its ops, and commits to what it does."""
+        problem = self.search.problem
+        of_whole = PartOf(problem.whole, part)
+        place = {op: i for i, op in enumerate(problem.places.ids)}
+        own = places_of(without_copies(part)[0]).ids
+
+        def lift(trial: Trial) -> None:
+            schedule = of_whole.schedule(trial.schedule)
+            executed = [op for op in schedule.computed if problem.whole.ops[op].stream not in {DEVICE_TO_HOST, HOST_TO_DEVICE}]
+            if any(op not in place for op in executed):
+                return
+            instead = frozenset(place[of_whole.ops[own[i]]] for i in trial.order.instead)
+            away = frozenset((of_whole.tensors[t], position) for t, position in trial.order.away)
+            order = order_of(self.whole, [place[op] for op in executed], away, instead, self.places)
+            self.search.incumbent.take(replace(trial, order=order, schedule=schedule, ends=()))
+
+        return lift
+
+    def learn(self, orders: Orders) -> None:
+        """Commit to what the best schedules do, and what has come in."""
+        best = [trial for trial in (self.search.incumbent.best, self._without_offloading) if trial is not None]
+        for trial in best:
+            if all(trial is not known for known in self._learned) and is_possible(self.search.problem, trial.order):
+                self.add(trial.order, trial.time_s)
+        self._learned = best
+        for order in self._come_in(orders):
+            self.add(order)
+
+    def _come_in(self, orders: Orders) -> Iterator[Order]:
+        """What the relaxation's solutions do, and the orders, each once."""
+        search = self.search
+        while search.models.solutions:
+            detail, choice = search.models.solutions.popleft()
+            order = decoded(search.problem, detail, choice)
+            if is_possible(search.problem, order):
+                yield order
+        while orders.orders:
+            yield orders.orders.popleft()
+
+    def place(self, limit: float) -> None:
+        """Vary where ops run, for so long by the clock, and commit to what would be fast in more memory."""
+        if self._placements is not None:
+            self._placements.step(limit)
+            if self._placements.lacking is not None:
+                self.add(self._placements.lacking)
+
+    def add(self, order: Order, promise_s: float = inf) -> None:
+        """Commit to what `order` does, unless that is known.
+
+        Args:
+            promise_s: as in ``Commitment``.
+        """
+        plain = plain_graph(self.search.problem, order.computed)
+        away = frozenset((here, place) for t, place in order.away if (here := plain.only(t)) is not None)
+        key = (plain.ops, tuple(op.inputs for op in plain.graph.ops))
+        commitment = self.all.setdefault(key, Commitment(plain, order.instead, away))
+        commitment.promise_s = min(commitment.promise_s, promise_s)
+
+    def searches(self, orders: Orders, until: float = inf) -> Iterator[Search]:
+        """Yield searches to be done in turn, each for longer and longer, until all are and no orders come any more.
+
+        In between the strategies beside them go on for as long.
+
+        Args:
+            orders: come in meanwhile.
+            until: by the clock, when it ends in any case.
+        """
+        search, params = self.search, self.search.params
+        while not (search.stopping.solved() or search.stopping.stopped()):
+            closed = orders.closed  # before what has come in is taken from it
+            self.learn(orders)
+            if search.clock.now >= until:
+                return
+            began, commitment = search.clock.now, self.next_one()
+            if commitment is not None:
+                sub = self._begin(commitment)
+                yield sub
+                self._end(commitment, sub, began)
+            is_open = commitment is not None
+            if self._options is not None:
+                now = search.clock.now
+                most = max(params.bound.first_slice, params.commitments.anew * (now - began))
+                is_open |= self._options.step(min(most, until - now))
+            if self._placements is not None:
+                self.place(max(params.placing.slice, search.clock.now - began))
+                is_open |= not self._placements.done
+            if not is_open:
+                if closed:
+                    return
+                search.clock.wait(POLL)
+
+    def next_one(self) -> Commitment | None:
+        """The best one until it has had as much time as all others, then the best of those solved least often.
+
+        None if none is open. New ones come in for as long as there is a bound: if they came first, the best would not be solved
+        for longer.
+        """
+        still = [commitment for commitment in reversed(self.all.values()) if not commitment.closed]
+        best = min(still, key=lambda c: c.known_s, default=None)
+        if best is not None and best.known_s < inf and 2 * best.spent <= sum(c.spent for c in self.all.values()):
+            return best
+        others = [commitment for commitment in still if commitment is not best]
+        return min(others, key=lambda c: (c.runs, c.known_s), default=best)
+
+    def follow(self, process: PartProcess, orders: Orders) -> bool:
+        """Have them solved elsewhere: hand on what comes in, and take what is found; False if that ended before it was done."""
+        search = self.search
+        best, fewer, sent_closed = None, self._without_offloading, False
+        with process:
+            while not (search.stopping.solved() or search.stopping.stopped()):
+                closed = orders.closed
+                for order in self._come_in(orders):
+                    process.send(order)
+                if search.incumbent.best is not None and search.incumbent.best is not best:
+                    best = search.incumbent.best
+                    process.send(best)
+                if self._without_offloading is not None and self._without_offloading is not fewer:
+                    fewer = self._without_offloading
+                    process.send(fewer.order)
+                if closed and not sent_closed:
+                    sent_closed = True
+                    process.send(None)
+                news = process.receive(POLL)
+                if isinstance(news, SearchEnd):
+                    note_end(search, news)
+                    return not news.died
+                if news is not None:
+                    search.incumbent.take(news)
+                    best = news if search.incumbent.best is news else best
+        return True
+
+    def _begin(self, commitment: Commitment) -> Search:
+        """Return the search of a plain graph, for longer than the last time."""
+        params = self.search.params
+        tolerance = Tolerance.of(params.commitments.share * self.search.stopping.tolerance)
+        clock = self.search.clock.part(params.bound.first_slice * params.bound.longer**commitment.runs)
+        sub = search_of_part(self.search, commitment.plain.graph, clock, tolerance, lambda best: self.take(commitment, best))
+        whole, best = Discretization((sub.problem.ops - 1,)), commitment.best
+        sub.offer(order_of(whole, commitment.plain.order, commitment.away) if best is None else best.order, whole)
+        return sub
+
+    def _end(self, commitment: Commitment, sub: Search, began: float) -> None:
+        """Take note of what a search came to; it need not be gone on with if it is solved or of no use."""
+        self.take(commitment, sub.incumbent.best)
+        self.search.models.note_size(sub.models.largest)
+        commitment.runs += 1
+        commitment.spent += self.search.clock.now - began
+        of_no_use = sub.incumbent.bound_s >= self.search.incumbent.best_s
+        commitment.closed = sub.stopping.solved() or bool(sub.incumbent.failure) or of_no_use
+
+    def take(self, commitment: Commitment, trial: Trial | None) -> None:
+        """Offer what a schedule of a plain graph is in the graph with options."""
+        if trial is None or trial.time_s >= commitment.best_s:
+            return
+        commitment.best = trial
+        problem, plain = self.search.problem, commitment.plain
+        computed = [plain.ops[op] for op in trial.order.computed]
+        away = frozenset((plain.tensors[t], place) for t, place in trial.order.away)
+        order = order_of(self.whole, computed, away, commitment.instead, self.places)
+        if problem.copies is None:
+            found = self.search.offer(order, self.whole)
+        else:
+            found = trial_of_whole(problem, plain, order, trial)
+            self.search.incumbent.take(found)
+        if found.peak_bytes <= self.search.budget_bytes:
+            commitment.found_s = min(commitment.found_s, found.time_s)

@@ -1,0 +1,135 @@
+"""First schedules: everything kept, and what rules of eviction come to."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Unpack
+
+import numpy as np
+
+from solvers.eviction.engine import WORK_PER_EVICTION, evicting_order
+from solvers.eviction.least_peak import least_evicting_schedule
+from solvers.eviction.round_trips import evicting_with_copies
+from solvers.eviction.rules import EvictionRule, Limits
+from solvers.problem import Problem
+from solvers.windows.decoding.decode import Order, late_writers, order_of
+from solvers.windows.relaxation.discretization import Discretization
+from solvers.windows.search import Search
+from solvers.windows.strategies.strategy import Strategy
+
+
+class KeepEverything(Strategy):
+    """The program as it is, nothing recomputed. Where that takes most memory the first window of the relaxation ends."""
+
+    @staticmethod
+    def applies(problem: Problem) -> bool:
+        """As ``Strategy.applies``."""
+        return problem.places.plain
+
+    def step(self, limit: float) -> bool:
+        """As ``Strategy.step``."""
+        ops = self.search.problem.ops
+        whole = Discretization((ops - 1,))
+        trial = self.search.offer(order_of(whole, range(ops)), whole)
+        peak = int(np.argmax(trial.memory_bytes))
+        self.search.models.coarse = self.search.models.detail = Discretization(tuple(sorted({peak, ops - 1})))
+        return False
+
+
+class EvictionRules(Strategy):
+    """One rule of eviction after another, with few recomputations each. The first step ends with the first schedule."""
+
+    def __init__(self, search: Search) -> None:
+        super().__init__(search)
+        self._rules = with_prices(search.problem, search.params.first_schedule.rules, search.params.round_trips.prices)
+        self._begun = False
+
+    @staticmethod
+    def applies(problem: Problem) -> bool:
+        """As ``Strategy.applies``."""
+        return problem.places.plain
+
+    def step(self, limit: float) -> bool:
+        """As ``Strategy.step``."""
+        search, first, self._begun = self.search, not self._begun, True
+        stopping, until = search.stopping, search.clock.now + limit
+        while not (stopping.solved() or stopping.stopped() or search.clock.now >= until):
+            if first and search.incumbent.best is not None:
+                break
+            if (rule := next(self._rules, None)) is None:
+                return False
+            stopped = stopping.polled(WORK_PER_EVICTION, stopping.stopped)
+            most = search.params.first_schedule.few_executions
+            offer(search, evicted(search.problem, rule, max_factor=most, should_stop=stopped))
+        return True
+
+
+class TightEviction(Strategy):
+    """Where no schedule is known: what rules of eviction find however much they recompute; failing that, of least memory."""
+
+    @staticmethod
+    def applies(problem: Problem) -> bool:
+        """As ``Strategy.applies``."""
+        return problem.places.plain
+
+    def step(self, limit: float) -> bool:
+        """As ``Strategy.step``."""
+        search, params = self.search, self.search.params.first_schedule
+        if search.incumbent.best is not None:
+            return False
+        began = search.clock.now
+        until = began + limit
+
+        def ended() -> bool:
+            search.progress.tell()
+            return search.incumbent.best is not None or search.clock.now > until or search.stopping.stopped()
+
+        should_stop = search.stopping.polled(WORK_PER_EVICTION, ended)
+        for rule in with_prices(search.problem, (*params.rules, *params.tight_rules), search.params.round_trips.prices):
+            if should_stop():
+                return False
+            # At every price the rules may take longer than there is: half of it is for what needs least memory.
+            if search.problem.copies is not None and search.clock.now > (began + until) / 2:
+                break
+            offer(search, evicted(search.problem, rule, should_stop=should_stop))
+        least = least_evicting_schedule(search.problem.graph, search.clock, should_stop=ended)
+        if least is not None and not should_stop():
+            offer_program(search, least.computed)
+        return False
+
+
+def evicted(problem: Problem, rule: EvictionRule, **limits: Unpack[Limits]) -> Order | None:
+    """Return the order that `rule` comes to, with transfers to the host where `problem` has them.
+
+    None if it fails, or recomputes what reads what has been written over: eviction does not look at that.
+    """
+    whole = Discretization((problem.ops - 1,))
+    if problem.copies is None:
+        computed = evicting_order(problem, rule, **limits)
+        found = None if computed is None else order_of(whole, computed)
+    else:
+        both = evicting_with_copies(problem, rule, **limits)
+        found = None if both is None else order_of(whole, *both)
+    return None if found is None or late_writers(problem, found) else found
+
+
+def with_prices(problem: Problem, rules: Sequence[EvictionRule], prices: Sequence[float]) -> Iterator[EvictionRule]:
+    """Yield `rules`; with transfers to the host at one price of the channels' time after another."""
+    if problem.copies is None:
+        yield from rules
+    else:
+        yield from (replace(rule, channel=price) for price in prices for rule in rules)
+
+
+def offer(search: Search, order: Order | None) -> None:
+    """Offer an order if there is one."""
+    if order is not None:
+        search.offer(order, Discretization((search.problem.ops - 1,)))
+
+
+def offer_program(search: Search, computed: Sequence[int] | None) -> None:
+    """Offer what executes ops of the program only, unless something reads there what has been written over."""
+    if computed is None:
+        return
+    order = order_of(Discretization((search.problem.ops - 1,)), computed)
+    if not late_writers(search.problem, order):
+        offer(search, order)

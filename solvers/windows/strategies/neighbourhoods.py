@@ -1,0 +1,425 @@
+"""Fix-and-optimize in one narrow model.
+
+What a narrow model's solution expands to is over the budget in few places. So what it chose elsewhere is fixed,
+those places are looked at more closely, and the model is solved again, which takes a moment; and so on until all
+fits. Once there is a schedule, a few choices of it at a time are opened and the rest is fixed (large-neighbourhood
+search, Shaw, CP 1998): all choices in some windows; or in all windows those of some ops, so that something else may
+be kept over much of the step. Unlike in a segment (``segments.py``), there are few choices.
+"""
+
+from abc import abstractmethod
+from collections.abc import Container, Iterable, Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from solvers.clock import left
+from solvers.highs.program import Floats, Milp, Outcome
+from solvers.problem import OBJECTIVE_SCALE, Problem, without_small
+from solvers.windows.decoding.decode import Trial, decoded, late_writers, order_of, read_choice
+from solvers.windows.decoding.encode import choice_of_trial, start_values
+from solvers.windows.decoding.expand import Choice
+from solvers.windows.decoding.refinement import refined, where_it_waits, with_stages_in_order
+from solvers.windows.relaxation.discretization import Discretization, Model
+from solvers.windows.relaxation.models import build_relaxation
+from solvers.windows.search import Search
+from solvers.windows.strategies.refinement import solve_part
+from solvers.windows.strategies.restricted_model import CandidateSet, build_restricted, tight_windows
+from solvers.windows.strategies.strategy import SteppedStrategy, Strategy, share_time
+
+Columns = list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A schedule, and what it is in a model."""
+
+    trial: Trial
+    model: Model
+    start: Floats
+
+    def repeated(self) -> Iterator[tuple[tuple[int, int], float]]:
+        """(window, op) that is executed again, and what that costs; or whose output is fetched, and what that takes."""
+        model, problem = self.model, self.model.problem
+        yield from ((key, model.program.cost[column]) for key, column in model.again.items() if self.start[column] > 0.5)
+        if problem.copies is not None:
+            for (k, t), column in model.taken.items():
+                if self.start[column] > 0.5:
+                    yield (k, problem.producers[t]), problem.units(problem.copies.trips[t].in_s)
+
+
+class NarrowModel:
+    """The narrow model of a solve, and what it has found out."""
+
+    def __init__(self, search: Search, coarse: Discretization) -> None:
+        self.search = search
+        self.params = search.params.neighbourhoods
+        self.coarse = coarse
+        # With optional ops, what is always there would need one that makes it.
+        plain = search.problem.places.plain
+        self.small = without_small(search.problem, self.params.small_share) if plain else search.problem
+        self.known = CandidateSet()
+        self.detail = coarse
+        self._best: Placed | None = None
+        self.draw = np.random.default_rng(0)
+
+    def begin(self) -> None:
+        """Take windows and choices from coarse solutions, and find a first schedule."""
+        trials = self.coarse_trials()
+        self.detail = self.coarse
+        self.look_closer(trials)
+        fresh, before_s = self.detail, self.search.incumbent.best_s
+        self.restart(self.params.whole_limit)
+        # What was solved for the least capacity is not as good, but nearly fits.
+        if trials and trials[-1].time_s < before_s <= self.search.incumbent.best_s:
+            self.search.progress.tell("repairing a coarse solution")
+            self.detail = fresh
+            self.settle(trials[-1])
+
+    def look_closer(self, trials: Iterable[Trial]) -> None:
+        """Have a window wherever `trials` take much memory."""
+        windows = max(self.params.windows, self.params.size // self.search.problem.ops)
+        detail = tight_windows(self.search.problem, trials, self.params.tight_share * self.search.budget_bytes, windows)
+        self.detail = self.detail.ending_at(detail.ends)
+
+    def choose_from(self, ops: Iterable[int]) -> None:
+        """Have these executed again as well, wherever something near wants it."""
+        before = len(self.known.ops)
+        self.known.ops.update(ops)
+        if len(self.known.ops) > before:
+            self._best = None
+
+    def more_choices(self) -> bool:
+        """As of ``CandidateSet``."""
+        self._best = None
+        return self.known.more_choices(self.search.problem.ops)
+
+    def coarse_trials(self) -> list[Trial]:
+        """What solutions of coarse models look like, for several capacities."""
+        trials: list[Trial] = []
+        search, small, coarse = self.search, self.small, self.coarse
+        for share in self.params.coarse_capacities:
+            if search.stopping.enough():
+                break
+            search.progress.tell("looking for what is worth executing again")
+            model = build_relaxation(replace(small, capacity_bytes=int(share * small.capacity_bytes)), coarse)
+            answer = solve_part(search, model.program, self.params.coarse_limit, gap=search.stopping.tolerance)
+            if answer.values is None:
+                break
+            choice = read_choice(model, answer.values)
+            self.known.learn(choice)
+            order = decoded(small, coarse, choice)
+            if not late_writers(search.problem, order):
+                trials.append(search.offer(order, coarse))
+        return trials
+
+    def restart(self, limit: float) -> bool:
+        """Solve the model with nothing fixed and settle what it finds; whether there is nothing more to find in it."""
+        search = self.search
+        if search.stopping.enough():
+            return True
+        model = self.model()
+        search.progress.tell(f"searching in {len(self.detail.ends)} windows")
+
+        def try_solution(values: Floats, objective: float) -> bool:
+            # A schedule that is far from the best is soon found, and better than none.
+            if search.incumbent.best is None:
+                self.look(model, read_choice(model, values))
+            return False
+
+        gap = self.params.settle_gap * search.stopping.tolerance
+        answer = solve_part(search, model.program, limit, gap=gap, on_incumbent=try_solution)
+        if answer.outcome is Outcome.INFEASIBLE:
+            return not self.more_choices()
+        if answer.values is None:
+            return False
+        trial = self.look(model, read_choice(model, answer.values))
+        if trial is not None:
+            self.settle(trial)
+        return answer.outcome is Outcome.OPTIMAL and model.detail == self.detail
+
+    def best_in_model(self) -> Placed:
+        """The best schedule as a solution of the narrow model."""
+        trial = self.search.incumbent.best_trial
+        if self._best is None or self._best.trial is not trial or self._best.model.detail != self.detail:
+            self.known.learn_order(trial.order)
+            self._best = self.placed(self.model(), trial)
+        return self._best
+
+    def placed(self, model: Model, trial: Trial) -> Placed:
+        """What `trial` is in `model`."""
+        return Placed(trial, model, start_values(model, choice_of_trial(self.search.problem, model.detail, trial)))
+
+    def settle(self, trial: Trial) -> bool:
+        """Look closer where `trial` does not fit, and choose anew there, until all fits; whether it does.
+
+        What it has looked at closely stays so in the model.
+        """
+        search, budget_bytes = self.search, self.search.budget_bytes
+        ahead = 1
+        for _ in range(self.params.rounds):
+            fits = trial.peak_bytes <= budget_bytes
+            if fits and not any(trial.waits_s):
+                return True
+            if fits:
+                closer = where_it_waits(self.detail, trial, search.params.refinement)
+            else:
+                closer = refined(self.detail, trial, budget_bytes, search.params.refinement, ahead=ahead)
+            if not fits and search.problem.places.plain:
+                closer = with_stages_in_order(closer, trial, budget_bytes, search.params.refinement, ahead=ahead)
+            closer = replace(closer, chains=frozenset())
+            if closer == self.detail or search.stopping.enough():
+                return fits
+            self.detail = closer
+            self.known.learn_order(trial.order)
+            model = self.model()
+            choice = self.around(model, trial)
+            looked = None if choice is None else self.look(model, choice)
+            if looked is None:
+                return fits
+            # What costs the same has probably but moved what does not fit to an earlier op.
+            ahead = 2 * ahead if looked.time_s < trial.time_s * (1 + self.params.open_gap) else 1
+            if fits and looked.time_s >= trial.time_s:
+                return True
+            trial = looked
+        return trial.peak_bytes <= budget_bytes
+
+    def around(self, model: Model, trial: Trial) -> Choice | None:
+        """A solution of `model` that is `trial` but for the windows around those in which that does not fit."""
+        search, problem = self.search, self.search.problem
+        order = order_of(model.detail, trial.order.computed, instead=trial.order.instead, places=problem.places)
+        over = {w for w, taken in zip(order.windows, trial.memory_bytes, strict=True) if taken > search.budget_bytes}
+        over.update(w for w, wait_s in zip(order.windows, trial.waits_s, strict=False) if wait_s)
+        placed = self.placed(model, trial)
+        much = problem.units(trial.time_s - problem.base_s * (1 - self.params.much))
+        windows = len(model.detail.ends)
+        radius = self.params.radius
+        best: Floats | None = None
+        least = np.inf
+        while not search.stopping.enough():
+            opened = {w for middle in over for w in range(max(0, middle - radius), min(windows, middle + radius + 1))}
+            program = fixed_but_for(placed, columns_in(model, opened))
+            answer = solve_part(search, program, self.params.part_limit, gap=self.params.settle_gap * search.stopping.tolerance)
+            if answer.values is not None and answer.objective is not None and answer.objective < least:
+                best, least = answer.values, answer.objective
+            if least <= much or len(opened) == windows:
+                break
+            radius *= self.params.wider
+        return None if best is None else read_choice(model, best)
+
+    def look(self, model: Model, choice: Choice) -> Trial | None:
+        """What a solution expands to; None if that would read what has been written over, or may not be executed."""
+        order = decoded(model.problem, model.detail, choice)
+        if writers := late_writers(self.search.problem, order):
+            self.detail = model.detail.ending_at(writers)
+            return None
+        if not self.search.problem.allows(order.computed):
+            return None
+        return self.search.offer(order, model.detail)
+
+    def model(self) -> Model:
+        """The narrow model as it is now."""
+        return build_restricted(self.small, self.detail, self.known, self.params)
+
+
+class Restarts(SteppedStrategy):
+    """Solves the whole narrow model, for longer and longer, until it is solved to the end."""
+
+    def __init__(self, search: Search, narrow: NarrowModel) -> None:
+        super().__init__(search)
+        self.narrow = narrow
+
+    @staticmethod
+    def applies(problem: Problem) -> bool:
+        """As ``Strategy.applies``."""
+        return problem.places.plain
+
+    def steps(self) -> Iterator[None]:
+        """As ``SteppedStrategy.steps``."""
+        params = self.search.params.neighbourhoods
+        limit = params.whole_limit
+        while not self.narrow.restart(limit):
+            limit *= params.longer
+            yield
+
+
+class FixAndOptimize(SteppedStrategy):
+    """Solves for some choices of the best schedule, the others fixed, as long as that may lead further."""
+
+    opened: str  # what is opened, for people to read
+
+    def __init__(self, search: Search, narrow: NarrowModel) -> None:
+        super().__init__(search)
+        self.narrow = narrow
+
+    @staticmethod
+    def applies(problem: Problem) -> bool:
+        """As ``Strategy.applies``."""
+        return problem.places.plain or problem.copies is None
+
+    @abstractmethod
+    def count(self, model: Model) -> int:
+        """Return how many there are in `model` of what is opened."""
+
+    @abstractmethod
+    def columns(self, best: Placed, size: int) -> Columns:
+        """Return the columns of `size` of these."""
+
+    def steps(self) -> Iterator[None]:
+        """Open a few at a time; more of them where that is soon done."""
+        search, narrow, params = self.search, self.narrow, self.search.params.neighbourhoods
+        if search.incumbent.best is None:
+            return
+        size = max(4, self.count(narrow.best_in_model().model) // params.first_part)
+        while True:
+            best = narrow.best_in_model()
+            whole = self.count(best.model)
+            search.progress.tell(f"improving {min(size, whole)} of {whole} {self.opened}")
+            began = search.clock.now
+            program = fixed_but_for(best, self.columns(best, size))
+            answer = solve_part(search, program, params.open_limit, gap=params.open_gap, start=best.start)
+            took = search.clock.now - began
+            before = search.problem.units(best.trial.time_s - search.problem.base_s)
+            enough = before - params.open_gap * OBJECTIVE_SCALE
+            if answer.values is not None and answer.objective is not None and answer.objective < enough:
+                trial = narrow.look(best.model, read_choice(best.model, answer.values))
+                if trial is not None:
+                    narrow.settle(trial)
+            done = answer.outcome in {Outcome.OPTIMAL, Outcome.INFEASIBLE}
+            if done and size >= 2 * whole and search.incumbent.best is best.trial and narrow.detail == best.model.detail:
+                return
+            if not done:
+                size = max(2, int(params.shrink * size))
+            elif took < params.soon * params.open_limit:
+                size += 1 + int(params.grow * size)
+            yield
+
+
+class FixAndOptimizeWindows(FixAndOptimize):
+    """Opens windows that follow each other, most often such as recompute much."""
+
+    opened = "windows"
+
+    def count(self, model: Model) -> int:
+        """As ``FixAndOptimize.count``."""
+        return len(model.detail.ends)
+
+    def columns(self, best: Placed, size: int) -> Columns:
+        """As ``FixAndOptimize.columns``."""
+        costs = np.zeros(len(best.model.detail.ends))
+        for (k, _), cost in best.repeated():
+            costs[k] += cost
+        middle = int(self.narrow.draw.choice(len(costs), p=_shares(costs)))
+        return columns_in(best.model, range(middle - size // 2, middle + size // 2 + 1))
+
+
+class FixAndOptimizeOps(FixAndOptimize):
+    """Opens ops in two runs, most often such as are recomputed at much cost: some of it may be kept instead of the rest."""
+
+    opened = "ops"
+
+    def count(self, model: Model) -> int:
+        """As ``FixAndOptimize.count``."""
+        return model.problem.ops
+
+    def columns(self, best: Placed, size: int) -> Columns:
+        """As ``FixAndOptimize.columns``."""
+        costs = np.zeros(best.model.problem.ops)
+        for (_, i), cost in best.repeated():
+            costs[i] += cost
+        half = size // 4
+        middles = self.narrow.draw.choice(len(costs), 2, p=_shares(costs))
+        return columns_of(best.model, {i for middle in middles for i in range(middle - half, middle + half + 1)})
+
+
+class FixAndOptimizeOptions(Strategy):
+    """Fix-and-optimize with optional ops, near the best schedule, which others may change meanwhile.
+
+    A plain graph says for each op in which way it is executed at all. Here that is chosen together with the rest, in
+    a few windows or of a few ops.
+    """
+
+    def __init__(self, search: Search) -> None:
+        super().__init__(search)
+        self.near = NarrowModel(search, Discretization((search.problem.ops - 1,), places=search.problem.places.last))
+        # What is executed at all is chosen first, and what of the program is recomputed once that leads no further.
+        self.near.choose_from(i for i, sure in enumerate(search.problem.places.sure) if not sure)
+        self._strategies: list[Strategy] = []
+        self._from: Trial | None = None  # the best when it last began
+        self._none_left = False
+
+    @staticmethod
+    def applies(problem: Problem) -> bool:
+        """As ``Strategy.applies``: with row 13 one solve takes longer than there is."""
+        return not problem.places.plain and problem.copies is None
+
+    def step(self, limit: float) -> bool:
+        """As ``Strategy.step``."""
+        search = self.search
+        if search.incumbent.best is None or (self._none_left and search.incumbent.best is self._from):
+            return False
+        clock, before = search.clock.part(limit), search.incumbent.best
+
+        def stop() -> bool:
+            return search.stopping.enough() or left(clock) <= 0
+
+        self._none_left = False
+        while not (stop() or self._none_left):
+            if not self._strategies:
+                self._begin()
+            share_time(search, self._strategies, search.params.portfolio, should_stop=stop)
+            if not stop():  # all has been chosen again together
+                self._strategies = []
+                self._none_left = search.incumbent.best is self._from and not self.near.more_choices()
+        if limit > 0 and search.incumbent.best is before:
+            self.near.choose_from(range(search.problem.ops))
+        return not (self._none_left or search.stopping.enough())
+
+    def _begin(self) -> None:
+        """From the best schedule: from now on windows end where it takes much memory."""
+        self._from = best = self.search.incumbent.best_trial
+        self.near.choose_from(op for op, first in zip(best.order.computed, best.order.first, strict=True) if not first)
+        self.near.look_closer([best])
+        self._strategies = [FixAndOptimizeWindows(self.search, self.near), FixAndOptimizeOps(self.search, self.near)]
+
+
+def _shares(costs: Floats) -> Floats:
+    """What each is drawn with: half even, half by cost."""
+    if not costs.any():
+        costs = np.ones(len(costs))
+    shares: Floats = 0.5 * costs / costs.sum() + 0.5 / len(costs)
+    return shares
+
+
+def fixed_but_for(placed: Placed, opened: Columns) -> Milp:
+    """The program with its choices fixed as in `placed`, but for the columns `opened`."""
+    model, start = placed.model, placed.start
+    fixed = np.zeros(len(start), dtype=bool)
+    fixed[[*model.again.values(), *model.handed.values(), *model.taken.values(), *model.instead.values()]] = True
+    fixed[opened] = False
+    fixed &= ~np.isnan(start)
+    lower, upper = model.program.lower.copy(), model.program.upper.copy()
+    lower[fixed] = upper[fixed] = start[fixed]
+    return replace(model.program, lower=lower, upper=upper)
+
+
+def columns_in(model: Model, windows: Container[int]) -> Columns:
+    """Choices in these windows, and at their ends."""
+    window, replaces = model.detail.window_of, model.problem.places.replaces
+    return [
+        *(column for (k, _), column in model.again.items() if k in windows),
+        *(column for (k, _), column in model.handed.items() if k in windows or k - 1 in windows),
+        *(column for (k, _), column in model.taken.items() if k in windows),
+        *(column for b, column in model.instead.items() if any(window(i) in windows for i in (b, *replaces[b]))),
+    ]
+
+
+def columns_of(model: Model, ops: Container[int]) -> Columns:
+    """Choices of these ops and of what they make, in all windows, and what stands for them."""
+    producers, replaces = model.problem.producers, model.problem.places.replaces
+    return [
+        *(column for (_, i), column in model.again.items() if i in ops),
+        *(column for (_, t), column in model.handed.items() if producers[t] in ops),
+        *(column for (_, t), column in model.taken.items() if producers[t] in ops),
+        *(column for b, column in model.instead.items() if any(i in ops for i in (b, *replaces[b]))),
+    ]

@@ -1,0 +1,185 @@
+"""Schedules at once, down to budgets that recomputing does not come to: what is not needed now is on the host.
+
+While all that may go there is there whenever no op reads or makes it, an op has beside it kept tensors and those that no trip
+is offered for. Where these are too much, rules of eviction compute them again (``solvers.eviction``), on a graph in which what
+is sent takes no memory of its own but is in the workspaces of its ops.
+"""
+
+from collections.abc import Callable, Iterator, Sequence, Set
+from dataclasses import replace
+
+import numpy as np
+
+from graphs.ir import Graph, Phase
+from graphs.schedule import schedule_of
+from graphs.simulate import simulate
+from solvers.clock import Clock
+from solvers.eviction.engine import WORK_PER_EVICTION, evicting_order
+from solvers.eviction.least_peak import least_evicting_schedule
+from solvers.eviction.rules import RULES, TIGHT_RULES
+from solvers.problem import Problem, problem_of
+from solvers.windows.decoding.decode import Order, Trial, late_writers, order_of, try_out
+from solvers.windows.relaxation.discretization import Discretization
+from solvers.windows.strategies.eviction import offer
+from solvers.windows.strategies.strategy import Strategy
+
+_INSTANT_S = 1e-12  # of ops that take no time
+_FEW_EXECUTIONS = 4.0  # per op of the graph
+
+# Shares of what may be sent, of either ranking, that is sent while the rest is computed again; all is what needs least memory.
+_BACKWARD_FIRST, _SOONEST_FIRST = (1.0, 0.5, 0.75), (0.1, 0.25)
+_LEAST_SHARES = (1.0, 0.5)
+
+
+class OffloadedOrders(Strategy):
+    """Orders in which what is not needed now is on the host, and the rest is recomputed by rules of eviction."""
+
+    @staticmethod
+    def applies(problem: Problem) -> bool:
+        """As ``Strategy.applies``."""
+        return problem.places.plain and problem.copies is not None
+
+    def step(self, limit: float) -> bool:
+        """As ``Strategy.step``."""
+        search, until = self.search, self.search.clock.now + limit
+
+        def ended() -> bool:
+            search.progress.tell("offloading what is not needed now")
+            return search.stopping.enough() or search.clock.now > until
+
+        for order in offloaded_orders(search.problem, should_stop=search.stopping.polled(WORK_PER_EVICTION, ended)):
+            if ended():
+                break
+            if not late_writers(search.problem, order):
+                offer(search, order)
+        return False
+
+
+def offloaded_orders(problem: Problem, *, should_stop: Callable[[], bool]) -> Iterator[Order]:
+    """Orders that fit, as far as the host has room for what is read again by what is computed again.
+
+    The first has all away that must be; others have less away, and compute more again.
+    """
+    ranked, backward_first = _rankings(problem)
+    chosen = [backward_first[: round(share * len(ranked))] for share in _BACKWARD_FIRST]
+    chosen += (ranked[: round(share * len(ranked))] for share in _SOONEST_FIRST)
+    evicting = []
+    for tensors in chosen:
+        sent = _hosted(problem, tensors)
+        apart = problem_of(elsewhere(problem.graph, sent), problem.budget_bytes)
+        if _peak_bytes(apart.graph, range(problem.ops)) <= problem.budget_bytes:
+            yield _with_away(problem, range(problem.ops), sent)
+        else:
+            evicting.append((sent, apart))
+    for rule in (rule for pair in zip(RULES, TIGHT_RULES, strict=True) for rule in pair):
+        for sent, apart in evicting:
+            if should_stop():
+                return
+            computed = evicting_order(apart, rule, max_factor=_FEW_EXECUTIONS, should_stop=should_stop)
+            if computed is not None:
+                yield _with_away(problem, computed, sent)
+
+
+def least_offloaded(graph: Graph, clock: Clock, *, should_stop: Callable[[], bool] | None = None) -> Trial:
+    """The schedule of least peak that is found before the clock's limit, or `should_stop`; `graph` offers round trips."""
+    problem = problem_of(graph, graph.static_bytes)
+    _, ranking = _rankings(problem)
+    trials = []
+    for share in _LEAST_SHARES:
+        sent = _hosted(problem, ranking[: round(share * len(ranking))])
+        apart = elsewhere(problem.graph, sent)
+        evicting = least_evicting_schedule(apart, clock.part(clock.limit / len(_LEAST_SHARES)), should_stop=should_stop)
+        computed = range(problem.ops) if evicting is None else evicting.computed
+        within = problem_of(graph, _peak_bytes(apart, computed))
+        trials.append(try_out(within, _with_away(within, computed, sent)))
+    return min(trials, key=lambda trial: (trial.peak_bytes, trial.time_s))
+
+
+def _rankings(problem: Problem) -> tuple[list[int], list[int]]:
+    """What may be sent: what cannot be computed again, then what is sooner copied; and with what the backward pass makes first.
+
+    The latter, which is deep in the step, is seldom worth to be computed again.
+    """
+    assert problem.copies is not None
+    trips, ops = problem.copies.trips, problem.graph.ops
+    makers = {t: ops[problem.producers[t]] for t in trips}
+    ranked = sorted(trips, key=lambda t: (makers[t].recomputable, trips[t].out_s / max(_INSTANT_S, makers[t].time_s), t))
+    return ranked, sorted(ranked, key=lambda t: makers[t].recomputable and makers[t].phase is not Phase.BACKWARD)
+
+
+def _hosted(problem: Problem, ranked: Sequence[int]) -> frozenset[int]:
+    """Of `ranked`, the first first, what may be on the host all together, from when it is made to when it is read last."""
+    assert problem.copies is not None
+    room = problem.copies.host_bytes
+    if room is None:
+        return frozenset(ranked)
+    taken = np.zeros(problem.ops, dtype=np.int64)
+    sent = set()
+    for t in ranked:
+        during = taken[problem.producers[t] : problem.graph.consumers[t][-1]]
+        if int(during.max()) + problem.sizes[t] <= room:
+            during += problem.sizes[t]
+            sent.add(t)
+    return frozenset(sent)
+
+
+def elsewhere(graph: Graph, sent: Set[int]) -> Graph:
+    """`graph` with `sent` in memory only while an op reads or makes it. What an op makes of these is never made again."""
+    tensors = tuple(replace(t, size_bytes=0) if t.id in sent else t for t in graph.tensors)
+    ops = tuple(
+        replace(
+            op,
+            workspace_bytes=op.workspace_bytes + sum(graph.tensors[t].size_bytes for t in (*op.inputs, *op.outputs) if t in sent),
+            recomputable=op.recomputable and any(t not in sent and t not in graph.kept for t in op.outputs),
+            overwrites=tuple(pair for pair in op.overwrites if sent.isdisjoint(pair)),
+        )
+        for op in graph.ops
+    )
+    return Graph(ops, tensors, graph.kept, graph.provenance)
+
+
+def _peak_bytes(graph: Graph, computed: Sequence[int]) -> int:
+    return simulate(graph, schedule_of(graph, computed)).peak_bytes
+
+
+def _with_away(problem: Problem, computed: Sequence[int], sent: frozenset[int]) -> Order:
+    """`computed`, with so much of `sent` away that all fits: where there is no room, what is read last goes."""
+    graph, reads = problem.graph, _next_reads(problem, computed)
+    there: dict[int, int] = {}  # on the device, and where it is read next
+    away: set[tuple[int, int]] = set()
+    live_bytes = done = 0
+    for place, op in enumerate(computed):
+        touched = (*problem.inputs[op], *problem.outputs[op])
+        live_bytes += sum(problem.sizes[t] for t in touched if t not in there)
+        away.update((t, place) for t in problem.inputs[op] if t not in there)
+        again_bytes = problem.again_bytes[op] - problem.own_bytes[op] if op < done else 0
+        over_bytes = live_bytes + graph.ops[op].workspace_bytes + again_bytes - problem.capacity_bytes
+        if over_bytes > 0:
+            for t in sorted(sent & there.keys() - set(touched), key=lambda t: (-there[t], -problem.sizes[t], t)):
+                del there[t]
+                live_bytes -= problem.sizes[t]
+                over_bytes -= problem.sizes[t]
+                if over_bytes <= 0:
+                    break
+        for t in touched:
+            if problem.kept[t] or t in reads[place]:
+                there[t] = reads[place].get(t, len(computed))
+            else:
+                there.pop(t, None)
+                live_bytes -= problem.sizes[t]
+        done = max(done, op + 1)
+    return order_of(Discretization((problem.ops - 1,)), computed, frozenset(away))
+
+
+def _next_reads(problem: Problem, computed: Sequence[int]) -> list[dict[int, int]]:
+    """For each execution, where what it reads or makes is read next, left out where it is made again before, or never read."""
+    found: list[dict[int, int]] = []
+    following: dict[int, int] = {}
+    for place in range(len(computed) - 1, -1, -1):
+        op = computed[place]
+        touched = (*problem.inputs[op], *problem.outputs[op])
+        found.append({t: following[t] for t in touched if t in following})
+        for t in problem.outputs[op]:
+            following.pop(t, None)
+        following.update((t, place) for t in problem.inputs[op])
+    return found[::-1]

@@ -1,0 +1,246 @@
+"""Schedules that offload tensors to the host: coarse models for less memory and slower links, and what is left of either.
+
+Solutions of coarse models know what to recompute and what to offload, and that the channels have the time for it; not, in
+which order memory and channels are wanted within a window. Solved for a little less memory, or for a slower link, they
+often need not wait at all (``CoarseVariations``). Where a schedule still waits for a copy, what is copied is recomputed instead.
+What is left of memory or channels is then used by leaving out copies and recomputations (``Polishing``).
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from graphs.options.offload import Copies
+from solvers.highs.program import Floats
+from solvers.problem import Problem
+from solvers.windows.decoding.decode import Trial, decoded, late_writers, order_of, read_choice, try_out
+from solvers.windows.decoding.host_transfers import Stay, stays_of, timed
+from solvers.windows.decoding.pruning import uses_of, without
+from solvers.windows.params import RoundTripParams
+from solvers.windows.relaxation.discretization import Discretization, Model
+from solvers.windows.relaxation.models import build_relaxation
+from solvers.windows.search import WORK_PER_EXECUTION, Search
+from solvers.windows.strategies.refinement import solve_part
+from solvers.windows.strategies.restricted_model import CandidateSet
+from solvers.windows.strategies.strategy import SteppedStrategy
+
+Away = frozenset[tuple[int, int]]
+
+
+class CoarseVariations(SteppedStrategy):
+    """Solutions of the coarse model for less memory and slower links, the least changes first."""
+
+    def __init__(self, search: Search, known: CandidateSet) -> None:
+        """Begin; `known` learns the solutions."""
+        super().__init__(search)
+        self.known = known
+
+    @staticmethod
+    def applies(problem: Problem) -> bool:
+        """As ``Strategy.applies``."""
+        return problem.places.plain and problem.copies is not None
+
+    def steps(self) -> Iterator[None]:
+        """As ``SteppedStrategy.steps``."""
+        search, params = self.search, self.search.params.round_trips
+        changes = [(share, slower) for share in params.capacities for slower in params.slower]
+        for share, slower in sorted(changes, key=lambda change: 1 / change[0] + params.weight * change[1]):
+            search.progress.tell(f"looking for schedules for {share:.0%} of the memory and a link {slower:g} times as slow")
+            problem = search.problem
+            varied = replace(problem, capacity_bytes=int(share * problem.capacity_bytes), copies=_slower(problem.copies, slower))
+            model = build_relaxation(varied, search.models.coarse)
+            _solve_and_offer(search, model, self.known)
+            yield
+
+
+def _solve_and_offer(search: Search, model: Model, known: CandidateSet) -> None:
+    """Offer what solutions of `model` come to that could be better, and that with what they wait for computed again."""
+    problem, params, detail = search.problem, search.params.round_trips, model.detail
+    below = problem.units(search.incumbent.best_s - problem.base_s)
+
+    def try_solution(values: Floats, objective: float) -> bool:
+        choice = read_choice(model, values)
+        known.learn(choice)
+        order = decoded(problem, detail, choice)
+        if objective < below and not late_writers(problem, order):
+            offer_without_waits(search, search.offer(order, detail))
+        return False
+
+    answer = solve_part(search, model.program, params.limit, gap=params.gap, below=below, on_incumbent=try_solution)
+    if answer.values is not None and answer.objective is not None:
+        try_solution(answer.values, answer.objective)
+
+
+def offer_without_waits(search: Search, trial: Trial) -> None:
+    """Offer what comes of `trial` if it computes again what it waits for, where it fits and could be better than the best."""
+    if trial.peak_bytes > search.budget_bytes or trial.time_s - sum(trial.waits_s) >= search.incumbent.best_s:
+        return
+    stop = search.stopping.polled(WORK_PER_EXECUTION * len(trial.order.computed), search.stopping.enough)
+    better = recomputing_where_it_waits(search.problem, trial, search.budget_bytes, stop, search.params.round_trips)
+    if better is not trial:
+        search.offer(better.order, Discretization((search.problem.ops - 1,)))
+
+
+def _slower(copies: Copies | None, times: float) -> Copies | None:
+    if copies is None:
+        return None
+    trips = {t: replace(trip, out_s=times * trip.out_s, in_s=times * trip.in_s) for t, trip in copies.trips.items()}
+    return replace(copies, trips=trips)
+
+
+class Polishing(SteppedStrategy):
+    """Leaves out a recomputation or a copy of the best schedule, and keeps or reloads what it made, until none can be."""
+
+    @staticmethod
+    def applies(problem: Problem) -> bool:
+        """As ``Strategy.applies``."""
+        return problem.places.plain and problem.copies is not None
+
+    def steps(self) -> Iterator[None]:
+        """As ``SteppedStrategy.steps``."""
+        search = self.search
+        problem = search.problem
+        done: Trial | None = None
+        below_s = np.inf
+        while search.incumbent.best is not done:
+            best = search.incumbent.best_trial
+            offer_without_waits(search, best)
+            best = search.incumbent.best_trial
+            for place, computed, away in simpler(problem, best, search.budget_bytes, below_s):
+                search.progress.tell("leaving out copies and executions")
+                _offer_faster(search, computed, away)
+                yield
+                if search.incumbent.best is not best:
+                    # What has been of no use before is looked at again only once the others have been.
+                    below_s = np.inf if place is None else problem.time_s[best.order.computed[place]]
+                    break
+            else:
+                done = best if below_s == np.inf else None
+                below_s = np.inf
+
+
+def _offer_faster(search: Search, computed: Sequence[int], away: Away) -> None:
+    """Offer an order if it fits and takes less time than the best."""
+    problem = search.problem
+    search.clock.spend(WORK_PER_EXECUTION * len(computed))
+    found = timed(problem, computed, away)
+    if found.time_s < search.incumbent.best_s and max(found.memory_bytes) + problem.graph.static_bytes <= search.budget_bytes:
+        whole = Discretization((problem.ops - 1,))
+        search.offer(order_of(whole, computed, found.away), whole)
+
+
+def simpler(
+    problem: Problem, trial: Trial, budget_bytes: int, below_s: float = np.inf
+) -> Iterator[tuple[int | None, Sequence[int], Away]]:
+    """Orders with one further execution less than `trial`, the longest first; then with one copy less, if it waits at all.
+
+    What an execution that is left out has made stays from its last use before, where `trial` leaves the room for it, or
+    is fetched. Each comes with the execution's position, None where it is a copy.
+
+    Args:
+        below_s: executions of ops that take longer are not looked at.
+    """
+    assert problem.copies is not None
+    computed, away = trial.order.computed, trial.order.away
+    last_use, next_read = uses_of(problem, computed)
+    memory = np.array(trial.memory_bytes)
+    again = [place for place, first in enumerate(trial.order.first) if not first]
+    for place in sorted(again, key=lambda place: -problem.time_s[computed[place]]):
+        if not problem.time_s[computed[place]]:
+            break
+        if problem.time_s[computed[place]] > below_s:
+            continue
+        wanted = [t for t in problem.outputs[computed[place]] if (t, place) in next_read and not problem.kept[t]]
+        fewer, shifted = without(computed, {place}, away, next_read)
+        stays = {
+            t: not len(between := memory[last_use[t, place] + 1 : place]) or int(between.max()) + problem.sizes[t] <= budget_bytes
+            for t in wanted
+        }
+        if all(stays.values()):
+            yield place, fewer, shifted
+        fetched = [t for t in wanted if not stays[t]]
+        if fetched and all(t in problem.copies.trips for t in fetched):
+            yield place, fewer, shifted.union((t, next_read[t, place] - 1) for t in fetched)
+    if any(trial.waits_s):
+        for pair in sorted(away, key=lambda pair: (problem.sizes[pair[0]], pair)):
+            yield None, computed, away - {pair}
+
+
+def recomputing_where_it_waits(
+    problem: Problem, trial: Trial, budget_bytes: int, should_stop: Callable[[], bool], params: RoundTripParams
+) -> Trial:
+    """`trial`, which fits, with what is copied computed again instead, one tensor after another, while that takes less time."""
+    whole = Discretization((problem.ops - 1,))
+    found: Trial | None = trial
+    while found is not None:
+        trial, found = found, None
+        for computed, away in _computing_instead(problem, trial, params):
+            if should_stop():
+                return trial
+            run = timed(problem, computed, away)
+            fits = max(run.memory_bytes) + problem.graph.static_bytes <= budget_bytes
+            if fits and run.time_s < trial.time_s * (1 - params.least_gain):
+                found = try_out(problem, order_of(whole, computed, run.away))
+                break
+    return trial
+
+
+def _computing_instead(problem: Problem, trial: Trial, params: RoundTripParams) -> Iterator[tuple[Sequence[int], Away]]:
+    """Orders in which one tensor less is away: at the longest waits, of those that went before it the cheapest a second."""
+    assert problem.copies is not None
+    computed, away = trial.order.computed, trial.order.away
+    stays = stays_of(problem, computed, away)
+    waits = sorted(((wait_s, place) for place, wait_s in enumerate(trial.waits_s) if wait_s > 0), reverse=True)
+    chains: dict[tuple[int, int], list[int] | None] = {}
+    tried: set[tuple[int, int]] = set()
+    for wait_s, place in waits[: params.places]:
+        ranked: list[tuple[float, tuple[int, int]]] = []
+        for stay in stays:
+            pair = (stay.tensor, stay.read)
+            if not stay.fetched or stay.after >= place or pair in tried:
+                continue
+            if pair not in chains:
+                chains[pair] = _chain(problem, stays, computed, pair, params.longest)
+            chain = chains[pair]
+            cost_s = 0.0 if chain is None else sum(problem.time_s[op] for op in chain)
+            if chain is not None and cost_s < wait_s:
+                ranked.append((cost_s / problem.copies.trips[stay.tensor].out_s, pair))
+        for _, pair in sorted(ranked)[: params.tensors]:
+            tried.add(pair)
+            chain = chains[pair]
+            assert chain is not None
+            yield _inserted(problem, computed, away, pair, chain)
+
+
+def _chain(
+    problem: Problem, stays: Sequence[Stay], computed: Sequence[int], pair: tuple[int, int], longest: int
+) -> list[int] | None:
+    """Ops that make a tensor again right before the position that it is fetched for; None if too many, or they must not run."""
+    tensor, place = pair
+    there = {stay.tensor for stay in stays if stay.read < place <= stay.end or (stay.read == place and stay.fetched)} - {tensor}
+    done = max(computed[:place], default=-1) + 1
+    chain: set[int] = set()
+    stack = [tensor]
+    while stack:
+        t = stack.pop()
+        op = problem.producers[t]
+        if t in there or op in chain:
+            continue
+        if not problem.recomputable[op] or problem.last_again[op] < done or len(chain) == longest:
+            return None
+        chain.add(op)
+        stack += problem.inputs[op]
+    return sorted(chain)
+
+
+def _inserted(
+    problem: Problem, computed: Sequence[int], away: Away, pair: tuple[int, int], chain: Sequence[int]
+) -> tuple[Sequence[int], Away]:
+    """`computed` with `chain` in place of what `pair` fetches; what the chain reads of what is fetched there comes before it."""
+    _, place = pair
+    first_read = {t: place + i for i, op in reversed(list(enumerate(chain))) for t in problem.inputs[op]}
+    moved = {
+        (t, first_read.get(t, at + len(chain)) if at == place else at + len(chain) * (at > place)) for t, at in away - {pair}
+    }
+    return (*computed[:place], *chain, *computed[place:]), frozenset(moved)

@@ -1,0 +1,300 @@
+"""Where ops run, chosen anew for a few of them at a time, and judged by the clocks of all devices.
+
+The program's rows know how long each stream works and how long paths are, not who waits for whom. So the placement of the best
+schedule is varied: ops that follow each other, or depend on each other, go to another device, and what they read is copied there
+or computed there again. Variations that are no worse than what was accepted some time ago are gone on from (late acceptance hill
+climbing, Burke and Bykov, European Journal of Operational Research 258, 2017).
+"""
+
+import math
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+
+import numpy as np
+
+from graphs.pools import COMPUTE
+from solvers.clock import left
+from solvers.problem import Problem
+from solvers.windows.decoding.decode import NOWHERE_BYTES, Order, Trial, order_of, try_out
+from solvers.windows.decoding.device_transfers import side_by_side
+from solvers.windows.relaxation.discretization import Discretization
+from solvers.windows.search import WORK_PER_EXECUTION, Search
+from solvers.windows.strategies.strategy import Strategy
+from solvers.windows.strategies.substitution import is_possible
+
+Cost = tuple[int, float, float]  # bytes over the budget, when the last stream has ended, and seconds of all streams
+
+
+@dataclass(frozen=True, slots=True)
+class Placing:
+    """Where the ops of the program run.
+
+    Attributes:
+        device: for each its device; none for those that others on the main device stand for.
+        again: (op, device) where it is computed again rather than that what it makes is copied there.
+        sent: (tensor, device, other device) where it goes to the other one as soon as it is there, and comes back, or is computed
+            again, for each op that reads it later.
+        instead: what stands for others on the main device.
+    """
+
+    device: Mapping[int, int]
+    again: frozenset[tuple[int, int]] = frozenset()
+    sent: frozenset[tuple[int, int, int]] = frozenset()
+    instead: frozenset[int] = frozenset()
+
+
+class Where:
+    """What runs where, and what is copied from where to where. Ops are positions, tensors those of the program.
+
+    Attributes:
+        runs: by op of the program and device what runs it there.
+        spots: the inverse: by what runs which op of the program it is, and where.
+        copies: by tensor, the device where it is and where it goes what copies it.
+        makers: by tensor the op of the program that makes it.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        devices = problem.devices
+        assert devices is not None
+        self.problem, self.devices, self.places = problem, devices, problem.places
+        ops = [problem.graph.ops[op] for op in self.places.ids]
+        self.inputs = [tuple(devices.bases[t] for t in op.inputs) for op in ops]
+        self.outputs = [tuple(devices.bases[t] for t in op.outputs) for op in ops]
+        self.runs: dict[tuple[int, int], int] = {}
+        self.copies: dict[tuple[int, int, int], int] = {}
+        self.makers: dict[int, int] = {}
+        for i, op in enumerate(ops):
+            if op.is_transfer:
+                here, there = (devices.device[t] for t in (op.inputs[0], op.outputs[0]))
+                self.copies[self.inputs[i][0], here, there] = i
+            elif op.stream != COMPUTE:
+                self.runs[self.places.replaces[i][0], devices.device[op.outputs[0]]] = i
+            elif not (self.places.optional[i] or self.places.replaces[i]):
+                self.runs[i, 0] = i
+                self.makers.update(dict.fromkeys(self.outputs[i], i))
+        self.spots = {i: spot for spot, i in self.runs.items()}
+        self.copying = set(self.copies.values())
+        self.count = max(devices.device) + 1
+        self.movable = sorted({v for v, d in self.runs if d})
+        self.static = [(t.id, 0) for t in problem.graph.tensors if t.static]
+        self.static_or_kept = {*self.static, *((t, 0) for t in problem.graph.kept)}
+
+    def computed(self, placing: Placing) -> list[int] | None:
+        """The executions and copies, each before what reads it; None where nothing says how something is made."""
+        return _Order(self, placing).run()
+
+
+@dataclass(slots=True)
+class _Order:
+    """An order in the making."""
+
+    places: Where
+    placing: Placing
+    computed: list[int] = field(default_factory=list)
+    there: set[tuple[int, int]] = field(default_factory=set)
+    sent: dict[tuple[int, int], int] = field(default_factory=dict)
+    touched: dict[tuple[int, int], int] = field(default_factory=dict)  # of what is sent, by which op of the device last
+    turns: dict[int, int] = field(default_factory=dict)  # how many each device has executed
+
+    def run(self) -> list[int] | None:
+        places, placing = self.places, self.placing
+        self.there.update(places.static)
+        self.sent.update(((t, device), other) for t, device, other in placing.sent)
+        stood_for = {i for b in placing.instead for i in places.places.replaces[b]}
+        for v in sorted({*placing.device, *placing.instead}.difference(stood_for - set(placing.instead))):
+            device = placing.device.get(v, 0)
+            if not self.execute(v if v in placing.instead else places.runs[v, device], device):
+                return None
+        return self.without_unread()
+
+    def without_unread(self) -> list[int]:
+        """All but copies that nothing reads before they are made again."""
+        places, device = self.places, self.places.devices.device
+        wanted = {t for t, kept in enumerate(places.problem.kept) if kept}
+        found: list[int] = []
+        for i in reversed(self.computed):
+            outputs = places.problem.outputs[i]
+            if i in places.copying and wanted.isdisjoint(outputs):
+                continue
+            wanted.difference_update(t for t in outputs if device[t] or not places.problem.kept[t])
+            wanted.update(places.problem.inputs[i])
+            found.append(i)
+        return found[::-1]
+
+    def execute(self, i: int, device: int) -> bool:
+        if not all(self.need(t, device) for t in self.places.inputs[i]):
+            return False
+        self.computed.append(i)
+        self.turns[device] = self.turns.get(device, 0) + 1
+        made = [(t, device) for t in self.places.outputs[i]]
+        self.there.update(made)
+        for spot in (*made, *((t, device) for t in self.places.inputs[i])):
+            if spot in self.sent:
+                self.touched[spot] = self.turns[device]
+        return all(self.need(t, self.sent[t, device]) for t, _ in made if (t, device) in self.sent)
+
+    def need(self, t: int, device: int) -> bool:
+        """Have t on a device: computed again there, or copied from wherever that is soonest done."""
+        places = self.places
+        if (t, device) in self.there:
+            # What was sent away comes back, unless the op before has it.
+            if (t, device) not in self.sent or self.turns.get(device, 0) - self.touched.get((t, device), 0) <= 1:
+                return True
+            if (t, self.sent[t, device]) not in self.there or (t, 0) in places.static_or_kept:
+                return True
+        maker = places.makers.get(t)
+        if maker is not None and (maker, device) in self.placing.again and (maker, device) in places.runs:
+            again = places.runs[maker, device]
+            if places.problem.recomputable[again] and self.execute(again, device):
+                return True
+        ways = [
+            (places.problem.seconds(i), i)
+            for d in range(places.count)
+            if d != device and (t, d) in self.there and (i := places.copies.get((t, d, device))) is not None
+        ]
+        if not ways:
+            return False
+        self.computed.append(min(ways)[1])
+        self.there.add((t, device))
+        return True
+
+
+class Placements(Strategy):
+    """The search for a better placement, near that of the best schedule.
+
+    Attributes:
+        lacking: the best order that the last step found and that takes too much memory, for others to recompute in it.
+    """
+
+    def __init__(self, search: Search) -> None:
+        super().__init__(search)
+        self.lacking: Order | None = None
+        self.params = search.params.placing
+        self.places = Where(search.problem)
+        self.whole = Discretization((search.problem.ops - 1,), places=search.problem.places.last)
+        self._draw = np.random.default_rng(0)
+        self._now: Placing | None = None
+        self._cost: Cost = (0, np.inf, np.inf)
+        self._accepted: list[Cost] = []
+        self._from: Trial | None = None
+        self._best: Cost = (0, np.inf, np.inf)
+        self._idle = self._fruitless = 0
+
+    @staticmethod
+    def applies(problem: Problem) -> bool:
+        """As ``Strategy.applies``."""
+        return problem.devices is not None
+
+    def step(self, limit: float) -> bool:
+        """As ``Strategy.step``."""
+        search, clock = self.search, self.search.clock.part(limit)
+        self.lacking = None
+        while not (search.stopping.enough() or left(clock) <= 0):
+            if self._now is None or self._idle > self.params.idle or search.incumbent.best is not self._from:
+                self._begin()
+            assert self._now is not None
+            varied = self.varied(self._now)
+            cost = None if varied == self._now else self.cost_of(varied)
+            self._idle += 1
+            if cost is None:
+                continue
+            at = self._idle % len(self._accepted)
+            if cost <= self._accepted[at] or cost <= self._cost:
+                self._now, self._cost = varied, cost
+            self._accepted[at] = self._cost
+            if cost < self._best:
+                self._best, self._idle, self._fruitless = cost, 0, 0
+                order = self.order(varied)
+                if not is_possible(search.problem, order):
+                    continue
+                if cost[0]:
+                    self.lacking = order
+                elif cost[1] <= search.incumbent.best_s:
+                    search.incumbent.take(try_out(search.problem, order))
+                    self._from = search.incumbent.best
+        return not self.done
+
+    @property
+    def done(self) -> bool:
+        """Whether it has begun so often without coming to a better one that it need not go on."""
+        return self._fruitless > self.params.beginnings
+
+    def cost_of(self, placing: Placing) -> Cost | None:
+        """What a placement costs; None if it is none."""
+        computed = self.places.computed(placing)
+        if computed is None:
+            return None
+        problem, search = self.search.problem, self.search
+        search.clock.spend(2 * WORK_PER_EXECUTION * len(computed))
+        found = side_by_side(problem.graph, [problem.places.ids[i] for i in computed], search.budget_bytes)
+        over = max(found.memory_bytes) - search.budget_bytes if found.fits_elsewhere else NOWHERE_BYTES
+        return max(0, over), found.time_s, math.fsum(map(problem.seconds, computed))
+
+    def order(self, placing: Placing) -> Order:
+        """A placement that there is as an order of executions."""
+        computed = self.places.computed(placing)
+        assert computed is not None
+        away = frozenset(self.places.runs[v, d] for v, d in placing.device.items() if d)
+        return order_of(self.whole, computed, instead=away | placing.instead, places=self.search.problem.places)
+
+    def varied(self, placing: Placing) -> Placing:
+        """Some ops on another device, or one computed again, or no more, where what it makes would be copied."""
+        draw, places = self._draw, self.places
+        movable = [v for v in places.movable if v in placing.device]
+        if not movable:
+            return placing
+        kind = draw.random()
+        if kind < self.params.again_share + self.params.sent_share:
+            v, device = movable[int(draw.integers(len(movable)))], int(draw.integers(places.count))
+            if kind < self.params.again_share or not places.outputs[v]:
+                return replace(placing, again=placing.again ^ {(v, device)})
+            t, other = places.outputs[v][int(draw.integers(len(places.outputs[v])))], int(draw.integers(places.count - 1))
+            return replace(placing, sent=placing.sent ^ {(t, device, other + (other >= device))})
+        device = int(draw.integers(places.count))
+        size = 1 + int(draw.geometric(self.params.few)) if draw.random() < 0.5 else 1 + int(draw.integers(len(movable)))
+        begin = int(draw.integers(len(movable)))
+        chosen: Collection[int] = movable[begin : begin + size]
+        if draw.random() < self.params.linked_share:
+            chosen = self._linked(movable[begin], set(movable), size)
+        moved = {v: device for v in chosen if (v, device) in places.runs}
+        return replace(placing, device=MappingProxyType({**placing.device, **moved}))
+
+    def _linked(self, v: int, among: set[int], size: int) -> list[int]:
+        """So many ops that depend on each other, v among them."""
+        found, waiting = {v}, [v]
+        while waiting and len(found) < size:
+            i = waiting.pop(0)
+            near = [self.places.makers.get(t, -1) for t in self.places.inputs[i]]
+            near += (c for t in self.places.outputs[i] for c in self.search.problem.consumers[t])
+            for other in near:
+                if other in among and other not in found and len(found) < size:
+                    found.add(other)
+                    waiting.append(other)
+        return sorted(found)
+
+    def _begin(self) -> None:
+        """From the best schedule, or nothing placed elsewhere."""
+        self._fruitless = self._fruitless + 1 if self._from is self.search.incumbent.best else 0
+        self._from, self._idle = self.search.incumbent.best, 0
+        start = self._placing_of(() if self._from is None else self._from.order.instead)
+        if self._from is not None:
+            start = replace(start, again=self._again(self._from.order))
+        cost = self.cost_of(start)
+        if cost is None:
+            start = self._placing_of(())
+            cost = self.cost_of(start)
+        self._now, self._cost = start, cost or (0, np.inf, np.inf)
+        self._best = self._cost
+        # The longer it looks back, the more it takes to come to anything, and the better that is.
+        self._accepted = [self._cost] * min(self.params.memory * 2**self._fruitless, self.params.most_memory)
+
+    def _placing_of(self, instead: Iterable[int]) -> Placing:
+        away = dict(self.places.spots[b] for b in instead if b in self.places.spots)
+        here = frozenset(b for b in instead if b not in self.places.spots)
+        executed = [v for v in self.search.problem.places.executed(here) if v not in here]
+        return Placing(MappingProxyType({v: away.get(v, 0) for v in executed}), instead=here)
+
+    def _again(self, order: Order) -> frozenset[tuple[int, int]]:
+        pairs = zip(order.computed, order.first, strict=True)
+        return frozenset(self.places.spots[i] for i, first in pairs if not first and i in self.places.spots)

@@ -1,0 +1,148 @@
+"""Strategies that look for schedules of plain graphs and share the time by what they achieve."""
+
+from collections.abc import Callable, Iterator, Sequence
+
+from solvers.clock import left
+from solvers.problem import Problem
+from solvers.windows.decoding.refinement import even_windows
+from solvers.windows.search import Search
+from solvers.windows.strategies.neighbourhoods import FixAndOptimizeOps, FixAndOptimizeWindows, NarrowModel, Restarts
+from solvers.windows.strategies.offloading import CoarseVariations, Polishing
+from solvers.windows.strategies.random_keys import RandomKeys
+from solvers.windows.strategies.refinement import refine
+from solvers.windows.strategies.relax_and_fix import RelaxAndFix
+from solvers.windows.strategies.segments import Segments
+from solvers.windows.strategies.strategy import SteppedStrategy, Strategy, share_time
+
+
+class Portfolio(Strategy):
+    """Looks for schedules until the model that looks for them has no better one; for graphs without transfers to the host."""
+
+    def __init__(self, search: Search) -> None:
+        super().__init__(search)
+        self.params = search.params.portfolio
+        self.detail = search.models.detail
+        self.narrow = NarrowModel(search, search.models.coarse)
+        self.random_keys = RandomKeys(search)
+
+    @staticmethod
+    def applies(problem: Problem) -> bool:
+        """As ``Strategy.applies``."""
+        return problem.places.plain and problem.copies is None
+
+    def step(self, limit: float) -> bool:
+        """As ``Strategy.step``, to the end."""
+        search, params = self.search, self.params
+        began = search.clock.now
+        self.narrow.begin()  # the first of the restarts
+        began_with = search.clock.now - began
+        if search.incumbent.best is None:
+            RelaxAndFix(search).step(params.advance_limit)
+        restarts = Restarts(search, self.narrow)
+        if search.incumbent.best is None:
+            share_time(search, [restarts], params, should_stop=lambda: found_or_enough(search))
+        strategies = self._improving(restarts)
+        share_time(
+            search,
+            strategies,
+            params,
+            should_stop=search.stopping.enough,
+            least=params.least_shares,
+            spent=(0.0, 0.0, 0.0, began_with),
+        )
+        self._repair()
+        share_time(search, [Segments(search)], params, should_stop=search.stopping.enough)
+        slice_, exhausted, detail = params.first_slice, False, self.detail
+        while not (exhausted or search.stopping.enough()):
+            detail, exhausted = refine(search, detail, slice_, is_relaxation=False)
+            slice_ *= 2
+        return False
+
+    def _improving(self, restarts: Restarts) -> Sequence[Strategy]:
+        """Return what makes a schedule better, in the order of ``PortfolioParams.least_shares``."""
+        search, narrow = self.search, self.narrow
+        return [FixAndOptimizeWindows(search, narrow), FixAndOptimizeOps(search, narrow), Segments(search), restarts]
+
+    def _repair(self) -> None:
+        """Evict, in many ways, until that leads no further."""
+        search, params = self.search, self.params
+        search.progress.tell("trying rules of eviction")
+        idle = 0
+        while idle < params.idle_runs and not search.stopping.enough():
+            before_s = search.incumbent.best_s
+            self.random_keys.guided(search.stopping.enough)
+            self.random_keys.varied(params.runs, search.stopping.enough)
+            idle = 0 if search.incumbent.best_s < before_s * (1 - params.segment_gap) else idle + params.runs
+
+
+class OffloadingPortfolio(Strategy):
+    """The same where tensors may go to the host: strategies that know of it."""
+
+    def __init__(self, search: Search) -> None:
+        super().__init__(search)
+        self.narrow = NarrowModel(search, search.models.coarse)
+
+    @staticmethod
+    def applies(problem: Problem) -> bool:
+        """As ``Strategy.applies``."""
+        return problem.places.plain and problem.copies is not None
+
+    def step(self, limit: float) -> bool:
+        """As ``Strategy.step``, to the end."""
+        search, narrow, params = self.search, self.narrow, self.search.params
+        # Copies are hidden in windows of equal time.
+        narrow.detail = even_windows(search.models.coarse, search.problem.time_s, params.neighbourhoods.even_windows)
+        evicting, varying, restarts = RandomEviction(search), CoarseVariations(search, narrow.known), Restarts(search, narrow)
+        stop = enough_after(search, params.round_trips.rules_limit)
+        while evicting.step() and not stop():
+            pass
+        for _ in range(params.round_trips.first):
+            if search.stopping.enough():
+                return False
+            varying.step()
+        # Not before: beside a good schedule that offloads nothing, a rough one that does, and would come to more when improved,
+        # is given up.
+        search.incumbent.release()
+        strategies: list[Strategy] = [evicting, varying, restarts]
+        if search.incumbent.best is None:
+            narrow.begin()
+            share_time(search, strategies, params.portfolio, should_stop=lambda: found_or_enough(search))
+        if search.incumbent.best is not None:
+            strategies += [Polishing(search), FixAndOptimizeWindows(search, narrow), FixAndOptimizeOps(search, narrow)]
+            share_time(search, strategies, params.portfolio, should_stop=search.stopping.enough)
+        return False
+
+
+class RandomEviction(SteppedStrategy):
+    """Evicts, in many ways, until that leads no further; what is the best is polished."""
+
+    @staticmethod
+    def applies(problem: Problem) -> bool:
+        """As ``Strategy.applies``."""
+        return problem.places.plain and problem.copies is not None
+
+    def steps(self) -> Iterator[None]:
+        """As ``SteppedStrategy.steps``."""
+        search, params, keys = self.search, self.search.params, RandomKeys(self.search)
+        idle = 0
+        while idle < params.portfolio.idle_runs:
+            best, before = search.incumbent.best, keys.runs
+            keys.guided(enough_after(search, params.round_trips.guided_limit))
+            yield
+            keys.varied(params.round_trips.runs, search.stopping.enough)
+            yield
+            idle += keys.runs - before
+            if search.incumbent.best is not best and search.incumbent.best is keys.found:
+                idle = 0
+                yield from Polishing(search).steps()
+
+
+def found_or_enough(search: Search) -> bool:
+    """Return True if there is a schedule, or none need be looked for."""
+    return search.incumbent.best is not None or search.stopping.enough()
+
+
+def enough_after(search: Search, limit: float) -> Callable[[], bool]:
+    """Return ``StoppingRule.enough``, or that so much has been spent from now on."""
+    clock = search.clock.part(limit)
+    return lambda: search.stopping.enough() or left(clock) <= 0

@@ -1,0 +1,137 @@
+"""Schedules by eviction, tried out by the hundred.
+
+A rule of eviction takes milliseconds and is never over the budget, but it is blind to what comes; a solution of
+the relaxation sees the whole step, but what it expands to is over the budget in places. So evict with a solution
+as guide: what it hands on is evicted last, what it does not is evicted first. And vary: the rule, the
+budget it is given (a tensor lives shorter in the schedule than in the run), and a factor to each tensor's rank, a
+search over keys that decode to schedules (Bean, ORSA J. Computing 1994).
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from solvers.eviction.engine import WORK_PER_EVICTION
+from solvers.eviction.rules import EvictionRule, Guide
+from solvers.windows.decoding.decode import Trial
+from solvers.windows.decoding.expand import Choice
+from solvers.windows.relaxation.discretization import Discretization
+from solvers.windows.search import Search
+from solvers.windows.strategies.eviction import evicted, with_prices
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """A way to evict: a rule, the budget's factor, what guides it, and each tensor's own factor."""
+
+    rule: EvictionRule
+    factor: float
+    guide: Guide | None
+    bias: NDArray[np.float64]
+
+
+class RandomKeys:
+    """Ways to evict, the best of them varied."""
+
+    def __init__(self, search: Search) -> None:
+        self.search = search
+        self.problem = search.problem
+        self.params = search.params.random_keys
+        self.pool: list[tuple[float, Way]] = []
+        self.runs = 0
+        self.found: Trial | None = None  # the last that was the best of the search
+        self._seen: set[Choice] = set()
+        self._draw = np.random.default_rng(0)
+        self._even = np.ones(len(self.problem.sizes))
+        self._whole = Discretization((self.problem.ops - 1,))
+
+    def guided(self, should_stop: Callable[[], bool]) -> None:
+        """Repair the solutions that have come in."""
+        while self.search.models.solutions:
+            detail, choice = self.search.models.solutions.pop()
+            if choice in self._seen:
+                continue
+            self._seen.add(choice)
+            handed = np.zeros((len(detail.ends), len(self.problem.sizes)), dtype=bool)
+            for k, tensors in enumerate(choice.handed[1:]):
+                handed[k, list(tensors)] = True
+            guide = Guide(detail.ends, handed)
+            prices = self.search.params.round_trips.prices
+            for rule in with_prices(self.problem, self.params.guided_rules, prices):
+                for factor in self.params.factors:
+                    if should_stop():
+                        return
+                    self.take(Way(rule, factor, guide, self._even), None)
+
+    def varied(self, runs: int, should_stop: Callable[[], bool]) -> None:
+        """Try `runs` more ways: drawn, and variations of the best."""
+        for _ in range(runs):
+            if should_stop():
+                return
+            if self.runs < self.params.fresh or not self.pool or self._draw.random() < self.params.fresh_share:
+                self.take(self.fresh(), None)
+            else:
+                # The best is varied most often.
+                parent = min(int(self._draw.integers(len(self.pool))), int(self._draw.integers(len(self.pool))))
+                self.take(self.variation(self.pool[parent][1]), parent)
+
+    def fresh(self) -> Way:
+        """A rule without a guide."""
+        cost, size, distance = (float(e) for e in self._draw.choice(self.params.exponents, 3))
+        exact = self._draw.random() < self.params.whole_share
+        factor = 1.0 if exact else float(self._draw.uniform(*self.params.budget_factors))
+        rule = EvictionRule(cost, size, distance)
+        if self.problem.copies is not None:
+            rule = replace(rule, channel=float(self._draw.choice(self.params.prices)))
+        return Way(rule, factor, None, self._even)
+
+    def variation(self, way: Way) -> Way:
+        """`way` with other factors for some tensors, and now and then another rule or budget."""
+        draw, params = self._draw, self.params
+        share = float(draw.choice(params.varied))
+        chosen = draw.random(len(way.bias)) < share
+        way = replace(way, bias=way.bias * np.where(chosen, np.exp(draw.normal(size=len(chosen))), 1.0))
+        if draw.random() < params.rule_share:
+            exponents = (way.rule.cost, way.rule.size, way.rule.distance)
+            cost, size, distance = (max(0.0, e + params.rule_step * float(draw.normal())) for e in exponents)
+            channel = way.rule.channel
+            if self.problem.copies is not None:
+                channel *= math.exp(params.price_step * float(draw.normal()))
+            way = replace(way, rule=EvictionRule(cost, size, distance, channel=channel))
+        if draw.random() < params.budget_share:
+            way = replace(way, factor=way.factor * math.exp(params.budget_step * float(draw.normal())))
+        return way
+
+    def take(self, way: Way, parent: int | None) -> None:
+        """Try a way, and keep it if it is as good as its parent or better than the worst of the pool."""
+        self.runs += 1
+        limit_s = self.params.worse * self.search.incumbent.best_s
+        order = evicted(
+            self.problem,
+            way.rule,
+            capacity_bytes=int(self.problem.capacity_bytes * way.factor),
+            bias=way.bias,
+            guide=way.guide,
+            max_factor=self.params.most_executions,
+            max_time_s=limit_s,
+        )
+        executed = self.problem.ops if order is None else len(order.computed)
+        self.search.clock.spend(WORK_PER_EVICTION * executed)
+        if order is None:
+            return
+        trial = self.search.improve_order(order, self._whole, limit_s)
+        if trial is None:
+            return
+        if trial is self.search.incumbent.best:
+            self.found = trial
+        if parent is not None:
+            if trial.time_s <= self.pool[parent][0]:
+                self.pool[parent] = (trial.time_s, way)
+        elif len(self.pool) < self.params.pool:
+            self.pool.append((trial.time_s, way))
+        elif trial.time_s < self.pool[-1][0]:
+            self.pool[-1] = (trial.time_s, way)
+        self.pool.sort(key=lambda entry: entry[0])

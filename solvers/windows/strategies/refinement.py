@@ -1,0 +1,246 @@
+"""The relaxation, solved and refined where its solution does not fit, in turn (dynamic discretization discovery)."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from solvers.clock import Clock
+from solvers.highs import solve_program
+from solvers.highs.program import Answer, Floats, Milp, Outcome, Watch
+from solvers.memory import give_back
+from solvers.problem import OBJECTIVE_SCALE, Problem
+from solvers.windows.decoding.decode import Trial, decoded, late_writers, read_choice
+from solvers.windows.decoding.encode import choice_of_trial, start_values
+from solvers.windows.decoding.expand import Choice
+from solvers.windows.decoding.refinement import halved, refined, where_it_waits, with_stages_in_order
+from solvers.windows.relaxation.discretization import Discretization, Model
+from solvers.windows.relaxation.draft import POLL_EVERY, StoppedError
+from solvers.windows.relaxation.models import build_ordered, build_relaxation
+from solvers.windows.search import Search
+from solvers.windows.strategies.strategy import Strategy
+
+_WORK_PER_ENTRY = 2e-6  # of building a model
+
+
+def solve_part(
+    search: Search,
+    program: Milp,
+    limit: float,
+    *,
+    gap: float,
+    start: Floats | None = None,
+    below: float = np.inf,
+    should_stop: Callable[[], bool] | None = None,
+    on_incumbent: Callable[[Floats, float], bool] | None = None,
+) -> Answer:
+    """Solve a program of those that look for schedules.
+
+    Args:
+        search: on whose clock.
+        program: what is solved.
+        limit: that it may take.
+        gap: at which it ends, as a share of the whole step.
+        start: values to start from.
+        below: a bound that is no lower ends it (in units of the objective).
+        should_stop: ends it; by default, ``Search.enough``.
+        on_incumbent: as in ``solvers.highs.program.Watch``.
+    """
+    search.clock.spend(_WORK_PER_ENTRY * program.matrix.nnz)  # of building it
+    stop = should_stop or search.stopping.enough
+    bound = -np.inf
+
+    def on_bound(value: float) -> None:
+        nonlocal bound
+        bound = value
+        search.progress.tell()
+
+    return solve_program(
+        program,
+        clock=search.clock.part(limit),
+        absolute_gap=gap * OBJECTIVE_SCALE,
+        start=start,
+        watch=Watch(lambda: stop() or bound >= below, on_incumbent, on_bound, search.stopping.interrupted),
+        options={"mip_pscost_minreliable": search.params.portfolio.pscost_minreliable},
+    )
+
+
+class Relaxation(Strategy):
+    """Bounds: the relaxation refined, from two windows to as many as there are ops.
+
+    The first step begins from nothing, while others look for schedules: its solutions are to be other ones than theirs.
+    """
+
+    def __init__(self, search: Search) -> None:
+        super().__init__(search)
+        self._begun = False
+
+    @staticmethod
+    def applies(problem: Problem) -> bool:
+        """As ``Strategy.applies``."""
+        return problem.places.plain
+
+    def step(self, limit: float) -> bool:
+        """As ``Strategy.step``. What was stopped begins anew: a longer limit comes further."""
+        search, first, self._begun = self.search, not self._begun, True
+        detail, exhausted = refine(search, search.models.detail, limit, is_relaxation=True, from_best=not first)
+        is_last = len(detail.ends) == search.problem.ops or search.problem.ops <= search.params.bound.small_ops
+        search.models.detail = halved(detail) if exhausted and not (first or is_last) else detail
+        return first or not (exhausted and is_last)
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What came of solving a model once.
+
+    Attributes:
+        outcome: of HiGHS.
+        closer: the model's detail, closer where the last solution does not fit.
+        trial: of that solution; None if there is none that can be tried.
+    """
+
+    outcome: Outcome
+    closer: Discretization
+    trial: Trial | None
+
+
+def refine(
+    search: Search, detail: Discretization, limit: float, *, is_relaxation: bool, from_best: bool = True
+) -> tuple[Discretization, bool]:
+    """Solve and refine in turn; False with it if time was up before there was nothing left to refine.
+
+    Args:
+        from_best: start from the best schedule, where it is known what that is in the model.
+    """
+    clock = search.clock.part(limit)
+    done = search.stopping.solved if is_relaxation else search.stopping.satisfied
+    while not (done() or search.stopping.stopped()):
+        look = look_at(search, detail, clock, is_relaxation=is_relaxation, from_best=from_best)
+        if look is None:
+            return detail, False
+        in_time = clock.now < limit
+        if search.stopping.solved():
+            more = search.clock.part(search.stopping.extra(search.clock.now))
+            look_at(search, detail, more, is_relaxation=is_relaxation, from_best=from_best)
+            return detail, False
+        if look.outcome is not Outcome.OPTIMAL:
+            # The bound of a finer model, which takes longer, would lag behind for long: this one is given more time.
+            # Where it was not time that ended it, but memory, more of it is of no use.
+            again = is_relaxation and not in_time
+            return (detail if again else look.closer), look.outcome is Outcome.INFEASIBLE
+        if look.closer == detail:
+            return detail, True
+        detail = look.closer
+    return detail, False
+
+
+def look_at(
+    search: Search,
+    detail: Discretization,
+    clock: Clock,
+    *,
+    is_relaxation: bool,
+    from_best: bool = True,
+    prove: Callable[[float], None] | None = None,
+    should_stop: Callable[[], bool] | None = None,
+) -> Look | None:
+    """Build a model and solve it, offering every solution on the way; None where it was to end before there was a model.
+
+    Args:
+        prove: what is told of the bounds of a relaxation, as ``Search.prove``, which it is by default.
+        should_stop: ends it, besides what ends the search.
+    """
+    try:
+        model = _build(search, detail, is_relaxation=is_relaxation)
+    except StoppedError:
+        return None
+    prove = (prove or search.incumbent.prove) if is_relaxation else lambda _: None
+    look = _solve_model(search, model, clock, from_best=from_best, prove=prove, should_stop=should_stop or (lambda: False))
+    return replace(look, closer=replace(look.closer, ordered=detail.ordered)) if is_relaxation else look
+
+
+def look_at_fractions(search: Search, detail: Discretization) -> tuple[float, dict[int, float]]:
+    """What the linear relaxation of a relaxation proves, as ``Search.prove`` takes it, and z of each stand-in in it."""
+    try:
+        model = _build(search, detail, is_relaxation=True)
+    except StoppedError:
+        return -np.inf, {}
+    program = replace(model.program, integer=np.zeros_like(model.program.integer))
+    # Nothing is asked meanwhile: beside other threads the answers would take longer than the program.
+    answer = solve_program(program, clock=search.clock, watch=Watch(interrupted=search.stopping.interrupted))
+    values = answer.values
+    return answer.bound, {} if values is None else {b: float(values[column]) for b, column in model.instead.items()}
+
+
+def _build(search: Search, detail: Discretization, *, is_relaxation: bool) -> Model:
+    stopped = search.stopping.polled(_WORK_PER_ENTRY * POLL_EVERY, search.stopping.stopped)
+    if is_relaxation:
+        search.progress.tell(f"bounding with {len(detail.ends)} windows")
+        return build_relaxation(search.problem, detail, stopped)
+    search.progress.tell(f"searching in {len(detail.ends)} windows")
+    return build_ordered(search.problem, detail, should_stop=stopped)
+
+
+def _solve_model(
+    search: Search,
+    model: Model,
+    clock: Clock,
+    *,
+    from_best: bool,
+    prove: Callable[[float], None],
+    should_stop: Callable[[], bool],
+) -> Look:
+    looks: list[tuple[Discretization, Trial | None]] = [(model.detail, None)]
+    search.models.note_size(model.program.matrix.shape)
+
+    def try_solution(values: Floats, objective: float) -> bool:
+        choice = read_choice(model, values)
+        search.models.solutions.append((model.detail, choice))
+        looks[0] = _offer(search, model, choice)
+        return search.stopping.satisfied()
+
+    def on_bound(overhead: float) -> None:
+        if np.isfinite(overhead):
+            prove(overhead)
+        search.progress.tell()
+
+    start = None
+    # What a schedule with both optional ops and round trips is in a model is known of its plain graph only.
+    if from_best and search.incumbent.best is not None and (search.problem.copies is None or search.problem.places.plain):
+        start = start_values(model, choice_of_trial(search.problem, model.detail, search.incumbent.best))
+    params = search.params.bound
+    answer = solve_program(
+        model.program,
+        clock=clock,
+        absolute_gap=(params.close_gap if search.stopping.solved() else params.inner_gap)
+        * search.stopping.tolerance
+        * OBJECTIVE_SCALE,
+        start=start,
+        watch=Watch(
+            lambda: search.stopping.enough() or search.stopping.out_of_memory() or should_stop(),
+            try_solution,
+            on_bound,
+            search.stopping.interrupted,
+        ),
+    )
+    give_back()
+    prove(np.inf if answer.outcome is Outcome.INFEASIBLE else answer.bound)
+    if answer.values is not None:
+        try_solution(answer.values, 0.0)
+    closer, trial = looks[0]
+    return Look(answer.outcome, closer, trial)
+
+
+def _offer(search: Search, model: Model, choice: Choice) -> tuple[Discretization, Trial | None]:
+    """Expand a solution and offer it; returns the model's detail, closer where it does not fit, and what was tried."""
+    detail, params = model.detail, search.params.refinement
+    order = decoded(model.problem, detail, choice)
+    if writers := late_writers(search.problem, order):
+        return detail.split(writers), None
+    if not search.problem.allows(order.computed):
+        return detail, None  # what the solution does not say how to make came by ops that it does not execute
+    trial = search.offer(order, detail)
+    if trial.peak_bytes <= search.budget_bytes:
+        return where_it_waits(detail, trial, params), trial
+    closer = refined(detail, trial, search.budget_bytes, params)
+    return with_stages_in_order(closer, trial, search.budget_bytes, params), trial

@@ -1,0 +1,149 @@
+"""Schedules for tight budgets: fix what fits, look closer at what follows, from the first op to the last.
+
+The model that looks for schedules is solved with few windows: those at the place reached, and coarse ones
+for the rest of the step, which tell what is worth having there. The windows in which the decoded order fits are
+settled; the first place where it does not fit gets finer windows; and so on to the end. Each model is small, as
+settled windows are constants, so that a schedule is found in a time that grows with the number of tight
+places rather than exponentially. Where what was settled leaves no way on, the last of it is opened again.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+
+from solvers.clock import Clock, left
+from solvers.problem import Problem, problem_of
+from solvers.windows.decoding.decode import Trial, late_writers, order_of, read_choice
+from solvers.windows.decoding.expand import Choice, expand
+from solvers.windows.decoding.refinement import refined, with_stages_in_order
+from solvers.windows.params import RefinementParams
+from solvers.windows.relaxation.discretization import Discretization, Frame, Model
+from solvers.windows.relaxation.models import build_ordered
+from solvers.windows.strategies.refinement import solve_part
+from solvers.windows.strategies.strategy import Strategy
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """How far it has come.
+
+    Attributes:
+        prefix: executions that are settled; all of window 0 and before.
+        entering: tensors in memory after them (None: nothing is settled).
+        detail: the windows; window 0 is past if anything is settled.
+    """
+
+    prefix: tuple[int, ...]
+    entering: frozenset[int] | None
+    detail: Discretization
+
+    @property
+    def first_window(self) -> int:
+        """The first window that is open."""
+        return 0 if self.entering is None else 1
+
+
+class RelaxAndFix(Strategy):
+    """A first schedule from the first op to the last; at first without recomputing ops after the peak."""
+
+    @staticmethod
+    def applies(problem: Problem) -> bool:
+        """As ``Strategy.applies``."""
+        return problem.places.plain and problem.copies is None
+
+    def step(self, limit: float) -> bool:
+        """As ``Strategy.step``; twice as long if all may be recomputed."""
+        search = self.search
+        before_peak = range(search.models.coarse.ends[0] + 1)
+        for repeatable, share in ((before_peak, 1), (None, 2)):
+            problem = problem_of(search.problem.graph, search.budget_bytes, repeatable=repeatable)
+            clock = search.clock.part(share * limit)
+            if search.stopping.stopped() or self._advance(problem, search.models.coarse, clock):
+                break
+        return False
+
+    def _advance(self, problem: Problem, detail: Discretization, clock: Clock) -> bool:
+        """Find a schedule of `problem` from coarse windows on, before the limit of `clock`; return True if it did."""
+        search, params = self.search, self.search.params
+        place = Place((), None, detail)
+        behind: list[Place] = []
+        back = 1
+        for _ in range(params.relax_and_fix.most_solves):
+            if left(clock) <= 0:
+                return False
+            choice = self._solve(build_ordered(problem, place.detail, Frame(entering=place.entering)), left(clock))
+            closer = None
+            if choice is not None:
+                inside = expand(problem, place.detail, choice, first_window=place.first_window)
+                order = order_of(place.detail, place.prefix + inside)
+                if writers := late_writers(problem, order):
+                    place = replace(place, detail=_with_ends(place.detail, writers))
+                    continue
+                trial = search.offer(order, place.detail)
+                if trial.peak_bytes <= problem.budget_bytes:
+                    return True
+                closer = _closer(place.detail, trial, problem.budget_bytes, params.refinement)
+            if choice is None or closer is None or closer == place.detail:
+                if not behind:
+                    return False
+                for _ in range(min(back, len(behind))):
+                    earlier = behind.pop()
+                back *= 2
+                place = replace(earlier, detail=_merged(earlier.detail, place.detail))
+                continue
+            still_open = params.relax_and_fix.open_windows
+            settled = _settle(replace(place, detail=closer), place.detail, choice, trial, problem.budget_bytes, still_open)
+            if settled is not None:
+                behind.append(replace(place, detail=closer))
+                place = settled
+                back = max(1, back // 2)
+            else:
+                place = replace(place, detail=closer)
+        return False
+
+    def _solve(self, model: Model, most: float) -> Choice | None:
+        """Return a solution that is good enough to go on from, None if there is none within `most` by the clock."""
+        search, params = self.search, self.search.params.portfolio
+        search.progress.tell(f"searching from op {model.detail.ends[0] if model.detail.ends else 0} on")
+        limit = min(most, params.place_limit)
+        answer = solve_part(search, model.program, limit, gap=params.place_gap, should_stop=search.stopping.stopped)
+        return None if answer.values is None else read_choice(model, answer.values)
+
+
+def _closer(detail: Discretization, trial: Trial, budget_bytes: int, params: RefinementParams) -> Discretization:
+    """`detail` refined at the first run of executions over the budget, and what else is over it in that window."""
+    first = next(step for step, taken in enumerate(trial.memory_bytes) if taken > budget_bytes)
+    window = trial.order.windows[first]
+    memory = tuple(
+        taken if at == window else min(taken, budget_bytes)
+        for taken, at in zip(trial.memory_bytes, trial.order.windows, strict=True)
+    )
+    here = replace(trial, memory_bytes=memory)
+    return with_stages_in_order(refined(detail, here, budget_bytes, params), here, budget_bytes, params)
+
+
+def _settle(
+    place: Place, solved: Discretization, choice: Choice, trial: Trial, budget_bytes: int, still_open: int
+) -> Place | None:
+    """`place` with the windows of `solved` settled that lie well before the first execution over the budget."""
+    first = next(step for step, taken in enumerate(trial.memory_bytes) if taken > budget_bytes)
+    last = trial.order.windows[first] - 1 - still_open  # the last window to settle
+    if last < place.first_window:
+        return None
+    end = solved.ends[last]
+    executed = trial.order.computed.index(end)
+    ends = tuple(e for e in place.detail.ends if e >= end)
+    return Place(trial.order.computed[: executed + 1], choice.handed[last + 1], replace(place.detail, ends=ends))
+
+
+def _with_ends(detail: Discretization, more: Collection[int]) -> Discretization:
+    return replace(detail, ends=tuple(sorted({*detail.ends, *more})))
+
+
+def _merged(earlier: Discretization, later: Discretization) -> Discretization:
+    """The windows of `later`, and before them those of `earlier`."""
+    return Discretization(
+        tuple(sorted({*earlier.ends, *later.ends})),
+        earlier.firsts | later.firsts,
+        earlier.repeats | later.repeats,
+        ordered=earlier.ordered | later.ordered,
+    )

@@ -1,0 +1,179 @@
+"""The model that looks for schedules in a narrow space: a window wherever memory is tight, few choices in each.
+
+With a window for every tight op the full model has millions of choices, nearly all of them idle: an op is
+executed again where something near wants it, or not at all. So the choices are taken from solutions of coarse
+models, which show what is worth executing again at all, and from the best schedules so far: in a window may be
+executed again
+
+    what its new ops want, and what that wants in turn, as far as some solution executes it again anywhere;
+    what a schedule did execute again there.
+
+The second makes the best schedule a solution of the model, to start from. Few choices also leave most tensors
+with one column for all the windows between two uses, see ``variables.py``.
+"""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from heapq import heapify, heappop, heappush
+
+from solvers.problem import Problem
+from solvers.windows.decoding.decode import Order, Trial
+from solvers.windows.decoding.expand import Choice
+from solvers.windows.params import NeighbourhoodParams
+from solvers.windows.relaxation.devices import add_side_by_side
+from solvers.windows.relaxation.discretization import Discretization, Model
+from solvers.windows.relaxation.draft import Family, ModelDraft, Terms
+from solvers.windows.relaxation.executed import add_executed_at_all
+from solvers.windows.relaxation.in_stage import add_memory_in_order
+from solvers.windows.relaxation.memory import add_memory_inside, add_memory_of_repeats
+from solvers.windows.relaxation.models import compose, window_rows
+from solvers.windows.relaxation.resources import add_resources
+from solvers.windows.relaxation.transfers import add_channels, add_copies
+from solvers.windows.relaxation.variables import variables
+
+
+class CandidateSet:
+    """What solutions and schedules have executed again, or sent to the host."""
+
+    def __init__(self) -> None:
+        self.ops: set[int] = set()
+        self.tensors: set[int] = set()
+        self.pairs: set[tuple[int, int]] = set()  # (new op, op executed again just before it)
+        self.factor = 1
+
+    def more_choices(self, ops: int) -> bool:
+        """Allow twice as many ops to be executed again for the sake of one; False if all `ops` are already."""
+        self.factor *= 2
+        return self.factor < 2 * ops
+
+    def learn(self, choice: Choice) -> None:
+        """Take note of a solution."""
+        self.ops.update(*choice.again)
+        self.tensors.update(*choice.taken)
+
+    def learn_order(self, order: Order) -> None:
+        """Take note of a schedule."""
+        self.tensors.update(t for t, _ in order.away)
+        again: list[int] = []
+        for op, first in zip(order.computed, order.first, strict=True):
+            if first:
+                self.pairs.update((op, x) for x in again)
+                again = []
+            else:
+                again.append(op)
+
+
+def build_restricted(problem: Problem, detail: Discretization, known: CandidateSet, params: NeighbourhoodParams) -> Model:
+    """The model that looks for schedules, with the choices that are `known`."""
+    if problem.copies is not None:
+        trips = {t: trip for t, trip in problem.copies.trips.items() if t in known.tensors}
+        problem = replace(problem, copies=replace(problem.copies, trips=trips))
+    return compose(ModelDraft(problem, detail, wording=_RunningTotals()), *restricted_families(known, params))
+
+
+def restricted_families(known: CandidateSet, params: NeighbourhoodParams) -> tuple[Family, ...]:
+    """Its rows. Spans of windows are not among them: they make bounds, and the model larger."""
+    return (
+        *(variables(_Near(known, params)), add_copies, window_rows, add_memory_inside, add_memory_of_repeats),
+        *(add_memory_in_order, add_channels, add_executed_at_all, add_resources, add_side_by_side),
+    )
+
+
+class _Near:
+    """The choices of a window: what is known to be worth executing again, near where it is wanted."""
+
+    def __init__(self, known: CandidateSet, params: NeighbourhoodParams) -> None:
+        self.known = known
+        self.params = params
+        self.again_before: dict[int, list[int]] = {}
+        for v, x in known.pairs:
+            self.again_before.setdefault(v, []).append(x)
+
+    def __call__(self, draft: ModelDraft, k: int) -> Iterable[int]:
+        start, end = draft.starts[k], draft.detail.ends[k]
+        near: set[int] = set()
+        for v in range(start, end + 1):
+            near |= self.lacking(draft, v, start)
+            near.update(self.again_before.get(v, ()))
+        near.update(i for i in range(start, end) if i in self.known.ops)
+        return sorted(near)
+
+    def lacking(self, draft: ModelDraft, v: int, start: int) -> set[int]:
+        """What v may want of what was executed before op `start`: the nearest of it."""
+        problem = draft.problem
+        most = self.known.factor * max(self.params.few_choices, self.params.choices // draft.windows)
+        found: set[int] = set()
+        makers = problem.makers
+        nearest_first = [-p for t in problem.inputs[v] for p in makers[t]]
+        heapify(nearest_first)
+        while nearest_first and len(found) < most:
+            i = -heappop(nearest_first)
+            if 0 <= i < start and i in self.known.ops and i not in found:
+                found.add(i)
+                for t in problem.inputs[i]:
+                    for p in makers[t]:
+                        heappush(nearest_first, -p)
+        return found
+
+
+class _RunningTotals:
+    """Memory rows told as what differs from T_k, what is handed over at the end of window k: most tensors are in both.
+
+    T_k = T_(k-1) + what is handed over at the end of k only - what is at the end of k - 1 only. With dense rows
+    instead, models with a thousand windows are too large to solve.
+    """
+
+    def __init__(self) -> None:
+        self.totals: dict[int, tuple[int, dict[int, float]]] = {}
+
+    def __call__(self, draft: ModelDraft, k: int, columns: list[int], values: list[float]) -> Terms:
+        total, parts = self.total(draft, k)
+        row = dict.fromkeys(columns, 0.0)
+        for column, value in zip(columns, values, strict=True):
+            row[column] += value
+        for column, value in parts.items():
+            row[column] = row.get(column, 0.0) - value
+        terms = {column: value for column, value in row.items() if value} | {total: draft.memory_unit}
+        return list(terms), list(terms.values())
+
+    def total(self, draft: ModelDraft, k: int) -> tuple[int, dict[int, float]]:
+        """Column of T_k, in units of memory, and what it sums up."""
+        if k not in self.totals:
+            unit = draft.memory_unit
+            parts = {
+                draft.handed[k + 1, t]: float(size)
+                for t, size in enumerate(draft.problem.sizes)
+                if size and (k + 1, t) in draft.handed
+            }
+            column = draft.column(integer=False, upper=2 * draft.problem.capacity_bytes / unit)
+            terms = {column: unit}
+            before: dict[int, float] = {}
+            if k - 1 in self.totals:
+                previous, before = self.totals[k - 1]
+                terms[previous] = -unit
+            for other in parts.keys() ^ before.keys():
+                terms[other] = before[other] if other in before else -parts[other]
+            draft.rows.add(list(terms), [value / unit for value in terms.values()], 0.0, 0.0)
+            self.totals[k] = column, parts
+        return self.totals[k]
+
+
+def tight_windows(problem: Problem, trials: Iterable[Trial], tight_bytes: float, limit: int) -> Discretization:
+    """A window for each new op that takes more than `tight_bytes` in one of `trials`, or before which something does.
+
+    Args:
+        limit: of windows, about; of ops that follow each other the one that takes most.
+    """
+    most = [0] * problem.ops
+    for trial in trials:
+        before = 0
+        for op, first, taken in zip(trial.order.computed, trial.order.first, trial.memory_bytes, strict=True):
+            before = max(before, taken)
+            if first:
+                most[op] = max(most[op], before)
+                before = 0
+    tight = [op for op in range(problem.ops) if most[op] > tight_bytes]
+    length = max(1, -(-2 * len(tight) // limit))
+    worst = [max(tight[i : i + length], key=lambda op: most[op]) for i in range(0, len(tight), length)]
+    ends = {op - before for op in worst for before in (0, 1) if op >= before}
+    return Discretization(tuple(sorted({*ends, problem.ops - 1})))

@@ -1,0 +1,153 @@
+"""An exact search for small graphs: shortest path over what is executed and what is in memory.
+
+Where the models say neither "here is a schedule" nor "there is none", this decides, if the graph is
+small: the number of states is exponential in the number of tensors alive at once.
+"""
+
+import heapq
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import combinations, count
+
+from solvers.problem import OBJECTIVE_SCALE, Problem
+from solvers.windows.strategies.eviction import offer_program
+from solvers.windows.strategies.strategy import Strategy
+
+_WORK_PER_STATES = 2e-2  # a thousand of them
+
+
+class StateSpace(Strategy):
+    """The search over all states, for graphs without transfers to the host; larger ones come to ``BoundParams.max_states``."""
+
+    @staticmethod
+    def applies(problem: Problem) -> bool:
+        """As ``Strategy.applies``."""
+        return problem.places.plain and problem.copies is None
+
+    def step(self, limit: float) -> bool:
+        """As ``Strategy.step``."""
+        search, incumbent, problem = self.search, self.search.incumbent, self.search.problem
+
+        def ended() -> bool:
+            search.progress.tell("searching all states")
+            return search.stopping.stopped()
+
+        should_stop = search.stopping.polled(_WORK_PER_STATES, ended)
+        found = shortest(problem, search.params.bound.max_states, below_s=incumbent.best_s, should_stop=should_stop)
+        offer_program(search, found.computed)
+        incumbent.infeasible = found.decided and incumbent.best is None
+        if not incumbent.infeasible and problem.base_s > 0:
+            incumbent.raise_bound((found.bound_s / problem.base_s - 1) * OBJECTIVE_SCALE)
+        return False
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Outcome of the search.
+
+    Attributes:
+        decided: False if the limit on states ended it.
+        computed: the fastest order of executions that fits, None if there is none below the limit (or not decided).
+        bound_s: no order is faster.
+    """
+
+    decided: bool
+    computed: tuple[int, ...] | None
+    bound_s: float
+
+
+def shortest(problem: Problem, max_states: int, *, below_s: float, should_stop: Callable[[], bool]) -> Found:
+    """The fastest order of executions with first executions in program order (Dijkstra's algorithm).
+
+    A state is (number of ops executed for the first time, set of tensors in memory). Executing an op
+    needs its inputs in memory, and its outputs and workspace to fit beside all that is; again, it costs its
+    time, and nothing the first time, which is the same in all orders. Freeing a tensor that is not kept costs
+    nothing. What can serve no op any more is freed at once.
+
+    Args:
+        below_s: only orders faster than this are looked for.
+        should_stop: polled; True ends the search undecided.
+    """
+    n = problem.ops
+    in_masks = [sum(1 << t for t in inputs) for inputs in problem.inputs]
+    out_masks = [sum(1 << t for t in outputs) for outputs in problem.outputs]
+    # Beside what is there an op needs its outputs and workspace, less what it is written over, which is then gone.
+    ways = [_ways(problem, i) for i in range(n)]
+    may_serve = _masks_of_use(problem)
+    order = count()
+    start = (0, 0)
+    cost = {start: 0.0}
+    came: dict[tuple[int, int], tuple[tuple[int, int], int]] = {}
+    # Later frontiers first among equals: ties are many, and one end is enough.
+    heap = [(0.0, 0, next(order), start, 0)]
+    closed: set[tuple[int, int]] = set()
+    while heap:
+        spent, _, _, state, live_bytes = heapq.heappop(heap)
+        if state in closed:
+            continue
+        closed.add(state)
+        done, live = state
+        if done == n:
+            return Found(decided=True, computed=_trace(came, state), bound_s=problem.base_s + spent)
+        if len(cost) > max_states or (len(closed) % 1000 == 0 and should_stop()):
+            return Found(decided=False, computed=None, bound_s=problem.base_s + spent)
+        moves: list[tuple[float, tuple[int, int], int, int]] = []
+        for i in range(done + 1):
+            again = i < done
+            if again and (not problem.recomputable[i] or problem.last_worth[i] < done or problem.last_again[i] < done):
+                continue
+            if in_masks[i] & ~live:
+                continue
+            reached = done if again else done + 1
+            for needed_bytes, over in ways[i]:
+                after = (live | out_masks[i]) & may_serve[reached] & ~over
+                if live_bytes + needed_bytes <= problem.capacity_bytes and (reached, after) != state:
+                    moves.append((spent + again * problem.time_s[i], (reached, after), _size(problem, after), i))
+        freeing = live
+        while freeing:
+            bit = freeing & -freeing
+            freeing -= bit
+            t = bit.bit_length() - 1
+            if not problem.kept[t]:
+                moves.append((spent, (done, live - bit), live_bytes - problem.sizes[t], -1))
+        for total, reached_state, size, i in moves:
+            if reached_state not in closed and total < cost.get(reached_state, below_s - problem.base_s):
+                cost[reached_state] = total
+                came[reached_state] = (state, i)
+                heapq.heappush(heap, (total, -reached_state[0], next(order), reached_state, size))
+    return Found(decided=True, computed=None, bound_s=below_s)
+
+
+def _ways(problem: Problem, i: int) -> list[tuple[int, int]]:
+    """What op i needs beside what is there, for each choice of what it writes over, which is given too."""
+    over = [t for t in problem.inputs[i] if problem.may_overwrite(i, t)]
+    inside = [t for t in problem.inputs[i] if t not in over]
+    needed_bytes = problem.own_bytes[i] - sum(problem.sizes[t] for t in inside)
+    subsets = (some for count in range(len(over) + 1) for some in combinations(over, count))
+    return [(needed_bytes - sum(problem.sizes[t] for t in some), sum(1 << t for t in some)) for some in subsets]
+
+
+def _masks_of_use(problem: Problem) -> list[int]:
+    """For each number of ops executed the tensors that are kept or may still be read."""
+    return [
+        sum(1 << t for t, last in enumerate(problem.last_use) if problem.kept[t] or last >= done)
+        for done in range(problem.ops + 1)
+    ]
+
+
+def _size(problem: Problem, live: int) -> int:
+    total = 0
+    while live:
+        bit = live & -live
+        live -= bit
+        total += problem.sizes[bit.bit_length() - 1]
+    return total
+
+
+def _trace(came: dict[tuple[int, int], tuple[tuple[int, int], int]], state: tuple[int, int]) -> tuple[int, ...]:
+    computed: list[int] = []
+    while state in came:
+        state, i = came[state]
+        if i >= 0:
+            computed.append(i)
+    return tuple(reversed(computed))

@@ -1,0 +1,80 @@
+"""What all strategies of the search have in common, and how several share the time."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+
+from solvers.problem import Problem
+from solvers.windows.params import PortfolioParams
+from solvers.windows.search import Search
+
+_END = object()
+
+
+class Strategy(ABC):
+    """A way to find schedules or to prove bounds. What one finds is in the incumbent, from which all others go on."""
+
+    def __init__(self, search: Search) -> None:
+        self.search = search
+
+    @staticmethod
+    @abstractmethod
+    def applies(problem: Problem) -> bool:
+        """Return True if the strategy is for such a problem."""
+
+    @abstractmethod
+    def step(self, limit: float) -> bool:
+        """Go on for about `limit` by the clock; return False once nothing is left to do."""
+
+
+class SteppedStrategy(Strategy):
+    """A strategy whose steps are those of a generator: each takes a moment, whatever the limit."""
+
+    def __init__(self, search: Search) -> None:
+        super().__init__(search)
+        self._steps = self.steps()
+
+    @abstractmethod
+    def steps(self) -> Iterator[None]:
+        """Work, and yield after each step."""
+
+    def step(self, limit: float = 0.0) -> bool:
+        """As ``Strategy.step``, which takes one of the steps."""
+        return next(self._steps, _END) is not _END
+
+
+def share_time(
+    search: Search,
+    strategies: Sequence[Strategy],
+    params: PortfolioParams,
+    *,
+    should_stop: Callable[[], bool],
+    least: Sequence[float] | None = None,
+    spent: Sequence[float] | None = None,
+) -> None:
+    """Take steps of several strategies until all have ended; one that has gained more lately gets more of the time.
+
+    The principle is that of adaptive large-neighbourhood search (Ropke and Pisinger, Transportation Science 2006).
+
+    Args:
+        least: for each strategy its share where it gains nothing, beside 1 for the one that gains most; by default even.
+        spent: what each is taken to have had; by default none.
+    """
+    incumbent, clock = search.incumbent, search.clock
+    strategies, shares_of_idle = list(strategies), list(least or [params.even_share] * len(strategies))
+    gained, took_so_far = [0.0] * len(strategies), list(spent or [0.0] * len(strategies))
+    while strategies and not should_stop():
+        shares = [few + gain / (max(gained) + params.slow) for few, gain in zip(shares_of_idle, gained, strict=True)]
+        chosen = min(range(len(strategies)), key=lambda i: took_so_far[i] / shares[i])
+        before_s, began = incumbent.best_s, clock.now
+        is_open = strategies[chosen].step(params.first_slice)
+        took = clock.now - began
+        gain = (before_s - incumbent.best_s) / before_s if before_s > 0 else 0.0
+        fading = params.memory**took
+        gained = [fading * g for g in gained]
+        took_so_far = [fading * s for s in took_so_far]
+        gained[chosen] += gain / took if np.isfinite(gain) and took > 0 else 0.0
+        took_so_far[chosen] += took
+        if not is_open:
+            del strategies[chosen], shares_of_idle[chosen], gained[chosen], took_so_far[chosen]

@@ -1,0 +1,70 @@
+"""Ops that stand for others: which to commit to before any model is solved, and what the least memory comes to with them."""
+
+from collections.abc import Callable, Iterable, Sequence
+
+from solvers.clock import Clock
+from solvers.eviction.least_peak import least_evicting_schedule
+from solvers.problem import Problem
+from solvers.windows.decoding.decode import Order, decoded, late_writers, order_of
+from solvers.windows.decoding.expand import Choice
+from solvers.windows.decoding.plain_graph import plain_graph
+from solvers.windows.relaxation.discretization import Discretization
+
+
+def in_place(problem: Problem, instead: frozenset[int]) -> Order | None:
+    """Each op once, with `instead` in place of others, and nothing again but what is missing then; None if that cannot be."""
+    choice = Choice((frozenset(),), (frozenset(), frozenset()), instead=instead)
+    order = decoded(problem, Discretization((problem.ops - 1,), places=problem.places.last), choice)
+    return order if is_possible(problem, order) else None
+
+
+def least_instead(problem: Problem, clock: Clock, should_stop: Callable[[], bool] | None = None) -> Order | None:
+    """What rules of eviction come to that need least memory, with the leanest op in place of others wherever one can be.
+
+    None if there is none. The problem has no round trips to the host.
+    """
+    instead = _lean(problem)
+    if not instead or (order := in_place(problem, instead)) is None:
+        return None
+    plain = plain_graph(problem, order.computed)
+    found = least_evicting_schedule(plain.graph, clock, should_stop=should_stop)
+    if found is None:
+        return order
+    detail = Discretization((problem.ops - 1,), places=problem.places.last)
+    evicting = order_of(detail, [plain.ops[op] for op in found.computed], instead=instead, places=problem.places)
+    return evicting if is_possible(problem, evicting) else None
+
+
+def is_possible(problem: Problem, order: Order) -> bool:
+    """Whether each op finds what it reads, as it was, and they use no more of any resource than the graph allows."""
+    return not late_writers(problem, order) and problem.allows(order.computed)
+
+
+def simple(problem: Problem) -> list[frozenset[int]]:
+    """Stand-ins wherever one takes less memory than what it stands for, and wherever one takes less time: the least each."""
+    places = problem.places
+    gains_s = {b: sum(problem.time_s[i] for i in group) - problem.time_s[b] for b, group in enumerate(places.replaces) if group}
+    fast = sorted((b for b, gain_s in gains_s.items() if gain_s > 0), key=lambda b: (-gains_s[b], b))
+    return [_lean(problem), _apart(places.replaces, fast)]
+
+
+def _lean(problem: Problem) -> frozenset[int]:
+    """A stand-in wherever one takes less memory than what it stands for: the one that takes least."""
+    groups = problem.places.replaces
+    lean = (b for b, group in enumerate(groups) if group and problem.own_bytes[b] < _most(problem, b))
+    return _apart(groups, sorted(lean, key=lambda b: (problem.own_bytes[b], b)))
+
+
+def _most(problem: Problem, b: int) -> int:
+    return max(problem.own_bytes[i] for i in problem.places.replaces[b])
+
+
+def _apart(groups: Sequence[Sequence[int]], ranked: Iterable[int]) -> frozenset[int]:
+    """Of `ranked` those whose groups have nothing in common, the first ones first."""
+    chosen: set[int] = set()
+    stood_for: set[int] = set()
+    for b in ranked:
+        if stood_for.isdisjoint(groups[b]):
+            chosen.add(b)
+            stood_for.update(groups[b])
+    return frozenset(chosen)

@@ -1,0 +1,139 @@
+"""Combinations of options: independent of the order of their names, and each can be removed again."""
+
+from dataclasses import replace
+from itertools import permutations
+
+import pytest
+
+from graphs.errors import GraphError, UsageError
+from graphs.io.graph_document import graph_from_dict, graph_to_dict
+from graphs.options import without_options
+from graphs.options.compress import VARIANCE
+from graphs.options.offload import OFFLOAD, without_copies
+from graphs.options.placement import PLACEMENT, is_placed, placement_beside, placement_of, without_placement
+from graphs.options.selection import without_computed
+from graphs.pools import COMPUTE, DEVICE, DEVICE_TO_HOST, HOST, HOST_TO_DEVICE, channel
+from graphs.simulate import simulate
+from planner.capture.options import with_options
+from tests.support.all_choices import BESIDE, any_schedule, around, found_in_a_step
+from tests.support.event_judge import judged, runs
+
+
+def test_order_of_option_names_does_not_matter() -> None:
+    for seed in range(10):
+        graph = found_in_a_step(seed)
+        known = around(graph, "second", "third")
+        first, *rest = (with_options(graph, names, known) for names in permutations(BESIDE))
+        assert all((first.ops, first.tensors, first.pools) == (other.ops, other.tensors, other.pools) for other in rest)
+        assert (first.program, first.kept, dict(first.limits)[VARIANCE]) == (graph.program, graph.kept, 0.5)
+        # The program, what is computed otherwise, what other devices do, and last the round trips to the host.
+        assert first.ops[: len(graph.ops)] == graph.ops
+        kinds = [0 if op.stream == COMPUTE else 2 if op.stream in (DEVICE_TO_HOST, HOST_TO_DEVICE) else 1 for op in first.ops]
+        assert kinds == sorted(kinds) and set(kinds) == {0, 1, 2}
+        places = [(0 if t.pool == DEVICE else 2 if t.pool == HOST else 1) for t in first.tensors]
+        assert places == sorted(places) and set(places) == {0, 1, 2}
+        assert [pool.name for pool in first.pools] == [DEVICE, "second", "third", HOST]
+        assert graph_from_dict(graph_to_dict(first)) == first
+
+
+def test_transfers_are_of_one_kind() -> None:
+    for seed in range(10):
+        graph = found_in_a_step(seed)
+        whole = with_options(graph, BESIDE, around(graph, "second", "third"))
+        transfers = [op for op in whole.ops if op.is_transfer]
+        assert {HOST, "second", "third"} <= {pool for op in transfers for pool in whole.ends(op)}
+        for op in transfers:
+            source, target = whole.ends(op)
+            assert op.stream == channel(source, target) and op.name.endswith(f"_{op.stream}") and source != target
+            assert (op.time_s > 0 or not whole.tensors[op.inputs[0]].size_bytes) and op.exact and not op.workspace_bytes
+        computing = {pool.owner for pool in whole.pools if pool.computes}
+        assert all(op.is_transfer or op.stream in computing for op in whole.ops)
+
+
+def test_optional_ops_and_copies_refer_to_the_program_alone() -> None:
+    offered = 0
+    for seed in range(20):
+        graph = found_in_a_step(seed)
+        whole = with_options(graph, BESIDE, around(graph))
+        made = {t for op in graph.program for t in (*op.inputs, *op.outputs)}
+        for op in whole.ops[len(graph.ops) :]:
+            assert made.issuperset(t for t in (*op.inputs, *op.outputs) if whole.tensors[t].pool == DEVICE)
+            assert len(op.replaces) <= 1 and not op.overwrites
+        offered += sum(op.optional for op in graph.ops)
+        # Whatever other devices read, what comes back from the host is what the step itself reads.
+        _, copies = without_copies(whole)
+        _, alone = without_copies(OFFLOAD.added_to(graph, around(graph)))
+        assert copies is not None and alone is not None and list(copies.trips) == list(alone.trips)
+    assert offered > 20
+
+
+def test_each_option_can_be_removed() -> None:
+    for seed in range(20):
+        graph = found_in_a_step(seed)
+        known = around(graph, "second", "third")
+        whole, both = with_options(graph, BESIDE, known), PLACEMENT.added_to(graph, known)
+        rest, copies = without_copies(whole)
+        assert rest == both and copies is not None
+        assert copies.host_bytes is None or copies.host_bytes == 1000
+        assert all(whole.ops[trip.out_op].inputs == (t,) for t, trip in copies.trips.items())
+        assert without_copies(both) == (both, None)
+        assert without_placement(whole) == OFFLOAD.added_to(graph, known)
+        assert without_placement(both) == graph
+        assert without_placement(graph) is graph and not is_placed(graph)
+        program = without_options(whole)
+        assert program.ops == graph.program and without_options(graph).tensors == program.tensors
+        found = placement_beside(both)
+        assert found.program == graph and len(found.runs[0]) == len(graph.program)
+        alone = placement_of(without_computed(both))
+        assert [sum(run is not None for run in runs) for runs in alone.runs] == [
+            sum(run is not None for run in runs) for runs in found.runs
+        ]
+
+
+def test_incompatible_options_raise() -> None:
+    graph = found_in_a_step(3)
+    whole, both = with_options(graph, BESIDE, around(graph)), PLACEMENT.added_to(graph, around(graph))
+    for twice in (
+        lambda: PLACEMENT.added_to(both, around(graph)),
+        lambda: PLACEMENT.added_to(OFFLOAD.added_to(graph, around(graph)), around(graph)),
+    ):
+        with pytest.raises(GraphError, match="has other pools or streams already: add it once, and before them"):
+            twice()
+    with pytest.raises(GraphError, match="has other pools or streams already: add it once, and behind placement"):
+        OFFLOAD.added_to(whole, around(graph))
+    with pytest.raises(UsageError, match="named twice"):
+        with_options(graph, ("placement", "offload", "placement"), around(graph))
+    names = ("second", "second"), ("host",), ("device",), ("a_to_b", "c", "a", "b_to_c")
+    for wrong, taken in zip(names, ("second", "host", "device", "a_to_b_to_c"), strict=True):
+        with pytest.raises(GraphError, match=rf"device '{wrong[-1]}' would have a memory or stream '{taken}', and there is one"):
+            PLACEMENT.added_to(graph, around(graph, *wrong))
+    with pytest.raises(GraphError, match="takes graphs with no other choice than placement"):
+        placement_of(both)
+    with pytest.raises(GraphError, match="takes graphs with no other choice than placement"):
+        placement_beside(whole)
+    stand_in = next(op for op in both.ops if op.replaces and op.stream != COMPUTE)
+    for changed, said in (
+        (replace(stand_in, replaces=()), "neither copies a tensor from one device to another nor stands for one op"),
+        (
+            replace(stand_in, stream="elsewhere", workspace_bytes=0),
+            "not just round trips of single tensors to the host and ops",
+        ),
+    ):
+        ops = (*both.ops[: stand_in.id], changed, *both.ops[stand_in.id + 1 :])
+        with pytest.raises(GraphError, match=said):
+            without_copies(replace(both, ops=ops))
+
+
+def test_both_judges_agree_with_all_options() -> None:
+    streams, written_over = set[str](), 0
+    for seed in range(25):
+        graph = found_in_a_step(seed)
+        whole = with_options(graph, BESIDE, around(graph, "second", "third"))
+        schedule = any_schedule(whole, seed)
+        assert runs(whole, schedule.steps)
+        found, verdict = simulate(whole, schedule), judged(whole, schedule)
+        assert found.pool_peaks_bytes == tuple(verdict.peaks_bytes[pool.name] for pool in whole.pools)
+        assert found.clocks_s == tuple(verdict.done_s[stream] for stream in whole.streams)
+        streams.update(whole.ops[op].stream for op in schedule.computed)
+        written_over += simulate(whole.out_of_place(), schedule).peak_bytes > found.peak_bytes
+    assert streams == set(whole.streams) and written_over > 3

@@ -1,0 +1,275 @@
+"""Guards on Python values: checked at every step, with messages that name the change."""
+
+import re
+import warnings
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import planner
+from graphs.errors import MismatchError, TraceError
+
+CONFIG = SimpleNamespace(alpha=0.5)
+WEIGHTS = torch.ones(4)
+STEPS = 0
+
+
+class Net(nn.Module):
+    """Dropout, BatchNorm, tied weights, a list of blocks, a tensor that is no buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.dropout = nn.Dropout(0.1)
+        self.norm = nn.BatchNorm1d(4)
+        self.second = nn.Linear(4, 4)
+        self.second.weight = self.first.weight
+        self.blocks = nn.ModuleList([nn.Linear(4, 4), nn.ReLU()])
+        self.scale = torch.ones(4)
+        self.temperature = 2.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.second(self.norm(self.dropout(self.first(x)))) * self.scale / self.temperature
+        for block in self.blocks:
+            hidden = block(hidden)
+        return hidden
+
+
+class Adapted(nn.Module):
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base, self.down, self.up = base, nn.Linear(4, 1), nn.Linear(1, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+def loss_with(schedule: list[float]) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return F.mse_loss(output * WEIGHTS, target) * CONFIG.alpha * schedule[0]
+
+    return loss_fn
+
+
+@pytest.fixture
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(0)
+    return torch.randn(6, 4), torch.randn(6, 4)
+
+
+@pytest.fixture
+def annealed(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Globals are afterwards as they were."""
+    monkeypatch.setattr(CONFIG, "alpha", 0.5)
+    monkeypatch.setitem(globals(), "WEIGHTS", torch.ones(4))
+    return [2.0]
+
+
+CHANGES = {
+    "an attribute of a global": (
+        lambda m, b: setattr(CONFIG, "alpha", 0.25),
+        r"CONFIG.alpha was 0.5 .* and is 0.25 now \(.*test_python_guards.py:",
+    ),
+    "an item of a closure": (lambda m, b: b.__setitem__(0, 3.0), r"schedule\[0\] was 2.0 .* and is 3.0 now"),
+    "a number of the model": (lambda m, b: setattr(m, "temperature", 4.0), r"model.temperature was 2.0 .* and is 4.0"),
+    "Dropout.p": (lambda m, b: setattr(m.dropout, "p", 0.5), r"model.dropout.p was 0.1 .* and is 0.5 now"),
+    "momentum": (lambda m, b: setattr(m.norm, "momentum", 0.5), r"model.norm.momentum was 0.1 .* and is 0.5 now"),
+    "a submodule": (
+        lambda m, b: setattr(m, "dropout", nn.Identity()),
+        r"model.dropout was a .*Dropout .* and is a .*Identity now",
+    ),
+    "an adapter": (lambda m, b: setattr(m, "first", Adapted(m.first)), r"model.first was a .*Linear .* and is a .*Adapted now"),
+    "a bias that is gone": (lambda m, b: setattr(m.first, "bias", None), r"model.first.bias was a tensor .* and is None now"),
+    "untied": (
+        lambda m, b: setattr(m.second, "weight", nn.Parameter(m.first.weight.detach().clone())),
+        r"model.first.weight and model.second.weight were one object .* two now",
+    ),
+    "a block more": (lambda m, b: m.blocks.append(nn.Linear(4, 4)), r"model.blocks.* had 2 items .* and has 3 now"),
+    "a hook": (lambda m, b: m.first.register_forward_hook(lambda *_: None), "hooks of model.first were added"),
+    "a hook before": (lambda m, b: m.register_forward_pre_hook(lambda *_: None), "hooks of model were added"),
+    "a backward hook": (lambda m, b: m.norm.register_full_backward_hook(lambda *_: None), "hooks of model.norm were added"),
+    "eval": (lambda m, b: m.eval(), r"training was True .* and is False now \(train\(\) or eval\(\) was called\)"),
+    "frozen": (lambda m, b: m.first.bias.requires_grad_(False), r"model.first.bias.requires_grad was True .* is False now"),
+    "a forward of its own": (lambda m, b: setattr(m.first, "forward", lambda x: x), "model.first.forward was set"),
+    "another tensor": (lambda m, b: setattr(m, "scale", torch.zeros(4)), r"model.scale is another tensor .*\(model.scale.copy_"),
+    "another global tensor": (lambda m, b: globals().__setitem__("WEIGHTS", torch.zeros(4)), "WEIGHTS is another tensor"),
+    "no tensor any more": (lambda m, b: globals().__setitem__("WEIGHTS", [0.5]), r"WEIGHTS was a tensor .* and is \[0.5\] now"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_guard_error_names_the_change(change: str, batch: tuple[torch.Tensor, ...], annealed: list[float]) -> None:
+    model = Net()
+    step = planner.compile(model, loss_with(annealed), batch, budget="100%")
+    step(*batch)
+    act, message = CHANGES[change]
+    act(model, annealed)
+    before, state = model.norm.running_mean.clone(), torch.get_rng_state()
+    with pytest.raises(MismatchError, match=message) as error:
+        step(*batch)
+    assert "planner.compile" in str(error.value) and "replan=True" in str(error.value)
+    assert torch.equal(before, model.norm.running_mean) and torch.equal(state, torch.get_rng_state())
+
+
+def test_values_read_at_every_step_may_change(batch: tuple[torch.Tensor, ...], annealed: list[float]) -> None:
+    model = Net()
+    loss_fn = loss_with(annealed)
+    step = planner.compile(model, loss_fn, batch, budget="100%")
+    model.scale.fill_(3.0)
+    WEIGHTS.mul_(2.0)
+    model.first.bias = nn.Parameter(torch.ones(4))
+    model.blocks[0].load_state_dict({"weight": torch.eye(4), "bias": torch.zeros(4)})
+    torch.set_num_threads(torch.get_num_threads())
+    model.eval()
+    model(batch[0])
+    model.train()
+    model.unread = "anything"
+    for _ in range(2):
+        torch.manual_seed(3)
+        planned = step(*batch)
+        torch.manual_seed(3)
+        assert torch.equal(planned, loss_fn(model(batch[0]), batch[1]))
+
+
+def test_removing_a_planned_hook_raises(batch: tuple[torch.Tensor, ...]) -> None:
+    model = Net()
+    handle = model.blocks[0].register_forward_hook(lambda module, inputs, output: output * 2)
+    step = planner.compile(model, F.mse_loss, batch, budget="100%")
+    torch.manual_seed(1)
+    loss = step(*batch)
+    torch.manual_seed(1)
+    assert torch.equal(loss, F.mse_loss(model(batch[0]), batch[1]))
+    handle.remove()
+    with pytest.raises(MismatchError, match=re.escape("hooks of model.blocks.0 were added or removed")):
+        step(*batch)
+
+
+def test_global_module_hooks_are_guarded(batch: tuple[torch.Tensor, ...]) -> None:
+    step = planner.compile(Net(), F.mse_loss, batch, budget="100%")
+    handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
+    try:
+        with pytest.raises(MismatchError, match="the number of hooks on all modules was"):
+            step(*batch)
+    finally:
+        handle.remove()
+    step(*batch)
+
+
+def test_default_dtype_is_guarded(batch: tuple[torch.Tensor, ...]) -> None:
+    step = planner.compile(Net(), F.mse_loss, batch, budget="100%")
+    torch.set_default_dtype(torch.float64)
+    try:
+        with pytest.raises(MismatchError, match=r"get_default_dtype\(\) was torch.float32 .* is torch.float64 now"):
+            step(*batch)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_tensor_passed_twice_is_one_in_the_plan(batch: tuple[torch.Tensor, ...]) -> None:
+    x, _ = batch
+    model = Net()
+    step = planner.compile(model, F.mse_loss, (x, x), budget="100%")
+    step(x, x)
+    with pytest.raises(MismatchError, match="input 0 and input 1 were one object"):
+        step(x, x.clone())
+
+
+class Stateful(nn.Module):
+    """Changes something of itself in each forward pass."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.linear = kind, nn.Linear(4, 4)
+        self.calls, self.seen, self.memory, self.mask = 0, [], torch.zeros(6, 4), None
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        global STEPS
+        hidden = self.linear(x)
+        match self.kind:
+            case "counter":
+                self.calls += 1
+                return hidden / self.calls
+            case "list":
+                self.seen.append(len(self.seen))
+                return hidden * (1 + len(self.seen))
+            case "global":
+                STEPS += 1
+                return hidden * STEPS
+            case "memory":
+                hidden = hidden + self.memory
+                self.memory = hidden.detach()
+            case "output":
+                self.last = hidden
+            case "mask":
+                if self.mask is None:
+                    self.mask = torch.ones(4)
+                return hidden * self.mask
+            case "flag":
+                self.called = True
+            case "buffer":
+                self.count += 1
+                return hidden / self.count
+        return hidden
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [("counter", "model.calls"), ("list", "model.seen"), ("global", "STEPS"), ("memory", "model.memory")]
+)
+def test_value_changed_at_every_step_raises_when_planning(kind: str, name: str, batch: tuple[torch.Tensor, ...]) -> None:
+    model = Stateful(kind)
+    with pytest.raises(TraceError, match=rf"{name} changes at every step \(.*test_python_guards.py:\d+\), and the step reads it"):
+        planner.compile(model, F.mse_loss, batch, budget="100%")
+    assert (model.calls, model.seen, STEPS) == (0, [], 0) and not model.memory.any()
+
+
+def test_value_that_is_only_set_warns(batch: tuple[torch.Tensor, ...]) -> None:
+    model = Stateful("output")
+    with pytest.warns(UserWarning, match="model.last is set by the step"):
+        planner.compile(model, F.mse_loss, batch, budget="100%")
+    assert not hasattr(model, "last")
+
+
+def test_values_of_the_first_step_are_set_before_planning(batch: tuple[torch.Tensor, ...]) -> None:
+    model, other = Stateful("mask"), Stateful("mask")
+    other.load_state_dict(model.state_dict())
+    with pytest.warns(
+        UserWarning, match=r"model.mask is set by the first step \(.*test_python_guards.py:\d+\), and read by later ones"
+    ):
+        step = planner.compile(model, F.mse_loss, batch, budget="100%")
+    model(batch[0])
+    assert torch.equal(model.mask, torch.ones(4))
+    for _ in range(3):
+        assert torch.equal(step(*batch), F.mse_loss(other(batch[0]), batch[1]))
+
+
+@pytest.mark.parametrize("kind", ["flag", "buffer"])
+def test_unread_values_and_tensor_counters_work(kind: str, batch: tuple[torch.Tensor, ...]) -> None:
+    model, other = Stateful(kind), Stateful(kind)
+    other.load_state_dict(model.state_dict())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        step = planner.compile(model, F.mse_loss, batch, budget="100%")
+    for _ in range(3):
+        assert torch.equal(step(*batch), F.mse_loss(other(batch[0]), batch[1]))
+
+
+def test_external_parameter_raises_but_trains_in_a_loss_module(batch: tuple[torch.Tensor, ...]) -> None:
+    criterion = nn.Linear(4, 4)
+
+    class Criterion(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = criterion
+
+        def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+            return F.mse_loss(self.inner(output), target)
+
+    with pytest.raises(TraceError, match=r"criterion\.(weight|bias) requires a gradient, and is no parameter of the model"):
+        planner.compile(Net(), lambda output, target: F.mse_loss(criterion(output), target), batch, budget="100%")
+    planner.compile(Net(), Criterion(), batch, budget="100%")(*batch).backward()
+    assert criterion.weight.grad is not None

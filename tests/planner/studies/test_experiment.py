@@ -1,0 +1,183 @@
+"""The experiment engine: what is run and what is not, what is kept, and what is made of it."""
+
+import argparse
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks.command import carry_out, command_line
+from graphs.errors import PlannerError
+from planner.studies.experiment import Study
+from planner.studies.rows import Made, column, columns_of, frame, key, key_columns, listed, read_rows, summarize, value
+from planner.studies.tables import ALL, Column, as_markdown, bullets, by, lines, markdown, of_frame, said, side_by_side
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Base(Made):
+    """What rows share."""
+
+    seconds: float = column("that it took", summary="median")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row(Base):
+    """A part of a case."""
+
+    case: str = key("its name")
+    part: int = key(summary="max")
+    peak_bytes: int | None = value()
+
+
+def row(case: str, part: int, *, seconds: float = 1.0, peak_bytes: int | None = None) -> Row:
+    return Row(case=case, part=part, seconds=seconds, peak_bytes=peak_bytes, machine="m", commit="c", torch="t")
+
+
+class Runs:
+    """Runs cases of three parts, and remembers which were made."""
+
+    def __init__(self) -> None:
+        self.made: list[tuple[str, int]] = []
+        self.ends_at: tuple[str, int] | None = None
+
+    def __call__(self, case: str, known: Sequence[Row]) -> Iterator[Row]:
+        there = {row.part for row in known}
+        for part in range(3):
+            if part not in there:
+                if (case, part) == self.ends_at:
+                    raise PlannerError("it ended")
+                self.made.append((case, part))
+                yield row(case, part)
+
+
+def page(rows: Sequence[Row]) -> str:
+    return markdown(rows, ("case", "part"))
+
+
+NAMES = ("b", "a")
+
+
+def carried_out(runs: Runs, folder: Path, *words: str, **changed: object) -> tuple[int, Study[str, Row]]:
+    study = replace(Study(Row, runs, order=listed(case=NAMES), pages={"table.md": page}), **changed)  # type: ignore[arg-type]
+    arguments = command_line("It runs.", Row, models=NAMES, out="results").parse_args(["--out", str(folder), *words])
+    return carry_out(study, arguments, {(name,): name for name in arguments.models}), study
+
+
+def test_cases_with_rows_are_not_run_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = Runs()
+    assert carried_out(runs, tmp_path, "--models", "a")[0] == 0
+    assert carried_out(runs, tmp_path)[0] == 0
+    assert runs.made == [(case, part) for case in ("a", "b") for part in range(3)]
+    rows = read_rows(tmp_path / "rows.csv", Row)
+    assert [(row.case, row.part) for row in rows] == [(case, part) for case in NAMES for part in range(3)]
+    assert capsys.readouterr().out.endswith((tmp_path / "table.md").read_text()) and (tmp_path / "table.md").read_text() == page(
+        rows
+    )
+    runs.made.clear()
+    carried_out(runs, tmp_path, "--models", "b", "--fresh")
+    assert {case for case, _ in runs.made} == {"b"}
+
+
+@pytest.mark.parametrize(("whole", "kept"), [(True, 0), (False, 2)])
+def test_an_error_keeps_what_was_made_before_it(
+    whole: bool, kept: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = Runs()
+    runs.ends_at = "b", 2
+    assert carried_out(runs, tmp_path, whole=whole)[0] == 2
+    assert "error: it ended" in capsys.readouterr().err
+    assert len(read_rows(tmp_path / "rows.csv", Row)) == kept
+    runs.made.clear()
+    runs.ends_at = None
+    carried_out(runs, tmp_path, "--models", "b", whole=whole)
+    assert runs.made == [("b", part) for part in range(kept, 3)]
+
+
+def test_cases_can_be_run_again_for_what_their_rows_say(tmp_path: Path) -> None:
+    runs = Runs()
+    for _ in range(2):
+        carried_out(runs, tmp_path, "--models", "a", again=lambda rows: rows[0].seconds == 1)
+    assert runs.made == [("a", part) for part in range(3)]  # what is known is left to the function
+
+
+def test_tables_are_made_without_running(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = Runs()
+    assert carried_out(runs, tmp_path, "--tables-only")[0] == 0
+    assert not runs.made and capsys.readouterr().out == "" and not (tmp_path / "table.md").exists()
+    carried_out(runs, tmp_path)
+    (tmp_path / "table.md").write_text("")
+    drawn: list[Path] = []
+    carried_out(Runs(), tmp_path, "--tables-only", "--fresh", figures={"f.png": lambda rows, path: drawn.append(path)})
+    assert (tmp_path / "table.md").read_text() == page(read_rows(tmp_path / "rows.csv", Row))
+    assert drawn == [tmp_path / "f.png"]
+
+
+def test_failures_are_the_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _ = carried_out(Runs(), tmp_path, failures=lambda rows: [f"{row.case} is bad" for row in rows if row.part == 2])
+    assert code == 1
+    assert capsys.readouterr().err == "b is bad\na is bad\n"
+
+
+def test_a_csv_of_other_columns_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "rows.csv").write_text("x\n1\n")
+    assert carried_out(Runs(), tmp_path)[0] == 2
+    assert "has other columns" in capsys.readouterr().err
+
+
+def test_help_explains_the_columns_and_names_are_checked(capsys: pytest.CaptureFixture[str]) -> None:
+    parser: argparse.ArgumentParser = command_line("It runs.", Row, models=NAMES, out="results")
+    assert "  seconds: that it took" in parser.format_help() and "  case: its name" in parser.format_help()
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--models", "c"])
+    assert "there is no model 'c': choose from b, a" in capsys.readouterr().err
+
+
+def test_keys_come_first_and_provenance_last() -> None:
+    assert columns_of(Row) == ("case", "part", "seconds", "peak_bytes", "machine", "commit", "torch")
+    assert key_columns(Row) == ("case", "part")
+
+
+def test_kept_rows_are_found_replaced_and_dropped(tmp_path: Path) -> None:
+    kept = Study(Row, Runs()).kept(tmp_path)
+    kept.add(row("a", 0), row("b", 0), row("a", 1))
+    kept.add(row("a", 0, seconds=2.0))
+    assert ("a", 0) in kept and ("c", 0) not in kept
+    assert [r.seconds for r in kept.of("a")] == [2.0, 1.0]
+    kept.drop(kept.of("a"))
+    assert list(kept) == read_rows(tmp_path / "rows.csv", Row) == [row("b", 0)]
+
+
+def test_runs_are_summed_up_as_their_columns_say() -> None:
+    rows = [row("a", part, seconds=seconds, peak_bytes=part) for part, seconds in enumerate((1.0, 5.0, 2.0))]
+    (found,) = of_frame(summarize(frame([*rows]), Row, ["case"]))
+    assert (found.case, found.part, found.seconds, found.peak_bytes) == ("a", 2, 2.0, 0)
+    (unknown,) = of_frame(frame([row("a", 0)]))
+    assert unknown.peak_bytes is None
+
+
+def test_cells_are_written_by_their_units() -> None:
+    columns = (
+        "case",
+        Column("peak", "peak_bytes", missing="-"),
+        Column("took", "seconds", "{:.2f}"),
+    )
+    assert lines([row("a", 0, seconds=1.25, peak_bytes=2000), row("b", 0)], columns) == [
+        ("case", "peak", "took"),
+        ("a", "2.00 kB", "1.25"),
+        ("b", "-", "1.00"),
+    ]
+    assert markdown([row("a", 0)], ("case", columns[1])) == as_markdown([("case", "peak"), ("a", "-")])
+    assert bullets(["x", "y"]) == "- x\n- y\n"
+
+
+def test_rows_side_by_side_are_one_line() -> None:
+    rows = [row("a", 0), row("a", 1, seconds=3.0), row("b", 1, seconds=4.0)]
+    columns = (
+        "case",
+        *(Column(str(part), "seconds", "{:g}", at=part) for part in (0, 1)),
+        Column("sum", lambda found: sum(row.seconds for row in found.values()), "{:g}", at=ALL),
+    )
+    assert lines(side_by_side(rows, "part", "case"), columns)[1:] == [("a", "1", "3", "4"), ("b", "", "4", "4")]
+    assert list(by(rows, "case", "part")) == [("a", 0), ("a", 1), ("b", 1)]
+    assert list(by(rows, "case")) == ["a", "b"] and said(rows, "case") == "a and b"

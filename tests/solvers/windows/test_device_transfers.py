@@ -1,0 +1,188 @@
+"""The exact solver on graphs that offer other devices."""
+
+from collections.abc import Sequence
+
+import pytest
+
+from graphs.ir import Graph, Phase
+from graphs.options import without_options
+from graphs.options.passes import in_passes
+from graphs.options.surroundings import Link, OtherDevice, Surroundings
+from graphs.schedule import keep_everything
+from graphs.simulate import simulate
+from graphs.synthetic.draft import Draft
+from graphs.synthetic.random_graphs import random_options
+from graphs.synthetic.small import training_chain
+from planner.capture.options import with_options
+from solvers.clock import WorkClock
+from solvers.least import least_budget, least_known
+from solvers.registry import get_solver
+from solvers.request import Request
+from solvers.result import Result, Status
+from solvers.tolerance import Tolerance
+from solvers.windows import solve
+from solvers.windows.decoding.device_transfers import side_by_side
+from tests.support.offers import check_by_both_judges, names
+from tests.support.placements import on_devices, random_placement
+from tests.support.requests import ask
+
+CLOSE = 1e-6
+
+
+def solved(graph: Graph, budget_bytes: int, work: float = 1.0) -> Result:
+    return solve(Request(graph, budget_bytes, Tolerance.of(CLOSE), WorkClock(work)))
+
+
+def in_order(graph: Graph, wanted: Sequence[str]) -> list[int]:
+    ids = {op.name: op.id for op in graph.ops}
+    return [ids[name] for name in wanted]
+
+
+def two_branches(capacity_bytes: int | None = None) -> Graph:
+    """Ops a and b of 4 s that read nothing, c of 1 s that reads both; on the other device each takes as long, a copy 0.5 s."""
+    draft = Draft()
+    (a,) = draft.op("a", [], [2], time_s=4.0)
+    (b,) = draft.op("b", [], [2], time_s=4.0)
+    (c,) = draft.op("c", [a, b], [2], time_s=1.0)
+    return on_devices(draft.graph([c]), OtherDevice("second", (4.0, 4.0, 1.0), 4.0, capacity_bytes))
+
+
+def test_devices_work_side_by_side() -> None:
+    graph = two_branches()
+    result = solved(graph, 100)
+    assert (result.time_s, result.status) == (5.5, Status.OPTIMAL)
+    assert sum("copy" in name for name in names(graph, result)) == 1
+    check_by_both_judges(graph, result)
+
+
+def test_a_memory_that_is_a_limit_is_kept() -> None:
+    times = {capacity: solved(two_branches(capacity), 100).time_s for capacity in (1, 2, 100)}
+    assert times == {1: 9.0, 2: 5.5, 100: 5.5}
+
+
+def test_the_other_memory_is_of_use_to_a_budget() -> None:
+    draft = Draft()
+    (a,) = draft.op("a", [], [4], time_s=8.0)
+    (b,) = draft.op("b", [], [1], time_s=4.0, workspace_bytes=4)
+    (c,) = draft.op("c", [a, b], [1], time_s=2.0)
+    graph = on_devices(draft.graph([c]), OtherDevice("second", (None, None, 9.0), 4.0))
+    # What a has made goes to the other memory while b works, and comes back: 1 s each way, of which b hides neither.
+    result = solved(graph, 6)
+    assert result.time_s == 16.0 and result.bound_s is not None and result.bound_s <= 16.0
+    check_by_both_judges(graph, result)
+
+
+def test_it_comes_to_no_more_than_the_reference() -> None:
+    compared = 0
+    for seed in range(100, 108):
+        graph, budget = random_placement(seed, 3)
+        reference = get_solver("xengine-overlapped")(ask(graph, budget, tolerance=CLOSE, time_limit_s=60.0))
+        result = solved(graph, budget)
+        if reference.time_s is None:
+            continue
+        assert result.time_s is not None and result.time_s <= reference.time_s + CLOSE, seed
+        if result.status is Status.OPTIMAL and reference.bound_s is not None:
+            # The reference has fewer schedules.
+            assert result.bound_s is not None and result.bound_s <= reference.time_s + CLOSE, seed
+        compared += 1
+    assert compared >= 4
+
+
+def long_chain(ops: int) -> Graph:
+    """A chain of a training step that a device as fast as the main one stands beside."""
+    chain = training_chain(ops)
+    return on_devices(chain, OtherDevice("second", tuple(op.time_s for op in chain.ops), 50.0))
+
+
+def test_steps_too_large_for_the_reference_are_planned_within_their_budget() -> None:
+    graph = long_chain(60)
+    program = Graph(graph.program, training_chain(60).tensors, graph.kept)
+    peak = simulate(program, keep_everything(program)).peak_bytes
+    assert get_solver("xengine")(ask(graph, peak)).schedule is None
+    for budget in (peak, int(0.6 * peak)):
+        alone = solve(ask(program, budget))
+        result = solved(graph, budget)
+        assert result.time_s is not None and alone.time_s is not None and result.time_s <= alone.time_s + CLOSE
+        assert result.peak_bytes is not None and result.peak_bytes <= budget
+        check_by_both_judges(graph, result)
+
+
+def test_what_the_forward_pass_returns_is_there_as_it_ends() -> None:
+    """So the passes of a step need no more memory than its plan."""
+    draft = Draft()
+    (a,) = draft.op("a", [], [4], time_s=9.0)
+    (loss,) = draft.op("loss", [a], [3], time_s=9.0)
+    (b,) = draft.op("b", [a], [4], time_s=9.0, phase=Phase.BACKWARD, workspace_bytes=2)
+    graph = on_devices(draft.graph([loss, b]), OtherDevice("second", (1.0, 1.0, 1.0), 4.0))
+    result = solved(graph, 12)
+    assert result.schedule is not None and result.time_s is not None and result.time_s < 9.0
+    assert simulate(graph, in_passes(graph, result.schedule)).peak_bytes == result.peak_bytes
+
+
+def test_other_options_go_with_it() -> None:
+    better = 0
+    for seed in range(3):
+        step = random_options(seed, 5)
+        around = Surroundings(Link.even(4.0), 1000, (OtherDevice("second", tuple(op.time_s for op in step.program), 4.0),))
+        program = without_options(step)
+        budget = int(0.9 * simulate(program, keep_everything(program)).peak_bytes)
+        times = {}
+        for options in ((), ("offload",), ("placement",), ("placement", "offload")):
+            graph = with_options(step, options, around)
+            result = solved(graph, budget, work=0.3)
+            if result.schedule is not None:
+                check_by_both_judges(graph, result)
+            assert not (result.message and result.schedule), result.message
+            assert result.time_s is None or result.bound_s is None or result.bound_s <= result.time_s + CLOSE
+            times[options] = float("inf") if result.time_s is None else result.time_s
+        assert times["placement", "offload"] <= min(times.values()) + CLOSE, seed
+        better += times["placement", "offload"] < times[()] - CLOSE
+    assert better >= 1
+
+
+def test_least_budgets_know_the_other_memory() -> None:
+    draft = Draft()
+    (a,) = draft.op("a", [], [8], time_s=1.0)
+    (b,) = draft.op("b", [a], [8], time_s=1.0)
+    (c,) = draft.op("c", [b], [1], time_s=1.0)
+    graph = on_devices(draft.graph([c]), OtherDevice("second", (1.0, 1.0, 1.0), 4.0))
+    bracket = least_budget(graph, clock=WorkClock(2.0))
+    assert (bracket.proved_bytes, bracket.found_bytes) == (1, 1)
+
+
+def test_a_schedule_of_little_memory_is_known_without_solving() -> None:
+    chain = training_chain(8)
+    peak = simulate(chain, least_known(chain, WorkClock(1.0))).peak_bytes
+    # What the last op reads, and what it makes, come to the main device; all else may stay on the other one.
+    graph = on_devices(chain, OtherDevice("second", tuple(op.time_s for op in chain.ops), 4.0))
+    known = least_known(graph, WorkClock(1.0))
+    assert simulate(graph, known).peak_bytes < peak and any(graph.ops[op].replaces for op in known.computed)
+
+
+@pytest.mark.parametrize("order", [0, 1])
+def test_copies_are_issued_as_soon_as_there_is_something_to_copy(order: int) -> None:
+    draft = Draft()
+    (a,) = draft.op("a", [], [4], time_s=2.0)
+    (b,) = draft.op("b", [], [4], time_s=2.0)
+    draft.op("c", [a, b], [1], time_s=1.0)
+    graph = on_devices(draft.graph([]), OtherDevice("second", (1.0, 1.0, None), 4.0))
+    copies = ["copy_a_second_to_device", "copy_b_second_to_device"][:: 1 if order else -1]
+    found = side_by_side(graph, in_order(graph, ["a@second", "b@second", *copies, "c"]), 100)
+    # a is there after 1 s, its copy after 2, that of b after 3.
+    assert found.time_s == 4.0 == simulate(graph, found.schedule).time_s
+
+
+def test_a_copy_is_waited_for_only_where_its_memory_is_called_for() -> None:
+    draft = Draft()
+    (a,) = draft.op("a", [], [4], time_s=1.0)
+    (b,) = draft.op("b", [], [4], time_s=1.0)
+    draft.op("c", [a, b], [1], time_s=1.0)
+    graph = on_devices(draft.graph([]), OtherDevice("second", (None, 1.0, 1.0), 1.0))
+    order = in_order(graph, ["a", "copy_a_device_to_second", "b", "copy_b_device_to_second", "c@second"])
+    roomy, tight = side_by_side(graph, order, 8), side_by_side(graph, order, 7)
+    assert (max(roomy.memory_bytes), roomy.time_s) == (8, 10.0)
+    # b begins when a has been copied, after 5 s.
+    assert (max(tight.memory_bytes), tight.time_s) == (4, 11.0)
+    for found in (roomy, tight):
+        judged = simulate(graph, found.schedule)
+        assert (judged.time_s, judged.peak_bytes) == (found.time_s, max(found.memory_bytes))

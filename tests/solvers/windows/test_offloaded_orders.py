@@ -1,0 +1,104 @@
+"""Schedules with all away that is not needed: the least budget that round trips make possible, and what is between."""
+
+import itertools
+import random
+
+import pytest
+
+from graphs.ir import Graph
+from graphs.options.offload import without_copies
+from graphs.simulate import simulate
+from graphs.synthetic.draft import Draft
+from graphs.synthetic.random_graphs import random_graph, random_training_step
+from solvers.bounds import least_budget_bound, need_at
+from solvers.clock import WorkClock
+from solvers.least import least_budget, least_known
+from solvers.problem import problem_of
+from solvers.registry import get_solver
+from solvers.result import Status
+from solvers.windows.decoding.decode import try_out
+from solvers.windows.strategies.offloaded_orders import least_offloaded, offloaded_orders
+from tests.support.brute_force_copies import fastest_with_copies
+from tests.support.offers import offered, with_trips
+from tests.support.requests import ask
+
+
+def once_each(made: int = 4, size: int = 10) -> Graph:
+    """Tensors that cannot be made again, all of them read at the end, the last first; an op of 25 bytes between."""
+    draft = Draft()
+    tensors = [draft.op(f"make{i}", [], [size], recomputable=False)[0] for i in range(made)]
+    draft.op("between", [], [], workspace_bytes=25)
+    for i, t in reversed(list(enumerate(tensors))):
+        draft.op(f"read{i}", [t], [1])
+    return draft.graph()
+
+
+@pytest.mark.parametrize(("host_bytes", "least"), [(None, 25), (40, 25), (39, 26), (30, 35), (12, 53), (0, 65)])
+def test_the_host_takes_what_it_has_room_for(host_bytes: int | None, least: int) -> None:
+    program, copies = without_copies(with_trips(once_each(), host_bytes=host_bytes))
+    assert least_budget_bound(program, copies).budget_bytes == least
+    assert need_at(program, None, copies).held_bytes == least - 25
+    assert least_budget_bound(program).budget_bytes == 65
+
+
+@pytest.mark.parametrize(("host_bytes", "found"), [(None, 25), (40, 25), (39, 35), (30, 35), (12, 55), (0, 65)])
+def test_a_schedule_takes_as_little_where_whole_tensors_can(host_bytes: int | None, found: int) -> None:
+    graph = with_trips(once_each(), host_bytes=host_bytes)
+    trial = least_offloaded(graph, WorkClock(1.0))
+    simulation = simulate(graph, trial.schedule)
+    assert simulation.peak_bytes == trial.peak_bytes == found
+    assert simulation.pool_peaks_bytes[1] == 65 - found
+
+
+def test_the_host_makes_less_possible_than_recomputing_alone() -> None:
+    less = 0
+    for seed in range(8):
+        program = random_training_step(seed, 24)
+        without = simulate(program, least_known(program, WorkClock(0.5))).peak_bytes
+        graph = with_trips(program, 1e9)
+        simulation = simulate(graph, least_known(graph, WorkClock(0.5)))
+        assert least_budget_bound(*without_copies(graph)).budget_bytes <= simulation.peak_bytes <= without
+        less += simulation.peak_bytes < without
+    assert less > 0
+
+
+def test_no_schedule_is_below_what_is_proved_and_one_is_at_what_is_found() -> None:
+    exact = 0
+    for seed in range(30):
+        draw = random.Random(seed)
+        program = random_graph(draw.randint(0, 10**6), draw.randint(3, 4))
+        graph = with_trips(program, host_bytes=draw.choice((None, None, draw.randint(3, 20))))
+        proved = least_budget_bound(*without_copies(graph)).budget_bytes
+        found = simulate(graph, least_known(graph, WorkClock(0.5))).peak_bytes
+        assert proved <= found
+        try:
+            if proved > 1:
+                assert fastest_with_copies(graph, proved - 1, most=20_000) is None, seed
+        except TimeoutError:
+            continue
+        exact += proved == found
+    assert exact > 15
+
+
+def test_orders_fit_and_the_first_sends_no_more_than_it_must() -> None:
+    for seed in range(30):
+        graph = offered(seed)
+        problem = problem_of(graph, least_offloaded(graph, WorkClock(0.5)).peak_bytes)
+        unlimited = problem.copies is not None and problem.copies.host_bytes is None
+        for order in itertools.islice(offloaded_orders(problem, should_stop=lambda: False), 6):
+            trial = try_out(problem, order)
+            assert simulate(graph, trial.schedule).peak_bytes == trial.peak_bytes
+            assert trial.peak_bytes <= problem.budget_bytes or not unlimited
+        peak = simulate(graph, least_known(problem.graph, WorkClock(0.1))).peak_bytes
+        everything = problem_of(graph, 10 * peak)
+        assert not next(offloaded_orders(everything, should_stop=lambda: False)).away
+
+
+def test_the_exact_solver_has_a_schedule_at_the_least_budget() -> None:
+    graph = with_trips(random_training_step(5, 40), 1e9)
+    bracket = least_budget(graph, clock=WorkClock(4.0))
+    assert bracket.proved_bytes <= bracket.found_bytes
+    result = get_solver("windows")(ask(graph, bracket.found_bytes, time_limit_s=5))
+    assert result.schedule is not None and result.peak_bytes is not None and result.peak_bytes <= bracket.found_bytes
+    refused = get_solver("windows")(ask(graph, least_budget_bound(*without_copies(graph)).budget_bytes - 1))
+    assert refused.status is Status.INFEASIBLE

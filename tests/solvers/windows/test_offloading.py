@@ -1,0 +1,85 @@
+"""Moves on schedules with round trips: what comes of them fits and computes what the step computes."""
+
+import random
+
+import pytest
+
+from graphs.ir import Graph
+from graphs.options.surroundings import Link, Surroundings
+from graphs.synthetic.random_graphs import random_training_step
+from planner.capture.options import with_options
+from solvers.problem import Problem, problem_of
+from solvers.windows.decoding.decode import Trial, order_of, try_out
+from solvers.windows.decoding.pruning import prune_with_transfers
+from solvers.windows.params import RoundTripParams
+from solvers.windows.relaxation.discretization import Discretization
+from solvers.windows.strategies.offloading import recomputing_where_it_waits, simpler
+from tests.support.random_orders import random_order, short_form
+
+GB = 10**9
+
+
+def offering(seed: int, link_bytes_per_s: float) -> Graph:
+    return with_options(random_training_step(seed, 12), ("offload",), Surroundings(Link.even(link_bytes_per_s)))
+
+
+def random_trial(draw: random.Random, problem: Problem) -> Trial:
+    assert problem.copies is not None
+    computed = short_form(problem.graph, random_order(draw, problem))
+    away = frozenset(
+        (t, place)
+        for place, op in enumerate(computed)
+        for t in problem.inputs[op]
+        if t in problem.copies.trips and draw.random() < 0.4
+    )
+    return try_out(problem, order_of(Discretization((problem.ops - 1,)), computed, away))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_waits_are_given_up_for_less_time(seed: int) -> None:
+    draw = random.Random(seed)
+    problem = problem_of(offering(seed, 2e9), 100 * GB)
+    waiting = random_trial(draw, problem)
+    assert any(waiting.waits_s)
+    budget = waiting.peak_bytes
+    found = recomputing_where_it_waits(problem, waiting, budget, lambda: False, RoundTripParams())
+    # The judge has taken it: all is computed in order, from what is there.
+    assert found.peak_bytes <= budget and found.time_s <= waiting.time_s
+    assert sum(found.waits_s) < sum(waiting.waits_s)
+    assert len(found.order.away) < len(waiting.order.away)
+    assert recomputing_where_it_waits(problem, waiting, budget, lambda: True, RoundTripParams()) is waiting
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_simpler_orders_have_one_execution_or_copy_less(seed: int) -> None:
+    draw = random.Random(seed)
+    problem = problem_of(offering(seed, 20e9), 100 * GB)
+    trial = random_trial(draw, problem)
+    whole = Discretization((problem.ops - 1,))
+    kinds = {0: 0, 1: 0}
+    for place, computed, away in simpler(problem, trial, trial.peak_bytes):
+        found = try_out(problem, order_of(whole, computed, away))  # raises if what is read is not there
+        fewer = len(trial.order.computed) - len(computed)
+        kinds[fewer] += 1
+        assert fewer or len(away) == len(trial.order.away) - 1
+        assert (place is not None) == bool(fewer)
+        if fewer and away <= trial.order.away:
+            assert found.peak_bytes
+    assert kinds[1] > 3
+
+
+def test_executions_there_is_room_for_are_left_out_together() -> None:
+    left_out, none_again = [], 0
+    for seed in range(8):
+        draw = random.Random(seed)
+        problem = problem_of(offering(seed, 20e9), 100 * GB)
+        trial = random_trial(draw, problem)
+        found = prune_with_transfers(problem, trial, trial.peak_bytes, lambda: False, 8)
+        assert found.peak_bytes <= trial.peak_bytes and found.time_s <= trial.time_s
+        left_out.append(len(trial.order.computed) - len(found.order.computed))
+        # Where memory is no limit, nothing is executed again, unless copies take as long anyway.
+        roomy = prune_with_transfers(problem, trial, 100 * GB, lambda: False, 8)
+        none_again += roomy.order.computed == tuple(range(problem.ops))
+        assert prune_with_transfers(problem, trial, 100 * GB, lambda: True, 8) is trial
+    assert all(number >= 0 for number in left_out) and max(left_out) > 2
+    assert none_again > 4

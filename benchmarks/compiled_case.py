@@ -14,7 +14,7 @@ from benchmarks.kept_captures import KeptCaptures
 from graphs.errors import BudgetError, LimitError, PlannerError
 from graphs.units import format_bytes
 from planner import tracing
-from planner.capture.options.in_place.find import IN_PLACE
+from planner.capture.options.in_place import IN_PLACE
 from planner.capture.options.traced import with_traced
 from planner.models import Workload
 from planner.settings import TraceSettings

@@ -17,7 +17,7 @@ from graphs.ir import Graph
 from graphs.schedule import Compute, Free, Schedule
 from planner.capture.kernels.variants import Variant
 from planner.capture.lowering.lower import Capture
-from planner.capture.options.in_place.find import IN_PLACE
+from planner.capture.options.in_place import IN_PLACE
 from planner.capture.signature import call
 from planner.choices import choices_of
 from planner.distributed.wrappers import unwrap

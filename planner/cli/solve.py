@@ -165,8 +165,8 @@ def _write_model(graph: "Graph", arguments: argparse.Namespace) -> None:
         raise UsageError("--write-model writes the program of the solver checkmate: add --solver checkmate")
     if arguments.budget is None:
         raise UsageError("--write-model writes the program of one budget: give --budget in place of --max-overhead")
-    from graphs.options import with_options
     from planner.budgets import budget_in_bytes
+    from planner.capture.options import with_options
     from planner.solving import order_for, summarize
     from solvers.baselines.checkmate import write_model
 

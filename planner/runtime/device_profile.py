@@ -9,14 +9,16 @@ from typing import Any
 import torch
 
 from graphs.errors import CopyError, GraphError
+from graphs.options.option import Feature, Need
 from graphs.options.placement import fixed
 from graphs.options.surroundings import OtherDevice
 from planner.capture.frontend.preserved_state import has_same_values
 from planner.capture.lowering.lower import Capture
 from planner.capture.lowering.program import Call, load, variable
 from planner.capture.lowering.statics import allocated_bytes
+from planner.capture.options import needing
 from planner.capture.rewrites.explicit_generators import preserve_generator_states
-from planner.compatibility import Feature, check_compatible
+from planner.compatibility import check_compatible
 from planner.profiling.allocator import Mark, cpu_allocations, segment_peaks
 from planner.profiling.other_devices import NamedDevice, parse_device
 from planner.profiling.profile import MeasuredOp, distinct_ops, isolated
@@ -51,7 +53,7 @@ def other_devices(
     if len(set(names)) < len(names):
         raise GraphError(f"other devices are {', '.join(names)}: name each once (threads of a CPU tell them apart: cpu:1, cpu:2)")
     if not all(isinstance(call, Call) for call in capture.program.calls):
-        check_compatible(("placement", Feature.INDUCTOR))
+        check_compatible((*needing(Need.DEVICES), Feature.INDUCTOR))
     return tuple(_Profile(capture, static, parse_device(name)).device(passes) for name in names)
 
 

@@ -9,9 +9,10 @@ from pathlib import Path
 
 from graphs.errors import BudgetError, PlannerError, UsageError
 from graphs.ir import Graph
-from graphs.options import with_options, without_options
+from graphs.options import without_options
 from graphs.schedule import Schedule
 from planner.budgets import budget_in_bytes
+from planner.capture.options import with_options
 from planner.runtime.machine import commit, machine
 from planner.solving import summarize
 from planner.studies.comparison_rows import OPTIMUM, Key, Row, RunBy, missing, open_rows

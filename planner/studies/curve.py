@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 
 from graphs.errors import BudgetError
 from graphs.ir import Graph
-from graphs.options import with_options
 from planner.budgets import budget_in_bytes
+from planner.capture.options import with_options
 from planner.plans.plan import GraphSummary
 from planner.solving import offered_to, order_for, summarize
 from planner.studies.frontier import Frontier, Point, Turn, Turns, evenly

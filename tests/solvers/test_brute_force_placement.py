@@ -5,8 +5,8 @@ from collections import Counter
 import pytest
 
 from graphs.ir import Graph
-from graphs.options import with_options
 from graphs.simulate import simulate
+from planner.capture.options import with_options
 from solvers.clock import WallClock, WorkClock
 from solvers.ending import ended
 from solvers.highs import solve_program

@@ -17,8 +17,8 @@ from planner.capture.lowering.lower import Capture
 from planner.capture.lowering.program import Call, variable
 from planner.capture.options.kernels.worth import needless
 from planner.capture.options.traced import without_needless
+from planner.capture.replay import RealStep
 from planner.capture.step import TrainingStep
-from planner.profiling.replay import RealStep
 from planner.solving import solve
 from tests.support.adamw import assert_same, train
 from tests.support.budgets import between

@@ -5,9 +5,9 @@ import random
 import pytest
 
 from graphs.ir import Graph
-from graphs.options import with_options
 from graphs.options.surroundings import Link, Surroundings
 from graphs.synthetic.random_graphs import random_training_step
+from planner.capture.options import with_options
 from solvers.problem import Problem, problem_of
 from solvers.windows.decoding.decode import Trial, order_of, try_out
 from solvers.windows.decoding.pruning import prune_with_transfers

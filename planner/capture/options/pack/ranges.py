@@ -10,7 +10,7 @@ from torch import fx
 
 from graphs.ir import Phase
 from planner.capture.options.added import value_of
-from planner.capture.options.packing.finder import Finder, is_dense, room_for
+from planner.capture.options.pack.finder import Finder, is_dense, room_for
 from planner.capture.rewrites.outputs import fake
 
 aten = torch.ops.aten

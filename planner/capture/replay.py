@@ -11,10 +11,11 @@ from graphs.schedule import Compute, Schedule, schedule_of
 from planner.capture.frontend.preserved_state import preserve_tensor
 from planner.capture.frontend.random_states import preserve_random_states
 from planner.capture.lowering.lower import Capture
-from planner.capture.lowering.program import load
-from planner.capture.lowering.writer import Writer
 from planner.capture.rewrites.explicit_generators import preserve_generator_states
 from planner.capture.signature import Batch, leaves
+from planner.passes.builder import PassBuilder
+from planner.passes.program import Call
+from planner.passes.writer import Writer
 
 
 class RealStep:
@@ -46,28 +47,16 @@ class RealStep:
         """
         return cls(capture, real_static(capture, step, batch), written_tensors(capture, step, batch))
 
-    def compile(self, *, look: Callable[[Op], str | None], at_end: bool) -> Callable[[Callable[..., object]], None]:
-        """Return ``run(hook)``, which executes the step and calls ``hook(<look(op)>)`` for each op.
-
-        Args:
-            look: source of the hook's arguments; None to leave the call out.
-            at_end: call the hook after the frees that follow the op, instead of before them.
-        """
+    def run(self, look: Callable[[Op], Call | None]) -> None:
+        """Execute the step, and behind each op the call that `look` returns for it, if it does, before anything is freed."""
         graph, program = self.capture.graph, self.capture.program
-        writer = Writer(graph, program)
-        lines: list[str] = []
-        hooks: list[str] = []
+        builder, writer = PassBuilder(program), Writer(graph, program)
+        builder.tensor_list("static", [source.tensor for source in program.sources])
         for step in self._schedule.steps:
-            if isinstance(step, Compute):
-                lines += hooks if at_end else ()
-                arguments = look(graph.ops[step.op])
-                hooks = [] if arguments is None else [f"hook({arguments})"]
-            lines += writer.write([step])
-            if isinstance(step, Compute) and not at_end:
-                lines += hooks
-        source = program.define("run", "static, hook", [*lines, *(hooks if at_end else ())])
-        run = load(program, source, f"profile of {graph.fingerprint}")["run"]
-        return lambda hook: run(self.static, hook)
+            writer.write(builder, [step])
+            if isinstance(step, Compute) and (call := look(graph.ops[step.op])) is not None:
+                builder.call(call)
+        builder.finish(None, f"profile of {graph.fingerprint}").run(self.static)
 
     @contextmanager
     def running(self) -> Iterator[None]:

@@ -7,9 +7,9 @@ import torch
 
 from graphs.ir import Kind, Op, Phase
 from planner.capture.lowering.lower import Capture
-from planner.capture.lowering.program import variable
 from planner.capture.options.added import Additions, value_of
 from planner.capture.options.option import EAGER_KERNELS, StepOption
+from planner.passes.program import variable
 
 NAME = "bfloat16"
 

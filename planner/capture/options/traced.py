@@ -1,6 +1,5 @@
 """What options that are found in a captured step do to it."""
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
@@ -8,7 +7,6 @@ from graphs.errors import UsageError
 from graphs.ir import Graph, Op
 from graphs.options.selection import LEFT_OUT, TRACED, option_of, traced_with, without
 from planner.capture.lowering.lower import Capture
-from planner.capture.lowering.program import Call, Launches, variable
 from planner.capture.options import check_options, step_options
 from planner.capture.replay import RealStep
 
@@ -54,16 +52,9 @@ def with_graph(capture: Capture, graph: Graph) -> Capture:
     place = {op.name: op.id for op in capture.graph.ops}
     held = [place[op.name] for op in graph.ops if op.name in place]
     program = capture.program
-    calls = tuple(_moved(program.calls[op], moved) for op in held)
+    # Those of the program keep their tensors.
+    calls = tuple(c if (c := program.calls[op]).composed is None else c.renumbered(moved) for op in held)
     return replace(capture, graph=graph, program=replace(program, calls=calls), nodes=tuple(capture.nodes[op] for op in held))
-
-
-def _moved(call: Call | Launches, moved: Mapping[int, int]) -> Call | Launches:
-    """`call` with other numbers of tensors; those of the program stay, and what is launched is of the program."""
-    if not isinstance(call, Call) or call.composed is None:
-        return call
-    expression = re.sub(r"\bt(\d+)\b", lambda found: variable(moved[int(found[1])]), call.expression)
-    return replace(call, expression=expression, outputs=tuple((moved[t], path) for t, path in call.outputs))
 
 
 def with_traced(capture: Capture, names: Sequence[str]) -> Capture:

@@ -99,7 +99,7 @@ def _add(additions: Additions, found: _StandIn, count: int, called: InChunks) ->
     made = [additions.tensor_of[storage(result.value)] for result in called.results]
     additions.add_op(
         called,
-        [capture.expressions[given.node] for given in called.given],
+        [capture.values[given.node] for given in called.given],
         like=stood_for[0],
         name=f"{found.seed}_{found.kind}_in_{count}",
         target=f"{TARGET}.{found.kind}.{count}",

@@ -7,7 +7,6 @@ what the forward pass reads, first or again, is exact, and so is what is compres
 where the step is (``planner.capture.options.compress.sensitivity``); docs/options/compression.md has the whole.
 """
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -17,11 +16,11 @@ import torch
 from graphs.ir import Kind, Op, Phase, Tensor
 from graphs.options.compress import COMPRESS, KEEP, RESTORE
 from planner.capture.lowering.lower import Capture
-from planner.capture.lowering.program import Call, variable
 from planner.capture.lowering.statics import allocated_bytes
 from planner.capture.options.added import Additions, value_of
 from planner.capture.options.compress.forms import FORMS
 from planner.capture.options.compress.kept import Keep, Layout, Restore
+from planner.passes.program import Ref
 
 _LEAST_ELEMENTS = 2048
 _LEAST_SHARE = 1 / 100  # of the largest tensor that can be compressed
@@ -98,7 +97,7 @@ def _is_whole(tensor: Tensor, value: torch.Tensor) -> bool:
 def _readers(capture: Capture, tensors: Sequence[int] | Mapping[int, object] | range) -> Iterator[Op]:
     """Ops of the backward pass that read some of `tensors`, and can do so elsewhere."""
     for op in capture.graph.program:
-        movable = not (op.random or op.mutates) and isinstance(capture.program.calls[op.id], Call)
+        movable = not (op.random or op.mutates or capture.program.calls[op.id].launches)
         if movable and op.phase is Phase.BACKWARD and any(t in tensors for t in op.inputs):
             yield op
 
@@ -114,7 +113,7 @@ def _add_forms(additions: Additions, tensor: Tensor, value: torch.Tensor) -> int
         keep = f"{tensor.name}_keep_{form}"
         additions.add_op(
             Keep(layout, tensor.id),
-            [variable(tensor.id)],
+            [Ref(tensor.id)],
             like=maker,
             name=keep,
             target=f"{KEEP}.{form}",
@@ -124,7 +123,7 @@ def _add_forms(additions: Additions, tensor: Tensor, value: torch.Tensor) -> int
         how = f"in {form} bits" if form.isdecimal() else f"as {form}"
         additions.add_op(
             Restore(layout),
-            [variable(kept)],
+            [Ref(kept)],
             like=maker,
             name=f"{tensor.name}_restore_{form}",
             target=f"{RESTORE}.{form}",
@@ -137,9 +136,5 @@ def _add_forms(additions: Additions, tensor: Tensor, value: torch.Tensor) -> int
 
 def _add_reader(additions: Additions, op: Op, restored: Mapping[int, int]) -> None:
     """An op that reads the `restored` tensors in place of those that they stand for."""
-    call = additions.capture.program.calls[op.id]
-    assert isinstance(call, Call)
-    by_name = {variable(t): variable(other) for t, other in restored.items()}
-    expression = re.sub(r"\bt\d+\b", lambda found: by_name.get(found[0], found[0]), call.expression)
     read = "_".join(str(t) for t in sorted(restored))
-    additions.add_variant(op, expression, f"{op.name}_of_{read}", f"{COMPRESS}.read", [restored.get(t, t) for t in op.inputs])
+    additions.add_variant(op, restored, f"{op.name}_of_{read}", f"{COMPRESS}.read")

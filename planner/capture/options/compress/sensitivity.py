@@ -17,10 +17,11 @@ from graphs.options.compress import modelled_variance, with_variances
 from graphs.schedule import Compute, schedule_of
 from planner.capture.frontend.random_states import preserve_random_states
 from planner.capture.lowering.lower import Capture
-from planner.capture.lowering.program import load, variable
-from planner.capture.lowering.writer import Writer
 from planner.capture.options.compress.find import Kept, kept_tensors
 from planner.capture.replay import RealStep
+from planner.passes.builder import PassBuilder
+from planner.passes.program import Ref
+from planner.passes.writer import Writer
 
 
 def modelled_variances(capture: Capture) -> Graph:
@@ -97,18 +98,16 @@ def _compile_passes(capture: Capture, needed: set[int]) -> _PassCode:
     steps = schedule_of(graph, [op.id for op in graph.program]).steps
     last = max(op.id for op in graph.program if op.phase is Phase.FORWARD)
     cut = steps.index(Compute(last)) + 1
-    writer = Writer(graph, program)
-    forward = writer.write(steps[:cut])
+    writer, static = Writer(graph, program), [source.tensor for source in program.sources]
+    first, second = PassBuilder(program), PassBuilder(program)
+    for builder in (first, second):
+        builder.tensor_list("static", static)
+    writer.write(first, steps[:cut])
     alive = tuple(writer.live)
     assert needed.issubset(alive)  # the backward pass reads it
-    names = "".join(f"{variable(t)}, " for t in alive)
-    backward = [f"{names} = alive" if names else "", *writer.write(steps[cut:])]
-    gradients = "".join(f"{gradient}, " for _, gradient in program.gradients)
-    source = "\n\n".join(
-        (
-            program.define("forward", "static", [*forward, f"return [{names}]"]),
-            program.define("backward", "static, alive", [*backward, f"return ({gradients})"]),
-        )
-    )
-    functions = load(program, source, f"sensitivity of {graph.fingerprint}")
-    return _PassCode(functions["forward"], functions["backward"], alive)
+    second.tensor_list("alive", alive)
+    writer.write(second, steps[cut:])
+    title = f"sensitivity of {graph.fingerprint}"
+    forward = first.finish(list(map(Ref, alive)), title)
+    backward = second.finish(tuple(gradient for _, gradient in program.gradients), title)
+    return _PassCode(forward.run, backward.run, alive)

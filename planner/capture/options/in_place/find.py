@@ -1,6 +1,6 @@
 """In place: kernels that work element by element may write over an input that goes with them.
 
-No op is added, but ``Op.overwrites`` for the ops of the program, and to their calls the expression that does it: PyTorch's own
+No op is added, but ``Op.overwrites`` for the ops of the program, and to their calls the one that does it: PyTorch's own
 variant of the operator with ``out=``, or the one that works in place. Both run the kernel that allocates its output otherwise.
 Inductor's kernels are given their outputs; what was captured says of which inputs they may be given the memory.
 """
@@ -12,11 +12,11 @@ from torch import fx
 
 from graphs.ir import Kind, Op
 from planner.capture.lowering.lower import Capture
-from planner.capture.lowering.program import Call, Launches
-from planner.capture.lowering.render import LAID_OUT
+from planner.capture.lowering.references import is_laid_out
 from planner.capture.options.added import tensors_by_storage
 from planner.capture.rewrites.batch_norms import ignored_inputs
 from planner.capture.rewrites.outputs import fake, is_random, storage
+from planner.passes.program import Call, OpCalls, Ref
 from planner.torch_private.core import DispatchKey, OpOverload
 
 
@@ -25,73 +25,64 @@ def in_place(capture: Capture) -> Capture:
     graph, program = capture.graph, capture.program
     finding = _Finding(capture)
     ops: list[Op] = []
-    calls: list[Call | Launches] = []
-    for op, call in zip(graph.program, program.calls, strict=False):
-        if isinstance(call, Launches):
-            ops.append(replace(op, overwrites=finding.launched(call)))
-            calls.append(call)
+    calls: list[OpCalls] = []
+    for op, called in zip(graph.program, program.calls, strict=False):
+        if called.launches:
+            ops.append(replace(op, overwrites=finding.launched(called)))
+            calls.append(called)
         elif (found := finding.of(op)) is None:
             ops.append(op)
-            calls.append(call)
+            calls.append(called)
         else:
             ops.append(replace(op, overwrites=(found[:2],)))
-            calls.append(replace(call, in_place=found[2]))
+            calls.append(replace(called, over=(found,)))
     ops += graph.ops[len(ops) :]
     calls += program.calls[len(calls) :]
-    return replace(
-        capture,
-        graph=replace(graph, ops=tuple(ops)),
-        program=replace(program, calls=tuple(calls), namespace={**program.namespace, **finding.called}),
-    )
+    return replace(capture, graph=replace(graph, ops=tuple(ops)), program=replace(program, calls=tuple(calls)))
 
 
 class _Finding:
-    """Finds what may be written over.
-
-    Attributes:
-        called: by name what the expressions that are found call.
-    """
+    """Finds what may be written over."""
 
     def __init__(self, capture: Capture) -> None:
         self.capture = capture
-        self.called: dict[str, OpOverload] = {}
         self._tensor_of = tensors_by_storage(capture)
         n = len(capture.graph.program)
         self._readers = [[r for r in readers if r < n] for readers in capture.graph.consumers]
 
-    def of(self, op: Op) -> tuple[int, int, str] | None:
-        """An output of `op`, the input that it may be written over, and the expression that does it.
+    def of(self, op: Op) -> tuple[int, int, Call] | None:
+        """An output of `op`, the input that it may be written over, and the call that does it.
 
         Of several inputs the one whose last reader comes first, as it goes soonest; then the one that fewest read.
         """
-        node, call = self.capture.nodes[op.id], self.capture.program.calls[op.id]
-        if node is None or not isinstance(call, Call) or [path for _, path in call.outputs] != [""] or op.random or op.mutates:
+        node, calls = self.capture.nodes[op.id], self.capture.program.calls[op.id]
+        if node is None or [path for _, path in calls.outputs] != [()] or op.random or op.mutates:
             return None
-        target, (name, _, arguments) = node.target, call.expression.partition("(")
+        target, call = node.target, calls.call
         # Where something else is called, or arguments are laid out anew, it is not this kernel on these tensors.
-        as_it_is = self.capture.program.namespace.get(name) is target and LAID_OUT not in arguments and not ignored_inputs(node)
+        as_it_is = call.target is target and not is_laid_out(call) and not ignored_inputs(node)
         if not isinstance(target, OpOverload) or not as_it_is:
             return None
         if torch.Tag.pointwise not in target.tags or target._schema.is_mutable or is_random(node):
             return None
-        o = call.outputs[0][0]
+        o = calls.outputs[0][0]
         for t in sorted(op.inputs, key=self._staying):
             value = self._whole(node, o, t)
             if value is None:
                 continue
-            expression = self.capture.expressions[value]
-            if o in self.capture.graph.kept and not expression.isidentifier():
+            reference = self.capture.values[value]
+            if o in self.capture.graph.kept and not isinstance(reference, Ref):
                 continue  # what the caller gets is no view
             if (out := with_out(target)) is not None:
-                return o, t, f"{self._name(out[0])}({arguments[:-1]}, {out[1]}={expression})"
+                return o, t, Call(out[0], call.args, {**call.kwargs, out[1]: reference})
             if node.args[0] is value and (function := working_in_place(target)) is not None:
-                return o, t, f"{self._name(function)}({arguments}"
+                return o, t, replace(call, target=function)
         return None
 
-    def launched(self, call: Launches) -> tuple[tuple[int, int], ...]:
+    def launched(self, calls: OpCalls) -> tuple[tuple[int, int], ...]:
         """Outputs of kernels and the inputs that they may be written over, each once: of several, as in ``of``."""
         found: dict[int, int] = {}
-        for o, t, _ in sorted(call.over, key=lambda pair: (*self._staying(pair[1]), pair[:2])):
+        for o, t, _ in sorted(calls.over, key=lambda pair: (*self._staying(pair[1]), pair[:2])):
             if self._may_go(o, t) and o not in found and t not in found.values():
                 found[o] = t
         return tuple(found.items())
@@ -115,11 +106,6 @@ class _Finding:
         values = [value for value in node.all_input_nodes if isinstance(value.meta.get("val"), torch.Tensor)]
         of_t = [value for value in values if self._tensor_of.get(storage(fake(value))) == t]
         return of_t[0] if of_t and all(_covers(fake(value), made) for value in of_t) else None
-
-    def _name(self, function: OpOverload) -> str:
-        name = str(function).replace(".", "_")
-        self.called[name] = function
-        return name
 
 
 def _covers(read: torch.Tensor, made: torch.Tensor) -> bool:

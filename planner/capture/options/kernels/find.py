@@ -14,13 +14,13 @@ import torch
 
 from graphs.ir import Op
 from planner.capture.lowering.lower import Capture
-from planner.capture.lowering.program import variable
 from planner.capture.options.added import Additions
 from planner.capture.options.differing import differing
 from planner.capture.options.kernels import attention, convolution, in_place
 from planner.capture.options.kernels.called import Called
 from planner.capture.options.kernels.way import Asked, Bundle, Calls, Own, Result
 from planner.capture.rewrites.outputs import storage
+from planner.passes.program import Ref
 
 TARGET = "kernels"  # the first word of what the ops call
 
@@ -61,7 +61,7 @@ def _add(additions: Additions, calls: Calls, found: Op, bundle: Bundle) -> None:
         called = Called(way, tuple(map(_value, way.reads)), name)
         additions.add_op(
             called,
-            [variable(own[value]) if isinstance(value, Own) else capture.expressions[value] for value in way.reads],
+            [Ref(own[value]) if isinstance(value, Own) else capture.values[value] for value in way.reads],
             like=like,
             name=f"{like.name}_{way.name}",
             target=f"{TARGET}.{way.name}",

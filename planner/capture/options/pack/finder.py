@@ -9,9 +9,9 @@ from torch import fx
 
 from graphs.ir import Op, Phase
 from planner.capture.lowering.lower import Capture
-from planner.capture.lowering.program import Composed, variable
 from planner.capture.options.added import Additions
 from planner.capture.rewrites.outputs import fake, storage
+from planner.passes.program import Composed, Ref
 
 TARGET = "pack"  # the first word of what the ops call
 
@@ -92,7 +92,7 @@ class Finder:
         """
         self._additions.add_op(
             called,
-            [self.capture.expressions[read] if isinstance(read, fx.Node) else variable(read) for read in reads],
+            [self.capture.values[read] if isinstance(read, fx.Node) else Ref(read) for read in reads],
             like=like,
             name=f"{of}_{does}",
             target=f"{TARGET}.{does}",

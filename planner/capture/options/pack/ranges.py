@@ -12,6 +12,7 @@ from graphs.ir import Phase
 from planner.capture.options.added import value_of
 from planner.capture.options.pack.finder import Finder, is_dense, room_for
 from planner.capture.rewrites.outputs import fake
+from planner.passes.program import Path
 
 aten = torch.ops.aten
 
@@ -21,12 +22,12 @@ class Positions:
     """What a kernel counts along a dimension.
 
     Attributes:
-        path: of the positions in the kernel's value, as in ``Call.outputs``.
+        path: of the positions in the kernel's value, as in ``Statement.outputs``.
         argument: position of the argument that is the dimension.
         default: what it is where it is not given; None counts through all elements.
     """
 
-    path: str
+    path: Path
     argument: int
     default: int | None = -1
 
@@ -41,18 +42,18 @@ class Positions:
 
 POSITIONS: Mapping[Any, Positions] = MappingProxyType(
     {
-        aten.argmax.default: Positions("", 1, None),
-        aten.argmin.default: Positions("", 1, None),
-        aten.max.dim: Positions("[1]", 1),
-        aten.min.dim: Positions("[1]", 1),
-        aten.median.dim: Positions("[1]", 1),
-        aten.cummax.default: Positions("[1]", 1),
-        aten.cummin.default: Positions("[1]", 1),
-        aten.mode.default: Positions("[1]", 1),
-        aten.topk.default: Positions("[1]", 2),
-        aten.kthvalue.default: Positions("[1]", 2),
-        aten.sort.default: Positions("[1]", 1),
-        aten.sort.stable: Positions("[1]", 2),
+        aten.argmax.default: Positions((), 1, None),
+        aten.argmin.default: Positions((), 1, None),
+        aten.max.dim: Positions((1,), 1),
+        aten.min.dim: Positions((1,), 1),
+        aten.median.dim: Positions((1,), 1),
+        aten.cummax.default: Positions((1,), 1),
+        aten.cummin.default: Positions((1,), 1),
+        aten.mode.default: Positions((1,), 1),
+        aten.topk.default: Positions((1,), 2),
+        aten.kthvalue.default: Positions((1,), 2),
+        aten.sort.default: Positions((1,), 1),
+        aten.sort.stable: Positions((1,), 2),
     }
 )
 

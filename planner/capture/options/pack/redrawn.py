@@ -5,7 +5,6 @@ from dataclasses import dataclass
 import torch
 
 from graphs.ir import Phase
-from planner.capture.lowering.program import Call
 from planner.capture.options.added import value_of
 from planner.capture.options.pack.finder import Finder, is_dense, room_for
 from planner.capture.rewrites.reproducible_random import with_generator_argument
@@ -45,13 +44,12 @@ class Redraw:
 def offer(finder: Finder) -> None:
     """An op for each mask of dropout on a CPU. CUDA's kernel draws it together with what it multiplies, as no other does."""
     for op, node in finder.calls([aten.native_dropout.default], Phase.FORWARD):
-        call = finder.capture.program.calls[op.id]
-        assert isinstance(call, Call)
-        if finder.device != "cpu" or call.random_state is None or with_generator_argument(node) is None:
+        calls = finder.capture.program.calls[op.id]
+        if finder.device != "cpu" or calls.random_state is None or with_generator_argument(node) is None:
             continue
-        mask, t, probability = value_of(node, "[1]"), op.outputs[-1], node.args[1]
+        mask, t, probability = value_of(node, (1,)), op.outputs[-1], node.args[1]
         assert isinstance(probability, float)
         if finder.is_worth(t) and is_dense(mask):
-            size_bytes = finder.graph.tensors[call.random_state].size_bytes
+            size_bytes = finder.graph.tensors[calls.random_state].size_bytes
             called = Redraw(mask.new_empty(size_bytes, dtype=torch.uint8), mask, probability)
-            finder.add(called, [call.random_state], like=op, of=op.name, does="mask_drawn_again", makes=t)
+            finder.add(called, [calls.random_state], like=op, of=op.name, does="mask_drawn_again", makes=t)

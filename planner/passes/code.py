@@ -7,7 +7,7 @@ read them.
 
 import keyword
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from types import BuiltinFunctionType, FunctionType
@@ -58,7 +58,9 @@ class StraightLine(CodeGen):
 
     def source(self, nodes: Iterable[fx.Node]) -> tuple[str, dict[str, Any]]:
         """As ``CodeGen``."""
-        written = _Globals(self._names)
+        nodes = list(nodes)
+        taken = {variable(node) for node in nodes if node.op != "get_attr" and not node.meta.get(INLINE)}
+        written = _Globals(self._names, taken | {parameter.name for parameter in self._parameters})
         lines = [f"def forward({', '.join(parameter.name for parameter in self._parameters)}):"]
         for parameter in self._parameters:
             if parameter.unpacked:
@@ -76,8 +78,10 @@ class StraightLine(CodeGen):
 class _Globals:
     """Writes nodes, and names what they call and are given."""
 
-    def __init__(self, names: Mapping[str, object]) -> None:
+    def __init__(self, names: Mapping[str, object], taken: Collection[str]) -> None:
+        """`names` are wanted for some objects, those `taken` for none."""
         self.values: dict[str, Any] = {}
+        self._taken = taken
         self._wanted = {id(value): name for name, value in names.items() if value is not None}
         self._names: dict[int, str] = {}
 
@@ -126,7 +130,7 @@ class _Globals:
         if id(value) not in self._names:
             wanted = name = wanted or self._wanted.get(id(value)) or _name_of(value)
             number = 2
-            while name in self.values:
+            while name in self.values or name in self._taken:
                 name, number = f"{wanted}_{number}", number + 1
             self.values[name] = value  # and held, so that its identity stays its own
             self._names[id(value)] = name

@@ -52,11 +52,11 @@ FIRST = (
     Stage(EvictionRules, lambda s: 0.0 if s.problem.copies is not None else s.params.first_schedule.early_rules_limit),
     Stage(OffloadingPortfolio, beside=True),
     Stage(Relaxation, lambda s: s.params.bound.first_slice),
-    Stage(EvictionRules, lambda s: (s.params.first_schedule if s.problem.copies is None else s.params.round_trips).rules_limit),
+    Stage(EvictionRules, lambda s: (s.params.first_schedule if s.problem.copies is None else s.params.offloading).rules_limit),
 )
 NEXT = (
     Stage(Portfolio, beside=True),
-    Stage(OffloadedOrders, lambda s: s.params.first_schedule.sending_limit),
+    Stage(OffloadedOrders, lambda s: s.params.first_schedule.offloaded_limit),
     Stage(TightEviction, lambda s: s.params.first_schedule.eviction_limit),
     Stage(Imitation, lambda s: s.params.first_schedule.imitation_limit),
     Stage(Relaxation, lambda s: s.params.bound.first_slice * s.params.bound.longer, repeated=True),

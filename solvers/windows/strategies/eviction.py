@@ -40,7 +40,7 @@ class EvictionRules(Strategy):
 
     def __init__(self, search: Search) -> None:
         super().__init__(search)
-        self._rules = with_prices(search.problem, search.params.first_schedule.rules, search.params.round_trips.prices)
+        self._rules = with_prices(search.problem, search.params.first_schedule.rules, search.params.offloading.prices)
         self._begun = False
 
     @staticmethod
@@ -84,7 +84,7 @@ class TightEviction(Strategy):
             return search.incumbent.best is not None or search.clock.now > until or search.stopping.stopped()
 
         should_stop = search.stopping.polled(WORK_PER_EVICTION, ended)
-        for rule in with_prices(search.problem, (*params.rules, *params.tight_rules), search.params.round_trips.prices):
+        for rule in with_prices(search.problem, (*params.rules, *params.tight_rules), search.params.offloading.prices):
             if should_stop():
                 return False
             # At every price the rules may take longer than there is: half of it is for what needs least memory.

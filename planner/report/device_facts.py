@@ -13,9 +13,9 @@ from graphs.units import format_bytes, format_seconds
 from planner.visible import visible
 from solvers.bounds import least_budget_bound
 from solvers.clock import WorkClock
-from solvers.ending import ended
 from solvers.least import least_known
 from solvers.order.reorder import reordered
+from solvers.pass_ends import with_pass_ends
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ def device_facts(graph: Graph, device: OtherDevice, finding: float) -> DeviceFac
 
 def least_with(graph: Graph, finding: float) -> tuple[int, int]:
     """What no budget of a graph with choices is below, and one that is known to do; `finding` as in ``device_facts``."""
-    order = ended(reordered(graph).graph).graph
+    order = with_pass_ends(reordered(graph).graph).graph
     proved_bytes = least_budget_bound(order).budget_bytes
     known = least_known(order, WorkClock(finding), proved_bytes=proved_bytes)
     return proved_bytes, simulate(order, known).peak_bytes

@@ -20,11 +20,6 @@ from solvers.windows.strategies.strategy import Strategy
 class KeepEverything(Strategy):
     """The program as it is, nothing recomputed. Where that takes most memory the first window of the relaxation ends."""
 
-    @staticmethod
-    def applies(problem: Problem) -> bool:
-        """As ``Strategy.applies``."""
-        return problem.places.plain
-
     def step(self, limit: float) -> bool:
         """As ``Strategy.step``."""
         ops = self.search.problem.ops
@@ -43,11 +38,6 @@ class EvictionRules(Strategy):
         self._rules = with_prices(search.problem, search.params.first_schedule.rules, search.params.offloading.prices)
         self._begun = False
 
-    @staticmethod
-    def applies(problem: Problem) -> bool:
-        """As ``Strategy.applies``."""
-        return problem.places.plain
-
     def step(self, limit: float) -> bool:
         """As ``Strategy.step``."""
         search, first, self._begun = self.search, not self._begun, True
@@ -65,11 +55,6 @@ class EvictionRules(Strategy):
 
 class TightEviction(Strategy):
     """Where no schedule is known: what rules of eviction find however much they recompute; failing that, of least memory."""
-
-    @staticmethod
-    def applies(problem: Problem) -> bool:
-        """As ``Strategy.applies``."""
-        return problem.places.plain
 
     def step(self, limit: float) -> bool:
         """As ``Strategy.step``."""

@@ -8,7 +8,7 @@ from graphs.options import without_options
 from graphs.options.offload import Copies, without_copies
 from graphs.pools import COMPUTE
 from solvers.devices import OtherDevices, other_devices_of, sizes_in, workspace_bytes_in
-from solvers.ending import asked_for
+from solvers.pass_ends import requested_outputs
 from solvers.places import Places, circles, places_of
 
 OBJECTIVE_SCALE = 1e4  # the step without recomputation, in the units of the objectives
@@ -151,7 +151,7 @@ def problem_of(graph: Graph, budget_bytes: int, *, repeatable: Collection[int] |
     again = tuple(own[i] + sum(sizes[t] for t in outputs[i] if kept[t]) for i in range(len(ops)))
     makers = _positions(outputs, len(sizes))
     program = [next((p for p in of_t if not ops[p].optional), -1) for of_t in makers]
-    asked = {t: places.ids.index(op) for t, op in asked_for(graph).items()}
+    asked = {t: places.ids.index(op) for t, op in requested_outputs(graph).items()}
     settled = tuple(
         asked[t] if t in asked else max((p, *places.stood_by[p])) if p >= 0 else len(ops) for t, p in enumerate(program)
     )

@@ -154,10 +154,9 @@ def _params(arguments: argparse.Namespace) -> "WindowsParams | None":
         return None
     if arguments.solver != "windows":
         raise UsageError("--params holds parameters of the solver windows: leave it out, or take --solver windows")
-    from solvers.params_file import read_params
     from solvers.windows.params import WindowsParams
 
-    return read_params(arguments.params, WindowsParams)
+    return WindowsParams.from_toml(arguments.params)
 
 
 def _write_model(graph: "Graph", arguments: argparse.Namespace) -> None:

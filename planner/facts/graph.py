@@ -18,9 +18,9 @@ from planner.profiling.other_devices import decode_devices
 from planner.solving import summarize
 from solvers.bounds import any_order_need, describe_need, least_budget_bound
 from solvers.clock import WorkClock
-from solvers.ending import ended
 from solvers.least import least_known
 from solvers.order.reorder import reordered
+from solvers.pass_ends import with_pass_ends
 
 LISTED = 10
 _FINDING = 1.0  # units of work, for schedules that need little memory
@@ -210,7 +210,7 @@ def _device_facts(graph: Graph, device: OtherDevice) -> DeviceFacts:
 
 def _least_with(graph: Graph) -> tuple[int, int]:
     """Return what no budget of a graph with choices is below, and one that is known to do."""
-    order = ended(reordered(graph).graph).graph
+    order = with_pass_ends(reordered(graph).graph).graph
     proved_bytes = least_budget_bound(order).budget_bytes
     known = least_known(order, WorkClock(_FINDING), proved_bytes=proved_bytes)
     return proved_bytes, simulate(order, known).peak_bytes

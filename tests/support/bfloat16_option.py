@@ -9,7 +9,7 @@ from graphs.ir import Kind, Op, Phase
 from planner.capture.lowering.lower import Capture
 from planner.capture.options.added import Additions, value_of
 from planner.capture.options.option import EAGER_KERNELS, StepOption
-from planner.passes.program import variable
+from planner.passes.program import Ref
 
 NAME = "bfloat16"
 
@@ -40,7 +40,7 @@ def _apply(capture: Capture) -> Capture:
         ):
             additions.add_op(
                 called,
-                [variable(read)],
+                [Ref(read)],
                 like=op,
                 name=f"{name}_{does}_{NAME}",
                 target=f"{NAME}.{does}",

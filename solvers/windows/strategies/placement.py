@@ -170,7 +170,7 @@ class Placements(Strategy):
     def __init__(self, search: Search) -> None:
         super().__init__(search)
         self.lacking: Order | None = None
-        self.params = search.params.placing
+        self.params = search.params.placement
         self.places = Where(search.problem)
         self.whole = Discretization((search.problem.ops - 1,), places=search.problem.places.last)
         self._draw = np.random.default_rng(0)

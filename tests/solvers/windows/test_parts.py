@@ -146,7 +146,7 @@ def searched_beside(graph: Graph, part: Graph, budget_bytes: int, monkeypatch: p
 
     with monkeypatch.context() as patch:
         patch.setattr(driver, "run", run_part)
-        with driver._beside(Part(search, part, search.incumbent.take)):
+        with driver._in_background(Part(search, part, search.incumbent.take)):
             pass
     return search, searches[0]
 
@@ -189,6 +189,6 @@ def test_a_part_that_is_behind_and_gets_no_better_ends(known: bool, spent: float
         ended.append(sub.clock.now)
 
     monkeypatch.setattr(driver, "run", find_nothing)
-    with driver._beside(Part(search, TRANSFORMER, search.incumbent.take)):
+    with driver._in_background(Part(search, TRANSFORMER, search.incumbent.take)):
         pass
     assert ended == [pytest.approx(spent)]

@@ -84,15 +84,15 @@ try-models: $(STAMP) $(MODELS_STAMP) ## over 80 models of many libraries and 500
 
 results: bench-solve ## all under results/ but results/compiled, in about an hour (ARGS=--fresh to do all anew)
 	$(BIN)/python -m benchmarks.compare $(ARGS)
-	$(BIN)/python -m benchmarks.executor
-	$(BIN)/python -m benchmarks.training --device cpu
+	$(BIN)/python -m benchmarks.executor $(ARGS)
+	$(BIN)/python -m benchmarks.training --device cpu $(ARGS)
 	$(BIN)/python -m benchmarks.first_step $(ARGS)
 	$(BIN)/python examples/demo.py
 
 results-gpu: $(STAMP) ## on a CUDA device, compare methods on four models, train two of them at half of the memory, and plan over Triton's kernels
 	$(BIN)/python -m benchmarks.compare --suites cuda $(ARGS)
-	$(BIN)/python -m benchmarks.training --device cuda
-	$(BIN)/python -m benchmarks.compiled --device cuda --out results/compiled/cuda
+	$(BIN)/python -m benchmarks.training --device cuda $(ARGS)
+	$(BIN)/python -m benchmarks.compiled --device cuda --out results/compiled/cuda $(ARGS)
 
 gpu: ## tests and results that need a GPU, in the Python at hand, into $(OUT) or results/gpu (ARGS='--steps tests'); nothing is installed
 	$(PYTHON) -m benchmarks.gpu $(if $(OUT),--out $(OUT)) $(ARGS)

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from planner.capture.lowering.program import Argument, Call, Path, Program, Ref, Shared, Statement, item, read_by
 from planner.passes.code import INLINE, STEP, VARIABLE, Parameter, StraightLine, free, variable
+from planner.passes.program import Argument, Call, Path, Program, Ref, Shared, Statement, item, read_by
 from planner.torch_private.fx import module_of
 
 Line = tuple[str, int]  # file name, line number

@@ -1,15 +1,16 @@
 """Random ops of a pass that draw what they drew first whenever they are executed again, whoever else draws meanwhile.
 
 Each of these functions is called in place of an op, with the op and its arguments last. All that planned steps draw, they draw
-under one lock (``planner.capture.rewrites.reproducible_random``).
+under one lock. How an op gets a generator of its own: ``planner.capture.rewrites.reproducible_random``.
 """
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from planner.capture.rewrites.reproducible_random import LOCK
+LOCK = threading.RLock()
 
 Draw = Callable[..., Any]
 

@@ -6,9 +6,9 @@ from graphs.errors import ScheduleError
 from graphs.ir import Graph
 from graphs.overwriting import Overwriting, Pairs
 from graphs.schedule import Compute, Free, Step
-from planner.capture.lowering.program import Call, OpCalls, Program, Ref, Statement
 from planner.passes.builder import PassBuilder
 from planner.passes.draws import draw_again, draw_first, draw_once
+from planner.passes.program import Call, OpCalls, Program, Ref, Statement
 
 
 class Writer:

@@ -7,9 +7,9 @@ import torch
 
 from graphs.ir import Op
 from planner.capture.lowering.lower import Capture
-from planner.capture.lowering.program import Call, Ref
 from planner.capture.options.traced import may_be_exact, settled
-from planner.profiling.replay import RealStep
+from planner.capture.replay import RealStep
+from planner.passes.program import Call, Ref
 
 
 def needs_comparison(capture: Capture) -> bool:

@@ -21,9 +21,9 @@ from graphs.errors import PlannerError, first_line
 from graphs.ir import Kind, Op, Tensor
 from planner.capture.frontend.random_states import RandomStates, preserve_random_states
 from planner.capture.lowering.lower import Capture
-from planner.capture.lowering.program import Path
 from planner.capture.lowering.statics import allocated_bytes, dtype_name
 from planner.capture.rewrites.explicit_generators import preserve_generator_states
+from planner.passes.program import Path
 from planner.profiling.allocator import Mark, segment_peaks
 from planner.profiling.devices import DEVICES, DeviceSpec, find_device, get_device, op_time_s, workspace_bytes
 from planner.profiling.isolated_op import IsolatedOp, OpFunction

@@ -15,8 +15,8 @@ import torch
 
 from graphs.ir import Graph
 from graphs.schedule import Compute, Schedule, Step, boundary
-from planner.capture.lowering.program import Call, Program, Ref
 from planner.passes.builder import PassBuilder
+from planner.passes.program import Call, Program, Ref
 from planner.runtime.channels import Channels
 from planner.runtime.copying import CopyingWriter
 from planner.runtime.step_lines import StepLines

@@ -12,7 +12,7 @@ from graphs.options.selection import without_computed
 from graphs.overwriting import Pairs
 from graphs.pools import COMPUTE, DEVICE_TO_HOST
 from graphs.schedule import Compute, Step
-from planner.capture.lowering.program import Call, Program, Ref, item
+from planner.passes.program import Call, Program, Ref, item
 from planner.passes.writer import Writer
 
 C = TypeVar("C")

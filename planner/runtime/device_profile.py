@@ -9,15 +9,17 @@ from typing import Any
 import torch
 
 from graphs.errors import CopyError, GraphError
+from graphs.options.option import Feature, Need
 from graphs.options.placement import fixed
 from graphs.options.surroundings import OtherDevice
 from planner.capture.frontend.preserved_state import has_same_values
 from planner.capture.lowering.lower import Capture
-from planner.capture.lowering.program import Ref
 from planner.capture.lowering.statics import allocated_bytes
+from planner.capture.options import needing
 from planner.capture.rewrites.explicit_generators import preserve_generator_states
-from planner.compatibility import Feature, check_compatible
+from planner.compatibility import check_compatible
 from planner.passes.builder import PassBuilder
+from planner.passes.program import Ref
 from planner.profiling.allocator import Mark, cpu_allocations, segment_peaks
 from planner.profiling.other_devices import NamedDevice, parse_device
 from planner.profiling.profile import MeasuredOp, distinct_ops, isolated
@@ -52,7 +54,7 @@ def other_devices(
     if len(set(names)) < len(names):
         raise GraphError(f"other devices are {', '.join(names)}: name each once (threads of a CPU tell them apart: cpu:1, cpu:2)")
     if any(calls.launches for calls in capture.program.calls):
-        check_compatible(("placement", Feature.INDUCTOR))
+        check_compatible((*needing(Need.DEVICES), Feature.INDUCTOR))
     return tuple(_Profile(capture, static, parse_device(name)).device(passes) for name in names)
 
 

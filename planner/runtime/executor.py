@@ -15,9 +15,9 @@ from graphs.pools import HOST
 from graphs.schedule import Schedule
 from graphs.simulate import simulate
 from planner.capture.lowering.lower import Capture
-from planner.capture.lowering.program import Source
 from planner.capture.signature import join_returned
 from planner.capture.step import TrainingStep
+from planner.passes.program import Source
 from planner.runtime.channels import Channels, ThreadChannels
 from planner.runtime.code import Code, compile_schedule
 from planner.runtime.copying import check_runnable

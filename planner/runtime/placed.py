@@ -21,12 +21,12 @@ import torch
 from graphs.errors import GraphError
 from graphs.ir import Graph, Op
 from graphs.options.passes import passes_of
-from graphs.options.placement import is_copy
+from graphs.options.placement import between_devices
 from graphs.overwriting import Pairs
 from graphs.pools import COMPUTE, DEVICE_TO_HOST, HOST, HOST_TO_DEVICE
 from graphs.schedule import Compute, Free, Schedule, Step
-from planner.capture.lowering.program import Call, OpCalls, Program, Ref, leaves_of, mapped, read_by
 from planner.passes.builder import Line, PassBuilder
+from planner.passes.program import Call, OpCalls, Program, Ref, leaves_of, mapped, read_by
 from planner.runtime.channels import Channels
 from planner.runtime.code import Code, assemble, repeated
 from planner.runtime.copying import CopyingWriter, UnderWay
@@ -126,7 +126,7 @@ class DeviceWriter(CopyingWriter):
                 if self._is_here(step.tensor):
                     self._finish(self._transfers.before_freeing(step.tensor))
                     self._write(step, over)
-            elif is_copy(op := self.graph.ops[step.op]):
+            elif between_devices(self.graph, op := self.graph.ops[step.op]):
                 self._copy(op, numbers)
                 numbers += 1
             elif op.stream in self._streams:
@@ -182,7 +182,8 @@ class _Pass:
         self._devices = devices
         self._parts = dict(zip((pool.owner for pool in devices.pools[1:]), parts, strict=True))
         self._channels: dict[str, list[int]] = {}
-        copies = [graph.ops[step.op] for step in steps if isinstance(step, Compute) and is_copy(graph.ops[step.op])]
+        executed = [graph.ops[step.op] for step in steps if isinstance(step, Compute)]
+        copies = [op for op in executed if between_devices(graph, op)]
         for number, op in enumerate(copies):
             self._channels.setdefault(op.stream, []).append(number)
         self._count = len(copies)

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from graphs.ir import Graph
-from planner.capture.lowering.program import Program
 from planner.capture.rewrites.explicit_generators import generators_of
+from planner.passes.program import Program
 from planner.runtime.code import Code
 from planner.runtime.random_state import RandomState
 from planner.torch_private.core import backward_retains_graph, foreach_copy_, set_version_counter

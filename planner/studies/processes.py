@@ -7,6 +7,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from threading import Timer
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -65,8 +66,8 @@ def stream(
         if limit_s is not None:
             timer.start()
         try:
-            with process.stdin:
-                _send(process.stdin, (function, arguments))
+            with suppress(BrokenPipeError), process.stdin:  # one that has ended already says why by its exit code
+                process.stdin.write(pickle.dumps((function, arguments)))
             yield from _received(process.stdout)
             code = process.wait()
         finally:
@@ -80,14 +81,6 @@ def stream(
             errors.seek(0)
             lines = errors.read().decode(errors="replace").strip().splitlines()
             raise ProcessError(f"exit code {code}: {lines[-1] if lines else 'it said nothing'}")
-
-
-def _send(pipe: Any, call: object) -> None:
-    try:
-        pipe.write(pickle.dumps(call))
-        pipe.flush()
-    except BrokenPipeError:
-        pass  # it has ended already, and its exit code says more
 
 
 def _received(pipe: Any) -> Iterator[Any]:

@@ -5,12 +5,12 @@ from dataclasses import dataclass, replace
 from random import Random
 
 from graphs.ir import Graph
-from graphs.options import with_options
 from graphs.options.offload import without_copies
 from graphs.options.surroundings import Link, Surroundings
 from graphs.schedule import Compute, Free, Schedule, Step, keep_everything
 from graphs.simulate import simulate
 from planner.capture.lowering.lower import Capture
+from planner.capture.options import with_options
 from planner.runtime.executor import Executor
 from tests.support.steps import capture_of, make
 

@@ -8,7 +8,7 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 
 from planner.capture.kernels.wrapper import Launch
-from planner.capture.lowering.program import Call
+from planner.passes.program import Call
 
 
 @dataclass(slots=True)

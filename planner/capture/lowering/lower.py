@@ -13,7 +13,6 @@ from graphs.ir import Graph, Kind, Op, Phase, Tensor
 from planner.capture.frontend.source_lines import traced_line
 from planner.capture.guards.data_guards import DataGuards
 from planner.capture.guards.python_guards import PythonGuards
-from planner.capture.lowering.program import Argument, Call, OpCalls, Path, Program, Ref, call_of, item, shown
 from planner.capture.lowering.references import References
 from planner.capture.lowering.statics import StaticTensors, allocated_bytes, dtype_name
 from planner.capture.rewrites.batch_norms import ignored_inputs
@@ -21,6 +20,7 @@ from planner.capture.rewrites.convolutions import is_chosen_by_timing, warn_not_
 from planner.capture.rewrites.explicit_generators import explicit_generator
 from planner.capture.rewrites.outputs import CHECKS, fake, first_backward, is_random, operator_of, outputs, storage
 from planner.capture.signature import Signature
+from planner.passes.program import Argument, Call, OpCalls, Path, Program, Ref, call_of, item, shown
 from planner.torch_private.capture import GradAOTOutput, TangentAOTInput
 from planner.torch_private.core import OpOverload, with_effects
 

@@ -9,9 +9,9 @@ from torch import fx
 
 from graphs.ir import Graph, Kind, Op, Tensor
 from planner.capture.lowering.lower import Capture
-from planner.capture.lowering.program import Argument, Call, Composed, OpCalls, Path, Ref, call_of
 from planner.capture.lowering.statics import allocated_bytes, dtype_name
 from planner.capture.rewrites.outputs import fake, storage
+from planner.passes.program import Argument, Call, Composed, OpCalls, Path, Ref, call_of
 
 
 class Additions:

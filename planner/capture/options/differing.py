@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from graphs.ir import Graph
-from planner.capture.lowering.program import Argument, Program, read_by
+from planner.passes.program import Argument, Program, read_by
 
 _NAMED = 3  # more are counted
 

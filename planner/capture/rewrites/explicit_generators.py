@@ -14,7 +14,7 @@ from unittest.mock import patch
 import torch
 from torch import fx
 
-from planner.capture.lowering.program import Program, leaves_of
+from planner.passes.program import Program, leaves_of
 from planner.torch_private.capture import InstructionTranslatorBase, TensorVariable, TorchInGraphFunctionVariable, source_name
 
 _MARK = "remat-planner: generator"

@@ -5,8 +5,8 @@ import weakref
 import pytest
 import torch
 
-from planner.capture.lowering.program import Call, Program, Ref, Shared, Statement, call_of, item
 from planner.passes.builder import PassBuilder
+from planner.passes.program import Call, Program, Ref, Shared, Statement, call_of, item
 
 aten = torch.ops.aten
 EMPTY = Program((), (), None, (), ())

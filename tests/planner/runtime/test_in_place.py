@@ -7,16 +7,16 @@ import pytest
 import torch
 
 from graphs.errors import UsageError
-from graphs.options import traced_options, with_options
 from graphs.schedule import keep_everything
 from graphs.simulate import simulate
 from planner import running, solve, tracing
 from planner.capture.lowering.lower import Capture
-from planner.capture.options.in_place import with_out, working_in_place
+from planner.capture.options import traced_options, with_options
+from planner.capture.options.in_place.find import with_out, working_in_place
+from planner.capture.replay import written_tensors
 from planner.capture.step import TrainingStep
 from planner.choices import choices_of
 from planner.models import Workload
-from planner.profiling.replay import written_tensors
 from planner.runtime.executor import Executor
 from planner.runtime.measure import outcome
 from planner.settings import TraceSettings

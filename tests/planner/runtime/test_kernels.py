@@ -14,11 +14,11 @@ from graphs.schedule import Compute, Schedule, keep_everything
 from graphs.simulate import simulate
 from planner import running, tracing
 from planner.capture.lowering.lower import Capture
-from planner.capture.lowering.program import Call, Ref
 from planner.capture.options.kernels.worth import needless
 from planner.capture.options.traced import without_needless
+from planner.capture.replay import RealStep
 from planner.capture.step import TrainingStep
-from planner.profiling.replay import RealStep
+from planner.passes.program import Call, Ref
 from planner.solving import solve
 from tests.support.adamw import assert_same, train
 from tests.support.budgets import between

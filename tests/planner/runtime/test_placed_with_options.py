@@ -13,15 +13,16 @@ import pytest
 import torch
 
 from graphs.errors import CopyError
+from graphs.options.compress import gradient_error
 from graphs.options.passes import in_passes
-from graphs.options.selection import gradient_error, option_of
+from graphs.options.selection import option_of
 from graphs.pools import COMPUTE
 from graphs.schedule import Compute
 from graphs.simulate import simulate
 from planner.capture.lowering.lower import Capture
+from planner.capture.replay import written_tensors
 from planner.capture.step import TrainingStep
 from planner.models import Workload
-from planner.profiling.replay import written_tensors
 from planner.runtime.executor import Executor
 from planner.runtime.measure import outcome
 from planner.runtime.pool_memory import measured_peak, other_peaks_measured

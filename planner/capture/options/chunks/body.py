@@ -11,12 +11,12 @@ import torch
 from torch import fx
 
 from planner.capture.frontend.eager_ops import called
-from planner.capture.lowering.program import Path
 from planner.capture.options.added import value_of
 from planner.capture.options.chunks.asked import ByRows, Made, Total
 from planner.capture.options.chunks.rows import Rows, is_flat, is_view, slice_of
 from planner.capture.options.chunks.rules import CONSTANTS, MEANS
 from planner.capture.options.chunks.stretches import Stretch
+from planner.passes.program import Path
 
 aten = torch.ops.aten
 

@@ -9,10 +9,10 @@ from torch import fx
 
 from graphs.ir import Op
 from planner.capture.lowering.lower import Capture
-from planner.capture.lowering.program import Path
 from planner.capture.options.added import value_of
 from planner.capture.rewrites.layouts import in_place_random_op, read_strides
 from planner.capture.rewrites.outputs import storage
+from planner.passes.program import Path
 
 
 @dataclass(frozen=True, slots=True)

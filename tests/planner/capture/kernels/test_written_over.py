@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from planner.capture.lowering.program import Call, Ref
+from planner.passes.program import Call, Ref
 from tests.support.wrapper_code import call, cpp, execute, module, namespace, read
 
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import torch
 
 from planner.capture.options.added import value_of
-from planner.capture.options.packing import bits
-from planner.capture.options.packing.finder import Finder, is_dense, room_for
+from planner.capture.options.pack import bits
+from planner.capture.options.pack.finder import Finder, is_dense, room_for
 from planner.capture.rewrites.outputs import tensors_in
 
 

@@ -9,9 +9,9 @@ import torch
 from torch import fx
 
 from graphs.ir import Phase
-from planner.capture.options.packing import bits
-from planner.capture.options.packing.finder import Finder, is_dense, room_for, same_layout
-from planner.capture.options.packing.results import is_of_type, needed_result
+from planner.capture.options.pack import bits
+from planner.capture.options.pack.finder import Finder, is_dense, room_for, same_layout
+from planner.capture.options.pack.results import is_of_type, needed_result
 from planner.capture.rewrites.outputs import fake
 
 aten = torch.ops.aten

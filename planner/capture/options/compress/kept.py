@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from graphs.errors import TraceError
-from planner.capture.options.compression.forms import GROUP, Form, Noise, seed_of
+from planner.capture.options.compress.forms import GROUP, Form, Noise, seed_of
 
 _LEAST_SLICE, _MOST_SLICES = 2**16, 8  # numbers that are worked on at a time, and into how many parts a tensor is split
 

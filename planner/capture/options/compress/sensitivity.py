@@ -7,60 +7,54 @@ proportional to the square of the rounding; that of a ReLU's gradient, which is 
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from graphs.ir import Graph, Phase
-from graphs.options.variance import SENSITIVITY, modelled_variance
+from graphs.options.compress import modelled_variance, with_variances
 from graphs.schedule import Compute, schedule_of
 from planner.capture.frontend.random_states import preserve_random_states
 from planner.capture.lowering.lower import Capture
-from planner.capture.lowering.program import Ref
-from planner.capture.options.compression import Kept, kept_tensors
+from planner.capture.options.compress.find import Kept, kept_tensors
+from planner.capture.replay import RealStep
 from planner.passes.builder import PassBuilder
+from planner.passes.program import Ref
 from planner.passes.writer import Writer
-from planner.profiling.replay import RealStep
 
 
-def with_modelled_variances(capture: Capture, graph: Graph) -> Graph:
-    """Return `graph`, of `capture`, with modelled variances: each tensor changes its part of the gradients as much as itself.
+def modelled_variances(capture: Capture) -> Graph:
+    """Return the graph of `capture` with modelled variances; nothing is run.
 
-    Nothing is executed. Elements are assumed to be normally distributed, and the parts to be equal.
+    Each tensor changes its part of the gradients as much as itself. Numbers are taken as normal, and the parts as equal.
     """
     found = kept_tensors(capture)
     modelled = {op: modelled_variance(form) / len(found) for kept in found for form, (_, op) in kept.ops.items()}
-    return _with_variances(graph, modelled, "modelled") if found else graph
+    return with_variances(capture.graph, modelled, "modelled") if found else capture.graph
 
 
-def with_measured_variances(real: RealStep, graph: Graph) -> Graph:
-    """Return `graph`, of the step `real`, with measured ``Op.variance``.
+def measured_variances(capture: Capture, real: RealStep) -> Graph:
+    """Return the graph of `capture`, whose step is `real`, with measured variances.
 
     Runs the forward pass once, and the backward pass once more for each rounding, with all its inputs kept. Parameters, buffers
     and random state are restored. If the gradients are all zero or not finite, the variances are modelled.
     """
-    capture = real.capture
     if not (found := kept_tensors(capture)):
-        return graph
+        return capture.graph
     with real.running():
         passes = _Passes(real, found)
         exact = passes.gradients({})
         norm = _squared(exact)
         if not (0 < norm < math.inf):
-            return with_modelled_variances(capture, graph)
+            return modelled_variances(capture)
         measured: dict[int, float] = {}
         for kept in found:
             for form, (_, restore) in kept.ops.items():
                 measured[restore] = passes.squared_error(kept, form, exact) / norm
     if not all(map(math.isfinite, measured.values())):
-        return with_modelled_variances(capture, graph)
-    return _with_variances(graph, measured, "measured")
-
-
-def _with_variances(graph: Graph, variance: dict[int, float], how: str) -> Graph:
-    ops = tuple(replace(op, variance=variance.get(op.id, 0.0)) for op in graph.ops)
-    return replace(graph, ops=ops, provenance={**graph.provenance, SENSITIVITY: how})
+        return modelled_variances(capture)
+    return with_variances(capture.graph, measured, "measured")
 
 
 @dataclass(frozen=True, slots=True)

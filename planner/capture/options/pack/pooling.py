@@ -7,8 +7,8 @@ import torch
 from torch import fx
 
 from graphs.ir import Phase
-from planner.capture.options.packing.finder import Finder, is_dense, room_for
-from planner.capture.options.packing.shapes import OfShape, of_shape
+from planner.capture.options.pack.finder import Finder, is_dense, room_for
+from planner.capture.options.pack.shapes import OfShape, of_shape
 from planner.capture.rewrites.outputs import fake
 
 aten = torch.ops.aten

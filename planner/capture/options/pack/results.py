@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from graphs.ir import Phase
-from planner.capture.options.packing.finder import Finder, same_layout
+from planner.capture.options.pack.finder import Finder, same_layout
 from planner.capture.rewrites.outputs import fake
 from planner.torch_private.core import OpOverload
 

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from graphs.ir import Phase
-from planner.capture.options.packing.finder import Finder, room_for
+from planner.capture.options.pack.finder import Finder, room_for
 from planner.capture.rewrites.outputs import fake
 
 aten = torch.ops.aten

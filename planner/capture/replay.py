@@ -11,10 +11,10 @@ from graphs.schedule import Compute, Schedule, schedule_of
 from planner.capture.frontend.preserved_state import preserve_tensor
 from planner.capture.frontend.random_states import preserve_random_states
 from planner.capture.lowering.lower import Capture
-from planner.capture.lowering.program import Call
 from planner.capture.rewrites.explicit_generators import preserve_generator_states
 from planner.capture.signature import Batch, leaves
 from planner.passes.builder import PassBuilder
+from planner.passes.program import Call
 from planner.passes.writer import Writer
 
 

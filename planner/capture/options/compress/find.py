@@ -4,7 +4,7 @@ For each tensor of some size that the forward pass makes in floating point and t
 ``FORMS``: an op that keeps it compressed, and one that makes of that another tensor, the *restored* one, of the same size and
 strides. The ops of the backward pass that read the tensor have stand-ins that read the restored one, and nothing else does:
 what the forward pass reads, first or again, is exact, and so is what is compressed. How much the gradients change is measured
-where the step is (``planner.profiling.sensitivity``); docs/options/compression.md has the whole.
+where the step is (``planner.capture.options.compress.sensitivity``); docs/options/compression.md has the whole.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,13 +14,13 @@ from itertools import combinations
 import torch
 
 from graphs.ir import Kind, Op, Phase, Tensor
-from graphs.options.variance import COMPRESS, KEEP, RESTORE
+from graphs.options.compress import COMPRESS, KEEP, RESTORE
 from planner.capture.lowering.lower import Capture
-from planner.capture.lowering.program import Ref
 from planner.capture.lowering.statics import allocated_bytes
 from planner.capture.options.added import Additions, value_of
-from planner.capture.options.compression.forms import FORMS
-from planner.capture.options.compression.kept import Keep, Layout, Restore
+from planner.capture.options.compress.forms import FORMS
+from planner.capture.options.compress.kept import Keep, Layout, Restore
+from planner.passes.program import Ref
 
 _LEAST_ELEMENTS = 2048
 _LEAST_SHARE = 1 / 100  # of the largest tensor that can be compressed

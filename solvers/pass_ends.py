@@ -18,7 +18,7 @@ END = "end"  # target of these ops
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class GraphWithPassEnds:
     """A graph, and the same with such ops.
 
     Attributes:
@@ -43,15 +43,15 @@ class Ended:
         return Schedule(tuple(steps))
 
 
-def ended(graph: Graph) -> Ended:
+def with_pass_ends(graph: Graph) -> GraphWithPassEnds:
     """`graph` and what it is with such ops."""
     elsewhere = {t for op in graph.ops if op.stream != COMPUTE for p in op.replaces for t in graph.ops[p].outputs}
     copied = sorted(graph.kept & elsewhere)
     forward = [op for op in graph.program if op.phase is Phase.FORWARD]
     early = tuple(t for t in copied if graph.ops[graph.tensors[t].producers[0]].phase is Phase.FORWARD)
     late = tuple(t for t in copied if t not in early)
-    if not copied or asked_for(graph):
-        return Ended(graph, graph, ())
+    if not copied or requested_outputs(graph):
+        return GraphWithPassEnds(graph, graph, ())
     rest = graph.ops[len(forward) : len(graph.program)]
     ops = [*forward, *_end(early, "forward pass", forward), *rest, *_end(late, "step", rest), *graph.ops[len(graph.program) :]]
     place = {op.id: i for i, op in enumerate(ops) if op.target != END}
@@ -61,10 +61,12 @@ def ended(graph: Graph) -> Ended:
 
     numbered = tuple(replace(op, id=i, replaces=moved(op.replaces)) for i, op in enumerate(ops))
     tensors = tuple(replace(t, producers=moved(t.producers)) for t in graph.tensors)
-    return Ended(graph, replace(graph, ops=numbered, tensors=tensors), tuple(None if op.target == END else op.id for op in ops))
+    return GraphWithPassEnds(
+        graph, replace(graph, ops=numbered, tensors=tensors), tuple(None if op.target == END else op.id for op in ops)
+    )
 
 
-def asked_for(graph: Graph) -> dict[int, int]:
+def requested_outputs(graph: Graph) -> dict[int, int]:
     """By tensor the op that asks for it at the end of a pass; none where there is none, or other devices were left out since."""
     return {t: op.id for op in graph.program if op.target == END for t in op.inputs} if is_placed(graph) else {}
 

@@ -9,9 +9,9 @@ from torch import fx
 
 from graphs.ir import Op, Phase
 from planner.capture.lowering.lower import Capture
-from planner.capture.lowering.program import Composed, Ref
 from planner.capture.options.added import Additions
 from planner.capture.rewrites.outputs import fake, storage
+from planner.passes.program import Composed, Ref
 
 TARGET = "pack"  # the first word of what the ops call
 

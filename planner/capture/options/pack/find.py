@@ -8,8 +8,8 @@ What stays of a tensor between the two is what it tells its readers.
 from collections.abc import Callable
 
 from planner.capture.lowering.lower import Capture
-from planner.capture.options.packing import comparisons, masks, pooling, ranges, redrawn, results, shapes
-from planner.capture.options.packing.finder import Finder
+from planner.capture.options.pack import comparisons, masks, pooling, ranges, redrawn, results, shapes
+from planner.capture.options.pack.finder import Finder
 from planner.torch_private.core import disable_current_modes
 
 KINDS: tuple[Callable[[Finder], None], ...] = (

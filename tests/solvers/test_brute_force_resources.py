@@ -1,4 +1,4 @@
-"""The exact solver with a limit on the variance of what is executed, against all schedules of small graphs."""
+"""The exact solver with limits on resources, against all schedules of small graphs."""
 
 import random
 from dataclasses import replace
@@ -29,9 +29,10 @@ SEEDS = [
 
 
 def limited(seed: int) -> tuple[Graph, int]:
-    """A graph with variances, and a budget."""
+    """A graph with variances, every third with another resource too, and a budget."""
     draw = random.Random(seed)
     graph = with_variances(random_options(seed, draw.randint(2, 6)), draw)
+    graph = graph if seed % 3 else with_variances(graph, random.Random(seed), "another")
     program = without_options(graph)
     return graph, max(1, round(simulate(program, keep_everything(program)).peak_bytes * draw.uniform(0.55, 1.05)))
 
@@ -56,14 +57,15 @@ def test_no_promise_is_broken(seeds: range) -> None:
         assert result.bound_s is not None
         assert result.bound_s <= best_s * (1 + SLACK) + SLACK, one.seed
         feasible += 1
-        without_limit = fastest_with_options(replace(one.graph, variance_limit=float("inf")), one.budget_bytes)
+        without_limit = fastest_with_options(replace(one.graph, limits=()), one.budget_bytes)
         assert without_limit is not None and without_limit[0] <= best_s + SLACK, one.seed
         limiting += without_limit[0] < best_s * (1 - TOLERANCE)
         if result.schedule is None or result.time_s is None:
             continue
         simulation = simulate(one.graph, result.schedule)
         assert simulation.peak_bytes <= one.budget_bytes
-        assert one.graph.variance(result.schedule.computed) <= one.graph.variance_limit, one.seed
+        for resource, limit in one.graph.limits:
+            assert one.graph.used(resource, result.schedule.computed) <= limit, one.seed
         assert result.time_s >= best_s * (1 - SLACK), one.seed
         if result.status is Status.OPTIMAL:
             assert result.time_s <= best_s * (1 + TOLERANCE) + SLACK, one.seed
@@ -77,9 +79,9 @@ def test_without_variances_the_program_is_what_it_was() -> None:
     """And with a limit that all ops together are within."""
     for seed in range(20):
         graph, budget = limited(seed)
-        free = replace(graph, variance_limit=float("inf"))
-        wide = replace(graph, variance_limit=sum(op.variance for op in graph.ops))
-        bare = replace(free, ops=tuple(replace(op, variance=0.0) for op in graph.ops))
+        free = replace(graph, limits=())
+        wide = replace(graph, limits=tuple((name, sum(op.used(name) for op in graph.ops)) for name, _ in graph.limits))
+        bare = replace(free, ops=tuple(replace(op, uses=()) for op in graph.ops))
         programs = []
         for one in (bare, free, wide):
             problem = problem_of(one, budget)

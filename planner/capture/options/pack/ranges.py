@@ -9,10 +9,10 @@ import torch
 from torch import fx
 
 from graphs.ir import Phase
-from planner.capture.lowering.program import Path
 from planner.capture.options.added import value_of
-from planner.capture.options.packing.finder import Finder, is_dense, room_for
+from planner.capture.options.pack.finder import Finder, is_dense, room_for
 from planner.capture.rewrites.outputs import fake
+from planner.passes.program import Path
 
 aten = torch.ops.aten
 

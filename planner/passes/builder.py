@@ -105,7 +105,7 @@ class PassBuilder:
             case Ref(tensor=tensor):
                 return own[tensor] if tensor in own else self._held(tensor)
             case Call():
-                node = self._call(value, "view", own)
+                node = self.call(value, "view", own)
                 node.meta[INLINE] = True
                 return node
             case Shared():
@@ -117,8 +117,16 @@ class PassBuilder:
         return value
 
     def call(self, call: Call, name: str = "made", own: Mapping[int, fx.Node] = MappingProxyType({})) -> fx.Node:
-        """Make a call, in a line of its own; `name` is that of the variable, where what it returns is read."""
-        return self._call(call, name, own)
+        """Make a call, in a line of its own.
+
+        Args:
+            name: of the variable, where what it returns is read.
+            own: as in ``value``.
+        """
+        args = tuple(self.value(arg, own) for arg in call.args)
+        kwargs = {key: self.value(arg, own) for key, arg in call.kwargs.items()}
+        kind = "call_method" if isinstance(call.target, str) else "call_function"
+        return self._noted(self._graph.create_node(kind, call.target, args, kwargs, name))
 
     def hold(self, call: Call, name: str) -> fx.Node:
         """Make a call, and hold what it returns until it is freed, or the pass ends."""
@@ -198,12 +206,6 @@ class PassBuilder:
                 return node
         self._shared.append((shared, self.call(shared.call, "shared")))
         return self._shared[-1][1]
-
-    def _call(self, call: Call, name: str, own: Mapping[int, fx.Node]) -> fx.Node:
-        args = tuple(self.value(arg, own) for arg in call.args)
-        kwargs = {key: self.value(arg, own) for key, arg in call.kwargs.items()}
-        kind = "call_method" if isinstance(call.target, str) else "call_function"
-        return self._noted(self._graph.create_node(kind, call.target, args, kwargs, name))
 
     def _noted(self, node: fx.Node) -> fx.Node:
         if self.step is not None:

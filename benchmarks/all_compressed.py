@@ -1,7 +1,7 @@
 """Schedules that keep compressed whatever can be."""
 
 from graphs.ir import Graph, Phase
-from graphs.options.variance import COMPRESS, KEEP, RESTORE
+from graphs.options.compress import COMPRESS, KEEP, RESTORE
 from graphs.schedule import Schedule, schedule_of
 
 

@@ -12,9 +12,9 @@ from statistics import median
 import planner
 from benchmarks.kept_captures import KeptCaptures
 from graphs.errors import BudgetError, LimitError, PlannerError
-from graphs.options.selection import IN_PLACE
 from graphs.units import format_bytes
 from planner import tracing
+from planner.capture.options.in_place import IN_PLACE
 from planner.capture.options.traced import with_traced
 from planner.models import Workload
 from planner.settings import TraceSettings
@@ -196,7 +196,7 @@ class _Comparison:
         if method not in self._least:
             captures = self._models[method].captures.values()
             timed = (tracing.profiled(captured, self._workload, TraceSettings(passes=1)) for captured in captures)
-            graphs = [(with_traced(captured, (IN_PLACE,)) if method == OURS else captured).graph for captured in timed]
+            graphs = [(with_traced(captured, (IN_PLACE.name,)) if method == OURS else captured).graph for captured in timed]
             orders = [order_for(graph, "windows", reorder=None, clock=WallClock(_LEAST_S)).graph for graph in graphs]
             self._least[method] = min(least_budget(graph, clock=WallClock(_LEAST_S)).found_bytes for graph in orders)
         return self._least[method]

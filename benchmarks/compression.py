@@ -21,12 +21,14 @@ import torch
 from benchmarks.all_compressed import all_compressed
 from benchmarks.command import carry_out, command_line, one_thread
 from benchmarks.training_loop import Loop, Recipe
-from graphs.options import with_options, without_options
+from graphs.options import without_options
+from graphs.options.compress import VARIANCE
 from graphs.schedule import Schedule, keep_everything
 from graphs.simulate import simulate
 from graphs.units import format_ratio
 from planner import options, tracing
 from planner.capture.lowering.lower import Capture
+from planner.capture.options import with_options
 from planner.capture.signature import Batch
 from planner.capture.step import TrainingStep
 from planner.models import Workload, build
@@ -177,7 +179,7 @@ def begin(workload: Workload, recipe: Recipe, seed: int) -> dict[str, Curve]:
             loop=Loop(own.model, step, recipe, other_start if bits == OTHER_WEIGHTS else start, seed=seed),
             predicted_peak_bytes=simulate(capture.graph, schedule).peak_bytes,
             peak_bytes=peak_bytes,
-            predicted_error=math.sqrt(capture.graph.variance(schedule.computed)),
+            predicted_error=math.sqrt(capture.graph.used(VARIANCE, schedule.computed)),
             error=wanted.gradient_error(found),
         )
     return begun

@@ -16,12 +16,12 @@ from benchmarks.command import carry_out, command_line, one_thread
 from benchmarks.options_errors import ERRORS, MEASURED, Bits, bits_of
 from benchmarks.solved import Solved, solved
 from graphs.ir import Graph
-from graphs.options import OPTIONS, check_options, traced_options, with_options
-from graphs.options.selection import holding
+from graphs.options.option import Need
 from graphs.simulate import simulate
 from graphs.units import format_bytes, format_ratio, format_seconds
 from planner import options
 from planner.budgets import budget_in_bytes
+from planner.capture.options import OPTIONS, check_options, holding, needs, traced_options, with_options
 from planner.choices import Choices, choices_of
 from planner.settings import SolveSettings, TraceSettings
 from planner.solving import summarize
@@ -47,9 +47,8 @@ MODELS: Mapping[str, str] = {
     "gpt2-medium-4k": "zoo:gpt2,layers=24,width=1024,heads=16,batch=2,seq=4096,dtype=bfloat16",
     **{name: offload.MODELS[name] for name in ("llama-16", "vit-l", "resnet50", "unet")},
 }
-_BITS = 4  # of what is compressed
 # Placement needs other devices.
-NAMES = tuple(f"{name}:{_BITS}" if option.lossy else name for name, option in OPTIONS.items() if not option.places)
+NAMES = tuple(option.to_try for name, option in OPTIONS.items() if Need.DEVICES not in needs((name,)))
 NONE = "none"  # the set without an option
 LEAST = "least"  # the budget that is asked for where the least one is looked for
 SHARES = ("70%", "50%", "30%", "20%")  # of the peak of the program
@@ -193,8 +192,7 @@ def _solved(case: OptionsCase, some: Sequence[str], graph: Graph, budget: str) -
 
 
 def _choices(some: Sequence[str]) -> Choices | None:
-    copies = any(OPTIONS[name].copies for name in some if name in OPTIONS)
-    return choices_of(some, host_budget=offload.HOST if copies else None)
+    return choices_of(some, host_budget=offload.HOST if Need.LINK in needs(some) else None)
 
 
 _HEAD = """\

@@ -10,11 +10,12 @@ import torch
 
 from benchmarks.offload import budget_bytes_of
 from graphs.ir import Op
-from graphs.options import with_options, without_options
+from graphs.options import without_options
 from graphs.schedule import keep_everything
 from graphs.units import format_bytes
 from planner import tracing
 from planner.capture.lowering.lower import Capture
+from planner.capture.options import with_options
 from planner.capture.step import TrainingStep
 from planner.models import Workload, build
 from planner.runtime import measure

@@ -17,7 +17,6 @@ from torch import nn
 
 from benchmarks.command import carry_out, command_line, one_thread
 from graphs.ir import Graph
-from graphs.options import with_options
 from graphs.options.passes import in_passes
 from graphs.options.surroundings import Link, OtherDevice, Surroundings
 from graphs.schedule import Schedule, keep_everything
@@ -26,6 +25,7 @@ from graphs.units import format_ratio, format_seconds
 from planner import tracing
 from planner.budgets import budget_in_bytes
 from planner.capture.lowering.lower import Capture
+from planner.capture.options import with_options
 from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
 from planner.models import Workload

@@ -14,11 +14,11 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 from graphs.ir import Graph, Phase
-from graphs.options import with_options
 from graphs.options.surroundings import Link, OtherDevice, Surroundings
 from graphs.schedule import schedule_of
 from graphs.simulate import simulate
 from graphs.synthetic.random_graphs import random_graph, random_options, random_training_step, with_overwriting
+from planner.capture.options import with_options
 from solvers.bounds import least_budget_bound
 from solvers.clock import WorkClock
 from solvers.registry import get_solver

@@ -1,7 +1,7 @@
 """Conditions on graphs: those of every graph, checked when it is made, and those of functions that do not take every graph."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from graphs.errors import GraphError
@@ -30,8 +30,7 @@ def check_graph(graph: "Graph") -> None:
     _check_kept(graph)
     _check_overwrites(graph)
     _check_capacities(graph)
-    if not graph.variance_limit >= 0:
-        raise GraphError(f"the variance limit of the graph is {graph.variance_limit!r}: must be 0 or more")
+    _check_amounts("the graph", "allows", graph.limits)
 
 
 def check_sums(graph: "Graph") -> None:
@@ -117,8 +116,7 @@ def _check_ops(graph: "Graph") -> None:
             raise GraphError(f"{where} has time {op.time_s!r}: times are finite seconds, 0 or more")
         if not isinstance(op.workspace_bytes, int) or op.workspace_bytes < 0:
             raise GraphError(f"{where} has workspace {op.workspace_bytes!r}: sizes are whole bytes, 0 or more")
-        if not math.isfinite(op.variance) or op.variance < 0:
-            raise GraphError(f"{where} has variance {op.variance!r}: variances are finite, 0 or more")
+        _check_amounts(where, "uses", op.uses)
         if not op.stream:
             raise GraphError(f"{where} runs on a stream without a name")
         if op.workspace_bytes and op.stream not in owners:
@@ -129,6 +127,15 @@ def _check_ops(graph: "Graph") -> None:
         _check_order(before, op)
         _check_op_tensors(graph, op)
         before = op
+
+
+def _check_amounts(where: str, does: str, amounts: Sequence[tuple[str, float]]) -> None:
+    """Raise an error unless each resource has a name, and one finite amount."""
+    for resource, amount in amounts:
+        if not resource or [name for name, _ in amounts].count(resource) > 1:
+            raise GraphError(f"{where} {does} {resource!r} twice, or without a name: name each resource once")
+        if not math.isfinite(amount) or amount < 0:
+            raise GraphError(f"{where} {does} {amount!r} of {resource!r}: must be finite, 0 or more")
 
 
 def _check_order(before: "Op | None", op: "Op") -> None:
@@ -181,8 +188,9 @@ def _check_optional_op(graph: "Graph", op: "Op", written: Mapping[int, str]) -> 
     """Check the fields of optional ops; `written` has, for each tensor written in place, the name of an op that does."""
     where = f"op {op.name!r}"
     if not op.optional:
-        if op.replaces or op.differs or op.variance:
-            what = "replaces other ops" if op.replaces else f"differs from the program ({op.differs or op.variance})"
+        if op.replaces or op.differs or op.uses:
+            what = f"uses {op.uses[0][0]!r}" if op.uses else f"differs from the program ({op.differs})"
+            what = "replaces other ops" if op.replaces else what
             raise GraphError(f"{where} {what}, but is not optional")
         return
     for t in set(op.inputs).intersection(op.outputs):

@@ -17,11 +17,11 @@ from enum import StrEnum
 from functools import cached_property
 
 from graphs.checks import check_graph
-from graphs.pools import COMPUTE, DEVICE, Pool
+from graphs.pools import COMPUTE, DEVICE, TRANSFER, Pool
 
 TANGENT = "tangent"  # name of the gradient of the loss among the inputs
 
-_ROUNDING = 1e-9  # of a sum of variances
+_ROUNDING = 1e-9  # of a sum of what is used
 
 
 class Phase(StrEnum):
@@ -110,8 +110,8 @@ class Op:
         differs: what may differ from the program when it is executed (rounding, a lossy value), "" for not a bit.
         overwrites: pairs of an output and an input: where a schedule frees the input right behind the op, and no other stream
             has read it since it came, the output takes its memory. Of ops of the program only.
-        variance: predicted variance that it adds to the gradients if it is executed at all, as a part of their squared norm;
-            0 for all but optional ops that are lossy.
+        uses: pairs of a resource, by name, and how much of it is used if the op is executed at all, however often. Of optional
+            ops only.
     """
 
     id: int
@@ -131,12 +131,26 @@ class Op:
     replaces: tuple[int, ...] = ()
     differs: str = ""
     overwrites: tuple[tuple[int, int], ...] = ()
-    variance: float = 0.0
+    uses: tuple[tuple[str, float], ...] = ()
 
     @property
     def exact(self) -> bool:
         """Whether it makes the bits that the program would."""
         return not self.differs
+
+    def used(self, resource: str) -> float:
+        """Return how much of `resource` it uses if it is executed at all."""
+        return dict(self.uses).get(resource, 0.0)
+
+    def using(self, resource: str, amount: float) -> "Op":
+        """Return this op with another `amount` of `resource`."""
+        others = (pair for pair in self.uses if pair[0] != resource)
+        return replace(self, uses=(*others, *(((resource, amount),) if amount else ())))
+
+    @property
+    def is_transfer(self) -> bool:
+        """True if it is optional and copies a tensor from one pool to another, on a channel."""
+        return self.optional and self.target == TRANSFER
 
 
 _DEVICE_POOL = Pool(DEVICE, COMPUTE)
@@ -153,7 +167,8 @@ class Graph:
             They are delivered when first computed and never freed.
         provenance: where the graph comes from (model, inputs, device, dtype, versions, how timed).
         pools: the memories, the device first.
-        variance_limit: of the sum of ``Op.variance`` over the ops that a schedule executes, each counted once.
+        limits: pairs of a resource and how much the ops that a schedule executes may use of it, each counted once; the others
+            have no limit.
 
     Raises:
         GraphError: when made from parts that do not describe a training step.
@@ -164,7 +179,7 @@ class Graph:
     kept: frozenset[int]
     provenance: Mapping[str, object] = field(default_factory=dict)
     pools: tuple[Pool, ...] = (_DEVICE_POOL,)
-    variance_limit: float = math.inf
+    limits: tuple[tuple[str, float], ...] = ()
 
     def __post_init__(self) -> None:
         check_graph(self)
@@ -238,16 +253,28 @@ class Graph:
                 readers[t].append(op.id)
         return tuple(map(tuple, readers))
 
-    def variance(self, computed: Collection[int]) -> float:
-        """Predicted variance of the gradients where the ops `computed` are executed, as a part of their squared norm.
+    @cached_property
+    def _amounts(self) -> dict[str, dict[int, float]]:
+        """What is used of each resource, by op."""
+        found: dict[str, dict[int, float]] = {}
+        for op in self.ops:
+            for resource, amount in op.uses:
+                found.setdefault(resource, {})[op.id] = amount
+        return found
 
-        An op counts once, however often it is executed: it makes the same values each time.
-        """
-        return math.fsum(self.ops[op].variance for op in set(computed))
+    def ends(self, transfer: Op) -> tuple[str, str]:
+        """Return the names of the pools that a transfer goes from and to."""
+        (source,), (target,) = transfer.inputs, transfer.outputs
+        return self.tensors[source].pool, self.tensors[target].pool
+
+    def used(self, resource: str, computed: Collection[int]) -> float:
+        """Return how much of `resource` is used where the ops `computed` are executed, each counted once."""
+        amounts = self._amounts.get(resource, {})
+        return math.fsum(amounts.get(op, 0.0) for op in set(computed))
 
     def allows(self, computed: Collection[int]) -> bool:
-        """Whether the variance of the ops `computed` is within the limit, but for rounding in the sum."""
-        return self.variance_limit == math.inf or self.variance(computed) <= self.variance_limit * (1 + _ROUNDING)
+        """Return True if the ops `computed` use no more of any resource than its limit, but for rounding in the sum."""
+        return all(self.used(resource, computed) <= limit * (1 + _ROUNDING) for resource, limit in self.limits)
 
     @cached_property
     def fingerprint(self) -> str:

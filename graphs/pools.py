@@ -1,14 +1,31 @@
-"""Where tensors are (pools) and where ops run (streams)."""
+"""Where tensors are (pools), where ops run (streams), and what carries tensors from one pool to another (channels).
 
+The main device, other devices and the host are alike: a pool, and channels between it and the others. A stream computes in the
+pool of a device, and owns it; the host computes nothing, so its pool is owned by the channel that fills it.
+"""
+
+import math
 from dataclasses import dataclass
+
+from graphs.errors import GraphError
 
 DEVICE = "device"  # the pool whose capacity is the budget
 HOST = "host"
 COMPUTE = "compute"  # the stream that owns the device's
-HOST_TO_DEVICE = "host_to_device"
-DEVICE_TO_HOST = "device_to_host"
-COLLECTIVES = "collectives"
-HOST_COMPUTE = "host_compute"
+TRANSFER = "copy"  # target of the ops that carry a tensor from one pool to another
+
+
+def computing(pool: str) -> str:
+    """Return the name of the stream that computes in `pool`, and owns it."""
+    return COMPUTE if pool == DEVICE else f"{COMPUTE}@{pool}"
+
+
+def channel(source: str, target: str) -> str:
+    """Return the name of the stream of transfers from one pool to another."""
+    return f"{source}_to_{target}"
+
+
+DEVICE_TO_HOST, HOST_TO_DEVICE = channel(DEVICE, HOST), channel(HOST, DEVICE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,3 +41,48 @@ class Pool:
     name: str
     owner: str
     capacity_bytes: int | None = None
+
+    @property
+    def computes(self) -> bool:
+        """True if it is the memory of a device that ops run on."""
+        return self.owner == computing(self.name)
+
+
+@dataclass(frozen=True, slots=True)
+class Channel:
+    """What carries transfers from one pool to another, one at a time, beside the computation and other channels.
+
+    Attributes:
+        source, target: names of the pools.
+        bytes_per_s: that it carries.
+        latency_s: that each transfer takes besides its bytes.
+
+    Raises:
+        GraphError: a value that no machine has.
+    """
+
+    source: str
+    target: str
+    bytes_per_s: float
+    latency_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.bytes_per_s) or self.bytes_per_s <= 0:
+            raise GraphError(
+                f"the link from {self.source!r} to {self.target!r} carries {self.bytes_per_s!r} bytes a second: must be above 0, "
+                "such as 25e9"
+            )
+        if not math.isfinite(self.latency_s) or self.latency_s < 0:
+            raise GraphError(
+                f"a copy from {self.source!r} to {self.target!r} takes {self.latency_s!r} s besides its bytes: must be "
+                "0 or more, such as 1e-5"
+            )
+
+    @property
+    def stream(self) -> str:
+        """The name of its stream."""
+        return channel(self.source, self.target)
+
+    def time_s(self, size_bytes: int) -> float:
+        """Seconds of a transfer."""
+        return self.latency_s + size_bytes / self.bytes_per_s

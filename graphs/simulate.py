@@ -60,7 +60,7 @@ def simulate(graph: Graph, schedule: Schedule) -> Simulation:
             runs again though it must not, runs on the wrong side of a write in place, out of
             order with another random op, makes what is there in a pool of another stream, or exceeds a
             pool's capacity; a free of what is not in memory or must be kept; an op of the program never
-            executed or stood for; a kept tensor missing at the end; ops with more variance than the graph's limit.
+            executed or stood for; a kept tensor missing at the end; ops that use more of a resource than the graph allows.
     """
     judge = _Judge(graph)
     for index, step in enumerate(schedule.steps):
@@ -236,7 +236,7 @@ class _Judge:
             if not self.there[t]:
                 raise ScheduleError(f"the schedule ends without {self.graph.tensors[t].name!r}, which must be kept")
         if not self.graph.allows(self.computed):
+            used = [(f"{self.graph.used(name, self.computed):.3g} of {name!r}", limit) for name, limit in self.graph.limits]
             raise ScheduleError(
-                f"the schedule executes ops with a predicted variance of {self.graph.variance(self.computed):.3g} in all: the "
-                f"limit is {self.graph.variance_limit:.3g}"
+                f"the schedule executes ops that use {' and '.join(f'{amount} (limit {limit:.3g})' for amount, limit in used)}"
             )

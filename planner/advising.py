@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from graphs.options import OPTIONS, traced_options
+from graphs.options.option import Need
+from planner.capture.options import OPTIONS, needs, traced_options
 from planner.capture.signature import Batch, leaves
 from planner.capture.step import LossFn
 from planner.profiling.devices import get_device
@@ -88,8 +89,8 @@ def advise(
 
 
 def _options_to_try(roofline: str | None) -> tuple[str, ...]:
-    offered = (f"{name}:4" if option.lossy else name for name, option in OPTIONS.items() if not option.places)
-    return tuple(name for name in offered if roofline is not None or not name.startswith("compress"))
+    offered = (option for name, option in OPTIONS.items() if Need.DEVICES not in needs((name,)))
+    return tuple(option.to_try for option in offered if roofline is not None or not option.lossy)
 
 
 def _available(model: nn.Module, batch: Batch, roofline: str | None) -> tuple[str, int | None]:

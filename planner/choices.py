@@ -9,10 +9,11 @@ import psutil
 
 from graphs.errors import GraphError, MismatchError, PlannerError
 from graphs.ir import Graph
-from graphs.options import OPTIONS, check_complete, parsed, with_options
+from graphs.options.option import Need
 from graphs.options.selection import exact_ops
 from graphs.options.surroundings import Link, OtherDevice, Surroundings
 from graphs.units import format_seconds, parse_budget, parse_rate
+from planner.capture.options import check_complete, needing, needs, with_options
 from planner.profiling.link import format_rate, measured_link, published_link
 from planner.profiling.other_devices import DEVICES_KEY, decode_devices, encode_devices
 
@@ -53,7 +54,7 @@ class Choices:
     """Options of a graph by name, and what was said of the machine for them.
 
     Attributes:
-        options: names in ``graphs.options.OPTIONS``.
+        options: names in ``planner.capture.options.OPTIONS``.
         link_bytes_per_s: in each direction; None: what is known of the device that a graph is for.
         host_bytes: of the host's memory that a step may take; None where no option copies.
         exact: offer only ops that differ from the program in not a bit.
@@ -80,7 +81,7 @@ class Choices:
     @property
     def places(self) -> bool:
         """Whether ops may run on other devices."""
-        return any(OPTIONS[name].places for name, _ in map(parsed, self.options))
+        return Need.DEVICES in needs(self.options)
 
     @property
     def named(self) -> str:
@@ -147,7 +148,7 @@ def choices_of(
     """What was asked for; None for a graph as it is.
 
     Args:
-        options: names in ``graphs.options.OPTIONS``.
+        options: names in ``planner.capture.options.OPTIONS``.
         link: bytes a second in each direction, or ``25GB/s``; None: what was measured or is published of a graph's device,
             else ``LINK``.
         host_budget: bytes, ``64GB``, or ``50%`` of the host's memory that is free; None: half of that.
@@ -161,11 +162,12 @@ def choices_of(
     check_complete(options)
     if exact and not options:
         raise PlannerError("exact given, but no option that it is about: add options=['chunks'] (--options chunks)")
-    if not any(OPTIONS[name].copies for name, _ in map(parsed, options)):
+    if Need.LINK not in needs(options):
         given = [name for name, value in (("link", link), ("host_budget", host_budget)) if value is not None]
         if given:
+            copying = needing(Need.LINK)[0]
             raise PlannerError(
-                f"{' and '.join(given)} given, but no option that copies: add options=['offload'] (--options offload)"
+                f"{' and '.join(given)} given, but no option that copies: add options=[{copying!r}] (--options {copying})"
             )
         return Choices(tuple(options), exact=exact) if options else None
     free_bytes, asked = psutil.virtual_memory().available, host_budget
@@ -183,7 +185,7 @@ def recorded_link(settings: Mapping[str, object]) -> KnownLink | None:
     Raises:
         MismatchError: they cannot be what a solve has recorded.
     """
-    if not any(OPTIONS[name].copies for name, _ in map(parsed, recorded_options(settings))):
+    if Need.LINK not in needs(recorded_options(settings)):
         return None
     said = settings.get("link")
     try:

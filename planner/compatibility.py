@@ -5,27 +5,10 @@
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from enum import StrEnum
 
 from graphs.errors import UsageError
-from graphs.options import OPTIONS
-
-
-class Feature(StrEnum):
-    """What a user asks for besides options of a graph, or trains with; as messages name it."""
-
-    TORCH_COMPILE = "torch.compile"
-    INDUCTOR = "kernels='inductor'"
-    VARYING_SIZES = "dynamic=True"
-    CUDA_GRAPH = "cuda_graph=True"
-    REPLAN = "replan=True"
-    SEVERAL_PROCESSES = "several processes"
-    ON_CPU = "a model on the CPU"
-    MAX_OVERHEAD = "max_overhead="
-    HOST_SHARE = "a share of the host's memory"
-    ROOFLINE = "roofline="
-    MEASURED_LINK = "measure_link=True"
-    OTHER_DEVICES = "other_devices="
+from graphs.options.option import Feature, conflict
+from planner.capture.options import OPTIONS
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,28 +26,10 @@ class Conflict:
     reason: str
 
     def __str__(self) -> str:
-        return f"{f'the option {self.one!r}' if self.one in OPTIONS else self.one} does not go with {self.other}: {self.reason}"
+        return conflict(f"the option {self.one!r}" if self.one in OPTIONS else self.one, self.other, self.reason)
 
 
-_OF_EAGER = "it is found among the kernels of eager PyTorch; leave it out, or take kernels='eager'"
-
-CONFLICTS = (
-    *(Conflict(name, Feature.INDUCTOR, _OF_EAGER) for name in ("chunks", "pack", "kernels", "compress")),
-    Conflict("placement", Feature.INDUCTOR, "these kernels run on one device; leave it out, or take kernels='eager'"),
-    Conflict(
-        "compress",
-        Feature.TORCH_COMPILE,
-        "how lossy a graph of a step is cannot be measured; leave it out, or take planner.compile",
-    ),
-    Conflict(
-        "placement",
-        Feature.TORCH_COMPILE,
-        "its graphs are not measured on other devices; leave it out, or take planner.compile",
-    ),
-    Conflict("compress", Feature.VARYING_SIZES, "how lossy a step may be is measured at one size; leave one of them out"),
-    Conflict("placement", Feature.VARYING_SIZES, "ops are measured on other devices at one size; leave one of them out"),
-    Conflict("placement", Feature.CUDA_GRAPH, "ops on other devices run one by one; leave one of them out"),
-    Conflict("placement", Feature.SEVERAL_PROCESSES, "ops are placed in one process; leave it out, or the wrapper of the model"),
+_OF_FEATURES = (
     Conflict(
         Feature.CUDA_GRAPH,
         Feature.VARYING_SIZES,
@@ -105,6 +70,17 @@ CONFLICTS = (
 )
 
 
+def conflicts() -> tuple[Conflict, ...]:
+    """Return the table: what each option of a graph refuses, then what does not go together of features."""
+    refused = (
+        Conflict(option.name, feature, option.refused[feature])
+        for feature in Feature
+        for option in OPTIONS.values()
+        if feature in option.refused
+    )
+    return (*refused, *_OF_FEATURES)
+
+
 def check_compatible(asked: Collection[str]) -> None:
     """Refuse things that do not go together.
 
@@ -114,14 +90,14 @@ def check_compatible(asked: Collection[str]) -> None:
     Raises:
         UsageError: there are two that do not; says why, and what to do.
     """
-    for conflict in CONFLICTS:
-        if conflict.one in asked and conflict.other in asked:
-            raise UsageError(str(conflict))
+    for one in conflicts():
+        if one.one in asked and one.other in asked:
+            raise UsageError(str(one))
 
 
 def table() -> list[tuple[str, str, str]]:
     """Return the conflicts as rows for people: what does not go together, and why; equal reasons are one row."""
     rows: dict[tuple[str, str], list[str]] = {}
-    for conflict in CONFLICTS:
-        rows.setdefault((conflict.other, conflict.reason), []).append(conflict.one)
+    for one in conflicts():
+        rows.setdefault((one.other, one.reason), []).append(one.one)
     return [(", ".join(names), other, reason) for (other, reason), names in rows.items()]

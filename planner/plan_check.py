@@ -8,7 +8,8 @@ from graphs.errors import MismatchError, PlannerError
 from graphs.io.formats import read_graph
 from graphs.ir import Graph
 from graphs.options import without_options
-from graphs.options.selection import differences, gradient_error
+from graphs.options.compress import gradient_error
+from graphs.options.selection import differences
 from graphs.schedule import keep_everything
 from graphs.simulate import Simulation, simulate
 from graphs.units import format_bytes, format_seconds

@@ -12,6 +12,7 @@ from graphs.schedule import keep_everything
 from planner.capture.frontend.preserved_state import preserve_training_state
 from planner.capture.lowering.lower import Capture
 from planner.capture.options.traced import with_graph
+from planner.capture.replay import written_tensors
 from planner.capture.signature import Batch, detach_batch
 from planner.capture.step import LossFn, TrainingStep
 from planner.choices import recorded_options, with_recorded
@@ -20,7 +21,6 @@ from planner.models import Workload
 from planner.plan_check import check_sizes
 from planner.plans.eager import within_own_error
 from planner.plans.plan import Plan
-from planner.profiling.replay import written_tensors
 from planner.progress import LoggingView, Stage, Stages, View
 from planner.runtime import measure
 from planner.runtime.executor import Executor

@@ -6,9 +6,10 @@ import re
 from dataclasses import dataclass
 
 from graphs.errors import PlannerError, UsageError
-from graphs.options import check_traced, parsed, traced_options
+from graphs.options.option import Feature
+from planner.capture.options import check_traced, parsed, traced_options
 from planner.choices import Choices
-from planner.compatibility import Feature, check_compatible
+from planner.compatibility import check_compatible
 from solvers.clock import Clock, WallClock, WorkClock
 from solvers.registry import check_solver, check_takes
 from solvers.tolerance import WIDENING, Tolerance

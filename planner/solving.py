@@ -7,16 +7,16 @@ from dataclasses import replace
 from graphs.checks import check_sums
 from graphs.errors import InfeasibleError, LimitError, MismatchError, PlannerError, SolverWarning
 from graphs.ir import Graph
-from graphs.options import with_options, without_options
-from graphs.options.offload import offloaded, without_copies
-from graphs.options.passes import in_passes
-from graphs.options.placement import is_placed
-from graphs.options.selection import differences, gradient_error
+from graphs.options import without_options
+from graphs.options.compress import gradient_error
+from graphs.options.offload import OFFLOAD, without_copies
+from graphs.options.selection import differences
 from graphs.options.surroundings import Link, Surroundings
 from graphs.schedule import Schedule, keep_everything
 from graphs.simulate import Simulation, simulate
 from graphs.units import format_bytes
 from planner.budgets import allowed_overhead, budget_in_bytes, budget_or_overhead
+from planner.capture.options import as_executed, with_options
 from planner.choices import Choices, choices_of
 from planner.least_memory import least_memory
 from planner.plans.plan import GraphSummary, Plan
@@ -123,7 +123,7 @@ def solve_graph(
     recorded = {} if choices is None else choices.recorded(graph)
 
     def made(result: Result) -> Plan:
-        schedule, settings = _in_passes(graph, result), {**result.settings, **recorded}
+        schedule, settings = _as_executed(graph, result), {**result.settings, **recorded}
         return _plan_from(replace(result, graph=graph, schedule=schedule, settings=settings), summary, graph)
 
     def interim(schedule: Schedule, bound_s: float) -> Result:
@@ -181,11 +181,10 @@ def _least_memory(
     return order.result_of_source(found)
 
 
-def _in_passes(graph: Graph, result: Result) -> Schedule | None:
-    """The schedule of `result` as a step runs it, where that needs no more than the budget."""
-    if result.schedule is None or not is_placed(graph):
+def _as_executed(graph: Graph, result: Result) -> Schedule | None:
+    """Return the schedule of `result` as a step runs it, where that needs no more than the budget."""
+    if result.schedule is None or (schedule := as_executed(graph, result.schedule)) is result.schedule:
         return result.schedule
-    schedule = in_passes(graph, result.schedule)
     return schedule if simulate(graph, schedule).peak_bytes <= result.budget_bytes else result.schedule
 
 
@@ -282,7 +281,7 @@ def _what_would_do(graph: Graph, budget_bytes: int, clock: Clock, should_stop: S
         least_bytes = simulate(graph, known).peak_bytes
         said = f" A schedule is known for {format_bytes(least_bytes)}."
     if graph.plain:
-        whole = offloaded(graph, Surroundings(Link.even(1.0)))  # whatever the link, and the host
+        whole = OFFLOAD.added_to(graph, Surroundings(Link.even(1.0)))  # whatever the link, and the host
         sending = least_offloaded(whole, limited, should_stop=should_stop)
         if sending.peak_bytes < least_bytes:
             _, host_bytes = simulate(whole, sending.schedule).pool_peaks_bytes

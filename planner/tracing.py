@@ -9,8 +9,8 @@ from torch import nn
 
 from graphs.ir import Graph
 from planner.capture.lowering.lower import Capture
-from planner.capture.options.compression import kept_tensors
-from planner.capture.options.traced import offered_as, with_traced, without_needless
+from planner.capture.options.traced import measured_uses, needs_measuring, offered_as, with_traced, without_needless
+from planner.capture.replay import RealStep, real_static
 from planner.capture.signature import Batch, detach_batch
 from planner.capture.step import LossFn, TrainingStep
 from planner.capture.trace import capture, capture_kernels
@@ -21,9 +21,7 @@ from planner.profiling.exactness import needs_comparison, with_exactness
 from planner.profiling.link import MEASURED_LINK
 from planner.profiling.other_devices import DEVICES_KEY, encode_devices
 from planner.profiling.profile import profile
-from planner.profiling.replay import RealStep, real_static
 from planner.profiling.roofline import model_times
-from planner.profiling.sensitivity import with_measured_variances, with_modelled_variances
 from planner.profiling.sizes import with_dense_sizes, with_recorded_sizes
 from planner.profiling.unrepeatable_ops import mark_custom_ops, mark_recorded_ops
 from planner.progress import LoggingView, Stage, Stages, View
@@ -175,14 +173,12 @@ def profiled(
 
 def _compared(captured: Capture, step: TrainingStep, batch: Batch) -> Capture:
     """Return `captured` with what is found out about its optional ops by executing the whole step, where that fits."""
-    if not (needs_comparison(captured) or kept_tensors(captured)):
+    if not (needs_comparison(captured) or needs_measuring(captured)):
         return captured
-    real = RealStep.of(captured, step, batch)
-    if needed_bytes(captured.graph) > free_bytes(real.device):
-        captured = with_exactness(captured, None)
-        return replace(captured, graph=with_modelled_variances(captured, captured.graph))
+    executed = RealStep.of(captured, step, batch)
+    real = executed if needed_bytes(captured.graph) <= free_bytes(executed.device) else None
     captured = with_exactness(captured, real)
-    return replace(captured, graph=with_measured_variances(real, captured.graph))
+    return replace(captured, graph=measured_uses(captured, real))
 
 
 def as_recorded(captured: Capture, provenance: Mapping[str, object], options: Sequence[str]) -> Capture:

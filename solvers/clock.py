@@ -44,7 +44,7 @@ class Clock(Protocol):
         """A clock that starts now and has this limit, or less where less is left."""
         ...
 
-    def start(self, function: Callable[[], None]) -> "Beside":
+    def start(self, function: Callable[[], None]) -> "BackgroundThread":
         """Call `function` in a thread beside this one."""
         ...
 
@@ -53,7 +53,7 @@ class Clock(Protocol):
         ...
 
 
-class Beside(Protocol):
+class BackgroundThread(Protocol):
     """A thread that was started beside another."""
 
     @property
@@ -113,7 +113,7 @@ class WallClock:
 
 class _Thread:
     def __init__(self, function: Callable[[], None]) -> None:
-        self._thread = threading.Thread(target=function, daemon=True, name="beside a solve")
+        self._thread = threading.Thread(target=function, daemon=True, name="background of a solve")
         self._thread.start()
 
     @property
@@ -245,7 +245,7 @@ class _Turn:
         self._turns = turns
         self._function = function
         self._joined = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True, name="beside a solve")
+        self._thread = threading.Thread(target=self._run, daemon=True, name="background of a solve")
         self._began_with = turns.done()
         self.running = True
         self._thread.start()

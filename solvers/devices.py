@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 
 from graphs.ir import Graph, Op
-from graphs.options.placement import is_copy
 from graphs.pools import COMPUTE, Pool
 from solvers.places import Places
 
@@ -49,7 +48,7 @@ def other_devices_of(graph: Graph, places: Places) -> OtherDevices | None:
     ops = [graph.ops[op] for op in places.ids]
     aside = [stream for stream in graph.streams if stream != COMPUTE]
     bases = list(range(len(graph.tensors)))
-    for op in filter(is_copy, graph.ops):
+    for op in (op for op in graph.ops if op.is_transfer):
         (source,), (copy,) = op.inputs, op.outputs
         if graph.tensors[copy].pool != graph.pools[0].name:
             bases[copy] = bases[source]

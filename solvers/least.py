@@ -12,8 +12,8 @@ from graphs.schedule import Schedule, keep_everything
 from graphs.simulate import simulate
 from solvers.bounds import least_budget_bound
 from solvers.clock import Clock, WallClock, left
-from solvers.ending import ended
 from solvers.eviction.least_peak import least_evicting_schedule
+from solvers.pass_ends import with_pass_ends
 from solvers.problem import problem_of
 from solvers.request import Request
 from solvers.tolerance import Tolerance
@@ -68,7 +68,7 @@ def least_budget(
         should_stop: polled; once True, the bracket so far is the answer.
     """
     clock = clock or WallClock(30.0)
-    whole = ended(graph)
+    whole = with_pass_ends(graph)
     graph = whole.graph
     should_stop = should_stop or (lambda: False)
     proved = least_budget_bound(*without_copies(graph)).budget_bytes
@@ -99,7 +99,7 @@ def least_known(
         clock, should_stop: likewise.
         proved_bytes: what ``least_budget_bound`` says of it with its round trips, where that is known.
     """
-    whole = ended(graph)
+    whole = with_pass_ends(graph)
     graph = whole.graph
     rest, copies = without_copies(graph)
     program = without_options(rest)

@@ -12,7 +12,7 @@ from scipy.sparse import csr_array
 from scipy.sparse.csgraph import connected_components
 
 from graphs.ir import Graph, Op
-from solvers.ending import asked_for
+from solvers.pass_ends import requested_outputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,7 @@ def may_stand(graph: Graph, op: Op) -> bool:
     group = [graph.ops[p] for p in op.replaces]
     if not group:
         return False
-    asked = asked_for(graph)
+    asked = requested_outputs(graph)
     if any(t in graph.kept and t not in op.outputs and t not in asked for p in group for t in p.outputs):
         return False
     if len(group) == 1:

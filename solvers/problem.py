@@ -8,7 +8,7 @@ from graphs.options import without_options
 from graphs.options.offload import Copies, without_copies
 from graphs.pools import COMPUTE
 from solvers.devices import OtherDevices, other_devices_of, sizes_in, workspace_bytes_in
-from solvers.ending import asked_for
+from solvers.pass_ends import requested_outputs
 from solvers.places import Places, circles, places_of
 
 OBJECTIVE_SCALE = 1e4  # the step without recomputation, in the units of the objectives
@@ -43,7 +43,6 @@ class Problem:
         circles: sets of ops each of which depends on all the others, by way of what is made a second time.
         last_use: for each tensor the last op that can want it, recomputations of its readers included.
         last_worth: for each op the last op for which a recomputation of i may be worth anything (-1: none).
-        variance: for each op what it adds to the variance of the gradients, if it is executed at all.
         last_again: for each op the op before which it may run again at the latest: the first one after it
             that writes in place what it reads (n: no limit).
     """
@@ -72,10 +71,9 @@ class Problem:
     last_use: tuple[int, ...]
     last_worth: tuple[int, ...]
     last_again: tuple[int, ...]
-    variance: tuple[float, ...]
 
     def allows(self, computed: Iterable[int]) -> bool:
-        """Whether the graph's limit on the variance of gradients lets these ops be executed."""
+        """Return True if these ops use no more of any resource than the graph allows."""
         return self.graph.allows({self.places.ids[i] for i in computed})
 
     @property
@@ -153,7 +151,7 @@ def problem_of(graph: Graph, budget_bytes: int, *, repeatable: Collection[int] |
     again = tuple(own[i] + sum(sizes[t] for t in outputs[i] if kept[t]) for i in range(len(ops)))
     makers = _positions(outputs, len(sizes))
     program = [next((p for p in of_t if not ops[p].optional), -1) for of_t in makers]
-    asked = {t: places.ids.index(op) for t, op in asked_for(graph).items()}
+    asked = {t: places.ids.index(op) for t, op in requested_outputs(graph).items()}
     settled = tuple(
         asked[t] if t in asked else max((p, *places.stood_by[p])) if p >= 0 else len(ops) for t, p in enumerate(program)
     )
@@ -184,7 +182,6 @@ def problem_of(graph: Graph, budget_bytes: int, *, repeatable: Collection[int] |
         last_use=last_use,
         last_worth=last_worth,
         last_again=_writers_after(graph, places),
-        variance=tuple(op.variance for op in ops),
     )
 
 

@@ -15,6 +15,27 @@ from graphs.synthetic.transformer import TransformerSize, transformer
 from planner.report.plots import save_figure
 
 HERE = Path(__file__).parent
+# The calls of docs/architecture.md, in their order: where, what it is called with, and what comes of it.
+SOLVE_WALK = (
+    ("planner.cli.solve", "arguments", "a graph read from a file"),
+    ("planner.solving", "graph, budget, SolveSettings", "a Request in program order, then in another"),
+    ("solvers.registry", "the name of a method", "solve(request)"),
+    ("solvers.windows.driver", "Search", "stages of strategies, until solved or stopped"),
+    ("solvers.windows.incumbent", "an order of executions", "the best schedule, the bound"),
+    ("graphs.simulate", "graph, schedule", "peak and time, or an error"),
+    ("planner.plans.plan", "Result, GraphSummary", "the plan"),
+)
+COMPILE_WALK = (
+    ("planner.training.compile", "model, loss, batch, budget", "TraceSettings, SolveSettings, RunSettings"),
+    ("planner.training.planning", "settings that go together", "a Compiler for each size of batch"),
+    ("planner.capture.trace", "TrainingStep, batch", "Capture: graph, program, guards"),
+    ("planner.profiling.profile", "Capture", "times, workspaces and sizes"),
+    ("planner.search", "graph, budget", "the first plan; better ones while it trains"),
+    ("planner.runtime.code", "graph, program, schedule", "a pass forward, a pass backward"),
+    ("planner.passes.writer", "Compute and Free", "an FX graph, and its code"),
+    ("planner.runtime.executor", "a batch", "loss and gradients"),
+)
+
 FORWARD, BACKWARD, AGAIN, GREY = "#3f51b5", "#00897b", "#e65100", "#9e9e9e"
 
 
@@ -23,6 +44,8 @@ def main() -> None:
     draw_memory(HERE / "memory.png")
     draw_schedules(HERE / "schedule.png")
     draw_steps(HERE / "pipeline.png")
+    draw_walk(HERE / "walk-solve.png", SOLVE_WALK)
+    draw_walk(HERE / "walk-compile.png", COMPILE_WALK)
 
 
 def draw_memory(path: Path) -> None:
@@ -115,6 +138,25 @@ def draw_steps(path: Path) -> None:
         if i:
             axes.add_patch(FancyArrowPatch((i - 0.24, 0.5), (i - 0.04, 0.5), arrowstyle="-|>", mutation_scale=12, color=GREY))
     axes.set(xlim=(-0.08, len(boxes) - 0.2), ylim=(-0.1, 1.1))
+    axes.axis("off")
+    save_figure(figure, path)
+
+
+def draw_walk(path: Path, calls: tuple[tuple[str, str, str], ...]) -> None:
+    """From one module to the next, downwards: what each is called with, and what comes of it."""
+    figure = Figure(figsize=(9, 0.62 * len(calls)), layout="constrained")
+    axes = figure.subplots()
+    for i, (where, given, made) in enumerate(calls):
+        y = -float(i)
+        axes.add_patch(
+            FancyBboxPatch((3.2, y - 0.28), 2.6, 0.56, boxstyle="round,pad=0.04", facecolor="#e8eaf6", edgecolor=FORWARD)
+        )
+        axes.text(4.5, y, where, ha="center", va="center", fontsize=9, family="monospace", color=FORWARD)
+        axes.text(3.0, y, given, ha="right", va="center", fontsize=9)
+        axes.text(6.0, y, made, ha="left", va="center", fontsize=9)
+        if i:
+            axes.add_patch(FancyArrowPatch((4.5, y + 0.72), (4.5, y + 0.3), arrowstyle="-|>", mutation_scale=10, color=GREY))
+    axes.set(xlim=(0.2, 9.2), ylim=(0.45 - len(calls), 0.45))
     axes.axis("off")
     save_figure(figure, path)
 

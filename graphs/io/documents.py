@@ -21,7 +21,7 @@ _BUILTIN = frozenset({str, int, float, bool, dict})
 
 GRAPH_FORMAT = "remat-planner graph"
 PLAN_FORMAT = "remat-planner plan"
-VERSION = 3
+VERSION = 4
 
 _WRITER = {GRAPH_FORMAT: "planner trace", PLAN_FORMAT: "planner solve"}
 

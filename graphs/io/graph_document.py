@@ -1,6 +1,5 @@
 """The JSON format of graphs, described in docs/formats.md."""
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
@@ -25,6 +24,7 @@ from graphs.ir import Graph, Kind, Op, Phase, Tensor
 from graphs.pools import COMPUTE, DEVICE, Pool
 
 _Ids: TypeAlias = tuple[Natural, ...]
+_Amounts: TypeAlias = tuple[tuple[str, Finite], ...]
 
 
 class _Pool(Struct, forbid_unknown_fields=True):
@@ -63,7 +63,7 @@ class _Op(Struct, forbid_unknown_fields=True):
     replaces: _Ids = ()
     differs: str = ""
     overwrites: tuple[tuple[Natural, Natural], ...] = ()
-    variance: Finite = 0.0
+    uses: _Amounts = ()
 
 
 class _Graph(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -74,7 +74,7 @@ class _Graph(Struct, forbid_unknown_fields=True, kw_only=True):
     tensors: tuple[_Tensor, ...]
     ops: tuple[_Op, ...]
     kept: _Ids
-    variance_limit: Finite | UnsetType = UNSET
+    limits: _Amounts = ()
 
 
 def graph_to_dict(graph: Graph) -> dict[str, object]:
@@ -92,7 +92,7 @@ def graph_to_dict(graph: Graph) -> dict[str, object]:
             tensors=tuple(struct_from(tensor, _Tensor) for tensor in graph.tensors),
             ops=tuple(struct_from(op, _Op) for op in graph.ops),
             kept=tuple(sorted(graph.kept)),
-            variance_limit=UNSET if graph.variance_limit == math.inf else graph.variance_limit,
+            limits=graph.limits,
         )
     )
 
@@ -119,7 +119,7 @@ def graph_from_dict(data: Mapping[str, object], *, source: str = "graph") -> Gra
             kept=frozenset(read.kept),
             provenance=provenance,
             pools=(Pool(DEVICE, COMPUTE), *(Pool(**arguments_of(pool)) for pool in read.pools)),
-            variance_limit=math.inf if read.variance_limit is UNSET else read.variance_limit,
+            limits=read.limits,
         )
     except GraphError as error:
         raise GraphError(f"{source}: {error}") from None

@@ -1,7 +1,7 @@
 """Offload: a tensor goes to the host, its memory on the device is free meanwhile, and it comes back before it is read.
 
-Two optional ops for a tensor t: copy-out makes ``t@host`` from t, on the channel from the device to the host; copy-in is a
-second producer of t, on the channel back. A channel carries one copy at a time, both work beside the computation.
+Two transfers for a tensor t: one makes ``t@host`` from t, over the channel from the device to the host; one is a second producer
+of t, over the channel back. A channel carries one copy at a time, both work beside the computation.
 """
 
 from collections.abc import Mapping
@@ -10,8 +10,10 @@ from types import MappingProxyType
 
 from graphs.errors import GraphError
 from graphs.ir import Graph, Kind, Op, Tensor
-from graphs.options.placement import is_copy, is_placed, on_devices_alone, placement_beside
+from graphs.options.option import GraphOption, Need
+from graphs.options.placement import is_placed, on_devices_alone, placement_beside
 from graphs.options.surroundings import Surroundings
+from graphs.options.transfers import Writer
 from graphs.pools import DEVICE, DEVICE_TO_HOST, HOST, HOST_TO_DEVICE, Pool
 
 # What is smaller is not worth a copy: PCIe carries it in 20 us, about what it takes to start and to wait for it.
@@ -48,40 +50,45 @@ class Copies:
     host_bytes: int | None
 
 
-def offloaded(graph: Graph, surroundings: Surroundings) -> Graph:
-    """`graph` with a round trip for each tensor that the program makes and reads on the device and does not keep.
+def _why_not(graph: Graph, _surroundings: Surroundings) -> str:
+    if on_devices_alone(graph):
+        return ""
+    return "offload is added to a graph that has other pools or streams already: add it once, and behind placement"
+
+
+def _offloaded(graph: Graph, surroundings: Surroundings) -> Graph:
+    """Return `graph` with a round trip for each tensor that the program makes and reads on the device and does not keep.
 
     States of generators stay, and what only optional ops make, so also copies on other devices. Tensors of less than
     ``LEAST_BYTES`` stay, unless the graph has only such.
-
-    Raises:
-        GraphError: the graph has other pools or streams already than those of other devices.
     """
-    if not on_devices_alone(graph):
-        raise GraphError("offload is added to a graph that has other pools or streams already: add it once, and behind placement")
     made = [t for t in graph.tensors if t.size_bytes and not t.static and t.id not in graph.kept and t.held_for is None]
     made = [t for t in made if t.producers[0] < len(graph.program)]
     # What draws from a state writes it there first, and would have to wait for its copy.
     made = [t for t in made if t.kind is not Kind.RANDOM_STATE and _is_read(graph, t)]
     large = [t for t in made if t.size_bytes >= LEAST_BYTES]
-    ops, tensors = list(graph.ops), list(graph.tensors)
+    writer = Writer(graph)
     for t in large or made:
-        out_s, in_s = surroundings.link.out_s(t.size_bytes), surroundings.link.in_s(t.size_bytes)
-        out, back, copy = len(ops), len(ops) + 1, len(tensors)
-        phase = graph.ops[t.producers[0]].phase
-        ops += (
-            Op(out, f"copy_out_{t.name}", "copy_out", (t.id,), (copy,), out_s, 0, phase, stream=DEVICE_TO_HOST, optional=True),
-            Op(back, f"copy_in_{t.name}", "copy_in", (copy,), (t.id,), in_s, 0, phase, stream=HOST_TO_DEVICE, optional=True),
-        )
-        tensors[t.id] = replace(t, producers=(*t.producers, back))
-        tensors.append(Tensor(copy, f"{t.name}@host", t.size_bytes, (out,), t.kind, t.shape, t.dtype, pool=HOST))
-    # The stream that fills the host's memory owns it: nothing else waits for room there.
-    pools = (*graph.pools, Pool(HOST, DEVICE_TO_HOST, surroundings.host_bytes))
-    return replace(graph, ops=tuple(ops), tensors=tuple(tensors), pools=pools)
+        copy = writer.add_copy(t, HOST)
+        writer.add_transfer(t, t.id, copy, surroundings.link.out)
+        writer.add_transfer(t, copy, t.id, surroundings.link.back)
+    # It computes nothing: nothing but the channel that fills it waits for room there.
+    writer.pools.append(Pool(HOST, surroundings.link.out.stream, surroundings.host_bytes))
+    return writer.graph()
+
+
+OFFLOAD = GraphOption(
+    name="offload",
+    description="tensors may be offloaded to host memory and reloaded, beside the computation",
+    need=Need.LINK,
+    last=True,  # round trips are of what is in the device's memory, whatever makes it
+    accepts=_why_not,
+    apply=_offloaded,
+)
 
 
 def without_copies(graph: Graph) -> tuple[Graph, Copies | None]:
-    """The inverse of ``offloaded``: the rest with the same ids, and the round trips (None: there are none).
+    """The inverse of ``OFFLOAD``: the rest with the same ids, and the round trips (None: there are none).
 
     Raises:
         GraphError: the graph has other pools or streams than those, and than other devices have.
@@ -90,7 +97,7 @@ def without_copies(graph: Graph) -> tuple[Graph, Copies | None]:
         return graph, None
     host = next((pool for pool in graph.pools if pool.name == HOST), None)
     made = next((t.id for t in graph.tensors if t.pool == HOST), len(graph.tensors))
-    rest = next((op.id for op in graph.ops if op.optional and op.stream == DEVICE_TO_HOST), len(graph.ops))
+    rest = next((op.id for op in graph.ops if op.is_transfer and op.stream == DEVICE_TO_HOST), len(graph.ops))
     trips: dict[int, RoundTrip] = {}
     copying = graph.ops[rest:]
     for out, back in zip(copying[::2], copying[1::2], strict=False):
@@ -118,7 +125,7 @@ def without_copies(graph: Graph) -> tuple[Graph, Copies | None]:
 
 def _is_read(graph: Graph, t: Tensor) -> bool:
     """Whether an op reads it that does not just copy it to another device."""
-    return any(not is_copy(graph.ops[op]) for op in graph.consumers[t.id])
+    return any(not graph.ops[op].is_transfer for op in graph.consumers[t.id])
 
 
 def _other_choices(graph: Graph) -> GraphError:

@@ -2,7 +2,6 @@
 
 from graphs.errors import ScheduleError
 from graphs.ir import TANGENT, Graph, Kind, Phase
-from graphs.options.placement import is_copy
 from graphs.schedule import Compute, Free, Schedule, Step, boundary
 
 _TANGENT = f"{Kind.INPUT}_{TANGENT}"  # the gradient of the loss, as graphs name it
@@ -36,7 +35,7 @@ def passes_of(graph: Graph, schedule: Schedule) -> tuple[tuple[Step, ...], tuple
     for step in schedule.steps[:cut]:
         if isinstance(step, Compute):
             op = graph.ops[step.op]
-            is_late = is_copy(op) and not tangents.isdisjoint(op.inputs)
+            is_late = op.is_transfer and not tangents.isdisjoint(op.inputs)
             tangents.update(op.outputs if is_late else ())
             there.update(op.outputs)
         else:
@@ -57,7 +56,8 @@ def _end_of_forward(graph: Graph, schedule: Schedule, results: set[int]) -> int:
     """
     cut, there = boundary(graph, schedule), set[int]()
     places = {
-        t: {t, *(s for op in graph.tensors[t].producers if is_copy(graph.ops[op]) for s in graph.ops[op].inputs)} for t in results
+        t: {t, *(s for op in graph.tensors[t].producers if graph.ops[op].is_transfer for s in graph.ops[op].inputs)}
+        for t in results
     }
     for place, step in enumerate(schedule.steps):
         if place >= cut and all(not there.isdisjoint(of_result) for of_result in places.values()):
@@ -81,7 +81,7 @@ def due(graph: Graph) -> dict[int, int]:
 def _copy_of(graph: Graph, t: int, there: set[int]) -> int:
     """The op that copies a kept tensor to the main device from where it is."""
     for op in graph.tensors[t].producers:
-        if is_copy(graph.ops[op]) and there.issuperset(graph.ops[op].inputs):
+        if graph.ops[op].is_transfer and there.issuperset(graph.ops[op].inputs):
             return op
     raise ScheduleError(
         f"the schedule ends its forward pass without {graph.tensors[t].name!r}, which the step returns, in any memory"
@@ -89,4 +89,4 @@ def _copy_of(graph: Graph, t: int, there: set[int]) -> int:
 
 
 def _copies(graph: Graph, op: int, made: set[int]) -> bool:
-    return is_copy(graph.ops[op]) and not made.isdisjoint(graph.ops[op].outputs)
+    return graph.ops[op].is_transfer and not made.isdisjoint(graph.ops[op].outputs)

@@ -20,17 +20,19 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from graphs.errors import GraphError
-from graphs.ir import Graph, Kind, Op, Tensor
+from graphs.ir import Graph, Kind, Op
+from graphs.options.option import Feature, GraphOption, Need
+from graphs.options.passes import in_passes
 from graphs.options.selection import without
 from graphs.options.surroundings import OtherDevice, Surroundings
-from graphs.pools import COMPUTE, DEVICE, DEVICE_TO_HOST, HOST, HOST_TO_DEVICE, Pool
-
-COPY = "copy"  # target of the ops that copy
+from graphs.options.transfers import Writer
+from graphs.pools import COMPUTE, DEVICE, DEVICE_TO_HOST, HOST, HOST_TO_DEVICE, Channel, Pool, channel, computing
+from graphs.schedule import Schedule
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The choices that ``placed`` has given a graph. Devices are positions in `pools`, the main one 0.
+    """The choices that ``PLACEMENT`` has given a graph. Devices are positions in `pools`, the main one 0.
 
     Attributes:
         whole: the graph.
@@ -49,104 +51,112 @@ class Placement:
     copies: Mapping[tuple[int, int, int], int]
 
 
-def placed(graph: Graph, surroundings: Surroundings) -> Graph:
-    """`graph` with the choice of running the ops of its program on ``surroundings.others`` as well.
-
-    Raises:
-        GraphError: the graph has other pools or streams already; no other device is given, one has the name of another memory,
-            or not a time for each op; or no op can run there.
-    """
+def _why_not(graph: Graph, surroundings: Surroundings) -> str:
     if len(graph.pools) > 1 or len(graph.streams) > 1:
-        raise GraphError("placement is added to a graph that has other pools or streams already: add it once, and before them")
+        return "placement is added to a graph that has other pools or streams already: add it once, and before them"
     if not surroundings.others:
-        raise GraphError(
+        return (
             "placement needs another device, and the times of the ops there: trace the step with --other-devices cpu:2, or cuda "
             "(planner.trace(..., other_devices=['cuda'])), or give Surroundings(others=...)"
         )
-    writer = _Writer(graph)
+    pools, taken = [DEVICE], {DEVICE, COMPUTE, HOST, DEVICE_TO_HOST, HOST_TO_DEVICE}
     for device in surroundings.others:
-        writer.add_device(device)
-    return writer.graph()
+        if reason := _mismatch(graph, device):
+            return reason
+        new = _new_names(pools, device.name)
+        if clashes := [name for name in new if name in taken]:
+            return f"device {device.name!r} would have a memory or stream {clashes[0]!r}, and there is one: rename it"
+        if not movable(graph, device):
+            return f"no op can run on device {device.name!r}: each has no time there, or must stay on the main device"
+        pools.append(device.name)
+        taken.update(new)
+    return ""
 
 
-class _Writer:
+def _mismatch(graph: Graph, device: OtherDevice) -> str:
+    if len(device.times_s) == len(graph.program):
+        return ""
+    return (
+        f"device {device.name!r} has {len(device.times_s)} times for a program of {len(graph.program)} ops: give one for "
+        "each, None where an op cannot run there"
+    )
+
+
+def _new_names(pools: Sequence[str], device: str) -> list[str]:
+    """The names of the memory and the streams that a device adds to those with these `pools`."""
+    ends = [ends for pool in pools for ends in ((pool, device), (device, pool))]
+    return [device, computing(device), *(channel(*pools) for pools in ends)]
+
+
+def _placed(graph: Graph, surroundings: Surroundings) -> Graph:
+    devices = _Devices(graph)
+    for device in surroundings.others:
+        devices.add(device)
+    return devices.writer.graph()
+
+
+def _lifted(graph: Graph, schedule: Schedule) -> Schedule:
+    return in_passes(graph, schedule) if is_placed(graph) else schedule
+
+
+PLACEMENT = GraphOption(
+    name="placement",
+    description="ops may run on other devices, with copies between them",
+    refused={
+        Feature.INDUCTOR: "these kernels run on one device; leave it out, or take kernels='eager'",
+        Feature.TORCH_COMPILE: "its graphs are not measured on other devices; leave it out, or take planner.compile",
+        Feature.VARYING_SIZES: "ops are measured on other devices at one size; leave one of them out",
+        Feature.CUDA_GRAPH: "ops on other devices run one by one; leave one of them out",
+        Feature.SEVERAL_PROCESSES: "ops are placed in one process; leave it out, or the wrapper of the model",
+    },
+    need=Need.DEVICES,
+    accepts=_why_not,
+    apply=_placed,
+    lift=_lifted,
+)
+
+
+class _Devices:
     """Adds devices to a graph, one after the other."""
 
     def __init__(self, graph: Graph) -> None:
-        self.source = graph
-        self.ops, self.tensors = list(graph.ops), list(graph.tensors)
-        self.pools = list(graph.pools)
-        self.places = [list(range(len(graph.tensors)))]
-        self.others: list[OtherDevice] = []
-        self.taken = {DEVICE, COMPUTE, HOST, DEVICE_TO_HOST, HOST_TO_DEVICE}  # names of pools and streams
+        self.source, self.writer = graph, Writer(graph)
+        self.places = [{t.id: t.id for t in graph.tensors}]  # by pool, what each tensor of the graph is there
 
-    def add_device(self, device: OtherDevice) -> None:
-        """Pool, tensors, copies to it, stand-ins, and copies from it: in this order each reads what there is already."""
+    def add(self, device: OtherDevice) -> None:
+        """Add pool, tensors, copies to it, stand-ins, and copies from it: in this order each reads what there is already."""
         moved = movable(self.source, device)
-        stream = f"{COMPUTE}@{device.name}"
-        ends = [ends for pool in self.pools for ends in ((pool.name, device.name), (device.name, pool.name))]
-        new = [device.name, stream, *(_channel(*pools) for pools in ends)]
-        if taken := [name for name in new if name in self.taken]:
-            raise GraphError(f"device {device.name!r} would have a memory or stream {taken[0]!r}, and there is one: rename it")
-        self.taken.update(new)
-        if not moved:
-            raise GraphError(f"no op can run on device {device.name!r}: each has no time there, or must stay on the main device")
-        self.pools.append(Pool(device.name, stream, device.capacity_bytes))
-        self.others.append(device)
-        there = dict.fromkeys(t for op, _ in moved for t in (*op.inputs, *op.outputs))
-        place = [-1] * len(self.source.tensors)
-        for t in sorted(there):
-            place[t] = len(self.tensors)
-            base = self.source.tensors[t]
-            size_bytes = -(-base.size_bytes // device.block_bytes) * device.block_bytes
-            copy = Tensor(place[t], f"{base.name}@{device.name}", size_bytes, (), base.kind, base.shape, base.dtype)
-            self.tensors.append(replace(copy, pool=device.name))
-        self.places.append(place)
-        here = len(self.places) - 1
-        for source in range(here):
-            self._copy_all(source, here)
+        pools = [pool.name for pool in self.writer.pools]
+        self.writer.pools.append(Pool(device.name, computing(device.name), device.capacity_bytes))
+        read_or_made = sorted({t for op, _ in moved for t in (*op.inputs, *op.outputs)})
+        there = {t: self.writer.add_copy(self.source.tensors[t], device.name, device.block_bytes) for t in read_or_made}
+        for pool, here in zip(pools, self.places, strict=True):
+            self._copy_all(here, there, device.channel(pool, device.name))
         for op, time_s in moved:
-            inputs, outputs = (tuple(place[t] for t in tensors) for tensors in (op.inputs, op.outputs))
-            self._add(
+            self.writer.add_op(
                 replace(
                     op,
                     name=f"{op.name}@{device.name}",
-                    inputs=inputs,
-                    outputs=outputs,
+                    inputs=tuple(there[t] for t in op.inputs),
+                    outputs=tuple(there[t] for t in op.outputs),
                     time_s=time_s,
                     workspace_bytes=device.workspaces_bytes[op.id] if device.workspaces_bytes else op.workspace_bytes,
-                    stream=stream,
+                    stream=computing(device.name),
                     optional=True,
                     replaces=(op.id,),
                     overwrites=(),
                     differs="" if op.id in device.exact else device.differs,
                 )
             )
-        for target in range(here):
-            self._copy_all(here, target)
+        for pool, here in zip(pools, self.places, strict=True):
+            self._copy_all(there, here, device.channel(device.name, pool))
+        self.places.append(there)
 
-    def _copy_all(self, source: int, target: int) -> None:
-        """Copies of all tensors that may be in both memories; none to where a tensor is static."""
-        link = self.others[max(source, target) - 1]
-        stream = _channel(self.pools[source].name, self.pools[target].name)
+    def _copy_all(self, source: Mapping[int, int], target: Mapping[int, int], channel: Channel) -> None:
+        """Copy all tensors that may be in both memories, but none to where a tensor is static."""
         for t in self.source.tensors:
-            before, after = self.places[source][t.id], self.places[target][t.id]
-            if before < 0 or after < 0 or (t.static and target == 0):
-                continue
-            phase = self.source.ops[t.producers[0] if t.producers else 0].phase
-            time_s = link.latency_s + t.size_bytes / link.bytes_per_s
-            copy = Op(0, f"copy_{t.name}_{stream}", COPY, (before,), (after,), time_s)
-            self._add(replace(copy, phase=phase, stream=stream, optional=True))
-
-    def _add(self, op: Op) -> None:
-        op = replace(op, id=len(self.ops))
-        self.ops.append(op)
-        for t in op.outputs:
-            self.tensors[t] = replace(self.tensors[t], producers=(*self.tensors[t].producers, op.id))
-
-    def graph(self) -> Graph:
-        """What has become of it."""
-        return replace(self.source, ops=tuple(self.ops), tensors=tuple(self.tensors), pools=tuple(self.pools))
+            if t.id in source and t.id in target and not (t.static and target is self.places[0]):
+                self.writer.add_transfer(t, source[t.id], target[t.id], channel)
 
 
 def without_placement(graph: Graph) -> Graph:
@@ -154,8 +164,8 @@ def without_placement(graph: Graph) -> Graph:
     if not is_placed(graph):
         return graph
     others = devices_of(graph)[1:]
-    there = {pool.owner for pool in others}
-    left = without(graph, lambda op: is_copy(op) or op.stream in there)
+    there = {pool.name for pool in others}
+    left = without(graph, lambda op: any(graph.tensors[t].pool in there for t in (*op.inputs, *op.outputs)))
     return replace(left, pools=tuple(pool for pool in graph.pools if pool not in others))
 
 
@@ -172,43 +182,35 @@ def movable(graph: Graph, device: OtherDevice) -> list[tuple[Op, float]]:
     Raises:
         GraphError: the device has not a time, or None, for each op.
     """
-    if len(device.times_s) != len(graph.program):
-        raise GraphError(
-            f"device {device.name!r} has {len(device.times_s)} times for a program of {len(graph.program)} ops: give one for "
-            "each, None where an op cannot run there"
-        )
+    if reason := _mismatch(graph, device):
+        raise GraphError(reason)
     stay, times = fixed(graph), zip(graph.program, device.times_s, strict=True)
     return [(op, time_s) for op, time_s in times if time_s is not None and op.id not in stay]
 
 
-def is_copy(op: Op) -> bool:
-    """Whether it copies a tensor from one device to another."""
-    return op.optional and op.target == COPY
+def between_devices(graph: Graph, op: Op) -> bool:
+    """Return True if `op` is a transfer from one device to another, and not from or to the host."""
+    return op.is_transfer and HOST not in graph.ends(op)
 
 
 def is_placed(graph: Graph) -> bool:
-    """Whether ``placed`` has given `graph` other devices."""
+    """Whether ``PLACEMENT`` has given `graph` other devices."""
     return len(devices_of(graph)) > 1
 
 
 def devices_of(graph: Graph) -> tuple[Pool, ...]:
     """The pools of the devices, the main one first: without the host's."""
-    return tuple(pool for pool in graph.pools if pool.name == DEVICE or pool.owner == f"{COMPUTE}@{pool.name}")
+    return tuple(pool for pool in graph.pools if pool.computes)
 
 
 def on_devices_alone(graph: Graph) -> bool:
-    """Whether the other pools and streams of `graph`, if any, are those that ``placed`` has given it."""
+    """Whether the other pools and streams of `graph`, if any, are those that ``PLACEMENT`` has given it."""
     owners = {pool.owner for pool in graph.pools}
-    return devices_of(graph) == graph.pools and all(op.stream in owners or is_copy(op) for op in graph.ops)
-
-
-def _channel(source: str, target: str) -> str:
-    """Name of the stream of the copies from one pool to another."""
-    return f"{source}_to_{target}"
+    return devices_of(graph) == graph.pools and all(op.stream in owners or op.is_transfer for op in graph.ops)
 
 
 def placement_of(graph: Graph) -> Placement:
-    """The choices of a graph that ``placed`` has made; of a plain graph those of one device.
+    """The choices of a graph that ``PLACEMENT`` has made; of a plain graph those of one device.
 
     Raises:
         GraphError: it has other choices than these.
@@ -223,7 +225,7 @@ def placement_beside(graph: Graph) -> Placement:
     """As ``placement_of``, of a graph that may have optional ops on the main device besides; those are in ``program``.
 
     Raises:
-        GraphError: it has other pools or streams, or ops there that ``placed`` does not make.
+        GraphError: it has other pools or streams, or ops there that ``PLACEMENT`` does not make.
     """
     first = next((op.id for op in graph.ops if op.stream != COMPUTE), len(graph.ops))
     count = next((t.id for t in graph.tensors if t.pool != graph.pools[0].name), len(graph.tensors))
@@ -236,18 +238,19 @@ def placement_beside(graph: Graph) -> Placement:
     copies: dict[tuple[int, int, int], int] = {}
     for op in graph.ops[first:]:
         known = False
-        if is_copy(op) and len(op.inputs) == len(op.outputs) == 1:
+        if op.is_transfer and len(op.inputs) == len(op.outputs) == 1:
             (before,), (after,) = op.inputs, op.outputs
             source, target = pool[graph.tensors[before].pool], pool[graph.tensors[after].pool]
             if source == 0 and target and after >= count > before:
                 places[target][before], base[after] = after, before
             key = source, target, base[before]
-            known = source != target and base[before] == base[after] < count and key not in copies and not op.replaces
+            known = graph.pools[source].computes and graph.pools[target].computes
+            known = known and source != target and base[before] == base[after] < count and key not in copies and not op.replaces
             copies[key] = op.id
         elif len(op.replaces) == 1 and (d := device.get(op.stream, 0)):
             stood_for = graph.ops[op.replaces[0]]
             runs[d][stood_for.id] = op.id
-            known = (_placed(places[d], stood_for.inputs), _placed(places[d], stood_for.outputs)) == (op.inputs, op.outputs)
+            known = (_there(places[d], stood_for.inputs), _there(places[d], stood_for.outputs)) == (op.inputs, op.outputs)
         if not known:
             raise _other_choices(op)
     if {t for here in places for t in here if t is not None} != set(range(len(graph.tensors))):
@@ -271,5 +274,5 @@ def _other_choices(op: Op) -> GraphError:
     )
 
 
-def _placed(place: Sequence[int | None], tensors: Sequence[int]) -> tuple[int | None, ...]:
+def _there(place: Sequence[int | None], tensors: Sequence[int]) -> tuple[int | None, ...]:
     return tuple(place[t] for t in tensors)

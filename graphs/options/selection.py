@@ -1,6 +1,5 @@
 """Which optional ops a graph holds: of some choices, or none but the program."""
 
-import math
 from collections.abc import Callable, Collection
 from dataclasses import replace
 
@@ -11,7 +10,6 @@ from graphs.schedule import Compute, Free, Schedule
 
 TRACED = "options"  # of the provenance: the choices that a graph was traced with
 LEFT_OUT = "left_out"  # likewise: names of ops of theirs that were found to be of no use
-IN_PLACE = "in-place"  # the choice that adds no op, but ``Op.overwrites``
 
 
 def traced_with(graph: Graph) -> tuple[str, ...]:
@@ -24,15 +22,14 @@ def traced_with(graph: Graph) -> tuple[str, ...]:
     return tuple(names)
 
 
-def holding(graph: Graph, names: Collection[str]) -> Graph:
-    """`graph` with the ops of the choices `names` only, of those that it was traced with."""
+def held_with(graph: Graph, names: Collection[str]) -> Graph:
+    """Return `graph` with the optional ops of the options `names` only, of those that it was traced with."""
     dropped = [name for name in traced_with(graph) if name not in names]
     if not dropped:
         return graph
     provenance = {key: value for key, value in graph.provenance.items() if key != TRACED}
     if left := [name for name in traced_with(graph) if name in names]:
         provenance[TRACED] = left
-    graph = graph.out_of_place() if IN_PLACE in dropped else graph
     kept = without(graph, lambda op: option_of(op) in dropped)
     return Graph(kept.ops, kept.tensors, kept.kept, provenance, kept.pools)
 
@@ -83,7 +80,7 @@ def without(graph: Graph, is_dropped: Callable[[Op], bool]) -> Graph:
         for i, op in enumerate(ops)
     )
     kept = frozenset(new_tensor[t] for t in graph.kept)
-    return Graph(tuple(renamed), tuple(tensors), kept, graph.provenance, graph.pools, graph.variance_limit)
+    return Graph(tuple(renamed), tuple(tensors), kept, graph.provenance, graph.pools, graph.limits)
 
 
 class PartOf:
@@ -106,11 +103,6 @@ class PartOf:
             for step in schedule.steps
         )
         return Schedule(tuple(steps))
-
-
-def gradient_error(graph: Graph, computed: Collection[int]) -> float | None:
-    """Predicted error of the gradients, as a part of their norm, where `computed` is executed; None where no option is lossy."""
-    return None if graph.variance_limit == math.inf else math.sqrt(graph.variance(computed))
 
 
 def differences(graph: Graph, computed: Collection[int]) -> tuple[str, ...]:

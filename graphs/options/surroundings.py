@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 from graphs.errors import GraphError
+from graphs.pools import DEVICE, HOST, Channel
 from graphs.units import format_bytes, format_seconds
 
 
@@ -26,26 +27,22 @@ class Link:
     latency_s: float = 0.0
 
     def __post_init__(self) -> None:
-        for rate in (self.out_bytes_per_s, self.in_bytes_per_s):
-            if not math.isfinite(rate) or rate <= 0:
-                raise GraphError(f"the link carries {rate!r} bytes a second: must be above 0, such as 25e9")
-        if not math.isfinite(self.latency_s) or self.latency_s < 0:
-            raise GraphError(
-                f"a copy over the link takes {self.latency_s!r} s besides its bytes: must be 0 or more, such as 1e-5"
-            )
+        _ = self.out, self.back  # which refuse what no machine has
 
     @classmethod
     def even(cls, bytes_per_s: float, latency_s: float = 0.0) -> Self:
         """With one figure for both directions."""
         return cls(bytes_per_s, bytes_per_s, latency_s)
 
-    def out_s(self, size_bytes: int) -> float:
-        """Seconds of a copy to the host."""
-        return self.latency_s + size_bytes / self.out_bytes_per_s
+    @property
+    def out(self) -> Channel:
+        """To the host."""
+        return Channel(DEVICE, HOST, self.out_bytes_per_s, self.latency_s)
 
-    def in_s(self, size_bytes: int) -> float:
-        """Seconds of a copy back."""
-        return self.latency_s + size_bytes / self.in_bytes_per_s
+    @property
+    def back(self) -> Channel:
+        """From the host."""
+        return Channel(HOST, DEVICE, self.in_bytes_per_s, self.latency_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,16 +76,17 @@ class OtherDevice:
     block_bytes: int = 1
 
     def __post_init__(self) -> None:
-        if not math.isfinite(self.bytes_per_s) or self.bytes_per_s <= 0:
-            raise GraphError(f"the link of {self.name!r} carries {self.bytes_per_s!r} bytes a second: must be above 0, as 25e9")
-        if not math.isfinite(self.latency_s) or self.latency_s < 0:
-            raise GraphError(f"a copy from or to {self.name!r} takes {self.latency_s!r} s besides its bytes: must be 0 or more")
+        self.channel(DEVICE, self.name)  # which refuses what no machine has
         if self.block_bytes < 1:
             raise GraphError(f"the memory of {self.name!r} comes in blocks of {self.block_bytes!r} bytes: must be 1 or more")
         if self.workspaces_bytes and len(self.workspaces_bytes) != len(self.times_s):
             raise GraphError(
                 f"device {self.name!r} has {len(self.times_s)} times and {len(self.workspaces_bytes)} workspaces: give one each"
             )
+
+    def channel(self, source: str, target: str) -> Channel:
+        """Return the channel between two pools, of which one is this device's."""
+        return Channel(source, target, self.bytes_per_s, self.latency_s)
 
     @property
     def exactly(self) -> Self:

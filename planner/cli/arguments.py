@@ -11,8 +11,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, NoReturn, Protocol, TextIO, TypeAlias
 
 from graphs.optimizers import OPTIMIZERS
-from graphs.options import OPTIONS, traced_options
 from planner import options
+from planner.capture.options import OPTIONS, traced_options
 from planner.choices import LINK
 from planner.profiling.devices import DEVICES
 from planner.settings import TraceSettings

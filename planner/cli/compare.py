@@ -141,6 +141,7 @@ def _simulate(
     should_stop: "Callable[[], bool]",
 ) -> "list[ComparisonRow]":
     from planner.studies.compare import compare
+    from planner.studies.settings import StudySettings
 
     graph, name = _graph(arguments, choices, progress)
     progress.say(f"comparing {len(methods)} methods")
@@ -149,13 +150,15 @@ def _simulate(
         arguments.budgets,
         methods,
         Path(arguments.output),
-        model=name,
-        choices=choices,
-        jobs=arguments.jobs or JOBS,
-        cluster=arguments.cluster,
-        tolerance=arguments.tolerance,
-        time_limit_s=arguments.time_limit or _ROW_S,
-        total_time_limit_s=arguments.total_time_limit or (_TOTAL_S if arguments.time_limit is None else math.inf),
+        StudySettings(
+            model=name,
+            tolerance=arguments.tolerance,
+            time_limit_s=arguments.time_limit or _ROW_S,
+            total_time_limit_s=arguments.total_time_limit or (_TOTAL_S if arguments.time_limit is None else math.inf),
+            choices=choices,
+            jobs=arguments.jobs or JOBS,
+            cluster=arguments.cluster,
+        ),
         on_row=lambda row, done, count: progress.say(f"{done} of {count} rows, last {row.method} at {row.budget}"),
         should_stop=should_stop,
     )
@@ -175,8 +178,9 @@ def _measure(
     from planner.runtime.executor import open_channels
     from planner.settings import TraceSettings
     from planner.studies.baselines import baseline_methods, of_policies
-    from planner.studies.compare_measured import Settings, compare_measured, profiled
+    from planner.studies.compare_measured import compare_measured, profiled
     from planner.studies.offloading import offloading_methods
+    from planner.studies.settings import StudySettings
     from planner.workload import workload
 
     folder = Path(arguments.output)
@@ -193,8 +197,9 @@ def _measure(
             name=str(spec),
         ),
     )
-    settings = Settings(
+    settings = StudySettings(
         model=str(spec),
+        choices=choices,
         jobs=arguments.jobs or JOBS,
         tolerance=arguments.tolerance,
         time_limit_s=arguments.time_limit or _ROW_S,
@@ -217,7 +222,6 @@ def _measure(
         stock,
         folder,
         settings,
-        choices=choices,
         channels=channels,
         on_activity=progress.say,
         should_stop=should_stop,

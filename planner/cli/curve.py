@@ -81,6 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
     from planner.report.curves import curve_data, curve_frame, curve_text
     from planner.report.plots import check_plot, plot_curve
     from planner.studies.curve import curve
+    from planner.studies.settings import StudySettings
     from solvers.result import Status
 
     graph = read_graph(arguments.graph)
@@ -94,14 +95,16 @@ def run(arguments: argparse.Namespace) -> int:
         found = curve(
             graph,
             arguments.budgets,
-            jobs=arguments.jobs or JOBS,
-            cluster=arguments.cluster,
+            StudySettings(
+                tolerance=arguments.tolerance,
+                time_limit_s=math.inf if arguments.time_limit is None else arguments.time_limit,
+                total_time_limit_s=total_s,
+                choices=choices,
+                jobs=arguments.jobs or JOBS,
+                cluster=arguments.cluster,
+            ),
             solver=arguments.solver,
-            tolerance=arguments.tolerance,
-            time_limit_s=math.inf if arguments.time_limit is None else arguments.time_limit,
-            total_time_limit_s=total_s,
             reorder=arguments.reorder,
-            choices=choices,
             on_activity=progress.say,
             should_stop=interrupt,
         )

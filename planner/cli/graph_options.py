@@ -2,7 +2,7 @@
 
 import argparse
 
-from graphs.options import OPTIONS, traced_options
+from planner.capture.options import OPTIONS, traced_options
 from planner.cli.arguments import DONE, Commands, add_command, print_json, print_text, table_of
 from planner.compatibility import table
 

@@ -103,10 +103,10 @@ def run(arguments: argparse.Namespace) -> int:
     from graphs.io.files import check_writable
     from graphs.io.formats import read_graph
     from planner.cli.interrupt import StopOnInterrupt
+    from planner.plan_files import naming
     from planner.plans.document import write_plan
     from planner.progress import LineView, Stage, Stages
     from planner.report.describe import plan_data, plan_text
-    from planner.report.plan_views import naming
     from planner.solving import solve
 
     graph = read_graph(arguments.graph)
@@ -154,10 +154,9 @@ def _params(arguments: argparse.Namespace) -> "WindowsParams | None":
         return None
     if arguments.solver != "windows":
         raise UsageError("--params holds parameters of the solver windows: leave it out, or take --solver windows")
-    from solvers.params_file import read_params
     from solvers.windows.params import WindowsParams
 
-    return read_params(arguments.params, WindowsParams)
+    return WindowsParams.from_toml(arguments.params)
 
 
 def _write_model(graph: "Graph", arguments: argparse.Namespace) -> None:
@@ -165,8 +164,8 @@ def _write_model(graph: "Graph", arguments: argparse.Namespace) -> None:
         raise UsageError("--write-model writes the program of the solver checkmate: add --solver checkmate")
     if arguments.budget is None:
         raise UsageError("--write-model writes the program of one budget: give --budget in place of --max-overhead")
-    from graphs.options import with_options
     from planner.budgets import budget_in_bytes
+    from planner.capture.options import with_options
     from planner.solving import order_for, summarize
     from solvers.baselines.checkmate import write_model
 

@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Trace, and write the graph. Returns the exit code."""
     from graphs.io.files import check_writable
     from graphs.io.formats import write_graph
-    from graphs.options import check_traced
+    from planner.capture.options import check_traced
     from planner.progress import LineView
 
     check_traced(arguments.options)

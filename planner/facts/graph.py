@@ -5,21 +5,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from graphs.ir import Graph, Op, Phase, Tensor
-from graphs.options import with_options, without_options
-from graphs.options.offload import offloaded, without_copies
-from graphs.options.placement import movable, without_placement
-from graphs.options.selection import exact_ops, holding, holding_ops, traced_with
+from graphs.options import without_options
+from graphs.options.offload import OFFLOAD, without_copies
+from graphs.options.placement import PLACEMENT, movable, without_placement
+from graphs.options.selection import exact_ops, holding_ops, traced_with
 from graphs.options.surroundings import Link, OtherDevice, Surroundings
 from graphs.schedule import keep_everything
 from graphs.simulate import simulate
+from planner.capture.options import holding
 from planner.plans.plan import GraphSummary
 from planner.profiling.other_devices import decode_devices
 from planner.solving import summarize
 from solvers.bounds import any_order_need, describe_need, least_budget_bound
 from solvers.clock import WorkClock
-from solvers.ending import ended
 from solvers.least import least_known
 from solvers.order.reorder import reordered
+from solvers.pass_ends import with_pass_ends
 
 LISTED = 10
 _FINDING = 1.0  # units of work, for schedules that need little memory
@@ -138,7 +139,7 @@ def graph_facts(graph: Graph, *, exact: bool = False) -> GraphFacts:
     devices = [device.exactly if exact else device for device in decode_devices(graph.provenance)]
     traced = {name: _option_facts(holding(_here(graph), (name,))) for name in traced_with(graph)}
     graph = without_options(graph).out_of_place()
-    whole = reordered(offloaded(graph, Surroundings(Link.even(1.0)))).graph
+    whole = reordered(OFFLOAD.added_to(graph, Surroundings(Link.even(1.0)))).graph
     order, copies = without_copies(whole)
     least, offloading = least_budget_bound(order), least_budget_bound(order, copies)
     found = simulate(order, least_known(order, WorkClock(_FINDING), proved_bytes=least.budget_bytes))
@@ -193,7 +194,7 @@ def _device_facts(graph: Graph, device: OtherDevice) -> DeviceFacts:
     proved_bytes, found_bytes = None, None
     if offered:
         around = Surroundings(Link.even(1.0), others=(device,))
-        proved_bytes, found_bytes = _least_with(with_options(graph, ("placement",), around))
+        proved_bytes, found_bytes = _least_with(PLACEMENT.added_to(graph, around))
     return DeviceFacts(
         ops=len(offered),
         inexact_ops=sum(bool(device.differs) and op.id not in device.exact for op, _ in offered),
@@ -209,7 +210,7 @@ def _device_facts(graph: Graph, device: OtherDevice) -> DeviceFacts:
 
 def _least_with(graph: Graph) -> tuple[int, int]:
     """Return what no budget of a graph with choices is below, and one that is known to do."""
-    order = ended(reordered(graph).graph).graph
+    order = with_pass_ends(reordered(graph).graph).graph
     proved_bytes = least_budget_bound(order).budget_bytes
     known = least_known(order, WorkClock(_FINDING), proved_bytes=proved_bytes)
     return proved_bytes, simulate(order, known).peak_bytes

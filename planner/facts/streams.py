@@ -122,7 +122,6 @@ def trips(timeline: Timeline) -> tuple[Trip, ...]:
 
 
 def _copied(graph: Graph, op: Op) -> Iterator[tuple[Tensor, Tensor]]:
-    """What an optional op takes from or to the device, and what it makes of it in the other memory."""
-    if op.optional:
-        pairs = ((graph.tensors[source], graph.tensors[made]) for source in op.inputs for made in op.outputs)
-        yield from ((source, made) for source, made in pairs if (source.pool == DEVICE) != (made.pool == DEVICE))
+    """What a transfer takes from or to the device, and what it makes of it in the other memory."""
+    if op.is_transfer and DEVICE in graph.ends(op):
+        yield graph.tensors[op.inputs[0]], graph.tensors[op.outputs[0]]

@@ -121,7 +121,7 @@ class Plan:
             OutputError: a file cannot be written.
             PlannerError: `graph` is given, but the plan does not hold its graph.
         """
-        from planner.report.plan_views import save
+        from planner.plan_files import save
 
         save(self, path, graph)
 
@@ -133,7 +133,7 @@ class Plan:
             FormatError: the file holds no plan that this planner reads.
             MismatchError: the graph is there, but the plan says what its schedule does not do.
         """
-        from planner.report.plan_views import load
+        from planner.plan_files import load
 
         return load(path)
 

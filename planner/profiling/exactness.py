@@ -7,9 +7,9 @@ import torch
 
 from graphs.ir import Op
 from planner.capture.lowering.lower import Capture
-from planner.capture.lowering.program import Call, variable
 from planner.capture.options.traced import may_be_exact, settled
-from planner.profiling.replay import RealStep
+from planner.capture.replay import RealStep
+from planner.passes.program import Call, Ref
 
 
 def needs_comparison(capture: Capture) -> bool:
@@ -44,12 +44,11 @@ def _equal_outputs(real: RealStep) -> dict[int, tuple[bool, ...]]:
     def compare(op: int, made: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> None:
         found[op] = tuple(torch.equal(m, w) for m, w in zip(made, wanted, strict=True))
 
-    def look(op: Op) -> str | None:
-        call = calls[op.id]
-        if not may_be_exact(op) or not isinstance(call, Call):
+    def look(op: Op) -> Call | None:
+        if not may_be_exact(op) or calls[op.id].launches:
             return None
-        return f"{op.id}, {call.expression}, ({''.join(f'{variable(t)}, ' for t in op.outputs)})"
+        return Call(compare, (op.id, calls[op.id].call, list(map(Ref, op.outputs))))
 
     with real.running():
-        real.compile(look=look, at_end=False)(compare)
+        real.run(look)
     return found

@@ -8,7 +8,7 @@ once per process where the call means the same in other captures: repeated layer
 
 import time
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from statistics import median
@@ -23,6 +23,7 @@ from planner.capture.frontend.random_states import RandomStates, preserve_random
 from planner.capture.lowering.lower import Capture
 from planner.capture.lowering.statics import allocated_bytes, dtype_name
 from planner.capture.rewrites.explicit_generators import preserve_generator_states
+from planner.passes.program import Path
 from planner.profiling.allocator import Mark, segment_peaks
 from planner.profiling.devices import DEVICES, DeviceSpec, find_device, get_device, op_time_s, workspace_bytes
 from planner.profiling.kernel_settings import SETTINGS, format_settings, kernel_settings
@@ -200,14 +201,14 @@ class _Profiler:
             # A recomputed random op sets the generator to the saved state: only a real one is valid.
             states = [t for t in op.outputs if self.capture.graph.tensors[t].kind is Kind.RANDOM_STATE]
             self._layouts |= dict.fromkeys(states, torch.default_generator.get_state())
-            distinct = {(call.source, call.identity) for call in calls}  # apart from the layouts of their inputs
-        seen: set[tuple[str, tuple[str, ...]]] = set()
+        distinct = {call.identity for call in calls}  # and by the layouts of their inputs, which come to be known
+        seen: set[Hashable] = set()
         while calls:
             waiting = []
             for call in calls:
                 if all(t in self._layouts for t in (*call.reads, *call.op.inputs)):
                     self._measure_call(call, new)
-                    seen.add((call.source, call.identity))
+                    seen.add(call.identity)
                     self._report(len(seen) / len(distinct) / 2)
                 else:
                     waiting.append(call)
@@ -239,7 +240,7 @@ class _Profiler:
 
     def _measure_call(self, call: OpCall, new: dict[_Key, MeasuredOp]) -> None:
         specs = tuple(TensorSpec.of(v) if isinstance(v, torch.Tensor) else v for v in (self._layouts[t] for t in call.reads))
-        key = (call.source, call.identity, specs, self.device, *self._settings)
+        key = (call.identity, specs, self.device, *self._settings)
         self.keys[call.op.id] = key
         if key in new:
             outputs = new[key].outputs
@@ -403,8 +404,8 @@ def _gpus(device: torch.device) -> tuple[int, ...]:
     return (torch.cuda.current_device() if device.index is None else device.index,) if device.type == "cuda" else ()
 
 
-def _pick(value: Any, path: str) -> torch.Tensor:
-    for index in path.replace("]", "").split("[")[1:]:
-        value = value[int(index)]
+def _pick(value: Any, path: Path) -> torch.Tensor:
+    for index in path:
+        value = value[index]
     found: torch.Tensor = value
     return found

@@ -9,11 +9,11 @@ from torch import fx
 
 from graphs.ir import Graph
 from planner.capture.lowering.lower import Capture
-from planner.capture.lowering.program import Composed, Repeated
 from planner.capture.lowering.statics import allocated_bytes
+from planner.capture.options.traced import measured_uses
 from planner.capture.rewrites.outputs import tensors_in
+from planner.passes.program import Composed, Repeated
 from planner.profiling.devices import DeviceSpec, op_time_s, workspace_bytes
-from planner.profiling.sensitivity import with_modelled_variances
 from planner.torch_private.core import StorageWeakRef, TorchDispatchMode
 
 
@@ -37,7 +37,8 @@ def model_times(capture: Capture, device: DeviceSpec) -> Graph:
         target = (node.target, args, kwargs, node.meta["val"], device)
         ops.append(replace(op, time_s=op_time_s(*target), workspace_bytes=workspace_bytes(*target)))
     provenance = {**capture.graph.provenance, "times": "modelled", "device": device.name, "torch": torch.__version__}
-    return with_modelled_variances(capture, Graph(tuple(ops), capture.graph.tensors, capture.graph.kept, provenance))
+    graph = Graph(tuple(ops), capture.graph.tensors, capture.graph.kept, provenance)
+    return measured_uses(replace(capture, graph=graph), None)
 
 
 def modelled_composed(composed: Composed, device: DeviceSpec) -> tuple[float, int]:

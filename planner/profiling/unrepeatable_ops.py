@@ -4,7 +4,6 @@ PyTorch's own random ops have the tag ``nondeterministic_seeded``. A custom oper
 PyTorch's generators, NumPy's, Python's, or its own. Executing it twice finds that out.
 """
 
-import re
 import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -15,24 +14,18 @@ from graphs.ir import Op
 from planner.capture.checksum import checksum
 from planner.capture.frontend.random_states import RandomStates
 from planner.capture.lowering.lower import Capture
-from planner.capture.lowering.program import Launches
 from planner.capture.rewrites.outputs import KNOWN_NAMESPACES
 from planner.torch_private.core import OpOverload
 
 # Key in the provenance of a graph: ids of the ops that are executed once for this reason.
 UNREPEATABLE = "unrepeatable_ops"
 
-_CALLED = re.compile(r"\btorch\.ops\.(\w+)\.")
-
 
 def is_custom(capture: Capture, op: Op) -> bool:
     """Return whether `op` calls an operator that is not PyTorch's."""
-    node, call = capture.nodes[op.id], capture.program.calls[op.id]
-    if isinstance(call, Launches):
-        namespaces = {name for line in call.lines for name in _CALLED.findall(line)}
-    else:
-        namespaces = {node.target.namespace} if node is not None and isinstance(node.target, OpOverload) else set()
-    return not namespaces <= KNOWN_NAMESPACES
+    values = (statement.value for statement in capture.program.calls[op.id].statements)
+    targets = (value.target for value in values if value is not None)
+    return any(isinstance(target, OpOverload) and target.namespace not in KNOWN_NAMESPACES for target in targets)
 
 
 def has_undeclared_draws(op: Op, states: RandomStates, device: torch.device) -> bool:

@@ -5,10 +5,10 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from graphs.ir import Op
-from graphs.options import parsed
 from graphs.options.selection import LEFT_OUT
 from graphs.pools import HOST, Pool
 from graphs.units import format_bytes, format_ratio, format_seconds
+from planner.capture.options import needs
 from planner.choices import recorded_link, recorded_options
 from planner.plans.eager import slower_than
 from planner.plans.plan import Plan
@@ -78,7 +78,7 @@ def plan_text(plan: Plan) -> str:
 def _copied(plan: Plan) -> str:
     if not plan.copied:
         return ""
-    if not {parsed(name)[0] for name in recorded_options(plan.settings)} <= {"offload", "placement"}:
+    if not all(needs((name,)) for name in recorded_options(plan.settings)):
         return f", {plan.copied:,} optional ops"
     return f", {plan.copied:,} copies{'' if plan.pool_peaks_bytes.keys() <= {HOST} else ' and ops on other devices'}"
 

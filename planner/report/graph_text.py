@@ -2,8 +2,8 @@
 
 from dataclasses import asdict
 
-from graphs.options.selection import IN_PLACE
 from graphs.units import format_bytes, format_seconds
+from planner.capture.options import option_called
 from planner.facts.graph import DeviceFacts, GraphFacts, OptionFacts
 from planner.profiling.link import format_rate
 from planner.report.describe import aligned, provenance_lines, summary_data, table
@@ -66,7 +66,7 @@ def _option_lines(name: str, facts: OptionFacts) -> list[tuple[str, str]]:
     return [
         (f"with {name}", f"no less than {format_bytes(facts.least_budget_bytes)} {_ORDER}"),
         ("  known", format_bytes(facts.least_budget_found_bytes)),
-        ("  offered", f"{facts.ops:,} {'ops over an input' if name == IN_PLACE else 'optional ops'}, {exactness}"),
+        ("  offered", f"{facts.ops:,} {option_called(name).offers}, {exactness}"),
     ]
 
 

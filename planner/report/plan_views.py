@@ -1,21 +1,16 @@
-"""What ``Plan`` shows of itself: in files, in a figure, in a table and in a notebook."""
+"""What ``Plan`` shows of itself: in a figure, in a table and in a notebook."""
 
-import os
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from markupsafe import escape
 
 from graphs.errors import PlannerError
-from graphs.io.files import is_replaced
-from graphs.io.formats import read_graph, write_graph
 from graphs.ir import Graph
 from graphs.units import format_bytes, format_ratio, format_seconds
 from planner.facts.baselines import Baseline, baselines
 from planner.facts.timeline import Timeline
-from planner.plan_check import check_plan, graph_path, planned_graph
-from planner.plans.document import read_plan, write_plan
+from planner.plan_check import planned_graph
 from planner.plans.plan import Plan
 from planner.report.describe import table
 from planner.report.memory_plot import plot_plan
@@ -59,37 +54,6 @@ class PlanComparison:
             )
             for name, peak_bytes, time_s, recomputed in self.rows
         ]
-
-
-def save(plan: Plan, path: str | os.PathLike[str], graph: str | os.PathLike[str] | None) -> None:
-    """Write `plan`, as ``Plan.save`` says."""
-    if graph is not None:
-        if plan.source is None:
-            raise PlannerError("the plan does not hold its graph, so that it cannot be written: only the plan can (graph=None)")
-        write_graph(plan.source, graph)
-        plan = naming(plan, path, graph)
-    write_plan(plan, path)
-
-
-def naming(plan: Plan, path: str | os.PathLike[str], graph: str | os.PathLike[str]) -> Plan:
-    """Return `plan`, to be written to `path`, with the file `graph` of its graph: as seen from the plan's folder.
-
-    Where the plan goes down a pipe, to wherever, the file is named in full.
-    """
-    full = Path(graph).resolve()
-    near = Path(os.path.relpath(full, Path(path).resolve().parent)) if is_replaced(path) else full
-    return replace(plan, graph_file=near.as_posix())
-
-
-def load(path: str | os.PathLike[str]) -> Plan:
-    """Return the plan in the file `path`, as ``Plan.load`` says."""
-    plan = read_plan(path)
-    where = graph_path(plan, path)
-    if where is None or not where.is_file():
-        return plan
-    graph = planned_graph(read_graph(where), plan)
-    check_plan(graph, plan)
-    return replace(plan, source=graph)
 
 
 def plot(plan: Plan, graph: Graph | None) -> "Figure":

@@ -1,8 +1,9 @@
-"""The steps of a schedule that copies, as source lines: copies are issued where it says, and waited for where they must be."""
+"""The steps of a schedule that copies: copies are issued where it says, and waited for where they must be."""
 
-from collections.abc import Callable, Container, Iterable
-from itertools import count
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Generic, TypeVar
+
+from torch import fx
 
 from graphs.errors import GraphError
 from graphs.ir import Graph
@@ -11,8 +12,8 @@ from graphs.options.selection import without_computed
 from graphs.overwriting import Pairs
 from graphs.pools import COMPUTE, DEVICE_TO_HOST
 from graphs.schedule import Compute, Step
-from planner.capture.lowering.program import Program, variable
-from planner.capture.lowering.writer import Writer
+from planner.passes.program import Call, Program, Ref, item
+from planner.passes.writer import Writer
 
 C = TypeVar("C")
 D = TypeVar("D")
@@ -77,43 +78,58 @@ class UnderWay(Generic[C]):
 
 
 class CopyingWriter(Writer):
-    """Writes steps with round trips to the host (``graphs.options.offload``), by ``channels`` of the namespace."""
+    """Writes steps with round trips to the host (``graphs.options.offload``), by the ``channels`` that passes name."""
 
-    def __init__(self, graph: Graph, program: Program, *, repeated: Container[int] = ()) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        program: Program,
+        *,
+        repeated: Container[int] = (),
+        tick: Callable[[int], object] | None = None,
+    ) -> None:
         """As ``Writer``."""
-        super().__init__(graph, program, repeated=repeated)
-        self._number = count()
-        self._trips: UnderWay[str] = UnderWay()  # by variable
+        super().__init__(graph, program, repeated=repeated, tick=tick)
+        self._trips: UnderWay[fx.Node] = UnderWay()
 
     @property
-    def copies(self) -> tuple[str, ...]:
-        """Variables of the copies that may be under way after the steps written so far."""
+    def copies(self) -> tuple[fx.Node, ...]:
+        """The copies that may be under way after the steps written so far."""
         return self._trips.copies
 
-    def _before(self, step: Step) -> list[str]:
-        if not isinstance(step, Compute):
-            return self._wait(self._trips.before_freeing(step.tensor))
-        if self.graph.ops[step.op].stream == COMPUTE:
-            return self._wait(self._trips.before_reading(self.graph.ops[step.op].inputs))
-        return []
+    def take_over(self, copies: Sequence[fx.Node]) -> None:
+        """Let `copies`, parameters of the next pass, stand for those that may be under way."""
+        known = dict(zip(self.copies, copies, strict=True))
+        self._trips = self._trips.known_as(known.__getitem__)
 
-    def _compute(self, op: int, wanted: frozenset[int], over: Pairs) -> list[str]:
+    def _before(self, step: Step) -> None:
+        if not isinstance(step, Compute):
+            self._wait(self._trips.before_freeing(step.tensor))
+        elif self.graph.ops[step.op].stream == COMPUTE:
+            self._wait(self._trips.before_reading(self.graph.ops[step.op].inputs))
+
+    def _compute(self, op: int, wanted: frozenset[int], over: Pairs) -> None:
         copy = self.graph.ops[op]
         if copy.stream == COMPUTE:
-            return super()._compute(op, wanted, over)
+            super()._compute(op, wanted, over)
+            return
         (source,), (target,) = copy.inputs, copy.outputs
-        name = f"c{next(self._number)}"
-        if copy.stream == DEVICE_TO_HOST:
-            self._trips.out(source, name)
-            arguments = ", ".join((variable(source), *self._trips.making(source)))
-            # What is there already is copied once more, and dropped.
-            made = variable(target) if target in wanted else "_"
-            return [f"{made}, {name} = channels.out({arguments})", *(() if target in wanted else ("del _",))]
-        self._trips.back(target, name)
-        return [f"{variable(target)}, {name} = channels.back({variable(source)})"]
+        out = copy.stream == DEVICE_TO_HOST
+        after = self._trips.making(source) if out else ()
+        both = self.builder.call(Call("out" if out else "back", (self.builder.attribute("channels"), Ref(source), *after)))
+        if target in wanted:  # what is there already is copied once more, and dropped
+            self.builder.rebind(target, item(both, (0,)))
+        issued = self.builder.hold(item(both, (1,)), "copy")
+        self.builder.free(both)
+        if out:
+            self._trips.out(source, issued)
+        else:
+            self._trips.back(target, issued)
 
-    def _wait(self, names: Iterable[str]) -> list[str]:
-        return [line for name in names for line in (f"channels.wait({name})", f"del {name}")]
+    def _wait(self, copies: Iterable[fx.Node]) -> None:
+        for copy in copies:
+            self.builder.call(Call("wait", (self.builder.attribute("channels"), copy)))
+            self.builder.free(copy)
 
 
 def check_runnable(graph: Graph, program: Program) -> None:

@@ -9,20 +9,23 @@ from typing import Any
 import torch
 
 from graphs.errors import CopyError, GraphError
+from graphs.options.option import Feature, Need
 from graphs.options.placement import fixed
 from graphs.options.surroundings import OtherDevice
 from planner.capture.frontend.preserved_state import has_same_values
 from planner.capture.lowering.lower import Capture
-from planner.capture.lowering.program import Call, load, variable
 from planner.capture.lowering.statics import allocated_bytes
+from planner.capture.options import needing
 from planner.capture.rewrites.explicit_generators import preserve_generator_states
-from planner.compatibility import Feature, check_compatible
+from planner.compatibility import check_compatible
+from planner.passes.builder import PassBuilder
+from planner.passes.program import Ref
 from planner.profiling.allocator import Mark, cpu_allocations, segment_peaks
 from planner.profiling.other_devices import NamedDevice, parse_device
 from planner.profiling.profile import MeasuredOp, distinct_ops, isolated
 from planner.runtime.devices import place_of
 from planner.runtime.measure import synchronize
-from planner.runtime.placed import moved, namespace_on
+from planner.runtime.placed import moved
 from planner.runtime.transfers import Channel, copied
 from planner.runtime.workers import Worker
 
@@ -50,8 +53,8 @@ def other_devices(
     """
     if len(set(names)) < len(names):
         raise GraphError(f"other devices are {', '.join(names)}: name each once (threads of a CPU tell them apart: cpu:1, cpu:2)")
-    if not all(isinstance(call, Call) for call in capture.program.calls):
-        check_compatible(("placement", Feature.INDUCTOR))
+    if any(calls.launches for calls in capture.program.calls):
+        check_compatible((*needing(Need.DEVICES), Feature.INDUCTOR))
     return tuple(_Profile(capture, static, parse_device(name)).device(passes) for name in names)
 
 
@@ -100,16 +103,16 @@ class _Profile:
 
     def _functions(self) -> dict[int, Callable[..., tuple[Any, ...]]]:
         """For each op that may be called there a function of its inputs, which returns its outputs."""
-        program, sources = self._capture.program, []
+        program, functions = self._capture.program, dict[int, Callable[..., tuple[Any, ...]]]()
         stay = fixed(self._graph)
         for op in self._graph.program:
-            call = None if op.id in stay else moved(program, op, op, self._here, self._place)
-            if call is not None:
-                lines = [*call.bind(op.outputs), f"return ({_listed(op.outputs)})"]
-                sources.append(f"def op_{op.id}({_listed(op.inputs)}):\n" + "".join(f"    {line}\n" for line in lines))
-        there = {**program.namespace, **namespace_on(program, self._place)}
-        functions = load(program, "\n".join(sources), f"ops on {self._named.name}", there)
-        return {int(name.removeprefix("op_")): function for name, function in functions.items()}
+            calls = None if op.id in stay else moved(program, op, op, self._here, self._place)
+            if calls is not None:
+                builder = PassBuilder(program)
+                builder.tensor_parameters(op.inputs)
+                builder.execute(calls.statements, op.outputs)
+                functions[op.id] = builder.finish(tuple(map(Ref, op.outputs)), f"op {op.name} on {self._named.name}").run
+        return functions
 
     def _compared(self, op: int, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor | None]) -> bool | None:
         """Return whether it makes the same bits there; None if it cannot run there."""
@@ -223,7 +226,3 @@ class _Called:
         except BaseException as error:  # noqa: BLE001  # whoever waits for it gets it
             self.error = error
         self.ended.set()
-
-
-def _listed(tensors: Sequence[int]) -> str:
-    return "".join(f"{variable(t)}, " for t in tensors)

@@ -10,7 +10,7 @@ import torch
 
 from graphs.errors import CopyError, DeviceError, GraphError
 from graphs.ir import Graph
-from graphs.options.placement import devices_of, is_copy
+from graphs.options.placement import between_devices, devices_of
 from planner.profiling.other_devices import NamedDevice, parse_device
 from planner.runtime.transfers import LOOK_S, Channel, Pass, StoppedError, Transfer
 from planner.runtime.workers import Worker
@@ -42,7 +42,7 @@ class Devices:
         self._workers = {
             stream: Worker(device.name, f"ops on {device.name}", device.threads) for stream, device in self._named.items()
         }
-        channels = dict.fromkeys(op.stream for op in graph.ops if is_copy(op))
+        channels = dict.fromkeys(op.stream for op in graph.ops if between_devices(graph, op))
         self._channels = {stream: Channel() for stream in channels}
         self._workers |= {stream: Worker(_words(stream), f"copies from {_words(stream)}") for stream in channels}
         self._streams = {stream: torch.cuda.Stream(self._place[stream]) for stream in self._named if self._on_cuda(stream)}

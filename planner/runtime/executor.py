@@ -15,11 +15,11 @@ from graphs.pools import HOST
 from graphs.schedule import Schedule
 from graphs.simulate import simulate
 from planner.capture.lowering.lower import Capture
-from planner.capture.lowering.program import Launches, Source
 from planner.capture.signature import join_returned
 from planner.capture.step import TrainingStep
+from planner.passes.program import Source
 from planner.runtime.channels import Channels, ThreadChannels
-from planner.runtime.codegen import Code, compile_schedule
+from planner.runtime.code import Code, compile_schedule
 from planner.runtime.copying import check_runnable
 from planner.runtime.cuda_channels import CudaChannels
 from planner.runtime.devices import Devices
@@ -98,7 +98,7 @@ class Executor:
         self._parameters = [i for i, source in enumerate(self.program.sources) if source.kind is Kind.PARAMETER]
         overwritten = {t for op in self.graph.ops for t in op.mutates}
         # Inductor's kernels write without autograd's knowledge, and its backward pass reads what they wrote.
-        compiled = any(isinstance(call, Launches) for call in self.program.calls)
+        compiled = any(calls.launches for calls in self.program.calls)
         self.code = undoing(capture.graph, capture.program, self.launched, versions_follow=compiled)
         self._compiled = compiled
         self._untold = [i for i, source in enumerate(self.program.sources) if compiled and source.tensor in overwritten]
@@ -122,7 +122,7 @@ class Executor:
 
     def ticking(self, tick: Callable[[int], None]) -> Code:
         """Return both passes with a call of `tick` behind each execution of an op, with its id; on one device only."""
-        code = compile_schedule(self.graph, self.program, self.schedule, self.channels, tick)
+        code = compile_schedule(self.graph, self.program, self.schedule, self.channels, tick=tick)
         return undoing(self.graph, self.program, code, versions_follow=self._compiled)
 
     def __call__(self, *args: object, **kwargs: object) -> Any:

@@ -17,10 +17,10 @@ from graphs.ir import Graph, Kind, Op
 from planner.capture.frontend.preserved_state import preserve_training_state
 from planner.capture.lowering.lower import Capture
 from planner.capture.lowering.statics import allocated_bytes
+from planner.capture.replay import real_static, written_tensors
 from planner.capture.rewrites.random_ops import execute_random_ops_once
 from planner.capture.signature import Batch
 from planner.capture.step import TrainingStep
-from planner.profiling.replay import real_static, written_tensors
 from planner.runtime.cuda_channels import CudaChannels
 from planner.runtime.executor import Executor
 from planner.torch_private.core import backward_retains_graph, foreach_copy_, pytree

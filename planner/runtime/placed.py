@@ -1,4 +1,4 @@
-"""From a schedule on several devices to code: for each device a function for each pass, with its part of the steps.
+"""From a schedule on several devices to passes: for each device one for each half, with its part of the steps.
 
 A device's part has what it computes, the frees of its memory, and its end of copies: who sends a tensor (``send``), and who takes
 memory for it (``take``), waits for it before it is read (``arrived``), and for all copies of a tensor before it is freed
@@ -10,7 +10,7 @@ be sent on while it is under way; what comes from another device is waited for b
 until then how it is laid out.
 """
 
-import re
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,22 +21,20 @@ import torch
 from graphs.errors import GraphError
 from graphs.ir import Graph, Op
 from graphs.options.passes import passes_of
-from graphs.options.placement import is_copy
+from graphs.options.placement import between_devices
 from graphs.overwriting import Pairs
 from graphs.pools import COMPUTE, DEVICE_TO_HOST, HOST, HOST_TO_DEVICE
 from graphs.schedule import Compute, Free, Schedule, Step
-from planner.capture.lowering.program import Call, Program, file_of, load, variable
+from planner.passes.builder import Line, PassBuilder
+from planner.passes.program import Call, OpCalls, Program, Ref, leaves_of, mapped, read_by
 from planner.runtime.channels import Channels
-from planner.runtime.codegen import Code, assemble, repeated
+from planner.runtime.code import Code, assemble, repeated
 from planner.runtime.copying import CopyingWriter, UnderWay
 from planner.runtime.devices import Devices, Part
-from planner.runtime.step_lines import Line, StepLines, number_lines
+from planner.runtime.step_lines import StepLines
 from planner.runtime.transfers import Transfer
 
 Halves = tuple[Sequence[Step], Sequence[Step]]
-
-_VARIABLE = re.compile(r"\bt(\d+)\b")
-_NAME = re.compile(r"\b[A-Za-z_]\w*\b")
 
 
 def compile_placed(
@@ -52,12 +50,11 @@ def compile_placed(
     """
     elsewhere = {pool.owner: d for d, pool in enumerate(devices.pools) if d}
     executed = (graph.ops[op] for op in sorted({*schedule.computed}))
-    calls = {op.id: _moved_call(graph, program, devices, op, elsewhere[op.stream]) for op in executed if op.stream in elsewhere}
+    calls = {op.id: _moved_calls(graph, program, devices, op, elsewhere[op.stream]) for op in executed if op.stream in elsewhere}
     halves = passes_of(graph, schedule)
     many = repeated(graph, program, schedule)
     main = DeviceWriter(graph, program, 0, devices, calls, many)
-    names = {**program.namespace, **main.names, "channels": channels}
-    assembled = assemble(graph, replace(program, namespace=names), main, halves, "copies")
+    assembled = assemble(main, halves, names={"channels": channels})
     parts = [_parts(DeviceWriter(graph, program, d, devices, calls, many), halves) for d in elsewhere.values()]
     passes = [_Pass(graph, devices, steps, [part.passes[i] for part in parts]) for i, steps in enumerate(halves)]
 
@@ -96,71 +93,81 @@ class _Copy:
 
 
 class DeviceWriter(CopyingWriter):
-    """Writes what one device does, of one pass after the other.
-
-    Attributes:
-        names: that its lines name, besides those of the program.
-    """
+    """Writes what one device does, of one pass after the other."""
 
     def __init__(
-        self, graph: Graph, program: Program, device: int, devices: Devices, calls: Mapping[int, Call], repeated: set[int]
+        self,
+        graph: Graph,
+        program: Program,
+        device: int,
+        devices: Devices,
+        calls: Mapping[int, OpCalls],
+        repeated: set[int],
     ) -> None:
-        """As ``Writer``, for the device that is `device` among those; `calls` are of ops on others than the main one."""
+        """As ``CopyingWriter``, for the device that is `device` among those; `calls` are of ops on others than the main one."""
         super().__init__(graph, program, repeated=repeated)
         pool = devices.pools[device]
         self._pools = {pool.name} if device else {pool.name, HOST}
         self._streams = {pool.owner} if device else {COMPUTE, DEVICE_TO_HOST, HOST_TO_DEVICE}
         self._calls = calls
         self._transfers: UnderWay[_Copy] = UnderWay()
-        place = devices.places[device]
-        self.names = {"_place": place, **(namespace_on(program, place) if device else {})}
+        self._place = devices.places[device]
 
-    def write(self, steps: Iterable[Step]) -> list[str]:
-        """The lines of the device in a pass, `steps` of which are of all devices."""
-        lines: list[str] = []
-        self.origins = []
+    def write(self, builder: PassBuilder, steps: Iterable[Step]) -> None:
+        """Write the part of the device in a pass, `steps` of which are of all devices."""
+        self.builder = builder
+        self._copies = builder.parameter("copies")
         numbers = 0
         steps = tuple(steps)
         for place, step in enumerate(steps):
+            builder.step = self._position
             over = self._overwriting.follow(steps, place)
             if isinstance(step, Free):
                 if self._is_here(step.tensor):
-                    lines += self._finish(self._transfers.before_freeing(step.tensor))
-                    lines += self._write(step, over)
-            elif is_copy(op := self.graph.ops[step.op]):
-                lines += self._copy(op, numbers)
+                    self._finish(self._transfers.before_freeing(step.tensor))
+                    self._write(step, over)
+            elif between_devices(self.graph, op := self.graph.ops[step.op]):
+                self._copy(op, numbers)
                 numbers += 1
             elif op.stream in self._streams:
-                lines += self._arrive(op.inputs)
-                lines += self._write(step, over)
-            self._note_origin(lines, place)
-        lines += self._arrive(self.live)
-        lines += self._finish(self._transfers.copies)
-        self._note_origin(lines, None)
+                self._arrive(op.inputs)
+                self._write(step, over)
+            self._position += 1
+        builder.step = None
+        self._arrive(self.live)
+        self._finish(self._transfers.copies)
         self._transfers = UnderWay()
-        return lines
 
-    def _compute(self, op: int, wanted: frozenset[int], over: Pairs) -> list[str]:
-        return self._calls[op].bind(wanted) if op in self._calls else super()._compute(op, wanted, over)
+    def _compute(self, op: int, wanted: frozenset[int], over: Pairs) -> None:
+        if op in self._calls:
+            self.builder.execute(self._calls[op].statements, wanted)
+        else:
+            super()._compute(op, wanted, over)
 
-    def _copy(self, op: Op, number: int) -> list[str]:
+    def _copy(self, op: Op, number: int) -> None:
         (source,), (target,) = op.inputs, op.outputs
         if self._is_here(source):
-            making = [f"copies[{copy.number}]" for copy in self._transfers.making(source)]
+            making = [self._numbered(copy) for copy in self._transfers.making(source)]
             self._transfers.out(source, _Copy(number, target))
-            return [f"copies[{number}].send({', '.join((variable(source), *making, *self._trips.making(source)))})"]
-        if self._is_here(target):
-            self._transfers.back(target, _Copy(number, target))
+            given = (self._numbered(_Copy(number, target)), Ref(source), *making, *self._trips.making(source))
+            self.builder.call(Call("send", given))
+        elif self._is_here(target):
+            copy = _Copy(number, target)
+            self._transfers.back(target, copy)
             self.live[target] = None
-            return [f"{variable(target)} = copies[{number}].take({self.graph.tensors[target].size_bytes}, _place)"]
-        return []
+            size_bytes = self.graph.tensors[target].size_bytes
+            self.builder.rebind(target, Call("take", (self._numbered(copy), size_bytes, self._place)))
 
-    def _arrive(self, tensors: Iterable[int]) -> list[str]:
-        copies = self._transfers.before_reading(tensors)
-        return [f"{variable(c.target)} = copies[{c.number}].arrived({variable(c.target)})" for c in copies]
+    def _numbered(self, copy: _Copy) -> Call:
+        return Call(operator.getitem, (self._copies, copy.number))
 
-    def _finish(self, copies: Iterable[_Copy]) -> list[str]:
-        return [f"copies[{copy.number}].finish()" for copy in copies]
+    def _arrive(self, tensors: Iterable[int]) -> None:
+        for copy in self._transfers.before_reading(tensors):
+            self.builder.rebind(copy.target, Call("arrived", (self._numbered(copy), Ref(copy.target))))
+
+    def _finish(self, copies: Iterable[_Copy]) -> None:
+        for copy in copies:
+            self.builder.call(Call("finish", (self._numbered(copy),)))
 
     def _is_here(self, t: int) -> bool:
         return self.graph.tensors[t].pool in self._pools
@@ -175,7 +182,8 @@ class _Pass:
         self._devices = devices
         self._parts = dict(zip((pool.owner for pool in devices.pools[1:]), parts, strict=True))
         self._channels: dict[str, list[int]] = {}
-        copies = [graph.ops[step.op] for step in steps if isinstance(step, Compute) and is_copy(graph.ops[step.op])]
+        executed = [graph.ops[step.op] for step in steps if isinstance(step, Compute)]
+        copies = [op for op in executed if between_devices(graph, op)]
         for number, op in enumerate(copies):
             self._channels.setdefault(op.stream, []).append(number)
         self._count = len(copies)
@@ -196,60 +204,50 @@ class _Parts:
 
 
 def _parts(writer: DeviceWriter, halves: Halves) -> _Parts:
-    forward = writer.write(halves[0])
-    forward_origins = writer.origins
-    names = [variable(t) for t in writer.live]
-    state = f"state.extend(({''.join(f'{name}, ' for name in names)}))"
-    begin = [*([f"{', '.join(names)}, = state"] if names else []), "state.clear()"]
-    backward = writer.write(halves[1])
-    passes = _part("forward", [*forward, state]), _part("backward", [*begin, *backward])
-    source = "\n".join(passes)
-    functions = load(writer.program, source, f"part of a schedule of {writer.graph.fingerprint}", writer.names)
-    file = file_of(functions["forward"])
-    lines = number_lines(file, 2, forward, forward_origins, 0)
-    second = passes[0].count("\n") + 3 + len(begin)
-    lines |= number_lines(file, second, backward, writer.origins, len(halves[0]))
-    return _Parts((functions["forward"], functions["backward"]), source, lines)
+    title = f"part of a schedule of {writer.graph.fingerprint}"
+    first = PassBuilder(writer.program)
+    state = first.parameter("state")
+    writer.write(first, halves[0])
+    alive = list(writer.live)
+    first.call(Call("extend", (state, tuple(map(Ref, alive)))))
+    forward = first.finish(None, title)
+    second = PassBuilder(writer.program)
+    second.tensor_list("state", alive, emptied=True)
+    writer.write(second, halves[1])
+    backward = second.finish(None, title)
+    source = f"{forward.module.code}\n{backward.module.code}"
+    return _Parts((forward.run, backward.run), source, {**forward.lines, **backward.lines})
 
 
-def _part(name: str, lines: Sequence[str]) -> str:
-    return f"def {name}(state, copies):\n" + "".join(f"    {line}\n" for line in lines)
-
-
-def _moved_call(graph: Graph, program: Program, devices: Devices, stand_in: Op, device: int) -> Call:
-    """The call of an op that stands for one of the program, over the tensors of its device."""
-    call = moved(program, graph.ops[stand_in.replaces[0]], stand_in, devices.places[0], devices.places[device])
-    if call is None:
+def _moved_calls(graph: Graph, program: Program, devices: Devices, stand_in: Op, device: int) -> OpCalls:
+    """The calls of an op that stands for one of the program, over the tensors of its device."""
+    calls = moved(program, graph.ops[stand_in.replaces[0]], stand_in, devices.places[0], devices.places[device])
+    if calls is None:
         raise GraphError(
             f"op {stand_in.name!r} cannot be called elsewhere than on {devices.places[0]}: it names another device, or what is "
             "only there, or is no one call of a kernel of eager PyTorch; to trace the step with other_devices= (--other-devices) "
             "finds out"
         )
-    return call
+    return calls
 
 
-def moved(program: Program, op: Op, stand_in: Op, here: torch.device, there: torch.device) -> Call | None:
-    """The call of `op`, of the program, to be made `there` over the tensors that `stand_in` has in place of its own.
+def moved(program: Program, op: Op, stand_in: Op, here: torch.device, there: torch.device) -> OpCalls | None:
+    """The calls of `op`, of the program, to be made `there` over the tensors that `stand_in` has in place of its own.
 
-    Where a call names a device, names of the program's namespace that are devices stand for the other one there. None where
-    that is not enough: where it names another device than the main one, `here`, or several operators that may; where it is
-    called with what the op does not read, as batch norms with the statistics that they update; or where it reads nothing and
-    names no device, and `there` is of another type.
+    Where they name the device, they name the other one there. None where that is not enough: where they name another device
+    than the main one, `here`, or several operators that may; where they read what the op does not, as batch norms with the
+    statistics that they update; or where they read nothing and name no device, and `there` is of another type.
     """
-    call = program.calls[op.id]
-    if not isinstance(call, Call) or call.composed is not None or call.random_state is not None:
+    calls = program.calls[op.id]
+    if calls.launches or calls.composed is not None or calls.random_state is not None or calls.is_nothing:
         return None
-    named = [value for name in _NAME.findall(call.expression) if isinstance(value := program.namespace.get(name), torch.device)]
+    named = [leaf for leaf in leaves_of(calls.call) if isinstance(leaf, torch.device)]
     if any(device.type != here.type for device in named):
         return None
-    given = {int(t) for t in _VARIABLE.findall(call.expression)}
+    given = set(read_by(calls.call))
     if not given.issubset(op.inputs) or (not given and not named and there.type != "cpu"):
         return None
-    place = dict(zip((*op.inputs, *op.outputs), (*stand_in.inputs, *stand_in.outputs), strict=True))
-    expression = _VARIABLE.sub(lambda found: variable(place[int(found[1])]), call.expression)
-    return replace(call, expression=expression, outputs=tuple((place[t], path) for t, path in call.outputs), in_place=None)
-
-
-def namespace_on(program: Program, place: torch.device) -> dict[str, object]:
-    """What stands on `place` for those names of `program` that are devices."""
-    return {name: place for name, value in program.namespace.items() if isinstance(value, torch.device)}
+    numbers = dict(zip((*op.inputs, *op.outputs), (*stand_in.inputs, *stand_in.outputs), strict=True))
+    (statement,) = calls.renumbered(numbers).statements
+    placed = mapped(statement.value, lambda leaf: there if isinstance(leaf, torch.device) else leaf)
+    return replace(calls, statements=(replace(statement, value=placed),), over=())

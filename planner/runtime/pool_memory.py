@@ -6,10 +6,10 @@ import torch
 
 from planner.capture.frontend.preserved_state import preserve_training_state
 from planner.capture.lowering.lower import Capture
+from planner.capture.replay import written_tensors
 from planner.capture.signature import Batch
 from planner.capture.step import TrainingStep
 from planner.profiling.allocator import Allocation, cpu_allocations
-from planner.profiling.replay import written_tensors
 from planner.runtime.executor import Executor
 from planner.runtime.measure import Isolated, Memory, Step, measure_memory, run_both
 

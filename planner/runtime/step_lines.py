@@ -1,12 +1,11 @@
-"""Which step of a schedule each line of generated code belongs to: an op that fails is found by its traceback."""
+"""Which step of a schedule each line of its passes belongs to: an op that fails is found by its traceback."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import TracebackType
 
 from graphs.schedule import Schedule
-
-Line = tuple[str, int]  # file name, line number
+from planner.passes.builder import Line
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,28 +27,6 @@ class StepLines:
                 if line in self.steps:
                     return self.steps[line]
         return None
-
-
-def number_lines(
-    filename: str, first_line: int, lines: Sequence[str], origins: Sequence[int | None], first_step: int
-) -> dict[Line, int]:
-    """Return the step of each line of source.
-
-    Args:
-        filename: of the source.
-        first_line: number of the first of `lines` in it.
-        lines: as a ``PassWriter`` wrote them; one may have line breaks inside.
-        origins: ``PassWriter.origins`` of `lines`.
-        first_step: position of the first step of the pass.
-    """
-    found: dict[Line, int] = {}
-    number = first_line
-    for text, origin in zip(lines, origins, strict=True):
-        following = number + 1 + text.count("\n")
-        if origin is not None:
-            found.update(dict.fromkeys(((filename, n) for n in range(number, following)), first_step + origin))
-        number = following
-    return found
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 
 from graphs.ir import Graph
-from planner.capture.lowering.program import Program
 from planner.capture.rewrites.explicit_generators import generators_of
-from planner.runtime.codegen import Code
+from planner.passes.program import Program
+from planner.runtime.code import Code
 from planner.runtime.random_state import RandomState
 from planner.torch_private.core import backward_retains_graph, foreach_copy_, set_version_counter
 
@@ -43,7 +43,7 @@ class _Undo:
         overwritten = {t for op in graph.ops for t in op.mutates}
         self._written = [i for i, source in enumerate(program.sources) if source.tensor in overwritten]
         draws = any(op.random for op in graph.ops)
-        drawn_from: list[Any] = [program.namespace[program.generator], *generators_of(program)] if draws else []
+        drawn_from: list[Any] = [program.generator, *generators_of(program)] if draws else []
         self._generators: list[torch.Generator] = drawn_from
         self._increment = int(versions_follow)
         self._code = code

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from graphs.options import OPTIONS, parsed
 from graphs.units import format_bytes
+from planner.capture.options import option_called
 from planner.plans.plan import GraphSummary
 
 
@@ -123,7 +123,7 @@ class Advice:
     def _option_line(self, option: OptionAdvice) -> tuple[str, ...]:
         if not option.ops:
             return option.name, "nothing to choose in this step", "", ""
-        lossy = OPTIONS[parsed(option.name)[0]].lossy
+        lossy = option_called(option.name).lossy
         results = "exact" if option.exact else "lossy" if lossy else "may be rounded differently"
         return option.name, format_bytes(option.least_found_bytes), str(option.price), results
 

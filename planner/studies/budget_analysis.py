@@ -5,10 +5,10 @@ from dataclasses import replace
 
 from graphs.errors import UsageError
 from graphs.ir import Graph
-from graphs.options import OPTIONS, parsed, with_options
+from graphs.options.option import Need
 from graphs.options.selection import traced_with
-from graphs.options.variance import REFERENCE_BITS
 from graphs.units import format_bytes
+from planner.capture.options import needing, needs, option_called, with_options
 from planner.choices import choices_of
 from planner.solving import summarize
 from planner.studies.advice import Advice, OptionAdvice, Price, Recommendation
@@ -32,8 +32,7 @@ _OPTION_LEAST = 0.5  # of the time of one option; the rest is for its solve
 
 def options_to_try(graph: Graph) -> tuple[str, ...]:
     """The options that advice is given on, of those `graph` was traced with and those that any graph can have."""
-    traced = (f"{name}:{REFERENCE_BITS}" if OPTIONS[name].lossy else name for name in traced_with(graph))
-    return ("offload", *traced)
+    return (*needing(Need.LINK), *(option_called(name).to_try for name in traced_with(graph)))
 
 
 def advise_graph(
@@ -66,7 +65,7 @@ def advise_graph(
     work = _Analysis(graph, WallClock(time_limit_s), on_activity or (lambda _: None), should_stop or (lambda: False))
     names = options_to_try(graph) if options is None else tuple(options)
     for name in names:
-        if OPTIONS[parsed(name)[0]].places:
+        if Need.DEVICES in needs((name,)):
             raise UsageError(f"the option {name!r} runs ops on other devices, which advice is not given on: leave it out")
     least = work.least
     budgets = evenly(least.found_bytes, max(least.found_bytes, work.summary.keep_everything_peak_bytes), BETWEEN + 2)[1:-1]
@@ -127,7 +126,7 @@ class _Analysis:
         found = []
         for done, name in enumerate(names):
             self.tell(f"trying {name}")
-            copying = (link, host_budget) if OPTIONS[parsed(name)[0]].copies else ()
+            copying = (link, host_budget) if Need.LINK in needs((name,)) else ()
             choices = choices_of([name], *copying)
             assert choices is not None
             clock = self.clock.part(max(0.1, left(self.clock) / (len(names) - done)))
@@ -145,7 +144,7 @@ class _Analysis:
         price = _price(known, budget_bytes, self.summary.time_s)
         if price.overhead is None or (alone.overhead is not None and alone.overhead < price.overhead):
             price = replace(price, overhead=alone.overhead)  # what fits without an option fits with it
-        exact = all(op.exact for op in offered) and not OPTIONS[parsed(name)[0]].lossy
+        exact = all(op.exact for op in offered) and not option_called(name).lossy
         return OptionAdvice(
             name=name,
             ops=len(offered),

@@ -9,14 +9,15 @@ from pathlib import Path
 
 from graphs.errors import BudgetError, PlannerError, UsageError
 from graphs.ir import Graph
-from graphs.options import with_options, without_options
+from graphs.options import without_options
 from graphs.schedule import Schedule
 from planner.budgets import budget_in_bytes
-from planner.choices import Choices
+from planner.capture.options import with_options
 from planner.runtime.machine import commit, machine
 from planner.solving import summarize
 from planner.studies.comparison_rows import OPTIMUM, ComparisonRow, Key, RunBy, missing, open_rows
 from planner.studies.jobs import run
+from planner.studies.settings import StudySettings
 from planner.visible import visible
 from solvers.clock import Clock, WallClock, left
 from solvers.registry import SOLVERS, get_solver
@@ -24,6 +25,7 @@ from solvers.request import Request
 from solvers.result import Status
 from solvers.tolerance import Tolerance
 
+_DEFAULTS = StudySettings()
 _SHORTEST_S = 1.0  # for a row, where the time for all is up
 
 
@@ -169,14 +171,8 @@ def compare(
     budgets: Sequence[str | int],
     methods: Sequence[str],
     folder: Path,
+    settings: StudySettings = _DEFAULTS,
     *,
-    model: str = "",
-    choices: Choices | None = None,
-    jobs: int = 1,
-    cluster: str | None = None,
-    tolerance: float = 1e-3,
-    time_limit_s: float = 60.0,
-    total_time_limit_s: float = math.inf,
     on_row: Callable[[ComparisonRow, int, int], None] | None = None,
     should_stop: Callable[[], bool] | None = None,
 ) -> list[ComparisonRow]:
@@ -188,14 +184,8 @@ def compare(
         budgets: in bytes or as text, as in ``planner.solving.solve``.
         methods: names in ``solvers.registry``.
         folder: is made; rows that are in its CSV are not computed again.
-        model: what the graph is called.
-        choices: that the graph is given. Methods that only recompute leave them.
-        jobs: processes that solve at the same time.
-        cluster: address of a Dask scheduler, whose workers solve instead.
-        tolerance: on gaps, relative to the whole step.
-        time_limit_s: seconds for each row.
-        total_time_limit_s: seconds for all of them. The optimum comes first, then what is fast, and methods that solve large
-            programs last: they share the time that is left.
+        settings: of all solves. The optimum comes first, then what is fast, and methods that solve large programs last: they
+            share the time that is left. Methods that only recompute leave the options of the graph.
         on_row: told each new row, how many are done, and of how many.
         should_stop: polled; once True, no more is begun, and rows under way are not kept.
 
@@ -207,18 +197,19 @@ def compare(
         OutputError: the CSV is of another graph or other choices, or of another make.
         UsageError: no such method, or options out of range.
     """
+    choices = settings.choices
     graph = with_options(graph, ()) if choices is None else choices.offered(graph)
     recorded = {} if choices is None else choices.recorded(graph)
     stop = should_stop or (lambda: False)
-    judge = judge_of(graph, model, tolerance=tolerance, time_limit_s=time_limit_s, recorded=recorded)
+    judge = judge_of(graph, settings.model, tolerance=settings.tolerance, time_limit_s=settings.time_limit_s, recorded=recorded)
     tasks = tasks_for(judge, budgets, methods, RunBy.SIMULATOR)
     places = {task.key: place for place, task in enumerate(tasks)}
     kept = open_rows(folder, graph, recorded, order=lambda row: places.get(row.key, -1))  # others come first
     absent = set(missing(kept, places, graph.time_s))
     waiting = [task for task in tasks if task.key in absent]
     done = len(tasks) - len(waiting)
-    shared = Shares(waiting, WallClock(total_time_limit_s), time_limit_s, jobs)
-    for solved in run(judge, shared.take, stop, jobs=min(jobs, max(1, len(waiting))), cluster=cluster):
+    shared = Shares(waiting, WallClock(settings.total_time_limit_s), settings.time_limit_s, settings.jobs)
+    for solved in run(judge, shared.take, stop, jobs=min(settings.jobs, max(1, len(waiting))), cluster=settings.cluster):
         if stop():
             continue
         kept.add(solved.row)

@@ -16,7 +16,6 @@ from graphs.ir import Kind
 from planner import tracing
 from planner.capture.lowering.lower import Capture
 from planner.capture.options.traced import with_graph
-from planner.choices import Choices
 from planner.models import Workload
 from planner.runtime.channels import Channels
 from planner.runtime.executor import Executor
@@ -29,23 +28,12 @@ from planner.studies.compare import Solved, SolveRow, Task, judge_of, solve_task
 from planner.studies.comparison_rows import OPTIMUM, PEAK_OF, ComparisonRow, RunBy, missing, open_rows
 from planner.studies.measured import Benchmark, Measured
 from planner.studies.rows import KeptRows
+from planner.studies.settings import StudySettings
 from solvers.registry import SOLVERS
 from solvers.result import Reason
 
 _TOGETHER = 8  # of PyTorch's methods are run before they are timed, and meet the optimum
 _EAGER = eager().name
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """How a comparison is made, as in ``planner.studies.compare``; ``repeats`` steps are timed, weights are from `seed`."""
-
-    model: str = ""
-    jobs: int = 1
-    tolerance: float = 1e-3
-    time_limit_s: float = 60.0
-    repeats: int = 5
-    seed: int = 0
 
 
 def profiled(workload: Workload, folder: Path, settings: TraceSettings) -> Capture:
@@ -77,9 +65,8 @@ def compare_measured(
     methods: Sequence[str],
     stock: Sequence[Method],
     folder: Path,
-    settings: Settings,
+    settings: StudySettings,
     *,
-    choices: Choices | None = None,
     channels: Channels | None = None,
     on_activity: Callable[[str], None],
     should_stop: Callable[[], bool],
@@ -94,8 +81,7 @@ def compare_measured(
         budgets, methods: as in ``planner.studies.compare``.
         stock: PyTorch's own, as in ``planner.studies.baselines``.
         folder: is made; rows that are in its CSV are not made again.
-        settings: how.
-        choices: that the graph is given. Methods that only recompute leave them.
+        settings: of all solves and measurements.
         channels: by which schedules and `stock` copy, with choices; the host's memory is counted there.
         on_activity: told what is being done.
         should_stop: polled; once True, no more is begun, and what is under way is not kept.
@@ -106,6 +92,7 @@ def compare_measured(
     Raises:
         BudgetError, OutputError, PlannerError: as in ``planner.studies.compare``.
     """
+    choices = settings.choices
     offered = captured if choices is None else with_graph(captured, choices.offered(captured.graph))
     recorded = {} if choices is None else choices.recorded(offered.graph)
     judge = judge_of(
@@ -161,7 +148,7 @@ class _Comparison:
         offered: Capture,
         judge: SolveRow,
         kept: KeptRows[ComparisonRow],
-        settings: Settings,
+        settings: StudySettings,
         channels: Channels | None,
         on_activity: Callable[[str], None],
         should_stop: Callable[[], bool],

@@ -1,18 +1,17 @@
 """Overhead against budget: a grid of budgets solved side by side, each answer used for all of them. Never imports torch."""
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from graphs.errors import BudgetError
 from graphs.ir import Graph
-from graphs.options import with_options
 from planner.budgets import budget_in_bytes
-from planner.choices import Choices
+from planner.capture.options import with_options
 from planner.plans.plan import GraphSummary
 from planner.solving import offered_to, order_for, summarize
 from planner.studies.frontier import Frontier, Point, Turn, Turns, evenly
 from planner.studies.jobs import run
+from planner.studies.settings import StudySettings
 from solvers.clock import Clock, WallClock, left
 from solvers.least import LeastBudgetBracket, least_budget
 from solvers.order.reorder import Reordering
@@ -23,6 +22,7 @@ from solvers.tolerance import Tolerance
 
 _LEAST_S, _LEAST_SHARE = 5.0, 0.1  # at most, and of the time: for the least feasible budget, where the grid begins
 _ORDER_SHARE = 0.25  # of the time: for an order of the ops
+_DEFAULTS = StudySettings()
 _WITH_OPTIONS = 0.6  # of the time, where the same budgets are solved without them after that
 
 
@@ -71,15 +71,10 @@ class _Solve:
 def curve(
     graph: Graph,
     budgets: int | Sequence[str | int] = 10,
+    settings: StudySettings = _DEFAULTS,
     *,
-    jobs: int = 1,
-    cluster: str | None = None,
     solver: str = "windows",
-    tolerance: float = 1e-3,
-    time_limit_s: float = 60.0,
-    total_time_limit_s: float = math.inf,
     reorder: bool | None = None,
-    choices: Choices | None = None,
     on_activity: Callable[[str], None] | None = None,
     should_stop: Callable[[], bool] | None = None,
 ) -> Curve:
@@ -92,17 +87,12 @@ def curve(
         graph: what is planned.
         budgets: how many, evenly spaced from the least feasible one to the peak without recomputation;
             or the budgets themselves, in bytes or as text (``8GB``, ``60%`` of that peak).
-        jobs: processes that solve at the same time. With more than one, the main module is imported in
-            each: a script needs ``if __name__ == "__main__":``.
-        cluster: address of a Dask scheduler, whose workers solve instead.
+        settings: of all solves. Every budget is solved for a short time first, and those with a gap again for longer, as far as
+            the time for all of them goes. With `choices` the budgets are solved without them, too; no schedule of that is
+            better then.
         solver: a name in ``solvers.registry``.
-        tolerance: on the gap, relative to the whole step.
-        time_limit_s: seconds for each solve.
-        total_time_limit_s: seconds for the whole curve. Every budget is solved for a short time first, and those with a gap
-            again for longer, as far as time goes.
         reorder: True: in the best order of the ops that is found; False: in program order; None: with the solver ``windows`` in
             the best order if its peak is lower. All budgets are solved in the same order.
-        choices: that the graph is given. The budgets are solved without them, too; no schedule of that is better then.
         on_activity: told what is being done.
         should_stop: polled; once True, what is known so far is the answer.
 
@@ -111,8 +101,8 @@ def curve(
         PlannerError: no such solver, or it takes no choices; options out of range, a solve failed, or what runs it was lost.
     """
     get_solver(solver)
-    clock = WallClock(total_time_limit_s)
-    how = _How(jobs, cluster, solver, tolerance, time_limit_s, reorder, on_activity, should_stop or (lambda: False))
+    clock, choices = WallClock(settings.total_time_limit_s), settings.choices
+    how = _How(settings, solver, reorder, on_activity, should_stop or (lambda: False))
     program = with_options(graph, ())
     if choices is None:
         return _curve(program, budgets, how, clock)
@@ -125,7 +115,7 @@ def curve(
     without = _curve(program, again, how, clock.part(left(clock)))
     if least is not None:
         without = replace(without, least=replace(least, schedule=order.schedule_of_source(least.schedule)))
-    points = tuple(_better(*pair, tolerance) for pair in zip(found.points, without.points, strict=True))
+    points = tuple(_better(*pair, settings.tolerance) for pair in zip(found.points, without.points, strict=True))
     return replace(found, points=points, options=choices.options, without=without)
 
 
@@ -133,11 +123,8 @@ def curve(
 class _How:
     """What ``curve`` was told, apart from the graph and the budgets."""
 
-    jobs: int
-    cluster: str | None
+    settings: StudySettings
     solver: str
-    tolerance: float
-    time_limit_s: float
     reorder: bool | None
     on_activity: Callable[[str], None] | None
     should_stop: Callable[[], bool]
@@ -153,7 +140,7 @@ def _curve(graph: Graph, budgets: int | Sequence[str | int], how: _How, clock: C
     summary = summarize(graph)
     how.tell("looking for an order of the ops that needs less memory")
     order = order_for(graph, how.solver, reorder=how.reorder, clock=clock.part(_ORDER_SHARE * clock.limit))
-    known = Frontier(order.graph, how.tolerance)
+    known = Frontier(order.graph, how.settings.tolerance)
     least = None
     if isinstance(budgets, int):
         if budgets < 1:
@@ -166,9 +153,11 @@ def _curve(graph: Graph, budgets: int | Sequence[str | int], how: _How, clock: C
         wanted = tuple(sorted({budget_in_bytes(budget, summary.keep_everything_peak_bytes) for budget in budgets}))
         if not wanted:
             raise BudgetError("there is no budget to solve for: name at least one")
-    plan = Turns(known, wanted, clock=clock, time_limit_s=how.time_limit_s, jobs=how.jobs, on_activity=how.on_activity)
-    job = _Solve(order.graph, how.solver, how.tolerance)
-    for result in run(job, plan.take, how.should_stop, jobs=how.jobs, cluster=how.cluster):
+    plan = Turns(
+        known, wanted, clock=clock, time_limit_s=how.settings.time_limit_s, jobs=how.settings.jobs, on_activity=how.on_activity
+    )
+    job = _Solve(order.graph, how.solver, how.settings.tolerance)
+    for result in run(job, plan.take, how.should_stop, jobs=how.settings.jobs, cluster=how.settings.cluster):
         plan.learn(result)
     points = tuple(_of_source(plan.point(budget), order) for budget in wanted)
     if least is not None:
@@ -179,7 +168,7 @@ def _curve(graph: Graph, budgets: int | Sequence[str | int], how: _How, clock: C
 def _least_in(order: Reordering, how: _How, clock: Clock) -> LeastBudgetBracket:
     """What is known of the least budget, of the reordered graph."""
     how.tell("looking for the least feasible budget")
-    part = clock.part(min(_LEAST_S, _LEAST_SHARE * clock.limit, how.time_limit_s))
+    part = clock.part(min(_LEAST_S, _LEAST_SHARE * clock.limit, how.settings.time_limit_s))
     return least_budget(order.graph, clock=part, should_stop=how.should_stop)
 
 

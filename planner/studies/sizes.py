@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from graphs.ir import Graph
-from graphs.options import with_options
+from planner.capture.options import with_options
 from planner.choices import Choices
 from planner.profiling.scaling import sample_sizes
 from solvers.result import Result

@@ -1,7 +1,7 @@
 """``torch.compile(model, backend="planner", options={"budget": "8GB"})``: Dynamo's graphs, each planned within the budget.
 
 AOTAutograd makes forward and backward of what Dynamo captures; which tensors are kept between them, and what is computed
-again when, is ours (``planner.torch_compile.partition``). Guards, graph breaks and recompilations stay Dynamo's.
+again when, is ours (``planner.torch_compile.planned_graph``). Guards, graph breaks and recompilations stay Dynamo's.
 """
 
 import copy
@@ -27,8 +27,8 @@ from planner.progress.describe import saved_line
 from planner.solving import summarize
 from planner.torch_compile import polyfills as polyfills  # Dynamo knows them from here on
 from planner.torch_compile.backend_settings import BackendSettings, settings_of
-from planner.torch_compile.partition import capture_joint
-from planner.torch_compile.planned_graph import PlannedGraph, PlannedOps, device_of
+from planner.torch_compile.joint_capture import capture_joint
+from planner.torch_compile.planned_graph import PlannedGraph, device_of
 from planner.torch_compile.shared_budget import SharedBudget
 from planner.torch_private.capture import (
     BufferAOTInput,
@@ -71,7 +71,7 @@ def planner(module: fx.GraphModule, inputs: Sequence[Any], *, options: Mapping[s
 
 def _compile(module: fx.GraphModule, inputs: Sequence[Any], budget: SharedBudget) -> Callable[..., Any]:
     """`module` with eager PyTorch's kernels, in the order of schedules that may change from step to step."""
-    planned: list[PlannedOps] = []
+    planned: list[PlannedGraph] = []
     add = _adding(module, inputs, budget)
 
     def partition(
@@ -80,8 +80,15 @@ def _compile(module: fx.GraphModule, inputs: Sequence[Any], budget: SharedBudget
         device, measure = _device(joint, budget.settings.roofline), budget.settings.roofline is None
         with _stages() as stages:
             with stages.stage(Stage.MEASURE) as stage:
-                captured = capture_joint(joint, device, measure=measure, options=budget.traced, on_op=stage.advance)
-            graph = PlannedOps(joint, *budget.offered(captured, device_of(joint)), outputs=num_fwd_outputs)
+                captured = capture_joint(
+                    joint,
+                    device,
+                    measure=measure,
+                    forward_outputs=num_fwd_outputs,
+                    options=budget.traced,
+                    on_op=stage.advance,
+                )
+            graph = PlannedGraph(joint, *budget.offered(captured, device_of(joint)), outputs=num_fwd_outputs)
             if budget.settings.run.check_writes:
                 graph.checked = _input_names(module, joint, captured)
             _plan(graph, add, stages)
@@ -109,7 +116,7 @@ def _adding(module: fx.GraphModule, inputs: Sequence[Any], budget: SharedBudget)
 
 def _compile_kernels(module: fx.GraphModule, inputs: Sequence[Any], budget: SharedBudget) -> Callable[..., Any]:
     """`module` with Inductor's kernels, likewise."""
-    from planner.torch_compile.planned_kernels import PlannedKernels, capture_kernels
+    from planner.torch_compile.kernel_capture import capture_kernels
     from planner.torch_private.inductor import compile_fx  # importing Inductor takes a second
 
     if not _trains(module):
@@ -117,16 +124,16 @@ def _compile_kernels(module: fx.GraphModule, inputs: Sequence[Any], budget: Shar
     add, stages = _adding(module, inputs, budget), _stages()
     with stages, stages.stage(Stage.MEASURE, "compiling and measuring kernels"):
         captured = capture_kernels(module, inputs, budget.traced)
-    planned: list[PlannedKernels] = []
+    planned: list[PlannedGraph] = []
 
     def partition(
         joint: fx.GraphModule, _: object, *, num_fwd_outputs: int, **__: object
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        graph = PlannedKernels(joint, *budget.offered(captured, device_of(joint)), outputs=num_fwd_outputs)
+        graph = PlannedGraph(joint, *budget.offered(captured, device_of(joint)), outputs=num_fwd_outputs)
         if budget.settings.run.check_writes:
             graph.checked = _input_names(module, joint, captured)
         if is_share(budget.budget):
-            graph.eager = _as_eager(joint)
+            graph.eager = _as_eager(joint, num_fwd_outputs)
         with stages:
             _plan(graph, add, stages)
         planned.append(graph)
@@ -177,12 +184,12 @@ def _plan(graph: PlannedGraph, add: Callable[[PlannedGraph], None], stages: Stag
     stages.finish(saved_line(found.peak_bytes, summary.keep_everything_peak_bytes, overhead, None))
 
 
-def _as_eager(joint: fx.GraphModule) -> Graph:
+def _as_eager(joint: fx.GraphModule, forward_outputs: int) -> Graph:
     """A joint graph as eager PyTorch runs it, each op measured by itself, as that of ``compile="eager"``."""
     where = device_of(joint)
     known = None if where.type == "cpu" else find_device(torch.cuda.get_device_name(where))
     fallback = known or get_device("cpu" if where.type == "cpu" else "h100")  # for ops that do not run on made-up values
-    return capture_joint(copy.deepcopy(joint), fallback, measure=True).graph
+    return capture_joint(copy.deepcopy(joint), fallback, measure=True, forward_outputs=forward_outputs).graph
 
 
 def _trains(module: fx.GraphModule) -> bool:

@@ -9,9 +9,10 @@ from typing import Any
 import torch.distributed as dist
 
 from graphs.errors import PlannerError
+from graphs.options.option import Feature
 from planner.budgets import read_budget
 from planner.choices import choices_of
-from planner.compatibility import Feature, check_compatible
+from planner.compatibility import check_compatible
 from planner.settings import RunSettings, SolveSettings, Wait
 from solvers.tolerance import WIDENING, Tolerance
 

@@ -5,7 +5,7 @@ for each tensor that any plan may save, and one that says by which plan the forw
 plan of its own forward pass, whatever came after.
 """
 
-from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,21 +14,21 @@ import torch
 from torch import fx
 
 from graphs.errors import PlannerError
-from graphs.ir import Graph
+from graphs.ir import Graph, Kind, Phase
 from graphs.overwriting import overwritten_saved_tensors
-from graphs.pools import HOST
+from graphs.pools import COMPUTE, HOST
 from graphs.schedule import Schedule
 from graphs.simulate import simulate
 from planner.capture.lowering.lower import Capture
-from planner.capture.rewrites.reproducible_random import generator_of
+from planner.capture.rewrites.outputs import outputs
 from planner.runtime.channels import Channels
+from planner.runtime.code import compile_schedule
 from planner.runtime.out_of_memory import PlannedMemory
-from planner.runtime.random_state import RandomState
 from planner.runtime.step_lines import StepLines
+from planner.runtime.undo import undoing
 from planner.runtime.unseen_writes import UnseenWrites
-from planner.torch_compile import partition
 from planner.torch_compile.rest_of_step import kept_bytes
-from planner.torch_private.capture import boxed_nop
+from planner.torch_private.capture import SavedForBackwardsAOTOutput, TangentAOTInput
 from planner.torch_private.core import backward_retains_graph
 
 # Both empty the list of their arguments, of which the last ones of a backward pass are what its forward pass has handed
@@ -51,7 +51,7 @@ class Passes:
     lines: StepLines
 
 
-class PlannedGraph(ABC):
+class PlannedGraph:
     """One of the graphs of a compiled model.
 
     Attributes:
@@ -59,22 +59,25 @@ class PlannedGraph(ABC):
         eager: the same as eager PyTorch runs it, where it is planned with other kernels and a budget is a share of its peak.
         tangents: its static tensors that are gradients of its outputs.
         outputs: how many tensors the forward pass returns besides what it saves.
-        slots: a tensor for each place among what is saved.
+        slots: a tensor for each place among what is saved: all that some schedule may save.
         checked: by tensor, names of inputs that are looked at for writes that autograd does not see.
         lean: a schedule that keeps little between the passes; None as long as none was looked for.
         watch: called with what a forward pass gets; returns what is to be called with what it returns, and with the
             tensor that dies with what it saves.
     """
 
-    def __init__(
-        self, captured: Capture, device: torch.device, *, tangents: Sequence[int], slots: Sequence[int], outputs: int
-    ) -> None:
+    def __init__(self, module: fx.GraphModule, captured: Capture, channels: Channels | None, *, outputs: int) -> None:
+        """Plan for what was `captured`, of which `module` is the joint graph; with `channels` where it offers copies."""
+        placeholders = module.graph.find_nodes(op="placeholder")
+        self._module, self._channels, self._device = module, channels, device_of(module)
+        self._primals = [node for node in placeholders if not isinstance(node.meta["desc"], TangentAOTInput)]
+        self._incoming = [node for node in placeholders if isinstance(node.meta["desc"], TangentAOTInput)]
+        static = {source.name: source.tensor for source in captured.program.sources if source.kind is Kind.INPUT}
         self.captured = captured
-        self._device = device
         self.eager: Graph | None = None
-        self.tangents = tuple(tangents)
+        self.tangents = tuple(static[node.name] for node in self._incoming if node.name in static)
         self.outputs = outputs
-        self.slots = tuple(slots)
+        self.slots = (*(static[node.name] for node in self._primals if node.name in static), *_made_forward(captured.graph))
         self.checked: Mapping[int, str] = {}
         self.lean: Schedule | None = None
         self.watch: Callable[[list[Any]], Callable[[list[Any], torch.Tensor], None]] | None = None
@@ -82,16 +85,73 @@ class PlannedGraph(ABC):
         self._writing_over: set[int] = set()  # plans whose backward passes write over what was saved for them
         self._passes: list[Passes] = []
 
-    @abstractmethod
     def passes(self, schedule: Schedule) -> Passes:
         """The two passes by `schedule`: with what is saved, None for what is not, in place of `slots`.
 
         The forward pass returns what it hands over apart from what AOTAutograd knows of.
         """
+        graph, program = self.captured.graph, self.captured.program
+        code = compile_schedule(graph, program, schedule, self._channels, static_given_up=True)
+        # What a backward pass would need to undo the forward pass is handed over only where copies are.
+        compiled = any(calls.launches for calls in program.calls)
+        code = undoing(graph, program, code, in_backward=compiled and self._channels is not None)
+        position = {t: i for i, t in enumerate(self.slots)}
+        among = [t in position for t in code.saved]  # the others are on the host
+        later = [i for i, reads in enumerate(code.backward_reads) if reads]
 
-    @abstractmethod
+        def forward(args: list[Any]) -> tuple[list[Any], list[Any]]:
+            static = self._static(self._primals, args)
+            args.clear()
+            saved = {program.sources[i].tensor: static[i] for i in later}
+            first, others, alive = code.forward(static)
+            saved |= zip(code.saved, alive, strict=False)
+            apart = [value for value, known in zip(alive, among, strict=False) if not known] + alive[len(among) :]
+            return [first, *others, *(saved.get(t) for t in self.slots)], apart
+
+        def backward(args: list[Any]) -> Any:
+            here = len(self.slots) + len(self._incoming)
+            static = self._static(self._incoming, args[len(self.slots) : here])
+            for i in later:
+                if (t := program.sources[i].tensor) in position:
+                    static[i] = args[position[t]]
+            apart = deque(args[here:])
+            alive = [args[position[t]] if known else apart.popleft() for t, known in zip(code.saved, among, strict=True)]
+            alive += apart
+            args.clear()
+            apart.clear()
+            return code.backward(static, alive)
+
+        return Passes(forward, backward, code.lines)
+
+    def _static(self, nodes: Sequence[fx.Node], given: Sequence[Any]) -> list[Any]:
+        """The static tensors of a pass that is `given` values for the inputs `nodes`; None for what is not there."""
+        program = self.captured.program
+        known = {node.name: value for node, value in zip(nodes, given, strict=True)} | dict(program.constants)
+        return [known.get(source.name) for source in program.sources]
+
     def interface(self) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """What AOTAutograd sees of the two passes: among what is saved is one more at the end."""
+        """What AOTAutograd sees of the two passes: inputs and outputs. Among what is saved is one more at the end."""
+        returned = outputs(self._module.graph)
+        forward = fx.Graph()
+        primals = [forward.node_copy(node) for node in self._primals]
+        by_name = {node.name: node for node in primals}
+        some = next(node for node in primals if isinstance(node.meta.get("val"), torch.Tensor))
+        names = {source.tensor: source.name for source in self.captured.program.sources}
+        made = [_like(forward, value) for value, _ in returned[: self.outputs]]
+        saved = [by_name[names[t]] if t in names else _like(forward, some) for t in self.slots]
+        output = forward.output([*made, *saved, _like(forward, some)])
+        output.meta["desc"] = [
+            *(desc for _, desc in returned[: self.outputs]),
+            *(SavedForBackwardsAOTOutput(i) for i in range(len(saved) + 1)),
+        ]
+        backward = fx.Graph()
+        for i in range(len(saved) + 1):
+            backward.placeholder(f"saved_{i}").meta = {"val": some.meta["val"]}
+        for node in self._incoming:
+            backward.node_copy(node)
+        gradients = [_like(backward, value) for value, _ in returned[self.outputs :]]
+        backward.output(gradients).meta["desc"] = [desc for _, desc in returned[self.outputs :]]
+        return fx.GraphModule(self._module, forward), fx.GraphModule(self._module, backward)
 
     @property
     def schedule(self) -> Schedule:
@@ -188,40 +248,21 @@ class PlannedGraph(ABC):
     backward._boxed_call = True  # type: ignore[attr-defined]
 
 
-class PlannedOps(PlannedGraph):
-    """One that runs eager PyTorch's kernels."""
+def _made_forward(graph: Graph) -> list[int]:
+    """The tensors on the device that ops of the forward pass make, and those that only optional ops do."""
+    made = dict.fromkeys(t for op in graph.program if op.phase is Phase.FORWARD for t in op.outputs)
+    later = {t for op in graph.program if op.phase is not Phase.FORWARD for t in op.outputs}
+    optional = [t for op in graph.ops if op.optional and op.stream == COMPUTE for t in op.outputs if t not in later]
+    return list(made | dict.fromkeys(optional))
 
-    def __init__(self, module: fx.GraphModule, captured: Capture, channels: Channels | None, *, outputs: int) -> None:
-        """Plan for `module`, the joint graph, which was `captured`; with `channels` where it offers copies."""
-        tangents, slots = partition.tangents(module, captured), partition.slots(module, captured)
-        super().__init__(captured, device_of(module), tangents=tangents, slots=slots, outputs=outputs)
-        self._module, self._channels = module, channels
-        draws = any(op.random for op in captured.graph.ops)
-        self._generator = generator_of(self._device) if draws else None
 
-    def passes(self, schedule: Schedule) -> Passes:
-        """See ``PlannedGraph``."""
-        first, second = partition.split(
-            self._module, self.captured, schedule, self._channels, forward_outputs=self.outputs, slots=self.slots
-        )
-        run, backward = boxed_nop(first.module, []), boxed_nop(second.module, [])
-        known, generator = self.outputs + len(self.slots), self._generator
-
-        def forward(args: list[Any]) -> tuple[list[Any], list[Any]]:
-            state = None if generator is None else RandomState.of(generator)
-            try:
-                returned = run(args)
-            except BaseException:
-                if generator is not None and state is not None:
-                    state.restore(generator)
-                raise
-            return returned[:known], returned[known:]
-
-        return Passes(forward, backward, StepLines(schedule, first.lines() | second.lines()))
-
-    def interface(self) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """See ``PlannedGraph``."""
-        return partition.interface(self._module, self.captured, self.slots, forward_outputs=self.outputs)
+def _like(graph: fx.Graph, value: object) -> fx.Node | None:
+    """A node that stands for one like `value`; None for what is no tensor."""
+    if not isinstance(value, fx.Node):
+        return None
+    node = graph.call_function(torch.ops.aten.empty.memory_format, ([0],))
+    node.meta = {"val": value.meta["val"]}
+    return node
 
 
 def device_of(joint: fx.GraphModule) -> torch.device:

@@ -11,17 +11,16 @@ from typing import Any
 import torch
 
 from graphs.errors import EagerWarning, typed_line
-from graphs.ir import Op
 from graphs.units import format_bytes, format_seconds
 from planner.capture.frontend.preserved_state import UndoWrites, preserve_training_state
 from planner.capture.lowering.lower import Capture
-from planner.capture.lowering.program import variable
+from planner.capture.replay import RealStep, written_tensors
 from planner.capture.signature import Batch
 from planner.capture.step import TrainingStep
 from planner.keeping_everything import why_it_does_not_fit
+from planner.passes.program import Call, Ref
 from planner.plans.eager import DifferingOp, EagerComparison
 from planner.plans.plan import Plan
-from planner.profiling.replay import RealStep, written_tensors
 from planner.runtime.allocator_failure import allocator_failure
 from planner.runtime.measure import Isolated, Step, StepOutcome, outcome, ratio_in_turns, turn_times
 from planner.runtime.pool_memory import measured_peak
@@ -163,7 +162,7 @@ def _first_differing_op(captured: Capture, step: TrainingStep, batch: Batch) -> 
 
     real = RealStep.of(captured, step, batch)
     with real.running():
-        real.compile(look=_outputs_of, at_end=False)(see)
+        real.run(lambda op: Call(see, (op.id, tuple(map(Ref, op.outputs)))))
     graph = captured.graph
     other = {op.id for op in graph.ops if op.outputs and op.id in made and not results.digests.intersection(made[op.id])}
     ends = {t for t in graph.kept if not other.isdisjoint(graph.tensors[t].producers)}
@@ -181,10 +180,6 @@ def _first_differing_op(captured: Capture, step: TrainingStep, batch: Batch) -> 
     culprit = graph.ops[first]
     module = "" if culprit.module == "model" else culprit.module.removeprefix("model.")  # as the user knows it
     return DifferingOp(culprit.name, culprit.target, module)
-
-
-def _outputs_of(op: Op) -> str:
-    return f"{op.id}, ({''.join(f'{variable(t)}, ' for t in op.outputs)})"
 
 
 class _Results(TorchDispatchMode):

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from graphs.options import DEFAULTS
 from planner.budgets import budget_or_overhead
+from planner.capture.options import DEFAULTS
 from planner.capture.signature import Batch
 from planner.capture.step import LossFn
 from planner.choices import choices_of

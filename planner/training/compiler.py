@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 from graphs.errors import BudgetError, InfeasibleError
 from graphs.ir import Graph
-from graphs.options.variance import SENSITIVITY
 from graphs.pools import HOST
 from graphs.units import format_bytes
 from planner.capture.lowering.lower import Capture
-from planner.capture.options.traced import with_graph
+from planner.capture.options.traced import measured_uses, needs_measuring, with_graph
+from planner.capture.replay import RealStep
 from planner.capture.signature import Batch
 from planner.capture.step import LossFn, TrainingStep
 from planner.choices import with_recorded
@@ -20,8 +20,6 @@ from planner.distributed.wrappers import Unwrapped
 from planner.keeping_everything import why_it_does_not_fit
 from planner.models import Workload
 from planner.plans.plan import Plan
-from planner.profiling.replay import RealStep
-from planner.profiling.sensitivity import with_measured_variances
 from planner.progress import Stage, Stages
 from planner.progress.describe import plan_line
 from planner.runtime.channels import Channels
@@ -189,13 +187,13 @@ class Compiler:
         return Improving(Consultation(self.wrapper.ranks, improvement), self.wrapper.wrapped)
 
     def _refresher(self, captured: Capture, budget: str | int) -> Callable[[Batch], PlannedStep] | None:
-        """Return the function that plans again with variances measured on a batch; None where nothing is lossy."""
-        if SENSITIVITY not in captured.graph.provenance or type(self.wrapper) is not Unwrapped:
+        """Return the function that plans again with uses of limited resources measured on a batch; None where there are none."""
+        if not needs_measuring(captured) or type(self.wrapper) is not Unwrapped:
             return None
 
         def refreshed(batch: Batch) -> PlannedStep:
             real = RealStep.of(captured, TrainingStep(self.wrapper.module, self.loss_fn), batch)
-            graph = with_measured_variances(real, captured.graph)
+            graph = measured_uses(captured, real)
             with self.stages.restart() as stages:
                 step = replace(self, stages=stages).solve(replace(captured, graph=graph), batch, budget)
                 stages.finish(plan_line(step.plan))

@@ -8,11 +8,12 @@ import torch
 from torch import nn
 
 from graphs.errors import PlannerError, UsageError
+from graphs.options.option import Feature
 from planner.budgets import allowed_overhead, cache_key
 from planner.capture.lowering.lower import Capture
 from planner.capture.signature import Batch, detach_batch
 from planner.capture.step import LossFn
-from planner.compatibility import Feature, check_compatible
+from planner.compatibility import check_compatible
 from planner.distributed.wrappers import Unwrapped
 from planner.plan_check import check_sizes
 from planner.profiling.kernel_settings import kernel_settings

@@ -55,7 +55,7 @@ import numpy as np
 
 from graphs.ir import Graph
 from graphs.options.passes import due
-from graphs.options.placement import COPY, Placement, placement_of
+from graphs.options.placement import Placement, placement_of
 from graphs.schedule import Compute, Free, Schedule, Step, schedule_of
 from graphs.simulate import simulate
 from graphs.units import format_bytes
@@ -539,9 +539,7 @@ def lazy_schedule(program: XEngineProgram, values: Floats) -> Schedule:
     for stage in range(program.ops):
         for turn in program.turns(stage):
             for where, when, op in executed:
-                if (where, when) == (stage, turn) and not (
-                    graph.ops[op].target == COPY and there.issuperset(graph.ops[op].outputs)
-                ):
+                if (where, when) == (stage, turn) and not (graph.ops[op].is_transfer and there.issuperset(graph.ops[op].outputs)):
                     steps.append(Compute(op))
                     there.update(graph.ops[op].outputs)
             for t in sorted(there):
@@ -571,7 +569,7 @@ def _without_unread(graph: Graph, steps: Sequence[Step]) -> tuple[Step, ...]:
             continue
         op = graph.ops[step.op]
         places = [freed.pop(t) for t in op.outputs if t in freed]
-        if op.target == COPY and wanted.isdisjoint(op.outputs):
+        if op.is_transfer and wanted.isdisjoint(op.outputs):
             for place in places:
                 found[place] = None
             continue

@@ -4,7 +4,7 @@ from types import TracebackType
 from typing import Self
 
 from graphs.ir import Graph
-from solvers.clock import Beside, Clock
+from solvers.clock import BackgroundThread, Clock
 from solvers.order.reorder import Reordering, lowers_peak, may_lower_peak, reordered
 
 _POLL = 0.05  # of the clock
@@ -28,7 +28,7 @@ class OrderSearch:
         self._cancelled = False
 
     def __enter__(self) -> Self:
-        self._beside: Beside = self._clock.start(self._go)
+        self._beside: BackgroundThread = self._clock.start(self._go)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:

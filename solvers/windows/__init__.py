@@ -10,7 +10,7 @@ from importlib.metadata import version
 from graphs.units import format_bytes
 from solvers import highs
 from solvers.bounds import WAY_OUT, least_budget_bound, too_small_message
-from solvers.ending import ended
+from solvers.pass_ends import with_pass_ends
 from solvers.request import Request
 from solvers.result import Reason, Result, Status, status_of
 from solvers.windows.driver import run
@@ -26,7 +26,7 @@ def solve(request: Request) -> Result:
     With a clock that counts work the schedule is a function of the request (while memory lasts: see
     ``BoundParams.most_bytes``), for the same versions of the libraries and processors of the same arithmetic.
     """
-    whole = ended(request.graph)
+    whole = with_pass_ends(request.graph)
     search = Search.of(request.on(whole.graph, whole.schedule_of_source))
     program, copies = search.problem.graph, search.problem.copies
     least = least_budget_bound(program, copies)

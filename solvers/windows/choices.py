@@ -85,7 +85,7 @@ class _Kinds:
     def of(cls, graph: Graph) -> Self:
         """Those of `graph`."""
         computed = [op for op in graph.ops if op.optional and op.stream == COMPUTE]
-        lossy = {option_of(op): None for op in computed if op.variance}
+        lossy = {option_of(op): None for op in computed if op.uses}
         return cls(tuple(dict.fromkeys(kind for kind in map(option_of, computed) if kind not in lossy)), tuple(lossy))
 
     def are_beside_devices(self, search: Search) -> bool:

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from functools import partial
 from math import inf
 
-from solvers.clock import Beside
+from solvers.clock import BackgroundThread
 from solvers.windows.choices import goes_last, parts_of_plain, parts_with_options
 from solvers.windows.part_process import Inbox
-from solvers.windows.parts import LAST, Part, end_beside, start_beside, start_process, turn_of, wait_for
+from solvers.windows.parts import LAST, Part, end_background, start_in_background, start_process, turn_of, wait_for
 from solvers.windows.search import Search
 from solvers.windows.strategies.branches import Branches
 from solvers.windows.strategies.commitments import Commitment, Commitments, Orders
@@ -37,26 +37,26 @@ class Stage:
     Attributes:
         limit: of its step, by the clock.
         repeated: True if more steps follow, each longer than the last, until nothing is left to do.
-        beside: True if it runs in a thread beside the stages that follow.
+        in_background: True if it runs in a thread beside the stages that follow.
     """
 
     strategy: type[Strategy]
     limit: Callable[[Search], float] = no_limit
     repeated: bool = False
-    beside: bool = False
+    in_background: bool = False
 
 
 # Each strategy is asked whether it applies to the problem. The solve ends with the stage that solves it; once the relaxation has
 # been bounded for the first time, it goes on until what runs beside it has had its time too.
 FIRST = (
     Stage(EvictionRules, lambda s: 0.0 if s.problem.copies is not None else s.params.first_schedule.early_rules_limit),
-    Stage(OffloadingPortfolio, beside=True),
+    Stage(OffloadingPortfolio, in_background=True),
     Stage(Relaxation, lambda s: s.params.bound.first_slice),
-    Stage(EvictionRules, lambda s: (s.params.first_schedule if s.problem.copies is None else s.params.round_trips).rules_limit),
+    Stage(EvictionRules, lambda s: (s.params.first_schedule if s.problem.copies is None else s.params.offloading).rules_limit),
 )
 NEXT = (
-    Stage(Portfolio, beside=True),
-    Stage(OffloadedOrders, lambda s: s.params.first_schedule.sending_limit),
+    Stage(Portfolio, in_background=True),
+    Stage(OffloadedOrders, lambda s: s.params.first_schedule.offloaded_limit),
     Stage(TightEviction, lambda s: s.params.first_schedule.eviction_limit),
     Stage(Imitation, lambda s: s.params.first_schedule.imitation_limit),
     Stage(Relaxation, lambda s: s.params.bound.first_slice * s.params.bound.longer, repeated=True),
@@ -68,7 +68,7 @@ def run(search: Search) -> None:
     """Search until solved, stopped, or nothing is left to do, with smaller sets of choices beside it."""
     if search.problem.places.plain:
         with ExitStack() as stack:
-            parts = [stack.enter_context(_beside(part)) for part in parts_of_plain(search)]
+            parts = [stack.enter_context(_in_background(part)) for part in parts_of_plain(search)]
             run_plain(search, parts)
     elif not search.may_start_processes:  # whoever has started this process sees to smaller sets
         run_alone(search)
@@ -77,7 +77,7 @@ def run(search: Search) -> None:
         with ExitStack() as stack:
             # The part that searches the program needs no help where each does all its work; of low priority on few cores it does.
             commitments.program.closed = search.clock.counts_work
-            parts = [stack.enter_context(_beside(part)) for part in parts_with_options(search, commitments)]
+            parts = [stack.enter_context(_in_background(part)) for part in parts_with_options(search, commitments)]
             _bound_and_commit(search, commitments, nice=LAST if goes_last(search) else 0)
             wait_for(search, parts, lambda: search.stopping.solved() or search.stopping.stopped())
 
@@ -93,27 +93,27 @@ def run_plain(search: Search, parts: Sequence[Part] = ()) -> None:
     if search.stopping.solved():
         return
     strategies: dict[type[Strategy], Strategy] = {}
-    beside: list[Beside] = []
+    threads: list[BackgroundThread] = []
     try:
-        _run_stages(search, FIRST, strategies, beside)
+        _run_stages(search, FIRST, strategies, threads)
         if not (search.stopping.solved() or search.stopping.stopped()):
-            _run_stages(search, NEXT, strategies, beside)
-            wait_for(search, beside, search.stopping.enough)
-            _run_stages(search, LAST_OF_ALL, strategies, beside)
+            _run_stages(search, NEXT, strategies, threads)
+            wait_for(search, threads, search.stopping.enough)
+            _run_stages(search, LAST_OF_ALL, strategies, threads)
         search.incumbent.release()
         for part in parts:
             part.finish()
     finally:
         search.stopping.halt()
-        for one in beside:
-            end_beside(one)
+        for one in threads:
+            end_background(one)
         search.incumbent.close()
 
 
 def _run_stages(
-    search: Search, stages: Sequence[Stage], strategies: dict[type[Strategy], Strategy], beside: list[Beside]
+    search: Search, stages: Sequence[Stage], strategies: dict[type[Strategy], Strategy], threads: list[BackgroundThread]
 ) -> None:
-    """Run those that apply until solved or stopped; each strategy is made once, what runs beside is added to `beside`."""
+    """Run those that apply until solved or stopped; each strategy is made once, what runs beside is added to `threads`."""
     for stage in stages:
         limit = stage.limit(search)
         if not stage.strategy.applies(search.problem):
@@ -123,8 +123,8 @@ def _run_stages(
         if stage.strategy not in strategies:
             strategies[stage.strategy] = stage.strategy(search)
         strategy = strategies[stage.strategy]
-        if stage.beside:
-            beside.append(start_beside(search, partial(strategy.step, limit)))
+        if stage.in_background:
+            threads.append(start_in_background(search, partial(strategy.step, limit)))
         else:
             while strategy.step(limit) and stage.repeated and not (search.stopping.solved() or search.stopping.stopped()):
                 limit *= search.params.bound.longer
@@ -138,12 +138,12 @@ def _bound_and_commit(search: Search, commitments: Commitments, *, nice: int = 0
     """
     stopping = search.stopping
     if nice:
-        with _halting(search, start_beside(search, lambda: _bound_and_commit(search, commitments), nice=nice)) as bounding:
+        with _halting(search, start_in_background(search, lambda: _bound_and_commit(search, commitments), nice=nice)) as bounding:
             wait_for(search, [bounding], stopping.stopped)
         return
     branches = Branches(search)
     commitments.add_simple()
-    with _halting(search, start_beside(search, lambda: _commit(search, commitments, branches))) as committing:
+    with _halting(search, start_in_background(search, lambda: _commit(search, commitments, branches))) as committing:
         while branches.step(inf):
             pass
         wait_for(search, [committing], lambda: stopping.solved() or stopping.stopped())
@@ -168,9 +168,9 @@ def _commit_in_process(search: Search, inbox: Inbox, *, known: dict[object, Comm
 
 
 @contextmanager
-def _beside(part: Part) -> Iterator[Part]:
+def _in_background(part: Part) -> Iterator[Part]:
     """Search a part in a thread beside this one."""
-    part.thread = start_beside(part.whole, lambda: _run_part(part))
+    part.thread = start_in_background(part.whole, lambda: _run_part(part))
     try:
         yield part
         part.finish()
@@ -204,12 +204,12 @@ def _run_alone_in_process(search: Search, _: Inbox) -> None:
 
 
 @contextmanager
-def _halting(search: Search, beside: Beside) -> Iterator[Beside]:
-    """Wait for the end of `beside`, which an exception here asks for."""
+def _halting(search: Search, thread: BackgroundThread) -> Iterator[BackgroundThread]:
+    """Wait for the end of `thread`, which an exception here asks for."""
     try:
-        yield beside
+        yield thread
     except BaseException:
         search.stopping.halt()
         raise
     finally:
-        end_beside(beside)
+        end_background(thread)

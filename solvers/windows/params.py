@@ -6,8 +6,13 @@ time without recomputation. The values were found on the graphs of ``make bench-
 
 import json
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Self
 
+from graphs.errors import UsageError
 from solvers.eviction.rules import RULES, TIGHT_RULES, EvictionRule
+from solvers.params_file import read_params
+from solvers.registry import SOLVERS
 
 # What tries most comes last.
 _IMITATED = ("checkpoint-blocks", "sac-attention", "sac-every-second", "chen-sqrt", "dtr", "memory-budget", "chen-greedy", "sac")
@@ -58,7 +63,7 @@ class FirstScheduleParams:
         rules_limit: for the other rules while nothing else looks for schedules;
         few_executions: and per op of the graph.
         eviction_limit: for rules of eviction while something else looks.
-        sending_limit: for orders that send what is not needed now, where tensors may go to the host.
+        offloaded_limit: for orders that offload what is not needed now, where tensors may go to the host.
         imitated: other methods whose schedules are offered;
         imitation_limit: for all of them.
     """
@@ -69,7 +74,7 @@ class FirstScheduleParams:
     rules_limit: float = 1.0
     few_executions: float = 4.0
     eviction_limit: float = 20.0
-    sending_limit: float = 4.0
+    offloaded_limit: float = 4.0
     imitated: tuple[str, ...] = _IMITATED
     imitation_limit: float = 4.0
 
@@ -251,13 +256,13 @@ class RefinementParams:
 
 
 @dataclass(frozen=True, slots=True)
-class RoundTripParams:
-    """Of schedules in which tensors go to the host and come back.
+class OffloadingParams:
+    """Of schedules that offload tensors to the host and reload them.
 
     Attributes:
         capacities, slower: shares of the memory, and times as slow a link, that the coarse model is solved for.
         weight: of the link beside memory in which of these come first;
-        first: as many of them before any other way.
+        first: as many of them before any other strategy.
         limit, gap: of each of these models; the gap is a share of the step.
         places, tensors: of the longest waits so many, and at each so many tensors, are tried to do without;
         longest: if no more ops than this make one again;
@@ -307,15 +312,15 @@ class CommitmentParams:
 
     Attributes:
         share: each is solved to this share of the tolerance.
-        anew: times as long as that took the best schedule is chosen anew, where there are no round trips.
+        options_share: times as long as that took, options of the best schedule are chosen again, where nothing can be offloaded.
     """
 
     share: float = 0.25
-    anew: float = 2.0
+    options_share: float = 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class PlacingParams:
+class PlacementParams:
     """Of placements on several devices that are varied.
 
     Attributes:
@@ -365,7 +370,7 @@ class BranchParams:
 
 @dataclass(frozen=True, slots=True)
 class WindowsParams:
-    """All of them."""
+    """All parameters of the exact solver, by what they tune."""
 
     bound: BoundParams = field(default_factory=BoundParams)
     first_schedule: FirstScheduleParams = field(default_factory=FirstScheduleParams)
@@ -374,12 +379,24 @@ class WindowsParams:
     random_keys: RandomKeyParams = field(default_factory=RandomKeyParams)
     relax_and_fix: RelaxAndFixParams = field(default_factory=RelaxAndFixParams)
     segments: SegmentParams = field(default_factory=SegmentParams)
-    round_trips: RoundTripParams = field(default_factory=RoundTripParams)
+    offloading: OffloadingParams = field(default_factory=OffloadingParams)
     refinement: RefinementParams = field(default_factory=RefinementParams)
     branches: BranchParams = field(default_factory=BranchParams)
     parts: PartParams = field(default_factory=PartParams)
     commitments: CommitmentParams = field(default_factory=CommitmentParams)
-    placing: PlacingParams = field(default_factory=PlacingParams)
+    placement: PlacementParams = field(default_factory=PlacementParams)
+
+    @classmethod
+    def from_toml(cls, path: Path | str) -> Self:
+        """Return the parameters of a TOML file, which has a table for each group; what is not there is the default.
+
+        Raises:
+            UsageError: the file cannot be read, or has an unknown key, a value of another type, or an unknown method to imitate.
+        """
+        params = read_params(cls, path)
+        if unknown := [name for name in params.first_schedule.imitated if name not in SOLVERS]:
+            raise UsageError(f"{path}: first_schedule.imitated has {unknown[0]!r}: choose from {', '.join(SOLVERS)}")
+        return params
 
     def recorded(self) -> dict[str, object]:
         """As results record them: by group and name, in what JSON has."""

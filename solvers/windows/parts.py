@@ -21,7 +21,7 @@ import numpy as np
 
 from graphs.ir import Graph
 from solvers.child_process import description
-from solvers.clock import Beside, Clock, left
+from solvers.clock import BackgroundThread, Clock, left
 from solvers.request import Request
 from solvers.tolerance import Tolerance
 from solvers.windows.decoding.decode import Trial
@@ -36,7 +36,7 @@ LAST = 15  # and if these do too
 _GRACE_S = 0.5  # how long the end of a solve waits for a thread beside it
 
 
-def start_beside(search: Search, function: Callable[[], object], *, nice: int = 0) -> Beside:
+def start_in_background(search: Search, function: Callable[[], object], *, nice: int = 0) -> BackgroundThread:
     """Call `function` in a thread beside this one; what it raises ends the search.
 
     Args:
@@ -56,17 +56,17 @@ def start_beside(search: Search, function: Callable[[], object], *, nice: int = 
     return search.clock.start(run)
 
 
-def end_beside(beside: Beside) -> None:
+def end_background(thread: BackgroundThread) -> None:
     """Wait for a thread that has been asked to end.
 
     It may be in the middle of building a large model; it looks up after that, and changes nothing then.
     """
-    beside.end(_GRACE_S)
+    thread.end(_GRACE_S)
 
 
-def wait_for(search: Search, beside: "Sequence[Beside | Part]", should_stop: Callable[[], bool]) -> None:
+def wait_for(search: Search, background: "Sequence[BackgroundThread | Part]", should_stop: Callable[[], bool]) -> None:
     """Wait until all beside this have ended, or `should_stop`; meanwhile progress is reported."""
-    while (running := [one for one in beside if one.running]) and not should_stop():
+    while (running := [one for one in background if one.running]) and not should_stop():
         search.progress.tell()
         running[0].wait(POLL)
 
@@ -158,7 +158,7 @@ class Part:
         thread: in which it is searched.
     """
 
-    thread: Beside
+    thread: BackgroundThread
 
     def __init__(
         self,
@@ -250,7 +250,7 @@ class Part:
     def end(self) -> None:
         """End it."""
         self._ended = True
-        end_beside(self.thread)
+        end_background(self.thread)
 
     def _note(self, best: Trial | None, clock: Clock) -> bool:
         """Take note of its best schedule; return True if it is to end."""

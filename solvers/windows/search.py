@@ -107,7 +107,7 @@ class Search:
 
     def _is_near(self, trial: Trial) -> bool:
         """Return True if a schedule with transfers to the host may be the best once it is improved."""
-        return self.problem.copies is not None and trial.time_s <= self.params.round_trips.near * self.incumbent.best_s
+        return self.problem.copies is not None and trial.time_s <= self.params.offloading.near * self.incumbent.best_s
 
     def _pruned(self, trial: Trial, detail: Discretization) -> Trial:
         """Return `trial` less what is needless."""

@@ -25,9 +25,9 @@ from benchmarks.options import (
 )
 from benchmarks.options_errors import ERRORS, MEASURED, Bits, bits_of, error_table, measure_errors
 from graphs.ir import Op
-from graphs.options import OPTIONS
 from graphs.units import format_ratio
 from planner import tracing
+from planner.capture.options import OPTIONS
 from planner.models import build
 from planner.studies.rows import KeptRows, read_rows
 from planner.workload.workload import parse_spec

@@ -7,12 +7,14 @@ import pytest
 
 from graphs.errors import GraphError, UsageError
 from graphs.io.graph_document import graph_from_dict, graph_to_dict
-from graphs.options import with_options, without_options
-from graphs.options.offload import offloaded, without_copies
-from graphs.options.placement import is_placed, placed, placement_beside, placement_of, without_placement
+from graphs.options import without_options
+from graphs.options.compress import VARIANCE
+from graphs.options.offload import OFFLOAD, without_copies
+from graphs.options.placement import PLACEMENT, is_placed, placement_beside, placement_of, without_placement
 from graphs.options.selection import without_computed
-from graphs.pools import COMPUTE, DEVICE, DEVICE_TO_HOST, HOST, HOST_TO_DEVICE
+from graphs.pools import COMPUTE, DEVICE, DEVICE_TO_HOST, HOST, HOST_TO_DEVICE, channel
 from graphs.simulate import simulate
+from planner.capture.options import with_options
 from tests.support.all_choices import BESIDE, any_schedule, around, found_in_a_step
 from tests.support.event_judge import judged, runs
 
@@ -23,7 +25,7 @@ def test_order_of_option_names_does_not_matter() -> None:
         known = around(graph, "second", "third")
         first, *rest = (with_options(graph, names, known) for names in permutations(BESIDE))
         assert all((first.ops, first.tensors, first.pools) == (other.ops, other.tensors, other.pools) for other in rest)
-        assert (first.program, first.kept, first.variance_limit) == (graph.program, graph.kept, 0.5)
+        assert (first.program, first.kept, dict(first.limits)[VARIANCE]) == (graph.program, graph.kept, 0.5)
         # The program, what is computed otherwise, what other devices do, and last the round trips to the host.
         assert first.ops[: len(graph.ops)] == graph.ops
         kinds = [0 if op.stream == COMPUTE else 2 if op.stream in (DEVICE_TO_HOST, HOST_TO_DEVICE) else 1 for op in first.ops]
@@ -32,6 +34,20 @@ def test_order_of_option_names_does_not_matter() -> None:
         assert places == sorted(places) and set(places) == {0, 1, 2}
         assert [pool.name for pool in first.pools] == [DEVICE, "second", "third", HOST]
         assert graph_from_dict(graph_to_dict(first)) == first
+
+
+def test_transfers_are_of_one_kind() -> None:
+    for seed in range(10):
+        graph = found_in_a_step(seed)
+        whole = with_options(graph, BESIDE, around(graph, "second", "third"))
+        transfers = [op for op in whole.ops if op.is_transfer]
+        assert {HOST, "second", "third"} <= {pool for op in transfers for pool in whole.ends(op)}
+        for op in transfers:
+            source, target = whole.ends(op)
+            assert op.stream == channel(source, target) and op.name.endswith(f"_{op.stream}") and source != target
+            assert (op.time_s > 0 or not whole.tensors[op.inputs[0]].size_bytes) and op.exact and not op.workspace_bytes
+        computing = {pool.owner for pool in whole.pools if pool.computes}
+        assert all(op.is_transfer or op.stream in computing for op in whole.ops)
 
 
 def test_optional_ops_and_copies_refer_to_the_program_alone() -> None:
@@ -46,7 +62,7 @@ def test_optional_ops_and_copies_refer_to_the_program_alone() -> None:
         offered += sum(op.optional for op in graph.ops)
         # Whatever other devices read, what comes back from the host is what the step itself reads.
         _, copies = without_copies(whole)
-        _, alone = without_copies(offloaded(graph, around(graph)))
+        _, alone = without_copies(OFFLOAD.added_to(graph, around(graph)))
         assert copies is not None and alone is not None and list(copies.trips) == list(alone.trips)
     assert offered > 20
 
@@ -55,13 +71,13 @@ def test_each_option_can_be_removed() -> None:
     for seed in range(20):
         graph = found_in_a_step(seed)
         known = around(graph, "second", "third")
-        whole, both = with_options(graph, BESIDE, known), placed(graph, known)
+        whole, both = with_options(graph, BESIDE, known), PLACEMENT.added_to(graph, known)
         rest, copies = without_copies(whole)
         assert rest == both and copies is not None
         assert copies.host_bytes is None or copies.host_bytes == 1000
         assert all(whole.ops[trip.out_op].inputs == (t,) for t, trip in copies.trips.items())
         assert without_copies(both) == (both, None)
-        assert without_placement(whole) == offloaded(graph, known)
+        assert without_placement(whole) == OFFLOAD.added_to(graph, known)
         assert without_placement(both) == graph
         assert without_placement(graph) is graph and not is_placed(graph)
         program = without_options(whole)
@@ -76,18 +92,21 @@ def test_each_option_can_be_removed() -> None:
 
 def test_incompatible_options_raise() -> None:
     graph = found_in_a_step(3)
-    whole, both = with_options(graph, BESIDE, around(graph)), placed(graph, around(graph))
-    for twice in (lambda: placed(both, around(graph)), lambda: placed(offloaded(graph, around(graph)), around(graph))):
+    whole, both = with_options(graph, BESIDE, around(graph)), PLACEMENT.added_to(graph, around(graph))
+    for twice in (
+        lambda: PLACEMENT.added_to(both, around(graph)),
+        lambda: PLACEMENT.added_to(OFFLOAD.added_to(graph, around(graph)), around(graph)),
+    ):
         with pytest.raises(GraphError, match="has other pools or streams already: add it once, and before them"):
             twice()
     with pytest.raises(GraphError, match="has other pools or streams already: add it once, and behind placement"):
-        offloaded(whole, around(graph))
+        OFFLOAD.added_to(whole, around(graph))
     with pytest.raises(UsageError, match="named twice"):
         with_options(graph, ("placement", "offload", "placement"), around(graph))
     names = ("second", "second"), ("host",), ("device",), ("a_to_b", "c", "a", "b_to_c")
     for wrong, taken in zip(names, ("second", "host", "device", "a_to_b_to_c"), strict=True):
         with pytest.raises(GraphError, match=rf"device '{wrong[-1]}' would have a memory or stream '{taken}', and there is one"):
-            placed(graph, around(graph, *wrong))
+            PLACEMENT.added_to(graph, around(graph, *wrong))
     with pytest.raises(GraphError, match="takes graphs with no other choice than placement"):
         placement_of(both)
     with pytest.raises(GraphError, match="takes graphs with no other choice than placement"):

@@ -7,14 +7,14 @@ import pytest
 from graphs.errors import GraphError, ScheduleError
 from graphs.io.graph_document import graph_from_dict, graph_to_dict
 from graphs.ir import Graph, Op, Tensor
-from graphs.options import with_options
-from graphs.options.placement import placed, placement_of
+from graphs.options.placement import PLACEMENT, placement_of
 from graphs.options.surroundings import Link, OtherDevice, Surroundings
 from graphs.schedule import Compute, Free, Schedule
 from graphs.simulate import simulate
 from graphs.synthetic.draft import Draft
 from graphs.synthetic.random_graphs import random_graph
 from graphs.synthetic.small import diamond
+from planner.capture.options import with_options
 from tests.support.event_judge import judged, runs
 from tests.support.offers import with_trips
 from tests.support.placements import on_devices
@@ -128,7 +128,7 @@ def test_invalid_graphs_and_devices_raise() -> None:
     with pytest.raises(GraphError, match="has 2 times for a program of 5 ops"):
         on_devices(diamond(), cpu)
     with pytest.raises(GraphError, match="has other pools or streams already: add it once"):
-        placed(on_devices(layer(), cpu), Surroundings(Link.even(1.0), others=(cpu,)))
+        PLACEMENT.added_to(on_devices(layer(), cpu), Surroundings(Link.even(1.0), others=(cpu,)))
     with pytest.raises(GraphError, match="would have a memory or stream 'cpu', and there is one"):
         on_devices(layer(), cpu, cpu)
     for speed in (0.0, -1.0, float("inf")):

@@ -12,10 +12,11 @@ import planner.training.compile as training
 from graphs.errors import EagerWarning, MismatchError, PlannerError, UsageError
 from graphs.io.formats import read_graph, write_graph
 from graphs.ir import Graph
-from graphs.options import with_options, without_options
+from graphs.options import without_options
 from graphs.schedule import keep_everything
 from graphs.simulate import simulate
 from planner import running, search, solve, tracing
+from planner.capture.options import with_options
 from planner.facts.graph import graph_facts
 from planner.models import Workload, build
 from planner.plan_check import check_plan, check_sizes, check_with_its_graph

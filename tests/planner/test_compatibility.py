@@ -11,25 +11,24 @@ from torch import nn
 
 import planner
 from graphs.errors import UsageError
-from graphs.options import OPTIONS
+from graphs.options.option import Feature, Need
+from planner.capture.options import OPTIONS, needs
 from planner.cli.main import main
-from planner.compatibility import CONFLICTS, Conflict, Feature, check_compatible, table
+from planner.compatibility import Conflict, check_compatible, conflicts, table
 
 X, Y = torch.ones(2, 4), torch.zeros(2, 3)
 
 
 def compiled(name: str, **how: object) -> None:
-    others = ["cpu:2"] if OPTIONS[name].places else []
-    planner.compile(nn.Linear(4, 3), nn.MSELoss(), (X, Y), budget="100%", options=[_complete(name)], other_devices=others, **how)
+    others = ["cpu:2"] if Need.DEVICES in needs((name,)) else []
+    planner.compile(
+        nn.Linear(4, 3), nn.MSELoss(), (X, Y), budget="100%", options=[OPTIONS[name].to_try], other_devices=others, **how
+    )
 
 
 def under_torch_compile(name: str, **how: object) -> None:
-    options = {"budget": "100%", "options": [_complete(name)], **how}
+    options = {"budget": "100%", "options": [OPTIONS[name].to_try], **how}
     torch.compile(nn.Linear(4, 3), backend="planner", options=options)(X)
-
-
-def _complete(name: str) -> str:
-    return f"{name}:4" if OPTIONS[name].lossy else name
 
 
 WAYS: dict[Feature, list[Callable[[str], None]]] = {
@@ -37,7 +36,7 @@ WAYS: dict[Feature, list[Callable[[str], None]]] = {
     Feature.VARYING_SIZES: [partial(compiled, dynamic=True)],
     Feature.INDUCTOR: [partial(compiled, kernels="inductor"), partial(under_torch_compile, kernels="inductor")],
 }
-OF_OPTIONS = [conflict for conflict in CONFLICTS if conflict.one in OPTIONS]
+OF_OPTIONS = [conflict for conflict in conflicts() if conflict.one in OPTIONS]
 
 
 @pytest.mark.usefixtures("fresh_compiler")
@@ -50,7 +49,7 @@ def test_no_step_is_made_with_an_option_that_the_table_refuses(name: str, featur
         assert isinstance(getattr(e.value, "inner_exception", e.value), UsageError)
 
 
-@pytest.mark.parametrize("conflict", CONFLICTS, ids=lambda one: f"{one.one}-{one.other}")
+@pytest.mark.parametrize("conflict", conflicts(), ids=lambda one: f"{one.one}-{one.other}")
 def test_each_conflict_of_the_table_is_one_clear_error(conflict: Conflict) -> None:
     with pytest.raises(UsageError, match=re.escape(str(conflict))):
         check_compatible({conflict.one, conflict.other})

@@ -10,12 +10,13 @@ import torch
 import planner
 from benchmarks.all_compressed import all_compressed
 from graphs.errors import MismatchError, PlannerError
-from graphs.options import with_options, without_options
-from graphs.options.variance import COMPRESS, KEEP, RESTORE
+from graphs.options import without_options
+from graphs.options.compress import COMPRESS, KEEP, RESTORE, VARIANCE
 from graphs.schedule import keep_everything
 from graphs.simulate import simulate
 from planner import running, tracing
 from planner.capture.lowering.lower import Capture
+from planner.capture.options import with_options
 from planner.capture.step import TrainingStep
 from planner.models import Workload, build
 from planner.plan_check import check_plan
@@ -56,7 +57,7 @@ def test_loss_and_random_state_are_exact_and_gradients_as_predicted(workload: Wo
     wanted, found = outcome(keeping, workload), outcome(planned, workload)
     different = wanted.differences(found)
     assert different and all(name.startswith("gradient of ") for name in different)
-    predicted = math.sqrt(graph.variance(schedule.computed))
+    predicted = math.sqrt(graph.used(VARIANCE, schedule.computed))
     assert predicted / FACTOR < wanted.gradient_error(found) < predicted * FACTOR
     assert not found.differences(outcome(planned, workload))  # each time the same
     peak = measured_peak(captured, planned, TrainingStep(model, loss_fn), workload.batch).peak_bytes
@@ -67,7 +68,7 @@ def test_loss_and_random_state_are_exact_and_gradients_as_predicted(workload: Wo
 def test_variances_fall_with_the_bits_and_are_measured_the_same_each_time(workload: Workload, captured: Capture) -> None:
     graph = captured.graph
     assert graph.provenance["sensitivity"] == "measured"
-    by_form = {form: [op.variance for op in graph.ops if op.target == f"{RESTORE}.{form}"] for form in ("1", "2", "4", "8")}
+    by_form = {form: [op.used(VARIANCE) for op in graph.ops if op.target == f"{RESTORE}.{form}"] for form in ("1", "2", "4", "8")}
     for coarse, fine in (("1", "2"), ("2", "4"), ("4", "8")):
         assert all(a > b > 0 for a, b in zip(by_form[coarse], by_form[fine], strict=True))
 
@@ -91,7 +92,7 @@ def test_a_solved_plan_is_lossy_where_that_pays_and_says_how_much(captured: Capt
     four = plans[4]
     assert four.gradient_error is not None and any(said.startswith("lossy: ") for said in four.differs)
     offered = with_options(cheap, ["compress:4"])
-    assert 0 < four.gradient_error <= math.sqrt(offered.variance_limit) * (1 + 1e-6)
+    assert 0 < four.gradient_error <= math.sqrt(dict(offered.limits)[VARIANCE]) * (1 + 1e-6)
     assert "gradient error" in str(four)
     check_plan(offered, four)
     path = tmp_path / "plan.json"
@@ -111,12 +112,12 @@ def test_compile_takes_the_bits_reports_the_error_and_refreshes_it(workload: Wor
     assert plan.eager is not None and plan.eager.gradient_error is not None
     assert plan.eager.gradient_error <= FACTOR * plan.gradient_error + 1e-6
     assert step.measured is not None
-    before = [op.variance for op in step.measured.ops]
+    before = [op.used(VARIANCE) for op in step.measured.ops]
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1.5)
     step.refresh_sensitivity(*batch)
-    after = [op.variance for op in step.measured.ops]
+    after = [op.used(VARIANCE) for op in step.measured.ops]
     assert after != before
     assert any(op.target.startswith(f"{COMPRESS}.") for op in step.measured.ops)
     loss = step(*batch)

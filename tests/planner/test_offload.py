@@ -10,11 +10,11 @@ import pytest
 from graphs.errors import BudgetError, GraphError, InfeasibleError, MismatchError, PlannerError
 from graphs.io.formats import write_graph
 from graphs.ir import Graph
-from graphs.options import with_options
 from graphs.options.surroundings import Link, Surroundings
 from graphs.pools import HOST
 from graphs.synthetic.random_graphs import random_training_step
 from planner import solve
+from planner.capture.options import with_options
 from planner.choices import LINK, KnownLink, LinkSource, choices_of
 from planner.facts.graph import graph_facts
 from planner.plan_check import check_plan, check_sizes, check_with_its_graph

@@ -14,10 +14,10 @@ import planner
 from graphs.errors import GraphError, MismatchError, PlannerError, UsageError
 from graphs.io.formats import read_graph, write_graph
 from graphs.ir import Graph, Op
-from graphs.options import with_options
 from graphs.options.placement import fixed
 from graphs.options.surroundings import Link, OtherDevice, Surroundings
 from graphs.synthetic.small import diamond
+from planner.capture.options import with_options
 from planner.choices import choices_of, with_recorded
 from planner.cli.main import main
 from planner.plans.document import read_plan
@@ -211,11 +211,13 @@ def test_copies_take_a_latency_besides_their_bytes() -> None:
     graph = with_options(diamond(), ("placement",), Surroundings(Link.even(1.0), others=(device,)))
     copies = [op for op in graph.ops if op.target == "copy"]
     assert copies and all(op.time_s == 0.25 + graph.tensors[op.inputs[0]].size_bytes / 2 for op in copies)
-    with pytest.raises(GraphError, match=r"a copy from or to 'b' takes -1.0 s besides its bytes"):
+    with pytest.raises(GraphError, match=r"a copy from 'device' to 'b' takes -1.0 s besides its bytes"):
         replace(device, latency_s=-1.0)
 
 
 def test_devices_of_an_edited_file_are_refused_as_such() -> None:
     said = {DEVICES_KEY: [{"name": "cpu:2", "times_s": [1.0], "bytes_per_s": 0.0}]}
-    with pytest.raises(MismatchError, match=r"not what a trace measures \(the link of 'cpu:2' carries 0.0 bytes a second"):
+    with pytest.raises(
+        MismatchError, match=r"not what a trace measures \(the link from 'device' to 'cpu:2' carries 0.0 bytes a second"
+    ):
         decode_devices(said)

@@ -4,11 +4,12 @@ import random
 
 import pytest
 
-from graphs.options import with_options, without_options
+from graphs.options import without_options
 from graphs.options.surroundings import Link, Surroundings
 from graphs.schedule import keep_everything
 from graphs.simulate import simulate
 from graphs.synthetic.random_graphs import random_options, with_overwriting
+from planner.capture.options import with_options
 from solvers.problem import problem_of
 from solvers.result import Status
 from solvers.windows import solve

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 import pytest
 
 from graphs.ir import Graph
-from graphs.options import with_options
 from graphs.options.surroundings import Link, Surroundings
 from graphs.schedule import Schedule, keep_everything
 from graphs.simulate import simulate
 from graphs.synthetic.random_graphs import random_graph, with_overwriting
+from planner.capture.options import with_options
 from solvers.bounds import least_budget_bound
 from solvers.clock import WallClock
 from solvers.highs import solve_program

@@ -5,12 +5,12 @@ from collections import Counter
 import pytest
 
 from graphs.ir import Graph
-from graphs.options import with_options
 from graphs.simulate import simulate
+from planner.capture.options import with_options
 from solvers.clock import WallClock, WorkClock
-from solvers.ending import ended
 from solvers.highs import solve_program
 from solvers.highs.program import Outcome
+from solvers.pass_ends import with_pass_ends
 from solvers.problem import OBJECTIVE_SCALE, problem_of
 from solvers.request import Request
 from solvers.result import Status
@@ -48,7 +48,7 @@ def test_relaxations_in_one_window_and_in_all_are_no_higher_than_the_best_schedu
             expected = optimum(graph, budget)
         except TimeoutError:
             continue
-        problem = problem_of(ended(graph).graph, budget)
+        problem = problem_of(with_pass_ends(graph).graph, budget)
         last = problem.places.last
         for ends in ((problem.ops - 1,), tuple(sorted(set(last)))):
             program = build_relaxation(problem, Discretization(ends, places=last)).program
@@ -102,7 +102,7 @@ def test_schedules_with_all_choices_at_once_are_none_that_a_bound_excludes() -> 
         if any(len(graph.ops[op].replaces) > 1 for op in schedule.computed):
             continue
         judged = simulate(graph, schedule)
-        problem = problem_of(ended(graph).graph, judged.peak_bytes)
+        problem = problem_of(with_pass_ends(graph).graph, judged.peak_bytes)
         last = problem.places.last
         for ends in ((problem.ops - 1,), tuple(sorted(set(last)))):
             program = build_relaxation(problem, Discretization(ends, places=last)).program

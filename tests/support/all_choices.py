@@ -5,7 +5,7 @@ from dataclasses import replace
 from random import Random
 
 from graphs.ir import Graph, Op
-from graphs.options.placement import is_copy
+from graphs.options.compress import VARIANCE
 from graphs.options.surroundings import Link, OtherDevice, Surroundings
 from graphs.schedule import Compute, Free, Schedule, Step
 from graphs.simulate import simulate
@@ -18,7 +18,7 @@ _DEPTH = 6  # of what is made to be read
 def found_in_a_step(seed: int, ops: int = 8) -> Graph:
     """A graph with optional ops on the main device, ops that may write over inputs, and a limit of what is lossy."""
     draw = Random(seed)
-    return replace(with_overwriting(random_options(seed, ops), draw), variance_limit=0.5)
+    return replace(with_overwriting(random_options(seed, ops), draw), limits=((VARIANCE, 0.5),))
 
 
 def around(graph: Graph, *names: str, host_bytes: int | None = 1000) -> Surroundings:
@@ -75,7 +75,7 @@ class _Walk:
         places = op.replaces if op.optional else (op.id,)
         twice = any(self.owner[self.graph.tensors[t].pool] != op.stream for t in op.outputs if t in self.there)
         again = all(map(self._again, places)) and (op.recomputable or op.id not in self.computed)
-        allowed = not op.variance or self.graph.allows({*self.computed, op.id})
+        allowed = not op.uses or self.graph.allows({*self.computed, op.id})
         return not twice and again and allowed and all(self._is_on_its_side(op, place) for place in places)
 
     def _is_on_its_side(self, op: Op, place: int) -> bool:
@@ -129,7 +129,7 @@ class _Walk:
         """Whether it is there, or one op can make it at any time; what the step returns comes with its pass."""
         makers = [op for op in self._makers(t) if op.recomputable and self.writers.keys().isdisjoint(op.inputs)]
         makers = [op for op in makers if all(self.graph.ops[p].recomputable for p in op.replaces)]
-        makers = [op for op in makers if not op.variance and (is_copy(op) or t not in self.graph.kept)]
+        makers = [op for op in makers if not op.uses and (op.is_transfer or t not in self.graph.kept)]
         return t in self.there or any(self.there.issuperset(op.inputs) and self._may_run(op) for op in makers)
 
     def _makers(self, t: int) -> list[Op]:

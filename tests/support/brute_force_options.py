@@ -65,9 +65,9 @@ def fastest_with_options(graph: Graph, budget_bytes: int) -> tuple[float, Schedu
         for op, reached in executions(graph, state.progress):
             if not set(op.inputs) <= state.live | static:
                 continue
-            if op.variance:
+            if op.uses:
                 reached = replace(reached, lossy=reached.lossy | {op.id})
-                if sum(graph.ops[used].variance for used in reached.lossy) > graph.variance_limit:
+                if any(sum(graph.ops[used].used(name) for used in reached.lossy) > limit for name, limit in graph.limits):
                     continue
             for over in ways_to_overwrite(op):
                 made_bytes = sum(size[t] for t in op.outputs) - sum(size[t] for t in over)

@@ -1,17 +1,44 @@
 """Schedules that copy tensors to the host and back wherever it is allowed."""
 
-from dataclasses import replace
+import re
+from dataclasses import dataclass, replace
 from random import Random
 
 from graphs.ir import Graph
-from graphs.options import with_options
 from graphs.options.offload import without_copies
 from graphs.options.surroundings import Link, Surroundings
 from graphs.schedule import Compute, Free, Schedule, Step, keep_everything
 from graphs.simulate import simulate
 from planner.capture.lowering.lower import Capture
+from planner.capture.options import with_options
 from planner.runtime.executor import Executor
 from tests.support.steps import capture_of, make
+
+
+@dataclass(frozen=True)
+class IssuedCopy:
+    """A copy in the code of a step: where it is issued, by what name, whether back, what it makes, reads and waits for."""
+
+    line: int
+    name: str
+    back: bool
+    made: str | None
+    read: str
+    after: str | None
+
+
+def copies_in(source: str) -> list[IssuedCopy]:
+    """The copies that `source` issues, in order."""
+    lines = [line.strip() for line in source.splitlines()]
+    found = []
+    for i, line in enumerate(lines):
+        if issued := re.fullmatch(r"(\w+) = channels\.(out|back)\((t\d+)(?:, (\w+))?\)", line):
+            both, way, read, after = issued.groups()
+            made = re.fullmatch(rf"(t\d+) = {both}\[0\]", lines[i + 1])
+            name = re.fullmatch(rf"(\w+) = {both}\[1\]", lines[i + (1 if made is None else 2)])
+            assert name is not None
+            found.append(IssuedCopy(i, name[1], way == "back", made and made[1], read, after))
+    return found
 
 
 def offering(captured: Capture, *, host_bytes: int | None = None) -> Capture:

@@ -12,9 +12,9 @@ import torch
 from graphs.ir import Op
 from graphs.schedule import Schedule
 from planner.capture.lowering.lower import Capture
+from planner.capture.replay import written_tensors
 from planner.capture.step import TrainingStep
 from planner.models import Workload
-from planner.profiling.replay import written_tensors
 from planner.runtime.executor import Executor
 from planner.runtime.measure import StepOutcome, outcome
 from planner.runtime.pool_memory import measured_peak

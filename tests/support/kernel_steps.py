@@ -14,10 +14,10 @@ from torch import nn
 
 import planner
 from graphs.ir import Graph
-from graphs.options.selection import IN_PLACE
 from graphs.schedule import Compute, Free, Schedule
 from planner.capture.kernels.variants import Variant
 from planner.capture.lowering.lower import Capture
+from planner.capture.options.in_place import IN_PLACE
 from planner.capture.signature import call
 from planner.choices import choices_of
 from planner.distributed.wrappers import unwrap
@@ -175,8 +175,8 @@ def prepare(case: Case, variant: Variant = Variant.DEFAULT) -> Prepared:
     workload = case.workload()
     reference = workload._replace(model=copy.deepcopy(workload.model))
     wanted = train(case, compiled(plain_step(reference)), reference)
-    search = Search(SolveSettings(time_limit_s=10.0, choices=choices_of([IN_PLACE])), RunSettings(swap="never"))
-    trace = TraceSettings(accumulate=case.batches > 1, passes=1, options=(IN_PLACE,))
+    search = Search(SolveSettings(time_limit_s=10.0, choices=choices_of([IN_PLACE.name])), RunSettings(swap="never"))
+    trace = TraceSettings(accumulate=case.batches > 1, passes=1, options=(IN_PLACE.name,))
     compiler = InductorCompiler(unwrap(workload.model), workload.loss_fn, trace, search, compare_eager=False)
     with case.context():
         captured = compiler.profile(compiler._captured(workload.batch, variant), workload.batch)

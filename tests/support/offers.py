@@ -4,13 +4,13 @@ import random
 from dataclasses import replace
 
 from graphs.ir import Graph, Phase
-from graphs.options import with_options
 from graphs.options.surroundings import Link, Surroundings
 from graphs.pools import DEVICE
 from graphs.simulate import simulate
 from graphs.synthetic.draft import Draft
 from graphs.synthetic.random_graphs import random_graph
 from graphs.synthetic.transformer import TransformerSize, transformer
+from planner.capture.options import with_options
 from solvers.result import Result
 from tests.support.event_judge import judged, runs
 

@@ -10,11 +10,11 @@ from graphs.ir import Graph, Op
 from graphs.schedule import Schedule, schedule_of
 from planner.capture.lowering.lower import Capture
 from planner.capture.options.traced import with_traced
+from planner.capture.replay import RealStep, real_static
 from planner.capture.step import TrainingStep
 from planner.models import Workload, build
 from planner.profiling.exactness import with_exactness
 from planner.profiling.profile import profile
-from planner.profiling.replay import RealStep, real_static
 from planner.settings import TraceSettings
 from planner.tracing import capture_step
 from tests.support.stand_ins import make

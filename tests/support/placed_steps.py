@@ -8,7 +8,6 @@ from random import Random
 import torch
 
 from graphs.ir import Graph
-from graphs.options import with_options
 from graphs.options.passes import in_passes
 from graphs.options.placement import Placement, placement_of
 from graphs.options.selection import exact_ops
@@ -16,6 +15,7 @@ from graphs.options.surroundings import Link, OtherDevice, Surroundings
 from graphs.schedule import Compute, Free, Schedule, Step
 from graphs.simulate import simulate
 from planner.capture.lowering.lower import Capture
+from planner.capture.options import with_options
 from planner.capture.options.traced import with_graph
 from planner.profiling.other_devices import parse_device
 from planner.runtime.devices import place_of

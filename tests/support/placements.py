@@ -3,9 +3,9 @@
 import random
 
 from graphs.ir import Graph
-from graphs.options import with_options
 from graphs.options.surroundings import Link, OtherDevice, Surroundings
 from graphs.synthetic.draft import Draft
+from planner.capture.options import with_options
 
 
 def on_devices(graph: Graph, *others: OtherDevice) -> Graph:

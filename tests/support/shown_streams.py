@@ -3,13 +3,13 @@
 from dataclasses import replace
 
 from graphs.ir import Graph
-from graphs.options import with_options
 from graphs.options.surroundings import Link, Surroundings
 from graphs.schedule import Compute, Free, Schedule, Step
 from graphs.simulate import simulate
 from graphs.synthetic.random_graphs import random_training_step
 from graphs.synthetic.small import training_chain
 from planner import solve
+from planner.capture.options import with_options
 from planner.facts.timeline import Timeline
 from planner.plans.plan import Plan
 from planner.solving import summarize

@@ -1,6 +1,5 @@
 """Modules as Inductor generates them, with kernels that are written in Python: nothing is compiled."""
 
-import ast
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -9,6 +8,8 @@ from torch._C._dynamo.guards import _empty_strided_cpu, _reinterpret_tensor
 
 from graphs.ir import Phase
 from planner.capture.kernels.wrapper import Value, Wrapper
+from planner.passes.builder import Pass, PassBuilder
+from planner.passes.program import Argument, Program, Ref
 
 
 class Extern:
@@ -16,6 +17,9 @@ class Extern:
 
     mm = staticmethod(torch.mm)
     addmm = staticmethod(torch.addmm)
+    bmm = staticmethod(torch.bmm)
+    baddbmm = staticmethod(torch.baddbmm)
+    convolution = staticmethod(torch.convolution)
 
 
 def cpp(*types: str) -> str:
@@ -60,19 +64,32 @@ def namespace(**functions: Callable[..., Any]) -> dict[str, Any]:
     }
 
 
-def read(source: str, names: Mapping[str, Any], count: int) -> tuple[Wrapper, list[ast.expr]]:
+def read(source: str, names: Mapping[str, Any], count: int) -> tuple[Wrapper, list[Argument]]:
     """What `source` does, with `count` inputs, and what it returns."""
     wrapper = Wrapper()
     inputs = [wrapper.new(Value()) for _ in range(count)]
     return wrapper, wrapper.read(source, names, inputs, {}, Phase.FORWARD)
 
 
-def execute(wrapper: Wrapper, returned: Sequence[ast.expr], inputs: Sequence[torch.Tensor]) -> list[Any]:
+def passed(wrapper: Wrapper, returned: Sequence[Argument], inputs: int) -> Pass:
+    """The launches as a pass with so many `inputs`."""
+    builder = PassBuilder(Program((), (), None, (), (), names=wrapper.names))
+    builder.tensor_parameters(range(inputs))
+    for launch in wrapper.launches:
+        builder.execute(launch.statements, launch.makes)
+    return builder.finish(list(returned), "launches")
+
+
+def execute(wrapper: Wrapper, returned: Sequence[Argument], inputs: Sequence[torch.Tensor]) -> list[Any]:
     """What is returned when the launches are executed."""
-    scope = {**wrapper.namespace, **{f"_v{i}": value for i, value in enumerate(inputs)}}
-    for line in (*wrapper.setup, *(line for launch in wrapper.launches for line in launch.lines)):
-        exec(line, scope)
-    return [eval(ast.unparse(value), scope) for value in returned]
+    found: list[Any] = passed(wrapper, returned, len(inputs)).run(*inputs)
+    return found
+
+
+def lines(wrapper: Wrapper, inputs: int) -> list[str]:
+    """The lines of the launches."""
+    made = [Ref(value) for launch in wrapper.launches for value in launch.makes]
+    return [line.strip() for line in passed(wrapper, made, inputs).module.code.splitlines()[1:-1]]
 
 
 def call(source: str, names: Mapping[str, Any], inputs: Sequence[torch.Tensor]) -> list[Any]:

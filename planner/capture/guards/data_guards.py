@@ -14,9 +14,9 @@ from graphs.errors import MismatchError, TraceError
 from graphs.ir import Kind
 from planner.capture.frontend.source_lines import SourceLine, branch_refusal, location, traced_line
 from planner.capture.guards.concrete_values import is_uniform, size_inputs, uniform_comparison
-from planner.capture.lowering.program import Program, Source
 from planner.capture.rewrites.outputs import fake, is_random, tensors_in
 from planner.capture.signature import Batch, leaves
+from planner.passes.program import Program, Source
 from planner.torch_private.capture import BufferAOTInput, PlainAOTInput
 from planner.torch_private.core import OpOverload
 
@@ -218,7 +218,7 @@ class GuardWriter:
         """Return a module that computes all requested values, and a program whose sources are its inputs."""
         self._graph.output(tuple(self._outputs))
         assert self._joint.owning_module is not None
-        return fx.GraphModule(self._joint.owning_module, self._graph), Program((), tuple(self._sources), "", (), (), {})
+        return fx.GraphModule(self._joint.owning_module, self._graph), Program((), tuple(self._sources), None, (), ())
 
     def _copy(self, node: fx.Node, line: SourceLine | None) -> fx.Node:
         match node.op:

@@ -1,6 +1,5 @@
 """From the launches of kernels to ops and tensors, and to the program that executes them."""
 
-import ast
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -11,15 +10,13 @@ from graphs.errors import TraceError
 from graphs.ir import Graph, Kind, Op, Phase, Tensor
 from planner.capture.kernels.halves import Half, Halves
 from planner.capture.kernels.merge import Group, grouped
-from planner.capture.kernels.values import numbers, with_variables
 from planner.capture.kernels.wrapper import Launch, Value, Wrapper
 from planner.capture.lowering.lower import Capture
-from planner.capture.lowering.program import Launches, Program, variable
 from planner.capture.lowering.statics import StaticTensors, dtype_name
 from planner.capture.rewrites.convolutions import is_chosen_by_timing, warn_not_recomputed
 from planner.capture.rewrites.outputs import check_outputs, keeps_layout, memory_format
-from planner.capture.rewrites.reproducible_random import LOCK
 from planner.capture.signature import Signature
+from planner.passes.program import Argument, Call, OpCalls, Program, Ref, Statement, mapped, read_by
 from planner.torch_private.capture import (
     AOTInput,
     AOTOutput,
@@ -29,8 +26,6 @@ from planner.torch_private.capture import (
     SavedForBackwardsAOTOutput,
     TangentAOTInput,
 )
-
-_ALIGNMENT = 16
 
 
 def lower_step(
@@ -55,7 +50,10 @@ def lower_step(
     lowering = _Lowering(halves, statics, generator)
     returned, gradients = lowering.read_step()
     trained, values = [tensor for tensor, _ in gradients], [value for _, value in gradients]
-    return lowering.finish(returned, values, trained, signature, provenance)
+    # An output must not hold itself through its own backward pass.
+    loss, *extras = returned
+    detached = [Call("detach", (extra,)) for extra in extras]
+    return lowering.finish([loss, *detached], values, trained, signature, provenance)
 
 
 def lower_graph(
@@ -83,9 +81,10 @@ class _Lowering:
         self.halves = halves
         self.statics = statics
         self.wrapper = Wrapper()
-        self.wrapper.namespace |= {"generator": generator, "lock": LOCK}
+        self.generator = generator
+        self.constants: dict[str, torch.Tensor] = {}
         self.static: dict[int, int] = {}  # values that are there throughout, and their tensors
-        self.known: dict[int, ast.expr] = {}  # those tensors, and their values
+        self.known: dict[int, Ref] = {}  # those tensors, and their values
         self.tensors = statics.tensors
         self.tensor_of: dict[int, int] = {}  # of values
         placeholders = halves.joint.graph_module.graph.find_nodes(op="placeholder")
@@ -93,7 +92,7 @@ class _Lowering:
             node.meta["desc"]: node.meta["val"] for node in placeholders if isinstance(node.meta.get("val"), torch.Tensor)
         }
 
-    def read_forward(self) -> tuple[list[tuple[AOTOutput, ast.expr]], dict[str, ast.expr]]:
+    def read_forward(self) -> tuple[list[tuple[AOTOutput, Argument]], dict[str, Argument]]:
         """Read the forward pass: what it returns, and what each value is that it may hand on, by name."""
         half = self.halves.forward
         inputs = [self._input(desc) for _, desc in half.inputs]
@@ -102,7 +101,7 @@ class _Lowering:
         saved |= {name: value for (name, _, _), value in zip(half.outputs, made, strict=True) if name is not None}
         return [(desc, value) for (_, desc, _), value in zip(half.outputs, made, strict=True)], saved
 
-    def read_backward(self, saved: Mapping[str, ast.expr]) -> list[tuple[AOTOutput, torch.Tensor | None, ast.expr]]:
+    def read_backward(self, saved: Mapping[str, Argument]) -> list[tuple[AOTOutput, torch.Tensor | None, Argument]]:
         """Read the backward pass: what it returns."""
         half = self.halves.backward
         # What is saved of a parameter may be a copy in another layout, which kernels of this pass rely on.
@@ -110,7 +109,7 @@ class _Lowering:
         made = self._read(half, inputs, Phase.BACKWARD)
         return [(desc, fake, value) for (_, desc, fake), value in zip(half.outputs, made, strict=True)]
 
-    def read_step(self) -> tuple[list[ast.expr], list[tuple[int, ast.expr]]]:
+    def read_step(self) -> tuple[list[Argument], list[tuple[int, Argument]]]:
         """Read both passes: what the caller gets, and the gradient of each static tensor that gets one."""
         forward, saved = self.read_forward()
         returned = []
@@ -121,21 +120,21 @@ class _Lowering:
                 self._write_back(desc.mutated_input, value)
             elif not isinstance(desc, SavedForBackwardsAOTOutput):
                 raise TraceError(f"the step returns {desc!r}, a kind of output that is not supported: return plain tensors")
-        gradients: list[tuple[int, ast.expr]] = []
+        gradients: list[tuple[int, Argument]] = []
         taken = set(self.static)
         for output, fake, value in self.read_backward(saved):
             if isinstance(output, GradAOTOutput) and fake is not None:
                 given = self.inputs[output.grad_of]
-                (owner,) = numbers(value)
+                (owner,) = read_by(value)
                 own = value if owner not in taken and keeps_layout(fake, given) else self._clone(value, given)
-                taken.update(numbers(own))
+                taken.update(read_by(own))
                 gradients.append((self.statics.find(output.grad_of), own))
         return returned, gradients
 
     def finish(
         self,
-        returned: Sequence[ast.expr],
-        gradients: Sequence[ast.expr],
+        returned: Sequence[Argument],
+        gradients: Sequence[Argument],
         trained: Sequence[int],
         signature: Signature,
         provenance: Mapping[str, object],
@@ -148,28 +147,30 @@ class _Lowering:
         kinds |= {t: Kind.OUTPUT for value in returned for t in self._owners(value)}
         kept = frozenset(t for t in kinds if not self.tensors[t].static)
         tensors = tuple(replace(t, kind=kinds[t.id]) if t.id in kept else t for t in self.tensors)
-        loss, *extras = (self._source(value) for value in returned)
+        loss, *extras = map(self._renumbered, returned)
         program = Program(
             calls=tuple(calls),
             sources=tuple(self.statics.sources),
             loss=loss,
             extras=tuple(extras),
-            gradients=tuple((tensor, self._source(value)) for tensor, value in zip(trained, gradients, strict=True)),
-            namespace=self.wrapper.namespace,
-            setup=(*self.wrapper.setup, *self._aligning(ops)),
+            gradients=tuple((tensor, self._renumbered(value)) for tensor, value in zip(trained, gradients, strict=True)),
+            constants=self.constants,
+            generator=self.generator,
             guard=self.wrapper.guard,
+            aligned=self._aligned(ops),
+            names=self.wrapper.names,
         )
         return Capture(Graph(tuple(ops), tensors, kept, provenance), program, signature, (None,) * len(ops))
 
-    def _read(self, half: Half, inputs: Sequence[ast.expr | None], phase: Phase) -> list[ast.expr]:
+    def _read(self, half: Half, inputs: Sequence[Argument | None], phase: Phase) -> list[Argument]:
         constants = {}
         for name, value in half.constants.items():
             known_as = f"{phase}_{name}"
-            self.wrapper.namespace[known_as] = value
+            self.constants[known_as] = value
             constants[name] = self._static(self.statics.add(Kind.CONSTANT, known_as, value))
         return self.wrapper.read(half.source, half.namespace, inputs, constants, phase)
 
-    def _input(self, desc: AOTInput | None) -> ast.expr | None:
+    def _input(self, desc: AOTInput | None) -> Argument | None:
         """What an input of the joint graph stands for; None if it is no tensor."""
         if desc not in self.inputs:
             return None
@@ -177,34 +178,32 @@ class _Lowering:
             return self._static(self.statics.tangent(self.inputs[desc]))
         return self._static(self.statics.find(desc))
 
-    def _static(self, tensor: int) -> ast.expr:
+    def _static(self, tensor: int) -> Ref:
         if tensor not in self.known:
             self.known[tensor] = self.wrapper.new(Value())
-            self.static[numbers(self.known[tensor])[0]] = tensor
+            self.static[self.known[tensor].tensor] = tensor
         return self.known[tensor]
 
-    def _incoming(self, name: str, desc: AOTInput | None) -> ast.expr | None:
+    def _incoming(self, name: str, desc: AOTInput | None) -> Argument | None:
         if not isinstance(desc, TangentAOTInput):
             raise TraceError(f"Inductor's backward pass reads {name!r}, which its forward pass does not hand on")
         return self._input(desc)
 
-    def _write_back(self, desc: AOTInput, value: ast.expr) -> None:
+    def _write_back(self, desc: AOTInput, value: Argument) -> None:
         """Write the new value of an input that the step changes."""
         target = self._static(self.statics.find(desc))
-        line = f"{ast.unparse(target)}.copy_({ast.unparse(value)})"
-        written, read = set(numbers(target)), {*numbers(target), *numbers(value)}
-        self.wrapper.launches.append(Launch("aten.copy_.default", Phase.FORWARD, [line], reads=read, writes=written))
+        write, read = Statement(Call("copy_", (target, value))), {target.tensor, *read_by(value)}
+        self.wrapper.launches.append(Launch("aten.copy_.default", Phase.FORWARD, [write], reads=read, writes={target.tensor}))
 
-    def _clone(self, value: ast.expr, given: torch.Tensor) -> ast.expr:
+    def _clone(self, value: Argument, given: torch.Tensor) -> Argument:
         """`value` in a storage of its own, in the layout that a gradient of `given` is kept in."""
         made = self.wrapper.new(Value(tuple(given.shape), dtype_name(given.dtype)))
-        self.wrapper.namespace["torch"] = torch
-        line = f"{ast.unparse(made)} = {ast.unparse(value)}.clone(memory_format={memory_format(given)})"
-        launch = Launch("aten.clone.default", Phase.BACKWARD, [line], makes=numbers(made), reads=set(numbers(value)))
+        copy = Statement(Call("clone", (value,), {"memory_format": memory_format(given)}), ((made.tensor, ()),))
+        launch = Launch("aten.clone.default", Phase.BACKWARD, [copy], makes=[made.tensor], reads=set(read_by(value)))
         self.wrapper.launches.append(launch)
         return made
 
-    def _ops(self, groups: Sequence[Group]) -> tuple[list[Op], list[Launches]]:
+    def _ops(self, groups: Sequence[Group]) -> tuple[list[Op], list[OpCalls]]:
         written = {value for group in groups for value in group.writes if value in self.static}
         names = _unique_names(groups)
         followed = {i for group in groups for i in group.follows}
@@ -217,11 +216,15 @@ class _Lowering:
             for number, value in enumerate(makes):
                 about = self.wrapper.values[value]
                 self.tensor_of[value] = self._new(i, f"{name}[{number}]", about.shape, about.dtype)
-            lines = [self._renamed(line) for launch in group.launches for line in launch.lines]
+            statements = [
+                Statement(self._renumbered(statement.value), tuple((self.tensor_of[v], path) for v, path in statement.outputs))
+                for launch in group.launches
+                for statement in launch.statements
+            ]
             outputs = [self.tensor_of[value] for value in makes]
             if i in followed:
                 marks[i] = self._new(i, f"{name}.done", (), "")
-                lines.append(f"{variable(marks[i])} = None")
+                statements.append(Statement(None, ((marks[i], ()),)))
                 outputs.append(marks[i])
             read = dict.fromkeys(self.tensor_of[v] for v in sorted(group.reads | group.writes))
             ops.append(
@@ -239,39 +242,31 @@ class _Lowering:
                     mutates=tuple(self.static[v] for v in sorted(group.writes) if v in self.static),
                 )
             )
-            over = ((self.tensor_of[made], self.tensor_of[read], self._renamed(line)) for made, read, line in group.over)
-            calls.append(Launches(tuple(lines), tuple(outputs), tuple(over)))
+            over = ((self.tensor_of[made], self.tensor_of[read], self._renumbered(call)) for made, read, call in group.over)
+            calls.append(OpCalls(tuple(statements), over=tuple(over), launches=True))
         if timed:
             warn_not_recomputed(timed)
         return ops, calls
 
-    def _aligning(self, ops: Sequence[Op]) -> list[str]:
-        """Lines by which kernels for CUDA get static tensors that begin where they expect it, as Inductor's own code sees to."""
+    def _aligned(self, ops: Sequence[Op]) -> frozenset[int]:
+        """Static tensors that kernels for CUDA expect to begin at a multiple of 16 bytes, as Inductor's own code sees to."""
         if self.statics.device.type != "cuda":
-            return []
-        self.wrapper.namespace["aligned"] = aligned
+            return frozenset()
         written = {t for op in ops for t in op.mutates}
         read = {t for op in ops for t in op.inputs} & {source.tensor for source in self.statics.sources}
-        return [f"{variable(t)} = aligned({variable(t)})" for t in sorted(read - written)]
+        return frozenset(read - written)
 
     def _new(self, op: int, name: str, shape: tuple[int, ...], dtype: str) -> int:
         self.tensors.append(Tensor(len(self.tensors), name, 0, (op,), Kind.ACTIVATION, shape, dtype))
         return len(self.tensors) - 1
 
-    def _owners(self, value: ast.expr) -> list[int]:
+    def _owners(self, value: Argument) -> list[int]:
         """The tensor that `value` is a view of; none for what is no tensor."""
-        return [self.tensor_of[owner] for owner in numbers(value)]
+        return [self.tensor_of[owner] for owner in read_by(value)]
 
-    def _source(self, value: ast.expr) -> str:
-        return self._renamed(ast.unparse(value))
-
-    def _renamed(self, source: str) -> str:
-        return with_variables(source, lambda value: variable(self.tensor_of[value]))
-
-
-def aligned(value: torch.Tensor | None) -> torch.Tensor | None:
-    """`value`, or a copy of it where it does not begin at a multiple of 16 bytes; None for what is not there yet."""
-    return value if value is None or value.data_ptr() % _ALIGNMENT == 0 else value.clone()
+    def _renumbered(self, value: Argument) -> Argument:
+        """`value` with tensors of the graph in place of numbers of values."""
+        return mapped(value, lambda leaf: Ref(self.tensor_of[leaf.tensor]) if isinstance(leaf, Ref) else leaf)
 
 
 def _unique_names(groups: Sequence[Group]) -> list[str]:

@@ -8,6 +8,7 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 
 from planner.capture.kernels.wrapper import Launch
+from planner.passes.program import Call
 
 
 @dataclass(slots=True)
@@ -40,7 +41,7 @@ class Group:
         return {value for launch in self.launches for value in launch.reads} - self.makes
 
     @property
-    def over(self) -> list[tuple[int, int, str]]:
+    def over(self) -> list[tuple[int, int, Call]]:
         """As of its launches, where of them no other reads or writes the memory that is written over."""
         touched = [value for launch in self.launches for value in {*launch.reads, *launch.writes}]
         return [pair for launch in self.launches for pair in launch.over if touched.count(pair[1]) == 1]

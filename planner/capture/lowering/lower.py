@@ -1,7 +1,7 @@
 """From a joint graph to ops and storages, and to the program that executes them."""
 
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,15 +13,14 @@ from graphs.ir import Graph, Kind, Op, Phase, Tensor
 from planner.capture.frontend.source_lines import traced_line
 from planner.capture.guards.data_guards import DataGuards
 from planner.capture.guards.python_guards import PythonGuards
-from planner.capture.lowering.program import Call, Program, variable
-from planner.capture.lowering.render import Renderer
+from planner.capture.lowering.references import References
 from planner.capture.lowering.statics import StaticTensors, allocated_bytes, dtype_name
 from planner.capture.rewrites.batch_norms import ignored_inputs
 from planner.capture.rewrites.convolutions import is_chosen_by_timing, warn_not_recomputed
 from planner.capture.rewrites.explicit_generators import explicit_generator
 from planner.capture.rewrites.outputs import CHECKS, fake, first_backward, is_random, operator_of, outputs, storage
-from planner.capture.rewrites.reproducible_random import LOCK
 from planner.capture.signature import Signature
+from planner.passes.program import Argument, Call, OpCalls, Path, Program, Ref, call_of, item, shown
 from planner.torch_private.capture import GradAOTOutput, TangentAOTInput
 from planner.torch_private.core import OpOverload, with_effects
 
@@ -37,7 +36,7 @@ class Capture:
             save the generator's state.
         guards: what must be as it was for the program to be right; None for what is never executed, or checked by others.
         conditions: what must hold of the data for this to be the step; None if nothing need.
-        expressions: what stands for each node in the calls of ops.
+        values: what stands for each node in the calls of ops.
         whole: both passes as PyTorch itself runs the same kernels, called as the step is; None for those of eager PyTorch.
     """
 
@@ -47,7 +46,7 @@ class Capture:
     nodes: tuple[fx.Node | None, ...]
     guards: PythonGuards | None = None
     conditions: DataGuards | None = None
-    expressions: Mapping[fx.Node, str] = field(default_factory=dict)
+    values: Mapping[fx.Node, Argument] = field(default_factory=dict)
     whole: Callable[..., Any] | None = None
 
 
@@ -58,6 +57,7 @@ def lower(
     *,
     generator: torch.Generator,
     provenance: Mapping[str, object],
+    forward_outputs: int | None = None,
 ) -> Capture:
     """Lower a joint graph whose outputs are explicit (``fix_outputs``).
 
@@ -65,30 +65,34 @@ def lower(
         statics: the tensors that are there throughout.
         signature: of the step.
         generator: what random ops draw from.
+        forward_outputs: how many of its outputs are of the forward pass, of one of several graphs of a model. Its program returns
+            what AOTAutograd expects: all these, the first in place of a loss; and a value, or None, for each other output.
 
     Raises:
         TraceError: an op that no static graph can hold (dynamic shapes, control flow, partial aliases).
     """
-    lowering = _Lowering(graph, statics, generator)
+    lowering = _Lowering(graph, statics, generator, forward_outputs)
     ops, program, nodes = lowering.run(provenance)
     if timed := sum(is_chosen_by_timing(op.target, statics.device) for op in ops.ops):
         warn_not_recomputed(timed)
-    return Capture(ops, program, signature, nodes, expressions=lowering.expressions)
+    return Capture(ops, program, signature, nodes, values=lowering.values)
 
 
 class _Lowering:
-    def __init__(self, graph: fx.Graph, statics: StaticTensors, generator: torch.Generator) -> None:
+    def __init__(self, graph: fx.Graph, statics: StaticTensors, generator: torch.Generator, forward_outputs: int | None) -> None:
         self.graph = graph
+        self.forward_outputs = forward_outputs
         self.statics = statics
         # CUDA's generators keep their state on the host.
         self.state_bytes = 0 if statics.device.type == "cuda" else generator.get_state().numel()
         self.tensors = statics.tensors
         self.ops: list[Op] = []
-        self.calls: list[Call] = []
+        self.calls: list[OpCalls] = []
         self.nodes: list[fx.Node | None] = []
-        own = torch.Generator(device=generator.device)
-        self.render = Renderer({"generator": generator, "own_generator": own, "lock": LOCK})
-        self.namespace, self.expressions = self.render.namespace, self.render.expressions
+        self.generator, self.own_generator = generator, torch.Generator(device=generator.device)
+        self.references = References()
+        self.values = self.references.values
+        self.constants: dict[str, torch.Tensor] = {}
         self.owner: dict[int, int] = {}  # storage -> tensor
         self.modules: dict[object, str] = {}  # autograd sequence number -> module path
         self.written: set[int] = set()
@@ -114,28 +118,38 @@ class _Lowering:
         return self._finish(provenance)
 
     def _finish(self, provenance: Mapping[str, object]) -> tuple[Graph, Program, tuple[fx.Node | None, ...]]:
-        returned, gradients, kinds = [], [], {}
-        for value, desc in outputs(self.graph):
-            if not isinstance(value, fx.Node):
-                continue
-            owner = self.owner[storage(fake(value))]
-            if isinstance(desc, GradAOTOutput):
-                gradients.append((self.statics.find(desc.grad_of), self.expressions[value]))
-                kinds[owner] = Kind.GRADIENT
-            else:
-                returned.append(self.expressions[value])
-                kinds[owner] = Kind.OUTPUT
+        found = outputs(self.graph)
+        owners = {v: self.owner[storage(fake(v))] for v, _ in found if isinstance(v, fx.Node)}
+        gradient, other = Kind.GRADIENT, Kind.OUTPUT
+        kinds = {owners[v]: gradient if isinstance(desc, GradAOTOutput) else other for v, desc in found if isinstance(v, fx.Node)}
         kept = frozenset(t for t in kinds if not self.tensors[t].static)
         tensors = tuple(replace(t, kind=kinds[t.id]) if t.id in kept else t for t in self.tensors)
+        (loss, *extras), gradients = self._returned(found)
         program = Program(
             calls=tuple(self.calls),
             sources=tuple(self.statics.sources),
-            loss=returned[0],
-            extras=tuple(returned[1:]),
+            loss=loss,
+            extras=tuple(extras),
             gradients=tuple(gradients),
-            namespace=self.namespace,
+            constants=self.constants,
+            generator=self.generator,
+            own_generator=self.own_generator,
         )
         return Graph(tuple(self.ops), tensors, kept, provenance), program, tuple(self.nodes)
+
+    def _returned(self, found: Sequence[tuple[Any, object]]) -> tuple[list[Argument], list[tuple[int, Argument]]]:
+        """What the program returns of its forward pass, and the gradients."""
+        if (count := self.forward_outputs) is not None:
+            values = [self.values[v] if isinstance(v, fx.Node) else v for v, _ in found]
+            return values[:count], [(-1, value) for value in values[count:]]
+        returned, gradients = [], []
+        for value, desc in found:
+            if isinstance(value, fx.Node) and isinstance(desc, GradAOTOutput):
+                gradients.append((self.statics.find(desc.grad_of), self.values[value]))
+            elif isinstance(value, fx.Node):
+                returned.append(self.values[value])
+        # An output must not hold itself through its own backward pass.
+        return [*returned[:1], *(Call(torch.ops.aten.detach.default, (extra,)) for extra in returned[1:])], gradients
 
     def _input(self, node: fx.Node) -> None:
         desc, value = node.meta["desc"], node.meta.get("val")
@@ -143,7 +157,7 @@ class _Lowering:
             return  # a number of the batch: it is part of the graph
         tensor = self.statics.tangent(value) if isinstance(desc, TangentAOTInput) else self.statics.find(desc)
         self.owner[storage(value)] = tensor
-        self.expressions[node] = variable(tensor)
+        self.values[node] = Ref(tensor)
 
     def _constant(self, node: fx.Node) -> None:
         assert isinstance(node.target, str)
@@ -153,16 +167,16 @@ class _Lowering:
                 f"the model uses {node.target!r} ({type(value).__name__}), which a static graph cannot hold: "
                 "write control flow on tensors without torch.cond and the like"
             )
-        self.namespace[node.target] = value
+        self.constants[node.target] = value
         tensor = self.statics.add(Kind.CONSTANT, node.target, value)
         self.owner[storage(fake(node) if "val" in node.meta else value)] = tensor
-        self.expressions[node] = variable(tensor)
+        self.values[node] = Ref(tensor)
 
     def _call(self, node: fx.Node, phase: Phase) -> None:
         self._learn_module(node)
         if node.target is operator.getitem:
-            if node not in self.expressions:  # an item of a view that returns several
-                self.expressions[node] = f"{self.expressions[_node(node.args[0])]}[{node.args[1]!r}]"
+            if node not in self.values:  # an item of a view that returns several
+                self.values[node] = item(self.values[_node(node.args[0])], (int(node.args[1]),))  # type: ignore[arg-type]
             return
         called = operator_of(node)
         if node.target is with_effects:
@@ -190,7 +204,7 @@ class _Lowering:
         read = {storage(t) for arg in node.all_input_nodes for _, t in _storages(arg.meta["val"])}
         aliases = [storage(t) in read for _, t in made]
         if made and all(aliases):
-            self.expressions[node] = self.render.view(node)
+            self.values[node] = self.references.view(node)
             return
         if any(aliases) or len({storage(t) for _, t in made}) < len(made):
             raise TraceError(f"op {node.name!r} ({node.target}) returns tensors that share memory, which cannot be planned")
@@ -217,7 +231,7 @@ class _Lowering:
                 module=self._module(node),
             )
         )
-        self.calls.append(Call("generator.get_state()", ((tensor, ""),)))
+        self.calls.append(call_of(Call("get_state", (self.generator,)), ((tensor, ()),)))
         self.nodes.append(None)
         return tensor
 
@@ -225,7 +239,7 @@ class _Lowering:
         self,
         node: fx.Node,
         phase: Phase,
-        made: list[tuple[str, torch.Tensor]],
+        made: list[tuple[Path, torch.Tensor]],
         *,
         state: int | None = None,
         generator: torch.Generator | None = None,
@@ -236,11 +250,11 @@ class _Lowering:
         bases = dict.fromkeys(self.owner[storage(t)] for t in read)
         shared = (other for base in bases for other in sorted(self.statics.in_memory_of((base,))))
         inputs = (*dict.fromkeys(shared), *(() if state is None else (state,)))
-        expression = self.render.call(node) if generator is None else self.render.with_generator_argument(node, generator)
+        call = self.references.call(node) if generator is None else self.references.with_generator_argument(node, generator)
         results = []
         for path, value in made:
             size = allocated_bytes(value.untyped_storage().nbytes(), self.statics.device)
-            name, shape = f"{node.name}{path}", tuple(value.shape)
+            name, shape = f"{node.name}{shown(path)}", tuple(value.shape)
             tensor = self._new_tensor(name, size, Kind.ACTIVATION, shape, dtype_name(value.dtype))
             self.owner[storage(value)] = tensor
             results.append((tensor, path))
@@ -263,18 +277,19 @@ class _Lowering:
                 module=self._module(node),
             )
         )
-        redraw = None if state is None else self.render.redraw(node)
-        self.calls.append(Call(expression, tuple(results), state, redraw))
+        redraw = None if state is None else self.references.redraw(node, self.own_generator)
+        after = None if self.forward_outputs is None else self.references.after_forward(node, results)
+        self.calls.append(call_of(call, results, random_state=state, redraw=redraw, after_forward=after))
         self.nodes.append(node)
 
-    def _bind(self, node: fx.Node, path: str, tensor: int) -> None:
-        """Let the nodes that pick an output of `node` out of its value stand for the output's variable."""
+    def _bind(self, node: fx.Node, path: Path, tensor: int) -> None:
+        """Let the nodes that pick an output of `node` out of its value stand for the output."""
         if not path:
-            self.expressions[node] = variable(tensor)
+            self.values[node] = Ref(tensor)
             return
         for user in node.users:
-            if user.target is operator.getitem and path.startswith(step := f"[{user.args[1]!r}]"):
-                self._bind(user, path[len(step) :], tensor)
+            if user.target is operator.getitem and user.args[1] == path[0]:
+                self._bind(user, path[1:], tensor)
 
     def _new_tensor(self, name: str, size_bytes: int, kind: Kind, shape: tuple[int, ...], dtype: str) -> int:
         tensor = len(self.tensors)
@@ -302,10 +317,10 @@ def _node(arg: object) -> fx.Node:
     return arg
 
 
-def _storages(value: object, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+def _storages(value: object, path: Path = ()) -> Iterator[tuple[Path, torch.Tensor]]:
     """The tensors in an op's value, each with the subscripts that pick it out."""
     if isinstance(value, torch.Tensor):
         yield path, value
     elif isinstance(value, list | tuple):
-        for i, item in enumerate(value):
-            yield from _storages(item, f"{path}[{i}]")
+        for i, each in enumerate(value):
+            yield from _storages(each, (*path, i))

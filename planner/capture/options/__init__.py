@@ -1,0 +1,191 @@
+"""Options of graphs, by name. Adding one is adding one file and one line here.
+
+Some are found among the calls of a step when it is traced (``StepOption``): the graph holds them from then on, and those that are
+not wanted are left out of it again. Others are added to any graph when it is solved (``GraphOption``). A name may come with a
+number behind a colon: ``compress:4``. Importing this never imports torch.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
+
+from graphs.errors import UsageError
+from graphs.ir import Graph
+from graphs.options.offload import OFFLOAD
+from graphs.options.option import GraphOption, Need, Option
+from graphs.options.placement import PLACEMENT
+from graphs.options.selection import held_with, holding_ops, traced_with
+from graphs.options.surroundings import Surroundings
+from graphs.schedule import Schedule
+from planner.capture.options.chunks import CHUNKS
+from planner.capture.options.compress import COMPRESS
+from planner.capture.options.in_place import IN_PLACE
+from planner.capture.options.kernels import KERNELS
+from planner.capture.options.option import StepOption
+from planner.capture.options.pack import PACK
+
+_registered: dict[str, Option] = {}
+OPTIONS: Mapping[str, Option] = MappingProxyType(_registered)
+
+
+def register(option: Option) -> None:
+    """Make `option` known by its name.
+
+    Raises:
+        UsageError: there is one of this name.
+    """
+    if option.name in _registered:
+        raise UsageError(f"there is an option {option.name!r} already: give the new one another name")
+    _registered[option.name] = option
+
+
+register(OFFLOAD)
+register(CHUNKS)
+register(PACK)
+register(KERNELS)
+register(IN_PLACE)
+register(COMPRESS)
+register(PLACEMENT)
+
+DEFAULTS = tuple(name for name, option in OPTIONS.items() if option.default)
+
+
+def parsed(text: str) -> tuple[str, int | None]:
+    """Return the name of an option, and the number behind it; None where there is none.
+
+    Raises:
+        UsageError: there is no such option, it takes no number, or the number is out of range.
+    """
+    name, colon, number = text.partition(":")
+    if name not in OPTIONS:
+        raise UsageError(f"there is no option {name!r} of a graph: choose of {', '.join(OPTIONS)}")
+    if not colon:
+        return name, None
+    if (argument := OPTIONS[name].argument) is None:
+        raise UsageError(f"the option {name!r} takes nothing behind a colon, but {text!r} was given: leave it out")
+    if number not in map(str, range(argument.least, argument.most + 1)):
+        raise UsageError(
+            f"{text!r} has {number!r} {argument.unit}: must be a whole number from {argument.least} to {argument.most}, as in "
+            f"{OPTIONS[name].to_try!r}"
+        )
+    return name, int(number)
+
+
+def option_called(text: str) -> Option:
+    """Return the option of this name, with or without a number behind it.
+
+    Raises:
+        UsageError: as ``parsed``.
+    """
+    return OPTIONS[parsed(text)[0]]
+
+
+def needs(names: Sequence[str]) -> frozenset[Need]:
+    """Return what of the machine around the device options called `names` need to know.
+
+    Raises:
+        UsageError: there is no such option.
+    """
+    return frozenset(option.need for option in map(option_called, names) if isinstance(option, GraphOption))
+
+
+def needing(need: Need) -> tuple[str, ...]:
+    """Return the names of the options that need to know this of the machine."""
+    return tuple(name for name in OPTIONS if need in needs((name,)))
+
+
+def check_options(names: Sequence[str]) -> None:
+    """Refuse what is no option.
+
+    Raises:
+        UsageError: there is no such option, or one is named twice.
+    """
+    found = [parsed(text)[0] for text in names]
+    for name in found:
+        if found.count(name) > 1:
+            raise UsageError(f"the option {name!r} is named twice")
+
+
+def check_complete(names: Sequence[str]) -> None:
+    """Refuse also what a graph cannot be solved with: an option without the number that it needs.
+
+    Raises:
+        UsageError: there is such a name.
+    """
+    check_options(names)
+    for name, number in map(parsed, names):
+        if (argument := OPTIONS[name].argument) is not None and number is None:
+            raise UsageError(
+                f"the option {name!r} needs to know {argument.question}, as {argument.unit} from {argument.least} to "
+                f"{argument.most}: write {OPTIONS[name].to_try!r}"
+            )
+
+
+def step_options(names: Collection[str]) -> tuple[StepOption, ...]:
+    """Return the options of `names` that are found in a captured step, in the order in which their ops stand in graphs."""
+    found = {parsed(text)[0] for text in names}
+    return tuple(option for name, option in OPTIONS.items() if isinstance(option, StepOption) and name in found)
+
+
+def traced_options(names: Collection[str]) -> tuple[str, ...]:
+    """Return the names of ``step_options``, without numbers."""
+    return tuple(option.name for option in step_options(names))
+
+
+def check_traced(names: Sequence[str]) -> None:
+    """Refuse what is no option, or none that is found when a step is traced.
+
+    Raises:
+        UsageError: there is such a name.
+    """
+    check_options(names)
+    if others := [name for name in names if parsed(name)[0] not in traced_options(names)]:
+        raise UsageError(f"the option {others[0]!r} is not found in a step, but added when its graph is solved: name it there")
+
+
+def with_options(
+    graph: Graph, names: Sequence[str], surroundings: Surroundings | None = None, only: Collection[str] | None = None
+) -> Graph:
+    """Return `graph` with the options called `names`, and none of the others that were traced with it.
+
+    Args:
+        surroundings: for those that need to know the machine.
+        only: names of ops: of those that were found when it was traced there are no others; None for all.
+
+    Raises:
+        UsageError: there is no such option, or it does not say the number that it needs; the graph was traced without it; or
+            nothing is said of the machine.
+        GraphError: it cannot be added to this graph.
+    """
+    check_complete(names)
+    if missing := [name for name in traced_options(names) if name not in traced_with(graph)]:
+        raise UsageError(
+            f"the graph was traced without the option {missing[0]!r}, which is found in the step itself: trace it with "
+            f"--options {','.join(missing)} (planner.trace(..., options={missing}))"
+        )
+    graph = holding(graph, traced_options(names))
+    if only is not None:
+        graph = holding_ops(graph, only)
+    added = [option for option in map(option_called, names) if isinstance(option, GraphOption)]
+    for option in sorted(added, key=lambda option: option.last):
+        if surroundings is None:
+            raise UsageError(f"the option {option.name!r} needs to know {option.need}")
+        graph = option.added_to(graph, surroundings)
+    for name, number in map(parsed, names):
+        if number is not None and (argument := OPTIONS[name].argument) is not None:
+            graph = argument.limited(graph, number)
+    return graph
+
+
+def holding(graph: Graph, names: Collection[str]) -> Graph:
+    """Return `graph` with the options `names` only, of those that it was traced with."""
+    for name in traced_with(graph):
+        if name not in names and name in OPTIONS:
+            graph = OPTIONS[name].restored(graph)
+    return held_with(graph, names)
+
+
+def as_executed(graph: Graph, schedule: Schedule) -> Schedule:
+    """Return `schedule`, of a graph with options, as a step runs it; it is to be judged again."""
+    for option in OPTIONS.values():
+        schedule = option.lift(graph, schedule)
+    return schedule

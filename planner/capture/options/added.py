@@ -1,6 +1,6 @@
 """Optional ops that are added to what was captured: what they read, what they make, and what they call."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -9,9 +9,9 @@ from torch import fx
 
 from graphs.ir import Graph, Kind, Op, Tensor
 from planner.capture.lowering.lower import Capture
-from planner.capture.lowering.program import Call, Composed
 from planner.capture.lowering.statics import allocated_bytes, dtype_name
 from planner.capture.rewrites.outputs import fake, storage
+from planner.passes.program import Argument, Call, Composed, OpCalls, Path, Ref, call_of
 
 
 class Additions:
@@ -26,9 +26,8 @@ class Additions:
         self.capture = capture
         self.tensor_of = tensors_by_storage(capture)
         self._ops: list[Op] = []
-        self._calls: list[Call] = []
+        self._calls: list[OpCalls] = []
         self._nodes: list[fx.Node | None] = []
-        self._called: dict[str, Composed] = {}
         self._tensors: dict[int, Tensor] = {}  # new ones
         self._makers: dict[int, list[int]] = {}
 
@@ -42,7 +41,7 @@ class Additions:
     def add_op(
         self,
         called: Composed,
-        arguments: Sequence[str],
+        arguments: Sequence[Argument],
         *,
         like: Op,
         name: str,
@@ -57,7 +56,7 @@ class Additions:
 
         Args:
             called: what computes it.
-            arguments: Python source of what that is called with, over variables and names of the program.
+            arguments: what that is called with.
             like: an op of the program, in whose phase and module it is.
             name, target, replaces, recomputable, differs: as in ``Op``; `target` begins with the name of an option.
             inputs: tensors that `arguments` read, perhaps with repetition.
@@ -78,29 +77,27 @@ class Additions:
             replaces=tuple(replaces),
             differs=differs,
         )
-        function = f"{target.partition('.')[0]}_{number}"
-        made = tuple((t, f"[{i}]") for i, t in enumerate(outputs))
-        self._called[function] = called
-        self._put(op, Call(f"{function}({', '.join(arguments)})", made, composed=called), None)
+        made = [(t, (i,)) for i, t in enumerate(outputs)]
+        self._put(op, call_of(Call(called, tuple(arguments)), made, composed=called), None)
         return number
 
-    def add_variant(self, op: Op, expression: str, name: str, target: str, inputs: Sequence[int]) -> int:
+    def add_variant(self, op: Op, instead: Mapping[int, int], name: str, target: str) -> int:
         """The id of a new op that stands for `op` of the program, which it is but for the tensors that it reads.
 
         Args:
-            expression: the call of `op` over these.
-            name, target, inputs: as in ``add_op``.
+            instead: what it reads in place of tensors that `op` reads.
+            name, target: as in ``add_op``.
         """
-        number, call = len(self.capture.graph.ops) + len(self._ops), self.capture.program.calls[op.id]
-        named = replace(op, id=number, name=name, target=target, inputs=tuple(dict.fromkeys(inputs)))
-        assert isinstance(call, Call)
+        number, calls = len(self.capture.graph.ops) + len(self._ops), self.capture.program.calls[op.id]
+        inputs = tuple(dict.fromkeys(instead.get(t, t) for t in op.inputs))
+        named = replace(op, id=number, name=name, target=target, inputs=inputs)
         variant = replace(named, optional=True, replaces=(op.id,), overwrites=())
-        self._put(variant, replace(call, expression=expression, in_place=None), self.capture.nodes[op.id])
+        self._put(variant, calls.renumbered(instead), self.capture.nodes[op.id])
         return number
 
-    def _put(self, op: Op, call: Call, node: fx.Node | None) -> None:
+    def _put(self, op: Op, calls: OpCalls, node: fx.Node | None) -> None:
         self._ops.append(op)
-        self._calls.append(call)
+        self._calls.append(calls)
         self._nodes.append(node)
         for t in op.outputs:
             self._makers.setdefault(t, []).append(op.id)
@@ -114,29 +111,26 @@ class Additions:
         return replace(
             self.capture,
             graph=Graph((*graph.ops, *self._ops), tuple(tensors), graph.kept, graph.provenance, graph.pools),
-            program=replace(
-                program,
-                calls=(*program.calls, *self._calls),
-                namespace={**program.namespace, **self._called},
-            ),
+            program=replace(program, calls=(*program.calls, *self._calls)),
             nodes=(*self.capture.nodes, *self._nodes),
         )
 
 
-def value_of(node: fx.Node, path: str = "") -> Any:
-    """What `node` makes, at `path` as in ``Call.outputs``, on fake tensors."""
+def value_of(node: fx.Node, path: Path = ()) -> Any:
+    """What `node` makes, at `path` as in ``Statement.outputs``, on fake tensors."""
     value = node.meta["val"]
-    for index in path.replace("]", "").split("[")[1:]:
-        value = value[int(index)]
+    for index in path:
+        value = value[index]
     return value
 
 
 def tensors_by_storage(capture: Capture) -> dict[int, int]:
     """By storage of a fake value of `capture`, its tensor."""
     found = {}
-    for node, expression in capture.expressions.items():
+    for node, value in capture.values.items():
         if node.op in ("placeholder", "get_attr") and isinstance(node.meta.get("val"), torch.Tensor):
-            found[storage(fake(node))] = int(expression[1:])
+            assert isinstance(value, Ref)
+            found[storage(fake(node))] = value.tensor
     for maker, call in zip(capture.nodes, capture.program.calls, strict=True):
         if maker is not None:
             found |= {storage(value_of(maker, path)): t for t, path in call.outputs}

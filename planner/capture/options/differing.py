@@ -1,10 +1,9 @@
 """What of a step's results differs where some of its tensors are rounded otherwise, in words."""
 
-import re
 from collections.abc import Iterable
 
 from graphs.ir import Graph
-from planner.capture.lowering.program import Program, variable
+from planner.passes.program import Argument, Program, read_by
 
 _NAMED = 3  # more are counted
 
@@ -18,10 +17,9 @@ def differing(graph: Graph, program: Program, tensors: Iterable[int]) -> str:
     for op in graph.program:
         if not reached.isdisjoint(op.inputs):
             reached.update(op.outputs)
-    names = {variable(t) for t in reached}
 
-    def changed(expression: str) -> bool:
-        return not names.isdisjoint(re.findall(r"\bt\d+\b", expression))
+    def changed(value: Argument) -> bool:
+        return not reached.isdisjoint(read_by(value))
 
     results = ["the loss"] if changed(program.loss) else []
     results += ["what else is returned"] if any(map(changed, program.extras)) else []

@@ -1,62 +1,48 @@
-"""Choices that are found in a step when it is traced, by name: rewrites of what was captured."""
+"""What options that are found in a captured step do to it."""
 
-import re
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
-from types import MappingProxyType
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
+from graphs.errors import UsageError
 from graphs.ir import Graph, Op
-from graphs.options import check_options, traced_options
-from graphs.options.selection import IN_PLACE, LEFT_OUT, TRACED, option_of, traced_with, without
+from graphs.options.selection import LEFT_OUT, TRACED, option_of, traced_with, without
 from planner.capture.lowering.lower import Capture
-from planner.capture.lowering.program import Call, Launches, variable
-from planner.capture.options import chunks, kernels, packing
-from planner.capture.options.compression import compressed
-from planner.capture.options.in_place import in_place
-from planner.capture.options.kernels.worth import needless
-from planner.compatibility import Feature, check_compatible
-
-
-@dataclass(frozen=True, slots=True)
-class Traced:
-    """A choice that is found in what was captured.
-
-    Attributes:
-        rewrite: adds its ops, which call what they are named by: ``NAME.more``.
-        settle: an op of it, measured, with what differs of its outputs, by whether each was equal to the program's; None where
-            it is known of each beforehand.
-        needless: of what was captured, with times, the ids of its ops that are of no use.
-    """
-
-    rewrite: Callable[[Capture], Capture]
-    settle: Callable[[Capture, Op, Sequence[bool]], Op] | None = None
-    needless: Callable[[Capture], Collection[int]] = lambda _: ()
-
-
-REWRITES: Mapping[str, Traced] = MappingProxyType(
-    {
-        "chunks": Traced(chunks.chunked, chunks.settle),
-        "pack": Traced(packing.packed),
-        "kernels": Traced(kernels.with_kernels, kernels.settle, needless),
-        "compress": Traced(compressed),
-        IN_PLACE: Traced(in_place),
-    }
-)
+from planner.capture.options import check_options, step_options
+from planner.capture.replay import RealStep
 
 
 def settled(capture: Capture, op: Op, equal: Sequence[bool]) -> Op:
     """`op`, an optional one, with what differs of its outputs; `equal` says which came out as the program's, to the last bit."""
-    settle = _of(op).settle
+    settle = _settling(op)
     return op if settle is None else settle(capture, op, equal)
 
 
 def may_be_exact(op: Op) -> bool:
     """Whether what `op` makes is to be compared with what the program makes, since it may be equal."""
-    return not op.exact and _of(op).settle is not None
+    return not op.exact and _settling(op) is not None
 
 
-def _of(op: Op) -> Traced:
-    return REWRITES[option_of(op)]
+def _settling(op: Op) -> Callable[[Capture, Op, Sequence[bool]], Op] | None:
+    (option,) = step_options((option_of(op),))
+    return option.settle
+
+
+def needs_measuring(capture: Capture) -> bool:
+    """Return whether an optional op of `capture` uses a limited resource, how much of which is to be measured."""
+    measuring = {option.name for option in step_options(traced_with(capture.graph)) if option.measure is not None}
+    return any(op.optional and option_of(op) in measuring for op in capture.graph.ops)
+
+
+def measured_uses(capture: Capture, real: RealStep | None) -> Graph:
+    """Return the graph of `capture` with what its optional ops use of limited resources.
+
+    Args:
+        real: the step on real tensors, which is executed; None: it is modelled.
+    """
+    for option in step_options(traced_with(capture.graph)):
+        if option.measure is not None:
+            capture = replace(capture, graph=option.measure(capture, real))
+    return capture.graph
 
 
 def with_graph(capture: Capture, graph: Graph) -> Capture:
@@ -66,16 +52,9 @@ def with_graph(capture: Capture, graph: Graph) -> Capture:
     place = {op.name: op.id for op in capture.graph.ops}
     held = [place[op.name] for op in graph.ops if op.name in place]
     program = capture.program
-    calls = tuple(_moved(program.calls[op], moved) for op in held)
+    # Those of the program keep their tensors.
+    calls = tuple(c if (c := program.calls[op]).composed is None else c.renumbered(moved) for op in held)
     return replace(capture, graph=graph, program=replace(program, calls=calls), nodes=tuple(capture.nodes[op] for op in held))
-
-
-def _moved(call: Call | Launches, moved: Mapping[int, int]) -> Call | Launches:
-    """`call` with other numbers of tensors; those of the program stay, and what is launched is of the program."""
-    if not isinstance(call, Call) or call.composed is None:
-        return call
-    expression = re.sub(r"\bt(\d+)\b", lambda found: variable(moved[int(found[1])]), call.expression)
-    return replace(call, expression=expression, outputs=tuple((moved[t], path) for t, path in call.outputs))
 
 
 def with_traced(capture: Capture, names: Sequence[str]) -> Capture:
@@ -85,20 +64,21 @@ def with_traced(capture: Capture, names: Sequence[str]) -> Capture:
         UsageError: there is no such choice, or it does not go with the kernels that were captured.
     """
     check_options(names)
-    if not (wanted := traced_options(names)):
+    if not (wanted := step_options(names)):
         return capture
-    if capture.whole is not None:
-        check_compatible((*wanted, Feature.INDUCTOR))
-    for name in wanted:
-        capture = REWRITES[name].rewrite(capture)
+    for option in wanted:
+        if reason := option.accepts(capture):
+            raise UsageError(reason)
+    for option in wanted:
+        capture = option.apply(capture)
     graph = capture.graph
-    provenance = {**graph.provenance, TRACED: list(wanted)}
+    provenance = {**graph.provenance, TRACED: [option.name for option in wanted]}
     return replace(capture, graph=Graph(graph.ops, graph.tensors, graph.kept, provenance, graph.pools))
 
 
 def without_needless(capture: Capture) -> Capture:
     """`capture`, of which times are known, without the ops that are of no use; their names become part of the provenance."""
-    dropped = {op for name in traced_with(capture.graph) for op in REWRITES[name].needless(capture)}
+    dropped = {op for option in step_options(traced_with(capture.graph)) for op in option.needless(capture)}
     if not dropped:
         return capture
     names = sorted(capture.graph.ops[op].name for op in dropped)

@@ -34,7 +34,7 @@ class _BatchNorm:
     statistics: tuple[int, int]
     training: int | None = None
     backward: bool = False
-    updated: tuple[str, ...] = ()
+    updated: tuple[tuple[int, ...], ...] = ()
     without: Callable[..., tuple[OpOverload, tuple[Any, ...]]] | None = None
 
 
@@ -47,8 +47,8 @@ def _cudnn(x: Any, weight: Any, bias: Any, _mean: Any, _variance: Any, *rest: An
 
 
 _OPS: dict[object, _BatchNorm] = {
-    aten._native_batch_norm_legit_functional.default: _BatchNorm((3, 4), training=5, updated=("[3]", "[4]"), without=_native),
-    aten._batch_norm_with_update_functional.default: _BatchNorm((3, 4), updated=("[4]", "[5]"), without=_cudnn),
+    aten._native_batch_norm_legit_functional.default: _BatchNorm((3, 4), training=5, updated=((3,), (4,)), without=_native),
+    aten._batch_norm_with_update_functional.default: _BatchNorm((3, 4), updated=((4,), (5,)), without=_cudnn),
     aten.native_batch_norm_backward.default: _BatchNorm((3, 4), training=7, backward=True),
     aten.batch_norm_backward.default: _BatchNorm((3, 4), training=7, backward=True),
 }
@@ -93,7 +93,7 @@ def ignored_inputs(node: fx.Node) -> frozenset[fx.Node]:
     return frozenset(arg for arg in given if isinstance(arg, fx.Node) and (op.backward or arg.op == "placeholder"))
 
 
-def without_statistics(node: fx.Node) -> tuple[object, tuple[Any, ...], tuple[str, ...]]:
+def without_statistics(node: fx.Node) -> tuple[Any, tuple[Any, ...], tuple[tuple[int, ...], ...]]:
     """Return the call for `node` after the forward pass: target, arguments, and the paths of results that are left out.
 
     The running statistics of a batch norm in training mode are overwritten by then; neither its backward pass nor a second

@@ -14,7 +14,7 @@ from unittest.mock import patch
 import torch
 from torch import fx
 
-from planner.capture.lowering.program import Program
+from planner.passes.program import Program, leaves_of
 from planner.torch_private.capture import InstructionTranslatorBase, TensorVariable, TorchInGraphFunctionVariable, source_name
 
 _MARK = "remat-planner: generator"
@@ -80,9 +80,11 @@ def explicit_generator(node: fx.Node) -> torch.Generator | None:
 
 
 def generators_of(program: Program) -> list[torch.Generator]:
-    """Return the user's generators that the ops of `program` draw from."""
-    ours = {program.namespace.get(name) for name in (program.generator, program.own_generator)}
-    return [value for value in program.namespace.values() if isinstance(value, torch.Generator) and value not in ours]
+    """Return the generators of the user's own that the ops of `program` draw from."""
+    ours = (program.generator, program.own_generator)
+    found = (leaf for calls in program.calls for statement in calls.statements for leaf in leaves_of(statement.value))
+    given = [leaf for leaf in found if isinstance(leaf, torch.Generator) and not any(leaf is own for own in ours)]
+    return list(dict.fromkeys(given))
 
 
 @contextmanager

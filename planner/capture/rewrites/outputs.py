@@ -5,8 +5,7 @@ parameter with two names may get two gradients. What PyTorch's runtime would do 
 planned and counted.
 """
 
-import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -110,16 +109,6 @@ def storage(value: torch.Tensor) -> int:
     """Return the identity of the storage of a (fake) tensor."""
     identity: int = value.untyped_storage()._cdata
     return identity
-
-
-def items(node: fx.Node, path: str) -> Iterator[fx.Node]:
-    """Yield the nodes that take the item at `path`, as in ``[1]`` or ``[0][2]``, of the value of `node`."""
-    if not path:
-        yield node
-        return
-    for user in node.users:
-        if user.target is operator.getitem and path.startswith(step := f"[{user.args[1]!r}]"):
-            yield from items(user, path[len(step) :])
 
 
 def operator_of(node: fx.Node) -> OpOverload | None:

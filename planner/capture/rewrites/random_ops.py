@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from graphs.ir import Graph, Kind
 from planner.capture.lowering.lower import Capture
-from planner.capture.lowering.program import Call, Launches
+from planner.passes.program import OpCalls, Statement
 
 
 def execute_random_ops_once(captured: Capture) -> Capture:
@@ -17,11 +17,7 @@ def execute_random_ops_once(captured: Capture) -> Capture:
     ops = tuple(replace(op, recomputable=op.recomputable and not states.intersection(op.inputs)) for op in graph.ops)
     tensors = tuple(replace(t, size_bytes=0) if t.id in states else t for t in graph.tensors)
     calls = tuple(
-        Call("None", call.outputs) if states.intersection(op.outputs) else _without_state(call)
-        for op, call in zip(graph.ops, program.calls, strict=True)
+        OpCalls((Statement(None, calls.outputs),)) if states.intersection(op.outputs) else replace(calls, random_state=None)
+        for op, calls in zip(graph.ops, program.calls, strict=True)
     )
     return replace(captured, graph=Graph(ops, tensors, graph.kept, graph.provenance), program=replace(program, calls=calls))
-
-
-def _without_state(call: Call | Launches) -> Call | Launches:
-    return replace(call, random_state=None) if isinstance(call, Call) else call

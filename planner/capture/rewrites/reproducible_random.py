@@ -3,10 +3,9 @@
 A recomputed op must draw the same numbers again. All threads share PyTorch's default generator: between reading its state and
 drawing, and while an earlier state is set in it, another thread may draw. So an op that will be recomputed draws from a
 generator of its own, which is set to the state that was read, and the default one is advanced as by the op itself. All draws
-of planned steps are made under one lock.
+of planned steps are made under one lock (``planner.passes.draws``).
 """
 
-import threading
 from typing import Any
 
 import torch
@@ -15,8 +14,6 @@ from torch import Tensor, fx
 from planner.torch_private.core import OpOverload
 
 aten = torch.ops.aten
-
-LOCK = threading.RLock()
 
 
 def with_generator_argument(node: fx.Node) -> Any:

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from graphs.ir import Graph
-from graphs.options.placement import is_copy
+from graphs.options.placement import between_devices
 from graphs.schedule import Compute, Free, Schedule, Step, schedule_of
 from solvers.devices import sizes_in, workspace_bytes_in
 
@@ -56,7 +56,7 @@ class _Copies:
 
     def moved(self) -> list[int]:
         """The positions in the order of issue."""
-        copies = [place for place, op in enumerate(self.computed) if is_copy(self.graph.ops[op])]
+        copies = [place for place, op in enumerate(self.computed) if between_devices(self.graph, self.graph.ops[op])]
         if not copies:
             return list(range(len(self.computed)))
         low, read, rank = self._between()
@@ -102,7 +102,7 @@ class _Copies:
                     read[copied.pop(t)] = place
                 used[t] = place + 1
             for t in op.outputs:
-                if is_copy(op):
+                if between_devices(self.graph, op):
                     (source,) = op.inputs
                     low[place] = max(made.get(source, 0), used.get(t, 0))
                     rank[place] = made.get(source, latest.get(source, -1) + 1)
@@ -218,7 +218,7 @@ class Run:
         waits_s += (self.ready_s.get(t, 0.0) for t in op.inputs)
         waits_s += (self.used_s.get(t, 0.0) for t in op.mutates)
         start_s = max(self.clock_s[stream], *waits_s, 0.0)
-        end_s = self.clock_s[stream] = start_s + (0.0 if self.instant and is_copy(op) else op.time_s)
+        end_s = self.clock_s[stream] = start_s + (0.0 if self.instant and between_devices(self.graph, op) else op.time_s)
         self.starts_s.append(start_s)
         for d, owner in enumerate(self.owner):
             self.clocks_s[d].append(self.clock_s[owner])

@@ -125,7 +125,7 @@ class _Draft:
         again = all(graph.ops[p].recomputable for p in (*op.replaces, op.id))
         before = self.ops[-1].phase if self.ops else Phase.FORWARD
         phase = max(before, op.phase, key=lambda phase: phase.place)
-        choice = {"optional": False, "replaces": (), "differs": "", "variance": 0.0}  # all that is executed is
+        choice = {"optional": False, "replaces": (), "differs": "", "uses": ()}  # all that is executed is
         over = tuple((dict(outputs)[o], self.now[t]) for o, t in op.overwrites)
         changes = {"mutates": mutates, "recomputable": again, "phase": phase, "overwrites": over, **choice}
         if op.stream != COMPUTE:

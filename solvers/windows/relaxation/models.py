@@ -25,10 +25,10 @@ from solvers.windows.relaxation.draft import Family, ModelDraft, WindowFamily
 from solvers.windows.relaxation.executed import add_executed_at_all
 from solvers.windows.relaxation.in_stage import add_memory_in_order
 from solvers.windows.relaxation.memory import add_memory_at_end, add_memory_inside, add_memory_of_repeats
+from solvers.windows.relaxation.resources import add_resources
 from solvers.windows.relaxation.spans import add_spans
 from solvers.windows.relaxation.transfers import add_channels, add_copies
 from solvers.windows.relaxation.variables import every_op, variables
-from solvers.windows.relaxation.variance import add_variance
 
 
 def build_relaxation(problem: Problem, detail: Discretization, should_stop: Callable[[], bool] | None = None) -> Model:
@@ -48,7 +48,7 @@ def build_relaxation(problem: Problem, detail: Discretization, should_stop: Call
         add_memory_of_chains,
         add_channels,
         add_executed_at_all,
-        add_variance,
+        add_resources,
         add_side_by_side,
     )
 

@@ -2,7 +2,6 @@
 
 import numpy as np
 
-from graphs.options.placement import is_copy
 from solvers.devices import OtherDevices
 from solvers.problem import Problem
 
@@ -24,14 +23,14 @@ class Paths:
         self.program = [v for v in range(problem.ops) if not (self.places.optional[v] or self.places.replaces[v])]
         self.copied: dict[tuple[int, int], float] = {}
         for i, op in enumerate(self.ops):
-            if is_copy(op):
+            if op.is_transfer:
                 key = devices.bases[op.inputs[0]], devices.device[op.outputs[0]]
                 self.copied[key] = min(self.copied.get(key, np.inf), problem.units(problem.seconds(i)))
         self.makers: dict[int, int] = {}
         for v in self.program:
             known = set(self.ways(v))
             for t in problem.outputs[v]:
-                if all(p in known or is_copy(self.ops[p]) for p in problem.makers[t]):
+                if all(p in known or self.ops[p].is_transfer for p in problem.makers[t]):
                     self.makers[t] = v
         self._needed: dict[int, list[int]] = {}
 

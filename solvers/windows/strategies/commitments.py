@@ -114,7 +114,7 @@ class Commitments:
             self.try_instead(instead)
         if search.incumbent.best is None and search.problem.copies is None:
             self.try_least(params.bound.first_slice)
-        self.place(min(params.placing.first, params.placing.first_share * search.clock.limit))
+        self.place(min(params.placement.first, params.placement.first_share * search.clock.limit))
 
     def try_instead(self, instead: frozenset[int]) -> Trial | None:
         """What comes of executing `instead` in place of others, and nothing again but what is missing then, if that can be."""
@@ -218,10 +218,10 @@ class Commitments:
             is_open = commitment is not None
             if self._options is not None:
                 now = search.clock.now
-                most = max(params.bound.first_slice, params.commitments.anew * (now - began))
+                most = max(params.bound.first_slice, params.commitments.options_share * (now - began))
                 is_open |= self._options.step(min(most, until - now))
             if self._placements is not None:
-                self.place(max(params.placing.slice, search.clock.now - began))
+                self.place(max(params.placement.slice, search.clock.now - began))
                 is_open |= not self._placements.done
             if not is_open:
                 if closed:

@@ -20,11 +20,6 @@ from solvers.windows.strategies.strategy import Strategy
 class KeepEverything(Strategy):
     """The program as it is, nothing recomputed. Where that takes most memory the first window of the relaxation ends."""
 
-    @staticmethod
-    def applies(problem: Problem) -> bool:
-        """As ``Strategy.applies``."""
-        return problem.places.plain
-
     def step(self, limit: float) -> bool:
         """As ``Strategy.step``."""
         ops = self.search.problem.ops
@@ -40,13 +35,8 @@ class EvictionRules(Strategy):
 
     def __init__(self, search: Search) -> None:
         super().__init__(search)
-        self._rules = with_prices(search.problem, search.params.first_schedule.rules, search.params.round_trips.prices)
+        self._rules = with_prices(search.problem, search.params.first_schedule.rules, search.params.offloading.prices)
         self._begun = False
-
-    @staticmethod
-    def applies(problem: Problem) -> bool:
-        """As ``Strategy.applies``."""
-        return problem.places.plain
 
     def step(self, limit: float) -> bool:
         """As ``Strategy.step``."""
@@ -66,11 +56,6 @@ class EvictionRules(Strategy):
 class TightEviction(Strategy):
     """Where no schedule is known: what rules of eviction find however much they recompute; failing that, of least memory."""
 
-    @staticmethod
-    def applies(problem: Problem) -> bool:
-        """As ``Strategy.applies``."""
-        return problem.places.plain
-
     def step(self, limit: float) -> bool:
         """As ``Strategy.step``."""
         search, params = self.search, self.search.params.first_schedule
@@ -84,7 +69,7 @@ class TightEviction(Strategy):
             return search.incumbent.best is not None or search.clock.now > until or search.stopping.stopped()
 
         should_stop = search.stopping.polled(WORK_PER_EVICTION, ended)
-        for rule in with_prices(search.problem, (*params.rules, *params.tight_rules), search.params.round_trips.prices):
+        for rule in with_prices(search.problem, (*params.rules, *params.tight_rules), search.params.offloading.prices):
             if should_stop():
                 return False
             # At every price the rules may take longer than there is: half of it is for what needs least memory.

@@ -1,7 +1,6 @@
 """Schedules of other methods: none is faster than the solver's."""
 
 from solvers.clock import left
-from solvers.problem import Problem
 from solvers.registry import get_solver
 from solvers.request import Request
 from solvers.windows.strategies.eviction import offer_program
@@ -10,11 +9,6 @@ from solvers.windows.strategies.strategy import Strategy
 
 class Imitation(Strategy):
     """What the methods of ``FirstScheduleParams.imitated`` find, one after another."""
-
-    @staticmethod
-    def applies(problem: Problem) -> bool:
-        """As ``Strategy.applies``."""
-        return problem.places.plain
 
     def step(self, limit: float) -> bool:
         """As ``Strategy.step``."""

@@ -229,11 +229,6 @@ class Restarts(SteppedStrategy):
         super().__init__(search)
         self.narrow = narrow
 
-    @staticmethod
-    def applies(problem: Problem) -> bool:
-        """As ``Strategy.applies``."""
-        return problem.places.plain
-
     def steps(self) -> Iterator[None]:
         """As ``SteppedStrategy.steps``."""
         params = self.search.params.neighbourhoods

@@ -17,7 +17,7 @@ from solvers.problem import Problem
 from solvers.windows.decoding.decode import Trial, decoded, late_writers, order_of, read_choice, try_out
 from solvers.windows.decoding.host_transfers import Stay, stays_of, timed
 from solvers.windows.decoding.pruning import uses_of, without
-from solvers.windows.params import RoundTripParams
+from solvers.windows.params import OffloadingParams
 from solvers.windows.relaxation.discretization import Discretization, Model
 from solvers.windows.relaxation.models import build_relaxation
 from solvers.windows.search import WORK_PER_EXECUTION, Search
@@ -43,7 +43,7 @@ class CoarseVariations(SteppedStrategy):
 
     def steps(self) -> Iterator[None]:
         """As ``SteppedStrategy.steps``."""
-        search, params = self.search, self.search.params.round_trips
+        search, params = self.search, self.search.params.offloading
         changes = [(share, slower) for share in params.capacities for slower in params.slower]
         for share, slower in sorted(changes, key=lambda change: 1 / change[0] + params.weight * change[1]):
             search.progress.tell(f"looking for schedules for {share:.0%} of the memory and a link {slower:g} times as slow")
@@ -56,7 +56,7 @@ class CoarseVariations(SteppedStrategy):
 
 def _solve_and_offer(search: Search, model: Model, known: CandidateSet) -> None:
     """Offer what solutions of `model` come to that could be better, and that with what they wait for computed again."""
-    problem, params, detail = search.problem, search.params.round_trips, model.detail
+    problem, params, detail = search.problem, search.params.offloading, model.detail
     below = problem.units(search.incumbent.best_s - problem.base_s)
 
     def try_solution(values: Floats, objective: float) -> bool:
@@ -77,7 +77,7 @@ def offer_without_waits(search: Search, trial: Trial) -> None:
     if trial.peak_bytes > search.budget_bytes or trial.time_s - sum(trial.waits_s) >= search.incumbent.best_s:
         return
     stop = search.stopping.polled(WORK_PER_EXECUTION * len(trial.order.computed), search.stopping.enough)
-    better = recomputing_where_it_waits(search.problem, trial, search.budget_bytes, stop, search.params.round_trips)
+    better = recomputing_where_it_waits(search.problem, trial, search.budget_bytes, stop, search.params.offloading)
     if better is not trial:
         search.offer(better.order, Discretization((search.problem.ops - 1,)))
 
@@ -168,7 +168,7 @@ def simpler(
 
 
 def recomputing_where_it_waits(
-    problem: Problem, trial: Trial, budget_bytes: int, should_stop: Callable[[], bool], params: RoundTripParams
+    problem: Problem, trial: Trial, budget_bytes: int, should_stop: Callable[[], bool], params: OffloadingParams
 ) -> Trial:
     """`trial`, which fits, with what is copied computed again instead, one tensor after another, while that takes less time."""
     whole = Discretization((problem.ops - 1,))
@@ -186,7 +186,7 @@ def recomputing_where_it_waits(
     return trial
 
 
-def _computing_instead(problem: Problem, trial: Trial, params: RoundTripParams) -> Iterator[tuple[Sequence[int], Away]]:
+def _computing_instead(problem: Problem, trial: Trial, params: OffloadingParams) -> Iterator[tuple[Sequence[int], Away]]:
     """Orders in which one tensor less is away: at the longest waits, of those that went before it the cheapest a second."""
     assert problem.copies is not None
     computed, away = trial.order.computed, trial.order.away

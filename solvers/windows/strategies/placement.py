@@ -13,7 +13,6 @@ from types import MappingProxyType
 
 import numpy as np
 
-from graphs.options.placement import is_copy
 from graphs.pools import COMPUTE
 from solvers.clock import left
 from solvers.problem import Problem
@@ -66,7 +65,7 @@ class Where:
         self.copies: dict[tuple[int, int, int], int] = {}
         self.makers: dict[int, int] = {}
         for i, op in enumerate(ops):
-            if is_copy(op):
+            if op.is_transfer:
                 here, there = (devices.device[t] for t in (op.inputs[0], op.outputs[0]))
                 self.copies[self.inputs[i][0], here, there] = i
             elif op.stream != COMPUTE:
@@ -171,7 +170,7 @@ class Placements(Strategy):
     def __init__(self, search: Search) -> None:
         super().__init__(search)
         self.lacking: Order | None = None
-        self.params = search.params.placing
+        self.params = search.params.placement
         self.places = Where(search.problem)
         self.whole = Discretization((search.problem.ops - 1,), places=search.problem.places.last)
         self._draw = np.random.default_rng(0)

@@ -93,10 +93,10 @@ class OffloadingPortfolio(Strategy):
         # Copies are hidden in windows of equal time.
         narrow.detail = even_windows(search.models.coarse, search.problem.time_s, params.neighbourhoods.even_windows)
         evicting, varying, restarts = RandomEviction(search), CoarseVariations(search, narrow.known), Restarts(search, narrow)
-        stop = enough_after(search, params.round_trips.rules_limit)
+        stop = enough_after(search, params.offloading.rules_limit)
         while evicting.step() and not stop():
             pass
-        for _ in range(params.round_trips.first):
+        for _ in range(params.offloading.first):
             if search.stopping.enough():
                 return False
             varying.step()
@@ -127,9 +127,9 @@ class RandomEviction(SteppedStrategy):
         idle = 0
         while idle < params.portfolio.idle_runs:
             best, before = search.incumbent.best, keys.runs
-            keys.guided(enough_after(search, params.round_trips.guided_limit))
+            keys.guided(enough_after(search, params.offloading.guided_limit))
             yield
-            keys.varied(params.round_trips.runs, search.stopping.enough)
+            keys.varied(params.offloading.runs, search.stopping.enough)
             yield
             idle += keys.runs - before
             if search.incumbent.best is not best and search.incumbent.best is keys.found:

@@ -59,7 +59,7 @@ class RandomKeys:
             for k, tensors in enumerate(choice.handed[1:]):
                 handed[k, list(tensors)] = True
             guide = Guide(detail.ends, handed)
-            prices = self.search.params.round_trips.prices
+            prices = self.search.params.offloading.prices
             for rule in with_prices(self.problem, self.params.guided_rules, prices):
                 for factor in self.params.factors:
                     if should_stop():

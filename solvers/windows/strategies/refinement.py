@@ -9,7 +9,7 @@ from solvers.clock import Clock
 from solvers.highs import solve_program
 from solvers.highs.program import Answer, Floats, Milp, Outcome, Watch
 from solvers.memory import give_back
-from solvers.problem import OBJECTIVE_SCALE, Problem
+from solvers.problem import OBJECTIVE_SCALE
 from solvers.windows.decoding.decode import Trial, decoded, late_writers, read_choice
 from solvers.windows.decoding.encode import choice_of_trial, start_values
 from solvers.windows.decoding.expand import Choice
@@ -74,11 +74,6 @@ class Relaxation(Strategy):
     def __init__(self, search: Search) -> None:
         super().__init__(search)
         self._begun = False
-
-    @staticmethod
-    def applies(problem: Problem) -> bool:
-        """As ``Strategy.applies``."""
-        return problem.places.plain
 
     def step(self, limit: float) -> bool:
         """As ``Strategy.step``. What was stopped begins anew: a longer limit comes further."""

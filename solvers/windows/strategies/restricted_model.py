@@ -27,9 +27,9 @@ from solvers.windows.relaxation.executed import add_executed_at_all
 from solvers.windows.relaxation.in_stage import add_memory_in_order
 from solvers.windows.relaxation.memory import add_memory_inside, add_memory_of_repeats
 from solvers.windows.relaxation.models import compose, window_rows
+from solvers.windows.relaxation.resources import add_resources
 from solvers.windows.relaxation.transfers import add_channels, add_copies
 from solvers.windows.relaxation.variables import variables
-from solvers.windows.relaxation.variance import add_variance
 
 
 class CandidateSet:
@@ -75,7 +75,7 @@ def restricted_families(known: CandidateSet, params: NeighbourhoodParams) -> tup
     """Its rows. Spans of windows are not among them: they make bounds, and the model larger."""
     return (
         *(variables(_Near(known, params)), add_copies, window_rows, add_memory_inside, add_memory_of_repeats),
-        *(add_memory_in_order, add_channels, add_executed_at_all, add_variance, add_side_by_side),
+        *(add_memory_in_order, add_channels, add_executed_at_all, add_resources, add_side_by_side),
     )
 
 

@@ -71,7 +71,7 @@ def shortest(problem: Problem, max_states: int, *, below_s: float, should_stop: 
     n = problem.ops
     in_masks = [sum(1 << t for t in inputs) for inputs in problem.inputs]
     out_masks = [sum(1 << t for t in outputs) for outputs in problem.outputs]
-    # Beside what is there an op needs its outputs and workspace, less what it is written over, which is then gone.
+    # BackgroundThread what is there an op needs its outputs and workspace, less what it is written over, which is then gone.
     ways = [_ways(problem, i) for i in range(n)]
     may_serve = _masks_of_use(problem)
     order = count()

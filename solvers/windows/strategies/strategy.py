@@ -19,9 +19,9 @@ class Strategy(ABC):
         self.search = search
 
     @staticmethod
-    @abstractmethod
     def applies(problem: Problem) -> bool:
-        """Return True if the strategy is for such a problem."""
+        """Return True if the strategy is for such a problem: by default for all without optional ops."""
+        return problem.places.plain
 
     @abstractmethod
     def step(self, limit: float) -> bool:

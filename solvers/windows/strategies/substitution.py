@@ -36,7 +36,7 @@ def least_instead(problem: Problem, clock: Clock, should_stop: Callable[[], bool
 
 
 def is_possible(problem: Problem, order: Order) -> bool:
-    """Whether each op finds what it reads, as it was, and the gradients' variance is within its limit."""
+    """Whether each op finds what it reads, as it was, and they use no more of any resource than the graph allows."""
     return not late_writers(problem, order) and problem.allows(order.computed)
 
 

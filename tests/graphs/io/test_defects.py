@@ -18,7 +18,7 @@ from tests.support.documents import refusal, through_text
 INFINITE = float("inf")
 
 BROKEN_GRAPHS: list[tuple[str, Any, str]] = [
-    ("version", 1, "is a graph of version 1, this planner reads 3: make a new one with planner trace"),
+    ("version", 1, "is a graph of version 1, this planner reads 4: make a new one with planner trace"),
     ("version", True, "version is true: expected `int`, got `bool`"),
     ("version", "1", 'version is "1": expected `int`, got `str`'),
     ("provenance", [], "provenance is []: expected `object`, got `array`"),
@@ -116,7 +116,7 @@ BROKEN_GRAPHS: list[tuple[str, Any, str]] = [
 ]
 
 BROKEN_PLANS: list[tuple[str, Any, str]] = [
-    ("version", 1, "is a plan of version 1, this planner reads 3: make a new one with planner solve"),
+    ("version", 1, "is a plan of version 1, this planner reads 4: make a new one with planner solve"),
     ("version", 10**5000, "digits"),
     ("graph", None, "graph is null: expected `object`, got `null`"),
     ("graph.fingerprint", 1, "graph.fingerprint is 1: expected `str`, got `int`"),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from graphs.options import OPTIONS
+from planner.capture.options import OPTIONS
 from planner.cli.main import build_parser
 from solvers.registry import SOLVERS
 from tests.support.command import call, refused

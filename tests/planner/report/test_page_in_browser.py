@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from graphs.ir import Graph
-from graphs.options import with_options
 from graphs.options.surroundings import Link, Surroundings
 from graphs.synthetic.small import training_chain
+from planner.capture.options import with_options
 from planner.facts.lives import lives_of
 from planner.facts.timeline import Timeline
 from planner.report.budget_curve import CurvePoint

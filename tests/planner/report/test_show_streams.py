@@ -14,12 +14,12 @@ from bokeh.models import Span
 
 from graphs.clocks import passages
 from graphs.io.formats import write_graph
-from graphs.options import with_options
 from graphs.options.surroundings import Link, Surroundings
 from graphs.pools import COMPUTE, DEVICE, DEVICE_TO_HOST, HOST, HOST_TO_DEVICE
 from graphs.schedule import Compute, keep_everything
 from graphs.simulate import simulate
 from graphs.synthetic.small import training_chain
+from planner.capture.options import with_options
 from planner.cli.main import main
 from planner.facts import timeline as timeline_module
 from planner.facts.baselines import baselines
@@ -49,8 +49,8 @@ def timeline() -> Timeline:
 
 def test_where_the_computation_waits(timeline: Timeline) -> None:
     first, second = waits(timeline, COMPUTE)
-    assert (first.start_s, first.end_s, first.awaited.op.name) == (2, 3, "copy_out_f1")
-    assert (second.start_s, second.end_s, second.awaited.op.name) == (7, 8, "copy_in_f1")
+    assert (first.start_s, first.end_s, first.awaited.op.name) == (2, 3, "copy_f1_device_to_host")
+    assert (second.start_s, second.end_s, second.awaited.op.name) == (7, 8, "copy_f1_host_to_device")
     assert first.following is timeline.graph.tensors[0]
     assert second.following is timeline.graph.ops[6] and second.following.name == "g2"
     # The host's memory goes when the copy back has read it: its owner, the stream out, is there until 8.
@@ -60,15 +60,18 @@ def test_where_the_computation_waits(timeline: Timeline) -> None:
 def test_a_wait_is_for_what_it_has_to_do_with() -> None:
     # At 8 the copy of f1 has come in, which g2 reads, and that of g4 has gone out, which was issued later.
     timeline = chain(ROUND_TRIP.replace("<f1 g3 -f2 -g4", "<f1 >g4 g3 -f2"))
-    assert [(e.op.name, e.end_s) for e in timeline.executions if e.end_s == 8] == [("copy_in_f1", 8), ("copy_out_g4", 8)]
-    assert waits(timeline, COMPUTE)[-1].awaited.op.name == "copy_in_f1"
+    assert [(e.op.name, e.end_s) for e in timeline.executions if e.end_s == 8] == [
+        ("copy_f1_host_to_device", 8),
+        ("copy_g4_device_to_host", 8),
+    ]
+    assert waits(timeline, COMPUTE)[-1].awaited.op.name == "copy_f1_host_to_device"
 
 
 def test_the_computation_waits_for_the_last_copy() -> None:
     timeline = chain(f"{ROUND_TRIP} >g2")
     last = waits(timeline, COMPUTE)[-1]
-    assert (last.start_s, last.end_s, last.awaited.op.name, last.following) == (10, 11, "copy_out_g2", None)
-    assert ["10 s", "1 s", "copy_out_g2", "the end of the step"] in parsed(page(timeline)).rows
+    assert (last.start_s, last.end_s, last.awaited.op.name, last.following) == (10, 11, "copy_g2_device_to_host", None)
+    assert ["10 s", "1 s", "copy_g2_device_to_host", "the end of the step"] in parsed(page(timeline)).rows
 
 
 def test_a_copy_that_is_made_anew_is_another_trip() -> None:
@@ -115,16 +118,19 @@ def test_what_is_held_at_the_peak_is_there_since_its_memory_was_taken() -> None:
         timeline
     )
     issued = page(chain(script.format("<f1 <f2 -f3 -f4")))
-    assert "5 B at 7 s, while <b>copy_in_f2</b> is issued: 0 B static memory, 5 B in 5 tensors of the step, 0 B of work" in issued
+    assert (
+        "5 B at 7 s, while <b>copy_f2_host_to_device</b> is issued: 0 B static memory, 5 B in 5 tensors of the step, 0 B of work"
+        in issued
+    )
 
 
 def test_bars_are_where_the_clocks_have_them(timeline: Timeline) -> None:
     found = [(bar.lane, bar.start_s, bar.end_s, bar.title, bar.said, bar.purpose, bar.reader_s) for bar in bars(timeline)]
     assert found == [
-        ("device to host", 1, 3, "copy_out_f1", "1 B in 2 s", "for g2, synthetic, at 8 s", 8),
-        ("host to device", 6, 8, "copy_in_f1", "1 B in 2 s", "for g2, synthetic, at 8 s", 8),
-        ("wait", 2, 3, "waits for copy_out_f1", "1 s", "before memory of f1 goes", None),
-        ("wait", 7, 8, "waits for copy_in_f1", "1 s", "before g2", None),
+        ("device to host", 1, 3, "copy_f1_device_to_host", "1 B in 2 s", "for g2, synthetic, at 8 s", 8),
+        ("host to device", 6, 8, "copy_f1_host_to_device", "1 B in 2 s", "for g2, synthetic, at 8 s", 8),
+        ("wait", 2, 3, "waits for copy_f1_device_to_host", "1 s", "before memory of f1 goes", None),
+        ("wait", 7, 8, "waits for copy_f1_host_to_device", "1 s", "before g2", None),
     ]
     assert lanes(timeline, bars(timeline)) == ("wait", "device to host", "host to device")
 
@@ -134,8 +140,8 @@ def test_the_page_has_the_sums(timeline: Timeline) -> None:
     rows = parsed(text).rows
     assert ["device to host", "1", "1 B", "2 s", "20.00%", ""] in rows
     assert ["host to device", "1", "1 B", "2 s", "20.00%", ""] in rows
-    assert ["2 s", "1 s", "copy_out_f1", "memory of f1 goes"] in rows
-    assert ["7 s", "1 s", "copy_in_f1", "g2"] in rows
+    assert ["2 s", "1 s", "copy_f1_device_to_host", "memory of f1 goes"] in rows
+    assert ["7 s", "1 s", "copy_f1_host_to_device", "g2"] in rows
     assert ["1 B", "f1", "synthetic", "host", "1 s", "8 s"] in rows
     assert "0 of 8 executions are recomputations. 2 more are on other streams, and the computation waits 2 s (20.00% of" in text
     assert "The computation waits 2 s (20.00% of the step), at 2 places. Host memory: at most 1 B, of 2 B." in text
@@ -180,12 +186,12 @@ def test_the_trace_has_a_row_for_each_stream_and_a_counter_for_each_memory(timel
     assert list(rows.values())[-3:] == ["compute: waiting", DEVICE_TO_HOST, HOST_TO_DEVICE]
     assert len(set(rows)) == len(rows) == 7
     ran = {(rows[e["tid"]], e["name"]): (e["ts"] / 1e6, e["dur"] / 1e6) for e in events if e["ph"] == "X"}
-    assert ran[DEVICE_TO_HOST, "copy_out_f1"] == (1, 2)
-    assert ran[HOST_TO_DEVICE, "copy_in_f1"] == (6, 2)
-    assert ran["compute: waiting", "waits for copy_in_f1"] == (7, 1)
+    assert ran[DEVICE_TO_HOST, "copy_f1_device_to_host"] == (1, 2)
+    assert ran[HOST_TO_DEVICE, "copy_f1_host_to_device"] == (6, 2)
+    assert ran["compute: waiting", "waits for copy_f1_host_to_device"] == (7, 1)
     assert ran["compute: forward", "f4"] == (4, 1) and ran["compute: backward", "g1"] == (9, 1)
     assert len(ran) == len(timeline.executions) + 2
-    assert next(e for e in events if e["name"] == "copy_in_f1")["args"]["made_bytes"] == 1
+    assert next(e for e in events if e["name"] == "copy_f1_host_to_device")["args"]["made_bytes"] == 1
     counts = {
         name: [e["args"]["bytes"] for e in events if e["ph"] == "C" and e["name"] == name]
         for name in ("memory of host", "memory")

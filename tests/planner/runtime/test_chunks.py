@@ -10,7 +10,7 @@ from graphs.options import without_options
 from graphs.schedule import keep_everything
 from graphs.simulate import simulate
 from planner.capture.lowering.lower import Capture
-from planner.capture.options.chunks import CHUNKS
+from planner.capture.options.chunks.find import COUNTS
 from planner.models import Workload
 from planner.settings import TraceSettings
 from planner.tracing import capture_profiled
@@ -59,7 +59,7 @@ def test_a_step_in_chunks_is_the_step_but_for_rounding_in_less_memory(name: str)
         assert difference.relative is not None and difference.relative < tolerance, difference
 
 
-@pytest.mark.parametrize("chunks", CHUNKS)
+@pytest.mark.parametrize("chunks", COUNTS)
 def test_more_chunks_take_less_memory(chunks: int) -> None:
     """The loss head of GPT-2: of the logits a part is there at a time, and rows that come last are fewer."""
     capture, workload = captured("gpt2")

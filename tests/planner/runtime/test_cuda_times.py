@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from graphs.schedule import keep_everything
+from planner.capture.replay import real_static
 from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
-from planner.profiling.replay import real_static
 from planner.runtime.device_profile import other_devices
 from planner.runtime.executor import Executor
 from planner.runtime.measure import loss_of

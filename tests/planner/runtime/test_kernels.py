@@ -14,11 +14,11 @@ from graphs.schedule import Compute, Schedule, keep_everything
 from graphs.simulate import simulate
 from planner import running, tracing
 from planner.capture.lowering.lower import Capture
-from planner.capture.lowering.program import Call, variable
 from planner.capture.options.kernels.worth import needless
 from planner.capture.options.traced import without_needless
+from planner.capture.replay import RealStep
 from planner.capture.step import TrainingStep
-from planner.profiling.replay import RealStep
+from planner.passes.program import Call, Ref
 from planner.solving import solve
 from tests.support.adamw import assert_same, train
 from tests.support.budgets import between
@@ -82,11 +82,9 @@ def test_what_is_made_lies_as_the_program_has_it(name: str) -> None:
     capture, (model, loss_fn, batch) = with_all_ways(name)
     seen: dict[int, list[bool]] = {}
 
-    def look(op: Op) -> str | None:
-        call = capture.program.calls[op.id]
-        if not op.optional or not isinstance(call, Call):
-            return None
-        return f"{op.id}, {call.expression}, ({''.join(f'{variable(t)}, ' for t in op.outputs)})"
+    def look(op: Op) -> Call | None:
+        call = capture.program.calls[op.id].call
+        return Call(compare, (op.id, call, tuple(map(Ref, op.outputs)))) if op.optional else None
 
     def compare(op: int, made: tuple[torch.Tensor, ...], wanted: tuple[torch.Tensor, ...]) -> None:
         seen[op] = [
@@ -97,7 +95,7 @@ def test_what_is_made_lies_as_the_program_has_it(name: str) -> None:
 
     real = RealStep.of(capture, TrainingStep(model, loss_fn), batch)
     with real.running():
-        real.compile(look=look, at_end=False)(compare)
+        real.run(look)
     assert seen.keys() == {op.id for op in capture.graph.ops if op.optional}
     assert [capture.graph.ops[op].name for op, alike in seen.items() if not all(alike)] == []
 

@@ -10,11 +10,11 @@ import torch
 
 from graphs.errors import TraceError
 from graphs.options.surroundings import Link
+from planner.capture.replay import real_static
 from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
 from planner.models import Workload
 from planner.profiling.link import MEASURED_LINK, LinkProfile, LinkRates, measured_link, published_link
-from planner.profiling.replay import real_static
 from planner.runtime import link
 from planner.runtime.channels import ThreadChannels
 from planner.runtime.host_memory import HostMemory

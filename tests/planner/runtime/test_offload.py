@@ -4,7 +4,7 @@ import re
 import threading
 import time
 import weakref
-from collections import Counter
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,7 @@ from planner.solving import solve
 from planner.tracing import profiled
 from tests.support.adamw import assert_same, train
 from tests.support.budgets import on_the_way
-from tests.support.copies import copying_step, offering, with_random_copies
+from tests.support.copies import copies_in, copying_step, offering, with_random_copies
 from tests.support.executed import assert_alike_in_threads, late_copies
 from tests.support.steps import STEPS, capture_of, make, random_schedule
 
@@ -80,18 +80,17 @@ def test_copies_that_are_late_are_waited_for(monkeypatch: pytest.MonkeyPatch) ->
 def test_nothing_waits_before_it_must() -> None:
     _, _, executor = copying_step("gpt2_sdpa", 2)
     lines = [line.strip() for line in executor.code.source.splitlines()]
-    made_by = {m[2]: m[1] for line in lines if (m := re.match(r"(t\d+|_), (c\d+) = channels.back", line))}
-    waits = Counter(line for line in lines if line.startswith("channels.wait"))
-    assert max(waits.values()) == 1 and made_by
+    issued = copies_in(executor.code.source)
+    waits = sum(line.startswith("channels.wait") for line in lines)
+    assert 0 < waits <= len(issued) and any(copy.back for copy in issued)
     for i, line in enumerate(lines):
-        if (m := re.match(r"channels.wait\((c\d+)\)", line)) is None:
+        if (m := re.match(r"channels.wait\((\w+)\)", line)) is None:
             continue
-        (name,) = m.groups()
+        copy = next(copy for copy in reversed(issued) if copy.line < i and copy.name == m[1])
         # What follows the waits is the reader of what was copied in, or the end of what was copied.
-        behind = next(line for line in lines[i + 2 :] if not line.startswith(("channels.wait", "del c", "with lock")))
-        issued = next(line for line in lines if f", {name} = channels." in line)
-        tensor = made_by.get(name) or re.search(r"channels.out\((t\d+)", issued)[1]  # type: ignore[index]
-        assert re.search(rf"\b{tensor}\b", behind) and (name in made_by or behind == f"del {tensor}")
+        behind = next(line for line in lines[i + 2 :] if not line.startswith(("channels.wait", "del copy")))
+        tensor = copy.made if copy.back else copy.read
+        assert re.search(rf"\b{tensor}\b", behind) and (copy.back or behind == f"del {tensor}")
 
 
 def test_states_of_generators_stay_on_the_device() -> None:
@@ -230,6 +229,7 @@ def test_a_copy_out_of_what_is_coming_in_says_so() -> None:
     schedule = Schedule(tuple(steps))
     simulate(offered.graph, schedule)
     source = Executor(offered, schedule, workload.model, workload.loss_fn).code.source
-    again = re.findall(r"(t\d+), (c\d+) = channels.back\(t\d+\)\n +del t\d+\n +t\d+, c\d+ = channels.out\(\1, \2\)", source)
+    issued = copies_in(source)
+    again = [b for a, b in pairwise(issued) if a.back and not b.back and b.read == a.made and b.after == a.name]
     assert len(again) == len(copies.trips)
     assert_same(train(workload, None), train(workload, (offered, schedule)))

@@ -18,6 +18,7 @@ from graphs.schedule import Compute, keep_everything
 from graphs.simulate import simulate
 from planner.capture.lowering.lower import Capture
 from planner.capture.trace import capture
+from planner.passes.program import OpCalls
 from planner.runtime import out_of_memory
 from planner.runtime.executor import Executor
 from planner.runtime.out_of_memory import reporting
@@ -64,9 +65,17 @@ class Failing:
 
 
 def failing_in(captured: Capture, target: str, error: Exception) -> tuple[Capture, Failing]:
-    op = Failing(captured.program.namespace[target], error)  # type: ignore[arg-type]
-    program = replace(captured.program, namespace={**captured.program.namespace, target: op})
-    return replace(captured, program=program), op
+    calls = captured.program.calls
+    called = next(each.call.target for each in calls if str(each.call.target) == target)
+    assert callable(called)
+    op = Failing(called, error)
+    changed = (calling(each, op) if each.call.target is called else each for each in calls)
+    return replace(captured, program=replace(captured.program, calls=tuple(changed))), op
+
+
+def calling(calls: OpCalls, target: Callable[..., Any]) -> OpCalls:
+    (statement,) = calls.statements
+    return replace(calls, statements=(replace(statement, value=replace(calls.call, target=target)),))
 
 
 def failing_step(name: str, target: str, error: Exception, seed: int | None = None) -> tuple[Executor, Failing]:
@@ -80,7 +89,7 @@ def failing_step(name: str, target: str, error: Exception, seed: int | None = No
 @pytest.mark.parametrize("seed", [None, 1])
 def test_an_op_that_runs_out_on_cuda(target: str, seed: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(out_of_memory, "free_bytes", lambda _: 3_000)
-    step, failing = failing_step("mutated", target.replace(".", "_"), torch.OutOfMemoryError(CUDA_MESSAGE), seed)
+    step, failing = failing_step("mutated", target, torch.OutOfMemoryError(CUDA_MESSAGE), seed)
     before, generator = state(step), torch.get_rng_state()
     with pytest.raises(OutOfMemoryError) as raised:
         step(*make("mutated").batch).backward()
@@ -102,7 +111,7 @@ def test_an_op_that_runs_out_on_cuda(target: str, seed: int | None, monkeypatch:
 
 
 def test_an_op_that_runs_out_on_another_device() -> None:
-    captured, failing = failing_in(profiled("mutated"), "aten_gelu_default", torch.OutOfMemoryError(CUDA_MESSAGE))
+    captured, failing = failing_in(profiled("mutated"), "aten.gelu.default", torch.OutOfMemoryError(CUDA_MESSAGE))
     failing.fails = f"planner: {SECOND}"
     offered, workload = on_pools(captured), make("mutated")
     gelu = next(op.id for op in offered.graph.program if op.target == "aten.gelu.default")
@@ -120,7 +129,7 @@ def test_an_op_that_runs_out_on_another_device() -> None:
 def test_a_state_that_the_optimizer_makes_later_is_no_room() -> None:
     workload = make("tied")
     captured = capture(*workload, optimizer="adamw", accumulate=True)
-    captured, _ = failing_in(captured, "aten_tanh_default", torch.OutOfMemoryError(CUDA_MESSAGE))
+    captured, _ = failing_in(captured, "aten.tanh.default", torch.OutOfMemoryError(CUDA_MESSAGE))
     step = Executor(captured, keep_everything(captured.graph), workload.model, workload.loss_fn)
     sizes = captured.graph.static_bytes_by_kind
     gradients, moments = sizes[Kind.ACCUMULATED_GRADIENT], sizes[Kind.OPTIMIZER_STATE]
@@ -133,7 +142,7 @@ def test_a_state_that_the_optimizer_makes_later_is_no_room() -> None:
 
 
 def test_it_is_caught_as_a_memory_error_and_as_what_pytorch_raises() -> None:
-    step, _ = failing_step("tied", "aten_tanh_default", torch.OutOfMemoryError(CUDA_MESSAGE))
+    step, _ = failing_step("tied", "aten.tanh.default", torch.OutOfMemoryError(CUDA_MESSAGE))
     for kind in (MemoryError, RuntimeError, PlannerError, planner.OutOfMemoryError):
         with pytest.raises(kind, match=r"op 'tanh' \(aten.tanh.default\)"):
             step(*make("tied").batch)
@@ -150,7 +159,7 @@ def test_libraries_that_look_for_a_smaller_batch_recognize_it(error: Exception) 
     from accelerate.utils.memory import should_reduce_batch_size
     from lightning.pytorch.utilities.memory import is_oom_error
 
-    step, _ = failing_step("tied", "aten_tanh_default", error)
+    step, _ = failing_step("tied", "aten.tanh.default", error)
     with pytest.raises(OutOfMemoryError) as raised:
         step(*make("tied").batch)
     assert should_reduce_batch_size(raised.value)
@@ -158,7 +167,7 @@ def test_libraries_that_look_for_a_smaller_batch_recognize_it(error: Exception) 
 
 
 def test_other_errors_stay_what_they_are() -> None:
-    step, _ = failing_step("tied", "aten_tanh_default", RuntimeError("the sizes do not match"))
+    step, _ = failing_step("tied", "aten.tanh.default", RuntimeError("the sizes do not match"))
     with pytest.raises(RuntimeError, match="the sizes do not match"):
         step(*make("tied").batch)
 
@@ -169,7 +178,7 @@ def test_a_stage_is_named() -> None:
         raise torch.OutOfMemoryError(CUDA_MESSAGE)
     with pytest.raises(ValueError, match="no"), reporting("measuring op 'mm'"):
         raise ValueError("no")
-    step, _ = failing_step("tied", "aten_tanh_default", torch.OutOfMemoryError(CUDA_MESSAGE))
+    step, _ = failing_step("tied", "aten.tanh.default", torch.OutOfMemoryError(CUDA_MESSAGE))
     said = r"^while rehearsing: out of memory in the forward pass: op 'tanh'"
     with pytest.raises(OutOfMemoryError, match=said) as raised, reporting("rehearsing"):
         step(*make("tied").batch)

@@ -7,11 +7,11 @@ import torch
 from torch import nn
 
 from graphs.errors import InfeasibleError
-from graphs.options import with_options
 from graphs.options.surroundings import Link, Surroundings
 from graphs.schedule import Schedule
 from graphs.simulate import simulate
 from planner.capture.lowering.lower import Capture
+from planner.capture.options import with_options
 from planner.capture.step import TrainingStep
 from planner.models import Workload, build
 from planner.runtime.executor import Executor
@@ -88,7 +88,7 @@ def test_a_mask_is_drawn_from_the_state_that_dropout_drew_from() -> None:
     state = next(t.id for t in graph.tensors if t.name == "native_dropout_state")
     for kind, again in (("mask_drawn_again", True), ("from_bits", False)):
         executor = Executor(capture, packing(graph, does(graph, kind)), workload.model, workload.loss_fn)
-        assert (f"t{state}.copy_(generator.get_state())" in executor.code.source) is again
+        assert (f"draw_first_from(own_generator, t{state}, generator, " in executor.code.source) is again
 
 
 def test_solved_plans_are_exact() -> None:
@@ -120,7 +120,7 @@ def test_beside_copies_to_the_host() -> None:
     graph = with_options(capture.graph, ["offload", "pack"], Surroundings(Link.even(25e9), host_bytes=10**9))
     (budget,) = on_the_way(with_options(capture.graph, ()), 0.3)
     plan = solve(capture.graph, budget, options=["offload", "pack"], link=25e9, work_limit=20.0)
-    assert plan.peak_bytes <= budget and any(op.target == "copy_out" for op in graph.ops)
+    assert plan.peak_bytes <= budget and any(op.is_transfer for op in graph.ops)
     assert simulate(graph, plan.schedule).peak_bytes == plan.peak_bytes
 
 

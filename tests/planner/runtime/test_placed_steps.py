@@ -13,8 +13,8 @@ from graphs.errors import CopyError, DeviceError, GraphError, UsageError
 from graphs.options.passes import in_passes
 from graphs.schedule import Compute, Schedule
 from graphs.simulate import simulate
-from planner.capture.lowering.program import Call
 from planner.capture.step import TrainingStep
+from planner.passes.program import Call, call_of
 from planner.runtime import devices, transfers, workers
 from planner.runtime.executor import Executor
 from planner.runtime.pool_memory import measured_peak, other_peaks_measured
@@ -72,16 +72,15 @@ def test_devices_and_channels_work_side_by_side() -> None:
         (a, b) for a, b in reversed(pairs) if not set(a.outputs) & reads[b.id] and a.phase is b.phase and b.id == a.id + 1
     )
     meeting, seen = threading.Barrier(2, timeout=20), []
-    calls = list(offered.program.calls)
-    for op in (first, second):
-        call = calls[op.id]
-        assert isinstance(call, Call)
-        calls[op.id] = Call(f"met({call.expression})", call.outputs)
 
     def met(value: torch.Tensor) -> torch.Tensor:
         seen.append(threading.current_thread().name)
         meeting.wait()
         return value
+
+    calls = list(offered.program.calls)
+    for op in (first, second):
+        calls[op.id] = call_of(Call(met, (calls[op.id].call,)), calls[op.id].outputs)
 
     computed = [op.id for op in ops]
     stand_in = next(op for op in offered.graph.ops if op.replaces == (second.id,))
@@ -90,8 +89,7 @@ def test_devices_and_channels_work_side_by_side() -> None:
     back = [names[f"copy_{offered.graph.tensors[t].name}_{SECOND}_to_device"] for t in second.outputs]
     at = computed.index(first.id)
     schedule = Schedule(tuple(map(Compute, (*computed[:at], *copies, first.id, stand_in.id, *back, *computed[at + 2 :]))))
-    program = replace(offered.program, calls=tuple(calls), namespace={**offered.program.namespace, "met": met})
-    changed = replace(offered, program=program)
+    changed = replace(offered, program=replace(offered.program, calls=tuple(calls)))
     executor = Executor(changed, schedule, workload.model, workload.loss_fn)
     executor(*workload.batch).backward()
     assert sorted(seen) == ["MainThread", f"planner: {SECOND}"]
@@ -234,11 +232,10 @@ def test_what_cannot_be_run_is_refused() -> None:
     with pytest.raises(UsageError, match="there is no device 'second': write cpu, cpu:2 for two threads of it, cuda, or cuda:1"):
         Executor(on_pools(captured, ("second",)), here, workload.model, workload.loss_fn)
     offered = on_pools(captured, (SECOND,))
-    names = {**offered.program.namespace, "elsewhere": torch.device("meta")}
     schedule = placed_at_random(offered.graph, 1)
     op = next(offered.graph.ops[op] for op in schedule.computed if offered.graph.ops[op].replaces)
     calls = list(offered.program.calls)
-    calls[op.replaces[0]] = replace(calls[op.replaces[0]], expression="made_on(elsewhere)")
-    named = replace(offered, program=replace(offered.program, calls=tuple(calls), namespace=names))
+    calls[op.replaces[0]] = call_of(Call(torch.ops.aten.empty.memory_format, ([1],), {"device": torch.device("meta")}), ())
+    named = replace(offered, program=replace(offered.program, calls=tuple(calls)))
     with pytest.raises(GraphError, match=f"op '{op.name}' cannot be called elsewhere than on cpu: it names another device"):
         Executor(named, schedule, workload.model, workload.loss_fn)

@@ -18,6 +18,7 @@ from planner.report.comparisons import cell_text, table_text, write_report
 from planner.studies.compare import Shares, Task, compare, cut_short, methods_named
 from planner.studies.comparison_rows import OPTIMUM, ComparisonRow, RunBy, bound_of
 from planner.studies.rows import columns_of, read_rows, write_rows
+from planner.studies.settings import StudySettings
 from solvers.clock import WorkClock
 from solvers.registry import SOLVERS
 from solvers.result import Reason
@@ -32,7 +33,7 @@ def graph() -> Graph:
 
 @pytest.fixture(scope="module")
 def rows(graph: Graph, tmp_path_factory: pytest.TempPathFactory) -> list[ComparisonRow]:
-    return compare(graph, ["100%", "75%", "65%"], METHODS, tmp_path_factory.mktemp("rows"), model="three layers")
+    return compare(graph, ["100%", "75%", "65%"], METHODS, tmp_path_factory.mktemp("rows"), StudySettings(model="three layers"))
 
 
 def test_every_method_at_every_budget(rows: list[ComparisonRow]) -> None:
@@ -55,7 +56,7 @@ def test_no_method_is_below_the_bound_and_none_is_better_than_the_optimum(rows: 
 
 
 def test_all_methods_can_be_compared(tmp_path: Path) -> None:
-    found = compare(training_chain(6), ["80%"], methods_named("all"), tmp_path, time_limit_s=20)
+    found = compare(training_chain(6), ["80%"], methods_named("all"), tmp_path, StudySettings(time_limit_s=20))
     assert found[0].method == OPTIMUM
     assert {row.method for row in found} == {
         name for name, entry in SOLVERS.items() if not entry.offloads and not entry.only_places
@@ -82,7 +83,7 @@ def test_methods_that_solve_large_programs_come_last_and_share_what_is_left() ->
 
 def test_where_time_is_up_the_last_rows_are_tried_for_a_moment_and_said_to_be_cut_short(tmp_path: Path) -> None:
     graph = transformer(TransformerSize(layers=6))
-    found = compare(graph, ["70%"], ["windows", "checkmate", "lru"], tmp_path, total_time_limit_s=1.5)
+    found = compare(graph, ["70%"], ["windows", "checkmate", "lru"], tmp_path, StudySettings(total_time_limit_s=1.5))
     assert [row.method for row in found] == ["windows", "checkmate", "lru"]
     assert [row.method for row in read_rows(tmp_path / "rows.csv", ComparisonRow)] == ["windows", "checkmate", "lru"]
     checkmate = found[1]
@@ -93,7 +94,7 @@ def test_where_time_is_up_the_last_rows_are_tried_for_a_moment_and_said_to_be_cu
 def test_methods_that_offload_beside_those_that_recompute(graph: Graph, tmp_path: Path) -> None:
     choices = choices_of(["offload"], 50e9, 10**11)
     names = ("windows", "chen-sqrt", "dtr", "save-on-cpu", "capuchin-swap", "delta")
-    found = compare(graph, ["75%"], names, tmp_path, choices=choices, time_limit_s=4)
+    found = compare(graph, ["75%"], names, tmp_path, StudySettings(choices=choices, time_limit_s=4))
     by_method = {row.method: row for row in found}
     bound_s = by_method["windows"].bound_s
     assert bound_s is not None and set(by_method) == set(names)
@@ -102,16 +103,18 @@ def test_methods_that_offload_beside_those_that_recompute(graph: Graph, tmp_path
     alone = compare(graph, ["75%"], ["chen-sqrt", "dtr"], tmp_path / "alone")
     assert {row.method: row.time_s for row in alone} == {row.method: by_method[row.method].time_s for row in alone}
     assert all(json.loads(row.settings)["link"]["in_bytes_per_s"] == 50e9 for row in found)
-    assert compare(graph, ["75%"], names, tmp_path, choices=choices) == found
+    assert compare(graph, ["75%"], names, tmp_path, StudySettings(choices=choices)) == found
     with pytest.raises(OutputError, match="ask for the same"):
-        compare(graph, ["75%"], names, tmp_path, choices=choices_of(["offload"], 25e9, 10**11))
+        compare(graph, ["75%"], names, tmp_path, StudySettings(choices=choices_of(["offload"], 25e9, 10**11)))
 
 
 def test_all_methods_offload_where_the_graph_offers_it(tmp_path: Path) -> None:
     everywhere = {name for name, entry in SOLVERS.items() if not entry.only_places}
     assert set(methods_named("all", offload=True)) == everywhere
     choices = choices_of(["offload"], 1.0, 10**6)
-    found = compare(training_chain(6), ["80%"], methods_named("all", offload=True), tmp_path, choices=choices, time_limit_s=20)
+    found = compare(
+        training_chain(6), ["80%"], methods_named("all", offload=True), tmp_path, StudySettings(choices=choices, time_limit_s=20)
+    )
     assert {row.method for row in found} == everywhere and not [row.message for row in found if row.status == "error"]
 
 
@@ -127,7 +130,9 @@ def test_rows_that_are_known_are_not_computed_again(graph: Graph, tmp_path: Path
 
 
 def test_two_at_a_time_find_the_same(graph: Graph, rows: list[ComparisonRow], tmp_path: Path) -> None:
-    beside = compare(graph, ["75%"], ["keep-everything", "chen-sqrt", "lru"], tmp_path, model="three layers", jobs=2)
+    beside = compare(
+        graph, ["75%"], ["keep-everything", "chen-sqrt", "lru"], tmp_path, StudySettings(model="three layers", jobs=2)
+    )
     times = {row.method: row.time_s for row in rows if row.budget == "75%"}
     assert {row.method: row.time_s for row in beside} == {name: times[name] for name in ("keep-everything", "chen-sqrt", "lru")}
 
@@ -209,7 +214,7 @@ def test_bad_requests(graph: Graph, tmp_path: Path) -> None:
     with pytest.raises(PlannerError, match="no solver 'magic'"):
         compare(graph, ["80%"], ["magic"], tmp_path)
     with pytest.raises(PlannerError, match="jobs is 0"):
-        compare(graph, ["80%"], ["keep-everything"], tmp_path, jobs=0)
+        compare(graph, ["80%"], ["keep-everything"], tmp_path, StudySettings(jobs=0))
     with pytest.raises(PlannerError, match="no method 'magic'"):
         methods_named("windows,magic")
     assert not list(tmp_path.iterdir())

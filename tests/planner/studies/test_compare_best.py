@@ -22,6 +22,7 @@ from planner.studies.best import (
 from planner.studies.compare import compare
 from planner.studies.comparison_rows import ComparisonRow, RunBy
 from planner.studies.rows import write_rows
+from planner.studies.settings import StudySettings
 from solvers.registry import SOLVERS
 from solvers.result import Reason
 
@@ -35,7 +36,7 @@ def graph() -> Graph:
 
 @pytest.fixture(scope="module")
 def rows(graph: Graph, tmp_path_factory: pytest.TempPathFactory) -> list[ComparisonRow]:
-    return compare(graph, ["70%", "60%", "50%"], METHODS, tmp_path_factory.mktemp("rows"), model="two layers")
+    return compare(graph, ["70%", "60%", "50%"], METHODS, tmp_path_factory.mktemp("rows"), StudySettings(model="two layers"))
 
 
 @pytest.fixture

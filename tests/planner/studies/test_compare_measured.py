@@ -31,9 +31,10 @@ from planner.studies.baselines import (
     sac,
 )
 from planner.studies.best import HEURISTICS
-from planner.studies.compare_measured import Settings, compare_measured, profiled
+from planner.studies.compare_measured import compare_measured, profiled
 from planner.studies.comparison_rows import OPTIMUM, ComparisonRow, RunBy
 from planner.studies.rows import read_rows, write_rows
+from planner.studies.settings import StudySettings
 from planner.tracing import trace
 from planner.workload import workload
 from solvers.baselines.sac import SacRule
@@ -42,7 +43,7 @@ from tests.support.budgets import between
 
 SPEC = "zoo:mlp,batch=512,layers=6,width=16,classes=4"
 METHODS = ("windows", "keep-everything", "dtr")
-SETTINGS = Settings(model="six layers", repeats=1, time_limit_s=60.0)
+SETTINGS = StudySettings(model="six layers", repeats=1, time_limit_s=60.0)
 STOCK = (eager(), checkpoint_blocks(), memory_budget(0.25), auto_sac())
 
 

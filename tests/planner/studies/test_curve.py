@@ -24,6 +24,7 @@ from planner.profiling.other_devices import DEVICES_KEY, encode_devices
 from planner.report.curves import curve_data, curve_frame, curve_text
 from planner.studies.curve import Curve, curve
 from planner.studies.frontier import Frontier, Turn, Turns, evenly, outside_in
+from planner.studies.settings import StudySettings
 from solvers.clock import WorkClock
 from solvers.registry import SOLVERS, Entry
 from solvers.request import Request
@@ -63,7 +64,7 @@ def test_a_curve_of_known_optima_runs_from_the_least_budget_to_the_peak() -> Non
 
 def test_processes_find_what_one_process_finds() -> None:
     graph = chain_of_six()
-    here, there = curve(graph, 5), curve(graph, 5, jobs=2)
+    here, there = curve(graph, 5), curve(graph, 5, StudySettings(jobs=2))
     judged(graph, there)
     assert [(p.budget_bytes, p.status) for p in there.points] == [(p.budget_bytes, p.status) for p in here.points]
     for one, other in zip(here.points, there.points, strict=True):
@@ -74,14 +75,19 @@ def test_processes_find_what_one_process_finds() -> None:
 def test_curves_of_random_graphs_keep_their_promises(seed: int, ops: int) -> None:
     graph = random_graph(seed, ops)
     peak_bytes = simulate(graph, keep_everything(graph)).peak_bytes
-    judged(graph, curve(graph, sorted({max(1, peak_bytes * share // 100) for share in (50, 70, 80, 90, 100)}), time_limit_s=5.0))
+    judged(
+        graph,
+        curve(
+            graph, sorted({max(1, peak_bytes * share // 100) for share in (50, 70, 80, 90, 100)}), StudySettings(time_limit_s=5.0)
+        ),
+    )
 
 
 def test_with_options_there_is_the_curve_without_beside() -> None:
     graph = random_training_step(5, 30)
     choices = choices_of(["offload"], link=10e9, host_budget=10**12)
     assert choices is not None
-    found = curve(graph, 3, choices=choices, tolerance=0.02, time_limit_s=1.5)
+    found = curve(graph, 3, StudySettings(choices=choices, tolerance=0.02, time_limit_s=1.5))
     assert found.options == ("offload",) and found.without is not None and found.without.without is None
     judged(choices.offered(graph), found)
     judged(graph, found.without)
@@ -98,7 +104,7 @@ def test_with_options_there_is_the_curve_without_beside() -> None:
     assert text.startswith("recomputing only\n") and "\nwith offload\n" in text
     assert text.count("least feasible budget") == 2
     with pytest.raises(PlannerError, match="the solver 'dtr' recomputes only"):
-        curve(graph, 3, solver="dtr", choices=choices)
+        curve(graph, 3, StudySettings(choices=choices), solver="dtr")
 
 
 def test_what_takes_less_than_the_program_has_a_curve_too() -> None:
@@ -107,7 +113,7 @@ def test_what_takes_less_than_the_program_has_a_curve_too() -> None:
     graph = replace(chain, provenance={**chain.provenance, DEVICES_KEY: encode_devices([faster])})
     choices = choices_of(["placement"])
     assert choices is not None
-    found = curve(graph, ["80%", "100%"], choices=choices, time_limit_s=1.0)
+    found = curve(graph, ["80%", "100%"], StudySettings(choices=choices, time_limit_s=1.0))
     judged(choices.offered(graph), found)
     assert found.points[1].time_s is not None and found.points[1].time_s < graph.time_s
     assert found.without is not None and found.without.points[1].time_s == graph.time_s

@@ -19,6 +19,7 @@ from planner.studies import cluster
 from planner.studies.compare import compare
 from planner.studies.curve import curve
 from planner.studies.jobs import run
+from planner.studies.settings import StudySettings
 from tests.support.command import call, refused
 
 PATIENCE_S = 30.0
@@ -155,10 +156,10 @@ def test_words_that_exclude_each_other_are_refused(graph: Graph, tmp_path: Path,
 
 
 def test_studies_are_the_same_on_a_cluster(address: str, graph: Graph, tmp_path: Path) -> None:
-    here, there = curve(graph, 3), curve(graph, 3, cluster=address)
+    here, there = curve(graph, 3), curve(graph, 3, StudySettings(cluster=address))
     assert [(p.budget_bytes, p.status, p.time_s) for p in there.points] == [
         (p.budget_bytes, p.status, p.time_s) for p in here.points
     ]
-    rows = compare(graph, ["80%"], ["keep-everything", "chen-sqrt"], tmp_path, cluster=address)
+    rows = compare(graph, ["80%"], ["keep-everything", "chen-sqrt"], tmp_path, StudySettings(cluster=address))
     assert {(row.method, row.status) for row in rows} == {("keep-everything", "limit"), ("chen-sqrt", "feasible")}
     assert {row.machine for row in rows} == {machine()}

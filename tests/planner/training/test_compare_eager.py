@@ -15,6 +15,7 @@ from graphs.schedule import keep_everything
 from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
 from planner.models import Workload
+from planner.passes.program import call_of
 from planner.plans.document import write_plan
 from planner.plans.eager import DifferingOp, EagerComparison
 from planner.runtime.executor import Executor
@@ -74,9 +75,10 @@ def wrong(target: torch._ops.OpOverload, instead: Callable[[torch.Tensor], torch
     torch.manual_seed(0)
     workload = Workload(Wrong(), F.cross_entropy, (torch.randn(8, 16), torch.randint(3, (8,))))
     captured = capture(*workload)
-    names = [name for name, value in captured.program.namespace.items() if value is target]
-    assert len(names) == 1
-    captured = replace(captured, program=replace(captured.program, namespace={**captured.program.namespace, names[0]: instead}))
+    calls = captured.program.calls
+    assert any(each.call.target is target for each in calls)
+    others = (call_of(replace(each.call, target=instead), each.outputs) if each.call.target is target else each for each in calls)
+    captured = replace(captured, program=replace(captured.program, calls=tuple(others)))
     executor = Executor(captured, random_schedule(captured.graph, 1), workload.model, workload.loss_fn)
     step = TrainingStep(workload.model, workload.loss_fn)
     return workload, compare_with_eager(captured, executor, step, workload.batch)

@@ -11,11 +11,11 @@ from torch import nn
 
 import planner
 from graphs.errors import InfeasibleError
+from planner.capture.replay import real_static
 from planner.capture.step import TrainingStep
 from planner.profiling.allocator import cpu_allocations
 from planner.profiling.link import MEASURED_LINK
 from planner.profiling.profile import profile
-from planner.profiling.replay import real_static
 from planner.runtime.measure import outcome
 from planner.training.dynamic import DynamicStep
 from tests.support.kernel_steps import CASES, Case, compiled, mlp, prepare

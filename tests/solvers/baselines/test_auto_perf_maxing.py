@@ -79,7 +79,7 @@ def test_rounds_end_with_what_fits() -> None:
     tight = auto_perf_maxing.solve(ask(graph, 6))
     check_by_both_judges(graph, tight)
     # f1 and f2 go to the host, and nothing is waited for.
-    assert tight.time_s == 14.0 and {"copy_out_f1", "copy_out_f2"} <= set(names(graph, tight))
+    assert tight.time_s == 14.0 and {"copy_f1_device_to_host", "copy_f2_device_to_host"} <= set(names(graph, tight))
 
 
 def test_a_transformer_near_its_budget() -> None:

@@ -55,7 +55,18 @@ def test_delta_swaps_what_is_copied_faster_and_asks_ahead() -> None:
     graph = with_trips(training_chain(4), bytes_per_s=4.0)
     result = delta.solve(ask(graph, 4, params=DeltaParams(ahead=(1,))))
     check_by_both_judges(graph, result)
-    assert names(graph, result) == ["f1", "f2", "f3", "f4", "copy_out_f1", "g4", "copy_in_f1", "g3", "g2", "g1"]
+    assert names(graph, result) == [
+        "f1",
+        "f2",
+        "f3",
+        "f4",
+        "copy_f1_device_to_host",
+        "g4",
+        "copy_f1_host_to_device",
+        "g3",
+        "g2",
+        "g1",
+    ]
     assert (result.time_s, result.peak_bytes) == (8.0, 4)
     # Without looking ahead f1 is waited for.
     late = delta.solve(ask(graph, 4, params=DeltaParams(ahead=(0,))))

@@ -29,7 +29,10 @@ def test_save_on_cpu_waits_for_every_copy() -> None:
     result = save_on_cpu.solve(ask(CHAIN, 10))
     # f1 and f2 are on the host when f2 and f3 are done with them; f3 at 4, f2 and f3 back at 6, f1 from 7 to 8.
     assert figures(result) == (10.0, 3)
-    issued = "f1 copy_out_f1 f2 copy_out_f2 f3 copy_out_f3 copy_in_f2 copy_in_f3 g3 copy_in_f1 g2 g1"
+    issued = (
+        "f1 copy_f1_device_to_host f2 copy_f2_device_to_host f3 copy_f3_device_to_host "
+        "copy_f2_host_to_device copy_f3_host_to_device g3 copy_f1_host_to_device g2 g1"
+    )
     assert names(CHAIN, result) == issued.split()
     assert save_on_cpu.solve(ask(CHAIN, 2)).reason is Reason.MEMORY
 
@@ -37,14 +40,20 @@ def test_save_on_cpu_waits_for_every_copy() -> None:
 def test_what_the_host_has_no_room_for_stays() -> None:
     graph = with_trips(training_chain(3), host_bytes=1)
     result = save_on_cpu.solve(ask(graph, 10))
-    assert [name for name in names(graph, result) if name.startswith("copy")] == ["copy_out_f1", "copy_in_f1"]
+    assert [name for name in names(graph, result) if name.startswith("copy")] == [
+        "copy_f1_device_to_host",
+        "copy_f1_host_to_device",
+    ]
 
 
 def test_offload_activations_has_a_stash_and_asks_an_op_ahead() -> None:
     result = offload_activations.solve(ask(CHAIN, 10, params=OffloadActivationsParams(stash=1, least_bytes=1)))
     # f3 is in the stash when g3 reads it. f2 comes from 3 to 4, then f1 while g3 is executed, and g2 has it at 5.
     assert figures(result) == (7.0, 4)
-    issued = "f1 copy_out_f1 f2 copy_out_f2 f3 copy_out_f3 copy_in_f2 copy_in_f1 g3 g2 g1"
+    issued = (
+        "f1 copy_f1_device_to_host f2 copy_f2_device_to_host f3 "
+        "copy_f3_device_to_host copy_f2_host_to_device copy_f1_host_to_device g3 g2 g1"
+    )
     assert names(CHAIN, result) == issued.split()
 
 
@@ -52,7 +61,7 @@ def test_a_larger_stash_keeps_more() -> None:
     # f1, f2 and f3 are stashed; only f1 is read after g3, at which the stash goes: at 4 its copies are long done.
     result = offload_activations.solve(ask(CHAIN, 10, params=OffloadActivationsParams(least_bytes=1)))
     assert figures(result) == (7.0, 4)
-    assert [name for name in names(CHAIN, result) if name.startswith("copy_in")] == ["copy_in_f1"]
+    assert [name for name in names(CHAIN, result) if name.endswith("host_to_device")] == ["copy_f1_host_to_device"]
     small = offload_activations.solve(ask(CHAIN, 10, params=OffloadActivationsParams(least_bytes=2)))
     assert figures(small) == (6.0, 4) and len(names(CHAIN, small)) == 6
 
@@ -97,8 +106,8 @@ def tried_with(saves: str, share: float) -> tuple[Graph, Schedule]:
 
 def test_sac_and_offload_asks_a_layer_ahead() -> None:
     graph, schedule = tried_with("matmul", 1.0)
-    issued = """f1 copy_out_f1 f2 copy_out_f2 f3 copy_out_f3 f4 copy_out_f4 f5 f6 f7
-        g7 copy_in_f4 copy_in_f3 g6 g5 copy_in_f2 copy_in_f1 g4 g3 g2 g1"""
+    issued = """f1 copy_f1_device_to_host f2 copy_f2_device_to_host f3 copy_f3_device_to_host f4 copy_f4_device_to_host f5 f6 f7
+        g7 copy_f4_host_to_device copy_f3_host_to_device g6 g5 copy_f2_host_to_device copy_f1_host_to_device g4 g3 g2 g1"""
     assert [graph.ops[op].name for op in schedule.computed] == issued.split()
     # What layer 0 alone reads goes after layer 1, and what layer 1 reads after layer 2.
     frees = {name: schedule.steps[schedule.steps.index(Free(t)) - 1] for t, name in enumerate(("f1", "f2", "f3", "f4"))}
@@ -111,8 +120,8 @@ def test_sac_and_offload_asks_a_layer_ahead() -> None:
 
 def test_sac_and_offload_sends_ends_of_layers_and_makes_the_rest_again() -> None:
     graph, schedule = tried_with("nothing", 1.0)
-    issued = """f1 f2 copy_out_f2 f3 f4 copy_out_f4 f5 f6 f7
-        g7 copy_in_f4 f5 g6 g5 copy_in_f2 f3 g4 g3 f1 g2 g1"""
+    issued = """f1 f2 copy_f2_device_to_host f3 f4 copy_f4_device_to_host f5 f6 f7
+        g7 copy_f4_host_to_device f5 g6 g5 copy_f2_host_to_device f3 g4 g3 f1 g2 g1"""
     assert [graph.ops[op].name for op in schedule.computed] == issued.split()
     # 14 ops, 3 again, and both copies in are waited for: their layers begin with their readers.
     assert simulate(graph, schedule).time_s == 19.0
@@ -120,9 +129,15 @@ def test_sac_and_offload_sends_ends_of_layers_and_makes_the_rest_again() -> None
 
 def test_sac_and_offload_sends_the_largest_within_its_share() -> None:
     graph, schedule = tried_with("nothing", 0.5)
-    assert [graph.ops[op].name for op in schedule.computed if graph.ops[op].optional] == ["copy_out_f2", "copy_in_f2"]
+    assert [graph.ops[op].name for op in schedule.computed if graph.ops[op].optional] == [
+        "copy_f2_device_to_host",
+        "copy_f2_host_to_device",
+    ]
     graph, schedule = tried_with("matmul", 0.25)
-    assert [graph.ops[op].name for op in schedule.computed if graph.ops[op].optional] == ["copy_out_f1", "copy_in_f1"]
+    assert [graph.ops[op].name for op in schedule.computed if graph.ops[op].optional] == [
+        "copy_f1_device_to_host",
+        "copy_f1_host_to_device",
+    ]
 
 
 def test_sac_and_offload_wants_blocks() -> None:

@@ -24,10 +24,10 @@ def test_paging_takes_no_time_there_and_its_time_here() -> None:
     # them before their stages, so each is waited for.
     assert paged.schedule is not None
     assert sorted(graph.ops[op].name for op in paged.schedule.computed if graph.ops[op].optional) == [
-        "copy_in_f1",
-        "copy_in_f2",
-        "copy_out_f1",
-        "copy_out_f2",
+        "copy_f1_device_to_host",
+        "copy_f1_host_to_device",
+        "copy_f2_device_to_host",
+        "copy_f2_host_to_device",
     ]
     assert paged.time_s == 10.0
 

@@ -5,13 +5,13 @@ from dataclasses import replace
 import pytest
 
 from graphs.ir import Graph
-from graphs.options import with_options
 from graphs.options.surroundings import Link, Surroundings
 from graphs.schedule import keep_everything, schedule_of
 from graphs.simulate import simulate
 from graphs.synthetic.random_graphs import random_graph, random_training_step
 from graphs.synthetic.small import training_chain
 from graphs.synthetic.transformer import TransformerSize, transformer
+from planner.capture.options import with_options
 from solvers.bounds import least_budget_bound
 from solvers.eviction.engine import evicting_order
 from solvers.eviction.round_trips import evicting_with_copies

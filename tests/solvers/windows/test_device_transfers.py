@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pytest
 
 from graphs.ir import Graph, Phase
-from graphs.options import with_options, without_options
+from graphs.options import without_options
 from graphs.options.passes import in_passes
 from graphs.options.surroundings import Link, OtherDevice, Surroundings
 from graphs.schedule import keep_everything
@@ -13,6 +13,7 @@ from graphs.simulate import simulate
 from graphs.synthetic.draft import Draft
 from graphs.synthetic.random_graphs import random_options
 from graphs.synthetic.small import training_chain
+from planner.capture.options import with_options
 from solvers.clock import WorkClock
 from solvers.least import least_budget, least_known
 from solvers.registry import get_solver

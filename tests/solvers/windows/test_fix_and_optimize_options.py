@@ -7,6 +7,7 @@ import pytest
 
 from graphs.ir import Graph
 from graphs.options import without_options
+from graphs.options.compress import VARIANCE
 from graphs.schedule import keep_everything
 from graphs.simulate import simulate
 from graphs.synthetic.random_graphs import random_options
@@ -103,8 +104,8 @@ def test_it_ends_and_goes_on_where_there_is_a_better_schedule() -> None:
 def test_a_limit_on_variance_is_kept_to() -> None:
     slower = 0
     for graph, share in instances():
-        ops = tuple(replace(op, variance=1.0) if op.optional else op for op in graph.ops)
-        both = [begun(replace(graph, ops=ops, variance_limit=limit), share) for limit in (0.0, 1e9)]
+        ops = tuple(op.using(VARIANCE, 1.0) if op.optional else op for op in graph.ops)
+        both = [begun(replace(graph, ops=ops, limits=((VARIANCE, limit),)), share) for limit in (0.0, 1e9)]
         times = []
         for search in filter(None, both):
             exhausted(search)

@@ -5,11 +5,11 @@ import random
 import pytest
 
 from graphs.ir import Graph, Op, Tensor
-from graphs.options import with_options
 from graphs.options.surroundings import Link, Surroundings
 from graphs.schedule import Compute, Schedule
 from graphs.simulate import simulate
 from graphs.synthetic.random_graphs import random_graph
+from planner.capture.options import with_options
 from solvers.clock import WallClock
 from solvers.highs import solve_program
 from solvers.highs.program import Outcome

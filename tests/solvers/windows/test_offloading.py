@@ -5,13 +5,13 @@ import random
 import pytest
 
 from graphs.ir import Graph
-from graphs.options import with_options
 from graphs.options.surroundings import Link, Surroundings
 from graphs.synthetic.random_graphs import random_training_step
+from planner.capture.options import with_options
 from solvers.problem import Problem, problem_of
 from solvers.windows.decoding.decode import Trial, order_of, try_out
 from solvers.windows.decoding.pruning import prune_with_transfers
-from solvers.windows.params import RoundTripParams
+from solvers.windows.params import OffloadingParams
 from solvers.windows.relaxation.discretization import Discretization
 from solvers.windows.strategies.offloading import recomputing_where_it_waits, simpler
 from tests.support.random_orders import random_order, short_form
@@ -42,12 +42,12 @@ def test_waits_are_given_up_for_less_time(seed: int) -> None:
     waiting = random_trial(draw, problem)
     assert any(waiting.waits_s)
     budget = waiting.peak_bytes
-    found = recomputing_where_it_waits(problem, waiting, budget, lambda: False, RoundTripParams())
+    found = recomputing_where_it_waits(problem, waiting, budget, lambda: False, OffloadingParams())
     # The judge has taken it: all is computed in order, from what is there.
     assert found.peak_bytes <= budget and found.time_s <= waiting.time_s
     assert sum(found.waits_s) < sum(waiting.waits_s)
     assert len(found.order.away) < len(waiting.order.away)
-    assert recomputing_where_it_waits(problem, waiting, budget, lambda: True, RoundTripParams()) is waiting
+    assert recomputing_where_it_waits(problem, waiting, budget, lambda: True, OffloadingParams()) is waiting
 
 
 @pytest.mark.parametrize("seed", range(8))

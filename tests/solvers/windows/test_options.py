@@ -6,12 +6,13 @@ import pytest
 
 from graphs.errors import GraphError
 from graphs.ir import Graph, Op
-from graphs.options import with_options, without_options
+from graphs.options import without_options
 from graphs.options.surroundings import Link, Surroundings
 from graphs.schedule import keep_everything
 from graphs.simulate import simulate
 from graphs.synthetic.draft import Draft
 from graphs.synthetic.random_graphs import random_options
+from planner.capture.options import with_options
 from solvers.bounds import least_budget_bound
 from solvers.clock import WorkClock
 from solvers.least import least_budget

@@ -8,11 +8,13 @@ from dataclasses import replace
 import pytest
 
 from graphs.ir import Graph
-from graphs.options import with_options, without_options
+from graphs.options import without_options
+from graphs.options.compress import VARIANCE
 from graphs.options.selection import option_of, without
 from graphs.options.surroundings import Link, Surroundings
 from graphs.synthetic.random_graphs import random_options, with_overwriting
 from graphs.synthetic.transformer import TransformerSize, transformer
+from planner.capture.options import with_options
 from solvers.clock import WallClock, WorkClock
 from solvers.registry import get_solver
 from solvers.request import Request
@@ -103,9 +105,9 @@ def test_no_budget_gets_slower_by_a_second_kind_of_options(seed: int) -> None:
 def lossy_and_faithful() -> tuple[Graph, Graph]:
     """A graph with a lossy kind of options and another, and the same without the lossy ones."""
     graph = of_two_kinds(random_options(5, 40, 12))
-    ops = tuple(replace(op, variance=1e-3) if op.optional and option_of(op) == "pack" else op for op in graph.ops)
-    lossy = replace(graph, ops=ops, variance_limit=2e-3)
-    return lossy, without(lossy, lambda op: op.variance > 0)
+    ops = tuple(op.using(VARIANCE, 1e-3) if op.optional and option_of(op) == "pack" else op for op in graph.ops)
+    lossy = replace(graph, ops=ops, limits=((VARIANCE, 2e-3),))
+    return lossy, without(lossy, lambda op: op.used(VARIANCE) > 0)
 
 
 def test_what_is_lossy_makes_what_is_not_no_slower() -> None:
@@ -144,7 +146,7 @@ def searched_beside(graph: Graph, part: Graph, budget_bytes: int, monkeypatch: p
 
     with monkeypatch.context() as patch:
         patch.setattr(driver, "run", run_part)
-        with driver._beside(Part(search, part, search.incumbent.take)):
+        with driver._in_background(Part(search, part, search.incumbent.take)):
             pass
     return search, searches[0]
 
@@ -187,6 +189,6 @@ def test_a_part_that_is_behind_and_gets_no_better_ends(known: bool, spent: float
         ended.append(sub.clock.now)
 
     monkeypatch.setattr(driver, "run", find_nothing)
-    with driver._beside(Part(search, TRANSFORMER, search.incumbent.take)):
+    with driver._in_background(Part(search, TRANSFORMER, search.incumbent.take)):
         pass
     assert ended == [pytest.approx(spent)]

@@ -16,6 +16,7 @@ from planner.capture.options.chunks.asked import ByRows, Made, Total
 from planner.capture.options.chunks.rows import Rows, is_flat, is_view, slice_of
 from planner.capture.options.chunks.rules import CONSTANTS, MEANS
 from planner.capture.options.chunks.stretches import Stretch
+from planner.passes.program import Path
 
 aten = torch.ops.aten
 
@@ -40,14 +41,14 @@ class Result:
     """What the chunks make together.
 
     Attributes:
-        node, path: where the program makes it, as in ``Call.outputs``.
+        node, path: where the program makes it, as in ``Statement.outputs``.
         made: row by row, or added up.
         mean: it is the mean with the next result as its weight.
         elements: of which it is the mean; 0 if it is none.
     """
 
     node: fx.Node
-    path: str
+    path: Path
     made: Made
     mean: bool = False
     elements: int = 0
@@ -178,13 +179,13 @@ class Body:
             results = [r for r in self.results if r.node is node]
             first = results[0] if results else None
             if first is not None and node.target in (_INTO if isinstance(first.made, Rows) else _ONTO):
-                made[node] = self._product(graph, node, first, rooms[node, ""], partial(value, reads=reads))
+                made[node] = self._product(graph, node, first, rooms[node, ()], partial(value, reads=reads))
                 continue
             made[node] = self._emit(graph, node, count, partial(value, reads=reads))
             for result in results:
                 item = made[node]
                 if result.path:
-                    item = graph.call_function(operator.getitem, (item, int(result.path[1:-1])))
+                    item = graph.call_function(operator.getitem, (item, result.path[0]))
                 write = aten.copy_.default if isinstance(result.made, Rows) else aten.add_.Tensor
                 graph.call_function(write, (rooms[node, result.path], item))
         graph.output(())

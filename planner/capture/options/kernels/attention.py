@@ -44,7 +44,7 @@ def _forward_ways(asked: Asked) -> Iterator[Bundle]:
     query, key, value, mask = _read(asked, _FORWARD)
     if _has_math(asked, query, key):
         compute = partial(_math_forward, causal=asked.named("is_causal"), scale=_scale(asked, query))
-        out = tuple(result for result in asked.results if result.path == "[0]")
+        out = tuple(result for result in asked.results if result.path == (0,))
         reads = (query, key, value) if mask is None else (query, key, value, mask)
         yield (Way("math", (asked.node,), reads, out, compute),)
 
@@ -79,7 +79,7 @@ def _has_math(asked: Asked, query: fx.Node, key: fx.Node) -> bool:
 
 
 def _gives_no_mask_gradient(asked: Asked) -> bool:
-    return all(result.path in ("[0]", "[1]", "[2]") for result in asked.results) and len(asked.results) == 3
+    return all(result.path in ((0,), (1,), (2,)) for result in asked.results) and len(asked.results) == 3
 
 
 def _scale(asked: Asked, query: fx.Node) -> float:
@@ -209,7 +209,7 @@ def _both(asked: Asked, before: Asked, name: str, logarithms: Own, forward_by: A
     query, key, value, _ = _read(asked, _BACKWARD)
     out = asked.named("out")
     return (
-        Way(name, (before.node,), (query, key, value), (Result(before.node, "[0]"), logarithms), forward_by),
+        Way(name, (before.node,), (query, key, value), (Result(before.node, (0,)), logarithms), forward_by),
         Way(
             name,
             (asked.node,),

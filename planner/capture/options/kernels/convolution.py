@@ -15,7 +15,7 @@ from planner.torch_private.core import FakeTensor
 aten = torch.ops.aten
 
 _NATIVE_DTYPES = (torch.float32, torch.float64, torch.bfloat16)
-_INPUT, _WEIGHT, _MASK = "[0]", "[1]", 10
+_INPUT, _MASK = (0,), 10
 _STRIDE, _PADDING, _DILATION, _TRANSPOSED, _OUTPUT_PADDING, _GROUPS = range(6)  # of what follows the tensors
 
 

@@ -12,14 +12,15 @@ from planner.capture.lowering.lower import Capture
 from planner.capture.options.added import value_of
 from planner.capture.rewrites.layouts import in_place_random_op, read_strides
 from planner.capture.rewrites.outputs import storage
+from planner.passes.program import Path
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A tensor that the program makes: the value of `node` at `path`, as in ``Call.outputs``."""
+    """A tensor that the program makes: the value of `node` at `path`, as in ``Statement.outputs``."""
 
     node: fx.Node
-    path: str
+    path: Path
 
     @property
     def value(self) -> torch.Tensor:
@@ -163,7 +164,7 @@ def reads_of(arguments: Any) -> tuple[fx.Node, ...]:
 def calling(target: Callable[..., Any], arguments: tuple[Any, ...], makes: Sequence[Result]) -> Callable[..., list[torch.Tensor]]:
     """Calls `target` with `arguments`, values of the program replaced by what it is given for them; returns what `makes` says."""
     reads = reads_of(arguments)
-    positions = [int(made.path[1:-1]) if made.path else None for made in makes]
+    positions = [made.path[0] if made.path else None for made in makes]
 
     def compute(*given: torch.Tensor) -> list[torch.Tensor]:
         value = dict(zip(reads, given, strict=True))

@@ -1,10 +1,12 @@
 """Code that Inductor generates for CUDA is read; it is executed on a GPU only."""
 
 import ast
+import builtins
 import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import torch
 from torch import Tensor
 
 from planner.capture.kernels.wrapper import Wrapper
+from planner.passes.program import Call, Shared
 from tests.support.cuda_lines import body_of, kinds
 from tests.support.wrapper_code import namespace, read
 
@@ -45,8 +48,21 @@ NAMES = namespace(
 @pytest.mark.parametrize("kept", KEPT, ids=lambda path: path.stem)
 def test_each_kind_of_line_that_a_release_generates_is_read(kept: Path) -> None:
     for source in modules(kept):
-        wrapper, _ = read(source, NAMES, inputs_of(source))
+        compiled = [s.targets[0] for s in ast.parse(source).body if isinstance(s, ast.Assign)]
+        names = {name.id: unexecuted for name in compiled if isinstance(name, ast.Name)} | NAMES
+        whole = with_inputs(source, names)
+        wrapper, _ = read(whole, names, inputs_of(whole))
         assert_read_whole(source, wrapper)
+
+
+def with_inputs(source: str, names: Mapping[str, Any]) -> str:
+    """`source`, of which lines were left out, with what these made as inputs."""
+    known, missing = {"args", *names, *dir(builtins)}, dict[str, None]()
+    for statement in body_of(ast.parse(source)):
+        used = [] if isinstance(statement, ast.With) else [n for n in ast.walk(statement) if isinstance(n, ast.Name)]
+        missing |= dict.fromkeys(name.id for name in used if isinstance(name.ctx, ast.Load) and name.id not in known)
+        known |= {name.id for name in used}
+    return source.replace(" = args", f" {''.join(f'{name}, ' for name in missing)}= args")
 
 
 def inputs_of(source: str) -> int:
@@ -69,8 +85,10 @@ def assert_read_whole(source: str, wrapper: Wrapper) -> None:
     made = [value for launch in wrapper.launches for value in launch.makes]
     assert len(made) == len(set(made))
     assert all(not launch.writes - set(made) for launch in wrapper.launches)
-    assert wrapper.guard == "torch.cuda._DeviceGuard(0)"
-    assert all(line.endswith("= get_raw_stream(0)") for line in wrapper.setup)
+    assert wrapper.guard == Call(torch.cuda._DeviceGuard, (0,))
+    values = [statement.value for launch in wrapper.launches for statement in launch.statements]
+    shared = [leaf for value in values if value is not None for leaf in value.kwargs.values() if isinstance(leaf, Shared)]
+    assert all(each == Shared(Call(NAMES["get_raw_stream"], (0,))) for each in shared)
 
 
 @pytest.mark.slow

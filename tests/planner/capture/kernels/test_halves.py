@@ -52,5 +52,5 @@ def test_kernels_are_those_that_the_compiled_step_calls(monkeypatch: pytest.Monk
     assert captured.whole is not None
     captured.whole(*batch).backward()
     assert set(called) == set(loaded)
-    kernels = [value for value in captured.program.namespace.values() if getattr(value, "__name__", "") == "run"]
+    kernels = [value for value in captured.program.names.values() if getattr(value, "__name__", "") == "run"]
     assert len(kernels) == len(loaded)

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from planner.capture.kernels.in_place import _shared_by_threads
 from planner.capture.kernels.variants import Variant
 from planner.capture.lowering.lower import Capture
-from planner.capture.lowering.program import Launches
 from planner.capture.signature import detach_batch
 from planner.capture.trace import capture_kernels
 from planner.torch_private.inductor import CppScheduling, MemoryDep
@@ -43,7 +42,7 @@ def pairs(after: Callable[[Tensor], Tensor]) -> list[tuple[str, str, str]]:
     captured: Capture = capture_kernels(Step(after), None, detach_batch((torch.randn(32, 32),)), variant=Variant.DEFAULT)
     names = [tensor.name for tensor in captured.graph.tensors]
     calls = zip(captured.graph.ops, captured.program.calls, strict=True)
-    return [(op.target, names[o], names[t]) for op, call in calls if isinstance(call, Launches) for o, t, _ in call.over]
+    return [(op.target, names[o], names[t]) for op, call in calls if call.launches for o, t, _ in call.over]
 
 
 def test_an_element_is_written_where_it_was_read() -> None:

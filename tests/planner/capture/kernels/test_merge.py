@@ -3,6 +3,9 @@
 from graphs.ir import Phase
 from planner.capture.kernels.merge import Group, grouped
 from planner.capture.kernels.wrapper import Launch
+from planner.passes.program import Call
+
+WRITTEN = Call("over")
 
 
 def launch(makes: int | None = None, *, reads: str = "", writes: str = "", phase: Phase = Phase.FORWARD) -> Launch:
@@ -103,10 +106,10 @@ def test_readers_between_two_writers_follow_the_first() -> None:
 
 def test_an_op_writes_over_what_one_launch_of_it_reads() -> None:
     first, second = launch(2, reads="1"), launch(reads="12", writes="2")
-    first.over = [(2, 1, "line")]
+    first.over = [(2, 1, WRITTEN)]
     (group,), _ = parts([first, second], static=(1,))
     assert group.over == []
     alone, other = launch(3, reads="1"), launch(4, reads="1")
-    alone.over = [(3, 1, "line")]
+    alone.over = [(3, 1, WRITTEN)]
     groups, _ = parts([alone, other], static=(1,))
-    assert [group.over for group in groups] == [[(3, 1, "line")], []]
+    assert [group.over for group in groups] == [[(3, 1, WRITTEN)], []]

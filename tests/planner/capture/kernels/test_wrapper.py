@@ -9,7 +9,8 @@ from torch import Tensor
 from graphs.errors import TraceError
 from graphs.ir import Phase
 from planner.capture.kernels.wrapper import Launch, Value, Wrapper
-from tests.support.wrapper_code import call, cpp, execute, module, namespace, read
+from planner.passes.program import Call, Ref, Statement
+from tests.support.wrapper_code import call, cpp, execute, lines, module, namespace, read
 from tests.support.wrapper_code import triton as triton_kernel
 
 KERNELS = {
@@ -54,13 +55,18 @@ NAMES = namespace(
 
 def launches(body: str, *inputs: Tensor) -> list[Launch]:
     """What the code `body` launches; executed, they return what it returns."""
+    return read_and_executed(body, *inputs).launches
+
+
+def read_and_executed(body: str, *inputs: Tensor) -> Wrapper:
+    """What the code `body` does; executed, its launches return what it returns."""
     source = module(body, KERNELS)
     wanted = call(source, NAMES, [value.clone() for value in inputs])
     wrapper, returned = read(source, NAMES, len(inputs))
     found = execute(wrapper, returned, [value.clone() for value in inputs])
     for a, b in zip(wanted, found, strict=True):
         assert (a is b is None) or torch.equal(a, b)
-    return wrapper.launches
+    return wrapper
 
 
 X, Y = torch.arange(4.0), torch.arange(4.0) + 10
@@ -77,9 +83,10 @@ cpp_add(primals_1, primals_2, buf0)
 del primals_1
 return (buf0, primals_2, None, )
 """
-    (launch,) = launches(body, X, Y)
-    lines = ["_v2 = empty_strided_cpu((4,), (1,), torch.float32)", "cpp_add(_v0, _v1, _v2)"]
-    assert launch == Launch("cpp_add", Phase.FORWARD, lines, makes=[2], reads={0, 1})
+    wrapper = read_and_executed(body, X, Y)
+    (launch,) = wrapper.launches
+    assert (launch.target, launch.phase, launch.makes, launch.reads) == ("cpp_add", Phase.FORWARD, [2], {0, 1})
+    assert lines(wrapper, 2) == ["t2 = empty_strided_cpu((4, ), (1, ), torch_float32)", "cpp_add(t0, t1, t2)"]
 
 
 def test_a_buffer_may_have_room_behind_each_row() -> None:
@@ -93,8 +100,9 @@ buf1 = empty_strided_cpu((2, 2), (2, 1), torch.float32)
 extern_kernels.mm(reinterpret_tensor(buf0, (2, 4), (5, 1), 0), reinterpret_tensor(buf0, (4, 2), (1, 5), 0), out=buf1)
 return (buf1, )
 """
-    first, second, _ = launches(body, X)
-    assert first.lines[0] == "_v1 = empty_strided_cpu((2, 4), (5, 1), torch.float32).as_strided((2, 2), (5, 1))"
+    wrapper = read_and_executed(body, X)
+    first, second, _ = wrapper.launches
+    assert lines(wrapper, 1)[0] == "t1 = empty_strided_cpu((2, 4, ), (5, 1, ), torch_float32).as_strided((2, 2, ), (5, 1, ))"
     assert (first.makes, second.makes, second.writes) == ([1], [], {1})
 
 
@@ -148,7 +156,8 @@ buf2 = extern_kernels.mm(reinterpret_tensor(buf1, (2, 2), (2, 1), 0), reinterpre
 return (buf2, )
 """
     first, second = launches(body, X)
-    assert (first.lines, first.makes, first.reads) == (["_v1 = torch.ops.aten.relu.default(_v0)"], [1], {0})
+    assert first.statements == [Statement(Call(torch.ops.aten.relu.default, (Ref(0),)), ((1, ()),))]
+    assert (first.makes, first.reads) == ([1], {0})
     assert (second.target, second.makes, second.reads) == ("extern_kernels.mm", [2], {1})
 
 
@@ -162,9 +171,9 @@ buf2 = buf0[1]
 del buf0
 return (buf2, buf1)
 """
-    (launch,) = launches(body, X)
-    assert launch.makes == [1, 2]
-    assert launch.lines[1:] == ["_v1 = _[0]", "_v2 = _[1]", "del _"]
+    wrapper = read_and_executed(body, X)
+    assert wrapper.launches[0].makes == [1, 2]
+    assert lines(wrapper, 1)[1:] == ["t1 = made[0]", "t2 = made[1]", "del made"]
 
 
 def test_views_are_part_of_what_reads_them() -> None:
@@ -177,10 +186,11 @@ buf2 = empty_strided_cpu((4, ), (1, ), torch.float32)
 cpp_add(reinterpret_tensor(buf1, (4, ), (1, ), 1), primals_1, buf2)
 return (buf2, reinterpret_tensor(buf0, (4, ), (1, ), 3), )
 """
-    first, second = launches(body, X)
-    view = "reinterpret_tensor(reinterpret_tensor(_v1, (6,), (1,), 2), (4,), (1,), 1)"
-    assert first.lines[-1] == f"cpp_add(_v0, _v0, {view})"
-    assert second.lines[-1] == f"cpp_add({view}, _v0, _v2)"
+    wrapper = read_and_executed(body, X)
+    first, second = wrapper.launches
+    view = "reinterpret_tensor(reinterpret_tensor(t1, (6, ), (1, ), 2), (4, ), (1, ), 1)"
+    assert lines(wrapper, 1)[1] == f"cpp_add(t0, t0, {view})"
+    assert lines(wrapper, 1)[-1] == f"cpp_add({view}, t0, t2)"
     assert (first.makes, second.reads) == ([1], {0, 1})
 
 
@@ -196,7 +206,8 @@ return (buf2, )
     made, copied, scaled = launches(body, X, Y)
     assert (made.makes, made.reads) == ([2], {0})
     assert (copied.target, copied.reads, copied.writes) == ("aten.copy_", {1, 2}, {2})
-    assert (scaled.lines, scaled.reads, scaled.writes) == (["torch.ops.aten.mul_.Tensor(_v2, _v1)"], {1, 2}, {2})
+    assert scaled.statements == [Statement(Call(torch.ops.aten.mul_.Tensor, (Ref(2), Ref(1))))]
+    assert (scaled.reads, scaled.writes) == ({1, 2}, {2})
 
 
 def test_what_draws_is_random() -> None:
@@ -229,7 +240,7 @@ return (buf0, )
 """
     names = {**NAMES, "empty_strided_cuda": NAMES["empty_strided_cpu"]}
     wrapper, returned = read(module(body, KERNELS), names, 2)
-    assert wrapper.setup == ["stream0 = get_raw_stream(0)"]  # once, before all launches
+    assert sum("get_raw_stream(0)" in line for line in lines(wrapper, 2)) == 1  # for all launches
     _, scaled, again = wrapper.launches
     assert (scaled.target, scaled.makes, scaled.reads, scaled.writes) == ("triton_scale", [3], {1, 2}, {2})
     # What in_out_ptr0 points to need not have been written before.
@@ -239,7 +250,7 @@ return (buf0, )
 
 
 def test_an_input_that_kernels_expect_aligned_is_bound_to_the_tensor_itself() -> None:
-    """Static tensors are aligned before all launches; see ``lower.aligned``."""
+    """Static tensors are aligned before they are read; see ``builder.aligned``."""
     body = """
 primals_1, primals_2 = args
 primals_1 = copy_if_misaligned(primals_1)
@@ -253,8 +264,8 @@ del primals_2_orig
 return (buf1, primals_1, primals_2, )
 """
     first, second = launches(body, X, Y)
-    assert (first.lines[-1], first.reads) == ("cpp_add(_v0, _v1, _v2)", {0, 1})
-    assert (second.lines[-1], second.reads) == ("cpp_add(_v1, _v2, _v3)", {1, 2})
+    assert (first.statements[-1].value, first.reads) == (Call(cpp_add, (Ref(0), Ref(1), Ref(2))), {0, 1})
+    assert (second.statements[-1].value, second.reads) == (Call(cpp_add, (Ref(1), Ref(2), Ref(3))), {1, 2})
 
 
 def test_a_view_that_kernels_expect_aligned_is_refused() -> None:
@@ -277,9 +288,8 @@ cpp_add(workspace_0, workspace_0, buf0)
 return (buf0, )
 """
     zeroed, added = launches(body)
-    assert zeroed == Launch(
-        "zero_", Phase.FORWARD, ["_v0 = empty_strided_cpu((4,), (1,), torch.float32)", "_v0.zero_()"], makes=[0], reads=set()
-    )
+    assert (zeroed.target, zeroed.makes, zeroed.reads) == ("zero_", [0], set())
+    assert [statement.value for statement in zeroed.statements[1:]] == [Call("zero_", (Ref(0),))]
     assert (added.reads, added.makes) == ({0}, [1])
 
 
@@ -307,7 +317,8 @@ def test_two_modules_may_use_one_name_for_two_things() -> None:
     value = wrapper.new(Value())
     second = wrapper.read(module(body, KERNELS), other, [value], {}, Phase.BACKWARD)
     third = wrapper.read(module(body, KERNELS), NAMES, [value], {}, Phase.BACKWARD)
-    assert [launch.lines[-1].partition("(")[0] for launch in wrapper.launches] == ["cpp_ones", "cpp_ones_2", "cpp_ones"]
+    called = [line.partition("(")[0] for line in lines(wrapper, 1) if line.startswith("cpp")]
+    assert called == ["cpp_ones", "cpp_ones_2", "cpp_ones"]
     assert [launch.phase for launch in wrapper.launches] == [Phase.FORWARD, Phase.BACKWARD, Phase.BACKWARD]
     found = execute(wrapper, [*first, *second, *third], [X])
     assert [each.tolist() for each in found] == [[1.0] * 4, [5.0] * 4, [1.0] * 4]

@@ -1,8 +1,11 @@
 """What the code around Inductor's kernels says of the inputs that may be written over."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from planner.passes.program import Call, Ref
 from tests.support.wrapper_code import call, cpp, execute, module, namespace, read
 
 
@@ -30,11 +33,11 @@ return (buf0, )
     source = module(body, KERNELS)
     wrapper, returned = read(source, NAMES, 2)
     (launch,) = wrapper.launches
-    view = "_v2 = reinterpret_tensor(_v{}, (1, 4), (4, 1), 0)"
-    assert launch.over == [(2, 0, view.format(0)), (2, 1, view.format(1))]
+    views = [Call(NAMES["reinterpret_tensor"], (Ref(i), (1, 4), (4, 1), 0)) for i in range(2)]
+    assert launch.over == [(2, 0, views[0]), (2, 1, views[1])]
     assert torch.equal(execute(wrapper, returned, [X, Y])[0], call(source, NAMES, [X, Y])[0])
     given = X.clone()
-    launch.lines[0] = launch.over[0][2]
+    launch.statements[0] = replace(launch.statements[0], value=views[0])
     (found,) = execute(wrapper, returned, [given, Y])
     assert found.data_ptr() == given.data_ptr()
     assert torch.equal(found.view(4), X + Y)

@@ -10,12 +10,13 @@ from benchmarks.all_compressed import all_compressed
 from graphs.errors import GraphError, ScheduleError, TraceError, UsageError
 from graphs.io.graph_document import graph_from_dict, graph_to_dict
 from graphs.ir import Graph, Phase
-from graphs.options import check_options, check_traced, with_options, without_options
-from graphs.options.variance import KEEP, RESTORE, variance_at
+from graphs.options import without_options
+from graphs.options.compress import KEEP, RESTORE, VARIANCE, variance_at
 from graphs.simulate import simulate
-from planner.capture.options.compression import kept_tensors
-from planner.capture.options.compression.forms import FORMS, GROUP
-from planner.capture.options.compression.kept import Keep, Layout, Restore
+from planner.capture.options import check_options, check_traced, with_options
+from planner.capture.options.compress.find import kept_tensors
+from planner.capture.options.compress.forms import FORMS, GROUP
+from planner.capture.options.compress.kept import Keep, Layout, Restore
 from planner.capture.options.traced import with_traced
 from planner.capture.trace import capture
 from planner.models import build
@@ -137,8 +138,8 @@ def test_graphs_hold_every_form_and_the_limit_comes_with_the_bits() -> None:
     assert graph_from_dict(graph_to_dict(graph)) == graph
     found = with_options(graph, ["compress:4"])
     assert graph_from_dict(graph_to_dict(found)) == found
-    four = sum(op.variance for op in graph.ops if op.target == f"{RESTORE}.4")
-    assert found.variance_limit == pytest.approx(four) and variance_at(graph, 8) == pytest.approx(four / 17**2)
+    four = sum(op.used(VARIANCE) for op in graph.ops if op.target == f"{RESTORE}.4")
+    assert dict(found.limits)[VARIANCE] == pytest.approx(four) and variance_at(graph, 8) == pytest.approx(four / 17**2)
     assert len(with_options(graph, ()).ops) == len(graph.program)
     restored_tensors = {t for op in graph.ops if op.target.startswith(RESTORE) for t in op.outputs}
     for op in graph.ops:
@@ -151,12 +152,12 @@ def test_graphs_hold_every_form_and_the_limit_comes_with_the_bits() -> None:
 def test_the_judge_counts_each_lossy_op_once() -> None:
     graph = with_options(small(), ["compress:4"])
     schedule = all_compressed(graph, "4")
-    assert graph.variance((*schedule.computed, *schedule.computed)) == pytest.approx(graph.variance_limit)
+    assert graph.used(VARIANCE, (*schedule.computed, *schedule.computed)) == pytest.approx(dict(graph.limits)[VARIANCE])
     kept = simulate(graph, schedule)
     assert kept.peak_bytes > 0
-    with pytest.raises(ScheduleError, match=r"predicted variance of .* in all: the limit is"):
+    with pytest.raises(ScheduleError, match=r"uses? .* of 'gradient variance' \(limit "):
         simulate(graph, all_compressed(graph, "2"))
-    assert simulate(replace(graph, variance_limit=float("inf")), all_compressed(graph, "2")).time_s > 0
+    assert simulate(replace(graph, limits=()), all_compressed(graph, "2")).time_s > 0
 
 
 @pytest.mark.parametrize("variance", [-1.0, float("nan"), float("inf")])
@@ -164,11 +165,11 @@ def test_variances_that_cannot_be_are_refused(variance: float) -> None:
     graph = small()
     last = graph.ops[-1]
     with pytest.raises(GraphError, match="variance"):
-        replace(graph, ops=(*graph.ops[:-1], replace(last, variance=variance)))
-    with pytest.raises(GraphError, match="differs from the program"):
-        replace(graph, ops=(replace(graph.ops[0], variance=1.0), *graph.ops[1:]))
-    with pytest.raises(GraphError, match="variance limit"):
-        replace(graph, variance_limit=-1.0)
+        replace(graph, ops=(*graph.ops[:-1], replace(last, uses=((VARIANCE, variance),))))
+    with pytest.raises(GraphError, match="uses 'gradient variance', but is not optional"):
+        replace(graph, ops=(graph.ops[0].using(VARIANCE, 1.0), *graph.ops[1:]))
+    with pytest.raises(GraphError, match=r"the graph allows -1\.0 of 'gradient variance'"):
+        replace(graph, limits=((VARIANCE, -1.0),))
     assert without_options(graph).ops == graph.program
 
 

@@ -11,11 +11,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from graphs.ir import Graph
-from graphs.options import with_options, without_options
-from planner.capture.options.packing import bits, finder, pooling, ranges
-from planner.capture.options.packing.comparisons import COMPARISONS, Ask, FromBits
-from planner.capture.options.packing.masks import PackBits, UnpackBits
-from planner.capture.options.packing.shapes import OfShape
+from graphs.options import without_options
+from planner.capture.options import with_options
+from planner.capture.options.pack import bits, finder, pooling, ranges
+from planner.capture.options.pack.comparisons import COMPARISONS, Ask, FromBits
+from planner.capture.options.pack.masks import PackBits, UnpackBits
+from planner.capture.options.pack.shapes import OfShape
 from planner.capture.options.traced import with_traced
 from planner.capture.trace import capture
 from planner.models import Workload

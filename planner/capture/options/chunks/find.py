@@ -1,0 +1,134 @@
+"""Chunks: long rows are computed some at a time, so that their memory is that of a part of them.
+
+For each stretch of the step that is row by row (``chunks.stretches``), such as the loss head of a language
+model, ops that stand for it: one for the forward pass, and for the backward pass one that computes the long rows of the
+forward pass again, and one that reads them. Each comes in so many chunks as ``COUNTS`` says. What is added up over rows is
+added up in another order, and differs by rounding.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from torch import fx
+
+from graphs.ir import Graph, Op
+from planner.capture.lowering.lower import Capture
+from planner.capture.options.added import Additions
+from planner.capture.options.chunks.asked import Total
+from planner.capture.options.chunks.body import Body, InChunks, Result, sliced
+from planner.capture.options.chunks.rows import Rows
+from planner.capture.options.chunks.stretches import Finder, Stretch
+from planner.capture.options.differing import differing
+from planner.capture.rewrites.outputs import storage
+
+COUNTS = (2, 4, 8, 16)
+TARGET = "chunks"  # the first word of what the ops call
+
+
+@dataclass(frozen=True, slots=True)
+class _StandIn:
+    """Ops of one pass in another way: of the stretch that begins at `seed`, `kind` says which, `body` what is computed."""
+
+    seed: str
+    kind: str
+    stretch: Stretch
+    body: Body
+
+
+def chunked(capture: Capture) -> Capture:
+    """`capture` with ops that stand for its long stretches, in 2, 4, 8 and 16 chunks; their times are not measured."""
+    finder, additions = Finder(capture), Additions(capture)
+    for found in [found for pair in finder.find() for found in _stand_ins(capture, finder, *pair)]:
+        rows, sizes = found.stretch.rows, set[int]()
+        for count in COUNTS:
+            size = -(-rows // count)
+            if count <= rows and size not in sizes:
+                sizes.add(size)
+                _add(additions, found, count, InChunks(rows, size, found.body.given, found.body.results, found.body.of))
+    return additions.captured()
+
+
+def _stand_ins(capture: Capture, finder: Finder, forward: Stretch, backward: Stretch | None) -> Iterator[_StandIn]:
+    seed = capture.graph.ops[min(forward.ops)].name
+    if (found := _stand_in(capture, seed, "forward", forward, ())) is not None:
+        yield found
+    if backward is None:
+        return
+    again = _needed(finder, forward, backward)
+    for kind, before in (("backward", again), ("backward_kept", ())):
+        if (found := _stand_in(capture, seed, kind, backward, before)) is not None:
+            yield found
+
+
+def _stand_in(capture: Capture, seed: str, kind: str, stretch: Stretch, before: Sequence[fx.Node]) -> _StandIn | None:
+    """None where a result of rows has them where no slice of it can be written to."""
+    results = list(_results(capture.graph, capture, stretch))
+    nodes = [*before, *(stretch.ops[op] for op in sorted(stretch.ops))]
+    return _StandIn(seed, kind, stretch, Body(stretch, nodes, results)) if all(map(sliced, results)) else None
+
+
+def _results(graph: Graph, capture: Capture, stretch: Stretch) -> Iterator[Result]:
+    """What is read of what `stretch` makes, but for long rows, which the backward pass computes again or does not find."""
+    for op in sorted(stretch.ops):
+        node = stretch.ops[op]
+        call = stretch.calls[node]
+        for item, (t, path) in enumerate(capture.program.calls[op].outputs):
+            result = Result(node, path, call.makes[item], call.mean and item == 0, call.elements)
+            read = t in graph.kept or any(p not in stretch.ops for p in graph.consumers[t] if p < len(graph.program))
+            if call.mean or (read and not stretch.makes_long(node, item, result.value)):
+                yield result
+
+
+def _needed(finder: Finder, forward: Stretch, backward: Stretch) -> list[fx.Node]:
+    """The ops of `forward` that make long rows that `backward` reads, and those that these need, in order."""
+    maker = {t: op for op in forward.ops for t in finder.graph.ops[op].outputs}
+    waiting = [t for t in finder.long(forward) if any(p in backward.ops for p in finder.graph.consumers[t])]
+    needed: set[int] = set()
+    while waiting:
+        op = maker.get(waiting.pop())
+        if op is not None and op not in needed:
+            needed.add(op)
+            waiting += finder.graph.ops[op].inputs
+    return [forward.ops[op] for op in sorted(needed)]
+
+
+def _add(additions: Additions, found: _StandIn, count: int, called: InChunks) -> None:
+    """Add the op that stands for the ops of `found` in `count` chunks."""
+    capture, ops = additions.capture, tuple(sorted(found.stretch.ops))
+    stood_for = [capture.graph.ops[op] for op in ops]
+    made = [additions.tensor_of[storage(result.value)] for result in called.results]
+    additions.add_op(
+        called,
+        [capture.values[given.node] for given in called.given],
+        like=stood_for[0],
+        name=f"{found.seed}_{found.kind}_in_{count}",
+        target=f"{TARGET}.{found.kind}.{count}",
+        inputs=[additions.tensor_of[storage(given.node.meta["val"])] for given in called.given],
+        outputs=made,
+        replaces=ops,
+        recomputable=all(p.recomputable for p in stood_for),
+        differs=differing(
+            capture.graph,
+            capture.program,
+            [t for t, r in zip(made, called.results, strict=True) if r.made is not Total.COUNT],
+        ),
+    )
+
+
+def settle(capture: Capture, op: Op, equal: Sequence[bool]) -> Op:
+    """`op`, one of those of ``chunked``, with what differs of its outputs.
+
+    Kernels are chosen by shapes, not by values: where rows came out with the bits of the program once, they always do. What
+    is added up in another order may have been equal by chance.
+
+    Args:
+        equal: for each output whether it was equal to the program's to the last bit, on the device that runs the step.
+    """
+    composed = capture.program.calls[op.id].composed
+    assert isinstance(composed, InChunks)
+    exact = [
+        r.made is Total.COUNT or (isinstance(r.made, Rows) and same) for r, same in zip(composed.results, equal, strict=True)
+    ]
+    return replace(
+        op, differs=differing(capture.graph, capture.program, [t for t, e in zip(op.outputs, exact, strict=True) if not e])
+    )

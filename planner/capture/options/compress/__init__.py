@@ -1,0 +1,39 @@
+"""Compressed keeping, lossy: what the backward pass reads of the forward pass is kept in few bits, and made again to be read."""
+
+from typing import TYPE_CHECKING
+
+from graphs.ir import Graph
+from graphs.options.compress import COMPRESS as NAME
+from graphs.options.compress import LEAST_BITS, MOST_BITS, REFERENCE_BITS, within
+from graphs.options.option import Argument, Feature
+from planner.capture.options.option import EAGER_KERNELS, StepOption
+
+if TYPE_CHECKING:
+    from planner.capture.lowering.lower import Capture
+    from planner.capture.replay import RealStep
+
+
+def _apply(capture: "Capture") -> "Capture":
+    from planner.capture.options.compress.find import compressed
+
+    return compressed(capture)
+
+
+def _measure(capture: "Capture", real: "RealStep | None") -> Graph:
+    from planner.capture.options.compress.sensitivity import measured_variances, modelled_variances
+
+    return modelled_variances(capture) if real is None else measured_variances(capture, real)
+
+
+COMPRESS = StepOption(
+    name=NAME,
+    description="saved tensors may be stored in 1 to 8 bits, within the gradient error of 4 bits for all: compress:4",
+    refused={
+        **EAGER_KERNELS,
+        Feature.TORCH_COMPILE: "how lossy a graph of a step is cannot be measured; leave it out, or take planner.compile",
+        Feature.VARYING_SIZES: "how lossy a step may be is measured at one size; leave one of them out",
+    },
+    argument=Argument(LEAST_BITS, MOST_BITS, REFERENCE_BITS, "bits", "how lossy the whole may be", within),
+    apply=_apply,
+    measure=_measure,
+)

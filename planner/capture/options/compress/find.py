@@ -1,0 +1,140 @@
+"""Compressed keeping, lossy: what the backward pass reads of the forward pass is kept in few bits, and made again to be read.
+
+For each tensor of some size that the forward pass makes in floating point and the backward pass reads, and each form of
+``FORMS``: an op that keeps it compressed, and one that makes of that another tensor, the *restored* one, of the same size and
+strides. The ops of the backward pass that read the tensor have stand-ins that read the restored one, and nothing else does:
+what the forward pass reads, first or again, is exact, and so is what is compressed. How much the gradients change is measured
+where the step is (``planner.capture.options.compress.sensitivity``); docs/options/compression.md has the whole.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+import torch
+
+from graphs.ir import Kind, Op, Phase, Tensor
+from graphs.options.compress import COMPRESS, KEEP, RESTORE
+from planner.capture.lowering.lower import Capture
+from planner.capture.lowering.statics import allocated_bytes
+from planner.capture.options.added import Additions, value_of
+from planner.capture.options.compress.forms import FORMS
+from planner.capture.options.compress.kept import Keep, Layout, Restore
+from planner.passes.program import Ref
+
+_LEAST_ELEMENTS = 2048
+_LEAST_SHARE = 1 / 100  # of the largest tensor that can be compressed
+_MOST_READ = 3  # of what one op reads so many tensors may be restored ones, the largest
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def compressed(capture: Capture) -> Capture:
+    """`capture` with ops that keep tensors compressed; their times and variances are not measured."""
+    additions = Additions(capture)
+    found = _compressible(capture)
+    restored: dict[int, int] = {}
+    for t, value in found.items():
+        restored[t] = _add_forms(additions, capture.graph.tensors[t], value)
+    for op in _readers(capture, found):
+        read = sorted((t for t in op.inputs if t in found), key=lambda t: -capture.graph.tensors[t].size_bytes)[:_MOST_READ]
+        for count in range(1, len(read) + 1):
+            for some in combinations(read, count):
+                _add_reader(additions, op, {t: restored[t] for t in some})
+    return additions.captured()
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A tensor that may be kept compressed.
+
+    Attributes:
+        tensor: its id.
+        ops: by form, the op that keeps it, and the one that makes of that what is read.
+    """
+
+    tensor: int
+    ops: Mapping[str, tuple[int, int]]
+
+
+def kept_tensors(capture: Capture) -> list[Kept]:
+    """What ``compressed`` has found."""
+    found: dict[int, dict[str, tuple[int, int]]] = {}
+    for op in capture.graph.ops[len(capture.graph.program) :]:
+        if op.target.startswith(f"{KEEP}."):
+            (restore,) = capture.graph.consumers[op.outputs[0]]
+            found.setdefault(op.inputs[0], {})[op.target.removeprefix(f"{KEEP}.")] = op.id, restore
+    return [Kept(t, ops) for t, ops in found.items()]
+
+
+def _compressible(capture: Capture) -> dict[int, torch.Tensor]:
+    """The tensors that may be kept compressed, with their fake values."""
+    graph = capture.graph
+    found: dict[int, torch.Tensor] = {}
+    readers = {t for op in _readers(capture, range(len(graph.tensors))) for t in op.inputs}
+    for op in graph.program:
+        node, call = capture.nodes[op.id], capture.program.calls[op.id]
+        if op.phase is Phase.FORWARD and node is not None:
+            for t, path in call.outputs:
+                tensor = graph.tensors[t]
+                if tensor.kind is Kind.ACTIVATION and t in readers and _is_whole(tensor, value := value_of(node, path)):
+                    found[t] = value
+    least = _LEAST_SHARE * max((graph.tensors[t].size_bytes for t in found), default=0)
+    return {t: value for t, value in found.items() if graph.tensors[t].size_bytes >= least}
+
+
+def _is_whole(tensor: Tensor, value: torch.Tensor) -> bool:
+    """Whether the elements are numbers, enough of them, that fill the storage."""
+    size_bytes = value.numel() * value.element_size()
+    return (
+        value.dtype in _DTYPES
+        and value.numel() >= _LEAST_ELEMENTS
+        and value.storage_offset() == 0
+        and value.untyped_storage().nbytes() == size_bytes
+        and tensor.size_bytes == allocated_bytes(size_bytes, value.device)
+    )
+
+
+def _readers(capture: Capture, tensors: Sequence[int] | Mapping[int, object] | range) -> Iterator[Op]:
+    """Ops of the backward pass that read some of `tensors`, and can do so elsewhere."""
+    for op in capture.graph.program:
+        movable = not (op.random or op.mutates or capture.program.calls[op.id].launches)
+        if movable and op.phase is Phase.BACKWARD and any(t in tensors for t in op.inputs):
+            yield op
+
+
+def _add_forms(additions: Additions, tensor: Tensor, value: torch.Tensor) -> int:
+    """Ops that keep `tensor` in each form and make it again; the tensor that they make."""
+    capture = additions.capture
+    maker = capture.graph.ops[tensor.producers[0]]
+    made = additions.add_tensor(f"{tensor.name}.restored", value)
+    for form, packing in FORMS.items():
+        layout = Layout(value, packing)
+        kept = additions.add_tensor(f"{tensor.name}.{form}", Restore(layout).fakes[0])
+        keep = f"{tensor.name}_keep_{form}"
+        additions.add_op(
+            Keep(layout, tensor.id),
+            [Ref(tensor.id)],
+            like=maker,
+            name=keep,
+            target=f"{KEEP}.{form}",
+            inputs=[tensor.id],
+            outputs=[kept],
+        )
+        how = f"in {form} bits" if form.isdecimal() else f"as {form}"
+        additions.add_op(
+            Restore(layout),
+            [Ref(kept)],
+            like=maker,
+            name=f"{tensor.name}_restore_{form}",
+            target=f"{RESTORE}.{form}",
+            inputs=[kept],
+            outputs=[made],
+            differs=f"lossy: activations kept {how} for the backward pass (gradients)",
+        )
+    return made
+
+
+def _add_reader(additions: Additions, op: Op, restored: Mapping[int, int]) -> None:
+    """An op that reads the `restored` tensors in place of those that they stand for."""
+    read = "_".join(str(t) for t in sorted(restored))
+    additions.add_variant(op, restored, f"{op.name}_of_{read}", f"{COMPRESS}.read")

@@ -1,0 +1,158 @@
+"""What keeps a tensor compressed, and what makes it again: functions on real and on fake tensors, a slice at a time."""
+
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from graphs.errors import TraceError
+from planner.capture.options.compress.forms import GROUP, Form, Noise, seed_of
+
+_LEAST_SLICE, _MOST_SLICES = 2**16, 8  # numbers that are worked on at a time, and into how many parts a tensor is split
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A tensor whose storage is its elements, without gaps.
+
+    Attributes:
+        like: fake.
+        form: how it is kept.
+    """
+
+    like: torch.Tensor
+    form: Form
+
+    @property
+    def groups(self) -> int:
+        """How many; the last may not be full."""
+        return -(-self.like.numel() // GROUP)
+
+    @property
+    def code_bytes(self) -> int:
+        """Of all groups."""
+        return self.groups * self.form.code_bytes
+
+    @property
+    def kept_bytes(self) -> int:
+        """Of the compressed tensor: codes, then limits in the type of the tensor."""
+        return self.code_bytes + self.groups * self.form.limits * self.like.element_size()
+
+    def parts(self, kept: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Codes and limits of a compressed tensor, a row for each group."""
+        codes = kept[: self.code_bytes].view(self.groups, self.form.code_bytes)
+        return codes, kept[self.code_bytes :].view(self.like.dtype).view(self.groups, self.form.limits)
+
+    @property
+    def part(self) -> "Layout":
+        """Of the first slice."""
+        _, elements = next(self.slices())
+        return Layout(self.like.new_empty(elements.stop), self.form)
+
+    @property
+    def count(self) -> int:
+        """How many slices there are."""
+        return sum(1 for _ in self.slices())
+
+    def slices(self) -> Iterator[tuple[slice, slice]]:
+        """Groups, and the elements that they have."""
+        size = max(_LEAST_SLICE, self.like.numel() // _MOST_SLICES) // GROUP
+        for begin in range(0, self.groups, size):
+            end = min(begin + size, self.groups)
+            yield slice(begin, end), slice(begin * GROUP, min(end * GROUP, self.like.numel()))
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """Makes the compressed tensor, of bytes.
+
+    Attributes:
+        layout: of the tensor.
+        number: of the op; another one rounds otherwise.
+    """
+
+    layout: Layout
+    number: int
+
+    @property
+    def fakes(self) -> tuple[torch.Tensor, ...]:
+        """What it is called with."""
+        return (self.layout.like,)
+
+    @property
+    def part(self) -> "Keep":
+        """What it does with a slice."""
+        return Keep(self.layout.part, self.number)
+
+    @property
+    def count(self) -> int:
+        """How many slices there are."""
+        return self.layout.count
+
+    @property
+    def alike(self) -> Hashable:
+        """By size and form."""
+        return Keep, self.layout.form, self.layout.like.numel(), self.layout.like.dtype
+
+    def __call__(self, value: torch.Tensor) -> tuple[torch.Tensor]:
+        """`value`, compressed.
+
+        Raises:
+            TraceError: its elements lie otherwise than they did when the step was captured.
+        """
+        layout = self.layout
+        if value.stride() != layout.like.stride() or value.storage_offset():
+            raise TraceError(
+                f"a tensor of shape {tuple(value.shape)} has strides {value.stride()}, but was captured with "
+                f"{layout.like.stride()}: it cannot be kept compressed; leave out the option 'compress'"
+            )
+        flat = value.as_strided((value.numel(),), (1,))
+        kept = torch.empty(layout.kept_bytes, dtype=torch.uint8, device=value.device)
+        codes, limits = layout.parts(kept)
+        seed = seed_of(flat, self.number)
+        for groups, elements in layout.slices():
+            rows = flat[elements].to(torch.float32)
+            if missing := -rows.numel() % GROUP:
+                rows = torch.cat((rows, rows[-1:].expand(missing)))  # within the range of its group
+            rows = rows.view(-1, GROUP)
+            layout.form.pack(rows, Noise(seed, groups.start), codes[groups], limits[groups])
+        return (kept,)
+
+
+@dataclass(frozen=True, slots=True)
+class Restore:
+    """Makes a tensor again of what ``Keep`` has made: of its shape, strides and type."""
+
+    layout: Layout
+
+    @property
+    def fakes(self) -> tuple[torch.Tensor, ...]:
+        """What it is called with."""
+        return (self.layout.like.new_empty(self.layout.kept_bytes, dtype=torch.uint8),)
+
+    @property
+    def part(self) -> "Restore":
+        """What it does with a slice."""
+        return Restore(self.layout.part)
+
+    @property
+    def count(self) -> int:
+        """How many slices there are."""
+        return self.layout.count
+
+    @property
+    def alike(self) -> Hashable:
+        """By size and form."""
+        return Restore, self.layout.form, self.layout.like.numel(), self.layout.like.dtype
+
+    def __call__(self, kept: torch.Tensor) -> tuple[torch.Tensor]:
+        """What is read in place of the tensor."""
+        layout = self.layout
+        like = layout.like
+        made = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=kept.device)
+        flat = made.as_strided((made.numel(),), (1,))
+        codes, limits = layout.parts(kept)
+        for groups, elements in layout.slices():
+            rows = layout.form.unpack(codes[groups], limits[groups]).view(-1)
+            flat[elements].copy_(rows[: elements.stop - elements.start])
+        return (made,)

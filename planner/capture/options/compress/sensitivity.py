@@ -1,0 +1,113 @@
+"""Sensitivity of the gradients to compression of the tensors that the backward pass reads, measured on real tensors.
+
+As in GACT (Liu et al., ICML 2022, section 4): rounding errors are unbiased and independent, so the squared errors of the
+gradients add up, and that of one tensor is found by rounding it alone. GACT does so in one form, and assumes that the error is
+proportional to the square of the rounding; that of a ReLU's gradient, which is zero or not, is not. So each form is tried here.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from graphs.ir import Graph, Phase
+from graphs.options.compress import modelled_variance, with_variances
+from graphs.schedule import Compute, schedule_of
+from planner.capture.frontend.random_states import preserve_random_states
+from planner.capture.lowering.lower import Capture
+from planner.capture.options.compress.find import Kept, kept_tensors
+from planner.capture.replay import RealStep
+from planner.passes.builder import PassBuilder
+from planner.passes.program import Ref
+from planner.passes.writer import Writer
+
+
+def modelled_variances(capture: Capture) -> Graph:
+    """Return the graph of `capture` with modelled variances; nothing is run.
+
+    Each tensor changes its part of the gradients as much as itself. Numbers are taken as normal, and the parts as equal.
+    """
+    found = kept_tensors(capture)
+    modelled = {op: modelled_variance(form) / len(found) for kept in found for form, (_, op) in kept.ops.items()}
+    return with_variances(capture.graph, modelled, "modelled") if found else capture.graph
+
+
+def measured_variances(capture: Capture, real: RealStep) -> Graph:
+    """Return the graph of `capture`, whose step is `real`, with measured variances.
+
+    Runs the forward pass once, and the backward pass once more for each rounding, with all its inputs kept. Parameters, buffers
+    and random state are restored. If the gradients are all zero or not finite, the variances are modelled.
+    """
+    if not (found := kept_tensors(capture)):
+        return capture.graph
+    with real.running():
+        passes = _Passes(real, found)
+        exact = passes.gradients({})
+        norm = _squared(exact)
+        if not (0 < norm < math.inf):
+            return modelled_variances(capture)
+        measured: dict[int, float] = {}
+        for kept in found:
+            for form, (_, restore) in kept.ops.items():
+                measured[restore] = passes.squared_error(kept, form, exact) / norm
+    if not all(map(math.isfinite, measured.values())):
+        return modelled_variances(capture)
+    return with_variances(capture.graph, measured, "measured")
+
+
+@dataclass(frozen=True, slots=True)
+class _PassCode:
+    forward: Callable[[Sequence[Any]], list[Any]]
+    backward: Callable[[Sequence[Any], Sequence[Any]], tuple[torch.Tensor, ...]]
+    alive: tuple[int, ...]
+
+
+class _Passes:
+    """The step after its forward pass, with a backward pass that runs with some tensors replaced."""
+
+    def __init__(self, real: RealStep, found: Sequence[Kept]) -> None:
+        self._capture, self._static, self._device = real.capture, real.static, real.device
+        self._code = _compile_passes(real.capture, {kept.tensor for kept in found})
+        self._alive = self._code.forward(self._static)
+        self._position = {t: i for i, t in enumerate(self._code.alive)}
+
+    def gradients(self, replaced: dict[int, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """Return the gradients of the parameters, with some tensors replaced in the backward pass."""
+        alive = [replaced.get(t, value) for t, value in zip(self._code.alive, self._alive, strict=True)]
+        with preserve_random_states([self._device.index or 0] if self._device.type == "cuda" else []):
+            return self._code.backward(self._static, alive)
+
+    def squared_error(self, kept: Kept, form: str, exact: Sequence[torch.Tensor]) -> float:
+        """Return the squared error of the gradients if the tensor is kept in this form."""
+        keep, restore = (self._capture.program.calls[op].composed for op in kept.ops[form])
+        assert keep is not None and restore is not None
+        (restored,) = restore(*keep(self._alive[self._position[kept.tensor]]))
+        return _squared(a.to(torch.float32) - b for a, b in zip(self.gradients({kept.tensor: restored}), exact, strict=True))
+
+
+def _squared(tensors: Iterable[torch.Tensor]) -> float:
+    """Return the sum of the squares of all elements."""
+    return math.fsum(torch.linalg.vector_norm(t.detach(), dtype=torch.float64).item() ** 2 for t in tensors)
+
+
+def _compile_passes(capture: Capture, needed: set[int]) -> _PassCode:
+    """Compile both passes of the program with everything kept; the tensors between them are passed on in a list."""
+    graph, program = capture.graph, capture.program
+    steps = schedule_of(graph, [op.id for op in graph.program]).steps
+    last = max(op.id for op in graph.program if op.phase is Phase.FORWARD)
+    cut = steps.index(Compute(last)) + 1
+    writer, static = Writer(graph, program), [source.tensor for source in program.sources]
+    first, second = PassBuilder(program), PassBuilder(program)
+    for builder in (first, second):
+        builder.tensor_list("static", static)
+    writer.write(first, steps[:cut])
+    alive = tuple(writer.live)
+    assert needed.issubset(alive)  # the backward pass reads it
+    second.tensor_list("alive", alive)
+    writer.write(second, steps[cut:])
+    title = f"sensitivity of {graph.fingerprint}"
+    forward = first.finish(list(map(Ref, alive)), title)
+    backward = second.finish(tuple(gradient for _, gradient in program.gradients), title)
+    return _PassCode(forward.run, backward.run, alive)

@@ -1,0 +1,97 @@
+"""Kernels: an op of the program may be computed by other kernels, in other time and memory.
+
+Each kind of op has a file that says by which ways else it may be computed. What is added stands for one op of the program, or a
+few, and makes the same tensors, laid out in the same way. Which ways are faster or smaller is found out by measurement, and
+those that are neither are left out again (``planner.capture.options.kernels.worth``).
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from graphs.ir import Op
+from planner.capture.lowering.lower import Capture
+from planner.capture.options.added import Additions
+from planner.capture.options.differing import differing
+from planner.capture.options.kernels import attention, convolution, in_place
+from planner.capture.options.kernels.called import Called
+from planner.capture.options.kernels.way import Asked, Bundle, Calls, Own, Result
+from planner.capture.rewrites.outputs import storage
+from planner.passes.program import Ref
+
+TARGET = "kernels"  # the first word of what the ops call
+
+KINDS: Mapping[str, Callable[[Asked], Iterator[Bundle]]] = MappingProxyType(
+    {"convolutions": convolution.ways, "attention": attention.ways, "in place": in_place.ways}
+)
+
+
+def with_kernels(capture: Capture) -> Capture:
+    """`capture` with ops that stand for others by other kernels, of all ``KINDS``; their times are not measured."""
+    calls, additions = Calls(capture), Additions(capture)
+    for asked in calls:
+        if not asked.is_bound and asked.results:
+            for ways in KINDS.values():
+                for bundle in ways(asked):
+                    _add(additions, calls, asked.op, bundle)
+    return additions.captured()
+
+
+def _add(additions: Additions, calls: Calls, found: Op, bundle: Bundle) -> None:
+    """Add the ops of `bundle`, other ways to compute `found` among them."""
+    capture = additions.capture
+    name = f"{found.name}_{bundle[0].name}"
+    own = {
+        made: additions.add_tensor(f"{name}_{made.name}", made.value)
+        for way in bundle
+        for made in way.makes
+        if isinstance(made, Own)
+    }
+
+    def tensor(value: Any) -> int:
+        return own[value] if isinstance(value, Own) else additions.tensor_of[storage(_value(value))]
+
+    for way in bundle:
+        stood_for = sorted(calls.of(node).op.id for node in way.nodes)
+        like = capture.graph.ops[stood_for[0]]
+        made = [tensor(value) for value in way.makes]
+        called = Called(way, tuple(map(_value, way.reads)), name)
+        additions.add_op(
+            called,
+            [Ref(own[value]) if isinstance(value, Own) else capture.values[value] for value in way.reads],
+            like=like,
+            name=f"{like.name}_{way.name}",
+            target=f"{TARGET}.{way.name}",
+            inputs=[tensor(value) for value in way.reads],
+            outputs=made,
+            replaces=() if way.helper else stood_for,
+            differs=_differing(capture, made, called.of_program),
+        )
+
+
+def _value(value: Any) -> torch.Tensor:
+    """Fake."""
+    found: torch.Tensor = value.value if isinstance(value, Own | Result) else value.meta["val"]
+    return found
+
+
+def _differing(capture: Capture, made: Sequence[int], rounded: Sequence[bool]) -> str:
+    return differing(capture.graph, capture.program, [t for t, differs in zip(made, rounded, strict=True) if differs])
+
+
+def settle(capture: Capture, op: Op, equal: Sequence[bool]) -> Op:
+    """`op`, one of those of ``with_kernels``, with what differs of its outputs.
+
+    Kernels are chosen by shapes, not by values: those that made the bits of the program once always do, if they add up in the
+    same order each time.
+
+    Args:
+        equal: for each output whether it was equal to the program's to the last bit, on the device that runs the step.
+    """
+    called = capture.program.calls[op.id].composed
+    assert isinstance(called, Called)
+    rounded = [program and not (same and called.way.repeatable) for program, same in zip(called.of_program, equal, strict=True)]
+    return replace(op, differs=_differing(capture, op.outputs, rounded))

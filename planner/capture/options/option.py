@@ -1,0 +1,41 @@
+"""Options that are found among the calls of a captured step. What finds them is imported when it is asked: it needs torch."""
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+from graphs.ir import Graph, Op
+from graphs.options.option import Feature, Option
+
+if TYPE_CHECKING:
+    from planner.capture.lowering.lower import Capture
+    from planner.capture.replay import RealStep
+
+# Of options whose ops call what eager PyTorch calls.
+EAGER_KERNELS = MappingProxyType(
+    {Feature.INDUCTOR: "it is found among the kernels of eager PyTorch; leave it out, or take kernels='eager'"}
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepOption(Option):
+    """An option that is found in a captured step: its graph holds it from then on.
+
+    Attributes:
+        apply: returns the step with its ops, which call what they are named by: ``NAME.more``. Their times are not measured.
+        settle: returns an op of it, measured, with what differs of its outputs, by whether each was equal to the program's; None
+            where it is known of each beforehand.
+        needless: returns the ids of its ops that are of no use, of a step with times.
+        measure: returns the graph of a step with what its ops use of a limited resource, by the step on real tensors, or
+            modelled where that is None; None where they use none.
+    """
+
+    apply: "Callable[[Capture], Capture]"
+    settle: "Callable[[Capture, Op, Sequence[bool]], Op] | None" = None
+    needless: "Callable[[Capture], Collection[int]]" = lambda _: ()
+    measure: "Callable[[Capture, RealStep | None], Graph] | None" = None
+
+    def accepts(self, capture: "Capture") -> str:
+        """Return why it cannot be looked for in `capture`; "" if it can."""
+        return self.against(Feature.INDUCTOR) if capture.whole is not None else ""

@@ -1,0 +1,176 @@
+"""Gradients of activations that ask of what they read only whether it is in a range: from a bit for each element."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphs.ir import Phase
+from planner.capture.options.pack import bits
+from planner.capture.options.pack.finder import Finder, is_dense, room_for, same_layout
+from planner.capture.options.pack.results import is_of_type, needed_result
+from planner.capture.rewrites.outputs import fake
+
+aten = torch.ops.aten
+
+Arguments = tuple[Any, ...]  # of the kernel, behind the gradient and what it reads
+
+
+# Called with some of the gradient that comes in, a zero, room for as much, and arguments: what goes out.
+Answer = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Arguments], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """How a kernel computes a gradient.
+
+    Attributes:
+        ask: called with what the kernel reads, room for truth values, and its arguments, it writes the answers.
+        yes, no: the gradient where the answer is that.
+    """
+
+    ask: Callable[[torch.Tensor, torch.Tensor, Arguments], object]
+    yes: Answer
+    no: Answer
+
+
+def _at_most(x: torch.Tensor, room: torch.Tensor, arguments: Arguments) -> None:
+    torch.le(x, arguments[0], out=room)
+
+
+def _above_zero(x: torch.Tensor, room: torch.Tensor, _: Arguments) -> None:
+    torch.gt(x, 0, out=room)
+
+
+def _between_threes(x: torch.Tensor, room: torch.Tensor, _: Arguments) -> None:
+    torch.gt(x, -3, out=room)
+    room.logical_and_(torch.lt(x, 3))
+
+
+def _zero(_: torch.Tensor, zero: torch.Tensor, __: torch.Tensor, ___: Arguments) -> torch.Tensor:
+    return zero
+
+
+def _same(part: torch.Tensor, _: torch.Tensor, __: torch.Tensor, ___: Arguments) -> torch.Tensor:
+    return part
+
+
+def _sloped(part: torch.Tensor, _: torch.Tensor, room: torch.Tensor, arguments: Arguments) -> torch.Tensor:
+    return torch.mul(part, arguments[0], out=room)
+
+
+def _sixth(part: torch.Tensor, _: torch.Tensor, room: torch.Tensor, __: Arguments) -> torch.Tensor:
+    return torch.mul(part, 1 / 6, out=room)
+
+
+# What is no number is on the same side here as in the kernel. Those of hardtanh, hardshrink and softshrink are not among them:
+# on a CPU these let a gradient pass there or not by whether the element is computed in a vector or by itself.
+COMPARISONS: Mapping[Any, Comparison] = MappingProxyType(
+    {
+        aten.threshold_backward.default: Comparison(_at_most, _zero, _same),
+        aten.leaky_relu_backward.default: Comparison(_above_zero, _same, _sloped),
+        aten.hardsigmoid_backward.default: Comparison(_between_threes, _sixth, _zero),
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """From what a kernel reads to the bits that its gradient needs.
+
+    Attributes:
+        x: fake.
+        comparison, arguments: of the kernel.
+        size: how many are worked on at a time.
+    """
+
+    x: torch.Tensor
+    comparison: Comparison
+    arguments: Arguments
+    size: int
+
+    @property
+    def fakes(self) -> tuple[torch.Tensor, ...]:
+        """What the kernel reads."""
+        return (self.x,)
+
+    def __call__(self, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The bits."""
+        flat = bits.in_order(given[0], bits.order_of(self.x))
+
+        def write(room: torch.Tensor, begin: int, end: int) -> None:
+            self.comparison.ask(flat[begin:end], room, self.arguments)
+
+        return (bits.pack(write, flat.numel(), self.size, flat),)
+
+
+@dataclass(frozen=True, slots=True)
+class FromBits:
+    """The gradient from the bits.
+
+    Attributes:
+        gradient, packed, result: fake.
+        comparison, arguments: of the kernel.
+        size: how many are worked on at a time.
+    """
+
+    gradient: torch.Tensor
+    packed: torch.Tensor
+    result: torch.Tensor
+    comparison: Comparison
+    arguments: Arguments
+    size: int
+
+    @property
+    def fakes(self) -> tuple[torch.Tensor, ...]:
+        """The gradient that comes in, and the bits."""
+        return self.gradient, self.packed
+
+    def __call__(self, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The gradient, laid out as the kernel's."""
+        gradient, packed = given
+        result = room_for(self.result, gradient)
+        order = bits.order_of(self.result)
+        came, goes = bits.in_order(gradient, order), bits.in_order(result, order)
+        zero = gradient.new_zeros(())
+        for answers, begin, end in bits.unpacked(packed, came.numel(), self.size):
+            asked = came[begin:end], zero, goes[begin:end], self.arguments
+            yes, no = self.comparison.yes(*asked), self.comparison.no(*asked)
+            torch.where(answers, yes, no, out=goes[begin:end])
+        return (result,)
+
+
+def offer(finder: Finder) -> None:
+    """Two ops for each such gradient where nothing else in the backward pass needs what it reads: to bits, and from them.
+
+    Where the result of the activation says the same and is needed anyway, ``packing.results`` has a better way.
+    """
+    for op, node in finder.calls(COMPARISONS, Phase.BACKWARD):
+        gradient, x, *arguments = node.args
+        assert isinstance(gradient, fx.Node) and isinstance(x, fx.Node)
+        if finder.is_needed(x) or needed_result(finder, node) is not None or not _is_alike(finder, node):
+            continue
+        comparison, size = COMPARISONS[node.target], bits.part_size(fake(x).numel(), finder.device)
+        packed = fake(x).new_empty(bits.bytes_of(fake(x).numel()), dtype=torch.uint8)
+        made = finder.new_tensor(f"{op.name}@bits", packed)
+        ask = Ask(fake(x), comparison, tuple(arguments), size)
+        finder.add(ask, [x], like=op, of=op.name, does="to_bits", makes=made)
+        answer = FromBits(fake(gradient), packed, fake(node), comparison, tuple(arguments), size)
+        finder.add(answer, [gradient, made], like=op, of=op.name, does="from_bits", makes=op.outputs[0], stands_in=True)
+
+
+def _is_alike(finder: Finder, node: fx.Node) -> bool:
+    """Whether what `node` reads and makes lies in one order without gaps, and its arguments are of the type of its elements."""
+    gradient, x, *arguments = node.args
+    assert isinstance(gradient, fx.Node) and isinstance(x, fx.Node)
+    dtypes = {fake(value).dtype for value in (gradient, x, node)}
+    dense = is_dense(fake(node)) and same_layout(fake(x), fake(node)) and same_layout(fake(gradient), fake(node))
+    # Kernels of the CPU give what is no number bits that depend on whether it is computed in a vector or by itself: this one
+    # in bfloat16, products in any half; and in float64 a sixth is not that of the kernel.
+    if node.target is not aten.threshold_backward.default:
+        return dense and dtypes == {torch.float32}
+    rounded = finder.device == "cpu" and torch.bfloat16 in dtypes
+    return dense and len(dtypes) == 1 and not rounded and all(is_of_type(number, fake(x).dtype) for number in arguments)

@@ -1,0 +1,136 @@
+"""Which tensors of a captured step are worth packing, and who reads them."""
+
+from collections.abc import Collection, Iterator, Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphs.ir import Op, Phase
+from planner.capture.lowering.lower import Capture
+from planner.capture.options.added import Additions
+from planner.capture.rewrites.outputs import fake, storage
+from planner.passes.program import Composed, Ref
+
+TARGET = "pack"  # the first word of what the ops call
+
+# What is smaller is not worth an op of its own, unless the step has only such.
+LEAST_BYTES = 2**20
+
+
+class Finder:
+    """Looks through what was captured, and adds ops to it.
+
+    Attributes:
+        capture: without what is added.
+        device: the kind of device that is planned for, ``cpu`` or ``cuda``.
+    """
+
+    def __init__(self, capture: Capture, spared: Collection[Any]) -> None:
+        """Look through `capture`; calls of `spared` can be computed without their second argument."""
+        self.capture, self.graph = capture, capture.graph
+        self.device = str(capture.graph.provenance["device"])
+        self._additions = Additions(capture)
+        across = [t.id for t in self.graph.tensors if not t.static and t.id not in self.graph.kept and self._is_across(t.id)]
+        large = {t for t in across if self.graph.tensors[t].size_bytes >= LEAST_BYTES}
+        self._worth = large or set(across)
+        self._spared: dict[int, set[int]] = {}
+        for op, node in self.calls(spared, Phase.BACKWARD):
+            if isinstance(x := node.args[1], fx.Node):
+                self._spared.setdefault(self.tensor_of(x), set()).add(op.id)
+
+    def calls(self, targets: Collection[Any], phase: Phase | None = None) -> Iterator[tuple[Op, fx.Node]]:
+        """The program's ops that call one of `targets`, in order."""
+        for op in self.graph.program:
+            node = self.capture.nodes[op.id]
+            if node is not None and node.target in targets and phase in (None, op.phase):
+                yield op, node
+
+    def tensor_of(self, node: fx.Node) -> int:
+        """The tensor that holds the value of `node`."""
+        return self._additions.tensor_of[storage(fake(node))]
+
+    def is_worth(self, tensor: int) -> bool:
+        """Whether it is large, the forward pass makes it, it is not kept, and the backward pass reads it."""
+        return tensor in self._worth
+
+    def readers(self, tensor: int) -> set[int]:
+        """The ops of the backward pass that read it."""
+        return {p for p in self.graph.consumers[tensor] if p < len(self.graph.program) and self._is_backward(p)}
+
+    def is_needed(self, node: fx.Node) -> bool:
+        """Whether the value of `node` is small, or an op of the backward pass reads it that cannot be computed without it."""
+        tensor = self.tensor_of(node)
+        return not self.is_worth(tensor) or bool(self.readers(tensor) - self._spared.get(tensor, set()))
+
+    def new_tensor(self, name: str, value: torch.Tensor) -> int:
+        """The id of a tensor that ops to be added make, a fake `value`."""
+        return self._additions.add_tensor(name, value)
+
+    def add(
+        self,
+        called: Composed,
+        reads: Sequence[fx.Node | int],
+        *,
+        like: Op,
+        of: str,
+        does: str,
+        makes: int,
+        stands_in: bool = False,
+    ) -> None:
+        """Add an op.
+
+        Args:
+            called: what computes it, exactly.
+            reads: what that is called with: nodes of the program, or tensors.
+            like: the op that it is about.
+            of: name of the op or tensor that it is about.
+            does: what it does with that, in a word.
+            makes: a tensor.
+            stands_in: whether it may be executed in place of `like`.
+        """
+        self._additions.add_op(
+            called,
+            [self.capture.values[read] if isinstance(read, fx.Node) else Ref(read) for read in reads],
+            like=like,
+            name=f"{of}_{does}",
+            target=f"{TARGET}.{does}",
+            inputs=[self.tensor_of(read) if isinstance(read, fx.Node) else read for read in reads],
+            outputs=[makes],
+            replaces=(like.id,) if stands_in else (),
+            recomputable=like.recomputable or not stands_in,
+        )
+
+    def captured(self) -> Capture:
+        """What was captured, with all that was added."""
+        return self._additions.captured()
+
+    def _is_across(self, tensor: int) -> bool:
+        made = self.graph.tensors[tensor].producers[0]
+        return made < len(self.graph.program) and not self._is_backward(made) and bool(self.readers(tensor))
+
+    def _is_backward(self, op: int) -> bool:
+        return self.graph.ops[op].phase is Phase.BACKWARD
+
+
+def room_for(value: torch.Tensor, near: torch.Tensor) -> torch.Tensor:
+    """A tensor laid out as `value`, a fake one, with nothing in it yet, on the device of `near`."""
+    return near.new_empty_strided(value.shape, value.stride(), dtype=value.dtype)
+
+
+def is_dense(value: torch.Tensor) -> bool:
+    """Whether the elements of `value` fill its storage, each with a place of its own."""
+    whole = value.numel() * value.element_size() == value.untyped_storage().nbytes()
+    expected = 1
+    for dimension in sorted(range(value.dim()), key=lambda d: (value.stride(d), value.size(d))):
+        if value.size(dimension) != 1:
+            whole = whole and value.stride(dimension) == expected
+            expected *= value.size(dimension)
+    return whole and expected == prod(value.shape)
+
+
+def same_layout(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether the elements of `a` and `b`, of one shape, lie in the same order."""
+    strides = zip(a.shape, a.stride(), b.stride(), strict=True) if a.shape == b.shape else ()
+    return a.shape == b.shape and all(size == 1 or s == t for size, s, t in strides)

@@ -1,0 +1,152 @@
+"""The indices of max-pooling: of each, where it is in its window, in a byte."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphs.ir import Phase
+from planner.capture.options.pack.finder import Finder, is_dense, room_for
+from planner.capture.options.pack.shapes import OfShape, of_shape
+from planner.capture.rewrites.outputs import fake
+
+aten = torch.ops.aten
+
+_PARTS = 8  # of a batch, which are worked on one after another
+_VALUES = 256  # of a byte
+
+
+@dataclass(frozen=True, slots=True)
+class Windows:
+    """Where the windows of a pooling lie.
+
+    An index counts the elements of a plane that is `width` wide. It is that of the first element of its window, with what is
+    padded in front, and `width` times `down` for each row that it is below, and some columns.
+
+    Attributes:
+        width: of a plane.
+        stride, padding: by how much windows lie apart, and before the plane.
+        down: by how much the rows of a window do.
+        columns: of the plane, that a window spans; at most `width` times `down`.
+        rows: of a window.
+    """
+
+    width: int
+    stride: tuple[int, int]
+    padding: tuple[int, int]
+    down: int
+    columns: int
+    rows: int
+
+    @classmethod
+    def of(cls, width: int, kernel: Any, stride: Any, padding: Any, dilation: Any) -> "Windows | None":
+        """None where the places of a window are more than a byte tells apart, or overlap."""
+        (rows, wide), (down, right) = _pair(kernel), _pair(dilation)
+        found = cls(width, _pair(stride or kernel), _pair(padding), down, (wide - 1) * right + 1, rows)
+        return found if found.columns <= width * down and found.rows * found.columns <= _VALUES else None
+
+    def first(self, like: torch.Tensor) -> torch.Tensor:
+        """For each element of a plane of results, on the device of `like`, the index of where its window begins.
+
+        That is inside of the plane, where a window begins in the padding: place 0 is an element for whoever makes up places.
+        """
+        high, wide = (torch.arange(size, device=like.device) for size in like.shape[-2:])
+        top, left = high * self.stride[0] - self.padding[0], wide * self.stride[1] - self.padding[1]
+        top = torch.where(top < 0, top % self.down, top)
+        return top[:, None] * self.width + left.clamp_(min=0)
+
+    def encode(self, indices: torch.Tensor, first: torch.Tensor, places: torch.Tensor) -> None:
+        """Write to `places` where in its window each of `indices` is."""
+        place = indices - first
+        row = place.div(self.width * self.down, rounding_mode="floor")
+        places.copy_(place.sub_(row, alpha=self.width * self.down - self.columns))
+
+    def decode(self, places: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
+        """The indices."""
+        row = places.div(self.columns, rounding_mode="floor")
+        return torch.add(first, places).add_(row, alpha=self.width * self.down - self.columns)
+
+
+def _pair(value: Any) -> tuple[int, int]:
+    values = (value, value) if isinstance(value, int) else tuple(value)
+    return (values[0], values[-1])
+
+
+@dataclass(frozen=True, slots=True)
+class ToPlaces:
+    """From indices to where they are in their windows.
+
+    Attributes:
+        indices, places: fake.
+        windows: of the pooling.
+    """
+
+    indices: torch.Tensor
+    places: torch.Tensor
+    windows: Windows
+
+    @property
+    def fakes(self) -> tuple[torch.Tensor, ...]:
+        """The indices."""
+        return (self.indices,)
+
+    def __call__(self, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The places."""
+        (indices,) = given
+        places = room_for(self.places, indices)
+        first = self.windows.first(indices)
+        for part, room in zip(_parts(indices), _parts(places), strict=True):
+            self.windows.encode(part, first, room)
+        return (places,)
+
+
+@dataclass(frozen=True, slots=True)
+class FromPlaces:
+    """The gradient of max-pooling, by the kernel of the program on some of the batch after another.
+
+    Attributes:
+        whole: the kernel on all of it.
+        places: fake.
+        windows: of the pooling.
+    """
+
+    whole: OfShape
+    places: torch.Tensor
+    windows: Windows
+
+    @property
+    def fakes(self) -> tuple[torch.Tensor, ...]:
+        """The gradient that comes in, and the places."""
+        return self.whole.gradient, self.places
+
+    def __call__(self, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The gradient."""
+        gradient, places = given
+        result = room_for(self.whole.result, gradient)
+        first = self.windows.first(places)
+        for room, came, place in zip(_parts(result), _parts(gradient), _parts(places), strict=True):
+            self.whole.write(room, came, self.windows.decode(place, first))
+        return (result,)
+
+
+def _parts(value: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    parts: tuple[torch.Tensor, ...] = value.split(-(-value.shape[0] // _PARTS) or 1)
+    return parts
+
+
+def offer(finder: Finder) -> None:
+    """Two ops for each max-pooling whose indices only its gradient reads: to bytes, and its gradient from these."""
+    for op, node in finder.calls([aten.max_pool2d_with_indices_backward.default], Phase.BACKWARD):
+        gradient, x, kernel, stride, padding, dilation, _, indices = node.args
+        assert isinstance(gradient, fx.Node) and isinstance(x, fx.Node) and isinstance(indices, fx.Node)
+        value = fake(indices)
+        windows = Windows.of(fake(x).shape[-1], kernel, stride, padding, dilation)
+        alone = finder.readers(finder.tensor_of(indices)) == {op.id}
+        if windows is None or not alone or not finder.is_worth(finder.tensor_of(indices)) or not is_dense(value):
+            continue
+        places = value.new_empty_strided(value.shape, value.stride(), dtype=torch.uint8)
+        made = finder.new_tensor(f"{op.name}@places", places)
+        finder.add(ToPlaces(value, places, windows), [indices], like=op, of=op.name, does="to_places", makes=made)
+        called = FromPlaces(of_shape(node), places, windows)
+        finder.add(called, [gradient, made], like=op, of=op.name, does="from_places", makes=op.outputs[0], stands_in=True)

@@ -1,0 +1,97 @@
+"""Whole numbers that an op makes within a range that its shapes tell, in fewer bytes."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphs.ir import Phase
+from planner.capture.options.added import value_of
+from planner.capture.options.pack.finder import Finder, is_dense, room_for
+from planner.capture.rewrites.outputs import fake
+from planner.passes.program import Path
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True)
+class Positions:
+    """What a kernel counts along a dimension.
+
+    Attributes:
+        path: of the positions in the kernel's value, as in ``Statement.outputs``.
+        argument: position of the argument that is the dimension.
+        default: what it is where it is not given; None counts through all elements.
+    """
+
+    path: Path
+    argument: int
+    default: int | None = -1
+
+    def count(self, node: fx.Node) -> int:
+        """How many positions there are."""
+        x = node.args[0]
+        assert isinstance(x, fx.Node)
+        given = node.args[self.argument :][:1]
+        dimension: Any = given[0] if given else node.kwargs.get("dim", self.default)
+        return fake(x).numel() if dimension is None or not fake(x).dim() else fake(x).shape[dimension]
+
+
+POSITIONS: Mapping[Any, Positions] = MappingProxyType(
+    {
+        aten.argmax.default: Positions((), 1, None),
+        aten.argmin.default: Positions((), 1, None),
+        aten.max.dim: Positions((1,), 1),
+        aten.min.dim: Positions((1,), 1),
+        aten.median.dim: Positions((1,), 1),
+        aten.cummax.default: Positions((1,), 1),
+        aten.cummin.default: Positions((1,), 1),
+        aten.mode.default: Positions((1,), 1),
+        aten.topk.default: Positions((1,), 2),
+        aten.kthvalue.default: Positions((1,), 2),
+        aten.sort.default: Positions((1,), 1),
+        aten.sort.stable: Positions((1,), 2),
+    }
+)
+
+_TYPES = {torch.uint8: 2**8, torch.int16: 2**15, torch.int32: 2**31}
+
+
+@dataclass(frozen=True, slots=True)
+class Cast:
+    """Whole numbers in another type, laid out as the program's.
+
+    Attributes:
+        numbers, result: fake.
+    """
+
+    numbers: torch.Tensor
+    result: torch.Tensor
+
+    @property
+    def fakes(self) -> tuple[torch.Tensor, ...]:
+        """The numbers."""
+        return (self.numbers,)
+
+    def __call__(self, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The same numbers."""
+        return (room_for(self.result, given[0]).copy_(given[0]),)
+
+
+def offer(finder: Finder) -> None:
+    """Two ops for the positions that each of these kernels makes: to the narrowest type that holds them, and back."""
+    for op, node in finder.calls(POSITIONS, Phase.FORWARD):
+        found = POSITIONS[node.target]
+        value = value_of(node, found.path)
+        made_here = dict(zip((path for _, path in finder.capture.program.calls[op.id].outputs), op.outputs, strict=True))
+        t, count = made_here[found.path], found.count(node)
+        dtype = next((dtype for dtype, limit in _TYPES.items() if count <= limit), None)
+        if dtype is not None and finder.is_worth(t) and is_dense(value):
+            narrow = value.new_empty_strided(value.shape, value.stride(), dtype=dtype)
+            name = finder.graph.tensors[t].name
+            made = finder.new_tensor(f"{name}@narrow", narrow)
+            finder.add(Cast(value, narrow), [t], like=op, of=name, does="to_narrow", makes=made)
+            finder.add(Cast(narrow, value), [made], like=op, of=name, does="from_narrow", makes=t)

@@ -1,0 +1,55 @@
+"""The mask of dropout drawn again from the state that the generator had, without what dropout reads."""
+
+from dataclasses import dataclass
+
+import torch
+
+from graphs.ir import Phase
+from planner.capture.options.added import value_of
+from planner.capture.options.pack.finder import Finder, is_dense, room_for
+from planner.capture.rewrites.reproducible_random import with_generator_argument
+from planner.torch_private.core import FakeTensor
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True)
+class Redraw:
+    """From the state of a generator to a mask, as ``reproducible_random.dropout_with_generator`` draws it.
+
+    Attributes:
+        state, mask: fake.
+        probability: of an element to be left out.
+    """
+
+    state: torch.Tensor
+    mask: torch.Tensor
+    probability: float
+
+    @property
+    def fakes(self) -> tuple[torch.Tensor, ...]:
+        """The state."""
+        return (self.state,)
+
+    def __call__(self, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The mask; the generator that others draw from is not touched."""
+        (state,) = given
+        mask = room_for(self.mask, state)
+        generator = torch.Generator()
+        if not isinstance(state, FakeTensor):
+            generator.set_state(state)
+        return (mask.bernoulli_(1 - self.probability, generator=generator),)
+
+
+def offer(finder: Finder) -> None:
+    """An op for each mask of dropout on a CPU. CUDA's kernel draws it together with what it multiplies, as no other does."""
+    for op, node in finder.calls([aten.native_dropout.default], Phase.FORWARD):
+        calls = finder.capture.program.calls[op.id]
+        if finder.device != "cpu" or calls.random_state is None or with_generator_argument(node) is None:
+            continue
+        mask, t, probability = value_of(node, (1,)), op.outputs[-1], node.args[1]
+        assert isinstance(probability, float)
+        if finder.is_worth(t) and is_dense(mask):
+            size_bytes = finder.graph.tensors[calls.random_state].size_bytes
+            called = Redraw(mask.new_empty(size_bytes, dtype=torch.uint8), mask, probability)
+            finder.add(called, [calls.random_state], like=op, of=op.name, does="mask_drawn_again", makes=t)

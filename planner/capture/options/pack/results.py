@@ -1,0 +1,112 @@
+"""Gradients of activations from the result, which the next op needs anyway, in place of what the activation reads."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphs.ir import Phase
+from planner.capture.options.pack.finder import Finder, same_layout
+from planner.capture.rewrites.outputs import fake
+from planner.torch_private.core import OpOverload
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True)
+class Activation:
+    """An activation whose gradient asks whether what it reads is in a range.
+
+    Attributes:
+        forward: its kernel.
+        arguments: how many arguments, behind what it reads, that and its gradient have in common.
+        says: called with these and a type, whether of each element of that type the result is in the range where the element is.
+    """
+
+    forward: Any
+    arguments: int
+    says: Callable[[tuple[Any, ...], torch.dtype], bool]
+
+
+def is_of_type(number: Any, dtype: torch.dtype) -> bool:
+    """Whether `number` is one of those that elements of `dtype` can be: kernels compare in different types."""
+    return bool(torch.tensor(number, dtype=dtype).item() == number)
+
+
+def _is_clamp(arguments: tuple[Any, ...], dtype: torch.dtype) -> bool:
+    lowest, highest = arguments
+    return lowest < highest and is_of_type(lowest, dtype) and is_of_type(highest, dtype)
+
+
+def _keeps_sign(arguments: tuple[Any, ...], _: torch.dtype) -> bool:
+    return bool(arguments[0] > 0)
+
+
+ACTIVATIONS: Mapping[Any, Activation] = MappingProxyType(
+    {
+        aten.hardtanh_backward.default: Activation(aten.hardtanh.default, 2, _is_clamp),
+        aten.leaky_relu_backward.default: Activation(aten.leaky_relu.default, 1, _keeps_sign),
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class FromResult:
+    """The kernel of a gradient, on the result.
+
+    Attributes:
+        gradient, result: fake.
+        target: the kernel.
+        arguments: of it, behind these.
+    """
+
+    gradient: torch.Tensor
+    result: torch.Tensor
+    target: Any
+    arguments: tuple[Any, ...]
+
+    @property
+    def fakes(self) -> tuple[torch.Tensor, ...]:
+        """The gradient that comes in, and the result."""
+        return self.gradient, self.result
+
+    def __call__(self, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The gradient."""
+        return (self.target(*given, *self.arguments),)
+
+
+def needed_result(finder: Finder, node: fx.Node) -> fx.Node | None:
+    """The result that says as much as what `node`, the gradient of an activation, reads, where the backward pass needs it."""
+    x = node.args[1]
+    assert isinstance(x, fx.Node)
+    if (activation := ACTIVATIONS.get(node.target)) is None:
+        return None
+    arguments = tuple(node.args[2 : 2 + activation.arguments])
+    for user in x.users:
+        if user.target is activation.forward and _arguments(user) == arguments and activation.says(arguments, fake(x).dtype):
+            same = fake(user).dtype == fake(x).dtype and same_layout(fake(user), fake(x))
+            return user if same and finder.is_needed(user) else None
+    return None
+
+
+def _arguments(node: fx.Node) -> tuple[Any, ...]:
+    """Of the activation `node`, behind what it reads."""
+    assert isinstance(node.target, OpOverload)
+    schema = node.target._schema.arguments[1:]
+    given = node.args[1:]
+    rest = (node.kwargs.get(argument.name, argument.default_value) for argument in schema[len(given) :])
+    return (*given, *rest)
+
+
+def offer(finder: Finder) -> None:
+    """An op for each such gradient, where nothing else in the backward pass needs what it reads."""
+    for op, node in finder.calls(ACTIVATIONS, Phase.BACKWARD):
+        gradient, x, *arguments = node.args
+        assert isinstance(gradient, fx.Node) and isinstance(x, fx.Node)
+        if not finder.is_needed(x) and (result := needed_result(finder, node)) is not None:
+            called = FromResult(fake(gradient), fake(result), node.target, tuple(arguments))
+            reads = [gradient, result]
+            finder.add(called, reads, like=op, of=op.name, does="from_result", makes=op.outputs[0], stands_in=True)

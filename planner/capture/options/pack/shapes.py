@@ -1,0 +1,79 @@
+"""Gradients of pooling, without the tensor of which their kernels read no element but only the shape."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphs.ir import Phase
+from planner.capture.options.pack.finder import Finder, room_for
+from planner.capture.rewrites.outputs import fake
+
+aten = torch.ops.aten
+
+# For each kernel the one that writes its gradient to where it is told, and by what name. Each is called with the gradient that
+# comes in and the tensor, first.
+WRITING: Mapping[Any, tuple[Callable[..., Any], str]] = MappingProxyType(
+    {
+        aten.max_pool2d_with_indices_backward.default: (aten.max_pool2d_with_indices_backward.grad_input, "grad_input"),
+        aten.avg_pool2d_backward.default: (aten.avg_pool2d_backward.grad_input, "grad_input"),
+        aten._adaptive_avg_pool2d_backward.default: (aten._adaptive_avg_pool2d_backward.out, "out"),
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class OfShape:
+    """A gradient of pooling; its own memory gives the kernel the shape.
+
+    Attributes:
+        gradient, result: fake.
+        indices: fake, for max-pooling.
+        target: the kernel in the program.
+        arguments: of it, behind the gradient and the tensor; `indices` come last.
+    """
+
+    gradient: torch.Tensor
+    result: torch.Tensor
+    target: Any
+    arguments: tuple[Any, ...]
+    indices: torch.Tensor | None = None
+
+    @property
+    def fakes(self) -> tuple[torch.Tensor, ...]:
+        """The gradient that comes in, and the indices if there are any."""
+        return (self.gradient,) if self.indices is None else (self.gradient, self.indices)
+
+    def __call__(self, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The gradient."""
+        result = room_for(self.result, given[0])
+        self.write(result, *given)
+        return (result,)
+
+    def write(self, result: torch.Tensor, gradient: torch.Tensor, *indices: torch.Tensor) -> None:
+        """Write the gradient to `result`; all of them may be slices of the batch."""
+        kernel, name = WRITING[self.target]
+        kernel(gradient, result, *self.arguments, *indices, **{name: result})
+
+
+def of_shape(node: fx.Node) -> OfShape:
+    """What computes `node`, a call of one of ``WRITING``."""
+    gradient, _, *arguments = node.args
+    assert isinstance(gradient, fx.Node)
+    indices = arguments.pop() if arguments and isinstance(arguments[-1], fx.Node) else None
+    return OfShape(
+        fake(gradient), fake(node), node.target, tuple(arguments), fake(indices) if isinstance(indices, fx.Node) else None
+    )
+
+
+def offer(finder: Finder) -> None:
+    """An op for each such gradient without the tensor, where nothing else in the backward pass needs that."""
+    for op, node in finder.calls(WRITING, Phase.BACKWARD):
+        x = node.args[1]
+        assert isinstance(x, fx.Node)
+        if not finder.is_needed(x):
+            reads = [arg for arg in (node.args[0], *node.args[2:]) if isinstance(arg, fx.Node)]
+            finder.add(of_shape(node), reads, like=op, of=op.name, does="of_shape", makes=op.outputs[0], stands_in=True)

@@ -1,0 +1,125 @@
+"""A captured step on real tensors, executed op by op with everything kept, to observe each op."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+
+import torch
+from torch import nn
+
+from graphs.ir import Op
+from graphs.schedule import Compute, Schedule, schedule_of
+from planner.capture.frontend.preserved_state import preserve_tensor
+from planner.capture.frontend.random_states import preserve_random_states
+from planner.capture.lowering.lower import Capture
+from planner.capture.rewrites.explicit_generators import preserve_generator_states
+from planner.capture.signature import Batch, leaves
+from planner.passes.builder import PassBuilder
+from planner.passes.program import Call
+from planner.passes.writer import Writer
+
+
+class RealStep:
+    """A captured step on real tensors.
+
+    Attributes:
+        static: the static tensors, in the order of the program's sources.
+        device: the device of the static tensors.
+        order: ids of the ops in the order of execution: program order, with optional ops as soon as their inputs exist, without
+            those that call an op of the program on other tensors (``equivalent_ops``).
+    """
+
+    def __init__(self, capture: Capture, static: Sequence[torch.Tensor], written: Sequence[torch.Tensor]) -> None:
+        """Create the step of `capture` on its `static` tensors in the order of the program's sources; it writes to `written`."""
+        self.capture = capture
+        self.static = list(static)
+        self._written = written
+        self.device: torch.device = self.static[0].device
+        self.order, self._schedule = _replay(capture)
+
+    @classmethod
+    def of(cls, capture: Capture, step: nn.Module, batch: Batch) -> "RealStep":
+        """Return the whole step with its model's parameters.
+
+        Args:
+            capture: the capture of the step.
+            step: the module that was captured (``planner.capture.step.TrainingStep``), with real parameters.
+            batch: real tensors of the captured shapes.
+        """
+        return cls(capture, real_static(capture, step, batch), written_tensors(capture, step, batch))
+
+    def run(self, look: Callable[[Op], Call | None]) -> None:
+        """Execute the step, and behind each op the call that `look` returns for it, if it does, before anything is freed."""
+        graph, program = self.capture.graph, self.capture.program
+        builder, writer = PassBuilder(program), Writer(graph, program)
+        builder.tensor_list("static", [source.tensor for source in program.sources])
+        for step in self._schedule.steps:
+            writer.write(builder, [step])
+            if isinstance(step, Compute) and (call := look(graph.ops[step.op])) is not None:
+                builder.call(call)
+        builder.finish(None, f"profile of {graph.fingerprint}").run(self.static)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Disable autograd and autocast, and restore parameters, buffers and random state at the end."""
+        gpus = [self.device.index or 0] if self.device.type == "cuda" else []
+        with ExitStack() as stack:
+            for tensor in self._written:
+                stack.enter_context(preserve_tensor(tensor))
+            stack.enter_context(preserve_random_states(gpus))
+            stack.enter_context(preserve_generator_states(self.capture.program))
+            stack.enter_context(torch.no_grad())
+            stack.enter_context(torch.autocast(self.device.type, enabled=False))
+            yield
+
+
+def equivalent_ops(capture: Capture) -> dict[int, int]:
+    """Return for each optional op that makes the same call as an op of the program, on other tensors, the id of that op."""
+    program = len(capture.graph.program)
+    number = {node: op for op, node in enumerate(capture.nodes[:program]) if node is not None}
+    return {op: number[node] for op, node in enumerate(capture.nodes) if op >= program and node is not None}
+
+
+def _replay(capture: Capture) -> tuple[list[int], Schedule]:
+    """Return the order that executes each op once, and its schedule, which keeps the program's tensors.
+
+    An optional op follows the last op that it replaces, or that computes one of its inputs or outputs. Tensors that it
+    recomputes are freed.
+    """
+    graph, left_out = capture.graph, equivalent_ops(capture)
+    made_at = {t: op.id for op in graph.program for t in op.outputs}
+    behind: dict[int, list[int]] = {}
+    place = {op.id: op.id for op in graph.program}
+    for op in graph.ops[len(graph.program) :]:
+        if op.id in left_out:
+            continue
+        place[op.id] = max(op.replaces or [made_at.get(t, 0) for t in (*op.inputs, *op.outputs)], default=0)
+        behind.setdefault(place[op.id], []).append(op.id)
+        for t in op.outputs:
+            made_at.setdefault(t, place[op.id])
+    order = [op for program_op in graph.program for op in (program_op.id, *behind.get(program_op.id, ()))]
+    first = {t: position for position in reversed(range(len(order))) for t in graph.ops[order[position]].outputs}
+    again = {p: [t for t in graph.ops[op].outputs if first[t] < p] for p, op in enumerate(order)}
+    return order, schedule_of(graph, order, again)
+
+
+def real_static(capture: Capture, step: nn.Module, batch: Batch) -> list[torch.Tensor]:
+    """Return the static tensors of `capture` for a call; the gradient of the loss is one of them.
+
+    Args:
+        step: the module that was captured (``planner.capture.step.TrainingStep``), with real parameters.
+        batch: real tensors of the captured shapes.
+    """
+    static = capture.program.gather(step, leaves(batch))
+    device = next(tensor.device for tensor in static if tensor is not None)
+    for i, source in enumerate(capture.program.sources):
+        if source.is_tangent:
+            tangent = capture.graph.tensors[source.tensor]
+            static[i] = torch.ones(tangent.shape, dtype=getattr(torch, tangent.dtype), device=device)
+    return static
+
+
+def written_tensors(capture: Capture, step: nn.Module, batch: Batch) -> list[torch.Tensor]:
+    """Return the buffers, inputs and parameters that the step overwrites; arguments as in ``real_static``."""
+    written = {t for op in capture.graph.ops for t in op.mutates}
+    static = zip(capture.program.sources, capture.program.gather(step, leaves(batch)), strict=True)
+    return [tensor for source, tensor in static if source.tensor in written]

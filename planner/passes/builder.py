@@ -1,0 +1,239 @@
+"""One pass of calls as an FX graph."""
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import fx
+
+from planner.passes.code import INLINE, STEP, VARIABLE, Parameter, StraightLine, free, variable
+from planner.passes.program import Argument, Call, Path, Program, Ref, Shared, Statement, item, read_by
+from planner.torch_private.fx import module_of
+
+Line = tuple[str, int]  # file name, line number
+
+_ALIGNMENT = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """A pass that runs.
+
+    Attributes:
+        module: whose code is that of the pass.
+        run: called with its parameters.
+        lines: for each line of a step, the position of that step in the schedule.
+    """
+
+    module: fx.GraphModule
+    run: Callable[..., Any]
+    lines: Mapping[Line, int]
+
+
+class PassBuilder:
+    """Builds a pass, call after call.
+
+    Attributes:
+        tensors: for each tensor in memory the node that holds it.
+        step: position of the step in the schedule that what comes is of; None for what is of none.
+    """
+
+    def __init__(self, program: Program, names: Mapping[str, object] = MappingProxyType({})) -> None:
+        """Build a pass of `program`.
+
+        Args:
+            names: of objects, in the source.
+        """
+        self.tensors: dict[int, fx.Node] = {}
+        self.step: int | None = None
+        known = {"generator": program.generator, "own_generator": program.own_generator}
+        self._program, self._names = program, {**known, **program.names, **names}
+        self._graph = fx.Graph()
+        self._parameters: list[Parameter] = []
+        self._shared: list[tuple[Shared, fx.Node]] = []
+        self._attributes: dict[str, fx.Node] = {}
+        self._unaligned = set(program.aligned)
+
+    def parameter(self, name: str) -> fx.Node:
+        """Add a parameter."""
+        self._parameters.append(Parameter(name))
+        return self._graph.placeholder(name)
+
+    def attribute(self, name: str) -> fx.Node:
+        """What stands for one of ``names`` that the graph, which may be there for longer, does not hold."""
+        if name not in self._attributes:
+            self._attributes[name] = self._graph.get_attr(name)
+        return self._attributes[name]
+
+    def tensor_parameters(self, tensors: Sequence[int]) -> None:
+        """Add a parameter for each of `tensors`."""
+        for tensor in tensors:
+            self.tensors[tensor] = self.parameter(f"t{tensor}")
+
+    def tensor_list(
+        self, name: str, tensors: Sequence[int], others: Sequence[str] = (), *, emptied: bool = False
+    ) -> list[fx.Node]:
+        """Add a parameter that is a list of `tensors`, and of `others` behind them, by name; return what stands for the others.
+
+        Args:
+            emptied: the pass empties the list, so that nothing but its own variables holds what is in it.
+        """
+        nodes = [self._graph.placeholder(f"t{tensor}") for tensor in tensors]
+        for tensor, node in zip(tensors, nodes, strict=True):
+            node.meta[VARIABLE] = f"t{tensor}"
+            self.tensors[tensor] = node
+        more = [self._graph.placeholder(other) for other in others]
+        self._parameters.append(Parameter(name, [*nodes, *more], emptied))
+        return more
+
+    def is_read(self, tensor: int) -> bool:
+        """Return whether anything reads the parameter that is `tensor`."""
+        return any(node.users for node in self._graph.find_nodes(op="placeholder") if node.meta.get(VARIABLE) == f"t{tensor}")
+
+    def value(self, value: Argument, own: Mapping[int, fx.Node] = MappingProxyType({})) -> Any:
+        """What stands for `value` in the graph.
+
+        Args:
+            own: what stands for tensors in place of those in memory.
+        """
+        match value:
+            case fx.Node():
+                return value
+            case Ref(tensor=tensor):
+                return own[tensor] if tensor in own else self._held(tensor)
+            case Call():
+                node = self._call(value, "view", own)
+                node.meta[INLINE] = True
+                return node
+            case Shared():
+                return self._once(value)
+            case list():
+                return [self.value(each, own) for each in value]
+            case tuple():
+                return tuple(self.value(each, own) for each in value)
+        return value
+
+    def call(self, call: Call, name: str = "made", own: Mapping[int, fx.Node] = MappingProxyType({})) -> fx.Node:
+        """Make a call, in a line of its own; `name` is that of the variable, where what it returns is read."""
+        return self._call(call, name, own)
+
+    def hold(self, call: Call, name: str) -> fx.Node:
+        """Make a call, and hold what it returns until it is freed, or the pass ends."""
+        node = self.call(call, name)
+        node.meta[VARIABLE] = node.name
+        return node
+
+    def execute(self, statements: Sequence[Statement], wanted: Collection[int]) -> None:
+        """Execute an op, and hold those of the tensors that it makes that are `wanted`; the others go when it is done."""
+        own: dict[int, fx.Node] = {}
+        for i, statement in enumerate(statements):
+            later = {t for other in statements[i + 1 :] for t in read_by(other.value)}
+            bound = [(t, path) for t, path in statement.outputs if t in wanted or t in later]
+            made = self.call(Call(_nothing) if statement.value is None else statement.value, "made", own)
+            for tensor, path in bound:
+                node = made if path == () else self._item(made, path)
+                node.meta[VARIABLE] = f"t{tensor}" if tensor in wanted else f"_t{tensor}"
+                own[tensor] = node
+            if bound and bound[0][1] != ():
+                self.free(made)
+        for tensor, node in own.items():
+            if tensor in wanted:
+                self.tensors[tensor] = node
+            else:
+                self.free(node)
+
+    def rebind(self, tensor: int, call: Call) -> None:
+        """Let `tensor` be what `call` returns."""
+        self.tensors[tensor] = self.call(call, f"t{tensor}")
+        self.tensors[tensor].meta[VARIABLE] = f"t{tensor}"
+
+    def free(self, node: fx.Node) -> None:
+        """Let nothing hold the value of `node` from here on."""
+        self._noted(self._graph.create_node("call_function", free, (node,), {}, "free"))
+
+    def free_tensor(self, tensor: int) -> None:
+        """Free `tensor`."""
+        self.free(self.tensors.pop(tensor))
+
+    def free_read(self, tensors: Sequence[int], returned: Argument) -> None:
+        """Free each of `tensors`, static ones, behind the line that reads it last, where `returned` does not."""
+        last: dict[str, tuple[fx.Node, fx.Node]] = {}  # by variable, what holds it then, and the line
+        for node in self._graph.nodes:
+            if not node.meta.get(INLINE):
+                last.update({variable(read): (read, node) for read in _read_in_line(node)})
+        kept = {*read_by(returned)}
+        for tensor in tensors:
+            if tensor not in kept and (found := last.get(f"t{tensor}")) is not None:
+                with self._graph.inserting_after(found[1]):
+                    self.free(found[0])
+
+    def finish(self, returned: Argument, title: str) -> Pass:
+        """Return the pass, which returns `returned`; tracebacks call it `title`."""
+        self.step = None
+        self._graph.output(self.value(returned))
+        attributes = {name: self._names[name] for name in self._attributes}
+        codegen = StraightLine(self._parameters, {k: v for k, v in self._names.items() if k not in attributes})
+        module = module_of(self._graph, codegen, title, attributes)
+        file, guard = module.forward.__code__.co_filename, self._program.guard
+        run: Callable[..., Any] = module.forward if guard is None else _guarded(module.forward, guard)
+        return Pass(module, run, {(file, number): step for number, step in codegen.steps.items()})
+
+    def _item(self, made: fx.Node, path: Path) -> fx.Node:
+        """The item of `made` at `path`."""
+        return self.call(item(made, path), "item")
+
+    def _held(self, tensor: int) -> fx.Node:
+        """What holds a tensor: a static one is aligned before it is first read, where kernels expect that."""
+        if tensor in self._unaligned:
+            self._unaligned.remove(tensor)
+            self.rebind(tensor, Call(aligned, (self.tensors[tensor],)))
+        return self.tensors[tensor]
+
+    def _once(self, shared: Shared) -> fx.Node:
+        for known, node in self._shared:
+            if known == shared:
+                return node
+        self._shared.append((shared, self.call(shared.call, "shared")))
+        return self._shared[-1][1]
+
+    def _call(self, call: Call, name: str, own: Mapping[int, fx.Node]) -> fx.Node:
+        args = tuple(self.value(arg, own) for arg in call.args)
+        kwargs = {key: self.value(arg, own) for key, arg in call.kwargs.items()}
+        kind = "call_method" if isinstance(call.target, str) else "call_function"
+        return self._noted(self._graph.create_node(kind, call.target, args, kwargs, name))
+
+    def _noted(self, node: fx.Node) -> fx.Node:
+        if self.step is not None:
+            node.meta[STEP] = self.step
+        return node
+
+
+def _read_in_line(node: fx.Node) -> Iterator[fx.Node]:
+    """Yield what the line of `node` reads, by the views in it too."""
+    for read in node.all_input_nodes:
+        if read.meta.get(INLINE):
+            yield from _read_in_line(read)
+        else:
+            yield read
+
+
+def aligned(value: torch.Tensor) -> torch.Tensor:
+    """`value`, or a copy of it where it does not begin at a multiple of 16 bytes, as kernels for CUDA expect."""
+    return value if value.data_ptr() % _ALIGNMENT == 0 else value.clone()
+
+
+def _nothing() -> None:
+    pass
+
+
+def _guarded(run: Callable[..., Any], guard: Call) -> Callable[..., Any]:
+    assert callable(guard.target)
+    context = guard.target
+
+    def guarded(*given: Any) -> Any:
+        with context(*guard.args, **guard.kwargs):
+            return run(*given)
+
+    return guarded

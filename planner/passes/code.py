@@ -1,0 +1,154 @@
+"""Straight-line Python for the graph of a pass: a line for each call, and a ``del`` where a tensor is freed.
+
+FX's own code frees each value after its last use, and looks up ``torch.ops.aten.mm.default`` at each call. Here a schedule says
+where a tensor is freed, by a node that calls ``free``; targets and constants are globals; and views stand inside the calls that
+read them.
+"""
+
+import keyword
+import operator
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import isfinite
+from types import BuiltinFunctionType, FunctionType
+from typing import Any
+
+import torch
+from torch import fx
+
+from planner.torch_private.core import OpOverload
+from planner.torch_private.fx import CodeGen
+
+# In the meta of nodes: whether it stands inside the line that reads it, the step that it is of, and the variable that it is held
+# in until it is freed, though nothing reads it.
+INLINE, STEP, VARIABLE = "inline", "step", "variable"
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """A parameter of a pass.
+
+    Attributes:
+        name: of it.
+        unpacked: the placeholders of its items, where it is a list; None where it is a placeholder itself.
+        emptied: whether the list is emptied before anything else happens.
+    """
+
+    name: str
+    unpacked: Sequence[fx.Node] | None = None
+    emptied: bool = False
+
+
+def free(value: object) -> None:
+    """Hold `value` until here: what schedules free. It is written as ``del``."""
+
+
+class StraightLine(CodeGen):
+    """Writes the graph of a pass.
+
+    Attributes:
+        steps: for each line of the source that is of a step, its position in the schedule.
+    """
+
+    def __init__(self, parameters: Sequence[Parameter], names: Mapping[str, object]) -> None:
+        """`names` are those of some targets and constants."""
+        super().__init__()
+        self.steps: dict[int, int] = {}
+        self._parameters, self._names = parameters, names
+
+    def source(self, nodes: Iterable[fx.Node]) -> tuple[str, dict[str, Any]]:
+        """As ``CodeGen``."""
+        nodes = list(nodes)
+        taken = {variable(node) for node in nodes if node.op != "get_attr" and not node.meta.get(INLINE)}
+        written = _Globals(self._names, taken | {parameter.name for parameter in self._parameters})
+        lines = [f"def forward({', '.join(parameter.name for parameter in self._parameters)}):"]
+        for parameter in self._parameters:
+            if parameter.unpacked:
+                lines.append(f"    {', '.join(map(variable, parameter.unpacked))}, = {parameter.name}")
+            if parameter.emptied:
+                lines.append(f"    {parameter.name}.clear()")
+        for node in nodes:
+            if (line := written.line(node)) is not None:
+                lines.append(f"    {line}")
+                if STEP in node.meta:
+                    self.steps[len(lines)] = node.meta[STEP]
+        return "\n".join(lines) + "\n", written.values
+
+
+class _Globals:
+    """Writes nodes, and names what they call and are given."""
+
+    def __init__(self, names: Mapping[str, object], taken: Collection[str]) -> None:
+        """`names` are wanted for some objects, those `taken` for none."""
+        self.values: dict[str, Any] = {}
+        self._taken = taken
+        self._wanted = {id(value): name for name, value in names.items() if value is not None}
+        self._names: dict[int, str] = {}
+
+    def line(self, node: fx.Node) -> str | None:
+        """The line of a node; None where it has none."""
+        if node.op in ("placeholder", "get_attr") or node.meta.get(INLINE):
+            return None
+        if node.op == "output":
+            return f"return {self.expression(node.args[0])}"
+        if node.target is free:
+            (freed,) = node.args
+            assert isinstance(freed, fx.Node)
+            return f"del {variable(freed)}"
+        is_held = node.users or VARIABLE in node.meta
+        return f"{variable(node)} = {self.call(node)}" if is_held else self.call(node)
+
+    def call(self, node: fx.Node) -> str:
+        """What computes a node."""
+        if node.target is operator.getitem:
+            return f"{self.expression(node.args[0])}[{self._subscript(node.args[1])}]"
+        args = [self.expression(arg) for arg in node.args]
+        target = self._name(node.target) if node.op == "call_function" else f"{args.pop(0)}.{node.target}"
+        return f"{target}({', '.join([*args, *(f'{name}={self.expression(arg)}' for name, arg in node.kwargs.items())])})"
+
+    def expression(self, value: Any) -> str:
+        """An argument."""
+        match value:
+            case fx.Node(op="get_attr", target=str(name)):
+                return self._name(getattr(value.graph.owning_module, name), name)
+            case fx.Node():
+                return self.call(value) if value.meta.get(INLINE) else variable(value)
+            case list():
+                return f"[{', '.join(map(self.expression, value))}]"
+            case tuple():
+                return f"({''.join(f'{self.expression(each)}, ' for each in value)})"
+        if value is None or type(value) in (bool, int, str) or (type(value) is float and isfinite(value)):
+            return repr(value)
+        return self._name(value)
+
+    def _subscript(self, value: Any) -> str:
+        if isinstance(value, slice):
+            return ":".join("" if each is None else self.expression(each) for each in (value.start, value.stop, value.step))
+        return self.expression(value)
+
+    def _name(self, value: Any, wanted: str | None = None) -> str:
+        if id(value) not in self._names:
+            wanted = name = wanted or self._wanted.get(id(value)) or _name_of(value)
+            number = 2
+            while name in self.values or name in self._taken:
+                name, number = f"{wanted}_{number}", number + 1
+            self.values[name] = value  # and held, so that its identity stays its own
+            self._names[id(value)] = name
+        return self._names[id(value)]
+
+
+def variable(node: fx.Node) -> str:
+    """The variable that holds the value of `node`: of a tensor the same, whichever node has made it."""
+    name: str = node.meta.get(VARIABLE, node.name)
+    return name
+
+
+def _name_of(value: Any) -> str:
+    """A name for a target or a constant."""
+    shown = type(value).__name__
+    if isinstance(value, OpOverload | torch.dtype | torch.device | torch.layout | torch.memory_format):
+        shown = str(value)
+    elif isinstance(value, type | FunctionType | BuiltinFunctionType):
+        shown = value.__name__
+    name = shown.replace(".", "_").replace(":", "_")
+    return name if name.isidentifier() and not keyword.iskeyword(name) else "function"

@@ -1,0 +1,293 @@
+"""How to execute the ops of a graph: for each op its calls, as data.
+
+A graph says what a training step is; its program says how to run it. Arguments of calls are references to tensors, views of
+these, and constants. A view is a call itself, made again wherever it is read, so that nothing but the base ever holds a storage.
+"""
+
+import operator
+from collections.abc import Callable, Container, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+from graphs.ir import TANGENT, Kind
+
+Path = tuple[int, ...]  # the subscripts that pick an item out of a value; none for the value itself
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """A reference to the tensor of the graph with this id."""
+
+    tensor: int
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A target applied to arguments: what computes an op, or, as an argument, a view.
+
+    Attributes:
+        target: what is called; a name calls that method of the first argument.
+        args, kwargs: references, calls, and lists and tuples of them; anything else is a constant.
+    """
+
+    target: Callable[..., Any] | str
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """The value of a call that each pass makes once, before it is first read."""
+
+    call: Call
+
+
+Argument = Any  # a reference, a call, a list or tuple of them, or a constant
+
+
+def leaves_of(value: Argument) -> Iterator[Any]:
+    """Yield the references and constants in `value`, in order; targets of calls are none."""
+    match value:
+        case Call(args=args, kwargs=kwargs):
+            for each in (*args, *kwargs.values()):
+                yield from leaves_of(each)
+        case Shared(call=call):
+            yield from leaves_of(call)
+        case list() | tuple():
+            for each in value:
+                yield from leaves_of(each)
+        case _:
+            yield value
+
+
+def read_by(value: Argument) -> list[int]:
+    """Return the tensors that `value` reads, each once, in the order in which it names them."""
+    return list(dict.fromkeys(leaf.tensor for leaf in leaves_of(value) if isinstance(leaf, Ref)))
+
+
+def mapped(value: Argument, leaf: Callable[[Any], Any]) -> Argument:
+    """Return `value` with `leaf` of each of its references and constants in their place."""
+    match value:
+        case Call(target=target, args=args, kwargs=kwargs):
+            given = tuple(mapped(each, leaf) for each in args)
+            return Call(target, given, {name: mapped(each, leaf) for name, each in kwargs.items()})
+        case Shared(call=call):
+            return Shared(mapped(call, leaf))
+        case list():
+            return [mapped(each, leaf) for each in value]
+        case tuple():
+            return tuple(mapped(each, leaf) for each in value)
+    return leaf(value)
+
+
+def renumbered(value: Argument, numbers: Mapping[int, int]) -> Argument:
+    """Return `value` with other tensors: those of `numbers` in place of what they stand for, the others as they are."""
+    return mapped(value, lambda leaf: Ref(numbers.get(leaf.tensor, leaf.tensor)) if isinstance(leaf, Ref) else leaf)
+
+
+def shown(path: Path) -> str:
+    """Return `path` as people read it: ``[0][2]``."""
+    return "".join(f"[{index}]" for index in path)
+
+
+def item(value: Argument, path: Path) -> Argument:
+    """Return the item of `value` at `path`."""
+    for index in path:
+        value = Call(operator.getitem, (value, index))
+    return value
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where a static tensor comes from when the step runs.
+
+    Attributes:
+        tensor: its id in the graph.
+        kind: PARAMETER and BUFFER are fetched from the model, INPUT from the batch, CONSTANT from
+            the program.
+        name: qualified name in the model, leaf number in the batch, name in the program, or
+            TANGENT for the gradient of the loss.
+    """
+
+    tensor: int
+    kind: Kind
+    name: str
+
+    @property
+    def is_tangent(self) -> bool:
+        """Whether this is the gradient of the loss."""
+        return self.name == TANGENT
+
+
+class Composed(Protocol):
+    """Several operators that are called as one."""
+
+    @property
+    def fakes(self) -> tuple[Any, ...]:
+        """What it is called with, as fake tensors."""
+        ...
+
+    def __call__(self, *given: Any) -> tuple[Any, ...]:
+        """The outputs of the op."""
+        ...
+
+
+@runtime_checkable
+class Repeated(Composed, Protocol):
+    """What does the same time and again, on one part of what it is called with after the other."""
+
+    @property
+    def part(self) -> "Repeated":
+        """What it does with one of the parts, of which ``count`` is 1."""
+        ...
+
+    @property
+    def count(self) -> int:
+        """How many parts there are."""
+        ...
+
+    @property
+    def alike(self) -> Hashable:
+        """Equal for those that run the same operators on tensors of the same sizes."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Statement:
+    """A value that is computed, and the tensors that its items are.
+
+    Attributes:
+        value: a call; None for a tensor that only marks that an op is done.
+        outputs: for each tensor that it makes its id and where it stands in the value.
+    """
+
+    value: Call | None
+    outputs: tuple[tuple[int, Path], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class OpCalls:
+    """How one op is executed.
+
+    Attributes:
+        statements: in order. An op of eager PyTorch has one; Inductor's allocate their outputs, and launch kernels.
+        random_state: id of the tensor that holds the generator's state as it was before the first
+            execution; None for an op that draws nothing.
+        redraw: the call that draws from the generator ``Program.own_generator``; None where no kernel does.
+        composed: what is called, where that runs several operators; None where it is one.
+        over: ids of outputs and of the inputs that they may be written over, with the call that makes the output then, in
+            place of that of its statement.
+        launches: whether these are launches of Inductor's kernels.
+        after_forward: what is executed in place of the one statement once the forward pass has ended; None for the same.
+    """
+
+    statements: tuple[Statement, ...]
+    random_state: int | None = None
+    redraw: Call | None = None
+    composed: Composed | None = None
+    over: tuple[tuple[int, int, Call], ...] = ()
+    launches: bool = False
+    after_forward: Statement | None = None
+
+    @property
+    def outputs(self) -> tuple[tuple[int, Path], ...]:
+        """The tensors that the statements make, and where each stands in the value of its statement."""
+        return tuple(output for statement in self.statements for output in statement.outputs)
+
+    @property
+    def call(self) -> Call:
+        """What is called, of an op of eager PyTorch."""
+        (statement,) = self.statements
+        assert statement.value is not None
+        return statement.value
+
+    @property
+    def is_nothing(self) -> bool:
+        """True if nothing is called."""
+        return all(statement.value is None for statement in self.statements)
+
+    def written_over(self, pairs: Container[tuple[int, int]]) -> tuple[Statement, ...]:
+        """Return the statements that write the output of each of `pairs` over the input."""
+        instead = {o: call for o, t, call in self.over if (o, t) in pairs}
+
+        def changed(statement: Statement) -> Statement:
+            call = next((instead[t] for t, _ in statement.outputs if t in instead), None)
+            return statement if call is None else replace(statement, value=call)
+
+        return tuple(map(changed, self.statements))
+
+    def renumbered(self, numbers: Mapping[int, int]) -> "OpCalls":
+        """Return the calls of an op that is the same on other tensors, and writes over none of them."""
+
+        def statement(given: Statement) -> Statement:
+            outputs = tuple((numbers.get(t, t), path) for t, path in given.outputs)
+            return Statement(renumbered(given.value, numbers), outputs)
+
+        after = None if self.after_forward is None else statement(self.after_forward)
+        return replace(self, statements=tuple(map(statement, self.statements)), over=(), after_forward=after)
+
+
+def call_of(call: Call, outputs: Sequence[tuple[int, Path]], **more: Any) -> OpCalls:
+    """Return the calls of an op that is one `call`; `more` are attributes of ``OpCalls``."""
+    return OpCalls((Statement(call, tuple(outputs)),), **more)
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """The calls of a graph's ops and what goes in and out of the step.
+
+    Attributes:
+        calls: one per op.
+        sources: one per static tensor that an op or an output reads.
+        loss: value of the loss.
+        extras: values of the other returned tensors.
+        gradients: for each parameter or input that gets one: its static tensor id, the value.
+        constants: tensors that are part of the step, by name.
+        generator: what random ops draw from.
+        own_generator: what those draw from that are executed again (``capture.rewrites.reproducible_random``).
+        guard: makes the context that the passes run in; None for none.
+        aligned: static tensors that kernels for CUDA expect to begin at a multiple of 16 bytes.
+        names: of some targets, for people to read.
+    """
+
+    calls: tuple[OpCalls, ...]
+    sources: tuple[Source, ...]
+    loss: Argument
+    extras: tuple[Argument, ...]
+    gradients: tuple[tuple[int, Argument], ...]
+    constants: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    generator: torch.Generator | None = None
+    own_generator: torch.Generator | None = None
+    guard: Call | None = None
+    aligned: frozenset[int] = frozenset()
+    names: Mapping[str, object] = field(default_factory=dict)
+
+    def gather(self, step: Any, leaves: Sequence[object]) -> list[Any]:
+        """The static tensors in the order of `sources`, None for the gradient of the loss.
+
+        Args:
+            step: module whose parameters and buffers the sources name.
+            leaves: of the batch.
+        """
+        # By name each time, for parameters may be replaced; get_parameter would take longer than some steps.
+        owners: dict[str, Any] = {"": step}
+
+        def owner(path: str) -> Any:
+            if path not in owners:
+                parent, _, name = path.rpartition(".")
+                owners[path] = owner(parent)._modules[name]
+            return owners[path]
+
+        def fetch(source: Source) -> Any:
+            match source.kind:
+                case Kind.PARAMETER | Kind.BUFFER as kind:
+                    path, _, name = source.name.rpartition(".")
+                    module = owner(path)
+                    return (module._parameters if kind is Kind.PARAMETER else module._buffers)[name]
+                case Kind.CONSTANT:
+                    return self.constants[source.name]
+            return None if source.is_tangent else leaves[int(source.name)]
+
+        return [fetch(source) for source in self.sources]

@@ -1,0 +1,104 @@
+"""The steps of a schedule, written into passes."""
+
+from collections.abc import Callable, Container, Iterable
+
+from graphs.errors import ScheduleError
+from graphs.ir import Graph
+from graphs.overwriting import Overwriting, Pairs
+from graphs.schedule import Compute, Free, Step
+from planner.passes.builder import PassBuilder
+from planner.passes.draws import draw_again, draw_again_from, draw_first, draw_first_from, draw_once
+from planner.passes.program import Call, OpCalls, Program, Ref, Statement
+
+
+class Writer:
+    """Writes the steps of a schedule into one pass after the other.
+
+    Attributes:
+        live: ids of the tensors in memory after the steps written so far, in order of appearance.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        program: Program,
+        *,
+        repeated: Container[int] = (),
+        tick: Callable[[int], object] | None = None,
+    ) -> None:
+        """Write for `graph`.
+
+        Args:
+            repeated: ops that are executed more than once.
+            tick: called behind each execution of an op, with its id.
+        """
+        self.graph = graph
+        self.program = program
+        self.live: dict[int, None] = {}
+        self.builder: PassBuilder
+        self._repeated, self._tick = repeated, tick
+        self._done: set[int] = set()
+        self._position = 0  # of the next step
+        self._overwriting = Overwriting(graph)
+        self._is_after_forward = False
+
+    def end_forward(self) -> None:
+        """Write for the backward pass from here on."""
+        self._is_after_forward = True
+
+    def write(self, builder: PassBuilder, steps: Iterable[Step]) -> None:
+        """Write `steps`, which follow those written before, into the pass that `builder` builds."""
+        self.builder = builder
+        steps = tuple(steps)
+        for place, step in enumerate(steps):
+            builder.step = self._position
+            self._write(step, self._overwriting.follow(steps, place))
+            self._position += 1
+        builder.step = None
+
+    def _write(self, step: Step, over: Pairs) -> None:
+        """Write one step; `over` is what its op writes over."""
+        self._before(step)
+        match step:
+            case Compute(op):
+                wanted = [t for t in self.graph.ops[op].outputs if t not in self.live]
+                self._compute(op, frozenset(wanted), over)
+                self._done.add(op)
+                self.live.update(dict.fromkeys(wanted))
+                if self._tick is not None:
+                    self.builder.call(Call(self._tick, (op,)))
+            case Free(tensor):
+                self.builder.free_tensor(tensor)
+                del self.live[tensor]
+            case _:
+                raise ScheduleError(f"step {step!r} cannot be executed")
+
+    def _before(self, step: Step) -> None:
+        """Write what comes before `step`."""
+
+    def _compute(self, op: int, wanted: frozenset[int], over: Pairs) -> None:
+        """Write an execution of `op`."""
+        calls = self.program.calls[op]
+        if self._is_after_forward and calls.after_forward is not None:
+            statements: tuple[Statement, ...] = (calls.after_forward,)
+        elif calls.random_state is None:
+            statements = calls.written_over(over) if over else calls.statements
+        else:
+            (statement,) = calls.statements
+            statements = (Statement(self._draw(op, calls, calls.random_state), statement.outputs),)
+        self.builder.execute(statements, wanted)
+
+    def _draw(self, op: int, calls: OpCalls, state: int) -> Call:
+        """The call of an op that draws: each time what it drew first."""
+        generator, own = self.program.generator, self.program.own_generator
+        if op not in self._repeated:
+            return _drawn(draw_once, (), calls.call)
+        if calls.redraw is not None:
+            if op in self._done:
+                return _drawn(draw_again_from, (own, Ref(state)), calls.redraw)
+            return _drawn(draw_first_from, (own, Ref(state), generator), calls.redraw)
+        return _drawn(draw_again if op in self._done else draw_first, (Ref(state), generator), calls.call)
+
+
+def _drawn(draw: Callable[..., object], given: tuple[object, ...], call: Call) -> Call:
+    return Call(draw, (*given, call.target, *call.args), call.kwargs)

@@ -1,0 +1,43 @@
+"""Plans in files, with the graphs that they name: what ``Plan.save`` and ``Plan.load`` do. Never imports torch."""
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+from graphs.errors import PlannerError
+from graphs.io.files import is_replaced
+from graphs.io.formats import read_graph, write_graph
+from planner.plan_check import check_plan, graph_path, planned_graph
+from planner.plans.document import read_plan, write_plan
+from planner.plans.plan import Plan
+
+
+def save(plan: Plan, path: str | os.PathLike[str], graph: str | os.PathLike[str] | None) -> None:
+    """Write `plan`, as ``Plan.save`` says."""
+    if graph is not None:
+        if plan.source is None:
+            raise PlannerError("the plan does not hold its graph, so that it cannot be written: only the plan can (graph=None)")
+        write_graph(plan.source, graph)
+        plan = naming(plan, path, graph)
+    write_plan(plan, path)
+
+
+def naming(plan: Plan, path: str | os.PathLike[str], graph: str | os.PathLike[str]) -> Plan:
+    """Return `plan`, to be written to `path`, with the file `graph` of its graph: as seen from the plan's folder.
+
+    Where the plan goes down a pipe, to wherever, the file is named in full.
+    """
+    full = Path(graph).resolve()
+    near = Path(os.path.relpath(full, Path(path).resolve().parent)) if is_replaced(path) else full
+    return replace(plan, graph_file=near.as_posix())
+
+
+def load(path: str | os.PathLike[str]) -> Plan:
+    """Return the plan in the file `path`, as ``Plan.load`` says."""
+    plan = read_plan(path)
+    where = graph_path(plan, path)
+    if where is None or not where.is_file():
+        return plan
+    graph = planned_graph(read_graph(where), plan)
+    check_plan(graph, plan)
+    return replace(plan, source=graph)

@@ -1,0 +1,33 @@
+"""What the solves of a study have in common, and what all of it may spend. Never imports torch."""
+
+import math
+from dataclasses import dataclass
+
+from planner.choices import Choices
+
+
+@dataclass(frozen=True, slots=True)
+class StudySettings:
+    """How a study of many budgets or methods is made.
+
+    Attributes:
+        model: what the graph is called, in rows.
+        tolerance: on gaps, relative to the whole step.
+        time_limit_s: seconds for each solve.
+        total_time_limit_s: seconds for all of them.
+        choices: options that the graph is given.
+        jobs: processes that solve at the same time. With more than one, the main module is imported in each: a script needs
+            ``if __name__ == "__main__":``.
+        cluster: address of a Dask scheduler, whose workers solve instead.
+        repeats, seed: of steps that are measured: how many are timed, and of their weights.
+    """
+
+    model: str = ""
+    tolerance: float = 1e-3
+    time_limit_s: float = 60.0
+    total_time_limit_s: float = math.inf
+    choices: Choices | None = None
+    jobs: int = 1
+    cluster: str | None = None
+    repeats: int = 5
+    seed: int = 0

@@ -1,0 +1,114 @@
+"""A joint graph of AOTAutograd as ops and calls, with their costs."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphs.errors import TraceError
+from graphs.ir import Graph, Kind
+from planner.capture.frontend.eager_ops import separate_biases
+from planner.capture.lowering.lower import Capture, lower
+from planner.capture.lowering.statics import StaticTensors
+from planner.capture.options.traced import with_traced
+from planner.capture.rewrites.layouts import layouts_as_eager
+from planner.capture.rewrites.outputs import outputs
+from planner.capture.rewrites.random_ops import execute_random_ops_once
+from planner.capture.rewrites.sparse_products import is_sparse
+from planner.capture.signature import Signature
+from planner.keeping_everything import prepare_for_tight_memory
+from planner.profiling.devices import DeviceSpec
+from planner.profiling.profile import profile
+from planner.profiling.roofline import model_times
+from planner.profiling.unrepeatable_ops import mark_custom_ops
+from planner.torch_private.capture import AOTInput, InputMutationAOTOutput, TangentAOTInput
+from planner.torch_private.core import pytree
+
+
+def capture_joint(
+    module: fx.GraphModule,
+    device: DeviceSpec,
+    *,
+    measure: bool,
+    forward_outputs: int,
+    options: Sequence[str] = (),
+    on_op: Callable[[int, int], None] | None = None,
+) -> Capture:
+    """The joint graph as ops and storages, with the time and memory of each op.
+
+    Args:
+        module: the joint graph.
+        device: whose times are modelled.
+        measure: run each op on the device it is on, instead.
+        forward_outputs: how many of its outputs are of the forward pass.
+        options: choices besides recomputing that are found in the graph. What they round counts as rounded, for nothing is
+            compared.
+        on_op: as in ``planner.profiling.profile.profile``.
+
+    Raises:
+        TraceError: shapes that are not known yet, or an op that no static graph can hold.
+    """
+    placeholders = module.graph.find_nodes(op="placeholder")
+    values = [node.meta["val"] for node in placeholders]
+    if any(isinstance(value, torch.Tensor) and is_sparse(value) for value in values):
+        raise TraceError("the graph takes a sparse tensor, which no plan of torch.compile does: use planner.compile for the step")
+    dynamic = any(
+        isinstance(size, torch.SymInt)
+        for value in values
+        for size in (value.shape if isinstance(value, torch.Tensor) else (value,))
+    )
+    if dynamic:
+        raise TraceError("the graph has sizes that are not fixed: use torch.compile(..., dynamic=False), a plan for each shape")
+    where = next(value.device for value in values if isinstance(value, torch.Tensor))
+    separate_biases(module.graph)
+    layouts_as_eager(module.graph)
+    statics = Placeholders(placeholders, where)
+    generator = torch.default_generator
+    signature, found_on = Signature.of((), pytree.tree_structure(())), {"device": where.type}
+    lowered = lower(module.graph, statics, signature, generator=generator, provenance=found_on, forward_outputs=forward_outputs)
+    prepare_for_tight_memory(lowered.graph, where)
+    captured = execute_random_ops_once(lowered)
+    if measure:
+        known: dict[str, Any] = {node.name: node.meta["val"] for node in placeholders} | dict(captured.program.constants)
+        static = [known[source.name] for source in captured.program.sources]
+        captured = profile(captured, static, model=device, on_op=on_op)
+        if options:
+            captured = profile(with_traced(captured, options), static, model=device)
+    else:
+        captured = with_traced(mark_custom_ops(captured), options)
+        captured = replace(captured, graph=model_times(captured, device))
+    return replace(captured, graph=once(captured.graph, mutated_inputs(module, statics)))
+
+
+def mutated_inputs(module: fx.GraphModule, statics: StaticTensors) -> set[int]:
+    """The inputs of a joint graph that are overwritten behind its forward pass."""
+    return {statics.find(d.mutated_input) for _, d in outputs(module.graph) if isinstance(d, InputMutationAOTOutput)}
+
+
+class Placeholders(StaticTensors):
+    """The inputs of a joint graph."""
+
+    def __init__(self, placeholders: Sequence[fx.Node], device: torch.device) -> None:
+        super().__init__(torch.nn.Module(), (), device)
+        self.by_desc: dict[AOTInput, int] = {}
+        self.names = {id(node.meta["val"]): node.name for node in placeholders}
+        for node in placeholders:
+            value, desc = node.meta["val"], node.meta["desc"]
+            if isinstance(value, torch.Tensor) and not isinstance(desc, TangentAOTInput):
+                self.by_desc[desc] = self.add(Kind.INPUT, node.name, value)
+
+    def find(self, desc: AOTInput) -> int:
+        """As the base class's."""
+        return self.by_desc[desc]
+
+    def tangent(self, value: torch.Tensor) -> int:
+        """As the base class's, of which there may be several here."""
+        return self.add(Kind.INPUT, self.names[id(value)], value)
+
+
+def once(graph: Graph, mutated: set[int]) -> Graph:
+    """`graph` with ops that are executed once only, where they read an input that is overwritten behind the forward pass."""
+    ops = tuple(replace(op, recomputable=op.recomputable and not mutated.intersection(op.inputs)) for op in graph.ops)
+    return replace(graph, ops=ops)

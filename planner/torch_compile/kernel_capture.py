@@ -1,0 +1,75 @@
+"""A graph of a compiled model as the kernels that Inductor compiles it to, with their costs."""
+
+import copy
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from planner.capture.kernels.halves import compile_halves
+from planner.capture.kernels.lower import lower_graph
+from planner.capture.kernels.variants import Variant
+from planner.capture.lowering.lower import Capture
+from planner.capture.options.traced import with_traced
+from planner.capture.rewrites.reproducible_random import generator_of
+from planner.capture.signature import Signature
+from planner.keeping_everything import prepare_for_tight_memory
+from planner.profiling.profile import profile
+from planner.torch_compile.joint_capture import Placeholders, mutated_inputs, once
+from planner.torch_private.capture import (
+    BufferAOTInput,
+    ParamAOTInput,
+    PlainAOTInput,
+    TracingContext,
+    tracing,
+)
+from planner.torch_private.core import disable_current_modes, no_python_dispatcher, pytree
+
+_PASSES = 3
+
+
+def capture_kernels(module: fx.GraphModule, inputs: Sequence[Any], options: Sequence[str] = ()) -> Capture:
+    """`module` as the kernels that Inductor compiles it to, with the time and memory of each op.
+
+    Args:
+        module, inputs: what Dynamo captured, real tensors.
+        options: choices that are found in what was captured.
+
+    Raises:
+        TraceError: Inductor's code is none that can be planned.
+    """
+    context = TracingContext.try_get()
+    assert context is not None
+    with ExitStack() as stack:
+        stack.enter_context(tracing(TracingContext(context.fake_mode)))  # Dynamo's own is for AOTAutograd, which comes after
+        halves = compile_halves(stack, copy.deepcopy(module), tuple(inputs), {}, Variant.DEFAULT)
+        joint = halves.joint.graph_module
+        placeholders = [n for n in joint.graph.find_nodes(op="placeholder") if isinstance(n.meta.get("val"), torch.Tensor)]
+        device = placeholders[0].meta["val"].device
+        statics, signature = Placeholders(placeholders, device), Signature.of((), pytree.tree_structure(()))
+        captured = lower_graph(halves, statics, signature, generator=generator_of(device), provenance={})
+        graph = once(captured.graph, mutated_inputs(joint, statics))
+    with disable_current_modes(), no_python_dispatcher():
+        given = {node.name: _given(node, module, inputs) for node in placeholders}
+        constants: dict[str, Any] = dict(captured.program.constants)
+        static = {s.tensor: given[s.name] if s.name in given else constants[s.name] for s in captured.program.sources}
+        captured = profile(replace(captured, graph=graph), list(static.values()), passes=_PASSES)
+        prepare_for_tight_memory(captured.graph, device)
+        return with_traced(captured, options)
+
+
+def _given(node: fx.Node, module: fx.GraphModule, inputs: Sequence[Any]) -> torch.Tensor:
+    """A real tensor for an input of the joint graph."""
+    match node.meta["desc"]:
+        case ParamAOTInput(target=name):
+            return module.get_parameter(name)
+        case BufferAOTInput(target=name):
+            return module.get_buffer(name)
+        case PlainAOTInput(idx=index):
+            given: torch.Tensor = inputs[index]
+            return given
+    value: torch.Tensor = node.meta["val"]
+    return torch.full(value.shape, 0.5, dtype=value.dtype, device=value.device)

@@ -1,0 +1,53 @@
+"""Private names of FX: how a graph is written as source, and where that source is kept for tracebacks."""
+
+import linecache
+import weakref
+from abc import abstractmethod
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.graph import CodeGen as _CodeGen
+from torch.fx.graph import PythonCode
+from torch.fx.graph_module import _loader
+
+
+class CodeGen(_CodeGen):
+    """How a graph is written."""
+
+    @abstractmethod
+    def source(self, nodes: Iterable[fx.Node]) -> tuple[str, dict[str, Any]]:
+        """Return the source of a function ``forward``, and its globals."""
+
+    def _gen_python_code(self, nodes: Any, *_: Any, **__: Any) -> PythonCode:
+        return PythonCode(*self.source(nodes), {})
+
+
+def module_of(graph: fx.Graph, codegen: CodeGen, title: str, attributes: Mapping[str, object]) -> fx.GraphModule:
+    """Return what runs `graph` as `codegen` writes it.
+
+    Tracebacks show its lines for as long as its function is there, in a file whose name has a number that no other has, and
+    `title`. What the function holds goes with it: classes and graphs are in circles, which stay until they are collected, so
+    that neither holds the function.
+
+    Args:
+        attributes: what ``get_attr`` gets.
+    """
+    graph.set_codegen(codegen)
+    graph._co_fields = {"co_filename": title, "co_firstlineno": 1, "co_name": "forward"}
+    root = torch.nn.Module()
+    for name, value in attributes.items():
+        setattr(root, name, value)
+    module = fx.GraphModule(root, graph)
+    function = type(module).forward
+    del type(module).forward
+    module.forward = function
+    graph.owning_module = None
+    weakref.finalize(function, _forget, function.__code__.co_filename)
+    return module
+
+
+def _forget(file: str) -> None:
+    _loader.eval_cache.pop(file, None)
+    linecache.cache.pop(file, None)

@@ -1,0 +1,76 @@
+"""A graph with ops at the ends of its passes that read what is kept, where that may be made elsewhere and copied.
+
+Solvers know of kept tensors that an op of the program makes them, and that what is executed in its place does too. On another
+device a stand-in makes a copy of one, which may go to the main device at any time later: up to the end of its pass, for what the
+forward pass returns is the caller's then. So that it does is what one more op of the program asks for at the end of each pass,
+which takes no time and no memory.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from graphs.ir import Graph, Op, Phase
+from graphs.options.placement import is_placed
+from graphs.pools import COMPUTE
+from graphs.schedule import Compute, Schedule
+
+END = "end"  # target of these ops
+
+
+@dataclass(frozen=True, slots=True)
+class GraphWithPassEnds:
+    """A graph, and the same with such ops.
+
+    Attributes:
+        source: without them.
+        graph: with them; the source where nothing that is kept is copied, or it has them.
+        original: for each op of `graph` its id in `source`, None for these.
+    """
+
+    source: Graph
+    graph: Graph
+    original: tuple[int | None, ...]
+
+    def schedule_of_source(self, schedule: Schedule) -> Schedule:
+        """`schedule`, which is one of `graph`, as one of `source`: it takes the same time and the same memory."""
+        if self.graph is self.source:
+            return schedule
+        steps = (
+            Compute(original) if isinstance(step, Compute) and (original := self.original[step.op]) is not None else step
+            for step in schedule.steps
+            if not (isinstance(step, Compute) and self.original[step.op] is None)
+        )
+        return Schedule(tuple(steps))
+
+
+def with_pass_ends(graph: Graph) -> GraphWithPassEnds:
+    """`graph` and what it is with such ops."""
+    elsewhere = {t for op in graph.ops if op.stream != COMPUTE for p in op.replaces for t in graph.ops[p].outputs}
+    copied = sorted(graph.kept & elsewhere)
+    forward = [op for op in graph.program if op.phase is Phase.FORWARD]
+    early = tuple(t for t in copied if graph.ops[graph.tensors[t].producers[0]].phase is Phase.FORWARD)
+    late = tuple(t for t in copied if t not in early)
+    if not copied or requested_outputs(graph):
+        return GraphWithPassEnds(graph, graph, ())
+    rest = graph.ops[len(forward) : len(graph.program)]
+    ops = [*forward, *_end(early, "forward pass", forward), *rest, *_end(late, "step", rest), *graph.ops[len(graph.program) :]]
+    place = {op.id: i for i, op in enumerate(ops) if op.target != END}
+
+    def moved(of: Iterable[int]) -> tuple[int, ...]:
+        return tuple(place[op] for op in of)
+
+    numbered = tuple(replace(op, id=i, replaces=moved(op.replaces)) for i, op in enumerate(ops))
+    tensors = tuple(replace(t, producers=moved(t.producers)) for t in graph.tensors)
+    return GraphWithPassEnds(
+        graph, replace(graph, ops=numbered, tensors=tensors), tuple(None if op.target == END else op.id for op in ops)
+    )
+
+
+def requested_outputs(graph: Graph) -> dict[int, int]:
+    """By tensor the op that asks for it at the end of a pass; none where there is none, or other devices were left out since."""
+    return {t: op.id for op in graph.program if op.target == END for t in op.inputs} if is_placed(graph) else {}
+
+
+def _end(tensors: tuple[int, ...], what: str, ops: list[Op] | tuple[Op, ...]) -> list[Op]:
+    """An op that reads these behind `ops`; none where there are none."""
+    return [Op(0, f"{END} of the {what}", END, tensors, (), 0.0, phase=ops[-1].phase, recomputable=False)] if tensors else []

@@ -1,0 +1,34 @@
+"""Row 14: resources of which each op that is executed at all uses some. A relaxation."""
+
+import math
+
+import numpy as np
+
+from solvers.windows.relaxation.draft import ModelDraft
+
+
+def add_resources(draft: ModelDraft) -> None:
+    """Row 14, for each resource with a limit L: sum of v_i u_i <= L, with u of row 15; none where all ops together are within L.
+
+    In units of L. What is over L by itself has u = 0.
+    """
+    problem = draft.problem
+    ops = [problem.graph.ops[op] for op in problem.places.ids]
+    for resource, limit in problem.graph.limits:
+        amounts = [op.used(resource) for op in ops]
+        if math.fsum(amounts) <= limit:
+            continue
+        columns: list[int] = []
+        shares: list[float] = []
+        for i, amount in enumerate(amounts):
+            if not amount or i not in draft.used:
+                continue
+            if amount > limit * (1 + _ROUNDING):
+                draft.upper[draft.used[i]] = 0.0
+            elif limit > 0:
+                columns.append(draft.used[i])
+                shares.append(amount / limit)
+        draft.rows.add(columns, shares, -np.inf, 1.0 + _ROUNDING)
+
+
+_ROUNDING = 1e-9  # as the judge allows

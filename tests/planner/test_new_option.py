@@ -1,0 +1,106 @@
+"""What a new option takes: one file and one line, and everything knows it."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import planner
+from graphs.errors import UsageError
+from graphs.io.formats import read_graph, write_graph
+from graphs.simulate import simulate
+from planner import running
+from planner.capture import options
+from planner.capture.options import OPTIONS, register, with_options
+from planner.models import Workload
+from planner.plan_check import check_plan
+from planner.plans.document import read_plan, write_plan
+from tests.support import bfloat16_option
+from tests.support.bfloat16_option import BFLOAT16
+from tests.support.command import call
+
+ROOT = Path(__file__).parents[2]
+SOURCES = [path for floor in ("graphs", "solvers", "planner") for path in (ROOT / floor).rglob("*.py")]
+REGISTRY = ROOT / "planner" / "capture" / "options" / "__init__.py"
+
+
+@pytest.fixture
+def _registered() -> Iterator[None]:
+    register(BFLOAT16)
+    yield
+    del options._registered[BFLOAT16.name]
+
+
+def workload() -> Workload:
+    torch.manual_seed(7)
+    layers = [layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.GELU())]
+    return Workload(
+        nn.Sequential(*layers, nn.Linear(64, 5)), nn.CrossEntropyLoss(), (torch.randn(256, 64), torch.arange(256) % 5)
+    )
+
+
+@pytest.mark.usefixtures("_registered")
+def test_it_is_found_solved_written_judged_and_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, loss_fn, batch = workload()
+    graph = planner.trace(model, loss_fn, batch, passes=1, options=["bfloat16"])
+    assert {op.target for op in graph.ops if op.optional} == {"bfloat16.keep", "bfloat16.restore"}
+    write_graph(graph, tmp_path / "graph.json")
+    assert read_graph(tmp_path / "graph.json") == graph
+
+    # Whatever the casts take on this machine, they are worth it here.
+    graph = replace(graph, ops=tuple(replace(op, time_s=1e-6 if op.optional else 1e-3) for op in graph.ops))
+    recomputing = planner.solve(graph, "60%", work_limit=20.0)
+    plan = planner.solve(graph, "60%", options=["bfloat16"], work_limit=20.0)
+    assert plan.time_s < recomputing.time_s and not recomputing.differs
+    held = with_options(graph, ["bfloat16"])
+    assert simulate(held, plan.schedule).peak_bytes == plan.peak_bytes <= plan.budget_bytes
+    assert plan.differs and all("kept in bfloat16" in said for said in plan.differs)
+    check_plan(held, plan)
+    write_plan(plan, tmp_path / "plan.json")
+    assert read_plan(tmp_path / "plan.json") == plan
+
+    report = running.run(plan, model, loss_fn, batch, repeats=1)
+    assert report.measured_peak_bytes == plan.peak_bytes
+    assert BFLOAT16.description in call(capsys, "options").out
+
+
+@pytest.mark.usefixtures("_registered")
+def test_it_trains() -> None:
+    model, loss_fn, batch = workload()
+    reference, *_ = workload()
+    step = planner.compile(model, loss_fn, batch, budget="60%", options=["bfloat16"], passes=1)
+    step(*batch).backward()
+    loss_fn(reference(batch[0]), batch[1]).backward()
+    for ours, eager in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, eager.grad, rtol=0.05, atol=1e-3)
+
+
+@pytest.mark.usefixtures("_registered")
+def test_names_are_given_once() -> None:
+    with pytest.raises(UsageError, match="there is an option 'bfloat16' already"):
+        register(BFLOAT16)
+
+
+def test_it_is_unknown_without_its_line() -> None:
+    with pytest.raises(UsageError, match="there is no option 'bfloat16' of a graph"):
+        planner.trace(*workload(), passes=1, options=["bfloat16"])
+
+
+def test_a_new_option_touches_one_file_and_one_line() -> None:
+    """As ``git diff --stat`` would count: of all files of the planner none names it."""
+    assert Path(bfloat16_option.__file__).is_relative_to(ROOT / "tests")
+    assert [path for path in SOURCES if "bfloat16_option" in path.read_text() or "BFLOAT16" in path.read_text()] == []
+
+
+@pytest.mark.parametrize("name", ["chunks", "pack", "kernels", "in-place"])
+def test_options_that_are_found_in_a_step_are_named_by_the_registry_alone(name: str) -> None:
+    module = f"planner.capture.options.{name.replace('-', '_')}"
+    home = ROOT / module.replace(".", "/")
+    pattern = re.compile(rf"""\b{re.escape(module)}\b|== "{name}"|"{name}" in """)
+    elsewhere = {path for path in SOURCES if not path.is_relative_to(home) and pattern.search(path.read_text())}
+    assert elsewhere == {REGISTRY}
+    assert name in OPTIONS

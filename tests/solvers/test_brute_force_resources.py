@@ -1,0 +1,93 @@
+"""The exact solver with limits on resources, against all schedules of small graphs."""
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from graphs.ir import Graph
+from graphs.options import without_options
+from graphs.schedule import keep_everything
+from graphs.simulate import simulate
+from graphs.synthetic.random_graphs import random_options
+from solvers.problem import problem_of
+from solvers.result import Status
+from solvers.windows import solve
+from solvers.windows.relaxation.discretization import Discretization
+from solvers.windows.relaxation.models import build_relaxation
+from tests.support.brute_force_options import fastest_with_options
+from tests.support.option_cases import SLACK, TOLERANCE, Case, check_models
+from tests.support.requests import ask
+from tests.support.variances import with_variances
+
+SEEDS = [
+    range(25),
+    pytest.param(range(25, 50), marks=pytest.mark.slow),
+    *(pytest.param(range(first, first + 250), marks=pytest.mark.slow) for first in range(1000, 5000, 250)),
+]
+
+
+def limited(seed: int) -> tuple[Graph, int]:
+    """A graph with variances, every third with another resource too, and a budget."""
+    draw = random.Random(seed)
+    graph = with_variances(random_options(seed, draw.randint(2, 6)), draw)
+    graph = graph if seed % 3 else with_variances(graph, random.Random(seed), "another")
+    program = without_options(graph)
+    return graph, max(1, round(simulate(program, keep_everything(program)).peak_bytes * draw.uniform(0.55, 1.05)))
+
+
+def cases(seeds: range) -> list[Case]:
+    return [Case(seed, graph, budget, fastest_with_options(graph, budget)) for seed in seeds for graph, budget in [limited(seed)]]
+
+
+@pytest.mark.parametrize("seeds", SEEDS, ids=str)
+def test_no_promise_is_broken(seeds: range) -> None:
+    met = feasible = limiting = exact = 0
+    for one in cases(seeds):
+        result = solve(ask(one.graph, one.budget_bytes, tolerance=TOLERANCE, time_limit_s=5))
+        assert result.status is not Status.ERROR and not (result.message and result.schedule), (one.seed, result.message)
+        exact += check_models(one)
+        if one.optimum is None:
+            assert result.schedule is None, one.seed
+            continue
+        best_s, schedule = one.optimum
+        assert simulate(one.graph, schedule).time_s == pytest.approx(best_s)
+        assert result.status is not Status.INFEASIBLE, one.seed
+        assert result.bound_s is not None
+        assert result.bound_s <= best_s * (1 + SLACK) + SLACK, one.seed
+        feasible += 1
+        without_limit = fastest_with_options(replace(one.graph, limits=()), one.budget_bytes)
+        assert without_limit is not None and without_limit[0] <= best_s + SLACK, one.seed
+        limiting += without_limit[0] < best_s * (1 - TOLERANCE)
+        if result.schedule is None or result.time_s is None:
+            continue
+        simulation = simulate(one.graph, result.schedule)
+        assert simulation.peak_bytes <= one.budget_bytes
+        for resource, limit in one.graph.limits:
+            assert one.graph.used(resource, result.schedule.computed) <= limit, one.seed
+        assert result.time_s >= best_s * (1 - SLACK), one.seed
+        if result.status is Status.OPTIMAL:
+            assert result.time_s <= best_s * (1 + TOLERANCE) + SLACK, one.seed
+        met += result.time_s <= best_s * (1 + TOLERANCE) + SLACK
+    assert met >= 0.95 * feasible
+    assert exact >= 0.9 * feasible
+    assert limiting > 0.05 * feasible
+
+
+def test_without_variances_the_program_is_what_it_was() -> None:
+    """And with a limit that all ops together are within."""
+    for seed in range(20):
+        graph, budget = limited(seed)
+        free = replace(graph, limits=())
+        wide = replace(graph, limits=tuple((name, sum(op.used(name) for op in graph.ops)) for name, _ in graph.limits))
+        bare = replace(free, ops=tuple(replace(op, uses=()) for op in graph.ops))
+        programs = []
+        for one in (bare, free, wide):
+            problem = problem_of(one, budget)
+            detail = Discretization(tuple(sorted(set(problem.places.last))), places=problem.places.last)
+            programs.append(build_relaxation(problem, detail).program)
+        for other in programs[1:]:
+            assert (programs[0].matrix != other.matrix).nnz == 0
+            for name in ("cost", "lower", "upper", "row_lower", "row_upper", "integer"):
+                assert np.array_equal(getattr(programs[0], name), getattr(other, name)), name

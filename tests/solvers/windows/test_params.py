@@ -1,0 +1,77 @@
+"""Parameters of the exact solver from a TOML file."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from graphs.errors import UsageError
+from solvers.eviction.rules import EvictionRule
+from solvers.windows.params import WindowsParams
+
+DEFAULTS = WindowsParams()
+PAGE = Path(__file__).parents[3] / "docs" / "reference" / "solver-parameters.md"
+
+
+def read(text: str, folder: Path) -> WindowsParams:
+    file = folder / "params.toml"
+    file.write_text(text)
+    return WindowsParams.from_toml(file)
+
+
+def test_values_replace_defaults(tmp_path: Path) -> None:
+    text = """
+        [bound]
+        first_slice = 3
+        most_bytes = 1000
+        [first_schedule]
+        rules = [{size = 0.5, gradients_stay = true}, {}]
+        imitated = ["dtr"]
+        [portfolio]
+        least_shares = [0.1, 0.2, 0.3, 0.4]
+    """
+    rules = (EvictionRule(size=0.5, gradients_stay=True), EvictionRule())
+    expected = replace(
+        DEFAULTS,
+        bound=replace(DEFAULTS.bound, first_slice=3.0, most_bytes=1000),
+        first_schedule=replace(DEFAULTS.first_schedule, rules=rules, imitated=("dtr",)),
+        portfolio=replace(DEFAULTS.portfolio, least_shares=(0.1, 0.2, 0.3, 0.4)),
+    )
+    assert read(text, tmp_path) == expected
+    assert read("", tmp_path) == DEFAULTS
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[bounds]", "there is no 'bounds' at the top: choose from bound, first_schedule,"),
+        ("[bound]\nslice = 1.0", "there is no 'slice' in bound: choose from first_slice, longer,"),
+        ("bound = 3", "bound is 3: must be a table with any of first_slice,"),
+        ("[bound]\nfirst_slice = '2'", "bound.first_slice is '2': must be a number, 0 or more"),
+        ("[bound]\nfirst_slice = -2.0", "bound.first_slice is -2.0: must be a number, 0 or more"),
+        ("[bound]\nfirst_slice = nan", "bound.first_slice is nan: must be a number, 0 or more"),
+        ("[bound]\nfirst_slice = true", "bound.first_slice is True: must be a number, 0 or more"),
+        ("[bound]\nsmall_ops = 30.0", "bound.small_ops is 30.0: must be a whole number, 0 or more"),
+        ("[portfolio]\nleast_shares = [0.1]", "portfolio.least_shares is [0.1]: must be an array of 4 values"),
+        ("[random_keys]\nexponents = 1", "random_keys.exponents is 1: must be an array"),
+        ("[first_schedule]\nrules = [{price = 1}]", "there is no 'price' in first_schedule.rules[0]: choose from cost, size,"),
+        ("[first_schedule]\nimitated = ['none']", "first_schedule.imitated has 'none': choose from windows, keep-everything,"),
+        ("[bound", "is no TOML: "),
+    ],
+)
+def test_what_is_wrong_is_named(text: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"params\.toml:? " + re.escape(message)):
+        read(text, tmp_path)
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"cannot read .*none\.toml: No such file"):
+        WindowsParams.from_toml(tmp_path / "none.toml")
+
+
+def test_the_page_has_the_defaults(tmp_path: Path) -> None:
+    (text,) = re.findall(r"```toml title=\"params.toml\"\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    assert read(text, tmp_path) == DEFAULTS
+    given = {line.split(" = ")[0] for line in text.splitlines() if " = " in line and not line.startswith(" ")}
+    assert given == {name for group in DEFAULTS.recorded().values() for name in group}  # type: ignore[attr-defined]

@@ -1,0 +1,70 @@
+"""An option in one file, to show that it is all that a new one takes: saved tensors may be kept in bfloat16."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from graphs.ir import Kind, Op, Phase
+from planner.capture.lowering.lower import Capture
+from planner.capture.options.added import Additions, value_of
+from planner.capture.options.option import EAGER_KERNELS, StepOption
+from planner.passes.program import Ref
+
+NAME = "bfloat16"
+
+
+@dataclass(frozen=True, slots=True)
+class Cast:
+    """From `value`, a fake tensor, to another type."""
+
+    value: torch.Tensor
+    dtype: torch.dtype
+
+    @property
+    def fakes(self) -> tuple[torch.Tensor, ...]:
+        return (self.value,)
+
+    def __call__(self, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (given[0].to(self.dtype),)
+
+
+def _apply(capture: Capture) -> Capture:
+    additions = Additions(capture)
+    for op, t, value in _saved(capture):
+        name, rounded = capture.graph.tensors[t].name, value.new_empty(value.shape, dtype=torch.bfloat16)
+        kept = additions.add_tensor(f"{name}@{NAME}", rounded)
+        for called, read, made, does, differs in (
+            (Cast(value, torch.bfloat16), t, kept, "keep", ""),
+            (Cast(rounded, torch.float32), kept, t, "restore", f"rounding: {name} kept in bfloat16"),
+        ):
+            additions.add_op(
+                called,
+                [Ref(read)],
+                like=op,
+                name=f"{name}_{does}_{NAME}",
+                target=f"{NAME}.{does}",
+                inputs=[read],
+                outputs=[made],
+                differs=differs,
+            )
+    return additions.captured()
+
+
+def _saved(capture: Capture) -> Iterator[tuple[Op, int, torch.Tensor]]:
+    """What the forward pass makes in float32 and the backward pass reads, with the op that makes it and a fake value."""
+    graph = capture.graph
+    for op, node, call in zip(graph.program, capture.nodes, capture.program.calls, strict=False):
+        for t, path in call.outputs if op.phase is Phase.FORWARD else ():
+            read = any(graph.ops[reader].phase is Phase.BACKWARD for reader in graph.consumers[t])
+            value = value_of(node, path) if node is not None and graph.tensors[t].kind is Kind.ACTIVATION and read else None
+            if value is not None and value.dtype is torch.float32 and value.is_contiguous():
+                yield op, t, value
+
+
+BFLOAT16 = StepOption(
+    name=NAME,
+    description="saved tensors may be kept in bfloat16",
+    refused=EAGER_KERNELS,
+    apply=_apply,
+)

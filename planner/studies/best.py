@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 
 from graphs.units import format_bytes
-from planner.studies.comparison_rows import OPTIMUM, PEAK_OF, Row, RunBy
+from planner.studies.comparison_rows import OPTIMUM, PEAK_OF, ComparisonRow, RunBy
 from solvers.result import Reason
 
 # Kinds whose members differ in what they evict.
@@ -29,7 +29,7 @@ PLAIN = "eager"  # PyTorch without any of them
 _NEAREST = (Reason.TIME, Reason.THRASHING, Reason.MEMORY, Reason.SIZE, Reason.INAPPLICABLE)
 
 
-def kind_of(row: Row) -> str:
+def kind_of(row: ComparisonRow) -> str:
     """What a row's method is one of: heuristics of one system, save lists of SAC, fractions of the memory budget."""
     first, *options = row.method.split()
     if row.run_by != RunBy.TORCH:
@@ -39,7 +39,7 @@ def kind_of(row: Row) -> str:
     return "sac" if first.startswith("sac") else first
 
 
-def of_kind(rows: Sequence[Row], kind: str) -> list[Row]:
+def of_kind(rows: Sequence[ComparisonRow], kind: str) -> list[ComparisonRow]:
     """Those of `kind`; of SAC, where it runs, checkpointing too, which is SAC that saves nothing."""
     own = [row for row in rows if kind_of(row) == kind]
     if kind == "sac" and any(row.measured_ratio is not None for row in own):
@@ -47,23 +47,23 @@ def of_kind(rows: Sequence[Row], kind: str) -> list[Row]:
     return own
 
 
-def best_schedule(rows: Iterable[Row], budget_bytes: int) -> Row | None:
+def best_schedule(rows: Iterable[ComparisonRow], budget_bytes: int) -> ComparisonRow | None:
     """Of `rows` the fastest schedule that fits, by simulation; what was found for a smaller budget fits a larger one too."""
     fits = [row for row in rows if row.peak_bytes is not None and row.peak_bytes <= budget_bytes]
     return min(fits, key=lambda row: row.time_s or 0.0, default=None)
 
 
-def best_measured(rows: Iterable[Row], budget_bytes: int) -> Row | None:
+def best_measured(rows: Iterable[ComparisonRow], budget_bytes: int) -> ComparisonRow | None:
     """Of `rows` the fastest step that was measured to fit, and whose gradients are right."""
     ran = [row for row in rows if row.measured_ratio is not None and row.measured_peak_bytes is not None]
     fits = [row for row in ran if (row.measured_peak_bytes or 0) <= budget_bytes and row.exactness != "wrong"]
     return min(fits, key=lambda row: row.measured_ratio or 0.0, default=None)
 
 
-def undominated(rows: Sequence[Row]) -> list[Row]:
+def undominated(rows: Sequence[ComparisonRow]) -> list[ComparisonRow]:
     """Steps that were measured and that no right one of the same kind beats in both time and peak; wrong ones beat none."""
 
-    def beaten(row: Row, other: Row) -> bool:
+    def beaten(row: ComparisonRow, other: ComparisonRow) -> bool:
         if other.exactness == "wrong" or kind_of(other) != kind_of(row):
             return False
         mine, theirs = _measures(row), _measures(other)
@@ -73,11 +73,11 @@ def undominated(rows: Sequence[Row]) -> list[Row]:
     return [row for row in ran if not any(beaten(row, other) for other in ran if other is not row)]
 
 
-def _measures(row: Row) -> tuple[float, float]:
+def _measures(row: ComparisonRow) -> tuple[float, float]:
     return row.measured_ratio or 0.0, row.measured_peak_bytes or 0
 
 
-def why_none(rows: Iterable[Row]) -> str:
+def why_none(rows: Iterable[ComparisonRow]) -> str:
     """Why none of `rows` found anything, in a word or two."""
     rows = list(rows)
     if not rows:
@@ -88,7 +88,7 @@ def why_none(rows: Iterable[Row]) -> str:
     return WHY_NOT[min(reasons, key=_NEAREST.index)]
 
 
-def tuned_table(rows: Sequence[Row]) -> list[tuple[str, ...]]:
+def tuned_table(rows: Sequence[ComparisonRow]) -> list[tuple[str, ...]]:
     """PyTorch's own methods at the budgets of the optimal schedule: of each kind the fastest that was measured to fit."""
     optima = [
         row for row in rows if row.run_by == RunBy.EXECUTOR and row.method == OPTIMUM and not row.budget.startswith(PEAK_OF)
@@ -110,7 +110,7 @@ def tuned_table(rows: Sequence[Row]) -> list[tuple[str, ...]]:
     return [("budget", "optimal schedule", *kinds), *lines]
 
 
-def _step_text(kind: str, row: Row, least: float) -> str:
+def _step_text(kind: str, row: ComparisonRow, least: float) -> str:
     """Time and peak of a step that was measured, in bold if it reads like the `least` time, and with what options."""
     time = f"{row.measured_ratio:.2f}x"
     options = row.method if kind == "sac" else row.method.partition(" ")[2]
@@ -122,7 +122,7 @@ def mark(text: str, least: str) -> str:
     return f"**{text}**" if text == least else text
 
 
-def why_not_measured(kind: Sequence[Row], budget_bytes: int) -> str:
+def why_not_measured(kind: Sequence[ComparisonRow], budget_bytes: int) -> str:
     """Why no step of a kind was measured to fit with right gradients."""
     peaks = [row.measured_peak_bytes for row in kind if row.measured_peak_bytes is not None]
     if peaks:

@@ -1,7 +1,7 @@
-"""Plans over Inductor's kernels and over ATen's beside ``torch.compile`` and PyTorch's Memory Budget API, with real tensors.
+"""Plans over Inductor's and ATen's kernels compared with ``torch.compile`` and PyTorch's Memory Budget API, with real tensors.
 
-At each budget ``torch.compile`` and all that run within it take turns. What each setting of the Memory Budget API was measured
-to take is a budget too.
+At each budget ``torch.compile`` and all methods that fit take turns. The measured peak of each setting of the Memory Budget API
+is a budget too.
 """
 
 import time
@@ -71,7 +71,7 @@ class Row(Made):
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How a comparison is made.
+    """The settings of a comparison.
 
     Attributes:
         shares: of the reference's peak, that are budgets.
@@ -115,7 +115,7 @@ def compare_compiled(workload: Workload, name: str, settings: Settings, *, on_ro
 
 
 class _Comparison:
-    """Ways to run the step of one model, and what is known of them."""
+    """The methods for one model, and their rows."""
 
     def __init__(self, workload: Workload, name: str, settings: Settings, on_row: Callable[[Row], None]) -> None:
         self._workload = workload
@@ -131,24 +131,24 @@ class _Comparison:
         self._blank = Row(model=name, method="", budget="", seed=settings.seed, **provenance(device))
 
     def enter(self, method: Method) -> Row:
-        """Run what PyTorch has itself."""
+        """Run a method of PyTorch and return its row."""
         row = _with(replace(self._blank, method=method.name), self._benchmark.enter(method))
         return self._add(row, method.name)
 
     def refer_to(self, row: Row) -> None:
-        """Compare what is entered from here on with the method of `row`."""
+        """Compare the methods entered from here on with that of `row`."""
         self._benchmark.compare_with(row.method)
         self._rows = [(replace(r, bits="") if r == row else r, name) for r, name in self._rows]
 
     def plan(self, method: str, budget: str, budget_bytes: int) -> None:
-        """Plan for a budget, and run the plan; what was planned for as many bytes is taken again."""
+        """Plan for a budget, and run the plan; plans for the same number of bytes are reused."""
         if (method, budget_bytes) not in self._planned:
             self._planned[method, budget_bytes] = self._plan(method, budget_bytes)
         row, name = self._planned[method, budget_bytes]
         self._add(replace(row, budget=budget), name)
 
     def timed(self) -> list[Row]:
-        """Return all rows, with the times of what runs: the reference, and all for one budget, take turns."""
+        """Return all rows, with the times of those that run: the reference and the methods of one budget take turns."""
         rows = [row for row, _ in self._rows]
         groups: dict[str, list[int]] = {}
         for i, row in enumerate(rows):
@@ -190,7 +190,7 @@ class _Comparison:
         return _with(row, self._benchmark.enter(_as_method(name, step))), name
 
     def _least_bytes(self, method: str) -> int:
-        """Return the least budget that a schedule of any of the graphs of `method` is found for in some seconds."""
+        """Return the least budget at which a schedule of any graph of `method` is found in some seconds."""
         if method not in self._least:
             captures = self._models[method].captures.values()
             timed = (tracing.profiled(captured, self._workload, TraceSettings(passes=1)) for captured in captures)
@@ -205,7 +205,7 @@ def _as_method(name: str, step: PlannedStep) -> Method:
 
 
 def _timed(row: Row, own: Sequence[float], times: Mapping[str, Sequence[float]]) -> Row:
-    """Return `row` with its `own` times; others on the machine disturb all steps of a turn alike, so ratios are taken there."""
+    """Return `row` with its `own` times and ratios per turn, since other processes disturb all steps of a turn alike."""
 
     def ratio(other: str) -> float:
         return median(one / others for one, others in zip(own, times[other], strict=True))

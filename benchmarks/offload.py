@@ -1,7 +1,7 @@
-"""Recomputing, offloading, both in one program, and what others do: ``make bench-offload`` writes results/offload/.
+"""Recomputation, offloading, both in one program, and the baselines: ``make bench-offload`` writes results/offload/.
 
-Steps are traced with fake tensors and timed by the roofline of a device. Rows that are in the CSV are not made again, so that
-it can be stopped and taken up: all of it is some hours.
+Steps are traced with fake tensors and timed by the roofline of a device. Rows in the CSV are skipped, so that the benchmark,
+which takes some hours, can be interrupted and resumed.
 """
 
 import sys
@@ -92,7 +92,7 @@ class Row(Solved):
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One model on one device: `make` returns the step, timed, without `choices`; each solve has the limit."""
+    """One model on one device: `make` returns the timed step without `choices`; each solve has the limit."""
 
     suite: str
     model: str
@@ -139,7 +139,7 @@ def solve(case: Case, known: Sequence[Row]) -> Iterator[Row]:
 
 
 def once_each(graph: Graph) -> Graph:
-    """Return `graph` where no op of the program may run again."""
+    """Return `graph` with no op of the program recomputable."""
     ops = tuple(op if op.optional else replace(op, recomputable=False) for op in graph.ops)
     return replace(graph, ops=ops)
 
@@ -159,7 +159,7 @@ def budget_bytes_of(budget: str, least_bytes: int | None, peak_bytes: int) -> in
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Return for each suite the overhead of each method over the step that keeps everything, and what holds of its rows."""
+    """Return for each suite the overhead of each method over the step that keeps everything, and the provenance of its rows."""
     return "\n".join(_of_suite(suite, own) for suite, own in by(rows, "suite").items())
 
 
@@ -223,7 +223,7 @@ STUDY = Study(
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Solve what is missing; write rows and table."""
+    """Solve the missing cases; write rows and table."""
     parser = command_line(__doc__, Row, models=MODELS, out="results/offload")
     add_names(parser, "--suites", SUITES)
     arguments = parser.parse_args(words)

@@ -114,7 +114,7 @@ STUDY = Study(
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Search what is missing; write rows and table, after each model anew."""
+    """Search the missing cases; write rows and table after each model."""
     arguments = command_line(__doc__, Row, models=CASES, out="results/offload").parse_args(words)
     return carry_out(STUDY, arguments, {(name,): name for name in arguments.models})
 

@@ -1,4 +1,4 @@
-"""Small steps with an option that is not exact, beside the same steps without, with real tensors on the CPU."""
+"""Small steps with an inexact option compared with the same steps without it, with real tensors on the CPU."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -53,7 +53,7 @@ _ROUNDING = "rounding"  # how ``Op.differs`` begins where nothing but rounding d
 
 
 class Bits(StrEnum):
-    """What differs from the program by optional ops, the least first."""
+    """Kinds of differences from the program by optional ops, the least first."""
 
     EXACT = "exact"
     ROUNDING = "rounding"
@@ -70,7 +70,7 @@ def bits_of(ops: Iterable[Op]) -> Bits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row(Made):
-    """One plan with an option beside the step that keeps everything."""
+    """One plan with an option compared with the step that keeps everything."""
 
     model: str = key()
     option: str = key()
@@ -92,7 +92,7 @@ class Row(Made):
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """A captured step with an option, and what it leaves behind without.
+    """A captured step with an option, and its results without the option.
 
     Attributes:
         captured: with the option.
@@ -119,7 +119,7 @@ class _Step:
         return cls(captured, workload, keeping, _outcome(keeping, workload), order, least_bytes)
 
     def row(self, blank: Row, clock: Callable[[], Clock]) -> Row:
-        """Return what a plan for the budget of `blank` comes to."""
+        """Return the row of a plan for the budget of `blank`."""
         model, loss_fn, batch = self.workload
         row = replace(blank, budget_bytes=budget_bytes_of(blank.budget, self.least_bytes, blank.base_peak_bytes))
         assert row.budget_bytes is not None
@@ -173,7 +173,7 @@ def _outcome(step: Executor, workload: Workload) -> StepOutcome:
 
 
 def _largest(exact: StepOutcome, found: StepOutcome, name: str) -> float:
-    """The most that an element of a gradient differs, over its largest."""
+    """Return the largest difference of an element of a gradient, relative to its largest element."""
     difference = exact.difference(name, found)
     if difference.relative is not None:
         return difference.relative

@@ -33,7 +33,7 @@ CLOSE = 1e-9  # share of a time that arithmetic may be off by
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What a solve came to; an empty time, bound or peak where there is none."""
+    """The result of a solve; time, bound and peak are empty if there is none."""
 
     kind: str
     seed: int

@@ -42,12 +42,12 @@ class Recipe:
     autocast: bool = False
 
     def precision(self, device: torch.device) -> torch.autocast:
-        """What the forward pass runs under."""
+        """Return the context of the forward pass."""
         return torch.autocast(device.type, dtype=torch.bfloat16, enabled=self.autocast)
 
 
 def batches(like: Batch, count: int, *, seed: int) -> Iterator[Batch]:
-    """Random batches, the same every time; their values are drawn from those in `like`."""
+    """Yield random batches, the same every time, with values drawn from those in `like`."""
     tensors, structure = pytree.tree_flatten(like)
     generator = torch.Generator(tensors[0].device).manual_seed(seed)
     for _ in range(count):
@@ -107,7 +107,7 @@ class Loop:
         return loss.item(), passed - began, ended - began
 
     def digest(self) -> str:
-        """Of all bits of parameters, buffers and random state."""
+        """Return the digest of all bits of parameters, buffers and random state."""
         found = hashlib.sha256()
         for value in (*self._model.state_dict().values(), *self._random_state):
             found.update(value.detach().cpu().flatten().view(torch.uint8).numpy())
@@ -124,7 +124,7 @@ class Loop:
         self._optimizer.zero_grad()
 
     def _static_bytes(self, batch: Batch) -> int:
-        """Of parameters, buffers, batch and optimizer state, as they are now."""
+        """Return the current bytes of parameters, buffers, batch and optimizer state."""
         state = [value for values in self._optimizer.state.values() for value in values.values()]
         held = [v.nbytes for v in state if isinstance(v, torch.Tensor) and v.device == self._device]
         there = [tensor.size_bytes for tensor in StaticTensors(self._model, batch, self._device).tensors]

@@ -180,9 +180,7 @@ class _GraphBuilder:
         return t
 
     def _held_storages(self) -> tuple[dict[int, list[Storage]], dict[int, list[Storage]]]:
-        """Return two maps from ops to storages that outlive their last reader: by that reader, and by the op before their
-        release.
-        """
+        """Return the storages that outlive their last reader, by that reader, and by the op before their release."""
         begins: dict[int, list[Storage]] = {}
         ends: dict[int, list[Storage]] = {}
         for s in self.record.storages:

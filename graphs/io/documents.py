@@ -76,7 +76,7 @@ def refuse(source: str, path: str, value: object, must: str) -> NoReturn:
 
 
 def struct_from(value: object, kind: type[StructType]) -> StructType:
-    """Return a `kind` with the attributes of `value`; None stands for optional fields that are unset."""
+    """Return a `kind` with the attributes of `value`; None represents optional fields that are unset."""
     return kind(*_attributes(kind)(value))
 
 

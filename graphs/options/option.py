@@ -33,7 +33,7 @@ def conflict(one: str, other: Feature, reason: str) -> str:
 
 
 class Need(StrEnum):
-    """What an option needs to know about the machine; values are their names in messages."""
+    """Knowledge about the machine that an option needs; values are their names in messages."""
 
     LINK = "the link to the host"
     DEVICES = "other devices: Surroundings(others=...)"
@@ -113,7 +113,7 @@ class GraphOption(Option):
     """An option that can be applied to any graph when it is solved.
 
     Attributes:
-        need: what it needs to know about the machine.
+        need: knowledge about the machine that it needs.
         last: True if its ops come after those of all other options.
         accepts: returns why a graph cannot have it; "" if it can.
         apply: the rewrite of an accepted graph.

@@ -139,7 +139,7 @@ def _held_bytes(
     kept_bytes = 0
     for op in graph.program:
         if op.id in stood_for:
-            continue  # nothing is sure of what it makes
+            continue  # its outputs may not be produced
         outputs = sum(sizes[t] for t in op.outputs)
         kept_bytes += sum(sizes[t] for t in op.outputs if t in graph.kept)
         # Executed again, it meets at least the kept tensors made up to it; its own are made a second time.
@@ -181,7 +181,7 @@ def any_order_need(graph: Graph) -> Need:
     sizes = sizes_in(graph, graph.pools[0])
     kept = {t: bit for bit, t in enumerate(sorted(graph.kept))}
     kept_bytes = np.array([sizes[t] for t in kept], dtype=np.int64)
-    made: list[int] = []  # for each op a bit for each kept tensor that it makes or depends on
+    made: list[int] = []  # for each op a bit for each kept tensor that it produces or depends on
     best: Need | None = None
     for op in graph.ops:
         bits = 0

@@ -66,8 +66,9 @@ class Places:
 
 
 def places_of(graph: Graph) -> Places:
-    """Return the places of `graph`, without transfers to the host and without optional ops that no schedule of the class can
-    use.
+    """Return the places of `graph`, which has no transfers to the host.
+
+    Optional ops that no schedule of the class can use are left out.
     """
     n = len(graph.program)
     if n == len(graph.ops):

@@ -119,9 +119,7 @@ class Random(Heuristic):
 
 
 class Cost(Heuristic):
-    """The heuristic h = (own cost + cost of the neighbourhood) / (bytes x staleness), or / bytes; here without a
-    neighbourhood.
-    """
+    """The heuristic h = (own cost + cost of the neighbourhood) / (bytes x staleness), or / bytes; without a neighbourhood."""
 
     def __init__(self, *, stale: bool = True) -> None:
         self.stale = stale

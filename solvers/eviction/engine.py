@@ -249,7 +249,7 @@ class Eviction:
                     stack.append(producer)
         return total
 
-    # When tensors are used next: by a new op, or to make again what is not there.
+    # Next uses of tensors: by a new op, or by the recomputation of a missing tensor.
 
     def _drop(self, t: int) -> None:
         self.live.discard(t)

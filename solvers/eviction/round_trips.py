@@ -141,7 +141,7 @@ class _Channels:
             self.in_s = max(self.in_s, self.now_s)
 
     def cost_s(self, t: int, use: int, price: float) -> float:
-        """Return the cost of a round trip in seconds, inf if there is none."""
+        """Return the cost of offloading and reloading `t` in seconds, inf if that is impossible."""
         if t not in self.trips or use >= NEVER:
             return np.inf
         trip = self.trips[t]

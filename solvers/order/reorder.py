@@ -140,7 +140,7 @@ def constraints(graph: Graph) -> tuple[list[set[int]], list[set[int]]]:
 def _pairs(graph: Graph) -> Iterable[tuple[int, int]]:
     written = {t for op in graph.ops for t in op.mutates}
     hidden = {op.id for op in graph.ops if _may_have_hidden_effects(op, written)}
-    touching: dict[int, list[tuple[int, bool]]] = {}  # tensor -> ops that read or write it, and whether they write
+    touching: dict[int, list[tuple[int, bool]]] = {}  # by tensor: the ops that read or write it, with True for writes
     ordered: int | None = None
     for op in graph.ops:
         yield from ((p, op.id) for t in op.inputs for p in graph.tensors[t].producers)

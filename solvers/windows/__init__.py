@@ -76,9 +76,7 @@ def _verdict(search: Search, settled: float, least_bytes: int) -> tuple[Status, 
 
 
 def _bracket(search: Search, proved_bytes: int) -> str:
-    """Return a sentence about the bounds on the least feasible budget, whose lower end is proved for one order of first
-    executions.
-    """
+    """Return a sentence about the least feasible budget, whose lower bound is proved for one order of first executions."""
     what = "In that order, the least feasible budget is"
     if search.incumbent.least_peak is None:
         return f"{what} at least {format_bytes(proved_bytes)}."

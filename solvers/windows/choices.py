@@ -43,7 +43,7 @@ def parts_with_options(search: Search, commitments: Commitments) -> list[Part]:
     """
     whole, problem, kinds = search.problem.whole, search.problem, _Kinds.of(search.problem.whole)
     lossy, placed = kinds.several_with_lossy, kinds.are_beside_devices(search)
-    sets: list[tuple[Graph, Callable[[Trial], object], bool]] = []  # with whether it is searched alone
+    sets: list[tuple[Graph, Callable[[Trial], object], bool]] = []  # the last one is ``Part.alone``
     if lossy:
         faithful = _only(whole, kinds.exact)
         sets.append((faithful, commitments.lift_from(faithful), False))

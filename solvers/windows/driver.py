@@ -113,9 +113,7 @@ def run_plain(search: Search, parts: Sequence[Part] = ()) -> None:
 def _run_stages(
     search: Search, stages: Sequence[Stage], strategies: dict[type[Strategy], Strategy], threads: list[BackgroundThread]
 ) -> None:
-    """Run the stages that apply until solved or stopped; each strategy is created once, background threads are added to
-    `threads`.
-    """
+    """Run the stages that apply until solved or stopped; create each strategy once, add background threads to `threads`."""
     for stage in stages:
         limit = stage.limit(search)
         if not stage.strategy.applies(search.problem):

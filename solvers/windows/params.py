@@ -30,7 +30,7 @@ class BoundParams:
 
     Attributes:
         first_slice: duration of the relaxation in the first round;
-        longer: factor to it in each further round, as a stopped model starts anew.
+        longer: factor to it in each further round, as a stopped model starts from scratch.
         inner_gap: models are solved to this share of the tolerance,
         close_gap: or to this one once the tolerance is reached.
         least_moment: a solve within the tolerance goes on for at least this long;

@@ -141,7 +141,7 @@ def main() -> None:
     failure = ""
     try:
         task.run(search, inbox)
-    except Exception as error:  # noqa: BLE001 (who has started it says so)
+    except Exception as error:  # noqa: BLE001 (the parent reports it)
         failure = description(error)
     with suppress(OSError):
         stop()

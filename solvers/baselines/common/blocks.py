@@ -111,8 +111,7 @@ class ModuleTree:
         return () if end == len(self.root) or (left and path in self.compound) else path[:end]
 
     def _find_lists(self) -> frozenset[Path]:
-        """Return the containers that are never called: no op is executed in themselves, and other modules run between their
-        elements.
+        """Return the containers that are never called: no op runs in themselves, and others run between their elements.
 
         Each element runs once; if a module is called several times, each of its parts runs once per call.
         """

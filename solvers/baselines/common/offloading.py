@@ -270,9 +270,7 @@ class Device:
         return self.memory_bytes + size_bytes <= self.budget_bytes
 
     def make_room(self, size_bytes: int) -> bool:
-        """Wait for leaving tensors, the first first, until there is space for `size_bytes`; return False if that is not
-        enough.
-        """
+        """Wait for leaving tensors, the first first, until `size_bytes` fit; return False if that is not enough."""
         while not self.fits(size_bytes) and self.leaving:
             self._gone(min(self.leaving, key=lambda t: self.leaving[t]))
         return self.fits(size_bytes)

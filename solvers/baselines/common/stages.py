@@ -94,8 +94,7 @@ class Stages:
 
     @cached_property
     def reach(self) -> dict[int, tuple[int, int]]:
-        """For each recomputable tensor that is read after the forward pass, the stages during whose backward pass it is in
-        memory.
+        """For each recomputable tensor read after the forward pass, the stages whose backward pass has it in memory.
 
         These are the stage that produces it and the last one that reads it (crossing into it).
         """

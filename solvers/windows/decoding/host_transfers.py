@@ -144,9 +144,7 @@ class _Run:
         self.lingering_bytes = 0
 
     def _memory_bytes(self) -> "np.ndarray[tuple[int], np.dtype[np.int64]]":
-        """Return the memory of each execution: its workspace and all stays, those of reloaded tensors from their first read
-        on.
-        """
+        """Return the memory of each execution: its workspace and all stays, from the first read on if reloaded."""
         problem, n = self.problem, len(self.computed)
         change = np.zeros(n + 2, dtype=np.int64)
         for stay in self.stays:

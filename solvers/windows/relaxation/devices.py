@@ -177,8 +177,7 @@ class _SideBySide:
             self.draft.rows.add([column, end], [1.0, -1.0], -np.inf, 0.0)
 
     def add_turn(self, alternatives: Iterable[int], before: int | None, ended: int) -> int:
-        """Return the column of C[d,v], for the alternatives in the place of v on d, and `before`, the column of the previous
-        place.
+        """Return the column of C[d,v], for the alternatives in the place of v on d, after `before`, that of the previous place.
 
         C[d,v] >= C[d,u] + seconds,  E[v] >= C[d,u] + seconds - M (1 - executed),  C[d,v] >= E[v] - M (1 - executed)
         """
@@ -201,8 +200,9 @@ class _SideBySide:
         return after
 
     def executed_elsewhere(self) -> dict[int, int]:
-        """Return the columns of O[i] <= sum of R[k,i], O[i] <= 1 - first_i for ops that may be executed only outside their
-        place.
+        """Return the columns of O[i], for ops that may be executed outside their place only.
+
+        O[i] <= sum of R[k,i], O[i] <= 1 - first_i
         """
         only: dict[int, int] = {}
         for i, again in enumerate(self.again):

@@ -120,8 +120,9 @@ class ModelDraft:
         return len(self.cost) - 1
 
     def executed(self, i: int) -> Sum:
-        """Return the execution of i in its place: z of an alternative; for an op of the program, 1 less the z of those that
-        replace it.
+        """Return the execution of i in its place, as a sum of columns.
+
+        It is z of an alternative; for an op of the program, 1 less the z of those that replace it.
         """
         if i in self.instead:
             return 0.0, [self.instead[i]], [1.0]

@@ -83,10 +83,10 @@ def add_memory_of_repeats(draft: ModelDraft) -> None:
 
 
 def memory_of_repeat(draft: ModelDraft, k: int, x: int) -> tuple[list[int], list[float], int]:
-    """Return the columns and bytes of row 7, again(x) R[k,x] + sum over old t outside held(x) of b_t h_t <= M, and the constant
-    bytes.
+    """Return the columns, their bytes and the constant bytes of row 7.
 
-    again(x) = bytes(held(x)) + w_x, plus the kept outputs of x, which are in memory twice.
+    again(x) R[k,x] + sum over old t outside held(x) of b_t h_t <= M, where again(x) = bytes(held(x)) + w_x, plus the kept outputs
+    of x, which are in memory twice, and
 
     h_t = 1                t is kept
         = 1 - R[k,p(t)]    the window is {v}, and v reads t (- Y[k,t])

@@ -65,9 +65,7 @@ class Paths:
         return [p for p, u in made if self.devices.device[u] == device]
 
     def needed(self, v: int) -> list[int]:
-        """Return the tensors with known producers that v depends on in each alternative, directly or by way of inputs of
-        these.
-        """
+        """Return the tensors with known producers that v depends on in each alternative, directly or indirectly."""
         if v not in self._needed:
             found: dict[int, None] = {}
             for t in self.ops[v].inputs:

@@ -106,9 +106,7 @@ def _is_idle(draft: ModelDraft, k: int, t: int) -> bool:
 
 
 def _add_frame(draft: ModelDraft) -> None:
-    """Fix S to the frame: 1 or 0 for the tensors at the start of the first window, 1 for those that the last one must hand
-    over.
-    """
+    """Fix S to the frame: 1 or 0 for tensors entering the first window, 1 for those leaving the last one."""
     entering, leaving = draft.frame.entering, draft.frame.leaving
     if entering is not None:
         for (k, t), column in draft.handed.items():

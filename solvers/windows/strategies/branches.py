@@ -154,9 +154,7 @@ class Branches(Strategy):
         return not {way for way, _ in decided}.issuperset(ways)
 
     def _split(self, branch: Branch, ways: Ways) -> None:
-        """Replace a branch by one for each undecided alternative, without the earlier and conflicting ones, and one without
-        all.
-        """
+        """Replace a branch by one for each undecided alternative, without conflicting and earlier ones, and one without all."""
         decided, groups = branch.detail.decided, self.search.problem.places.replaces
         ways = tuple(way for way in ways if self._is_open(decided, (way,)))
         parts = [decided.union((way, False) for way in ways)]

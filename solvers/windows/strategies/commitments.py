@@ -116,9 +116,7 @@ class Commitments:
         self.place(min(params.placement.first, params.placement.first_share * search.clock.limit))
 
     def try_instead(self, instead: frozenset[int]) -> Trial | None:
-        """Return the trial with `instead` in place of others and only the recomputations that this requires; None if
-        impossible.
-        """
+        """Return the trial with `instead` in place of others and only necessary recomputations; None if impossible."""
         order = in_place(self.search.problem, instead)
         if order is None:
             return None
@@ -138,9 +136,7 @@ class Commitments:
         self._without_offloading = trial
 
     def lift_from(self, part: Graph) -> Callable[[Trial], None]:
-        """Return a function that keeps a schedule of `part`, the graph without some of its ops, and commits to its plain
-        graph.
-        """
+        """Return a function that keeps a schedule of `part`, the graph without some ops, and commits to its plain graph."""
         problem = self.search.problem
         of_whole = PartOf(problem.whole, part)
         place = {op: i for i, op in enumerate(problem.places.ids)}

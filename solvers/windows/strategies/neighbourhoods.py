@@ -39,9 +39,7 @@ class Placed:
     start: Floats
 
     def repeated(self) -> Iterator[tuple[tuple[int, int], float]]:
-        """Yield (window, op) of each recomputation with its cost, and of the producer of each reloaded tensor with the
-        transfer time.
-        """
+        """Yield (window, op) and the cost of each recomputation, and of each reload, by the producer."""
         model, problem = self.model, self.model.problem
         yield from ((key, model.program.cost[column]) for key, column in model.again.items() if self.start[column] > 0.5)
         if problem.copies is not None:

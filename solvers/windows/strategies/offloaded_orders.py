@@ -124,8 +124,9 @@ def _hosted(problem: Problem, ranked: Sequence[int]) -> frozenset[int]:
 
 
 def elsewhere(graph: Graph, sent: Set[int]) -> Graph:
-    """Return `graph` with `sent` in memory only while an op reads or produces them; ops with no other outputs are not
-    recomputable.
+    """Return `graph` with `sent` in memory only while an op reads or produces them.
+
+    Ops that produce only such and kept tensors are not recomputable.
     """
     tensors = tuple(replace(t, size_bytes=0) if t.id in sent else t for t in graph.tensors)
     ops = tuple(
@@ -145,9 +146,7 @@ def _peak_bytes(graph: Graph, computed: Sequence[int]) -> int:
 
 
 def _with_away(problem: Problem, computed: Sequence[int], sent: frozenset[int]) -> Order:
-    """Return the order `computed` with reloads of `sent` so that it fits: if memory is full, the tensor read last is
-    offloaded.
-    """
+    """Return the order `computed` with reloads of `sent` so that it fits: the tensors that are read last are offloaded."""
     graph, reads = problem.graph, _next_reads(problem, computed)
     there: dict[int, int] = {}  # tensors on the device, with their next reads
     away: set[tuple[int, int]] = set()
@@ -176,9 +175,7 @@ def _with_away(problem: Problem, computed: Sequence[int], sent: frozenset[int]) 
 
 
 def _next_reads(problem: Problem, computed: Sequence[int]) -> list[dict[int, int]]:
-    """Return for each execution the next reads of its inputs and outputs; none if a tensor is recomputed before, or never
-    read.
-    """
+    """Return for each execution the next reads of its inputs and outputs, unless a tensor is recomputed before."""
     found: list[dict[int, int]] = []
     following: dict[int, int] = {}
     for place in range(len(computed) - 1, -1, -1):

@@ -1,6 +1,6 @@
 """Schedules that offload tensors to the host: variations of the coarse model, and their improvement.
 
-Solutions of coarse models decide what to recompute and what to offload within the capacity of the channels, but not in which
+Solutions of coarse models decide which tensors to recompute and to offload within the capacity of the channels, but not in which
 order memory and channels are used within a window. Solutions for a little less memory, or a slower link, often need not wait at
 all (``CoarseVariations``). Where a schedule still waits for a transfer, the tensor is recomputed instead. Unused memory and
 channel time then allow removing transfers and recomputations (``Polishing``).
@@ -237,9 +237,7 @@ def _chain(
 def _inserted(
     problem: Problem, computed: Sequence[int], away: Away, pair: tuple[int, int], chain: Sequence[int]
 ) -> tuple[Sequence[int], Away]:
-    """Return `computed` with `chain` in place of the reload `pair`; other reloads there move before their readers in the
-    chain.
-    """
+    """Return `computed` with `chain` in place of the reload `pair`; other reloads there move before the readers in it."""
     _, place = pair
     first_read = {t: place + i for i, op in reversed(list(enumerate(chain))) for t in problem.inputs[op]}
     moved = {

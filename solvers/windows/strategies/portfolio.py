@@ -100,8 +100,8 @@ class OffloadingPortfolio(Strategy):
             if search.stopping.enough():
                 return False
             varying.step()
-        # Not before: beside a good schedule that offloads nothing, a rough one that does, and would come to more when improved,
-        # is given up.
+        # Not before: with a good schedule without offloading as the incumbent, rough ones with offloading, which may become
+        # better, would be given up.
         search.incumbent.release()
         strategies: list[Strategy] = [evicting, varying, restarts]
         if search.incumbent.best is None:

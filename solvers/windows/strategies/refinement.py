@@ -76,7 +76,7 @@ class Relaxation(Strategy):
         self._begun = False
 
     def step(self, limit: float) -> bool:
-        """Refine for about `limit`; return False once it is exhausted. Stopped models start anew: a longer limit gets further."""
+        """Refine for about `limit`; return False once it is exhausted. Stopped models start from scratch."""
         search, first, self._begun = self.search, not self._begun, True
         detail, exhausted = refine(search, search.models.detail, limit, is_relaxation=True, from_best=not first)
         is_last = len(detail.ends) == search.problem.ops or search.problem.ops <= search.params.bound.small_ops

@@ -1,9 +1,9 @@
 """Relax-and-fix, for tight budgets: fix the windows that fit, refine the next ones, from the first op to the last.
 
 The restricted model is solved with few windows: fine ones at the current place, and coarse ones for the rest of the step, which
-decide what is useful there. The windows in which the decoded order fits are fixed; the first place where it does not fit gets
-finer windows; and so on to the end. Each model is small, as fixed windows are constants, so that the time grows with the number
-of tight places rather than exponentially. If the fixed windows have no continuation, the last of them are opened again.
+decide on useful recomputations there. The windows in which the decoded order fits are fixed; the first place where it does not
+fit gets finer windows; and so on to the end. Each model is small, as fixed windows are constants, so that the time grows with the
+number of tight places rather than exponentially. If the fixed windows have no continuation, the last of them are opened again.
 """
 
 from collections.abc import Collection

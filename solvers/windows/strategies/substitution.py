@@ -12,8 +12,9 @@ from solvers.windows.relaxation.discretization import Discretization
 
 
 def in_place(problem: Problem, instead: frozenset[int]) -> Order | None:
-    """Return the order that executes each op once, with `instead` in place of others, and recomputes only missing inputs, if
-    possible.
+    """Return the order that executes each op once, with `instead` in place of others; None if it is impossible.
+
+    Only missing inputs are recomputed.
     """
     choice = Choice((frozenset(),), (frozenset(), frozenset()), instead=instead)
     order = decoded(problem, Discretization((problem.ops - 1,), places=problem.places.last), choice)

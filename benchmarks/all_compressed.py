@@ -6,8 +6,7 @@ from graphs.schedule import Schedule, schedule_of
 
 
 def all_compressed(graph: Graph, form: str) -> Schedule:
-    """Return the schedule that executes each op of `graph` once and compresses as `form` whatever can be, after its last forward
-    reader.
+    """Return the schedule that executes each op of `graph` once and compresses each tensor after its last forward reader.
 
     A backward op that reads several such tensors is replaced by the alternative that decompresses most of them itself.
     """

@@ -33,7 +33,7 @@ from solvers.registry import SOLVERS
 FOR_SMALL_GRAPHS = frozenset({"checkmate", "monet", "rounding", "xengine", "xengine-overlapped"})
 LARGE = ",".join(name for name in SOLVERS if name not in FOR_SMALL_GRAPHS)
 
-# What is replayed, and of these names what PyTorch has itself.
+# Methods that are replayed, and those that PyTorch has itself.
 REPLAYED = ",".join(name for name in SOLVERS if name not in FOR_SMALL_GRAPHS | {"griewank"})
 
 # Small enough that every exact method ends.
@@ -108,7 +108,7 @@ def compare(subject: str | Callable[[], Graph], words: str, folder: Path) -> boo
             subject = str(file)
         command = ("compare", subject, *words.split(), "-o", str(folder))
         print(f"OMP_NUM_THREADS=1 planner {shlex.join(command)}", flush=True)
-        # One thread: two that wait for each other double what other processes disturb.
+        # One thread: two that wait for each other double the noise of other processes.
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         ended = subprocess.run([sys.executable, "-m", "planner", *command], env=environment, stdout=subprocess.DEVNULL)
     return ended.returncode == 0

@@ -29,7 +29,7 @@ from solvers.least import least_budget
 REFERENCE = "torch.compile"
 OURS = "planner inductor"
 ATEN = "planner eager"
-PEAK_OF = "peak of "  # begins the budget that is what another method was measured to take
+PEAK_OF = "peak of "  # prefix of a budget that is the measured peak of another method
 _LEAST_S = 5.0  # for finding the least budget that would do, of each graph
 
 
@@ -63,7 +63,7 @@ class Row(Made):
 
     @property
     def misprediction(self) -> float | None:
-        """How far the predicted peak is from the measured one, as a fraction of the latter."""
+        """The error of the predicted peak, relative to the measured one."""
         if self.predicted_peak_bytes is None or self.measured_peak_bytes is None:
             return None
         return abs(self.predicted_peak_bytes / self.measured_peak_bytes - 1)
@@ -123,7 +123,7 @@ class _Comparison:
         self._on_row = on_row
         self._benchmark = Benchmark(workload, seed=settings.seed)
         self._models = {ATEN: KeptCaptures(workload.model), OURS: KeptCaptures(workload.model)}
-        self._rows: list[tuple[Row, str]] = []  # and what each is timed as
+        self._rows: list[tuple[Row, str]] = []  # with the name under which each is timed
         self._planned: dict[tuple[str, int], tuple[Row, str]] = {}
         self._least: dict[str, int] = {}
         device = next(workload.model.parameters()).device

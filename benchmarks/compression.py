@@ -65,9 +65,7 @@ class Case:
 
 
 def patterns(like: Batch, count: int, seed: int) -> Iterator[Batch]:
-    """Yield sequences that repeat _PERIOD random tokens, and the next tokens as targets, which are predictable after one
-    period.
-    """
+    """Yield sequences that repeat _PERIOD random tokens, with the next tokens as targets, which are known after one period."""
     size, seq = like[0].shape
     generator = torch.Generator().manual_seed(seed)
     for _ in range(count):

@@ -32,7 +32,7 @@ from planner.studies.processes import ALONE, ProcessError, stream
 from planner.studies.rows import listed, provenance
 from planner.studies.tables import Column, bullets, by, markdown, said
 
-RSS_TOLERANCE = 0.05  # of the budget and what importing torch takes
+RSS_TOLERANCE = 0.05  # of the budget and the memory of importing torch
 START_S = 2.0  # that planning may take besides the capture and some steps
 _LIMIT_S = 600.0
 

@@ -85,7 +85,7 @@ class Run:
 
     Args:
         case: the model.
-        row: what is known before.
+        row: the columns known before.
     """
 
     def __init__(self, case: Case, row: Row) -> None:

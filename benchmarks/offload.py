@@ -51,7 +51,7 @@ METHODS = (*OURS, *(name for name, entry in SOLVERS.items() if entry.offloads))
 HOST = "256GB"
 LIMIT_S, LEAST_S = 60.0, 15.0  # of a solve, and of the search for the least budget
 TOLERANCE = 1e-3
-GAP = 0.01  # that is asked for, in four cases of five
+GAP = 0.01  # the target in four cases of five
 _ABOVE_LEAST = "least + "
 _FLOATING = 1e-9
 

@@ -49,7 +49,7 @@ class Row(Made):
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A model, an option of it, and what its values are multiples of; where the model gives one, the search begins there."""
+    """A model, one of its options, and the divisor of its values; the search starts at the model's value, if it gives one."""
 
     spec: str
     varies: str

@@ -50,7 +50,7 @@ MODELS: Mapping[str, str] = {
 # Placement needs other devices.
 NAMES = tuple(option.to_try for name, option in OPTIONS.items() if Need.DEVICES not in needs((name,)))
 NONE = "none"  # the set without an option
-LEAST = "least"  # the budget that is asked for where the least one is looked for
+LEAST = "least"  # the budget of a search for the least one
 SHARES = ("70%", "50%", "30%", "20%")  # of the peak of the program
 BUDGETS = (LEAST, *SHARES)
 LIMIT_S = 60.0
@@ -115,10 +115,10 @@ class Case:
 
     Attributes:
         model: its name.
-        make: returns the step, timed, with all options of `names` that are found in it.
+        make: returns the timed step with all options of `names` that are found in it.
         names: options, in the order of the registry.
-        clock: makes one that starts then, for a solve or a search for the least budget.
-        known_offers: what is known of what options offer.
+        clock: returns a new clock, for a solve or a search for the least budget.
+        known_offers: known offers of options.
     """
 
     model: str

@@ -35,7 +35,7 @@ from solvers.registry import get_solver
 from solvers.request import Request
 from solvers.tolerance import Tolerance
 
-# At sizes of which a step takes 10 to 100 ms on one thread; logits are as large beside the rest as in models that are used.
+# At sizes at which a step takes 10 to 100 ms on one thread; logits have the same relative size as in real models.
 MEASURED: Mapping[str, Callable[[], Workload]] = {
     "cpu-gpt2": partial(build, "gpt2", layers=4, width=64, heads=4, vocab=2000, batch=8, seq=128),
     "cpu-gpt2-bfloat16": partial(build, "gpt2", layers=4, width=64, heads=4, vocab=2000, batch=8, seq=128, dtype="bfloat16"),
@@ -45,7 +45,7 @@ MEASURED: Mapping[str, Callable[[], Workload]] = {
     "cpu-unet": partial(build, "unet", channels=8, size=64, batch=4, depth=3),
     "cpu-head": partial(build, "mlp", batch=512, width=128, layers=2, classes=10000, dropout=0),
 }
-BUDGETS = ("least + 75%", "least + 50%", "least + 25%", "least + 5%")  # of what lies between the least and the peak
+BUDGETS = ("least + 75%", "least + 50%", "least + 25%", "least + 5%")  # of the range between the least and the peak
 _TOLERANCE = 0.01
 _REPEATS = 5
 _SEED = 0
@@ -97,10 +97,10 @@ class _Step:
     Attributes:
         captured: with the option.
         workload: its model, loss function and batch.
-        keeping: what keeps everything, without the option.
-        exact: what that leaves behind.
-        order: the order of the ops that it is solved in.
-        least_bytes: the least budget that a schedule with the option is known for.
+        keeping: the executor that keeps everything, without the option.
+        exact: the results of `keeping`.
+        order: the order of the ops in its solves.
+        least_bytes: the least budget with a known schedule with the option.
     """
 
     captured: Capture
@@ -147,12 +147,12 @@ class _Step:
 
 
 def measure_errors(case: tuple[str, str, Callable[[], Clock]], known: Sequence[Row]) -> Iterator[Row]:
-    """Yield a row for each budget; one row without a budget where nothing that the option offers is inexact.
+    """Yield a row for each budget; one row without a budget if the option offers nothing inexact.
 
     Args:
-        case: a name in MEASURED, an option that is found when a step is traced, and what makes a clock that starts then, for
-            the least budget and for each solve.
-        known: nothing.
+        case: a name in MEASURED, an option that is found when a step is traced, and a function that returns a new clock, for the
+            least budget and for each solve.
+        known: empty.
     """
     model, option, clock = case
     torch.manual_seed(_SEED)

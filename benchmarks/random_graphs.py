@@ -57,7 +57,7 @@ def graph_of(kind: str, seed: int) -> tuple[Graph, int, float]:
         graph = with_overwriting(graph, draw) if draw.random() < 0.5 else graph
     elif kind == "devices" or small:
         graph = random_graph(draw.randrange(10**6), draw.randint(4, 8 if kind == "devices" else 24))
-        while kind == "devices" and any(t.static for t in graph.tensors):  # ops that share what is written in place do not move
+        while kind == "devices" and any(t.static for t in graph.tensors):  # ops around tensors written in place do not move
             graph = random_graph(draw.randrange(10**6), draw.randint(4, 8))
         graph = replace(
             graph, ops=tuple(replace(op, phase=Phase.BACKWARD) if 2 * op.id >= len(graph.ops) else op for op in graph.ops)

@@ -25,7 +25,7 @@ class Runner:
 
     @property
     def parameters(self) -> list[torch.nn.Parameter]:
-        """Of the model, and of its loss function."""
+        """Parameters of the model and of its loss function."""
         return list(whole_step(self.workload).parameters())
 
     def train(self, like: Batch) -> StepOutcome:

@@ -22,8 +22,8 @@ from solvers.result import Status
 def solve_instance(instance: Instance, known: Sequence[Row]) -> Iterator[Row]:
     """Yield the rows of `instance` that are not `known`.
 
-    Times are worth comparing only of solves that end: what a solver did not end within the limit is not run again.
-    Later runs are at the budget of the first, though the least budget may be found otherwise the next time.
+    Only times of solves that end are comparable: a solver that did not end within the limit is not run again. Later runs are at
+    the budget of the first, though the search for the least budget may have another result the next time.
     """
     marks: Landmarks | None = None
     with tempfile.TemporaryDirectory() as folder:

@@ -33,7 +33,7 @@ ZOO = {
 ZOO_SHARES = (0.75, 0.5, 0.25, 0.1, 0.03)
 GROWTH = {f"gpt2-{n}": f"zoo:gpt2,layers={n},batch=8,dtype=bfloat16" for n in (6, 12, 24, 48, 96)}
 
-# What the reference is asked: what it solves in a minute or two, three times each.
+# Instances that the reference solves in a minute or two, three times each.
 REFERENCE_PUBLISHED = {"vgg16-176": (10,)}
 REFERENCE_SYNTHETIC: dict[str, Callable[[], Graph]] = {
     "random-1-10": partial(random_training_step, 1, 10),
@@ -50,7 +50,7 @@ class Landmarks:
 
     @cached_property
     def peak_bytes(self) -> int:
-        """Of the step without recomputation."""
+        """Peak of the step without recomputation."""
         return summarize(self._graph).keep_everything_peak_bytes
 
     @cached_property

@@ -1,7 +1,7 @@
 """Measure the structure of the sources: lines, files, long functions, import cycles, how far options and transfers spread.
 
     python -m benchmarks.structure                     # of this checkout
-    python -m benchmarks.structure --against ../before # beside another one, as a table
+    python -m benchmarks.structure --against ../before # compared with another one, as a table
 
 Nothing is imported or executed: the files are read as text and as syntax trees.
 """

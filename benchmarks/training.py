@@ -189,7 +189,7 @@ class Pair:
 
     @property
     def losses_equal(self) -> int:
-        """How many steps have eager's loss to the last bit, in both passes."""
+        """Number of steps whose loss is bit-identical to eager's, in both passes."""
         pairs = zip(self.planned, self.eager, strict=True)
         return sum((own.loss, own.loss_again) == (other.loss, other.loss_again) for own, other in pairs)
 

@@ -25,14 +25,14 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How a model is trained.
+    """The training of a model.
 
     Attributes:
-        make: called with a device; model, loss function and a batch there.
-        optimizer: as ``planner.compile`` takes it, a name in OPTIMIZERS.
-        rate: of learning.
-        clip: the largest norm of all gradients together; None does not clip.
-        autocast: to bfloat16.
+        make: called with a device; returns model, loss function and a batch there.
+        optimizer: as for ``planner.compile``, a name in OPTIMIZERS.
+        rate: learning rate.
+        clip: the largest norm of all gradients together; None for no clipping.
+        autocast: True for autocast to bfloat16.
     """
 
     make: Callable[..., Workload]
@@ -56,14 +56,14 @@ def batches(like: Batch, count: int, *, seed: int) -> Iterator[Batch]:
 
 
 class Loop:
-    """The loop from its first step on: `model` begins at `start`, the random state at `seed`.
+    """A training loop: `model` starts at `start`, the random state at `seed`.
 
     Args:
-        model: what is trained.
-        step: its loss for a batch, ready for ``backward()``.
-        recipe: how it is trained.
+        model: the trained model.
+        step: returns its loss for a batch, ready for ``backward()``.
+        recipe: its training.
         start: state dict of the model.
-        seed: of the random state, which is this loop's own: others that take turns with it do not see it.
+        seed: of the random state, which is this loop's own: loops that take turns do not share it.
     """
 
     def __init__(self, model: nn.Module, step: Step, recipe: Recipe, start: Mapping[str, torch.Tensor], *, seed: int) -> None:

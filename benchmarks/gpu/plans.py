@@ -119,7 +119,7 @@ def memory(step: Callable[..., Any], workload: Workload) -> dict[str, int]:
 
 def measure(row: PlanRow, known: Sequence[PlanRow]) -> Iterator[PlanRow]:
     """Yield `row` with all measurements, or with the error that ended them."""
-    gc.collect()  # what the last row has left
+    gc.collect()  # garbage of the last row
     torch.cuda.empty_cache()
     torch.manual_seed(0)
     try:

@@ -1,4 +1,4 @@
-"""Schedules that keep compressed whatever can be."""
+"""Schedules that compress all compressible tensors."""
 
 from graphs.ir import Graph, Phase
 from graphs.options.compress import COMPRESS, KEEP, RESTORE
@@ -6,9 +6,9 @@ from graphs.schedule import Schedule, schedule_of
 
 
 def all_compressed(graph: Graph, form: str) -> Schedule:
-    """Each op of `graph` once, and what can be kept compressed kept in this form behind its last reader of the forward pass.
+    """Return the schedule that executes each op of `graph` once and compresses each tensor after its last forward reader.
 
-    An op of the backward pass that reads several has the stand-in that reads most of them restored.
+    A backward op that reads several such tensors is replaced by the alternative that decompresses most of them itself.
     """
     keeps = {op.inputs[0]: op for op in graph.ops if op.target == f"{KEEP}.{form}"}
     restores = {graph.ops[graph.consumers[keep.outputs[0]][0]].outputs[0]: t for t, keep in keeps.items()}

@@ -1,4 +1,4 @@
-"""The commands of all benchmarks: what they are told, and how a study is carried out."""
+"""Command-line arguments that all benchmarks share, and the execution of a study."""
 
 import argparse
 import sys
@@ -18,7 +18,7 @@ Row = TypeVar("Row")
 
 
 def command_line(description: str | None, row: Any, *, models: Collection[str] = (), out: str) -> argparse.ArgumentParser:
-    """Return the parser of what all benchmarks are told.
+    """Return the parser of the arguments that all benchmarks share.
 
     Args:
         description: of the benchmark.
@@ -61,17 +61,17 @@ def carry_out(
     say: Callable[[Any], str] | None = None,
     cluster: str | None = None,
 ) -> int:
-    """Run what is missing, and print the pages of all rows. Pages are written after every row, figures in the end.
+    """Run the missing cases, and print the pages of all rows. Pages are written after every row, figures at the end.
 
     Args:
         study: the benchmark.
         arguments: of ``command_line``.
-        cases: by what the keys of their rows begin with.
-        say: what is printed when a row is made.
+        cases: by the first parts of the keys of their rows.
+        say: returns the text to print for a new row.
         cluster: the address of a Dask scheduler, whose workers run the cases.
 
     Returns:
-        The exit code: 1 if there are failures, 2 if the CSV, or what runs the cases, is of no use.
+        The exit code: 1 if there are failures, 2 if the CSV or the cluster is unusable.
     """
     try:
         kept = study.kept(arguments.out)
@@ -97,5 +97,5 @@ def carry_out(
 
 
 def one_thread() -> None:
-    """Compute with one thread: two that wait for each other double what other processes disturb."""
+    """Set the number of threads to one: two that wait for each other double the noise of other processes."""
     torch.set_num_threads(1)

@@ -1,7 +1,7 @@
-"""The optimal schedule against everything else, model by model: ``make results`` and ``make results-gpu``.
+"""The optimal schedule compared with all baselines, model by model: ``make results`` and ``make results-gpu``.
 
-Each model is one call of ``planner compare``, in a process of its own, into a folder of its own. Rows that are
-in the folder's CSV are not computed again; tables and figures are made from the CSV alone.
+Each model is one call of ``planner compare``, in its own process and folder. Rows that are in the folder's CSV are not computed
+again; tables and figures depend on the CSV alone.
 """
 
 import os
@@ -33,7 +33,7 @@ from solvers.registry import SOLVERS
 FOR_SMALL_GRAPHS = frozenset({"checkmate", "monet", "rounding", "xengine", "xengine-overlapped"})
 LARGE = ",".join(name for name in SOLVERS if name not in FOR_SMALL_GRAPHS)
 
-# What is replayed, and of these names what PyTorch has itself.
+# Methods that are replayed, and those that PyTorch has itself.
 REPLAYED = ",".join(name for name in SOLVERS if name not in FOR_SMALL_GRAPHS | {"griewank"})
 
 # Small enough that every exact method ends.
@@ -76,7 +76,7 @@ _TORCH = "windows,checkpoint-blocks,chen-sqrt,sac,sac-every-second,sac-attention
 
 @dataclass(frozen=True, slots=True)
 class Suite:
-    """Models or graphs, the words of ``planner compare`` after each of them, and whether it measures on this machine."""
+    """Models or graphs, their arguments for ``planner compare``, and a flag for suites that measure on this machine."""
 
     subjects: Mapping[str, str | Callable[[], Graph]]
     words: str
@@ -100,7 +100,7 @@ SUITES: Mapping[str, Suite] = {
 
 
 def compare(subject: str | Callable[[], Graph], words: str, folder: Path) -> bool:
-    """Make the rows, tables and figures of one model in `folder`; return whether that went well."""
+    """Make the rows, tables and figures of one model in `folder`; return True on success."""
     with tempfile.TemporaryDirectory() as place:
         if callable(subject):
             file = Path(place, f"{folder.name}.json")
@@ -108,14 +108,14 @@ def compare(subject: str | Callable[[], Graph], words: str, folder: Path) -> boo
             subject = str(file)
         command = ("compare", subject, *words.split(), "-o", str(folder))
         print(f"OMP_NUM_THREADS=1 planner {shlex.join(command)}", flush=True)
-        # One thread: two that wait for each other double what other processes disturb.
+        # One thread: two that wait for each other double the noise of other processes.
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         ended = subprocess.run([sys.executable, "-m", "planner", *command], env=environment, stdout=subprocess.DEVNULL)
     return ended.returncode == 0
 
 
 def make(suite: str, out: Path, *, fresh: bool, cluster: str | None) -> list[str]:
-    """Make what is missing of a suite; return the comparisons that failed."""
+    """Make the missing comparisons of a suite; return those that failed."""
     if fresh:
         shutil.rmtree(out / suite, ignore_errors=True)
     failed, words = [], SUITES[suite].words + ("" if cluster is None else f" --cluster {cluster}")
@@ -128,7 +128,7 @@ def make(suite: str, out: Path, *, fresh: bool, cluster: str | None) -> list[str
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Make what is missing; 1 if a comparison failed."""
+    """Make the missing comparisons; return 1 if one failed."""
     parser = command_line(__doc__, ComparisonRow, out="results/compare")
     add_names(parser, "--suites", SUITES, default="exact,h200,cpu")
     parser.add_argument("--cluster", metavar="ADDRESS", help="of a Dask scheduler, whose workers solve")

@@ -1,4 +1,4 @@
-"""All comparisons on one page, made from their CSVs alone: ``results/compare/summary.md``."""
+"""Summary of all comparisons on one page, from their CSVs alone: ``results/compare/summary.md``."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -31,7 +31,7 @@ _MEASURED = (
 
 
 def summary_text(folder: Path) -> str:
-    """Overheads at two budgets of each model, and times at equal measured peaks, as Markdown."""
+    """Return overheads at two budgets of each model, and times at equal measured peaks, as Markdown."""
     parts = ["# Every method on every model"]
     for suite, said in SIMULATED.items():
         if models := _models(folder / suite):
@@ -64,7 +64,7 @@ def _models(folder: Path) -> dict[str, list[ComparisonRow]]:
 
 
 def _overheads(name: str, rows: Sequence[ComparisonRow], budget: str) -> tuple[str, ...]:
-    """The line of one budget: cells of the table that the comparison itself has, and the best heuristics."""
+    """Return the line of one budget: cells of the comparison's own table, and the best heuristics."""
     judged = simulated(rows)
     header, *lines = simulated_table(judged)
     line = next((dict(zip(header, line, strict=True)) for line in lines if f"({budget})" in line[0]), {})
@@ -84,7 +84,7 @@ def _overheads(name: str, rows: Sequence[ComparisonRow], budget: str) -> tuple[s
 
 
 def _ratios(name: str, rows: Sequence[ComparisonRow], budget: str) -> tuple[str, ...]:
-    """For each kind of method the ratio of the optimal schedule's time to the best that fits `budget`."""
+    """Return for each kind of method the ratio of the optimal schedule's time to the best that fits `budget`."""
     budget_bytes = next((row.budget_bytes or 0 for row in rows if row.budget == budget), 0)
     pairs = iso_memory_pairs(rows)
     return name, budget, *(_ratio(kind, rows, pairs, budget_bytes) for kind in BASELINES)
@@ -102,7 +102,7 @@ def _ratio(kind: str, rows: Sequence[ComparisonRow], pairs: Sequence[IsoMemoryPa
 
 
 def _tally(models: Mapping[str, Sequence[ComparisonRow]]) -> str:
-    """How often the optimal schedule was not slower than one whose gradients are right, by kind of method."""
+    """Return by kind of method how often the optimal schedule was at least as fast as one with correct gradients."""
     lost: dict[str, list[bool]] = {}
     for pair in (pair for rows in models.values() for pair in iso_memory_pairs(rows)):
         if pair.ratio is not None and pair.baseline.exactness != "wrong":

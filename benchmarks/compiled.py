@@ -1,8 +1,8 @@
-"""Plans over Inductor's kernels beside ``torch.compile`` and its Memory Budget API: ``make bench-compiled``.
+"""Plans over Inductor's kernels compared with ``torch.compile`` and its Memory Budget API: ``make bench-compiled``.
 
-At each budget all methods take turns with ``torch.compile``, so the rows of a model are made together; models that are in the
-CSV are not made again. Kernels that are in Inductor's cache on disk are not compiled again. Models of Hugging Face are left
-out where transformers is not installed.
+At each budget all methods take turns with ``torch.compile``, so the rows of a model are measured together; models in the CSV are
+skipped. Kernels in Inductor's cache on disk are not compiled again. Models of Hugging Face are left out if transformers is not
+installed.
 """
 
 import gc
@@ -49,7 +49,7 @@ MODELS = ZOO | HUGGING_FACE
 
 
 def measure(name: str, known: Sequence[CompiledRow], *, settings: Settings, device: torch.device) -> list[CompiledRow]:
-    """Return the rows of one model; what was compiled for it is forgotten."""
+    """Return the rows of one model, and discard its compiled code."""
     torch.manual_seed(settings.seed)
     workload = MODELS[name]()
     batch = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), workload.batch)
@@ -81,7 +81,7 @@ Each setting of `activation_memory_budget`, and the plan over Inductor's kernels
 
 
 def table(rows: Sequence[CompiledRow]) -> str:
-    """Return what is reached in all, each method at each budget, and plans within the peaks of PyTorch's Memory Budget API."""
+    """Return the summary, each method at each budget, and plans within the peaks of PyTorch's Memory Budget API."""
     return "\n".join(
         (
             bullets(summary(rows)),
@@ -96,7 +96,7 @@ def table(rows: Sequence[CompiledRow]) -> str:
 
 
 def summary(rows: Sequence[CompiledRow]) -> Iterator[str]:
-    """Yield what plans over Inductor's kernels reach in all, and what each misses."""
+    """Yield the results of plans over Inductor's kernels in total, and the targets that they miss."""
     ours = [row for row in rows if row.method == OURS and row.measured_peak_bytes is not None]
     counted = f"of {len(ours)} plans over Inductor's kernels"
     over = [row for row in ours if (row.measured_peak_bytes or 0) > (row.budget_bytes or 0)]
@@ -163,7 +163,7 @@ def _cell(row: CompiledRow, reference: CompiledRow) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Peak:
-    """A setting of the Memory Budget API, the reference, and the plan for as much memory; None where the setting does not run."""
+    """A setting of the Memory Budget API, the reference, and the plan for as much memory; None if the setting does not run."""
 
     row: CompiledRow
     reference: CompiledRow
@@ -178,7 +178,7 @@ def _peaks(rows: Sequence[CompiledRow]) -> Iterator[_Peak]:
 
 
 def _of_peak(title: str, value: Callable[[_Peak], object], form: str | None = None) -> Column:
-    """Return a column of what is known where the setting and a plan for its peak ran."""
+    """Return a column for settings that ran together with a plan for their peak."""
     return Column(title, lambda peak: None if peak.row.ratio is None or peak.plan is None else value(peak), form)
 
 
@@ -200,7 +200,7 @@ _PEAKS = (
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Measure the models that are not there; write rows and table."""
+    """Measure the missing models; write rows and table."""
     parser = command_line(__doc__, CompiledRow, models=MODELS, out="results/compiled")
     best = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", choices=("cpu", "cuda"), default=best, help="where to train (default here: %(default)s)")

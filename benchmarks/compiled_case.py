@@ -1,7 +1,7 @@
-"""Plans over Inductor's kernels and over ATen's beside ``torch.compile`` and PyTorch's Memory Budget API, with real tensors.
+"""Plans over Inductor's and ATen's kernels compared with ``torch.compile`` and PyTorch's Memory Budget API, with real tensors.
 
-At each budget ``torch.compile`` and all that run within it take turns. What each setting of the Memory Budget API was measured
-to take is a budget too.
+At each budget ``torch.compile`` and all methods that fit take turns. The measured peak of each setting of the Memory Budget API
+is a budget too.
 """
 
 import time
@@ -29,7 +29,7 @@ from solvers.least import least_budget
 REFERENCE = "torch.compile"
 OURS = "planner inductor"
 ATEN = "planner eager"
-PEAK_OF = "peak of "  # begins the budget that is what another method was measured to take
+PEAK_OF = "peak of "  # prefix of a budget that is the measured peak of another method
 _LEAST_S = 5.0  # for finding the least budget that would do, of each graph
 
 
@@ -63,7 +63,7 @@ class CompiledRow(Made):
 
     @property
     def misprediction(self) -> float | None:
-        """How far the predicted peak is from the measured one, as a fraction of the latter."""
+        """The error of the predicted peak, relative to the measured one."""
         if self.predicted_peak_bytes is None or self.measured_peak_bytes is None:
             return None
         return abs(self.predicted_peak_bytes / self.measured_peak_bytes - 1)
@@ -71,7 +71,7 @@ class CompiledRow(Made):
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How a comparison is made.
+    """The settings of a comparison.
 
     Attributes:
         shares: of the reference's peak, that are budgets.
@@ -117,7 +117,7 @@ def compare_compiled(
 
 
 class _Comparison:
-    """Ways to run the step of one model, and what is known of them."""
+    """The methods for one model, and their rows."""
 
     def __init__(self, workload: Workload, name: str, settings: Settings, on_row: Callable[[CompiledRow], None]) -> None:
         self._workload = workload
@@ -125,7 +125,7 @@ class _Comparison:
         self._on_row = on_row
         self._benchmark = Benchmark(workload, seed=settings.seed)
         self._models = {ATEN: KeptCaptures(workload.model), OURS: KeptCaptures(workload.model)}
-        self._rows: list[tuple[CompiledRow, str]] = []  # and what each is timed as
+        self._rows: list[tuple[CompiledRow, str]] = []  # with the name under which each is timed
         self._planned: dict[tuple[str, int], tuple[CompiledRow, str]] = {}
         self._least: dict[str, int] = {}
         device = next(workload.model.parameters()).device
@@ -133,24 +133,24 @@ class _Comparison:
         self._blank = CompiledRow(model=name, method="", budget="", seed=settings.seed, **provenance(device))
 
     def enter(self, method: Method) -> CompiledRow:
-        """Run what PyTorch has itself."""
+        """Run a method of PyTorch and return its row."""
         row = _with(replace(self._blank, method=method.name), self._benchmark.enter(method))
         return self._add(row, method.name)
 
     def refer_to(self, row: CompiledRow) -> None:
-        """Compare what is entered from here on with the method of `row`."""
+        """Compare the methods entered from here on with that of `row`."""
         self._benchmark.compare_with(row.method)
         self._rows = [(replace(r, bits="") if r == row else r, name) for r, name in self._rows]
 
     def plan(self, method: str, budget: str, budget_bytes: int) -> None:
-        """Plan for a budget, and run the plan; what was planned for as many bytes is taken again."""
+        """Plan for a budget, and run the plan; plans for the same number of bytes are reused."""
         if (method, budget_bytes) not in self._planned:
             self._planned[method, budget_bytes] = self._plan(method, budget_bytes)
         row, name = self._planned[method, budget_bytes]
         self._add(replace(row, budget=budget), name)
 
     def timed(self) -> list[CompiledRow]:
-        """Return all rows, with the times of what runs: the reference, and all for one budget, take turns."""
+        """Return all rows, with the times of those that run: the reference and the methods of one budget take turns."""
         rows = [row for row, _ in self._rows]
         groups: dict[str, list[int]] = {}
         for i, row in enumerate(rows):
@@ -192,7 +192,7 @@ class _Comparison:
         return _with(row, self._benchmark.enter(_as_method(name, step))), name
 
     def _least_bytes(self, method: str) -> int:
-        """Return the least budget that a schedule of any of the graphs of `method` is found for in some seconds."""
+        """Return the least budget at which a schedule of any graph of `method` is found in some seconds."""
         if method not in self._least:
             captures = self._models[method].captures.values()
             timed = (tracing.profiled(captured, self._workload, TraceSettings(passes=1)) for captured in captures)
@@ -207,7 +207,7 @@ def _as_method(name: str, step: PlannedStep) -> Method:
 
 
 def _timed(row: CompiledRow, own: Sequence[float], times: Mapping[str, Sequence[float]]) -> CompiledRow:
-    """Return `row` with its `own` times; others on the machine disturb all steps of a turn alike, so ratios are taken there."""
+    """Return `row` with its `own` times and ratios per turn, since other processes disturb all steps of a turn alike."""
 
     def ratio(other: str) -> float:
         return median(one / others for one, others in zip(own, times[other], strict=True))

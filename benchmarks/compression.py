@@ -1,9 +1,9 @@
-"""Training with all that can be kept compressed in 8 and in 4 bits, beside exact training: ``make bench-compression``.
+"""Training with all compressible tensors in 8 and in 4 bits compared with exact training: ``make bench-compression``.
 
-Plans rarely keep anything compressed on a CPU, where computing again is faster, so schedules are made that do
-(``benchmarks.all_compressed``). All curves of a model have the same data, initial weights and random state, and take turns step
-by step; one more, exact too, begins at other weights, to show what chance comes to. It fails if the loss of a first step is not
-the exact one's to the last bit, or a loss is no finite number.
+Plans rarely compress on a CPU, where recomputation is faster, so schedules that do are built (``benchmarks.all_compressed``). All
+curves of a model have the same data, initial weights and random state, and take turns step by step; another exact one starts from
+other weights, to show the effect of chance. The benchmark fails if the loss of a first step is not bit-identical to the exact
+one, or a loss is not finite.
 """
 
 import copy
@@ -43,7 +43,7 @@ from planner.studies.tables import ALL, Column, SideBySide, by, markdown, side_b
 
 EXACT = "exact"
 BITS = ("8", "4")
-OTHER_WEIGHTS = "exact, from other weights"  # what chance comes to
+OTHER_WEIGHTS = "exact, from other weights"  # shows the effect of chance
 _COLORS = (COLORS["whole"], COLORS["ours"], COLORS["second"], COLORS["third"])
 _STYLES = ("-", "-", "-", ":")
 WINDOW = 20  # steps that a smoothed loss is the mean of
@@ -53,11 +53,11 @@ _CLASSES, _NOISE = 10, 3.0
 
 @dataclass(frozen=True, slots=True)
 class LearningCase:
-    """A model and what it learns.
+    """A model and its task.
 
     Attributes:
-        recipe: how it is trained; its `make` is called with nothing.
-        data: called with a batch, a count of batches and a seed: so many batches of the same shapes.
+        recipe: training recipe; its `make` is called without arguments.
+        data: called with a batch, a number of batches and a seed; yields so many batches of the same shapes.
     """
 
     recipe: Recipe
@@ -65,7 +65,7 @@ class LearningCase:
 
 
 def patterns(like: Batch, count: int, seed: int) -> Iterator[Batch]:
-    """Sequences that repeat _PERIOD random tokens, each with the tokens that follow: after one period all can be known."""
+    """Yield sequences that repeat _PERIOD random tokens, with the next tokens as targets, which are known after one period."""
     size, seq = like[0].shape
     generator = torch.Generator().manual_seed(seed)
     for _ in range(count):
@@ -75,7 +75,7 @@ def patterns(like: Batch, count: int, seed: int) -> Iterator[Batch]:
 
 
 def noisy_classes(like: Batch, count: int, seed: int) -> Iterator[Batch]:
-    """Images with their classes: an image of each class, and normal noise on it that is _NOISE times as strong."""
+    """Yield images with their classes: an image of each class plus normal noise, _NOISE times as strong."""
     images, classes = like
     generator = torch.Generator().manual_seed(seed)
     centers = torch.randn(_CLASSES, *images.shape[1:], generator=generator)
@@ -98,7 +98,7 @@ CASES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CurveRow(Made):
-    """One step of one curve, beside the same step of the exact one."""
+    """One step of a curve, with the same step of the exact one."""
 
     model: str = key()
     bits: str = key("in which all that can be is kept compressed, or: exact, from other weights")
@@ -117,7 +117,7 @@ class CurveRow(Made):
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """One way to keep what the backward pass reads: the loop at its beginning, and what rows say of all of its steps."""
+    """One way to store saved tensors: the loop at its start, and values that all its rows share."""
 
     loop: Loop
     predicted_peak_bytes: int
@@ -186,30 +186,30 @@ def begin(workload: Workload, recipe: Recipe, seed: int) -> dict[str, Curve]:
 
 
 def executor(capture: Capture, schedule: Schedule, workload: Workload) -> Executor:
-    """Return what runs `schedule` with the model of `workload`."""
+    """Return an executor of `schedule` with the model of `workload`."""
     return Executor(capture, schedule, workload.model, workload.loss_fn)
 
 
 def smoothed(losses: Sequence[float]) -> list[float]:
-    """Return the mean of the last WINDOW losses at each step from which on there are so many; of all where there never are."""
+    """Return the mean of the last WINDOW losses at each step that has so many; of all if there are fewer."""
     count = min(WINDOW, len(losses))
     sums = [0.0, *accumulate(losses)]
     return [(sums[end] - sums[end - count]) / count for end in range(count, len(sums))]
 
 
 def largest_difference(curve: Sequence[CurveRow]) -> float:
-    """Return the most that the smoothed loss is from the smoothed exact one, as a part of that."""
+    """Return the largest relative difference of the smoothed loss from the smoothed exact one."""
     pairs = zip(smoothed([row.loss for row in curve]), smoothed([row.exact_loss for row in curve]), strict=True)
     return max(abs(loss - exact) / exact for loss, exact in pairs)
 
 
 def label(bits: str) -> str:
-    """Return what a curve is called."""
+    """Return the label of a curve."""
     return f"{bits} bits" if bits in BITS else bits
 
 
 def failures(rows: Sequence[CurveRow]) -> list[str]:
-    """Return what must not be, a line each: a first loss that is not the exact one, and losses that are no finite numbers."""
+    """Return a line for each failure: a first loss that is not the exact one, or losses that are not finite."""
     said = []
     for (model, bits), curve in by(rows, "model", "bits").items():
         first, name = curve[0], f"{model}, {label(bits)}"
@@ -231,7 +231,7 @@ part of the exact one. Times are those of forward and backward pass, as multiple
 
 
 def table(rows: Sequence[CurveRow]) -> str:
-    """Return a line for each model and bits, and what they were made with."""
+    """Return a table with a line for each model and bits, and the provenance of its rows."""
     one, steps = rows[0], max(row.step for row in rows) + 1
     ends = sorted({-(-steps * third // 3) for third in (1, 2, 3)})
     columns = (
@@ -278,7 +278,7 @@ def plot(rows: Sequence[CurveRow], path: Path) -> None:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Train the models that are missing; write rows, table and figure. 1 if a loss is not what it must be."""
+    """Train the missing models; write rows, table and figure; return 1 on failures."""
     parser = command_line(__doc__, CurveRow, models=CASES, out="results/compression")
     parser.add_argument("--steps", type=options.count, default=300, help="of each curve (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of weights, data and random state (default: %(default)s)")

@@ -1,8 +1,8 @@
-"""What the executor itself costs: ``make bench-executor`` writes results/executor/.
+"""The overhead of the executor: ``make bench-executor`` writes results/executor/.
 
-The schedule that keeps everything, eager PyTorch, and ``torch.compile(mode="lite")`` (ATen's ops in program order too) take
-turns; ratios are medians of those within a turn, so that what disturbs the machine disturbs both. Beside them: what it takes
-to check, before each step, that all is as it was planned for.
+The schedule that keeps everything, eager PyTorch, and ``torch.compile(mode="lite")`` (also ATen's ops in program order) take
+turns; ratios are medians within a turn, so that noise affects both. In addition: the time to check, before each step, that the
+plan still applies.
 """
 
 import sys
@@ -45,7 +45,7 @@ _CHECKS = 500
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExecutorRow(Made):
-    """A model."""
+    """The measurements of a model."""
 
     model: str = key()
     ops: int = column("of the captured step")
@@ -83,7 +83,7 @@ def measure(name: str, known: Sequence[ExecutorRow], *, repeats: int) -> Iterato
 
 
 def check_seconds(executor: Executor, batch: Batch) -> float:
-    """Return how long the executor looks at guards and batch before each step; the median."""
+    """Return the median time in which the executor checks guards and batch before a step."""
     times = []
     for _ in range(_CHECKS):
         start = time.perf_counter()
@@ -93,7 +93,7 @@ def check_seconds(executor: Executor, batch: Batch) -> float:
 
 
 def runs(step: Step, batch: Batch) -> bool:
-    """Return whether PyTorch's own mode gets through a step: on ResNet it does not (torch 2.13), for it expects other strides."""
+    """Return True if PyTorch's own mode completes a step; on ResNet it expects other strides and fails (torch 2.13)."""
     try:
         loss_of(call(step, batch)).backward()
     except AssertionError as error:
@@ -113,7 +113,7 @@ TABLE = (
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Measure what is missing; write rows and table."""
+    """Measure the missing models; write rows and table."""
     parser = command_line(__doc__, ExecutorRow, models=MODELS, out="results/executor")
     parser.add_argument("--repeats", type=options.count, default=40, help="steps timed of each (default: %(default)s)")
     arguments = parser.parse_args(words)

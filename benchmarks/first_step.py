@@ -1,11 +1,10 @@
-"""From the call of ``planner.compile`` to the end of the first step, with memory capped: ``make bench-first-step``.
+"""Time from the call of ``planner.compile`` to the end of the first step, with limited memory: ``make bench-first-step``.
 
 Each model is trained for 5 steps of SGD: by eager PyTorch without a cap, and then, with the memory of the process capped
-(RLIMIT_DATA) half way between the plan's budget and what eager PyTorch takes, by a plan, by a plan with large pages
-(THP_MEM_ALLOC_ENABLE=1), by eager PyTorch and by eager PyTorch with its blocks checkpointed. Each time in a process of its
-own, with one thread. Rows that are in the CSV are not made again.
-It fails if a plan does not train under the cap, or not to the bits of the run without one; memory and seconds that are over
-what they should be are marked in the table.
+(RLIMIT_DATA) half way between the plan's budget and eager PyTorch's memory, by a plan, by a plan with large pages
+(THP_MEM_ALLOC_ENABLE=1), by eager PyTorch and by eager PyTorch with checkpointed blocks. Each run has its own process, with one
+thread. Rows in the CSV are skipped. The benchmark fails if a plan does not train under the cap, or its results are not
+bit-identical to those of the run without one; memory and seconds above their limits are marked in the table.
 """
 
 import subprocess
@@ -33,13 +32,13 @@ from planner.studies.processes import ALONE, ProcessError, stream
 from planner.studies.rows import listed, provenance
 from planner.studies.tables import Column, bullets, by, markdown, said
 
-RSS_TOLERANCE = 0.05  # of the budget and what importing torch takes
+RSS_TOLERANCE = 0.05  # of the budget and the memory of importing torch
 START_S = 2.0  # that planning may take besides the capture and some steps
 _LIMIT_S = 600.0
 
 
 def train_model(model: str, known: Sequence[FirstStepRow]) -> Iterator[FirstStepRow]:
-    """Yield the rows of one model that are not `known`; only the first where eager PyTorch cannot train it."""
+    """Yield the rows of one model that are not `known`; only the first if eager PyTorch cannot train it."""
     ways = {row.way: row for row in known}
     uncapped = ways.get(UNCAPPED)
     if len(ways) == len(WAYS):
@@ -65,7 +64,7 @@ def train_model(model: str, known: Sequence[FirstStepRow]) -> Iterator[FirstStep
 
 
 def train_in_process(model: str, way: str, about: Mapping[str, object]) -> FirstStepRow:
-    """Return the row of a process that trains `model` in one way; `about` is what all rows have in common, by column."""
+    """Return the row of a process that trains `model` in one way; `about` has the columns that all rows share."""
     row = replace(FirstStepRow(model=model, way=way, status=FAILED), **about)  # type: ignore[arg-type]
     variables = {**ALONE, "THP_MEM_ALLOC_ENABLE": str(int(way == LARGE_PAGES))}
     try:
@@ -83,7 +82,7 @@ def rss_after_importing(module: str) -> int:
 
 @cache
 def environment() -> dict[str, object]:
-    """Return what all rows are made on and with, and what imports take there, by column."""
+    """Return the columns that describe the environment, including the memory of imports."""
     try:
         transformers = metadata.version("transformers")
     except metadata.PackageNotFoundError:
@@ -95,7 +94,7 @@ def environment() -> dict[str, object]:
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """The rows of one model. All are there."""
+    """The complete rows of one model."""
 
     uncapped: FirstStepRow
     planned: FirstStepRow
@@ -115,12 +114,12 @@ class Trained:
 
     @property
     def same_bits(self) -> bool:
-        """True if losses, parameters, buffers and the random state are those of eager PyTorch without a cap."""
+        """True if losses, parameters, buffers and the random state equal those of eager PyTorch without a cap."""
         return all(row.status == RAN and row.digest == self.uncapped.digest for row in self.plans)
 
     @property
     def allowed_rss_bytes(self) -> int | None:
-        """What the process may have resident: the budget, what importing torch and the model's library takes, and 5% of both."""
+        """Allowed resident memory: the budget, the imports of torch and the model's library, and 5% of both."""
         budget, torch = self.planned.budget_bytes, self.planned.torch_rss_bytes
         if budget is None or torch is None:
             return None
@@ -128,31 +127,31 @@ class Trained:
 
     @property
     def allowed_first_step_s(self) -> float | None:
-        """When the first step should have ended: the capture, some steps of eager PyTorch and 2 s."""
+        """Allowed end of the first step: the capture, some steps of eager PyTorch and 2 s."""
         capture_s, step_s, steps = self.planned.capture_s, self.uncapped.step_s, self.planned.planning_steps
         return None if capture_s is None or step_s is None or steps is None else capture_s + steps * step_s + START_S
 
     @property
     def excess_rss_bytes(self) -> int | None:
-        """By how much the highest RSS is over what is allowed; 0 or less where it is within."""
+        """Highest RSS minus the allowed one; 0 or less if it is within."""
         taken, allowed = self.planned.training_rss_bytes, self.allowed_rss_bytes
         return None if taken is None or allowed is None else taken - allowed
 
     @property
     def excess_s(self) -> float | None:
-        """By how much the first step ended later than it should; 0 or less where it did not."""
+        """End of the first step minus the allowed one; 0 or less if it is within."""
         taken, allowed = self.planned.first_step_s, self.allowed_first_step_s
         return None if taken is None or allowed is None else taken - allowed
 
 
 def by_model(rows: Sequence[FirstStepRow]) -> list[Trained]:
-    """Return the models whose rows are all there."""
+    """Return the models whose rows are complete."""
     groups = ({row.way: row for row in own} for own in by(rows, "model").values())
     return [Trained(*(found[way] for way in WAYS)) for found in groups if len(found) == len(WAYS)]
 
 
 def failures(rows: Sequence[FirstStepRow]) -> list[str]:
-    """Return a line for each model that eager PyTorch cannot train, or a plan cannot under the cap, or not to the same bits."""
+    """Return a line for each model that eager PyTorch cannot train, or that a plan cannot train bit-identically under the cap."""
     bad = [row for row in rows if row.way == UNCAPPED and row.status != RAN]
     lines = [f"{row.model}: eager PyTorch without a cap: {row.status}: {row.message}" for row in bad]
     for trained in by_model(rows):
@@ -164,7 +163,7 @@ def failures(rows: Sequence[FirstStepRow]) -> list[str]:
 
 
 def table(rows: Sequence[FirstStepRow]) -> str:
-    """Return what was checked, how each model trained, and what its processes took, with the method and what it was made with."""
+    """Return the checks, training and memory of each model as tables, with the method and the provenance."""
     models = by_model(rows)
     if not models:
         return "No model has all of its rows.\n"
@@ -272,7 +271,7 @@ def _seconds(time_s: float | None) -> str:
 
 
 def _ended_early(models: Sequence[Trained]) -> list[FirstStepRow]:
-    """Return the rows that did not run for another reason than that eager PyTorch needs more than the cap."""
+    """Return the rows that failed for a reason other than that eager PyTorch needs more than the cap."""
     capped = [row for trained in models for row in (*trained.plans, trained.eager, trained.checkpointing)]
     return [
         row
@@ -299,7 +298,7 @@ STUDY = Study(
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Train what is not in the CSV; write rows and table. 1 if a plan did not do what it must."""
+    """Train the missing cases; write rows and table; return 1 if a plan failed."""
     parser = command_line(__doc__, FirstStepRow, models=CASES, out="results/first_step")
     arguments = parser.parse_args(words)
     if sys.platform != "linux":

@@ -21,14 +21,14 @@ _RATE = 0.01
 
 @dataclass(frozen=True, slots=True)
 class FirstStepCase:
-    """A model, and how it is trained in less memory.
+    """A model, and its training in less memory.
 
     Attributes:
         recipe: makes the workload; its optimizer has no state.
         checkpointing: returns the step with its blocks checkpointed.
-        planning_steps: how many eager steps planning may take, besides the capture.
+        planning_steps: number of eager steps that planning may take, besides the capture.
         share: of eager's peak, the budget.
-        steps: that are trained.
+        steps: number of training steps.
     """
 
     recipe: Recipe
@@ -57,7 +57,7 @@ def by_its_own_method(workload: Workload) -> Step:
 
 
 def lstm(*, batch: int, length: int, width: int, hidden: int, layers: int, vocabulary: int) -> Workload:
-    """A language model of PyTorch's LSTM."""
+    """Build a language model of PyTorch's LSTM."""
 
     def forward(m: Any, tokens: torch.Tensor) -> torch.Tensor:
         states, _ = m.lstm(m.embed(tokens))
@@ -74,13 +74,13 @@ def lstm(*, batch: int, length: int, width: int, hidden: int, layers: int, vocab
 
 
 def token_model(config: str, model: str, *, batch: int, length: int, vocabulary: int, **options: Any) -> Workload:
-    """A model of Hugging Face that reads tokens and makes its loss from labels."""
+    """Build a model of Hugging Face that reads tokens and computes its loss from labels."""
     tokens, labels = (torch.randint(3, vocabulary, (batch, length)) for _ in range(2))
     return Workload(build_model(config, model, vocab_size=vocabulary, **options), None, {"input_ids": tokens, "labels": labels})
 
 
 def image_model(config: str, model: str, *, batch: int, size: int, **options: Any) -> Workload:
-    """A model of Hugging Face that classifies images and makes its loss from labels."""
+    """Build a model of Hugging Face that classifies images and computes its loss from labels."""
     images, labels = torch.randn(batch, 3, size, size), torch.randint(10, (batch,))
     return Workload(
         build_model(config, model, image_size=size, num_labels=10, **options), None, {"pixel_values": images, "labels": labels}

@@ -1,4 +1,4 @@
-"""Train one model in one way, in this process, perhaps under a cap of its memory: a part of ``make bench-first-step``."""
+"""Training of one model in one way, in this process, possibly with limited memory: a part of ``make bench-first-step``."""
 
 import hashlib
 import time
@@ -75,7 +75,7 @@ class FirstStepRow(Made):
 
 
 def train(case: FirstStepCase, row: FirstStepRow) -> Iterator[FirstStepRow]:
-    """Train a model in the way of `row`, in this process, perhaps under a cap of its memory; yield the row once it is whole."""
+    """Train a model in the way of `row`, in this process, possibly with limited memory; yield the complete row."""
     one_thread()
     yield Run(case, row).run()
 
@@ -85,7 +85,7 @@ class Run:
 
     Args:
         case: the model.
-        row: what is known before.
+        row: the columns known before.
     """
 
     def __init__(self, case: FirstStepCase, row: FirstStepRow) -> None:
@@ -103,7 +103,7 @@ class Run:
         self._note(ready_rss_bytes=ready_bytes, library_rss_bytes=max(0, imported_bytes), steps=self._case.steps, seed=SEED)
 
     def run(self) -> FirstStepRow:
-        """Train; return the row."""
+        """Train, and return the row."""
         if self._row.way != UNCAPPED:
             assert self._row.room_bytes is not None
             limit_data(self._ready_data_bytes + self._row.room_bytes)
@@ -123,7 +123,7 @@ class Run:
         return self._row
 
     def _uncapped(self) -> None:
-        """Train, and find out what that takes."""
+        """Train without a cap, and measure the memory."""
         self._train(TrainingStep(self._workload.model, self._workload.loss_fn), watched=2)
         model, loss_fn, batch = self._workload
         static_bytes = sum(tensor.size_bytes for tensor in StaticTensors(model, batch, _CPU).tensors)

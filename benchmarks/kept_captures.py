@@ -1,4 +1,4 @@
-"""A model that is planned for many budgets: what is captured for one of them is kept for the others."""
+"""A model that is planned for many budgets and captured once."""
 
 import time
 from typing import TYPE_CHECKING
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 
 class KeptCaptures(Unwrapped):
-    """A model for ``planner.compile``, always with one loss function, batch and optimizer: each capture is made once.
+    """A model for ``planner.compile``, always with one loss function, batch and optimizer, which caches its captures.
 
     Attributes:
-        captures: those that were made, by how Inductor compiled the kernels; None: those of eager PyTorch.
-        asked_s: seconds to make what was asked for, each time that it was: what plans take of which nothing is kept.
-        kept_s: the part of it that was not spent, for it was kept.
+        captures: by Inductor's compile variant; None: that of eager PyTorch.
+        asked_s: seconds that all requested captures would take without the cache.
+        kept_s: the part of it that the cache saved.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -32,7 +32,7 @@ class KeptCaptures(Unwrapped):
         self._seconds: dict[Variant | None, float] = {}
 
     def capture(self, loss_fn: LossFn | None, batch: Batch, settings: TraceSettings, variant: "Variant | None" = None) -> Capture:
-        """As of an ``Unwrapped``, where it was not made before."""
+        """Return the capture of ``Unwrapped.capture``, from the cache if it has it."""
         if variant in self.captures:
             self.kept_s += self._seconds[variant]
         else:

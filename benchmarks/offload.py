@@ -1,7 +1,7 @@
-"""Recomputing, offloading, both in one program, and what others do: ``make bench-offload`` writes results/offload/.
+"""Recomputation, offloading, both in one program, and the baselines: ``make bench-offload`` writes results/offload/.
 
-Steps are traced with fake tensors and timed by the roofline of a device. Rows that are in the CSV are not made again, so that
-it can be stopped and taken up: all of it is some hours.
+Steps are traced with fake tensors and timed by the roofline of a device. Rows in the CSV are skipped, so that the benchmark,
+which takes some hours, can be interrupted and resumed.
 """
 
 import sys
@@ -51,7 +51,7 @@ METHODS = (*OURS, *(name for name, entry in SOLVERS.items() if entry.offloads))
 HOST = "256GB"
 LIMIT_S, LEAST_S = 60.0, 15.0  # of a solve, and of the search for the least budget
 TOLERANCE = 1e-3
-GAP = 0.01  # that is asked for, in four cases of five
+GAP = 0.01  # the target in four cases of five
 _ABOVE_LEAST = "least + "
 _FLOATING = 1e-9
 
@@ -92,7 +92,7 @@ class OffloadRow(Solved):
 
 @dataclass(frozen=True, slots=True)
 class OffloadCase:
-    """One model on one device: `make` returns the step, timed, without `choices`; each solve has the limit."""
+    """One model on one device: `make` returns the timed step without `choices`; each solve has the limit."""
 
     suite: str
     model: str
@@ -139,7 +139,7 @@ def solve(case: OffloadCase, known: Sequence[OffloadRow]) -> Iterator[OffloadRow
 
 
 def once_each(graph: Graph) -> Graph:
-    """Return `graph` where no op of the program may run again."""
+    """Return `graph` with no op of the program recomputable."""
     ops = tuple(op if op.optional else replace(op, recomputable=False) for op in graph.ops)
     return replace(graph, ops=ops)
 
@@ -159,7 +159,7 @@ def budget_bytes_of(budget: str, least_bytes: int | None, peak_bytes: int) -> in
 
 
 def table(rows: Sequence[OffloadRow]) -> str:
-    """Return for each suite the overhead of each method over the step that keeps everything, and what holds of its rows."""
+    """Return for each suite the overhead of each method over the step that keeps everything, and the provenance of its rows."""
     return "\n".join(_of_suite(suite, own) for suite, own in by(rows, "suite").items())
 
 
@@ -223,7 +223,7 @@ STUDY = Study(
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Solve what is missing; write rows and table."""
+    """Solve the missing cases; write rows and table."""
     parser = command_line(__doc__, OffloadRow, models=MODELS, out="results/offload")
     add_names(parser, "--suites", SUITES)
     arguments = parser.parse_args(words)

@@ -49,7 +49,7 @@ class LargestSizeRow(Made):
 
 @dataclass(frozen=True, slots=True)
 class SizeCase:
-    """A model, an option of it, and what its values are multiples of; where the model gives one, the search begins there."""
+    """A model, one of its options, and the divisor of its values; the search starts at the model's value, if it gives one."""
 
     spec: str
     varies: str
@@ -120,7 +120,7 @@ STUDY = Study(
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Search what is missing; write rows and table, after each model anew."""
+    """Search the missing cases; write rows and table after each model."""
     arguments = command_line(__doc__, LargestSizeRow, models=CASES, out="results/offload").parse_args(words)
     return carry_out(STUDY, arguments, {(name,): name for name in arguments.models})
 

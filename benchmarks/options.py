@@ -1,8 +1,8 @@
-"""What options gain, each alone and together, and what inexact ones cost in accuracy: ``make bench-options``.
+"""Gains of options, each alone and together, and the errors of inexact ones: ``make bench-options``.
 
-Into results/options: least budgets and overheads at shares of the peak, of steps that are traced with fake tensors and timed by
-the roofline of an H200 (table.md); and errors of small steps that are run on the CPU (errors.md). Rows that are in the CSVs are
-not made again, so that it can be stopped and taken up: all of it is some hours.
+Results in results/options: least budgets and overheads at shares of the peak, of steps that are traced with fake tensors and
+timed by the roofline of an H200 (table.md); and errors of small steps that are run on the CPU (errors.md). Rows in the CSVs are
+skipped, so that the benchmark, which takes some hours, can be interrupted and resumed.
 """
 
 import sys
@@ -50,7 +50,7 @@ MODELS: Mapping[str, str] = {
 # Placement needs other devices.
 NAMES = tuple(option.to_try for name, option in OPTIONS.items() if Need.DEVICES not in needs((name,)))
 NONE = "none"  # the set without an option
-LEAST = "least"  # the budget that is asked for where the least one is looked for
+LEAST = "least"  # the budget of a search for the least one
 SHARES = ("70%", "50%", "30%", "20%")  # of the peak of the program
 BUDGETS = (LEAST, *SHARES)
 LIMIT_S = 60.0
@@ -60,7 +60,7 @@ FLOATING = 1e-9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offer(Made):
-    """What one option offers on one graph."""
+    """The offer of one option on one graph."""
 
     model: str = key()
     option: str = key()
@@ -115,10 +115,10 @@ class OptionsCase:
 
     Attributes:
         model: its name.
-        make: returns the step, timed, with all options of `names` that are found in it.
+        make: returns the timed step with all options of `names` that are found in it.
         names: options, in the order of the registry.
-        clock: makes one that starts then, for a solve or a search for the least budget.
-        known_offers: what is known of what options offer.
+        clock: returns a new clock, for a solve or a search for the least budget.
+        known_offers: known offers of options.
     """
 
     model: str
@@ -134,12 +134,12 @@ class OptionsCase:
 
     @cached_property
     def ordered(self) -> Graph:
-        """The step in the order in which all sets are solved: what bounds one of them bounds those that it contains."""
+        """The step in the common order of all sets of options: a bound for one set also bounds its subsets."""
         return reordered(holding(self.traced, traced_options(self.names))).graph
 
     @cached_property
     def offers(self) -> tuple[Offer, ...]:
-        """What each option offers."""
+        """The offers of all options."""
         found = []
         for name in self.names:
             added = [op for op in self.offered((name,)).ops if op.optional or op.overwrites]
@@ -213,7 +213,7 @@ def table(rows: Iterable[OptionsRow], offers: Iterable[Offer], specs: Mapping[st
 
 
 def _gaps(rows: Mapping[str, Sequence[OptionsRow]], offers: Mapping[str, Sequence[Offer]]) -> list[str]:
-    """Say how near to their bounds the solves of all models come with all options together but lossy ones, if there are any."""
+    """Return a line about the gaps of all models with all lossless options together; an empty list without schedules."""
     together = {model: set_name(faithful_of(own)) for model, own in offers.items()}
     solves = (row for model, name in together.items() for row in rows.get(model, ()) if row.options == name)
     found = [row.gap for row in solves if row.budget != LEAST and row.gap is not None]
@@ -307,14 +307,14 @@ def _holds(rows: Sequence[OptionsRow]) -> Iterator[str]:
 
 
 def _value(row: OptionsRow) -> str:
-    """Return what is compared with other sets, to more digits than a cell has."""
+    """Return the value that is compared with other sets, with more digits than its cell."""
     if row.budget == LEAST:
         return f"{row.budget_bytes:,} B"
     return row.status if row.overhead is None else f"{row.overhead:.4%}"
 
 
 def _listed(option: str) -> int:
-    """Return the place of an option in the registry, where what stands behind a colon is said to it."""
+    """Return the position of an option in the registry, without its argument."""
     return tuple(OPTIONS).index(option.partition(":")[0])
 
 
@@ -329,7 +329,7 @@ def _place_of_offer(offer: Offer) -> tuple[int, int]:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Make what is missing; write rows and tables."""
+    """Make the missing rows; write rows and tables."""
     parser = command_line(__doc__, OptionsRow, models=(*MODELS, *MEASURED), out="results/options")
     parser.add_argument("--options", type=options.names, default=",".join(NAMES), help="with commas (default: %(default)s)")
     parser.add_argument("--seconds", type=options.duration, default=LIMIT_S, help="for each solve (default: %(default)g)")

@@ -1,4 +1,4 @@
-"""Small steps with an option that is not exact, beside the same steps without, with real tensors on the CPU."""
+"""Small steps with an inexact option compared with the same steps without it, with real tensors on the CPU."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -35,7 +35,7 @@ from solvers.registry import get_solver
 from solvers.request import Request
 from solvers.tolerance import Tolerance
 
-# At sizes of which a step takes 10 to 100 ms on one thread; logits are as large beside the rest as in models that are used.
+# At sizes at which a step takes 10 to 100 ms on one thread; logits have the same relative size as in real models.
 MEASURED: Mapping[str, Callable[[], Workload]] = {
     "cpu-gpt2": partial(build, "gpt2", layers=4, width=64, heads=4, vocab=2000, batch=8, seq=128),
     "cpu-gpt2-bfloat16": partial(build, "gpt2", layers=4, width=64, heads=4, vocab=2000, batch=8, seq=128, dtype="bfloat16"),
@@ -45,7 +45,7 @@ MEASURED: Mapping[str, Callable[[], Workload]] = {
     "cpu-unet": partial(build, "unet", channels=8, size=64, batch=4, depth=3),
     "cpu-head": partial(build, "mlp", batch=512, width=128, layers=2, classes=10000, dropout=0),
 }
-BUDGETS = ("least + 75%", "least + 50%", "least + 25%", "least + 5%")  # of what lies between the least and the peak
+BUDGETS = ("least + 75%", "least + 50%", "least + 25%", "least + 5%")  # of the range between the least and the peak
 _TOLERANCE = 0.01
 _REPEATS = 5
 _SEED = 0
@@ -53,7 +53,7 @@ _ROUNDING = "rounding"  # how ``Op.differs`` begins where nothing but rounding d
 
 
 class Bits(StrEnum):
-    """What differs from the program by optional ops, the least first."""
+    """Kinds of differences from the program by optional ops, the least first."""
 
     EXACT = "exact"
     ROUNDING = "rounding"
@@ -70,7 +70,7 @@ def bits_of(ops: Iterable[Op]) -> Bits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorRow(Made):
-    """One plan with an option beside the step that keeps everything."""
+    """One plan with an option compared with the step that keeps everything."""
 
     model: str = key()
     option: str = key()
@@ -92,15 +92,15 @@ class ErrorRow(Made):
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """A captured step with an option, and what it leaves behind without.
+    """A captured step with an option, and its results without the option.
 
     Attributes:
         captured: with the option.
         workload: its model, loss function and batch.
-        keeping: what keeps everything, without the option.
-        exact: what that leaves behind.
-        order: the order of the ops that it is solved in.
-        least_bytes: the least budget that a schedule with the option is known for.
+        keeping: the executor that keeps everything, without the option.
+        exact: the results of `keeping`.
+        order: the order of the ops in its solves.
+        least_bytes: the least budget with a known schedule with the option.
     """
 
     captured: Capture
@@ -119,7 +119,7 @@ class _Step:
         return cls(captured, workload, keeping, _outcome(keeping, workload), order, least_bytes)
 
     def row(self, blank: ErrorRow, clock: Callable[[], Clock]) -> ErrorRow:
-        """Return what a plan for the budget of `blank` comes to."""
+        """Return the row of a plan for the budget of `blank`."""
         model, loss_fn, batch = self.workload
         row = replace(blank, budget_bytes=budget_bytes_of(blank.budget, self.least_bytes, blank.base_peak_bytes))
         assert row.budget_bytes is not None
@@ -147,12 +147,12 @@ class _Step:
 
 
 def measure_errors(case: tuple[str, str, Callable[[], Clock]], known: Sequence[ErrorRow]) -> Iterator[ErrorRow]:
-    """Yield a row for each budget; one row without a budget where nothing that the option offers is inexact.
+    """Yield a row for each budget; one row without a budget if the option offers nothing inexact.
 
     Args:
-        case: a name in MEASURED, an option that is found when a step is traced, and what makes a clock that starts then, for
-            the least budget and for each solve.
-        known: nothing.
+        case: a name in MEASURED, an option that is found when a step is traced, and a function that returns a new clock, for the
+            least budget and for each solve.
+        known: empty.
     """
     model, option, clock = case
     torch.manual_seed(_SEED)
@@ -173,7 +173,7 @@ def _outcome(step: Executor, workload: Workload) -> StepOutcome:
 
 
 def _largest(exact: StepOutcome, found: StepOutcome, name: str) -> float:
-    """The most that an element of a gradient differs, over its largest."""
+    """Return the largest difference of an element of a gradient, relative to its largest element."""
     difference = exact.difference(name, found)
     if difference.relative is not None:
         return difference.relative

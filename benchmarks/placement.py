@@ -1,11 +1,11 @@
 """Ops on two devices: ``make bench-placement`` writes results/placement/.
 
-Small training steps on three pairs: a CPU and an integrated GPU by their rooflines, and one thread of this machine's CPU beside
-another one, and beside two, measured: what is found there is also run, in turn with keeping everything on the main device. For
-each: the best on either device alone, XEngine's serial optimum, the same program for devices and copies that work side by side,
-which begins with a serial optimum, and the best that the exact solver finds for these. First without a limit of memory, where
-XEngine's program executes each op once; then within a part of the peak of the step that keeps everything, in each memory. What is
-not proved optimal in the time says so. XEngine's program does not take steps as large as the transformer.
+Small training steps on three pairs: a CPU and an integrated GPU by their rooflines, and one thread of this machine's CPU with
+another one, and with two, measured: their schedules are also run, in turn with keeping everything on the main device. For each:
+the best on either device alone, XEngine's serial optimum, the same program for devices and copies that work in parallel, starting
+from a serial optimum, and the best schedule of the exact solver for these. First without a limit on memory, where XEngine's
+program executes each op once; then within a part of the peak of the step that keeps everything, in each memory. Results that are
+not proved optimal in the time are marked. XEngine's program does not support steps as large as the transformer.
 """
 
 import sys
@@ -67,37 +67,37 @@ Step = tuple[nn.Module, Callable[..., torch.Tensor], tuple[torch.Tensor, ...]]
 
 
 class Residual(nn.Module):
-    """Two convolutions beside the identity, as in ResNet-18, without normalisation."""
+    """A residual block of two convolutions, as in ResNet-18, without normalisation."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.first, self.second = (nn.Conv2d(width, width, 3, padding=1) for _ in range(2))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """What the block makes of images[batch, width, height, width]."""
+        """Return the output for images[batch, width, height, width]."""
         return torch.relu(x + self.second(torch.relu(self.first(x))))
 
 
 def chain() -> Step:
-    """Two linear layers and GELU: a chain and its backward pass."""
+    """Build two linear layers and GELU: a chain and its backward pass."""
     model = nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 256))
     return model, nn.MSELoss(), (torch.randn(2048, 256), torch.randn(2048, 256))
 
 
 def mlp() -> Step:
-    """Three linear layers with GELU and ReLU."""
+    """Build three linear layers with GELU and ReLU."""
     layers = nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 64)
     return nn.Sequential(*layers), nn.MSELoss(), (torch.randn(2048, 256), torch.randn(2048, 64))
 
 
 def resnet() -> Step:
-    """A convolution and a residual block."""
+    """Build a convolution and a residual block."""
     model = nn.Sequential(nn.Conv2d(3, 32, 3, padding=1), Residual(32))
     return model, nn.MSELoss(), (torch.randn(16, 3, 32, 32), torch.randn(16, 32, 32, 32))
 
 
 def transformer() -> Step:
-    """Two layers of a small GPT-2."""
+    """Build two layers of a small GPT-2."""
     model, loss_fn, batch = load(parse_spec("zoo:gpt2,layers=2,width=128,heads=4,vocab=1000,batch=8,seq=128,dropout=0"))
     assert loss_fn is not None and isinstance(batch, tuple)
     return model, loss_fn, batch
@@ -139,7 +139,7 @@ class PlacementRow(Made):
 
     @property
     def counted_text(self) -> str:
-        """The same, marked where it is not proved to be the best; why there is none."""
+        """The same, marked if it is not proved optimal; the reason if there is none."""
         mark = "" if self.status == Status.OPTIMAL else " *"
         return self.status if self.counted_s is None else f"{format_seconds(self.counted_s)}{mark}"
 
@@ -160,19 +160,19 @@ class Pair:
 
     @property
     def other(self) -> Graph:
-        """The step with the times of the other device; what cannot run there takes as long as on the main one."""
+        """The step with the times of the other device; ops that cannot run there keep their times."""
         times = zip(self.main.ops, self.second.times_s, strict=True)
         ops = tuple(op if time_s is None else replace(op, time_s=time_s) for op, time_s in times)
         return Graph(ops, self.main.tensors, self.main.kept, self.main.provenance)
 
     def both(self, capacity_bytes: int | None) -> Graph:
-        """The step with the choice, and so much of the other memory, None for no limit."""
+        """Return the step with placement, and this capacity of the other memory, None for no limit."""
         second = replace(self.second, capacity_bytes=capacity_bytes)
         return with_options(self.main, ("placement",), Surroundings(Link.even(1.0), others=(second,)))
 
 
 def pair_of(step: Step, pair: str) -> Pair:
-    """The step on the two devices that are called `pair`."""
+    """Return the step on the two devices of `pair`."""
     if pair == MODELLED:
         captured = capture(*step)
         times = tuple(op.time_s for op in model_times(captured, INTEGRATED).ops)
@@ -183,7 +183,7 @@ def pair_of(step: Step, pair: str) -> Pair:
 
 
 def executed(step: Step, pair: Pair, graph: Graph, schedule: Schedule) -> dict[str, float]:
-    """Return what a schedule on `graph` takes where it is run, in turn with keeping everything on the main device."""
+    """Return the measurements of a schedule on `graph`, run in turn with keeping everything on the main device."""
     assert pair.captured is not None
     model, loss_fn, batch = step
     placed = Executor(replace(pair.captured, graph=graph), schedule, model, loss_fn)
@@ -240,7 +240,7 @@ def compare(name: str, pair: str, step: Step, devices: Pair, budgets: Sequence[s
 
 
 def _status(result: Result) -> str:
-    """The serial optimum is one of its sum, which is no bound on its makespan."""
+    """Return the status; the serial optimum is one of the sum, which is no bound on its makespan."""
     serial_s, bound_s = result.settings.get("serial_s"), result.settings.get("serial_bound_s")
     if result.bound_s is None and isinstance(serial_s, float) and isinstance(bound_s, float):
         return Status.OPTIMAL if serial_s <= bound_s * (1 + TOLERANCE) else Status.FEASIBLE
@@ -248,7 +248,7 @@ def _status(result: Result) -> str:
 
 
 def table(rows: Sequence[PlacementRow]) -> str:
-    """Return the time of each method, and what the best for both side by side gains over the serial optimum."""
+    """Return the time of each method, and the gain of the best parallel schedule over the serial optimum."""
     return markdown(side_by_side(rows, "method", "model", "pair", "budget"), TABLE)
 
 
@@ -287,7 +287,7 @@ STUDY = Study(
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Solve what is missing, and write rows and table, after each row anew."""
+    """Solve the missing cases; write rows and table after each row."""
     arguments = command_line(__doc__, PlacementRow, models=MODELS, out="results/placement").parse_args(words)
     one_thread()
     return carry_out(STUDY, arguments, {(name, pair): (name, pair) for pair in PAIRS for name in arguments.models})

@@ -16,12 +16,12 @@ def status_bytes(field: str) -> int:
 
 
 def reset_highest_rss() -> None:
-    """Let VmHWM begin anew, at the present VmRSS."""
+    """Reset VmHWM to the present VmRSS."""
     _CLEAR_REFS.write_text("5")
 
 
 def limit_data(size_bytes: int) -> None:
-    """Let VmData grow to at most `size_bytes`; what is allocated beyond fails."""
+    """Set the limit of VmData to `size_bytes`; allocations beyond it fail."""
     resource.setrlimit(resource.RLIMIT_DATA, (size_bytes, resource.RLIM_INFINITY))
 
 

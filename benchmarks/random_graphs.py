@@ -34,7 +34,7 @@ CLOSE = 1e-9  # share of a time that arithmetic may be off by
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What a solve came to; an empty time, bound or peak where there is none."""
+    """The result of a solve; time, bound and peak are empty if there is none."""
 
     kind: str
     seed: int
@@ -58,7 +58,7 @@ def graph_of(kind: str, seed: int) -> tuple[Graph, int, float]:
         graph = with_overwriting(graph, draw) if draw.random() < 0.5 else graph
     elif kind == "devices" or small:
         graph = random_graph(draw.randrange(10**6), draw.randint(4, 8 if kind == "devices" else 24))
-        while kind == "devices" and any(t.static for t in graph.tensors):  # ops that share what is written in place do not move
+        while kind == "devices" and any(t.static for t in graph.tensors):  # ops around tensors written in place do not move
             graph = random_graph(draw.randrange(10**6), draw.randint(4, 8))
         graph = replace(
             graph, ops=tuple(replace(op, phase=Phase.BACKWARD) if 2 * op.id >= len(graph.ops) else op for op in graph.ops)

@@ -1,4 +1,4 @@
-"""A model that is trained for some steps, to compare what comes of it and what it takes."""
+"""A model that is trained for some steps, to compare results and memory."""
 
 from dataclasses import dataclass
 
@@ -25,11 +25,11 @@ class Runner:
 
     @property
     def parameters(self) -> list[torch.nn.Parameter]:
-        """Of the model, and of its loss function."""
+        """Parameters of the model and of its loss function."""
         return list(whole_step(self.workload).parameters())
 
     def train(self, like: Batch) -> StepOutcome:
-        """All that some steps on different batches leave behind."""
+        """Train for some steps on different batches and return all results."""
         whole = whole_step(self.workload)
         optimizer = torch.optim.SGD([p for p in whole.parameters() if p.requires_grad], lr=_RATE)
         torch.manual_seed(SEED)
@@ -52,14 +52,14 @@ class Runner:
         return [tensor.detach().clone() for tensor in self._state()]
 
     def restore(self, state: list[torch.Tensor]) -> None:
-        """Let parameters and buffers be as they were when `state` was made, and gradients be gone."""
+        """Restore parameters and buffers to `state`, and remove gradients."""
         self._clear()
         with torch.no_grad():
             for tensor, before in zip(self._state(), state, strict=True):
                 tensor.copy_(before)
 
     def storages_bytes(self, batch: Batch) -> int:
-        """The most in storages at once in a forward and backward pass."""
+        """Return the most bytes in storages at once in a forward and backward pass."""
         self._clear()
         with LiveStorages(self._there(batch)) as storages:
             returned = call(self.step, batch)  # held, as a training loop holds it
@@ -67,7 +67,7 @@ class Runner:
         return storages.peak_bytes
 
     def peak_bytes(self, batch: Batch) -> int:
-        """The same with what kernels take for themselves, by the allocator's events."""
+        """Return the peak including the memory of kernels, by the allocator's events."""
         self._clear()
         static = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in self._there(batch)}
         return measure_memory(self.step, batch, static_bytes=sum(static.values()), device=torch.device("cpu")).peak_bytes
@@ -86,5 +86,5 @@ class Runner:
 
 
 def whole_step(workload: Workload) -> TrainingStep:
-    """The step with all that is trained: the model, and what of the loss function is."""
+    """Return the training step of the model and its loss function as a module."""
     return TrainingStep(workload.model, workload.loss_fn)

@@ -1,7 +1,7 @@
-"""How fast the windows solver is and how near to optimal: ``make bench-solve`` writes results/solve/.
+"""Speed and gaps of the exact solver: ``make bench-solve`` writes results/solve/.
 
-Every row is one solve in a process of its own, so that its peak memory is its own. Rows that are in
-the CSV are not solved again; the table and the plots are made from the CSV alone.
+Every row is one solve in its own process, so that its peak memory is its own. Rows that are in the CSV are not solved again; the
+table and the plots depend on the CSV alone.
 """
 
 import sys
@@ -22,8 +22,8 @@ from solvers.result import Status
 def solve_instance(instance: Instance, known: Sequence[SolverRow]) -> Iterator[SolverRow]:
     """Yield the rows of `instance` that are not `known`.
 
-    Times are worth comparing only of solves that end: what a solver did not end within the limit is not run again.
-    Later runs are at the budget of the first, though the least budget may be found otherwise the next time.
+    Only times of solves that end are comparable: a solver that did not end within the limit is not run again. Later runs are at
+    the budget of the first, though the search for the least budget may have another result the next time.
     """
     marks: Landmarks | None = None
     with tempfile.TemporaryDirectory() as folder:
@@ -55,7 +55,7 @@ def solve_instance(instance: Instance, known: Sequence[SolverRow]) -> Iterator[S
 
 
 def all_solved(rows: Iterable[SolverRow], solvers: Sequence[str]) -> bool:
-    """Return whether each of `solvers` ended its first run by itself, of the `rows` at one budget."""
+    """Return True if each of `solvers` ended its first run by itself, of the `rows` at one budget."""
     ended = (Status.OPTIMAL, Status.INFEASIBLE)
     return all(row.status in ended for row in rows if row.run == 1 and row.solver in solvers)
 
@@ -70,7 +70,7 @@ STUDY = Study(
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Solve what is not in the CSV yet, then make the table and the plots."""
+    """Solve the missing cases, then make the table and the plots."""
     parser = command_line(__doc__, SolverRow, out="results/solve")
     parser.add_argument("--instances", type=Path, default=Path("../shared/instances"), help="folder of public instances")
     add_names(parser, "--suites", SUITES)

@@ -1,4 +1,4 @@
-"""One solve of the benchmark, made and measured in a process of its own: nothing here imports torch or pandas."""
+"""One solve of the benchmark, measured in its own process: nothing here imports torch or pandas."""
 
 import platform
 import time
@@ -57,7 +57,7 @@ def make_graph(make: Callable[[], Graph], file: Path) -> Iterator[None]:
 
 
 def solve_case(case: SolverRow, file: Path) -> Iterator[SolverRow]:
-    """Solve `case`, whose graph is in `file`, and yield it with what came of it; in a process of its own."""
+    """Solve `case`, whose graph is in `file`, and yield it with the result; in its own process."""
     graph = read_graph(file)
     first_s: float | None = None
 

@@ -1,4 +1,4 @@
-"""What ``benchmarks.solve`` solves: suites of training graphs, each at some budgets."""
+"""Suites of ``benchmarks.solve``: training graphs, each at some budgets."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ ZOO = {
 ZOO_SHARES = (0.75, 0.5, 0.25, 0.1, 0.03)
 GROWTH = {f"gpt2-{n}": f"zoo:gpt2,layers={n},batch=8,dtype=bfloat16" for n in (6, 12, 24, 48, 96)}
 
-# What the reference is asked: what it solves in a minute or two, three times each.
+# Instances that the reference solves in a minute or two, three times each.
 REFERENCE_PUBLISHED = {"vgg16-176": (10,)}
 REFERENCE_SYNTHETIC: dict[str, Callable[[], Graph]] = {
     "random-1-10": partial(random_training_step, 1, 10),
@@ -50,7 +50,7 @@ class Landmarks:
 
     @cached_property
     def peak_bytes(self) -> int:
-        """Of the step without recomputation."""
+        """Peak of the step without recomputation."""
         return summarize(self._graph).keep_everything_peak_bytes
 
     @cached_property
@@ -61,7 +61,7 @@ class Landmarks:
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """A budget by name, and what somebody else reached at it: seconds of the step, and seconds that took."""
+    """A budget by name, and the published result at it: seconds of the step, and seconds of its solve."""
 
     label: str
     bytes_at: Callable[[Landmarks], int]
@@ -71,11 +71,11 @@ class Budget:
 
 @dataclass(frozen=True, slots=True)
 class Instance:
-    """A graph of a suite, made by `make` (in another process: torch stays out of this one), and what is done with it.
+    """A graph of a suite, built by `make` (in another process: torch stays out of this one), and its solves.
 
     Attributes:
         suite, graph: names.
-        make: the graph; can be pickled.
+        make: builds the graph; can be pickled.
         budgets: to be solved.
         solvers: each solves each budget, one after the other.
         runs: of each, for the median of their times.
@@ -92,13 +92,13 @@ class Instance:
 
 
 def checkmate_24h(published: Path) -> Iterator[Instance]:
-    """The instances published with Gurobi's results."""
+    """Yield the instances published with Gurobi's results."""
     for file in sorted((published / "checkmate-24h").glob("*.json")):
         yield Instance("checkmate-24h", file.stem, partial(import_graph, file), _published_budgets(file), runs=3)
 
 
 def reference(published: Path) -> Iterator[Instance]:
-    """Small graphs for Checkmate's program as published, by the same HiGHS, and the windows solver in turns."""
+    """Yield small graphs for Checkmate's program as published, by the same HiGHS, and the exact solver in turns."""
     for name, make in REFERENCE_SYNTHETIC.items():
         yield _against_reference(name, make, (between(0.5), between(0.25)))
     for name, sizes in REFERENCE_PUBLISHED.items():
@@ -110,19 +110,19 @@ def reference(published: Path) -> Iterator[Instance]:
 
 
 def growth(published: Path) -> Iterator[Instance]:
-    """One model with more and more layers."""
+    """Yield one model with more and more layers."""
     for name, spec in GROWTH.items():
         yield Instance("growth", name, partial(trace, spec), (between(0.5),), runs=3)
 
 
 def zoo(published: Path) -> Iterator[Instance]:
-    """Models traced for an H200."""
+    """Yield models traced for an H200."""
     for name, spec in ZOO.items():
         yield Instance("zoo", name, partial(trace, spec), tuple(map(between, ZOO_SHARES)))
 
 
 def moccasin(published: Path) -> Iterator[Instance]:
-    """Training graphs at shares of their peak and below, and random layered graphs."""
+    """Yield training graphs at shares of their peak and below, and random layered graphs."""
     for file in sorted((published / "moccasin").glob("*.json")):
         shares = (0.9, 0.8) if file.stem.startswith("random") else (0.9, 0.8, 0.7, 0.6, 0.5)
         budgets = tuple(map(of_peak, shares))
@@ -143,17 +143,17 @@ def _between(at: "Landmarks", share: float) -> int:
 
 
 def of_peak(share: float) -> Budget:
-    """`share` of the peak without recomputation."""
+    """Return the budget at `share` of the peak without recomputation."""
     return Budget(f"{share:.0%} of peak", partial(_of_peak, share=share))
 
 
 def between(share: float) -> Budget:
-    """`share` of the way from the least budget to the peak."""
+    """Return the budget at `share` of the way from the least budget to the peak."""
     return Budget(f"least + {share}", partial(_between, share=share))
 
 
 def trace(spec: str) -> Graph:
-    """A zoo model's graph for an H200; torch is imported only here."""
+    """Return a zoo model's graph for an H200; torch is imported only here."""
     from planner import tracing
     from planner.workload import workload
 
@@ -162,7 +162,7 @@ def trace(spec: str) -> Graph:
 
 
 def _half_way(at: Landmarks, *, shares: tuple[float, ...]) -> int:
-    """From the lowest of `shares` of the peak that any schedule is known for to the least budget."""
+    """Return the budget half way from the lowest feasible one of `shares` of the peak to the least budget."""
     lowest = min(budget for share in (1.0, *shares) if (budget := int(share * at.peak_bytes)) >= at.least_bytes)
     return (at.least_bytes + lowest) // 2
 
@@ -172,7 +172,7 @@ def _against_reference(name: str, make: Callable[[], Graph], budgets: tuple[Budg
 
 
 def _published_budgets(file: Path) -> tuple[Budget, ...]:
-    """Named by the size of the device; those that Gurobi's results are known for."""
+    """Return the budgets with known results of Gurobi, named by the size of the device."""
     known: Any = import_graph(file).provenance["reference"]
     return tuple(
         Budget(

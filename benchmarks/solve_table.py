@@ -1,4 +1,4 @@
-"""What the rows of ``benchmarks.solve`` say: a page of tables and two figures, made from the CSV alone."""
+"""Report on the rows of ``benchmarks.solve``: a page of tables and two figures, from the CSV alone."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -35,7 +35,7 @@ NOTE = {
 
 
 def table(rows: Sequence[SolverRow]) -> str:
-    """Return the rows as Markdown: for each suite what they say together, and a table."""
+    """Return the rows as Markdown: for each suite a summary and a table."""
     parts = ["# The windows solver\n"]
     for suite, group in medians(rows).groupby("suite", sort=False):
         body = reference_part(group) if suite == "reference" else suite_part(group)
@@ -44,14 +44,14 @@ def table(rows: Sequence[SolverRow]) -> str:
 
 
 def medians(rows: Sequence[SolverRow]) -> pd.DataFrame:
-    """Return a row for each solve: medians of the times of its runs, the most of their memory, else what its first run says."""
+    """Return a row for each solve: median times of its runs, their largest memory, else the values of the first run."""
     solves = summarize(frame(rows), SolverRow, SOLVE).rename(columns={"run": "runs"})
     over = {name: solves[f"{name}_s"] / solves["base_s"] - 1 for name in ("time", "bound")}
     return solves.assign(overhead=over["time"], bound=over["bound"], cost=solves["time_s"] / solves["reference_time_s"])
 
 
 def solved(solves: pd.DataFrame) -> "pd.Series[bool]":
-    """Return whether each was solved nearly to the optimum, or proved to have no schedule."""
+    """Return for each solve True if it was solved nearly to the optimum, or proved infeasible."""
     return (solves["gap"] <= NEAR) | (solves["status"] == "infeasible")
 
 
@@ -75,7 +75,7 @@ _TIME_COLUMNS = (
 
 
 def suite_part(solves: pd.DataFrame) -> str:
-    """Return what the windows solver reached in one suite."""
+    """Return the results of the exact solver in one suite."""
     gurobi = _GUROBI_COLUMNS if solves["reference_time_s"].notna().any() else ()
     growth = _GROWTH_COLUMNS if solves["suite"].iloc[0] == "growth" else ()
     columns = (*_SOLVE_COLUMNS, *gurobi, *growth, *_TIME_COLUMNS)
@@ -83,7 +83,7 @@ def suite_part(solves: pd.DataFrame) -> str:
 
 
 def summary(solves: pd.DataFrame) -> str:
-    """Return in how many of `solves` what was wanted of them was reached."""
+    """Return the number of `solves` that reached their targets."""
     none = int((solves["status"] == "infeasible").sum())
     parts = [
         f"{len(solves)} solves: a schedule in {solves['time_s'].notna().sum()}"
@@ -119,7 +119,7 @@ _PAIR_COLUMNS = (
 
 
 def reference_part(solves: pd.DataFrame) -> str:
-    """Return the windows solver against the reference: how many times as long the reference takes."""
+    """Return the comparison of the exact solver with the reference: how many times as long the reference takes."""
     pairs = against_reference(solves)
     ended = pairs[pairs["ended"]]
     said = f"The reference solved {len(ended)} of {len(pairs)} within its limit of {pairs['time_limit_s'].max():.0f} s"
@@ -149,7 +149,7 @@ def median_note(solves: pd.DataFrame) -> str:
 
 
 def made_with(rows: Sequence[SolverRow]) -> str:
-    """Return on what, with what and at which commits the rows were made."""
+    """Return the provenance of the rows: machine, versions and commits."""
     versions = sorted({part for row in rows for part in row.versions.split(", ") if part}, key=str.lower)
     limits = ", ".join(f"{suite} {max(row.time_limit_s for row in own):g} s" for suite, own in by(rows, "suite").items())
     return (
@@ -190,7 +190,7 @@ def growth_plot(rows: Sequence[SolverRow], path: Path) -> None:
 
 
 def solves_plot(rows: Sequence[SolverRow], path: Path) -> None:
-    """Draw each solve by its ops and seconds, and what part of a suite is solved after how many seconds."""
+    """Draw each solve by its ops and seconds, and the share of a suite that is solved after a number of seconds."""
     solves = medians(rows)
     figure = Figure(figsize=(9, 4.5), layout="constrained")
     left, right = figure.subplots(1, 2)

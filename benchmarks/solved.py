@@ -1,4 +1,4 @@
-"""Rows of solves: how they are filled, and what they say of the schedule that was found."""
+"""Rows of solves: their completion from results, and values derived from the schedule."""
 
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -36,17 +36,17 @@ class Solved(Made):
 
     @property
     def gap(self) -> float | None:
-        """Of the time over the bound; what floating point makes of none is 0."""
+        """The gap of the time over the bound; floating-point errors count as 0."""
         return None if self.time_s is None or not self.bound_s else max(0.0, self.time_s / self.bound_s - 1)
 
     @property
     def why_none(self) -> str:
-        """Why there is no schedule, in a word."""
+        """The reason why there is no schedule, in a word."""
         return self.status if self.status == Status.INFEASIBLE else self.reason or self.status
 
     @property
     def overhead_text(self) -> str:
-        """The overhead, or why there is none."""
+        """The overhead, or the reason why there is none."""
         return self.why_none if self.overhead is None else format_ratio(self.overhead)
 
 
@@ -54,7 +54,7 @@ Row = TypeVar("Row", bound=Solved)
 
 
 def solved(blank: Row, solver: str, request: Request) -> tuple[Row, Result | None]:
-    """Return `blank` with what `solver` has found, and that; None where it refuses."""
+    """Return `blank` with the result of `solver`, and the result; None if the solver refuses."""
     try:
         result = get_solver(solver)(request)
     except PlannerError as error:

@@ -1,9 +1,9 @@
 """Measure the structure of the sources: lines, files, long functions, import cycles, how far options and transfers spread.
 
     python -m benchmarks.structure                     # of this checkout
-    python -m benchmarks.structure --against ../before # beside another one, as a table
+    python -m benchmarks.structure --against ../before # compared with another one, as a table
 
-Nothing is imported or run: the files are read as text and as syntax trees.
+Nothing is imported or executed: the files are read as text and as syntax trees.
 """
 
 import argparse
@@ -144,7 +144,7 @@ def class_sizes(module: Module) -> Iterator[tuple[str, int, int]]:
 
 
 def measure(root: Path) -> dict[str, str]:
-    """Return the figures of the checkout at `root`, by what they are of."""
+    """Return the figures of the checkout at `root`, by name."""
     figures: dict[str, str] = {}
     folders = {folder: read(root, folder) for folder in FOLDERS}
     for folder, modules in folders.items():

@@ -1,8 +1,8 @@
-"""Training by a plan at half of the memory, step by step beside eager PyTorch: ``make bench-training``.
+"""Training by a plan at half of the memory, step by step with eager PyTorch: ``make bench-training``.
 
-Every step trains on another batch. Each loop is run twice from the same beginning: for the peak of every step, and, in turn
-with the other loop, for times. Rows and table are written into a folder of results/training/ that is named like the device.
-It fails if a step takes more than its budget, or if a loss is not eager's to the last bit.
+Every step trains on another batch. Each loop is run twice from the same start: for the peak of every step, and, in turn with the
+other loop, for times. Rows and table are written into a folder of results/training/ named like the device. The benchmark fails if
+a step exceeds its budget, or if a loss is not bit-identical to eager's.
 """
 
 import copy
@@ -125,25 +125,25 @@ def train(name: str, known: Sequence[TrainingRow], *, device: torch.device, step
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What was seen in one pass of a loop: of each step its loss and what was measured; in the end its digest."""
+    """The observations of one pass of a loop: loss and measurement of each step, and the final digest."""
 
     steps: list[tuple[Any, ...]]
     state: str
 
 
 def peaks(loop: Loop, data: Iterable[Batch]) -> Seen:
-    """Losses and peaks of every step."""
+    """Return losses and peaks of every step."""
     return Seen([loop.measured(batch) for batch in data], loop.digest())
 
 
 def times(loops: Mapping[str, Loop], data: Iterable[Batch]) -> dict[str, Seen]:
-    """Losses and times of every step of loops that take turns."""
+    """Return losses and times of every step of loops that take turns."""
     turns = [{way: loop.timed(batch) for way, loop in loops.items()} for batch in data]
     return {way: Seen([turn[way] for turn in turns], loop.digest()) for way, loop in loops.items()}
 
 
 def least(workload: Workload, recipe: Recipe, device: torch.device) -> int:
-    """The least budget that a schedule is found for in some seconds."""
+    """Return the least budget at which a schedule is found in some seconds."""
     with recipe.precision(device):
         graph = tracing.trace(*workload, optimizer=recipe.optimizer, passes=1)
     order = order_for(graph, "windows", reorder=None)
@@ -151,20 +151,20 @@ def least(workload: Workload, recipe: Recipe, device: torch.device) -> int:
 
 
 def plan(workload: Workload, recipe: Recipe, device: torch.device, budget_bytes: int) -> planner.PlannedStep:
-    """The planned step, as a user makes it."""
+    """Return the planned step, built as users do."""
     with recipe.precision(device):
         return planner.compile(*workload, budget=budget_bytes, optimizer=recipe.optimizer, time_limit_s=_SOLVE_LIMIT_S)
 
 
 def repeatable() -> None:
-    """Have CUDA's kernels compute the same bits every time, as far as they can; called before any has run."""
+    """Set deterministic kernels on CUDA, as far as there are; must be called before any kernel has run."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(mode=True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # it would cost time
 
 
 def half_or_half_way(peak_bytes: int, least_bytes: int) -> int:
-    """Return half of `peak_bytes` or, where nothing is known to fit that, half way from the least budget."""
+    """Return half of `peak_bytes` or, if that is below the least budget, half way from the least budget to the peak."""
     half = peak_bytes // 2
     return half if half >= least_bytes else (least_bytes + peak_bytes) // 2
 
@@ -189,23 +189,23 @@ class Pair:
 
     @property
     def losses_equal(self) -> int:
-        """How many steps have eager's loss to the last bit, in both passes."""
+        """Number of steps whose loss is bit-identical to eager's, in both passes."""
         pairs = zip(self.planned, self.eager, strict=True)
         return sum((own.loss, own.loss_again) == (other.loss, other.loss_again) for own, other in pairs)
 
     @property
     def states_equal(self) -> bool:
-        """Whether all bits of parameters, buffers and random state are eager's in the end."""
+        """True if parameters, buffers and random state are bit-identical to eager's at the end."""
         return (self.planned[-1].state, self.planned[-1].state_again) == (self.eager[-1].state, self.eager[-1].state_again)
 
     @property
     def eager_repeats(self) -> bool:
-        """Whether eager PyTorch does the same twice; what it does not, no plan can."""
+        """True if eager PyTorch repeats its own results; otherwise no plan can."""
         return all(row.loss == row.loss_again and row.state == row.state_again for row in self.eager)
 
     @property
     def plan(self) -> TrainingRow:
-        """Any step of the planned loop: what the plan is, is the same in all of them."""
+        """Any step of the planned loop: the columns about the plan are the same in all of them."""
         return self.planned[0]
 
     @property
@@ -226,7 +226,7 @@ def pairs(rows: Sequence[TrainingRow]) -> dict[str, Pair]:
 
 
 def failures(rows: Sequence[TrainingRow]) -> list[str]:
-    """Return what must not be, a line each: peaks over the budget, losses and parameters that are not eager's."""
+    """Return a line for each failure: peaks over the budget, losses and parameters that are not eager's."""
     said = []
     for model, pair in pairs(rows).items():
         said += [
@@ -261,7 +261,7 @@ TABLE = (
 
 
 def table(rows: Sequence[TrainingRow]) -> str:
-    """Return the loops of each model in a line, and what they were made with; times as multiples of eager PyTorch's."""
+    """Return a line for each model's loops, with times as multiples of eager PyTorch's, and the provenance."""
     found = pairs(rows).values()
     notes = [
         f"Nothing was found for half of {pair.model}'s peak: its budget is half way from the least, "
@@ -275,7 +275,7 @@ def table(rows: Sequence[TrainingRow]) -> str:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Train the models that are missing; write rows and table. 1 if a step did what it must not."""
+    """Train the missing models; write rows and table; return 1 on failures."""
     parser = command_line(__doc__, TrainingRow, models=RECIPES["cpu"], out="results/training")
     best = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", choices=tuple(RECIPES), default=best, help="where to train (default here: %(default)s)")

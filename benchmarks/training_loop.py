@@ -25,14 +25,14 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How a model is trained.
+    """The training of a model.
 
     Attributes:
-        make: called with a device; model, loss function and a batch there.
-        optimizer: as ``planner.compile`` takes it, a name in OPTIMIZERS.
-        rate: of learning.
-        clip: the largest norm of all gradients together; None does not clip.
-        autocast: to bfloat16.
+        make: called with a device; returns model, loss function and a batch there.
+        optimizer: as for ``planner.compile``, a name in OPTIMIZERS.
+        rate: learning rate.
+        clip: the largest norm of all gradients together; None for no clipping.
+        autocast: True for autocast to bfloat16.
     """
 
     make: Callable[..., Workload]
@@ -42,12 +42,12 @@ class Recipe:
     autocast: bool = False
 
     def precision(self, device: torch.device) -> torch.autocast:
-        """What the forward pass runs under."""
+        """Return the context of the forward pass."""
         return torch.autocast(device.type, dtype=torch.bfloat16, enabled=self.autocast)
 
 
 def batches(like: Batch, count: int, *, seed: int) -> Iterator[Batch]:
-    """Random batches, the same every time; their values are drawn from those in `like`."""
+    """Yield random batches, the same every time, with values drawn from those in `like`."""
     tensors, structure = pytree.tree_flatten(like)
     generator = torch.Generator(tensors[0].device).manual_seed(seed)
     for _ in range(count):
@@ -56,14 +56,14 @@ def batches(like: Batch, count: int, *, seed: int) -> Iterator[Batch]:
 
 
 class Loop:
-    """The loop from its first step on: `model` begins at `start`, the random state at `seed`.
+    """A training loop: `model` starts at `start`, the random state at `seed`.
 
     Args:
-        model: what is trained.
-        step: its loss for a batch, ready for ``backward()``.
-        recipe: how it is trained.
+        model: the trained model.
+        step: returns its loss for a batch, ready for ``backward()``.
+        recipe: its training.
         start: state dict of the model.
-        seed: of the random state, which is this loop's own: others that take turns with it do not see it.
+        seed: of the random state, which is this loop's own: loops that take turns do not share it.
     """
 
     def __init__(self, model: nn.Module, step: Step, recipe: Recipe, start: Mapping[str, torch.Tensor], *, seed: int) -> None:
@@ -107,7 +107,7 @@ class Loop:
         return loss.item(), passed - began, ended - began
 
     def digest(self) -> str:
-        """Of all bits of parameters, buffers and random state."""
+        """Return the digest of all bits of parameters, buffers and random state."""
         found = hashlib.sha256()
         for value in (*self._model.state_dict().values(), *self._random_state):
             found.update(value.detach().cpu().flatten().view(torch.uint8).numpy())
@@ -124,7 +124,7 @@ class Loop:
         self._optimizer.zero_grad()
 
     def _static_bytes(self, batch: Batch) -> int:
-        """Of parameters, buffers, batch and optimizer state, as they are now."""
+        """Return the current bytes of parameters, buffers, batch and optimizer state."""
         state = [value for values in self._optimizer.state.values() for value in values.values()]
         held = [v.nbytes for v in state if isinstance(v, torch.Tensor) and v.device == self._device]
         there = [tensor.size_bytes for tensor in StaticTensors(self._model, batch, self._device).tensors]

@@ -1,6 +1,6 @@
-"""One model under plans, beside eager PyTorch and checkpointing: run by benchmarks/try_models.py, in a process of its own.
+"""One model under plans, compared with eager PyTorch and checkpointing: run by benchmarks/try_models.py, in its own process.
 
-Yields its rows after each way to train it, so that those of a process that is ended are not lost.
+It yields its rows after each way to train the model, so that those of a killed process are not lost.
 """
 
 import os
@@ -68,12 +68,12 @@ class TriedRow(Made):
 
 
 class Trial:
-    """What is found out about one model, row by row.
+    """A trial of one model, row by row.
 
     Args:
         make: the model with a loss function and a batch; random weights.
-        row: what its rows have in common.
-        repeats: steps timed of each way, in turn.
+        row: the columns that its rows share.
+        repeats: timed steps of each way, in turn.
     """
 
     def __init__(self, make: Callable[[], Workload], row: TriedRow, *, repeats: int) -> None:
@@ -110,7 +110,7 @@ class Trial:
         return Runner(workload, whole_step(workload))
 
     def _planned(self, way: str, budget_bytes: int) -> Iterator[TriedRow]:
-        """Yield what comes from the first plan on that fits, and by the last one that is found."""
+        """Yield the rows of the first plan that fits, and of the last plan found."""
         workload, first = self._fresh(), f"{way}{FIRST}"
         untrained = Runner(workload, whole_step(workload)).state()
         row = replace(self._row, budget_bytes=budget_bytes)
@@ -133,7 +133,7 @@ class Trial:
             yield self._known(way, self._rows[first])
 
     def _checkpointed(self) -> Iterator[TriedRow]:
-        """Yield what comes of the blocks that take the least memory, and of a plan for as much; nothing where none saves any."""
+        """Yield the rows of the blocks with the least memory, and of a plan for as much; none if no blocks save memory."""
         found: list[tuple[int, Runner]] = []
         for level in range(1, block_levels(self._fresh().model) + 1):
             workload = self._fresh()
@@ -207,7 +207,7 @@ def _failed(row: TriedRow, error: Exception) -> TriedRow:
 
 
 def sources() -> dict[str, Mapping[str, Callable[[], Workload]]]:
-    """Return models by name, by where they are from; no package is imported before one of its models is made."""
+    """Return models by name, by package; a package is imported only when one of its models is built."""
     from benchmarks.models import diffusers_models, handwritten, huggingface_models, peft_models, timm_models, torchvision_models
 
     torchvision_models.declare_torchvision_ops()  # others import it too
@@ -222,7 +222,7 @@ def sources() -> dict[str, Mapping[str, Callable[[], Workload]]]:
 
 
 def try_model(source: str, model: str, repeats: int) -> Iterator[TriedRow]:
-    """Yield the rows of one model, whatever comes of it."""
+    """Yield the rows of one model, including its failure."""
     one_thread()
     row = TriedRow(source=source, model=model, way=EAGER, status=RAN)
     try:

@@ -1,8 +1,8 @@
-"""Models of many kinds under plans, beside eager PyTorch and checkpointing: ``make try-models`` writes results/models/.
+"""Models of many kinds under plans, compared with eager PyTorch and checkpointing: ``make try-models`` writes results/models/.
 
-By hand, of Hugging Face, timm, torchvision, diffusers and PEFT; all small, with random weights. Each is tried in a process
-of its own; one that is refused, fails or does not end is a row too. Models that are in the CSV are not tried again. It fails
-if a plan's results are not eager's to the last bit, or if it takes more than its budget.
+The models are handwritten, of Hugging Face, timm, torchvision, diffusers and PEFT; all small, with random weights. Each is tried
+in its own process; refusals, failures and timeouts are rows too. Models in the CSV are skipped. The benchmark fails if a plan's
+results are not bit-identical to eager's, or if it exceeds its budget.
 """
 
 import sys
@@ -63,17 +63,17 @@ def plans(rows: Iterable[TriedRow]) -> list[TriedRow]:
 
 
 def over(row: TriedRow) -> bool:
-    """Return whether a plan took more than its budget, with what kernels take for themselves."""
+    """Return True if a plan exceeded its budget, including the memory of kernels."""
     return (row.peak_bytes or 0) > (row.budget_bytes or 0)
 
 
 def over_in_storages(row: TriedRow) -> bool:
-    """Return whether a plan took more than its budget in storages."""
+    """Return True if a plan exceeded its budget in storages."""
     return (row.storages_bytes or 0) > (row.budget_bytes or 0)
 
 
 def summary(rows: Sequence[TriedRow]) -> Iterator[str]:
-    """Yield what all models say together, in sentences."""
+    """Yield the summary of all models, in sentences."""
     planned = plans(rows)
     tried, models = (len({(row.source, row.model) for row in some}) for some in (rows, planned))
     last = [row for row in planned if not row.way.endswith(FIRST)]
@@ -101,7 +101,7 @@ def summary(rows: Sequence[TriedRow]) -> Iterator[str]:
 
 
 def _first_known(title: str, name: str) -> Column:
-    """Return the column of what all rows of a model say that know it."""
+    """Return a column with the first known value of a model's rows."""
 
     def known(found: Mapping[str, TriedRow]) -> object:
         return next((value for row in found.values() if (value := getattr(row, name)) is not None), None)
@@ -110,7 +110,7 @@ def _first_known(title: str, name: str) -> Column:
 
 
 def _ran(title: str, way: str, name: str, form: str | None = None) -> Column:
-    """Return the column of what is known of one way, where it ran."""
+    """Return a column of one way, empty if it did not run."""
     return Column(title, lambda row: getattr(row, name) if row.status == RAN else None, form or unit_of(name), at=way)
 
 
@@ -160,7 +160,7 @@ def table(rows: Sequence[TriedRow]) -> str:
 
 
 def failures(rows: Sequence[TriedRow]) -> Iterator[str]:
-    """Yield what must not be: results that are not eager's though eager repeats itself, peaks over the budget, crashes."""
+    """Yield a line for each failure: results that are not eager's though eager repeats itself, peaks over the budget, crashes."""
     unsteady = {row.model for row in rows if row.way == EAGER and row.different}
     for row in plans(rows):
         name = f"{row.source}/{row.model}, {row.way}"
@@ -174,7 +174,7 @@ def failures(rows: Sequence[TriedRow]) -> Iterator[str]:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Try what is not in the CSV; write rows and table after each model. 1 if a plan did what it must not."""
+    """Try the missing models; write rows and table after each model; return 1 on failures."""
     names = [f"{source}/{model}" for source, models in sources().items() for model in models]
     parser = command_line(__doc__, TriedRow, models=names, out="results/models")
     parser.add_argument("--repeats", type=options.count, default=9, help="steps timed of each way (default: %(default)s)")

@@ -1,4 +1,4 @@
-"""Conditions on graphs: those of every graph, checked when it is made, and those of functions that do not take every graph."""
+"""Checks of graphs: conditions on every graph when it is built, and conditions of functions that accept only some graphs."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ _TOO_MUCH = 2**63  # bytes, or seconds
 
 
 def check_graph(graph: "Graph") -> None:
-    """Raise an error unless all parts of `graph` describe a training step.
+    """Raise an error unless the parts of `graph` describe a training step.
 
     Raises:
         GraphError: names the part, its value, and what would be valid.
@@ -34,7 +34,7 @@ def check_graph(graph: "Graph") -> None:
 
 
 def check_sums(graph: "Graph") -> None:
-    """Raise an error for sums that overflow: solvers count bytes in 64 bits, and seconds in floating point.
+    """Raise an error if a sum overflows: solvers count bytes in 64 bits and seconds in floating point.
 
     Raises:
         GraphError: the sizes sum to 2^63 bytes or more, or the times to as many seconds.
@@ -130,7 +130,7 @@ def _check_ops(graph: "Graph") -> None:
 
 
 def _check_amounts(where: str, does: str, amounts: Sequence[tuple[str, float]]) -> None:
-    """Raise an error unless each resource has a name, and one finite amount."""
+    """Raise an error unless each resource has a name and one finite amount."""
     for resource, amount in amounts:
         if not resource or [name for name, _ in amounts].count(resource) > 1:
             raise GraphError(f"{where} {does} {resource!r} twice, or without a name: name each resource once")
@@ -139,7 +139,7 @@ def _check_amounts(where: str, does: str, amounts: Sequence[tuple[str, float]]) 
 
 
 def _check_order(before: "Op | None", op: "Op") -> None:
-    """Raise an error unless phases are in order, and optional ops come last."""
+    """Raise an error unless phases are in order and optional ops come last."""
     if before is None or op.optional:
         return
     if before.optional:
@@ -185,7 +185,7 @@ def _check_producers(graph: "Graph") -> None:
 
 
 def _check_optional_op(graph: "Graph", op: "Op", written: Mapping[int, str]) -> None:
-    """Check the fields of optional ops; `written` has, for each tensor written in place, the name of an op that does."""
+    """Raise an error for invalid fields of `op`; `written` maps tensors written in place to the name of an op that does."""
     where = f"op {op.name!r}"
     if not op.optional:
         if op.replaces or op.differs or op.uses:
@@ -246,7 +246,7 @@ def _check_views(graph: "Graph") -> None:
 
 
 def _check_overwrites(graph: "Graph") -> None:
-    """Check that outputs overwrite inputs of their size that are freed by the op and do not share memory."""
+    """Raise an error unless each overwritten input has the output's size, is freed by the op, and shares no memory."""
     shared = {other for t in graph.tensors for other in (t.view_of, t.held_for)}
     owned = {(pool.name, pool.owner) for pool in graph.pools}
     for op in graph.ops:

@@ -1,4 +1,4 @@
-"""When each step of a schedule begins and ends: a clock per stream. The schedule is one that ``simulate`` accepts."""
+"""Start and end times of the steps of a schedule, with one clock per stream. The schedule is one that ``simulate`` accepts."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -9,11 +9,12 @@ from graphs.schedule import Compute, Schedule
 
 @dataclass(frozen=True, slots=True)
 class Clocks:
-    """The times of a schedule, in seconds from its beginning, each added up along its stream.
+    """The times of a schedule, in seconds from its start, added up along each stream.
 
     Attributes:
-        starts_s, ends_s: for each step: of its execution (Compute), or of the wait before memory goes back (Free).
-        clocks_s: for each of ``Graph.streams``, when it is done.
+        starts_s, ends_s: for each step, the start and end of its execution (Compute), or of the wait before its memory is
+            returned (Free).
+        clocks_s: for each of ``Graph.streams``, the time at which it is done.
     """
 
     starts_s: tuple[float, ...]
@@ -22,11 +23,11 @@ class Clocks:
 
 
 def run_clocks(graph: Graph, schedule: Schedule) -> Clocks:
-    """The times of `schedule` on `graph`.
+    """Return the start and end times of each step of `schedule`.
 
-    An op starts when its stream is free, what it reads is ready, what it writes in place is no longer in use, and the
-    owners of other pools that its outputs are in have come to this step: the bytes may just have been freed there. Before
-    a tensor is freed, the owner of its pool waits for what was issued with it on other streams.
+    An op starts when its stream is free, its inputs are ready, the tensors that it writes in place are no longer in use, and the
+    owners of the other pools that hold its outputs have reached this step: the bytes may just have been freed there. Before a
+    tensor is freed, the owner of its pool waits for the ops on other streams that use it.
     """
     running = _Running(graph)
     starts_s, ends_s = [], []
@@ -38,13 +39,13 @@ def run_clocks(graph: Graph, schedule: Schedule) -> Clocks:
 
 
 def passages(graph: Graph, schedule: Schedule, clocks: Clocks, stream: str) -> tuple[tuple[float, float], ...]:
-    """For each step, from when to when `stream` is at it; those of other streams it passes in no time.
+    """Return for each step the interval, in seconds, in which `stream` executes it; steps of other streams take no time.
 
-    Its own are the executions on it and what is freed in pools that it owns. In between it waits. Its pools' memory is taken
-    and given back in this order, by whomever.
+    The stream's own steps are the ops that it executes and the frees in pools that it owns. Between them it waits. Memory of its
+    pools is allocated and freed in this order, by any stream.
 
     Args:
-        clocks: what ``run_clocks`` says of the schedule.
+        clocks: the result of ``run_clocks`` for the schedule.
     """
     owned = {pool.name for pool in graph.pools if pool.owner == stream}
     now_s, found = 0.0, []
@@ -56,7 +57,7 @@ def passages(graph: Graph, schedule: Schedule, clocks: Clocks, stream: str) -> t
 
 
 class _Running:
-    """The streams, between two steps."""
+    """The state of the streams between two steps."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
@@ -67,7 +68,7 @@ class _Running:
         self.clock_s = [0.0] * len(stream)
         self.ready_s = [0.0] * len(graph.tensors)
         self.there = [t.static for t in graph.tensors]
-        # For each tensor the streams that something was issued on with it, and when the last of these ends there.
+        # For each tensor, the streams whose ops use it, and the end of the last such op on each.
         self.busy_s: list[dict[int, float]] = [{} for _ in graph.tensors]
 
     def compute(self, op_id: int) -> tuple[float, float]:

@@ -1,4 +1,4 @@
-"""Exceptions and warnings that users may catch. Messages have the problem, the value, the limit and a way out."""
+"""Exceptions and warnings that users may catch. A message states the problem, the value, the limit and what to do next."""
 
 import sys
 from types import FrameType
@@ -108,7 +108,7 @@ class EagerWarning(UserWarning):
 
 
 def is_handled_by_a_caller(error: BaseException) -> bool:
-    """Return whether the user calls the planner in an ``except`` block for `error`, so that it is a context of later errors."""
+    """Return True if a caller of the planner is in an ``except`` block for `error`, which then is a context of later errors."""
     handled_in = None if error.__traceback__ is None else error.__traceback__.tb_frame
     frame: FrameType | None = sys._getframe()
     while frame is not None and frame is not handled_in:
@@ -117,11 +117,11 @@ def is_handled_by_a_caller(error: BaseException) -> bool:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line that an error says, or its type if it says nothing: messages of PyTorch go on for pages."""
+    """Return the first line of an error's message, or its type if the message is empty: PyTorch's messages may be pages long."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 def typed_line(error: BaseException) -> str:
-    """Return the type of an error and the first line that it says."""
+    """Return the type of an error and the first line of its message."""
     name, line = type(error).__name__, first_line(error)
     return name if line == name else f"{name}: {line}"

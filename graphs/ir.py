@@ -1,11 +1,11 @@
-"""A training step as a static graph: ops in program order, and the tensors they make and read.
+"""A training step as a static graph: ops in program order, and the tensors that they produce and read.
 
-An op is one kernel call, a tensor is one allocation (a storage). Views are neither: they cost
-nothing and are made again from their base. A tensor without a producer (parameter, buffer, input,
-optimizer state, ...) is in memory throughout; on the device, its bytes are the graph's static bytes.
+An op is one kernel call, a tensor is one allocation (a storage). Views are neither: they cost nothing and are created from their
+base when needed. A tensor without a producer (parameter, buffer, input, optimizer state, ...) is static: it is in memory
+throughout the step. Those on the device are the graph's static memory.
 
-Behind the ops of the program there may be optional ones: other ways to make the same bytes, in other
-memories (pools), on other queues (streams). A graph without them has one pool and one stream, the defaults.
+Optional ops may follow the ops of the program: alternatives that produce the same tensors, also in other pools or on other
+streams. A graph without optional ops has one pool and one stream, the defaults.
 """
 
 import hashlib
@@ -21,11 +21,11 @@ from graphs.pools import COMPUTE, DEVICE, TRANSFER, Pool
 
 TANGENT = "tangent"  # name of the gradient of the loss among the inputs
 
-_ROUNDING = 1e-9  # of a sum of what is used
+_ROUNDING = 1e-9  # relative, of a sum of used amounts
 
 
 class Phase(StrEnum):
-    """The part of the step an op belongs to; phases follow each other in program order."""
+    """A part of the training step; phases follow each other in program order."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -38,7 +38,7 @@ class Phase(StrEnum):
 
 
 class Kind(StrEnum):
-    """What a tensor is to the training step."""
+    """The role of a tensor in the training step."""
 
     PARAMETER = "parameter"
     BUFFER = "buffer"
@@ -59,15 +59,15 @@ class Tensor:
     Attributes:
         id: position in ``Graph.tensors``.
         name: unique, for messages.
-        size_bytes: bytes the allocator hands out, at least 0.
-        producers: ids of the ops that make it, the same bytes each, in ascending order: first the program's, then
-            optional ones. None for what lives throughout, which is static.
-        kind: what it is to the step.
-        shape, dtype: of the tensor as first made, for people to read.
-        view_of: id of the tensor that it is a view of, where an imported graph has views as ops.
-        held_for: id of the tensor that the program went on to hold, beyond its last reader, where this one stands for it
-            from then on: its op reads nothing, and one op reads it.
-        pool: name of the memory it is in.
+        size_bytes: bytes that the allocator reserves, at least 0.
+        producers: ids of the ops that produce it, with the same bytes each, in ascending order: first the program's, then
+            optional ones. Empty for static tensors.
+        kind: its role in the step.
+        shape, dtype: of the tensor when first produced, for people to read.
+        view_of: id of its base, where an imported graph has views as ops.
+        held_for: id of the tensor that this one represents after its last reader, where the program holds it longer than that.
+            The op of this tensor reads nothing, and one op reads it.
+        pool: name of the pool that it is in.
     """
 
     id: int
@@ -83,7 +83,7 @@ class Tensor:
 
     @property
     def static(self) -> bool:
-        """Whether it is in memory throughout."""
+        """True if the tensor is in memory throughout the step."""
         return not self.producers
 
 
@@ -94,24 +94,24 @@ class Op:
     Attributes:
         id: position in ``Graph.ops``, which is the program order.
         name: unique, for messages.
-        target: what is called, e.g. ``aten.mm.default``.
+        target: the called function, e.g. ``aten.mm.default``.
         inputs, outputs: tensor ids, each without repetition.
         time_s: seconds of one execution.
-        workspace_bytes: memory held during the execution only, besides inputs and outputs, in the first pool that
-            its stream owns.
+        workspace_bytes: memory held during the execution only, besides inputs and outputs, in the first pool that its stream
+            owns.
         phase: forward, backward or optimizer.
-        recomputable: False where a second execution would be wrong.
-        random: draws from the generator; random ops keep their order among each other.
-        mutates: ids of the static tensors it writes in place; readers keep their side of the write.
-        module: path of the module it was called in, "" if unknown.
-        stream: name of the queue it runs on: ops on one stream run in the order of issue, streams side by side.
-        optional: not an op of the program: may be executed any number of times from none, anywhere.
-        replaces: ids of the program's ops that an optional op may be executed in place of, all at once.
-        differs: what may differ from the program when it is executed (rounding, a lossy value), "" for not a bit.
-        overwrites: pairs of an output and an input: where a schedule frees the input right behind the op, and no other stream
-            has read it since it came, the output takes its memory. Of ops of the program only.
-        uses: pairs of a resource, by name, and how much of it is used if the op is executed at all, however often. Of optional
-            ops only.
+        recomputable: False if a second execution would be wrong.
+        random: True if it draws random numbers; random ops keep their order.
+        mutates: ids of the static tensors that it writes in place; readers stay before or after the write, as in the program.
+        module: path of the module that called it, "" if unknown.
+        stream: name of the stream that it runs on; ops of one stream run in the order of issue, streams run in parallel.
+        optional: True if it is not an op of the program: a schedule may execute it anywhere, any number of times or never.
+        replaces: ids of the program's ops that an optional op may replace, all at once.
+        differs: how its results may differ from the program's (rounding, a lossy value), "" if they are bit-identical.
+        overwrites: pairs of an output and an input: the output takes the input's memory if the schedule frees the input directly
+            after the op, and no other stream has read it since it was produced. Empty for optional ops.
+        uses: pairs of a resource name and the amount used if the op is executed at all, counted once. Empty for ops of the
+            program.
     """
 
     id: int
@@ -135,21 +135,21 @@ class Op:
 
     @property
     def exact(self) -> bool:
-        """Whether it makes the bits that the program would."""
+        """True if its results are bit-identical to the program's."""
         return not self.differs
 
     def used(self, resource: str) -> float:
-        """Return how much of `resource` it uses if it is executed at all."""
+        """Return the amount of `resource` that the op uses if it is executed at all."""
         return dict(self.uses).get(resource, 0.0)
 
     def using(self, resource: str, amount: float) -> "Op":
-        """Return this op with another `amount` of `resource`."""
+        """Return this op with the given `amount` of `resource`."""
         others = (pair for pair in self.uses if pair[0] != resource)
         return replace(self, uses=(*others, *(((resource, amount),) if amount else ())))
 
     @property
     def is_transfer(self) -> bool:
-        """True if it is optional and copies a tensor from one pool to another, on a channel."""
+        """True if it is optional and copies a tensor from one pool to another on a channel."""
         return self.optional and self.target == TRANSFER
 
 
@@ -158,20 +158,20 @@ _DEVICE_POOL = Pool(DEVICE, COMPUTE)
 
 @dataclass(frozen=True)
 class Graph:
-    """A training step: `ops` in program order, `tensors` by id, and what must be `kept`.
+    """A training step: `ops` in program order, `tensors` by id, and the tensors that must be `kept`.
 
     Attributes:
-        ops: the program's, in a topological order, each executed at least once or stood for; then optional ones.
-        tensors: each op output has that op among its producers; the others are static.
-        kept: ids of produced tensors that must be in memory at the end (loss, gradients, outputs).
-            They are delivered when first computed and never freed.
-        provenance: where the graph comes from (model, inputs, device, dtype, versions, how timed).
-        pools: the memories, the device first.
-        limits: pairs of a resource and how much the ops that a schedule executes may use of it, each counted once; the others
-            have no limit.
+        ops: the program's in a topological order, each executed or replaced at least once; then optional ones.
+        tensors: each output of an op has that op among its producers; the others are static.
+        kept: ids of produced tensors that must be in memory at the end (loss, gradients, outputs). They are delivered when first
+            computed and never freed.
+        provenance: origin of the graph (model, inputs, device, dtype, versions, source of the times).
+        pools: the memory pools, the device's first.
+        limits: pairs of a resource name and the amount that the executed ops may use of it, each op counted once; other resources
+            are unlimited.
 
     Raises:
-        GraphError: when made from parts that do not describe a training step.
+        GraphError: the parts do not describe a training step.
     """
 
     ops: tuple[Op, ...]
@@ -185,12 +185,12 @@ class Graph:
         check_graph(self)
 
     def holding(self, kind: Kind, name: str, size_bytes: int) -> "Graph":
-        """This graph with so much more on the device throughout, which no op reads."""
+        """Return this graph with another static tensor on the device, which no op reads."""
         tensors = (*self.tensors, Tensor(len(self.tensors), name, size_bytes, (), kind))
         return replace(self, tensors=tensors)
 
     def out_of_place(self) -> "Graph":
-        """This graph where no output takes the memory of an input: the program as eager PyTorch runs it."""
+        """Return this graph without overwriting: the program as eager PyTorch runs it."""
         if not self.writes_over_inputs:
             return self
         ops = tuple(replace(op, overwrites=()) for op in self.ops)
@@ -198,17 +198,17 @@ class Graph:
 
     @cached_property
     def writes_over_inputs(self) -> bool:
-        """Whether an output may take the memory of an input."""
+        """True if an op may overwrite an input with an output."""
         return any(op.overwrites for op in self.ops)
 
     @cached_property
     def plain(self) -> bool:
-        """Whether there is nothing to choose but when to execute the program's ops: one pool, one stream."""
+        """True if the graph has one memory pool, one stream and no optional ops."""
         return len(self.pools) == 1 and len(self.streams) == 1 and not self.ops[-1].optional
 
     @cached_property
     def streams(self) -> tuple[str, ...]:
-        """Names of the streams: ``COMPUTE``, the other owners of pools, then the others that ops run on."""
+        """Names of the streams: ``COMPUTE``, the other owners of pools, then the other streams of ops."""
         return tuple(dict.fromkeys((*(pool.owner for pool in self.pools), *(op.stream for op in self.ops))))
 
     @cached_property
@@ -218,12 +218,12 @@ class Graph:
 
     @cached_property
     def static_bytes(self) -> int:
-        """Bytes on the device throughout the step."""
+        """Static memory on the device, in bytes."""
         return self.static_bytes_by_pool[DEVICE]
 
     @cached_property
     def static_bytes_by_pool(self) -> dict[str, int]:
-        """Bytes in each pool throughout the step."""
+        """Static memory of each pool, in bytes."""
         sizes = {pool.name: 0 for pool in self.pools}
         for t in self.tensors:
             if t.static:
@@ -232,7 +232,7 @@ class Graph:
 
     @cached_property
     def static_bytes_by_kind(self) -> dict[Kind, int]:
-        """Bytes on the device throughout, by kind, largest first."""
+        """Static memory on the device by kind of tensor, in bytes, largest first."""
         sizes: dict[Kind, int] = {}
         for t in self.tensors:
             if t.static and t.pool == DEVICE:
@@ -246,7 +246,7 @@ class Graph:
 
     @cached_property
     def consumers(self) -> tuple[tuple[int, ...], ...]:
-        """For each tensor the ids of the ops that read it, in program order."""
+        """For each tensor, the ids of the ops that read it, in program order."""
         readers: list[list[int]] = [[] for _ in self.tensors]
         for op in self.ops:
             for t in op.inputs:
@@ -255,7 +255,7 @@ class Graph:
 
     @cached_property
     def _amounts(self) -> dict[str, dict[int, float]]:
-        """What is used of each resource, by op."""
+        """The amounts used, by resource and op."""
         found: dict[str, dict[int, float]] = {}
         for op in self.ops:
             for resource, amount in op.uses:
@@ -263,25 +263,25 @@ class Graph:
         return found
 
     def ends(self, transfer: Op) -> tuple[str, str]:
-        """Return the names of the pools that a transfer goes from and to."""
+        """Return the names of the source and target pools of a transfer."""
         (source,), (target,) = transfer.inputs, transfer.outputs
         return self.tensors[source].pool, self.tensors[target].pool
 
     def used(self, resource: str, computed: Collection[int]) -> float:
-        """Return how much of `resource` is used where the ops `computed` are executed, each counted once."""
+        """Return the amount of `resource` that the executed ops `computed` use, each counted once."""
         amounts = self._amounts.get(resource, {})
         return math.fsum(amounts.get(op, 0.0) for op in set(computed))
 
     def allows(self, computed: Collection[int]) -> bool:
-        """Return True if the ops `computed` use no more of any resource than its limit, but for rounding in the sum."""
+        """Return True if the executed ops `computed` respect the limits of all resources, up to rounding."""
         return all(self.used(resource, computed) <= limit * (1 + _ROUNDING) for resource, limit in self.limits)
 
     @cached_property
     def fingerprint(self) -> str:
         """Hash of structure and sizes.
 
-        Left out are times, workspaces, capacities, the names of ops and tensors, and what differs by optional ops, and how much:
-        like times it is found out by running them.
+        It does not depend on times, workspaces, capacities, names of ops and tensors, nor on the differences and resources of
+        optional ops: these are measured, as times are.
         """
         used = sorted(set(self.kept).union(*(op.inputs + op.outputs + op.mutates for op in self.ops)))
         number = {t: i for i, t in enumerate(used)}  # static tensors that no op reads must not shift the others

@@ -9,13 +9,13 @@ from graphs.schedule import Compute, Schedule
 
 @dataclass(frozen=True, slots=True)
 class Lifetime:
-    """A time in memory of a tensor; a recomputed tensor has several.
+    """An interval in which a tensor is in memory; a recomputed tensor has several.
 
     Attributes:
-        first_step: index of the step that makes it.
+        first_step: index of the step that produces it.
         end_step: index of the step that frees it; the number of steps if none does.
-        start_s: start of the op that makes it.
-        end_s: time at which its bytes are free; the end of the step if they stay.
+        start_s: start of the op that produces it.
+        end_s: time at which its bytes are free; the end of the schedule if they stay.
     """
 
     first_step: int

@@ -1,4 +1,4 @@
-"""Optimizers with known memory. To add one, add a line here."""
+"""Optimizers with known memory. To add one, add a line."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -21,11 +21,11 @@ class Optimizer:
     switches: Mapping[str, bool] = field(default_factory=dict)
 
     def describes(self, class_name: str, options: Mapping[str, object]) -> bool:
-        """Return whether it is ``torch.optim.<class_name>`` with these options of a parameter group."""
+        """Return True if this is ``torch.optim.<class_name>`` with these options of a parameter group."""
         return class_name in self.classes and all(bool(options[name]) is on for name, on in self.switches.items())
 
 
-# By their names in the settings of a trace.
+# By name, as in the settings of a trace.
 OPTIMIZERS: dict[str, Optimizer] = {
     "none": Optimizer(0),
     "sgd": Optimizer(0, classes=("SGD",), switches={"momentum": False}),

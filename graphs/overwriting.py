@@ -1,4 +1,4 @@
-"""The inputs that a schedule overwrites with outputs, for execution; the judge computes them independently."""
+"""The inputs that a schedule overwrites with outputs, for execution; the simulation derives them independently."""
 
 from collections.abc import Sequence
 from itertools import islice, takewhile
@@ -6,7 +6,7 @@ from itertools import islice, takewhile
 from graphs.ir import Graph
 from graphs.schedule import Compute, Free, Schedule, Step, boundary, live_after
 
-Pairs = Sequence[tuple[int, int]]  # an output, and the input that it is written over
+Pairs = Sequence[tuple[int, int]]  # pairs of an output and the input that it overwrites
 
 
 class Overwriting:
@@ -18,7 +18,7 @@ class Overwriting:
         self._lent: set[int] = set()  # live tensors that another stream than that of their pool has read
 
     def follow(self, steps: Sequence[Step], place: int) -> Pairs:
-        """Return the outputs of the step at `place` and the inputs that they overwrite. To be called for each step in order."""
+        """Return the outputs of the step at `place` and the inputs that they overwrite; must be called for each step in order."""
         step = steps[place]
         if not isinstance(step, Compute):
             self._lent.discard(step.tensor)

@@ -1,7 +1,7 @@
-"""Where tensors are (pools), where ops run (streams), and what carries tensors from one pool to another (channels).
+"""Memory pools that hold tensors, streams that run ops, and channels that carry tensors between pools.
 
-The main device, other devices and the host are alike: a pool, and channels between it and the others. A stream computes in the
-pool of a device, and owns it; the host computes nothing, so its pool is owned by the channel that fills it.
+The main device, other devices and the host are alike: a pool, and channels between it and the others. The stream that computes on
+a device owns its pool; the host computes nothing, so its pool is owned by the channel that fills it.
 """
 
 import math
@@ -30,12 +30,12 @@ DEVICE_TO_HOST, HOST_TO_DEVICE = channel(DEVICE, HOST), channel(HOST, DEVICE)
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """A memory that tensors are in.
+    """A memory that holds tensors.
 
     Attributes:
         name: unique; the first pool of a graph is ``DEVICE``.
-        owner: the stream in whose order its bytes are taken and given back; other streams wait for it.
-        capacity_bytes: what it holds at most, None for no limit. The device has none here: that is the budget.
+        owner: the stream in whose order its memory is allocated and freed; other streams wait for it.
+        capacity_bytes: None for no limit. The device has none here: its capacity is the budget.
     """
 
     name: str
@@ -44,21 +44,21 @@ class Pool:
 
     @property
     def computes(self) -> bool:
-        """True if it is the memory of a device that ops run on."""
+        """True if it is the memory of a device that runs ops."""
         return self.owner == computing(self.name)
 
 
 @dataclass(frozen=True, slots=True)
 class Channel:
-    """What carries transfers from one pool to another, one at a time, beside the computation and other channels.
+    """A link that carries transfers from one pool to another, one at a time, in parallel with computation and other channels.
 
     Attributes:
         source, target: names of the pools.
-        bytes_per_s: that it carries.
-        latency_s: that each transfer takes besides its bytes.
+        bytes_per_s: its rate.
+        latency_s: of each transfer, besides its bytes.
 
     Raises:
-        GraphError: a value that no machine has.
+        GraphError: an impossible value.
     """
 
     source: str
@@ -84,5 +84,5 @@ class Channel:
         return channel(self.source, self.target)
 
     def time_s(self, size_bytes: int) -> float:
-        """Seconds of a transfer."""
+        """Return the seconds of a transfer."""
         return self.latency_s + size_bytes / self.bytes_per_s

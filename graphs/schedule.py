@@ -1,4 +1,4 @@
-"""What to do, step by step: the one form in which every method's answer ends."""
+"""Schedules: the executions and frees of a step in order, the common result of all methods."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,14 +10,14 @@ from graphs.ir import Graph, Phase
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """Execute op `op`. Outputs that are in memory already are made a second time and dropped."""
+    """Execution of op `op`. Outputs that are already in memory are produced a second time and dropped."""
 
     op: int
 
 
 @dataclass(frozen=True, slots=True)
 class Free:
-    """Release tensor `tensor`."""
+    """Release of tensor `tensor`."""
 
     tensor: int
 
@@ -33,19 +33,18 @@ class Schedule:
 
     @property
     def computed(self) -> tuple[int, ...]:
-        """Op ids in order of execution, recomputations included."""
+        """Op ids in order of execution, including recomputations."""
         return tuple(step.op for step in self.steps if isinstance(step, Compute))
 
 
 def schedule_of(graph: Graph, computed: Sequence[int], held: Mapping[int, Collection[int]] | None = None) -> Schedule:
-    """The schedule that executes `computed` in this order and holds every tensor as briefly as possible.
+    """Return the schedule that executes `computed` in this order and keeps every tensor in memory as briefly as possible.
 
-    A tensor is freed after its last use before its next computation (or the end); kept tensors never.
+    A tensor is freed after its last use before its next computation or the end; kept tensors are never freed.
 
     Args:
-        computed: op ids in order of execution, recomputations included.
-        held: by position in `computed` tensors that are there and stay until the op there is done, as if it read
-            them.
+        computed: op ids in order of execution, including recomputations.
+        held: by position in `computed`, tensors in memory that stay until the op there is done, as if it read them.
 
     Raises:
         ScheduleError: an op id that is not in the graph.
@@ -74,14 +73,14 @@ def keep_everything(graph: Graph) -> Schedule:
     """Return the schedule without recomputation: every op once in program order, every tensor freed after its last use.
 
     Raises:
-        GraphError: the graph has choices: what keeping everything is depends on them.
+        GraphError: the graph is not plain.
     """
     check_plain(graph)
     return schedule_of(graph, range(len(graph.ops)))
 
 
 def boundary(graph: Graph, schedule: Schedule) -> int:
-    """Number of steps of the forward pass: up to the last first execution of a forward op, itself or stood for, and frees."""
+    """Return the number of steps of the forward pass: until each forward op is executed or replaced, and the frees after it."""
     pending = {op.id for op in graph.program if op.phase is Phase.FORWARD}
     steps = schedule.steps
     index = 0
@@ -96,7 +95,7 @@ def boundary(graph: Graph, schedule: Schedule) -> int:
 
 
 def live_after(graph: Graph, steps: Iterable[Step]) -> dict[int, int]:
-    """Return the tensors that the first `steps` of a schedule leave in memory, each with the index of the step that made it."""
+    """Return the tensors in memory after the first `steps` of a schedule, each with the index of the step that produced it."""
     live: dict[int, int] = {}
     for index, step in enumerate(steps):
         if isinstance(step, Compute):

@@ -1,7 +1,7 @@
-"""The judge of every plan: what a schedule on a graph takes, in bytes and seconds.
+"""The simulation that judges every plan: the memory, in bytes, and the time, in seconds, of a schedule on a graph.
 
-Shares no code with any solver: a mistake there shows here. Memory is counted in the order of the steps, so that
-a peak is a fact of the schedule, whatever the streams' timing; time is for ``graphs.clocks`` where there are several.
+It shares no code with solvers, so that it finds their mistakes. Memory is counted in the order of the steps, so that the peak
+does not depend on the timing of streams; ``graphs.clocks`` has the times on several streams.
 """
 
 import math
@@ -17,16 +17,15 @@ from graphs.schedule import Compute, Free, Schedule
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
-    """What a schedule takes.
+    """The memory and time of a schedule.
 
     Attributes:
-        peak_bytes: most memory held on the device at any step, static bytes included.
-        time_s: seconds until the last stream is done; with one stream, of all executions.
-        peak_step: index of the first step at which the peak is reached.
+        peak_bytes: most memory held on the device at any step, including static memory.
+        time_s: seconds until the last stream is done; with one stream, the sum over all executions.
+        peak_step: index of the first step that reaches the peak.
         recomputed: number of executions beyond the first of each op.
-        pool_memory_bytes: of each of ``Graph.pools``, the device's first, for each step: during it (Compute) or after it
-            (Free).
-        clocks_s: when each of ``Graph.streams`` is done.
+        pool_memory_bytes: for each of ``Graph.pools``, the device's first, the memory during (Compute) or after (Free) each step.
+        clocks_s: for each of ``Graph.streams``, the time at which it is done.
     """
 
     peak_bytes: int
@@ -38,7 +37,7 @@ class Simulation:
 
     @property
     def memory_bytes(self) -> tuple[int, ...]:
-        """For each step, memory of the device during it (Compute) or after it (Free)."""
+        """Memory of the device during (Compute) or after (Free) each step."""
         return self.pool_memory_bytes[0]
 
     @property
@@ -50,17 +49,17 @@ class Simulation:
 def simulate(graph: Graph, schedule: Schedule) -> Simulation:
     """Run `schedule` on `graph` with sizes instead of tensors.
 
-    During a Compute step, memory of a pool = static + live tensors + the op's outputs + its workspace; an
-    output that is live already is there twice during the step, and once afterwards. An output that may be
-    written over an input takes no memory of its own where that is among what is freed right behind the step,
-    unless another stream has read it since it came: that may be at it still.
+    During a Compute step, the memory of a pool is static + live tensors + the op's outputs + its workspace. An output that is
+    live already counts twice during the step, and once afterwards. An output that may overwrite an input takes no memory of its
+    own if that input is freed directly after the step, unless another stream has read the input since it was produced: it may
+    still be reading.
 
     Raises:
-        ScheduleError: an op or tensor that does not exist; an op that reads what is not in memory,
-            runs again though it must not, runs on the wrong side of a write in place, out of
-            order with another random op, makes what is there in a pool of another stream, or exceeds a
-            pool's capacity; a free of what is not in memory or must be kept; an op of the program never
-            executed or stood for; a kept tensor missing at the end; ops that use more of a resource than the graph allows.
+        ScheduleError: an unknown op or tensor; an op that reads a tensor that is not in memory, runs again though it must not,
+            runs on the wrong side of a write in place or out of order with another random op, produces a tensor that is already
+            in a pool of another stream, or exceeds a pool's capacity; a free of a tensor that is not in memory or must be kept;
+            an op of the program that is neither executed nor replaced; a kept tensor missing at the end; ops that use more of a
+            resource than the graph allows.
     """
     judge = _Judge(graph)
     for index, step in enumerate(schedule.steps):
@@ -86,7 +85,7 @@ def simulate(graph: Graph, schedule: Schedule) -> Simulation:
 
 
 def _freed_behind(graph: Graph, schedule: Schedule, index: int) -> set[int]:
-    """What is freed before the next execution after step `index`; nothing where its op writes over nothing."""
+    """Return the tensors freed directly after step `index`; an empty set if its op may not overwrite inputs."""
     steps = schedule.steps
     step, freed = steps[index], set[int]()
     if isinstance(step, Compute) and 0 <= step.op < len(graph.ops) and graph.ops[step.op].overwrites:
@@ -96,9 +95,9 @@ def _freed_behind(graph: Graph, schedule: Schedule, index: int) -> set[int]:
 
 
 class _Memory:
-    """What is in a pool: `live_bytes` after a step, `now_bytes` during it, `at_step_bytes` during each.
+    """The memory of a pool: `live_bytes` after a step, `now_bytes` during it, `at_step_bytes` during each.
 
-    The memory of those `given` is that of what the last op has written over them.
+    The tensors in `given` have lost their memory to the outputs of the last op.
     """
 
     def __init__(self, graph: Graph, pool: Pool) -> None:
@@ -111,10 +110,10 @@ class _Memory:
         self.given: set[int] = set()
 
     def compute(self, op: Op, new: Sequence[int], goes: Collection[int]) -> None:
-        """Take the bytes of its outputs, for good where they are `new`, and of its workspace.
+        """Add the bytes of the outputs of `op`, permanently if they are `new`, and its workspace.
 
         Args:
-            goes: what is freed right behind it, and may be written over.
+            goes: tensors that are freed directly after it, and may be overwritten.
         """
         sizes = self.sizes
         made_bytes = sum([sizes[t] for t in op.outputs])
@@ -140,8 +139,8 @@ class _Judge:
         self.owner = {pool.name: pool.owner for pool in graph.pools}
         self.there = [not t.producers for t in graph.tensors]
         self.computed: list[int] = []
-        self.lent: set[int] = set()  # of what is there, what another stream than the memory's own has read
-        self.done = [False] * len(graph.ops)  # executed, or stood for
+        self.lent: set[int] = set()  # live tensors that another stream than the owner of their pool has read
+        self.done = [False] * len(graph.ops)  # executed, or replaced
         self.random_ops = [op.id for op in graph.program if op.random]
         self.random_done = 0
         self.writers: dict[int, list[int]] = {}
@@ -180,7 +179,7 @@ class _Judge:
         self.computed.append(op_id)
 
     def _check_order(self, index: int, op: Op, place: Op) -> None:
-        """`op` runs as `place`: itself, or an op of the program that it stands for. Optional ops have no order of their own."""
+        """Raise an error if `op` may not run as `place`, itself or an op of the program that it replaces, at this step."""
         if self.done[place.id]:
             if not place.recomputable:
                 instead = "" if place is op else f" in place of {place.name!r}"
@@ -205,7 +204,7 @@ class _Judge:
                     )
 
     def _check_double(self, index: int, op: Op) -> None:
-        """The second copy of an output goes when the op is done, which only the stream that owns the memory knows in time."""
+        """Raise an error if an output is already in a pool of another stream, which cannot know when the second copy is freed."""
         for t in op.outputs:
             tensor = self.graph.tensors[t]
             if self.there[t] and self.owner[tensor.pool] != op.stream:

@@ -1,4 +1,4 @@
-"""What schedules need: lower bounds on the least feasible budget, in one order of the ops and in any, and what sets them."""
+"""Lower bounds on the least feasible budget, in program order and in any order, and the ops that determine them."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -15,17 +15,16 @@ from solvers.devices import sizes_in, workspace_bytes_in
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What is in memory when an op is first executed, whatever else the schedule does.
+    """The memory that the first execution of an op needs in every schedule.
 
     Attributes:
         op: id of the op.
-        total_bytes: all of the following.
-        static_bytes: what lives throughout.
-        inputs_bytes, outputs_bytes, workspace_bytes: of the op itself, static inputs not counted, nor outputs that may be
-            written over an input.
-        held_bytes: other tensors made before that must be there: kept ones, and what is read later,
-            cannot be made again, and has no place on the host. What is made before is a matter of the
-            order of first executions.
+        total_bytes: sum of the following.
+        static_bytes: static memory of the graph.
+        inputs_bytes, outputs_bytes, workspace_bytes: of the op itself, without static inputs and outputs that may overwrite an
+            input.
+        held_bytes: other tensors produced before it that must be in memory: kept ones, and those that are read later, cannot be
+            recomputed and cannot be on the host. Which tensors are produced before it depends on the order of first executions.
     """
 
     op: int
@@ -39,12 +38,12 @@ class Need:
 
 @dataclass(frozen=True, slots=True)
 class LeastBudget:
-    """A proved lower bound on the least feasible budget of schedules whose first executions come in program order.
+    """A proved lower bound on the least feasible budget of schedules whose first executions are in program order.
 
     Attributes:
         budget_bytes: no such schedule runs within less.
-        need: what refutes the budgets just below; its total may be more than `budget_bytes`, where one
-            byte more would let an op be executed again.
+        need: the need that refutes the next lower budgets; its total may exceed `budget_bytes` if another byte would allow an op
+            to be recomputed.
     """
 
     budget_bytes: int
@@ -52,22 +51,21 @@ class LeastBudget:
 
 
 def least_budget_bound(graph: Graph, copies: Copies | None = None) -> LeastBudget:
-    """The least budget that the needs of single ops do not refute, where ops are first executed in program order.
+    """Return the least budget that single ops do not refute if first executions are in program order.
 
-    A first execution of op v has in memory its inputs, outputs and workspace; the kept tensors made
-    before; and every tensor made before and read after it whose producer cannot be executed again. At a
-    given budget that includes producers which would take more than the budget. The least feasible budget
-    may be higher.
+    The first execution of op v has in memory its inputs, outputs and workspace; the kept tensors produced before it; and every
+    tensor that was produced before it, is read after it, and whose producer cannot be executed again, because it must not or
+    because it needs more than the budget. The least feasible budget may be higher.
 
     Args:
-        graph: one without round trips to the host.
-        copies: round trips to the host. What makes one may be there until it is read, though nothing makes it again; of
-            these tensors together no more than the host holds.
+        graph: a graph without transfers to the host.
+        copies: its transfers to the host. Tensors that can be offloaded may be on the host until they are read, up to the host's
+            capacity.
     """
     need = need_at(graph, None, copies)
     low = need.total_bytes
     if (found := need_at(graph, low, copies)).total_bytes <= low:
-        return LeastBudget(low, need)  # as mostly: nothing that may be executed again takes more
+        return LeastBudget(low, need)  # the usual case: no recomputable op needs more
     low, need, high = low + 1, found, need_at(graph, 0, copies).total_bytes
     while low < high:  # budgets below `low` are refuted, `high` is not
         middle = (low + high) // 2
@@ -80,10 +78,10 @@ def least_budget_bound(graph: Graph, copies: Copies | None = None) -> LeastBudge
 
 
 def need_at(graph: Graph, budget_bytes: int | None, copies: Copies | None = None) -> Need:
-    """The largest need when nothing that takes more than `budget_bytes` (None: no limit) is executed again.
+    """Return the largest need of an op if no op that needs more than `budget_bytes` (None: no limit) is executed again.
 
-    Of ops that may be executed in one place the least need counts, and none where the place may be left out.
-    `copies` as in ``least_budget_bound``.
+    Of alternatives, the one with the least need counts; a place that may be left out has no need. `copies` as in
+    ``least_budget_bound``.
     """
     sizes = sizes_in(graph, graph.pools[0])
     held, stays, away = _held_bytes(graph, sizes, budget_bytes, copies)
@@ -107,17 +105,17 @@ def need_at(graph: Graph, budget_bytes: int | None, copies: Copies | None = None
         need = min(needs, key=lambda need: need.total_bytes)
         if best is None or need.total_bytes > best.total_bytes:
             best = need
-    if best is None:  # all places may be left out
+    if best is None:  # every place may be left out
         last = graph.program[-1]
         return Need(last.id, graph.static_bytes, graph.static_bytes, 0, 0, 0, 0)
     return best
 
 
-_Stays = dict[int, tuple[int, int]]  # for tensors, from which op to before which they must be somewhere
+_Stays = dict[int, tuple[int, int]]  # by tensor, the interval of ops (end excluded) in which it must be in some memory
 
 
 def _need_of(graph: Graph, sizes: Sequence[int], op: Op, held_bytes: int, stays: _Stays) -> Need:
-    """Of `op` with what must be in memory beside it. An output takes the place of an input that need not stay, where it may."""
+    """Return the need of `op` beside `held_bytes`; an output may take the memory of an input that need not stay."""
     over = {o for o, t in op.overwrites if t not in stays or not stays[t][0] <= op.id < stays[t][1]}
     inputs, outputs = sum(sizes[t] for t in op.inputs), sum(sizes[t] for t in op.outputs if t not in over)
     workspace = workspace_bytes_in(graph.pools[0], op)
@@ -128,9 +126,10 @@ def _need_of(graph: Graph, sizes: Sequence[int], op: Op, held_bytes: int, stays:
 def _held_bytes(
     graph: Graph, sizes: Sequence[int], budget_bytes: int | None, copies: Copies | None
 ) -> tuple[list[int], _Stays, _Stays]:
-    """For each op of the program the bytes outside its inputs and outputs that must be in memory when it is first executed.
+    """Return for each op of the program the bytes, outside its inputs and outputs, that must be in memory at its first execution.
 
-    And the tensors that these are of: those that must be there, and those that may be on the host, as far as it holds them.
+    Return also the intervals of these tensors: those that must be on the device, and those that may be on the host, up to its
+    capacity.
     """
     n = len(graph.program)
     stood_for = {p for op in graph.ops for p in op.replaces}
@@ -140,7 +139,7 @@ def _held_bytes(
     kept_bytes = 0
     for op in graph.program:
         if op.id in stood_for:
-            continue  # nothing is sure of what it makes
+            continue  # its outputs may not be produced
         outputs = sum(sizes[t] for t in op.outputs)
         kept_bytes += sum(sizes[t] for t in op.outputs if t in graph.kept)
         # Executed again, it meets at least the kept tensors made up to it; its own are made a second time.
@@ -163,7 +162,7 @@ def _held_bytes(
 
 
 def _add(change: list[int], size: int, begin: int, end: int, readers: Iterable[int]) -> None:
-    """Count `size` at the ops from `begin` on and before `end`, but not at `readers`, which have it among their inputs."""
+    """Add `size` at the ops from `begin` to before `end`, except at `readers`, which count it among their inputs."""
     change[begin] += size
     change[max(begin, end)] -= size
     for reader in readers:
@@ -173,16 +172,16 @@ def _add(change: list[int], size: int, begin: int, end: int, readers: Iterable[i
 
 
 def any_order_need(graph: Graph) -> Need:
-    """The largest need of a single op that is there in every order of the ops of a graph without choices.
+    """Return the largest need of a single op that holds in every order of the ops of a plain graph.
 
-    When op v is executed, what it depends on has been executed before. So in memory are its inputs, outputs and
-    workspace, and the kept tensors that were made by what it depends on, directly or by way of others.
-    ``need_at`` counts, for one order, all that comes before v there: its bound is no lower, but of that order.
+    When op v is executed, its ancestors have been executed. So its inputs, outputs and workspace are in memory, and the kept
+    tensors that its ancestors produce. ``need_at`` counts all tensors before v in one order: its bound is at least as high, but
+    valid for that order only.
     """
     sizes = sizes_in(graph, graph.pools[0])
     kept = {t: bit for bit, t in enumerate(sorted(graph.kept))}
     kept_bytes = np.array([sizes[t] for t in kept], dtype=np.int64)
-    made: list[int] = []  # for each op a bit for each kept tensor that it makes or depends on
+    made: list[int] = []  # for each op a bit for each kept tensor that it produces or depends on
     best: Need | None = None
     for op in graph.ops:
         bits = 0
@@ -205,7 +204,7 @@ def _sum_of(sizes: NDArray[np.int64], bits: int) -> int:
 
 
 def describe_need(graph: Graph, need: Need) -> str:
-    """E.g. ``op 'mm_37' holds 5.20 GB of inputs, 3.10 GB of outputs and 0.11 GB of workspace at once``."""
+    """Return, e.g., ``op 'mm_37' holds 5.20 GB of inputs, 3.10 GB of outputs and 0.11 GB of workspace at once``."""
     parts = [
         (need.inputs_bytes, "of inputs"),
         (need.outputs_bytes, "of outputs"),
@@ -222,7 +221,7 @@ WAY_OUT = "Raise the budget, or lower the batch size."
 
 
 def too_small_message(graph: Graph, budget_bytes: int, least: LeastBudget) -> str:
-    """Why `budget_bytes`, which is below `least`, cannot do, and the way out."""
+    """Return the message that `budget_bytes` is below `least`, with the reason and the way out."""
     anyway = None if len(graph.ops) > len(graph.program) else any_order_need(graph)
     if anyway is None or budget_bytes >= anyway.total_bytes:
         return (
@@ -239,6 +238,6 @@ def too_small_message(graph: Graph, budget_bytes: int, least: LeastBudget) -> st
 
 
 def _below(small_bytes: int, large_bytes: int) -> str:
-    """That one is below the other, in bytes where they would look the same."""
+    """Return the text that one size is below another, in bytes if they would look the same."""
     small, large = format_bytes(small_bytes), format_bytes(large_bytes)
     return f"{small} is below {large}" if small != large else f"{small_bytes} B is below {large_bytes} B"

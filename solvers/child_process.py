@@ -1,7 +1,7 @@
-"""A fresh interpreter that runs one function of a module, and exchanges objects with the process that started it.
+"""A fresh interpreter that runs one function of a module and exchanges objects with its parent process.
 
-It is started as ``multiprocessing`` does it with "spawn", but for one thing: the caller's main module is not imported there
-again, so that a script which plans needs no ``if __name__ == "__main__"``.
+It is started like a "spawn" process of ``multiprocessing``, but does not import the caller's main module, so that scripts need no
+``if __name__ == "__main__"``.
 """
 
 import os
@@ -19,7 +19,7 @@ _COMMAND = "import sys; sys.path[:] = sys.argv[1:]; from {module} import main; m
 
 
 class ChildProcess:
-    """The process; a ``with`` statement, or ``end``, ends it. It ends by itself where the process that started it is gone."""
+    """The child process; leaving the ``with`` statement, or ``end``, kills it. It exits by itself when its parent is gone."""
 
     def __init__(self, module: str) -> None:
         """Start a process that imports `module` and calls its function ``main``.
@@ -42,7 +42,7 @@ class ChildProcess:
                 stdin=there.fileno(),
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                # Ctrl-C is for who waits for the result; but priorities hold among the processes of one session.
+                # Ctrl-C is for the parent; but priorities hold among the processes of one session.
                 process_group=0,
             )
             self._connection = Connection(here.detach())
@@ -55,25 +55,25 @@ class ChildProcess:
 
     @property
     def is_running(self) -> bool:
-        """True until it has ended or was killed."""
+        """True until the process has ended."""
         return self._process.poll() is None
 
     def end(self) -> None:
-        """Kill it. To end one that has ended does nothing."""
+        """Kill the process; do nothing if it has ended."""
         self._process.kill()
         self._connection.close()
         self._process.wait()
 
     def send(self, what: object) -> None:
-        """Send an object; where the process has died, nothing."""
+        """Send an object; do nothing if the process has died."""
         with suppress(OSError):  # the death is noticed by ``receive``
             self._connection.send(what)
 
     def receive(self, most_s: float) -> Any:
-        """Return what it has sent, waiting for so many seconds for that; None where there is nothing.
+        """Return the next object that it has sent, waiting up to `most_s` seconds; None if there is none.
 
         Raises:
-            EOFError: it has died, and there is nothing left that it has sent.
+            EOFError: the process has died, and everything that it sent was received.
         """
         try:
             return self._connection.recv() if self._connection.poll(most_s) else None
@@ -87,6 +87,6 @@ def connection_to_parent() -> Connection:
 
 
 def description(error: Exception) -> str:
-    """Return what has gone wrong, and where."""
+    """Return the message of an error and the place where it was raised."""
     place = traceback.extract_tb(error.__traceback__)[-1]
     return f"{type(error).__name__}: {error} ({place.filename}:{place.lineno})"

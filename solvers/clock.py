@@ -1,4 +1,4 @@
-"""What a solve may spend: seconds, or work that is counted and not timed."""
+"""Clocks that limit a solve: by seconds, or by work that is counted instead of timed."""
 
 import threading
 import time
@@ -11,13 +11,13 @@ _AHEAD = 0.02  # units of work by which a thread may be ahead of another before 
 
 
 class Clock(Protocol):
-    """Tells what has been spent, and how much may be. It runs from when it is made.
+    """The interface of clocks, which measure what a solve has spent since they were created, and limit it.
 
-    All durations of a solver are in its unit: a second, or the work of about a second.
+    All durations in solvers are in its unit: a second, or the work of about a second.
 
     Attributes:
-        limit: what may be spent.
-        counts_work: whether it counts work, so that whatever the machine does the same is done between two readings.
+        limit: most that may be spent.
+        counts_work: True if it counts work, so that a solve is deterministic on every machine.
     """
 
     limit: float
@@ -25,58 +25,58 @@ class Clock(Protocol):
 
     @property
     def now(self) -> float:
-        """What has been spent, by the thread that asks."""
+        """Amount spent by the calling thread."""
         ...
 
     @property
     def seconds(self) -> float:
-        """Wall time since it was made."""
+        """Wall time since it was created."""
         ...
 
     def spend(self, work: float) -> None:
-        """Take note of work that was done."""
+        """Record work that was done."""
         ...
 
     def wait(self, duration: float) -> None:
-        """Let so much go by."""
+        """Wait for this duration."""
 
     def part(self, limit: float) -> "Clock":
-        """A clock that starts now and has this limit, or less where less is left."""
+        """Return a clock that starts now, with this limit or what is left of this clock's."""
         ...
 
     def start(self, function: Callable[[], None]) -> "BackgroundThread":
-        """Call `function` in a thread beside this one."""
+        """Call `function` in a background thread."""
         ...
 
     def amount(self, spent: float) -> str:
-        """`spent` for people to read, with its unit."""
+        """Return `spent` as text with its unit."""
         ...
 
 
 class BackgroundThread(Protocol):
-    """A thread that was started beside another."""
+    """The interface of threads that clocks start."""
 
     @property
     def running(self) -> bool:
-        """Whether it has not ended yet."""
+        """True until the thread has ended."""
         ...
 
     def wait(self, most: float) -> None:
-        """Let it go on until it ends, or for so long."""
+        """Wait until it ends, but no longer than `most` of the clock."""
         ...
 
     def end(self, most: float) -> None:
-        """Wait for its end, which it has been asked for; not longer than `most` seconds unless work is counted."""
+        """Wait for its end after a request to stop, up to `most` seconds unless work is counted."""
         ...
 
 
 def left(clock: Clock) -> float:
-    """Until the limit."""
+    """Return the amount left until the limit."""
     return clock.limit - clock.now
 
 
 class WallClock:
-    """Seconds: the best schedule that this machine finds in them."""
+    """A clock of seconds: a solve finds the best schedule that this machine finds in its time."""
 
     counts_work = False
 
@@ -86,28 +86,28 @@ class WallClock:
 
     @property
     def now(self) -> float:
-        """As ``Clock.now``."""
+        """Seconds since it was created."""
         return time.monotonic() - self._began
 
     seconds = now
 
     def spend(self, work: float) -> None:
-        """As ``Clock.spend``: seconds pass by themselves."""
+        """Do nothing: seconds pass by themselves."""
 
     def wait(self, duration: float) -> None:
-        """As ``Clock.wait``."""
+        """Sleep for `duration` seconds, or until the limit."""
         time.sleep(max(0.0, min(duration, left(self))))
 
     def part(self, limit: float) -> "WallClock":
-        """As ``Clock.part``."""
+        """Return a clock that starts now, with this limit or what is left of this clock's."""
         return WallClock(min(limit, left(self)))
 
     def start(self, function: Callable[[], None]) -> "_Thread":
-        """As ``Clock.start``."""
+        """Call `function` in a background thread."""
         return _Thread(function)
 
     def amount(self, spent: float) -> str:
-        """As ``Clock.amount``."""
+        """Return `spent` with a unit of time."""
         return format_seconds(spent)
 
 
@@ -128,11 +128,11 @@ class _Thread:
 
 
 class WorkClock:
-    """Work, in units of about a second each on a processor of the year 2020: the same schedule on every machine.
+    """A clock of work, in units of about a second each on a processor of the year 2020: the same schedule on every machine.
 
-    What is counted is what is done (iterations of the simplex method, executions that are tried), as by the
-    deterministic time of CPLEX or the work units of Gurobi. Threads take turns: whoever has done least goes on, so
-    that what each finds when it looks at the other does not depend on their speed.
+    It counts operations (simplex iterations, tried executions), like the deterministic time of CPLEX or the work units of Gurobi.
+    Threads take turns: the one that has done least runs, so that what threads read from each other does not depend on their
+    speed.
     """
 
     counts_work = True
@@ -145,47 +145,47 @@ class WorkClock:
 
     @property
     def now(self) -> float:
-        """As ``Clock.now``."""
+        """Work of the calling thread since the clock was created."""
         return self._turns.done() - self._since
 
     @property
     def seconds(self) -> float:
-        """As ``Clock.seconds``."""
+        """Wall time since it was created."""
         return time.monotonic() - self._began
 
     def spend(self, work: float) -> None:
-        """As ``Clock.spend``; returns when no other thread is behind by more than a little."""
+        """Record work, and wait while other threads are behind by more than a little."""
         self._turns.spend(work)
 
     def wait(self, duration: float) -> None:
-        """As ``Clock.wait``: it counts as work."""
+        """Count `duration` as work."""
         self.spend(duration)
 
     def part(self, limit: float) -> "WorkClock":
-        """As ``Clock.part``."""
+        """Return a clock that starts now, with this limit or what is left of this clock's."""
         return WorkClock(min(limit, left(self)), of=self)
 
     def start(self, function: Callable[[], None]) -> "_Turn":
-        """As ``Clock.start``; it has its first turn when this thread has done more."""
+        """Call `function` in a background thread, whose first turn comes when this thread has done more."""
         return _Turn(self._turns, function)
 
     def amount(self, spent: float) -> str:
-        """As ``Clock.amount``."""
+        """Return `spent` in units of work."""
         return f"{spent:.4g} units of work"
 
 
 class _Turns:
-    """The work that each of several threads has done; one of them runs at a time."""
+    """A scheduler of threads by the work that each has done; one of them runs at a time."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        # In the order in which they joined, which decides among equals.
+        # In the order in which threads joined, which breaks ties.
         self._done: dict[int, float] = {threading.get_ident(): 0.0}
         self._owner = self._turn = threading.get_ident()
-        self._waiting: dict[int, tuple[int, float]] = {}  # for whose end: who, and what it had done
+        self._waiting: dict[int, tuple[int, float]] = {}  # by awaited thread: the waiting thread and its work
 
     def done(self) -> float:
-        """By the thread that asks."""
+        """Return the work of the calling thread."""
         return self._done[self._me()]
 
     def spend(self, work: float) -> None:
@@ -197,7 +197,7 @@ class _Turns:
                 self._await(me)
 
     def join(self, me: int, done: float) -> None:
-        """Thread `me` takes part, as if it had done as much as that."""
+        """Add thread `me`, with an initial amount of work."""
         with self._changed:
             self._done[me] = done
 
@@ -206,7 +206,7 @@ class _Turns:
             self._await(threading.get_ident())
 
     def leave(self) -> None:
-        """This thread takes no part any more; who waits for its end does again, as if it had done as much at least."""
+        """Remove the calling thread; a thread that waits for it takes part again, with at least as much work."""
         with self._changed:
             me = threading.get_ident()
             done = self._done.pop(me)
@@ -216,7 +216,7 @@ class _Turns:
             self._hand_on()
 
     def wait_for(self, other: int) -> None:
-        """This thread has no turn until thread `other`, which takes part, has left."""
+        """Suspend the calling thread until thread `other` has left."""
         with self._changed:
             me = self._me()
             self._waiting[other] = me, self._done.pop(me)
@@ -224,7 +224,7 @@ class _Turns:
             self._await(me)
 
     def _me(self) -> int:
-        """Who asks: one of those that take part, or one that speaks for the first of them."""
+        """Return the calling thread, or the owner if it does not take part."""
         me = threading.get_ident()
         return me if me in self._done else self._owner
 

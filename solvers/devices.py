@@ -1,4 +1,4 @@
-"""What the exact solver needs to know of other devices than the main one: what runs beside its stream, and their memories."""
+"""The other devices of a graph, as the exact solver sees them: their streams, times and memories."""
 
 from dataclasses import dataclass
 
@@ -9,12 +9,12 @@ from solvers.places import Places
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """A memory with a limit, beside the device's that the budget is of.
+    """A pool with a capacity, other than the main device's.
 
     Attributes:
-        capacity_bytes: of what is made there.
-        sizes: b_t for each tensor that is there, 0 for others.
-        own_bytes: for each op what its inputs, outputs and workspace take there.
+        capacity_bytes: for tensors that are not static.
+        sizes: b_t for each tensor in the pool, 0 for others.
+        own_bytes: for each op, its inputs, outputs and workspace in the pool.
     """
 
     capacity_bytes: int
@@ -24,14 +24,14 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class OtherDevices:
-    """Other devices, and the channels between all of them. Ops are numbered by their positions in ``Places``.
+    """Other devices, and the channels between all devices. Ops are numbered by their positions in ``Places``.
 
     Attributes:
-        streams: for each stream but that of the main device the ops that run on it.
-        seconds: of each of these ops; 0 for those of the main device.
-        bases: for each tensor the one of the program that it is a copy of, itself if it is none.
-        device: for each tensor the number of the pool that it is in, the main device's being 0.
-        memories: those that have a limit.
+        streams: for each stream other than the main device's, its ops.
+        seconds: time of each of these ops; 0 for those of the main device.
+        bases: for each tensor, the tensor of the program that it is a copy of, or itself.
+        device: for each tensor, the number of its pool; the main device's is 0.
+        memories: the pools that have a capacity.
     """
 
     streams: tuple[tuple[int, ...], ...]
@@ -42,7 +42,7 @@ class OtherDevices:
 
 
 def other_devices_of(graph: Graph, places: Places) -> OtherDevices | None:
-    """Those of a graph without round trips to the host; None where it has one device."""
+    """Return the other devices of a graph without transfers to the host; None if there is one device."""
     if len(graph.pools) == 1:
         return None
     ops = [graph.ops[op] for op in places.ids]
@@ -71,10 +71,10 @@ def _memory(graph: Graph, places: Places, pool: Pool) -> Memory:
 
 
 def sizes_in(graph: Graph, pool: Pool) -> tuple[int, ...]:
-    """For each tensor its bytes if it is in `pool`, and not throughout; else 0."""
+    """Return the size of each tensor in `pool`; 0 for static tensors and tensors of other pools."""
     return tuple(0 if t.static or t.pool != pool.name else t.size_bytes for t in graph.tensors)
 
 
 def workspace_bytes_in(pool: Pool, op: Op) -> int:
-    """What `op` holds in `pool` while it runs, besides inputs and outputs."""
+    """Return the workspace of `op` in `pool`."""
     return op.workspace_bytes if op.stream == pool.owner else 0

@@ -1,4 +1,4 @@
-"""The least budget of schedules that first execute the ops in program order, bracketed: by proofs and by schedules."""
+"""The least feasible budget in program order, bracketed by a proof and a schedule."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,12 +24,12 @@ from solvers.windows.strategies.offloaded_orders import least_offloaded
 from solvers.windows.strategies.placement import Placements
 from solvers.windows.strategies.substitution import least_instead
 
-# Share of the bracket at which the solver is asked next: nearer to what is known to be possible.
+# Position of the next solve in the bracket: nearer to the feasible end.
 _NEXT = 0.6
-_SENDING = 0.5  # of the time for rules of eviction, for those with tensors on the host
-_INSTEAD = 0.5  # likewise, for those with ops in place of others
+_SENDING = 0.5  # share of the time of eviction rules for those with offloading
+_INSTEAD = 0.5  # likewise, for those with alternatives
 _PLACED = 0.5  # likewise, for those with ops on other devices
-_SLICE = 0.25  # of the time that is left, for each of them; and of all of it, for rules of eviction
+_SLICE = 0.25  # of the time left, for each solve; and of the whole time, for eviction rules
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class LeastBudgetBracket:
     """Bounds on the least feasible budget.
 
     Attributes:
-        proved_bytes: no schedule (of the class the windows solver searches) needs less.
+        proved_bytes: no schedule of the class that the exact solver searches needs less.
         found_bytes: peak of `schedule`.
         schedule: runs within `found_bytes`.
     """
@@ -48,7 +48,7 @@ class LeastBudgetBracket:
 
     @property
     def exact(self) -> bool:
-        """Whether the least feasible budget is known to the byte."""
+        """True if the least feasible budget is known to the byte."""
         return self.proved_bytes == self.found_bytes
 
 
@@ -62,10 +62,10 @@ def least_budget(
     """Bracket the least feasible budget of `graph`, to `precision` if time allows.
 
     Args:
-        graph: the training step; where it offers round trips to the host, schedules may make them.
-        clock: what to spend; None: 30 seconds.
-        precision: stop when the bracket's width is at most this part of its upper end.
-        should_stop: polled; once True, the bracket so far is the answer.
+        graph: the training step; schedules may use its transfers to the host.
+        clock: limit of the search; None: 30 seconds.
+        precision: stop when the bracket is at most this fraction of its upper end.
+        should_stop: polled; once True, the bracket so far is returned.
     """
     clock = clock or WallClock(30.0)
     whole = with_pass_ends(graph)
@@ -74,10 +74,10 @@ def least_budget(
     proved = least_budget_bound(*without_copies(graph)).budget_bytes
     best = least_known(graph, clock.part(_SLICE * clock.limit), should_stop=should_stop, proved_bytes=proved)
     found = simulate(graph, best).peak_bytes
-    refused = proved  # nothing was found here, though it is not proved that there is nothing
+    refused = proved  # nothing was found at this budget, though nothing was proved
     while found - proved > precision * found and left(clock) > 0 and not should_stop():
         if found - refused <= precision * found:
-            refused = proved  # all has been asked for a short while: with the time left, again
+            refused = proved  # every budget had a short solve: start again with the time left
         budget = int(refused + _NEXT * (found - refused))
         search = _first_schedule(graph, budget, clock.part(max(1.0, left(clock) * _SLICE)), should_stop)
         if search.incumbent.least_peak is not None and search.incumbent.least_peak.peak_bytes < found:
@@ -92,12 +92,12 @@ def least_budget(
 def least_known(
     graph: Graph, clock: Clock, *, should_stop: Callable[[], bool] | None = None, proved_bytes: int | None = None
 ) -> Schedule:
-    """The schedule of least peak that comes without solving anything: nothing is proved.
+    """Return the schedule of least peak that is found without solving a program; it proves nothing.
 
     Args:
         graph: as in ``least_budget``.
         clock, should_stop: likewise.
-        proved_bytes: what ``least_budget_bound`` says of it with its round trips, where that is known.
+        proved_bytes: the bound of ``least_budget_bound`` for the graph and its transfers, if known.
     """
     whole = with_pass_ends(graph)
     graph = whole.graph
@@ -122,7 +122,7 @@ def least_known(
 
 
 def _placed(graph: Graph, budget_bytes: int, clock: Clock, should_stop: Callable[[], bool] | None) -> list[Schedule]:
-    """The schedule that comes nearest to a budget, of those that differ in where ops run; none if nothing was found."""
+    """Return the schedule with ops on other devices that comes nearest to the budget; an empty list if none was found."""
     search = Search.of(Request(graph, budget_bytes, clock=clock, should_stop=should_stop))
     placements = Placements(search)
     placements.step(clock.limit)
@@ -132,7 +132,7 @@ def _placed(graph: Graph, budget_bytes: int, clock: Clock, should_stop: Callable
 
 
 def _first_schedule(graph: Graph, budget_bytes: int, clock: Clock, should_stop: Callable[[], bool]) -> Search:
-    """A search until there is a schedule, however slow, or the proof that there is none."""
+    """Return a search that has run until there is a schedule, or a proof that there is none."""
 
     def enough() -> bool:
         return search.incumbent.best is not None or should_stop()

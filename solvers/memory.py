@@ -1,6 +1,6 @@
-"""Memory of this process: how much is resident, and giving back what is free.
+"""Memory of this process: its resident size, and the release of freed memory.
 
-HiGHS has no limit of its own, and its search trees grow by tens of megabytes a second.
+HiGHS has no memory limit of its own, and its search trees grow by tens of megabytes a second.
 """
 
 import ctypes
@@ -11,12 +11,12 @@ _PROCESS = psutil.Process()
 
 
 def resident_bytes() -> int:
-    """What the process has in memory now."""
+    """Return the resident memory of the process."""
     return int(_PROCESS.memory_info().rss)
 
 
 def give_back() -> None:
-    """Return freed memory to the system, where the C library can (glibc); it would stay resident."""
+    """Return freed memory to the system, if the C library can (glibc); otherwise it stays resident."""
     try:
         ctypes.CDLL(None).malloc_trim(0)
     except (OSError, AttributeError):

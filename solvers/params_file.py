@@ -1,4 +1,4 @@
-"""Parameters of a solver from a TOML file: frozen dataclasses of numbers, strings, tuples and other dataclasses."""
+"""Reader of solver parameters from TOML files: frozen dataclasses of numbers, strings, tuples and other dataclasses."""
 
 import math
 import tomllib
@@ -14,10 +14,10 @@ _WANTED = {bool: "true or false", int: "a whole number, 0 or more", float: "a nu
 
 
 def read_params(kind: type[Params], path: Path | str) -> Params:
-    """Return parameters of class `kind`: those in the file, and defaults for those that are not.
+    """Return parameters of class `kind` from the file, with defaults for missing ones.
 
     Raises:
-        UsageError: the file cannot be read or is no TOML, or it has an unknown key or a value of another type.
+        UsageError: the file cannot be read or is not TOML, or it has an unknown key or a value of another type.
     """
     try:
         table = tomllib.loads(Path(path).read_text(encoding="utf-8"))

@@ -1,9 +1,8 @@
-"""A graph with ops at the ends of its passes that read what is kept, where that may be made elsewhere and copied.
+"""Pass ends: ops that read the kept tensors at the end of a pass, in graphs where other devices may produce these.
 
-Solvers know of kept tensors that an op of the program makes them, and that what is executed in its place does too. On another
-device a stand-in makes a copy of one, which may go to the main device at any time later: up to the end of its pass, for what the
-forward pass returns is the caller's then. So that it does is what one more op of the program asks for at the end of each pass,
-which takes no time and no memory.
+Solvers assume that an op of the program produces each kept tensor, or an op that replaces it. On another device, the replacement
+produces a copy, which may be transferred to the main device at any later time, up to the end of the pass, when the caller
+receives it. So one more op of the program at the end of each pass reads these tensors; it takes no time and no memory.
 """
 
 from collections.abc import Iterable
@@ -19,12 +18,12 @@ END = "end"  # target of these ops
 
 @dataclass(frozen=True, slots=True)
 class GraphWithPassEnds:
-    """A graph, and the same with such ops.
+    """A graph, and the same graph with pass ends.
 
     Attributes:
-        source: without them.
-        graph: with them; the source where nothing that is kept is copied, or it has them.
-        original: for each op of `graph` its id in `source`, None for these.
+        source: the graph without them.
+        graph: the graph with them; the source if no kept tensor may be a copy, or it already has them.
+        original: for each op of `graph` its id in `source`, None for pass ends.
     """
 
     source: Graph
@@ -32,7 +31,7 @@ class GraphWithPassEnds:
     original: tuple[int | None, ...]
 
     def schedule_of_source(self, schedule: Schedule) -> Schedule:
-        """`schedule`, which is one of `graph`, as one of `source`: it takes the same time and the same memory."""
+        """Return a schedule of `graph` as a schedule of `source`, with the same time and memory."""
         if self.graph is self.source:
             return schedule
         steps = (
@@ -44,7 +43,7 @@ class GraphWithPassEnds:
 
 
 def with_pass_ends(graph: Graph) -> GraphWithPassEnds:
-    """`graph` and what it is with such ops."""
+    """Return `graph` with pass ends."""
     elsewhere = {t for op in graph.ops if op.stream != COMPUTE for p in op.replaces for t in graph.ops[p].outputs}
     copied = sorted(graph.kept & elsewhere)
     forward = [op for op in graph.program if op.phase is Phase.FORWARD]
@@ -67,10 +66,10 @@ def with_pass_ends(graph: Graph) -> GraphWithPassEnds:
 
 
 def requested_outputs(graph: Graph) -> dict[int, int]:
-    """By tensor the op that asks for it at the end of a pass; none where there is none, or other devices were left out since."""
+    """Return by tensor the pass end that reads it; empty without pass ends, or if other devices were removed."""
     return {t: op.id for op in graph.program if op.target == END for t in op.inputs} if is_placed(graph) else {}
 
 
 def _end(tensors: tuple[int, ...], what: str, ops: list[Op] | tuple[Op, ...]) -> list[Op]:
-    """An op that reads these behind `ops`; none where there are none."""
+    """Return the pass end that reads `tensors` after `ops`; an empty list if there are no tensors."""
     return [Op(0, f"{END} of the {what}", END, tensors, (), 0.0, phase=ops[-1].phase, recomputable=False)] if tensors else []

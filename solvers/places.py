@@ -1,7 +1,7 @@
-"""Where the ops of a graph come in the order that solvers look at: program order, with optional ops between.
+"""Places: the order of ops that solvers use, which is program order with optional ops in between.
 
-A *place* is an op of the program, in program order, and what else may be executed there: the stand-ins for a group of ops of
-which it is the last. Before it come the optional ops without a group whose inputs can be there since the place before.
+A *place* is an op of the program and the alternatives to it: the ops that replace a group of which it is the last. Optional ops
+without a group come before the first place at which their inputs can be available.
 """
 
 from collections.abc import Collection, Sequence
@@ -17,16 +17,16 @@ from solvers.pass_ends import requested_outputs
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """An order of ops: positions in it are how solvers number them.
+    """An order of ops, by whose positions solvers number them.
 
     Attributes:
         ids: the op of the graph at each position.
         last: for each position the last one of its place.
-        replaces: for each position the positions that the op there stands for.
-        stood_by: for each position those of the ops that stand for it.
-        optional: for each position whether the op is optional and stands for none.
-        sure: for each position whether all schedules execute it in its place: it is of the program, and nothing stands for it.
-        plain: whether all are.
+        replaces: for each position the positions that its op replaces.
+        stood_by: for each position those of the ops that replace it.
+        optional: for each position, True if its op is optional and replaces none.
+        sure: for each position, True if every schedule executes it in its place: it is of the program, and nothing replaces it.
+        plain: True if all are sure.
     """
 
     ids: tuple[int, ...]
@@ -38,21 +38,21 @@ class Places:
     plain: bool
 
     def first(self, i: int) -> int:
-        """The op of the program whose place i belongs to."""
+        """Return the op of the program whose place i belongs to."""
         v = self.last[i]
         while self.replaces[v]:
             v -= 1
         return v
 
     def start(self, i: int) -> int:
-        """The first position of the place of i, optional ops before it included."""
+        """Return the first position of the place of i, including optional ops before it."""
         v = self.first(i)
         while v and self.optional[v - 1]:
             v -= 1
         return v
 
     def executed(self, instead: Collection[int]) -> list[int]:
-        """The ops that are executed in their places if those of `instead` stand for others."""
+        """Return the ops that are executed in their places if the ops `instead` replace others."""
         skipped = {i for b in instead for i in self.replaces[b]}
         return [
             i
@@ -61,12 +61,15 @@ class Places:
         ]
 
     def alternatives(self, i: int) -> range:
-        """The ops of which one is executed in the place of i, or none if its op of the program is stood for later."""
+        """Return the ops of which one, or none if its op of the program is replaced later, is executed in the place of i."""
         return range(self.first(i), self.last[i] + 1)
 
 
 def places_of(graph: Graph) -> Places:
-    """The places of `graph`, which has no round trips to the host, without optional ops that no schedule of the class can use."""
+    """Return the places of `graph`, which has no transfers to the host.
+
+    Optional ops that no schedule of the class can use are left out.
+    """
     n = len(graph.program)
     if n == len(graph.ops):
         everywhere = tuple(range(n))
@@ -105,10 +108,10 @@ def _put(op: Op, ids: list[int], there: list[bool]) -> None:
 
 
 def may_stand(graph: Graph, op: Op) -> bool:
-    """Whether `op`, executed in the place of the last op it stands for, keeps the order of the rest of the program.
+    """Return True if `op`, executed at the last op that it replaces, keeps the order of the rest of the program.
 
-    It must make what is kept of its group, unless the end of the step asks for that. With several ops in the group, none may
-    write in place, and none of the other ops between them writes what it reads, or draws random numbers after one of the group
+    It must produce the kept outputs of its group, except those that a pass end reads. With several ops in the group, none may
+    write in place, no other op between them may write an input of `op`, and none may draw random numbers after an op of the group
     would have.
     """
     group = [graph.ops[p] for p in op.replaces]
@@ -127,7 +130,7 @@ def may_stand(graph: Graph, op: Op) -> bool:
 
 
 def circles(inputs: Sequence[Sequence[int]], outputs: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
-    """Sets of ops, by their inputs and outputs, each of which reads what any other makes, directly or by way of others."""
+    """Return sets of ops, by their inputs and outputs, each of which depends on all others in its set."""
     readers: dict[int, list[int]] = {}
     for op, tensors in enumerate(inputs):
         for t in tensors:

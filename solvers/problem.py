@@ -1,4 +1,4 @@
-"""A graph and a budget as the exact solver sees them: produced tensors only, sizes and uses in tuples."""
+"""A graph and a budget as the exact solver sees them: produced tensors only, with sizes and uses in tuples."""
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -16,35 +16,35 @@ OBJECTIVE_SCALE = 1e4  # the step without recomputation, in the units of the obj
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """What the models need to know of a graph, for one budget.
+    """The data of all models of a graph, for one budget.
 
-    Ops are numbered by their positions in `places`: in program order, with optional ops between.
+    Ops are numbered by their positions in `places`: in program order, with optional ops in between.
 
     Attributes:
-        whole: where it comes from.
-        graph: the same without round trips to the host; ops and tensors have the same ids.
-        copies: these round trips, None if there are none.
-        places: which op of the graph has which position, and what stands for what.
-        devices: other ones, None where there are none.
+        whole: the original graph.
+        graph: the graph without transfers to the host; ops and tensors have the same ids.
+        copies: these transfers, None if there are none.
+        places: the order of ops, and which ops replace which.
+        devices: other devices, None if there are none.
         capacity_bytes: M, the budget less the static bytes.
-        time_s: c_i for each op, 0 for what runs on other devices.
+        time_s: c_i for each op, 0 for ops of other devices.
         inputs, outputs: in(i) without static tensors, and out(i), for each op.
-        sizes: b_t for each tensor (0 for static ones, and what is in another memory).
-        makers: for each tensor the ops that make it, in order.
-        producers: p(t) for each tensor (-1 for static ones), the first of its makers.
+        sizes: b_t for each tensor (0 for static ones and those in other pools).
+        makers: for each tensor its producers, in order.
+        producers: p(t) for each tensor (-1 for static ones), the first of its producers.
         consumers: for each tensor the ops that read it, in order.
-        kept: whether t must be in memory at the end.
-        settled: for each tensor the op by whose place it has certainly been made, if it is kept.
-        asked: kept tensors of which that is an op at the end of a pass, since they may be made elsewhere and copied.
-        held: for each op io(i) less the inputs that an output may be written over: what is there beside each other throughout.
+        kept: for each tensor, True if it must be in memory at the end.
+        settled: for each kept tensor, the op by whose place it has certainly been produced.
+        asked: kept tensors for which that op is a pass end, since another device may produce them.
+        held: for each op io(i) without inputs that an output may overwrite: the tensors in memory together throughout it.
         own_bytes: bytes(held(i)) + w_i for each op.
-        again_bytes: the same for a recomputation of i: its kept outputs are there already, and made again.
-        recomputable: whether an execution of i besides the one in its place is allowed and may serve something.
-        circles: sets of ops each of which depends on all the others, by way of what is made a second time.
-        last_use: for each tensor the last op that can want it, recomputations of its readers included.
-        last_worth: for each op the last op for which a recomputation of i may be worth anything (-1: none).
-        last_again: for each op the op before which it may run again at the latest: the first one after it
-            that writes in place what it reads (n: no limit).
+        again_bytes: the same for a recomputation of i, whose kept outputs are in memory twice.
+        recomputable: for each op, True if executions other than the one in its place are allowed and may be useful.
+        circles: sets of ops that depend on each other, by way of recomputed tensors.
+        last_use: for each tensor the last op that can need it, including recomputations of its readers.
+        last_worth: for each op the last op for which a recomputation of i may be useful (-1: none).
+        last_again: for each op the op before which it must run at the latest: the next one that writes in place a tensor that it
+            reads (n: no limit).
     """
 
     whole: Graph
@@ -73,7 +73,7 @@ class Problem:
     last_again: tuple[int, ...]
 
     def allows(self, computed: Iterable[int]) -> bool:
-        """Return True if these ops use no more of any resource than the graph allows."""
+        """Return True if the executed ops `computed` respect the graph's limits on resources."""
         return self.graph.allows({self.places.ids[i] for i in computed})
 
     @property
@@ -83,7 +83,7 @@ class Problem:
 
     @property
     def budget_bytes(self) -> int:
-        """M and the static bytes."""
+        """The budget: M plus the static bytes."""
         return self.capacity_bytes + self.graph.static_bytes
 
     @property
@@ -92,12 +92,12 @@ class Problem:
         return self.graph.time_s
 
     def seconds(self, i: int) -> float:
-        """What op i takes on whatever stream it runs."""
+        """Return the time of op i on its stream."""
         return self.time_s[i] if self.devices is None else self.time_s[i] + self.devices.seconds[i]
 
     @property
     def least_s(self) -> float:
-        """No schedule takes less: the program's ops once, or what stands for them where that is faster."""
+        """Lower bound on the time of all schedules: the program's ops once, or faster ops that replace them."""
         gains: dict[int, float] = {}
         for b, group in enumerate(self.places.replaces):
             if group:
@@ -106,31 +106,31 @@ class Problem:
         return self.base_s - sum(gains.values())
 
     def may_overwrite(self, op: int, t: int) -> bool:
-        """Whether an output of `op` may be written over t, which it reads."""
+        """Return True if an output of `op` may overwrite its input t."""
         return t in self.inputs[op] and t not in self.held[op]
 
     def units(self, seconds: float) -> float:
-        """Seconds in the units of the objectives; 0 if no op takes time."""
+        """Return `seconds` in the units of the objectives; 0 if no op takes time."""
         return seconds * OBJECTIVE_SCALE / self.base_s if self.base_s > 0 else 0.0
 
 
 def problem_of(graph: Graph, budget_bytes: int, *, repeatable: Collection[int] | None = None) -> Problem:
-    """`graph` within `budget_bytes` (static bytes included).
+    """Return the problem of `graph` within `budget_bytes` (including static bytes).
 
     Args:
-        repeatable: ops that may be executed again; all that the graph allows if None. With fewer, what the
-            models find are schedules of the graph still, but no bounds.
+        repeatable: ops that may be recomputed; None: all that the graph allows. With fewer, solutions of the models are still
+            schedules of the graph, but their bounds are not valid.
 
     Raises:
-        GraphError: the graph has other pools or streams than round trips to the host and other devices need.
+        GraphError: the graph has pools or streams that belong neither to the host nor to other devices.
     """
     whole = graph
     graph, copies = without_copies(whole)
     places = places_of(graph)
-    if places.plain and not graph.plain:  # nothing that is optional can be used
+    if places.plain and not graph.plain:  # no optional op can be used
         graph = without_options(graph)
     if copies is not None:
-        # What nothing reads, or only what no schedule can use, need not come back.
+        # Tensors that no usable op reads need not be reloaded.
         read = {t for op in places.ids for t in graph.ops[op].inputs}
         copies = replace(copies, trips={t: trip for t, trip in copies.trips.items() if t in read})
     ops = [graph.ops[op] for op in places.ids]
@@ -186,12 +186,12 @@ def problem_of(graph: Graph, budget_bytes: int, *, repeatable: Collection[int] |
 
 
 def without_small(problem: Problem, share: float) -> Problem:
-    """`problem` with its smallest tensors always there: fewer choices, of no consequence.
+    """Return `problem` with its smallest tensors always in memory, which removes variables of little consequence.
 
-    The capacity is less by what they take, so that what fits the result fits `problem`.
+    The capacity is reduced by their size, so that schedules of the result fit `problem`.
 
     Args:
-        share: of the capacity, that they may take all together.
+        share: most that they may take together, relative to the capacity.
     """
     candidates = sorted((size, t) for t, size in enumerate(problem.sizes) if problem.producers[t] >= 0 and not problem.kept[t])
     small: set[int] = set()
@@ -219,7 +219,7 @@ def without_small(problem: Problem, share: float) -> Problem:
 
 
 def _positions(tensors: Sequence[Sequence[int]], count: int) -> tuple[tuple[int, ...], ...]:
-    """For each of `count` tensors the ops that have it among those of theirs in `tensors`."""
+    """Return for each of `count` tensors the ops that list it in `tensors`."""
     found: list[list[int]] = [[] for _ in range(count)]
     for i, of_op in enumerate(tensors):
         for t in of_op:
@@ -228,7 +228,7 @@ def _positions(tensors: Sequence[Sequence[int]], count: int) -> tuple[tuple[int,
 
 
 def _writers_after(graph: Graph, places: Places) -> tuple[int, ...]:
-    """`last_again`."""
+    """Return ``Problem.last_again``."""
     ops = [graph.ops[op] for op in places.ids]
     writers: dict[int, list[int]] = {}
     for i, op in enumerate(ops):
@@ -247,13 +247,13 @@ def _uses(
     allowed: Sequence[bool],
     there: Sequence[int],
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """`last_use` and `last_worth`.
+    """Return ``Problem.last_use`` and ``Problem.last_worth``.
 
     last_use(t)   = max over consumers c of t of: c, if it is executed in its place, and last_worth(c) if it may be elsewhere
-    last_worth(i) = max of last_use(t) over outputs t of i, but for those that are certainly there
+    last_worth(i) = max of last_use(t) over outputs t of i, but for those that are certainly in memory
 
     Args:
-        there: for each tensor the op from whose place on it is.
+        there: for each tensor the op from whose place on it is in memory.
     """
     last_use = [-1] * len(there)
     last_worth = [-1] * len(inputs)

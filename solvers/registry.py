@@ -1,4 +1,4 @@
-"""Solvers by name. Adding a method is adding one file and one line here."""
+"""Solvers by name. To add a method, add one file and one line here."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -10,17 +10,17 @@ from graphs.options.offload import without_copies
 from solvers.request import Request
 from solvers.result import Result
 
-Solver = Callable[[Request], Result]  # finds a schedule within the budget, or says why there is none
+Solver = Callable[[Request], Result]  # returns a schedule within the budget, or the reason why there is none
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A solver's module (imported when asked for), one line about it, and options that its `solve` is called with.
+    """A solver's module (imported on demand), a line about it, and options for its `solve`.
 
-    With `copies` it takes graphs that offer round trips to the host, with `choices` such with optional ops beside the
-    program's, with `places` those that offer other devices; all others refuse graphs with choices. With `offloads` it does
-    nothing without round trips, with `only_places` nothing without devices, and with anything besides. With `large_programs`
-    it solves integer or linear programs of the whole graph, and may take as long as it is given.
+    Flags state the graphs that it accepts: with `copies`, those with transfers to the host; with `choices`, those with optional
+    ops of the program's device; with `places`, those with other devices. Others accept plain graphs only. With `offloads` it
+    requires transfers to the host; with `only_places` it requires other devices and accepts no other options. With
+    `large_programs` it solves integer or linear programs of the whole graph, and may take its whole time limit.
     """
 
     module: str
@@ -108,10 +108,10 @@ SOLVERS: dict[str, Entry] = {
 
 
 def check_solver(name: str) -> Entry:
-    """Return the entry of the solver called `name`.
+    """Return the entry of the solver `name`.
 
     Raises:
-        PlannerError: no such solver; names those there are.
+        PlannerError: unknown name; lists the known ones.
     """
     if name not in SOLVERS:
         raise PlannerError(f"there is no solver {name!r}: choose one of {', '.join(SOLVERS)}")
@@ -119,15 +119,15 @@ def check_solver(name: str) -> Entry:
 
 
 def check_takes(name: str, *, copies: bool, places: bool, named: str) -> None:
-    """Refuse options of a graph that the solver called `name` does not know.
+    """Raise an error if the solver `name` does not support some options of a graph.
 
     Args:
-        copies: one of them copies to the host.
-        places: one of them runs ops on other devices.
+        copies: True if one of them offloads to the host.
+        places: True if one of them runs ops on other devices.
         named: all of them, for the message.
 
     Raises:
-        PlannerError: it takes no graph that has them.
+        PlannerError: the solver accepts no graph with these options.
     """
     entry = check_solver(name)
     if places != entry.places and (places or entry.only_places):
@@ -139,10 +139,10 @@ def check_takes(name: str, *, copies: bool, places: bool, named: str) -> None:
 
 
 def get_solver(name: str) -> Solver:
-    """The `solve` function of the solver called `name`, which refuses a graph with choices that solvers do not know.
+    """Return the `solve` function of the solver `name`, which raises GraphError for graphs that the solver does not support.
 
     Raises:
-        PlannerError: no such solver; names those there are.
+        PlannerError: unknown name; lists the known ones.
     """
     entry = check_solver(name)
     function = import_module(entry.module).solve

@@ -1,4 +1,4 @@
-"""What a solver is asked for: one object, whichever solver it is."""
+"""The request to a solver, the same for all solvers."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -16,19 +16,19 @@ Params = TypeVar("Params")
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A schedule of `graph` within `budget_bytes` is wanted.
+    """A request for a schedule of `graph` within `budget_bytes`.
 
     Attributes:
         graph: the training step.
-        budget_bytes: of the device, static bytes included; what other pools hold stands in the graph.
-        tolerance: on the gap, relative to the whole step; a number holds all the time. Solvers that do not look for better
-            schedules as time goes by take the first.
-        clock: runs from when it was made; its limit is that of the whole solve.
+        budget_bytes: of the device, including static bytes; the capacities of other pools are in the graph.
+        tolerance: on the gap, relative to the whole step. Solvers that do not improve their schedules over time use its first
+            value.
+        clock: started when it was created; its limit is that of the whole solve.
         on_progress: called as the solve advances, in the thread that solves.
-        should_stop: polled there; once it returns True the solver ends with the best it has.
-        params: of the solver that is asked, an object of the class that its module names; None: its defaults.
-        on_schedule: called in the thread that solves with each better schedule of `graph` and the lower bound then, by solvers
-            that improve one.
+        should_stop: polled there; once it returns True, the solver ends with its best schedule.
+        params: parameters of the solver, of the class that its module names; None: its defaults.
+        on_schedule: called in the thread that solves with each better schedule of `graph` and the current lower bound, by solvers
+            that improve schedules.
     """
 
     graph: Graph
@@ -41,10 +41,10 @@ class Request:
     on_schedule: Callable[[Schedule, float], None] | None = None
 
     def params_of(self, default: Params) -> Params:
-        """The parameters, which are of the class of `default`, or that.
+        """Return the parameters, which must be of the class of `default`, or `default` if there are none.
 
         Raises:
-            PlannerError: they are those of another solver.
+            PlannerError: they are of another class.
         """
         if self.params is None:
             return default
@@ -53,15 +53,15 @@ class Request:
         return self.params
 
     def interrupted(self) -> bool:
-        """Whether the caller wants it to stop."""
+        """Return True if the caller requests a stop."""
         return self.should_stop is not None and self.should_stop()
 
     def stopped(self) -> bool:
-        """Whether the caller wants it to stop, or the clock does."""
+        """Return True if the caller requests a stop or the clock has reached its limit."""
         return self.interrupted() or left(self.clock) <= 0
 
     def ended(self) -> str:
-        """Why it must end; "" while it need not."""
+        """Return why the solve must end; "" if it need not."""
         if left(self.clock) <= 0:
             return f"the limit of {self.clock.amount(self.clock.limit)} was reached"
         return "it was stopped" if self.interrupted() else ""
@@ -72,7 +72,7 @@ class Request:
             self.on_progress(SolveProgress(self.clock.seconds, activity, best_s, bound_s))
 
     def on(self, graph: Graph, to_own: Callable[[Schedule], Schedule]) -> "Request":
-        """Return the same request for `graph`, whose schedules `to_own` turns into schedules of this graph."""
+        """Return this request for `graph`, whose schedules `to_own` maps to schedules of this request's graph."""
         tell = self.on_schedule
         if tell is None:
             return replace(self, graph=graph)
@@ -80,6 +80,6 @@ class Request:
 
     @property
     def settings(self) -> dict[str, object]:
-        """Limit and tolerance, as results record them."""
+        """Limit and tolerance, as recorded in results."""
         limit = "work_limit" if self.clock.counts_work else "time_limit_s"
         return {"tolerance": self.tolerance.first, limit: self.clock.limit}

@@ -1,4 +1,4 @@
-"""What a solver answers, and what it says while it works."""
+"""The result of a solver, and its progress."""
 
 from collections.abc import Mapping
 from dataclasses import InitVar, dataclass, field
@@ -11,42 +11,42 @@ from graphs.simulate import simulate
 
 
 class Status(StrEnum):
-    """How a solve ended."""
+    """The way in which a solve ended."""
 
     OPTIMAL = "optimal"  # a schedule, and its gap is within the tolerance
     FEASIBLE = "feasible"  # a schedule, and a bound that leaves a larger gap
     INFEASIBLE = "infeasible"  # proved: no schedule fits the budget
-    LIMIT = "limit"  # nothing found, and nothing proved; the ``Reason`` says why
-    ERROR = "error"  # the solver failed; `message` says how
+    LIMIT = "limit"  # nothing found, nothing proved; see ``Reason``
+    ERROR = "error"  # the solver failed; see `message`
 
 
-_ROUNDING = 1e-9  # of the gap, in floating point
+_ROUNDING = 1e-9  # tolerance on the gap for floating-point errors
 
 
 def is_within(time_s: float, bound_s: float, tolerance: float) -> bool:
-    """Whether a schedule that takes `time_s` has a gap of at most `tolerance`: the one place that says what is optimal."""
+    """Return True if a schedule of `time_s` has a gap of at most `tolerance`; this alone defines what is optimal."""
     gap = relative_gap(time_s, bound_s)
     return gap is not None and gap <= tolerance + _ROUNDING
 
 
 def status_of(time_s: float, bound_s: float, tolerance: float) -> Status:
-    """Of a solve that ended with a schedule."""
+    """Return the status of a solve that ended with a schedule."""
     return Status.OPTIMAL if is_within(time_s, bound_s, tolerance) else Status.FEASIBLE
 
 
 class Reason(StrEnum):
-    """Why a solve that ended with LIMIT found nothing."""
+    """The reason why a solve with status LIMIT found nothing."""
 
-    INAPPLICABLE = "inapplicable"  # the method is not for such a graph, whatever the budget
-    MEMORY = "memory"  # what the method does needs more than the budget
-    THRASHING = "thrashing"  # it recomputed for longer than it may
-    SIZE = "size"  # the graph is larger than the method takes on: it was not tried
-    TIME = "time"  # the time was up, or it was stopped
+    INAPPLICABLE = "inapplicable"  # the method does not support such a graph at any budget
+    MEMORY = "memory"  # the method needs more than the budget
+    THRASHING = "thrashing"  # it recomputed for longer than allowed
+    SIZE = "size"  # the graph is too large for the method: it was not tried
+    TIME = "time"  # the time limit was reached, or the solve was stopped
 
 
 @dataclass(frozen=True, slots=True)
 class SolveProgress:
-    """Where a solve stands: seconds so far, what it is doing, best schedule and bound (None: none yet)."""
+    """The state of a running solve: seconds so far, activity, best schedule and bound (None: none yet)."""
 
     seconds: float
     activity: str
@@ -55,35 +55,35 @@ class SolveProgress:
 
     @property
     def gap(self) -> float | None:
-        """As in ``Result.gap``."""
+        """The gap as in ``Result.gap``."""
         return relative_gap(self.best_s, self.bound_s)
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A solver's answer for one graph and one budget. What is unknown is None.
+    """A solver's result for one graph and one budget; unknown values are None.
 
     Time and peak are those of the simulated schedule, never the solver's own figures.
 
     Attributes:
-        budget_bytes: static bytes included.
-        status: how the solve ended.
-        schedule: what to do; there if and only if the status is OPTIMAL or FEASIBLE.
-        bound_s: no schedule (of the class the solver searches) that fits is faster.
+        budget_bytes: including static bytes.
+        status: the way in which the solve ended.
+        schedule: present if and only if the status is OPTIMAL or FEASIBLE.
+        bound_s: lower bound on the time of all feasible schedules of the class that the solver searches.
         solver: its name in the registry.
         seconds: wall time of the solve.
         settings: time limit, tolerance and other options, as used.
         versions: of the libraries that did the work.
-        model_rows, model_columns: of the largest program that was solved, where one was.
-        reason: for LIMIT, where the solver says it: why.
-        message: for INFEASIBLE, LIMIT and ERROR: what, the value, the limit and the way out; for FEASIBLE: what has gone
-            wrong after the schedule was found, and ended the solve, if anything has.
+        model_rows, model_columns: of the largest program solved, if any.
+        reason: for LIMIT, the reason if the solver states one.
+        message: for INFEASIBLE, LIMIT and ERROR: the problem, the value, the limit and the way out; for FEASIBLE: the error that
+            ended the solve after the schedule was found, if any.
         time_s, peak_bytes: of the schedule.
 
     Raises:
         BudgetError: the schedule's simulated peak is over the budget.
         ScheduleError: the schedule does not run on the graph.
-        ValueError: status, schedule and reason do not agree.
+        ValueError: status, schedule and reason are inconsistent.
     """
 
     graph: InitVar[Graph]
@@ -120,17 +120,17 @@ class Result:
 
     @property
     def gap(self) -> float | None:
-        """(time - bound) / bound of the whole step."""
+        """The gap (time - bound) / bound, relative to the whole step."""
         return relative_gap(self.time_s, self.bound_s)
 
 
 def known_class(graph: Graph, schedules: str) -> str:
-    """`schedules`, those that a solver knows which counts outputs beside inputs, also where they may be written over these."""
+    """Return `schedules`, the class of a solver that ignores overwriting, and say so if the graph has overwritten inputs."""
     return f"{schedules}, and its outputs beside its inputs" if graph.writes_over_inputs else schedules
 
 
 def relative_gap(time_s: float | None, bound_s: float | None) -> float | None:
-    """(time - bound) / bound, 0 where both are 0, None where one is unknown."""
+    """Return (time - bound) / bound, 0 if both are 0, None if one is unknown."""
     if time_s is None or bound_s is None:
         return None
     if bound_s > 0:

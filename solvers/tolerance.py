@@ -1,4 +1,4 @@
-"""How far from the bound a schedule may be when a solve ends with it: more, the longer the solve has taken."""
+"""Tolerances on the gap of a schedule at the end of a solve, which may widen with the duration of the solve."""
 
 import math
 from dataclasses import dataclass
@@ -18,10 +18,10 @@ class Tolerance:
 
     @classmethod
     def of(cls, given: "float | Tolerance") -> "Tolerance":
-        """What a user gives: a number holds all the time.
+        """Return the tolerance that a user gives; a number holds all the time.
 
         Raises:
-            PlannerError: it is negative, or no number.
+            PlannerError: the number is negative or not finite.
         """
         if isinstance(given, Tolerance):
             return given
@@ -31,18 +31,18 @@ class Tolerance:
 
     @property
     def first(self) -> float:
-        """What holds at once."""
+        """The tolerance at the start."""
         return self.steps[0][1]
 
     def begun(self, seconds: float) -> tuple[tuple[float, float], ...]:
-        """Those of the steps that have begun when the solve has taken `seconds`."""
+        """Return the steps that have begun after `seconds` of the solve."""
         return self.steps[:1] + tuple(step for step in self.steps[1:] if step[0] <= seconds)
 
     def at(self, seconds: float) -> float:
-        """What holds when the solve has taken `seconds`."""
+        """Return the tolerance after `seconds` of the solve."""
         return self.begun(seconds)[-1][1]
 
 
 DEFAULT = Tolerance(((0.0, 1e-3),))
-# The last half percent may take as long again as all before, and more than it will ever save.
+# The last half percent may take as long as all before, and more than it ever saves.
 WIDENING = Tolerance(((0.0, 1e-3), (20.0, 5e-3), (120.0, 2e-2)))

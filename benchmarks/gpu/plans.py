@@ -67,7 +67,7 @@ class PlanRow(Made):
 
 
 def eager_row(row: PlanRow, workload: Workload) -> PlanRow:
-    """Return `row` with the measurements of eager PyTorch, and whether it repeats its bits."""
+    """Return `row` with the measurements of eager PyTorch, including a check that its bits repeat."""
     step = TrainingStep(workload.model, workload.loss_fn)
     row = replace(row, **memory(step, workload))
     times = median_times({"": step}, workload.batch, parameters=list(workload.model.parameters()), repeats=_REPEATS)
@@ -118,8 +118,8 @@ def memory(step: Callable[..., Any], workload: Workload) -> dict[str, int]:
 
 
 def measure(row: PlanRow, known: Sequence[PlanRow]) -> Iterator[PlanRow]:
-    """Yield `row` with all that is measured, or with the error that came in between."""
-    gc.collect()  # what the last row has left
+    """Yield `row` with all measurements, or with the error that ended them."""
+    gc.collect()  # garbage of the last row
     torch.cuda.empty_cache()
     torch.manual_seed(0)
     try:
@@ -130,7 +130,7 @@ def measure(row: PlanRow, known: Sequence[PlanRow]) -> Iterator[PlanRow]:
 
 
 def failures(rows: Sequence[PlanRow]) -> Iterator[str]:
-    """Say what plans did that they must not."""
+    """Yield a line for each plan that exceeds its budget, has other bits, or fails."""
     for row in rows:
         name = f"{row.model} {row.way} {row.share}".strip()
         if row.message:
@@ -167,7 +167,7 @@ def table(rows: Sequence[PlanRow]) -> str:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Make all rows; 1 if one is not as it must be."""
+    """Make all rows; return 1 if one has a failure."""
     parser = command_line(__doc__, PlanRow, models=MODELS, out="results/gpu/plans")
     parser.add_argument("--ways", default="recompute", help=f"with commas, of {', '.join(WAYS)} (default: %(default)s)")
     parser.add_argument("--shares", default="70%,50%", help="of eager PyTorch's peak, with commas (default: %(default)s)")

@@ -91,7 +91,7 @@ def rounding() -> Lines:
 
 
 def repeating() -> Lines:
-    """Yield whether kernels repeat their bits: plans are compared with two runs of eager PyTorch."""
+    """Yield for each kernel if its bits repeat: plans are compared with two runs of eager PyTorch."""
 
     def tensor(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, device="cuda", requires_grad=True)

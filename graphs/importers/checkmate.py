@@ -37,7 +37,7 @@ def graph_from(data: Mapping[str, object], *, source: str, name: str) -> Graph:
     """Return the graph in `data`, whose ops up to the loss are the forward pass.
 
     The provenance lists the `reference` results with budgets that include the fixed memory (``budget_bytes``), the step time
-    (``time_s``), the seconds of the solve (``seconds``), and whether it was proved optimal (``solved``).
+    (``time_s``), the seconds of the solve (``seconds``), and True if it was proved optimal (``solved``).
 
     Raises:
         FormatError: a field is missing or wrong.

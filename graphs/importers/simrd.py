@@ -76,7 +76,7 @@ class _Log:
         self.views = 0
 
     def graph(self, name: str) -> Graph:
-        """Return the graph of all lines."""
+        """Replay all lines and return their graph."""
         while (line := self.next()) is not None:
             self.execute(line)
         if not self.record.ops:
@@ -185,7 +185,7 @@ class _Log:
         self.copy_handle(line)
 
     def release(self, line: ReleaseLine) -> None:
-        """Execute RELEASE: the name refers to nothing any more. Names from before the log are ignored."""
+        """Execute RELEASE: the name no longer refers to a storage. Names from before the log are ignored."""
         if line.name in self.names:
             self.record.release(self.storage("NAME", line.name))
 

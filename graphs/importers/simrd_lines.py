@@ -95,14 +95,14 @@ _KINDS: dict[str, Any] = {str(kind.__struct_config__.tag): kind for kind in get_
 
 
 class _Beginning(Struct, rename=str.upper):
-    """The fields of a line by which the begin of the log is found."""
+    """The fields of a line that mark the start of the log."""
 
     instruction: object
     annotation: object = None
 
 
 def is_log(path: str | os.PathLike[str]) -> bool:
-    """Return whether the file `path` is gzipped, or its first line is an instruction."""
+    """Return True if the file `path` is gzipped or its first line is an instruction."""
     try:
         with Path(path).open("rb") as file:
             head = file.read(_HEAD_BYTES)
@@ -136,9 +136,9 @@ def instruction(value: object, source: str, number: int) -> LogLine:
     """Return line `number` of the file `source` as an instruction.
 
     Raises:
-        FormatError: it is no instruction.
+        FormatError: the line is not an instruction.
     """
-    # msgspec caches how to read a Struct, but not a union.
+    # msgspec caches the decoder of a Struct, but not of a union.
     kind = _KINDS.get(str(value.get("INSTRUCTION")), _INSTRUCTION) if isinstance(value, dict) else _INSTRUCTION
     line: LogLine = document(value, kind, source, path=f"line {number}")
     return line

@@ -19,7 +19,7 @@ class Storage:
         size_bytes: its size.
         producer: index of the op that made it, None for a constant from before the first op.
         last_touch: index of the last op so far that made or read it.
-        permanent: True if it is in memory to the end, whatever is released.
+        permanent: True if it stays in memory until the end, even if it is released.
         references: number of references in the program.
         released: index of the last op before the last reference was released, None before that.
         view_of: id of its base, if views are ops that make storages of 0 bytes.
@@ -48,7 +48,7 @@ class _ExecutedOp:
 
 @dataclass(slots=True)
 class ExecutionRecord:
-    """The executed ops so far. Memory follows the program's references, whichever storages ops read."""
+    """The executed ops so far. Storages live as long as the program refers to them, whichever storages ops read."""
 
     storages: list[Storage] = field(default_factory=list)
     ops: list[_ExecutedOp] = field(default_factory=list)
@@ -56,7 +56,7 @@ class ExecutionRecord:
     pending_ns: int = 0  # time of views of constants, for the next op
 
     def constant(self, name: str, size_bytes: int) -> Storage:
-        """Add memory from outside, which stays to the end."""
+        """Add memory from outside, which stays until the end of the step."""
         if not self.ops:
             self.storages.append(Storage(len(self.storages), name, size_bytes, None, -1, permanent=True))
             return self.storages[-1]
@@ -97,7 +97,7 @@ class ExecutionRecord:
             storage.released = len(self.ops) - 1
 
     def graph(self, provenance: Mapping[str, object]) -> Graph:
-        """Return the step as a graph whose memory, keeping everything, is the recorded one."""
+        """Return the step as a graph; keeping everything, its memory is the recorded one."""
         if self.ops:
             self.ops[-1].time_ns += self.pending_ns
             self.pending_ns = 0
@@ -111,7 +111,7 @@ class ExecutionRecord:
 
 
 class _GraphBuilder:
-    """Builder of the graph of a record, with ops for references that are held beyond the last reader."""
+    """Builder of the graph of a record, with ops for references that outlive the last reader of a storage."""
 
     def __init__(self, record: ExecutionRecord) -> None:
         self.record = record
@@ -173,14 +173,14 @@ class _GraphBuilder:
         view_of: int | None = None,
         held_for: int | None = None,
     ) -> int:
-        """Add a tensor; returns its id."""
+        """Add a tensor and return its id."""
         t = len(self.tensors)
         producers = () if producer is None else (producer,)
         self.tensors.append(Tensor(t, name, size_bytes, producers, kind, view_of=view_of, held_for=held_for))
         return t
 
     def _held_storages(self) -> tuple[dict[int, list[Storage]], dict[int, list[Storage]]]:
-        """Return by op the storages held on after it, their last reader, and those whose last reference is released after it."""
+        """Return the storages that outlive their last reader, by that reader, and by the op before their release."""
         begins: dict[int, list[Storage]] = {}
         ends: dict[int, list[Storage]] = {}
         for s in self.record.storages:

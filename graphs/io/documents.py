@@ -39,10 +39,10 @@ _STEP = re.compile(r"\.([^.\[]+)|\[(\d+|\.\.\.)\]")
 
 
 def document(value: object, kind: type[Document], source: str, *, path: str = "") -> Document:
-    """Return `value` as a `kind`; `source` names the file in messages, and `path` the place of the value in it.
+    """Return `value` as a `kind`; messages name the file `source` and the position `path` of the value in it.
 
     Raises:
-        FormatError: it is none; names the file, the field, its value, and the expected one.
+        FormatError: `value` does not match; names the file, the field, its value and the expected one.
     """
     try:
         return msgspec.convert(value, kind)
@@ -51,10 +51,10 @@ def document(value: object, kind: type[Document], source: str, *, path: str = ""
 
 
 def check_header(data: Mapping[str, object], expected: str, source: str) -> None:
-    """Raise an error unless `data` has the expected format, in a version that this planner reads.
+    """Raise an error unless `data` has the expected format in a supported version.
 
     Raises:
-        FormatError: it has not; names the command that writes such files.
+        FormatError: another format or version; names the command that writes such files.
     """
     what, found, version = expected.removeprefix("remat-planner "), data.get("format"), data.get("version")
     if "format" not in data:
@@ -76,7 +76,7 @@ def refuse(source: str, path: str, value: object, must: str) -> NoReturn:
 
 
 def struct_from(value: object, kind: type[StructType]) -> StructType:
-    """Return a `kind` with the attributes of `value`; None stands for optional fields that are unset."""
+    """Return a `kind` with the attributes of `value`; None represents optional fields that are unset."""
     return kind(*_attributes(kind)(value))
 
 
@@ -160,7 +160,7 @@ def _defaults(kind: type[Struct]) -> tuple[tuple[str, object], ...]:
 
 
 def _defect(said: str, value: object, kind: object, path: str) -> str:
-    """Return msgspec's message about `value`, with the value at the place that it names."""
+    """Return msgspec's message about `value`, with the value at the position that it names."""
     match = _ERROR.fullmatch(said)
     assert match is not None
     what, steps = match["what"], [name or place for name, place in _STEP.findall(match["path"] or "")]

@@ -107,7 +107,7 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
 def write_bytes(path: str | os.PathLike[str], content: bytes) -> None:
     """Write `content` to `path` atomically: the old file stays until the new one is on disk.
 
-    A path that is no file, such as /dev/stdout, /dev/null or a pipe, is written to directly.
+    A path that is not a file, such as /dev/stdout, /dev/null or a pipe, is written to directly.
 
     Raises:
         OutputError: it cannot be written.
@@ -148,12 +148,12 @@ def open_descriptor(path: str | os.PathLike[str]) -> int | None:
 
 
 def is_replaced(path: str | os.PathLike[str]) -> bool:
-    """Return whether writing replaces the file at `path`; False for paths that are no files."""
+    """Return True if writing replaces the file at `path`; False for paths that are not files."""
     return open_descriptor(path) is None and _replaceable(_target(path))
 
 
 def is_stdout(path: str | os.PathLike[str]) -> bool:
-    """Return whether `path` is the standard output of this process."""
+    """Return True if `path` is the standard output of this process."""
     if open_descriptor(path) == 1:
         return True
     try:
@@ -214,7 +214,7 @@ def _read_text(path: str | os.PathLike[str]) -> str:
 
 
 def _is_device(path: str | os.PathLike[str]) -> bool:
-    """Return whether `path` is a device that may never end, such as /dev/zero; a terminal does end."""
+    """Return True if `path` is a device without an end, such as /dev/zero; a terminal has one."""
     mode = Path(path).stat().st_mode
     if stat.S_ISCHR(mode):
         with Path(path).open("rb", buffering=0) as device:
@@ -223,7 +223,7 @@ def _is_device(path: str | os.PathLike[str]) -> bool:
 
 
 def _replaceable(target: Path) -> bool:
-    """Return whether a new file may replace `target`; False for /dev/stdout or a pipe."""
+    """Return True if a new file may replace `target`; False for /dev/stdout or a pipe."""
     return target.is_file() or not target.exists()
 
 
@@ -240,7 +240,7 @@ def _check_descriptor(path: str | os.PathLike[str], descriptor: int) -> None:
 
 
 def _write_through(path: str | os.PathLike[str], content: bytes, descriptor: int | None) -> None:
-    """Write to a path that is no file; to an open descriptor at its position, after what was printed there."""
+    """Write to a path that is not a file; an open descriptor is written to at its position, after earlier output."""
     try:
         if descriptor is None:
             # No O_CREAT: if it was removed meanwhile, it is not created.

@@ -1,4 +1,4 @@
-"""Graphs in files, in the JSON format described in docs/formats.md."""
+"""Reading and writing graphs as files, in the JSON format described in docs/formats.md."""
 
 import os
 
@@ -31,7 +31,7 @@ def write_graph(graph: Graph, path: str | os.PathLike[str]) -> None:
 
 
 def summable(graph: Graph, source: str) -> Graph:
-    """`graph`, if it can be worked with."""
+    """Return `graph` unchanged; raise GraphError, naming `source`, if its sizes or times overflow."""
     try:
         check_sums(graph)
     except GraphError as error:

@@ -78,7 +78,7 @@ class _Graph(Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 def graph_to_dict(graph: Graph) -> dict[str, object]:
-    """Return `graph` as in a file, without fields at their default and without producers.
+    """Return `graph` in the format of files, without producers and without fields at their default.
 
     Raises:
         FormatError: the provenance has no JSON form.
@@ -126,7 +126,7 @@ def graph_from_dict(data: Mapping[str, object], *, source: str = "graph") -> Gra
 
 
 def _check_ids(read: _Graph, source: str) -> None:
-    """Raise an error for ids that are not positions, and for ids of tensors that do not exist."""
+    """Raise an error for ids that are not positions, and for ids of unknown tensors."""
     rows: Sequence[tuple[str, Sequence[_Tensor | _Op]]] = (("tensors", read.tensors), ("ops", read.ops))
     for name, entries in rows:
         for i, row in enumerate(entries):

@@ -1,4 +1,4 @@
-"""Options of a graph: rewrites that add optional ops, one file each (``planner.capture.options`` has them all by name)."""
+"""Graph options: rewrites that add optional ops to a graph, one file each (``planner.capture.options`` lists them by name)."""
 
 from dataclasses import replace
 
@@ -8,7 +8,7 @@ from graphs.pools import DEVICE
 
 
 def without_options(graph: Graph) -> Graph:
-    """The program alone, with the same ids. What only optional ops make is left out, or has no bytes if other tensors follow.
+    """Return the program without optional ops, with the same ids; tensors that only optional ops produce are dropped or empty.
 
     Raises:
         GraphError: the program itself has several pools or streams.

@@ -1,7 +1,7 @@
-"""Offload: a tensor goes to the host, its memory on the device is free meanwhile, and it comes back before it is read.
+"""Offload: a tensor is transferred to the host, its device memory is free meanwhile, and it is reloaded before it is read.
 
-Two transfers for a tensor t: one makes ``t@host`` from t, over the channel from the device to the host; one is a second producer
-of t, over the channel back. A channel carries one copy at a time, both work beside the computation.
+Each tensor t has two transfers: one produces ``t@host`` from t, on the channel from the device to the host; the other is a second
+producer of t, on the channel back. A channel carries one transfer at a time; both work in parallel with the computation.
 """
 
 from collections.abc import Mapping
@@ -16,16 +16,16 @@ from graphs.options.surroundings import Surroundings
 from graphs.options.transfers import Writer
 from graphs.pools import DEVICE, DEVICE_TO_HOST, HOST, HOST_TO_DEVICE, Pool
 
-# What is smaller is not worth a copy: PCIe carries it in 20 us, about what it takes to start and to wait for it.
+# Smaller tensors are not worth a transfer: PCIe needs 20 us, about the overhead of starting it and waiting for it.
 LEAST_BYTES = 2**20
 
 
 @dataclass(frozen=True, slots=True)
 class RoundTrip:
-    """How a tensor goes to the host and comes back.
+    """The two transfers that offload and reload a tensor.
 
     Attributes:
-        host_tensor: its copy there.
+        host_tensor: its copy on the host.
         out_op, in_op: ids of the two ops.
         out_s, in_s: seconds of each.
     """
@@ -39,11 +39,11 @@ class RoundTrip:
 
 @dataclass(frozen=True, slots=True)
 class Copies:
-    """The round trips that a graph offers.
+    """The tensors that a graph may offload.
 
     Attributes:
         trips: by tensor, in ascending order.
-        host_bytes: what the host holds at most, None where all of them together fit.
+        host_bytes: capacity of the host's pool, None if all copies fit together.
     """
 
     trips: Mapping[int, RoundTrip]
@@ -57,14 +57,14 @@ def _why_not(graph: Graph, _surroundings: Surroundings) -> str:
 
 
 def _offloaded(graph: Graph, surroundings: Surroundings) -> Graph:
-    """Return `graph` with a round trip for each tensor that the program makes and reads on the device and does not keep.
+    """Return `graph` with transfers for each tensor that the program produces and reads on the device and does not keep.
 
-    States of generators stay, and what only optional ops make, so also copies on other devices. Tensors of less than
-    ``LEAST_BYTES`` stay, unless the graph has only such.
+    States of generators are not offloaded, nor tensors that only optional ops produce, such as copies on other devices. Tensors
+    of less than ``LEAST_BYTES`` are offloaded only if there are no larger ones.
     """
     made = [t for t in graph.tensors if t.size_bytes and not t.static and t.id not in graph.kept and t.held_for is None]
     made = [t for t in made if t.producers[0] < len(graph.program)]
-    # What draws from a state writes it there first, and would have to wait for its copy.
+    # An op that draws from a state first writes it, and would have to wait for its transfer.
     made = [t for t in made if t.kind is not Kind.RANDOM_STATE and _is_read(graph, t)]
     large = [t for t in made if t.size_bytes >= LEAST_BYTES]
     writer = Writer(graph)
@@ -72,7 +72,7 @@ def _offloaded(graph: Graph, surroundings: Surroundings) -> Graph:
         copy = writer.add_copy(t, HOST)
         writer.add_transfer(t, t.id, copy, surroundings.link.out)
         writer.add_transfer(t, copy, t.id, surroundings.link.back)
-    # It computes nothing: nothing but the channel that fills it waits for room there.
+    # The host computes nothing: only the channel that fills its pool waits for space.
     writer.pools.append(Pool(HOST, surroundings.link.out.stream, surroundings.host_bytes))
     return writer.graph()
 
@@ -81,17 +81,17 @@ OFFLOAD = GraphOption(
     name="offload",
     description="tensors may be offloaded to host memory and reloaded, beside the computation",
     need=Need.LINK,
-    last=True,  # round trips are of what is in the device's memory, whatever makes it
+    last=True,  # it applies to all tensors on the device, whichever op produces them
     accepts=_why_not,
     apply=_offloaded,
 )
 
 
 def without_copies(graph: Graph) -> tuple[Graph, Copies | None]:
-    """The inverse of ``OFFLOAD``: the rest with the same ids, and the round trips (None: there are none).
+    """Return `graph` without the transfers of ``OFFLOAD``, with the same ids, and these transfers, or None if there are none.
 
     Raises:
-        GraphError: the graph has other pools or streams than those, and than other devices have.
+        GraphError: the graph has pools or streams that belong neither to the host nor to other devices.
     """
     if len(graph.pools) == 1 and len(graph.streams) == 1:
         return graph, None
@@ -115,7 +115,7 @@ def without_copies(graph: Graph) -> tuple[Graph, Copies | None]:
     if not on_devices_alone(left):
         raise _other_choices(graph)
     if is_placed(left):
-        placement_beside(left)  # which refuses what that does not make
+        placement_beside(left)  # raises an error for other ops
     if host is None:
         return left, None
     total = sum(left.tensors[t].size_bytes for t in trips)
@@ -124,7 +124,7 @@ def without_copies(graph: Graph) -> tuple[Graph, Copies | None]:
 
 
 def _is_read(graph: Graph, t: Tensor) -> bool:
-    """Whether an op reads it that does not just copy it to another device."""
+    """Return True if an op other than a transfer reads the tensor."""
     return any(not graph.ops[op].is_transfer for op in graph.consumers[t.id])
 
 
@@ -137,7 +137,7 @@ def _other_choices(graph: Graph) -> GraphError:
 
 
 def _is_round_trip(graph: Graph, out: Op, back: Op) -> bool:
-    """Whether two optional ops are the way of one tensor to the host and back, on a channel each."""
+    """Return True if the optional ops `out` and `back` offload and reload one tensor, on a channel each."""
     if len(out.inputs) != 1 or len(out.outputs) != 1 or (back.inputs, back.outputs) != (out.outputs, out.inputs):
         return False
     t, copy = graph.tensors[out.inputs[0]], graph.tensors[out.outputs[0]]

@@ -1,4 +1,4 @@
-"""What every option of a graph is: whether it fits, the rewrite, and what its schedules are as a step runs them."""
+"""The interface of graph options: which graphs an option accepts, its rewrite, and how schedules are lifted for execution."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ from graphs.schedule import Schedule
 
 
 class Feature(StrEnum):
-    """What a user asks for besides options of a graph, or trains with; as messages name it."""
+    """Features that users request besides graph options; values are their names in messages."""
 
     TORCH_COMPILE = "torch.compile"
     INDUCTOR = "kernels='inductor'"
@@ -28,12 +28,12 @@ class Feature(StrEnum):
 
 
 def conflict(one: str, other: Feature, reason: str) -> str:
-    """Return the message that two things do not go together, with why and what to do."""
+    """Return the message that `one` and `other` are incompatible, with the reason and the advice in `reason`."""
     return f"{one} does not go with {other}: {reason}"
 
 
 class Need(StrEnum):
-    """What an option needs to know of the machine around the device; as users are told."""
+    """Knowledge about the machine that an option needs; values are their names in messages."""
 
     LINK = "the link to the host"
     DEVICES = "other devices: Surroundings(others=...)"
@@ -41,12 +41,12 @@ class Need(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Argument:
-    """The number behind the colon in the name of an option, as in ``compress:4``.
+    """The number after the colon in the name of an option, as in ``compress:4``.
 
     Attributes:
-        least, most, usual: which numbers there are, and the one to begin with.
-        unit: what is counted.
-        question: what it answers.
+        least, most, usual: range of the number, and the one to begin with.
+        unit: unit of the number.
+        question: the question to users that it answers.
         limited: returns a graph that offers the option, with the number as its limit.
     """
 
@@ -68,19 +68,19 @@ def _unchanged_schedule(graph: Graph, schedule: Schedule) -> Schedule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
-    """A rewrite that gives the schedules of a graph more to choose from.
+    """A rewrite that adds alternatives to a graph.
 
     Attributes:
-        name: as users write it; what its optional ops call begins with it, where it is found in a captured step.
+        name: as users write it; also the prefix of the targets of its optional ops, if it is found in a captured step.
         description: one line about it.
-        offers: what it adds, in two or three words.
-        refused: what it does not go with, and for each why and what to do.
-        default: True if ``planner.compile`` takes it where nobody says which: it is exact, goes with everything, and makes no
-            program larger.
-        argument: the number that solving needs; None where its name says everything. Options that have one are lossy.
-        restored: returns a graph with the program's ops as they were, where the rewrite has changed these.
-        lift: returns a schedule of a graph with this option as a step runs it; of a graph without it the schedule itself. It is
-            to be judged again.
+        offers: two or three words for what it adds.
+        refused: incompatible features, each with the reason and what to do.
+        default: True if ``planner.compile`` enables it by default: it is exact, compatible with everything, and enlarges no
+            program.
+        argument: the number that solving needs; None if the name suffices. Options that have one are lossy.
+        restored: returns a graph with the program's original ops, if the rewrite has changed them.
+        lift: returns a schedule of a graph with this option in the order of execution; schedules of other graphs are unchanged.
+            The result must be simulated again.
     """
 
     name: str
@@ -94,29 +94,29 @@ class Option:
 
     @property
     def lossy(self) -> bool:
-        """True if what it stores is not what was stored."""
+        """True if stored values are approximations."""
         return self.argument is not None
 
     @property
     def to_try(self) -> str:
-        """The name to begin with, as in ``compress:4``."""
+        """The name with the usual argument, as in ``compress:4``."""
         return self.name if self.argument is None else f"{self.name}:{self.argument.usual}"
 
     def against(self, feature: Feature) -> str:
-        """Return why it does not go with `feature`, and what to do; "" if it does."""
+        """Return why the option is incompatible with `feature`, and what to do; "" if it is compatible."""
         reason = self.refused.get(feature)
         return "" if reason is None else conflict(f"the option {self.name!r}", feature, reason)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphOption(Option):
-    """An option that any graph may be given when it is solved.
+    """An option that can be applied to any graph when it is solved.
 
     Attributes:
-        need: what it needs to know of the machine.
-        last: True if its ops stand behind those of all other options.
-        accepts: returns why a graph cannot be given it; "" if it can.
-        apply: the rewrite of a graph that is accepted.
+        need: knowledge about the machine that it needs.
+        last: True if its ops come after those of all other options.
+        accepts: returns why a graph cannot have it; "" if it can.
+        apply: the rewrite of an accepted graph.
     """
 
     need: Need
@@ -128,7 +128,7 @@ class GraphOption(Option):
         """Return `graph` with this option.
 
         Raises:
-            GraphError: it is not accepted.
+            GraphError: the option does not accept the graph.
         """
         if reason := self.accepts(graph, surroundings):
             raise GraphError(reason)

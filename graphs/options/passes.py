@@ -1,4 +1,4 @@
-"""A schedule on several devices as a step runs it: a forward pass that ends with its results, and a backward pass."""
+"""Splitting of a schedule on several devices into a forward pass, which ends with its results, and a backward pass."""
 
 from graphs.errors import ScheduleError
 from graphs.ir import TANGENT, Graph, Kind, Phase
@@ -8,23 +8,23 @@ _TANGENT = f"{Kind.INPUT}_{TANGENT}"  # the gradient of the loss, as graphs name
 
 
 def in_passes(graph: Graph, schedule: Schedule) -> Schedule:
-    """`schedule` as ``passes_of`` makes it. It may hold a result longer than before: it is to be judged again."""
+    """Return `schedule` reordered into passes by ``passes_of``. Results may stay in memory longer: simulate it again."""
     forward, backward = passes_of(graph, schedule)
     return Schedule((*forward, *backward))
 
 
 def passes_of(graph: Graph, schedule: Schedule) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
-    """The steps of the forward and of the backward pass, in the order of `schedule` but for these.
+    """Return the steps of the forward and of the backward pass, in the order of `schedule` except for some transfers.
 
-    A kept tensor of the forward pass that is copied to the main device later is copied as that pass ends, for the caller gets it
-    then. Copies of the gradient of the loss, which comes with the backward pass, are made as that begins.
+    A kept tensor of the forward pass that is transferred to the main device later is transferred at the end of that pass, where
+    the caller receives it. Copies of the gradient of the loss, which is an input of the backward pass, are made at its start.
 
     Args:
         graph: with placement.
         schedule: valid on it.
 
     Raises:
-        ScheduleError: a result of the forward pass is nowhere as that ends.
+        ScheduleError: a result of the forward pass is in no memory at its end.
     """
     results = {t for t in graph.kept if graph.ops[graph.tensors[t].producers[0]].phase is Phase.FORWARD}
     cut = _end_of_forward(graph, schedule, results)
@@ -50,9 +50,9 @@ def passes_of(graph: Graph, schedule: Schedule) -> tuple[tuple[Step, ...], tuple
 
 
 def _end_of_forward(graph: Graph, schedule: Schedule, results: set[int]) -> int:
-    """Number of steps of the forward pass: up to where its results are in some memory, once all of its ops have been executed.
+    """Return the number of steps of the forward pass: until all its ops have been executed and its results are in some memory.
 
-    A result that was made elsewhere, and went there, may be computed here once more before the backward pass begins.
+    A result that was produced and freed on another device may be recomputed here before the backward pass begins.
     """
     cut, there = boundary(graph, schedule), set[int]()
     places = {
@@ -72,14 +72,14 @@ def _end_of_forward(graph: Graph, schedule: Schedule, results: set[int]) -> int:
 
 
 def due(graph: Graph) -> dict[int, int]:
-    """For each kept tensor of a plain graph the last op of its pass: behind it, the caller of the step gets the tensor."""
+    """Return for each kept tensor of a plain graph the last op of its pass, after which the caller receives the tensor."""
     forward = [op.id for op in graph.ops if op.phase is Phase.FORWARD]
     makers = {x: graph.tensors[x].producers[0] for x in sorted(graph.kept)}
     return {x: forward[-1] if maker in forward else len(graph.ops) - 1 for x, maker in makers.items()}
 
 
 def _copy_of(graph: Graph, t: int, there: set[int]) -> int:
-    """The op that copies a kept tensor to the main device from where it is."""
+    """Return the op that transfers the kept tensor `t` to the main device from a pool that holds it."""
     for op in graph.tensors[t].producers:
         if graph.ops[op].is_transfer and there.issuperset(graph.ops[op].inputs):
             return op

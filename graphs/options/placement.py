@@ -1,18 +1,19 @@
-"""Placement: an op may run on another device, with copies between their memories (Schuler et al., XEngine, TACO 2022).
+"""Placement: an op may run on another device, with transfers between the devices (Schuler et al., XEngine, TACO 2022).
 
 Each further device d has a pool, a stream that computes and owns it, and a channel to and from every other device. The optional
-ops are, for each op that can run there, one that stands for it, reading and making copies ``t@d`` of the program's tensors; and
-for each of these tensors copies from every memory to every other.
+ops are, for each op that can run there, a replacement that reads and produces copies ``t@d`` of the program's tensors; and
+transfers of each of these tensors between every two devices.
 
-Static tensors live on the main device: what is read elsewhere is copied there, once or more often in a step, and freed there like
-any other. So parameters that the optimizer has changed are never stale, and take memory there only while they are wanted.
+Static tensors live on the main device: a device that reads them gets copies, once or more often in a step, and frees them like
+other tensors. So parameters that the optimizer has changed are never stale, and their copies take memory only while they are
+used.
 
-Some ops stay on the main device: those that draw random numbers, which another generator would draw otherwise, or save its state;
-those that write in place, or read what is written, for a copy has no side of the write to be on; and those around a tensor that
-is held on for another. Kept tensors end on the main device. A stand-in has the workspace of its op, unless another was measured.
+Some ops stay on the main device: ops that draw random numbers or save the state of the generator; ops that write in place, or
+read a tensor that is written in place, since a copy is neither before nor after the write; and ops whose tensors are held for
+others. Kept tensors end on the main device. A replacement has the workspace of its op, unless another one was measured.
 
-What else a graph offers stays on the main device: optional ops that compute there, before these, and round trips to the host
-(``graphs.options.offload``), behind them. A stand-in writes over nothing; its op may, where the schedule executes it.
+Other options stay on the main device: optional ops that compute there come before these, transfers to the host
+(``graphs.options.offload``) after them. A replacement overwrites no input; its op may, if the schedule executes it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,15 +33,15 @@ from graphs.schedule import Schedule
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The choices that ``PLACEMENT`` has given a graph. Devices are positions in `pools`, the main one 0.
+    """The alternatives that ``PLACEMENT`` has added to a graph. Devices are positions in `pools`, the main one 0.
 
     Attributes:
         whole: the graph.
         program: the graph without them, with the same ids.
-        pools: of the devices.
-        runs: by device and op of the program the op that executes it there, None where it cannot run.
-        places: by device and tensor of `program` the tensor that is its copy there, None where it never is.
-        copies: by (from, to, tensor of `program`) the op that copies.
+        pools: the pools of the devices.
+        runs: by device and op of the program, the op that executes it there; None if it cannot run.
+        places: by device and tensor of `program`, its copy there; None if there is none.
+        copies: by (from, to, tensor of `program`), the transfer.
     """
 
     whole: Graph
@@ -83,7 +84,7 @@ def _mismatch(graph: Graph, device: OtherDevice) -> str:
 
 
 def _new_names(pools: Sequence[str], device: str) -> list[str]:
-    """The names of the memory and the streams that a device adds to those with these `pools`."""
+    """Return the names of the pool and the streams that `device` adds to a graph with these `pools`."""
     ends = [ends for pool in pools for ends in ((pool, device), (device, pool))]
     return [device, computing(device), *(channel(*pools) for pools in ends)]
 
@@ -117,14 +118,14 @@ PLACEMENT = GraphOption(
 
 
 class _Devices:
-    """Adds devices to a graph, one after the other."""
+    """A builder that adds devices to a graph, one after the other."""
 
     def __init__(self, graph: Graph) -> None:
         self.source, self.writer = graph, Writer(graph)
-        self.places = [{t.id: t.id for t in graph.tensors}]  # by pool, what each tensor of the graph is there
+        self.places = [{t.id: t.id for t in graph.tensors}]  # by pool, the copy of each tensor of the graph
 
     def add(self, device: OtherDevice) -> None:
-        """Add pool, tensors, copies to it, stand-ins, and copies from it: in this order each reads what there is already."""
+        """Add the pool, copies of tensors, transfers to the device, replacements, and transfers back, in this order."""
         moved = movable(self.source, device)
         pools = [pool.name for pool in self.writer.pools]
         self.writer.pools.append(Pool(device.name, computing(device.name), device.capacity_bytes))
@@ -153,14 +154,14 @@ class _Devices:
         self.places.append(there)
 
     def _copy_all(self, source: Mapping[int, int], target: Mapping[int, int], channel: Channel) -> None:
-        """Copy all tensors that may be in both memories, but none to where a tensor is static."""
+        """Add transfers of all tensors that may be in both pools, except to the pool where a tensor is static."""
         for t in self.source.tensors:
             if t.id in source and t.id in target and not (t.static and target is self.places[0]):
                 self.writer.add_transfer(t, source[t.id], target[t.id], channel)
 
 
 def without_placement(graph: Graph) -> Graph:
-    """`graph` on its main device, with all else that it offers. Of what is left, ids close ranks."""
+    """Return `graph` on its main device with its other options; remaining ops and tensors are renumbered."""
     if not is_placed(graph):
         return graph
     others = devices_of(graph)[1:]
@@ -170,17 +171,17 @@ def without_placement(graph: Graph) -> Graph:
 
 
 def fixed(graph: Graph) -> frozenset[int]:
-    """Ops of the program that stay on the main device."""
+    """Return the ids of the program's ops that stay on the main device."""
     stay = {t for op in graph.ops for t in op.mutates}
     stay |= {t.id for t in graph.tensors if t.held_for is not None or t.kind is Kind.RANDOM_STATE}
     return frozenset(op.id for op in graph.program if op.random or op.mutates or not stay.isdisjoint((*op.inputs, *op.outputs)))
 
 
 def movable(graph: Graph, device: OtherDevice) -> list[tuple[Op, float]]:
-    """The ops of the program that may run on `device`, each with its seconds there.
+    """Return the ops of the program that may run on `device`, each with its seconds there.
 
     Raises:
-        GraphError: the device has not a time, or None, for each op.
+        GraphError: `device` does not have one time, or None, for each op.
     """
     if reason := _mismatch(graph, device):
         raise GraphError(reason)
@@ -189,31 +190,31 @@ def movable(graph: Graph, device: OtherDevice) -> list[tuple[Op, float]]:
 
 
 def between_devices(graph: Graph, op: Op) -> bool:
-    """Return True if `op` is a transfer from one device to another, and not from or to the host."""
+    """Return True if `op` is a transfer between two devices, neither of them the host."""
     return op.is_transfer and HOST not in graph.ends(op)
 
 
 def is_placed(graph: Graph) -> bool:
-    """Whether ``PLACEMENT`` has given `graph` other devices."""
+    """Return True if ``PLACEMENT`` has added devices to `graph`."""
     return len(devices_of(graph)) > 1
 
 
 def devices_of(graph: Graph) -> tuple[Pool, ...]:
-    """The pools of the devices, the main one first: without the host's."""
+    """Return the pools of the devices, the main one first, without the host's."""
     return tuple(pool for pool in graph.pools if pool.computes)
 
 
 def on_devices_alone(graph: Graph) -> bool:
-    """Whether the other pools and streams of `graph`, if any, are those that ``PLACEMENT`` has given it."""
+    """Return True if all pools and streams of `graph` belong to the main device or were added by ``PLACEMENT``."""
     owners = {pool.owner for pool in graph.pools}
     return devices_of(graph) == graph.pools and all(op.stream in owners or op.is_transfer for op in graph.ops)
 
 
 def placement_of(graph: Graph) -> Placement:
-    """The choices of a graph that ``PLACEMENT`` has made; of a plain graph those of one device.
+    """Return the alternatives that ``PLACEMENT`` has added to a graph; for a plain graph, those of one device.
 
     Raises:
-        GraphError: it has other choices than these.
+        GraphError: the graph has other optional ops.
     """
     found = placement_beside(graph)
     if not found.program.plain:
@@ -222,10 +223,10 @@ def placement_of(graph: Graph) -> Placement:
 
 
 def placement_beside(graph: Graph) -> Placement:
-    """As ``placement_of``, of a graph that may have optional ops on the main device besides; those are in ``program``.
+    """Return the placement of a graph that may also have optional ops on the main device, which stay in ``program``.
 
     Raises:
-        GraphError: it has other pools or streams, or ops there that ``PLACEMENT`` does not make.
+        GraphError: the graph has pools, streams or ops on other devices that ``PLACEMENT`` does not add.
     """
     first = next((op.id for op in graph.ops if op.stream != COMPUTE), len(graph.ops))
     count = next((t.id for t in graph.tensors if t.pool != graph.pools[0].name), len(graph.tensors))

@@ -1,4 +1,4 @@
-"""Which optional ops a graph holds: of some choices, or none but the program."""
+"""Selection of optional ops: graphs without some of the options that they were traced with."""
 
 from collections.abc import Callable, Collection
 from dataclasses import replace
@@ -8,12 +8,16 @@ from graphs.ir import Graph, Op
 from graphs.pools import COMPUTE
 from graphs.schedule import Compute, Free, Schedule
 
-TRACED = "options"  # of the provenance: the choices that a graph was traced with
-LEFT_OUT = "left_out"  # likewise: names of ops of theirs that were found to be of no use
+TRACED = "options"  # key of the provenance: the options that a graph was traced with
+LEFT_OUT = "left_out"  # key of the provenance: names of their ops that were dropped as useless
 
 
 def traced_with(graph: Graph) -> tuple[str, ...]:
-    """The choices that were found when `graph` was traced, or looked for."""
+    """Return the names of the options that were enabled when `graph` was traced.
+
+    Raises:
+        GraphError: the provenance is not a list of names.
+    """
     names = graph.provenance.get(TRACED, ())
     if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
         raise GraphError(
@@ -23,7 +27,7 @@ def traced_with(graph: Graph) -> tuple[str, ...]:
 
 
 def held_with(graph: Graph, names: Collection[str]) -> Graph:
-    """Return `graph` with the optional ops of the options `names` only, of those that it was traced with."""
+    """Return `graph` where, of the options that it was traced with, only `names` remain."""
     dropped = [name for name in traced_with(graph) if name not in names]
     if not dropped:
         return graph
@@ -35,30 +39,30 @@ def held_with(graph: Graph, names: Collection[str]) -> Graph:
 
 
 def exact_ops(graph: Graph) -> list[str]:
-    """Names of the optional ops that were found when `graph` was traced, and differ from the program in not a bit."""
+    """Return the names of the optional ops that were found in tracing and are bit-identical to the program."""
     return [op.name for op in graph.ops if op.optional and op.exact and option_of(op) in traced_with(graph)]
 
 
 def holding_ops(graph: Graph, names: Collection[str]) -> Graph:
-    """`graph` without the optional ops that were found when it was traced and are not called one of `names`."""
+    """Return `graph` where, of the optional ops that were found in tracing, only those in `names` remain."""
     found = [op.name for op in graph.ops if op.optional and option_of(op) in traced_with(graph)]
     dropped = set(found).difference(names)
     return without(graph, lambda op: op.name in dropped) if dropped else graph
 
 
 def option_of(op: Op) -> str:
-    """The choice that an optional op is of."""
+    """Return the name of the option that an optional op belongs to."""
     return op.target.partition(".")[0]
 
 
 def without_computed(graph: Graph) -> Graph:
-    """`graph` without the optional ops on the compute stream: the program, and what is done beside the computation."""
+    """Return `graph` without the optional ops on the compute stream: the program and its transfers."""
     offered = any(op.optional and op.stream == COMPUTE for op in graph.ops)
     return without(graph, lambda op: op.stream == COMPUTE) if offered else graph
 
 
 def without(graph: Graph, is_dropped: Callable[[Op], bool]) -> Graph:
-    """`graph` without some of its optional ops, and tensors that only they make. Of what is left, ids close ranks."""
+    """Return `graph` without the dropped optional ops and the tensors that only they produce; the rest is renumbered."""
     ops = [op for op in graph.ops if not (op.optional and is_dropped(op))]
     new_op = {op.id: i for i, op in enumerate(ops)}
     made = [t for t in graph.tensors if t.static or any(p in new_op for p in t.producers)]
@@ -84,10 +88,10 @@ def without(graph: Graph, is_dropped: Callable[[Op], bool]) -> Graph:
 
 
 class PartOf:
-    """A graph that is a whole one ``without`` some ops.
+    """The relation between a graph and the result of ``without`` on it.
 
     Attributes:
-        ops, tensors: for each of the part its id in the whole.
+        ops, tensors: for each op or tensor of the part, its id in the whole.
     """
 
     def __init__(self, whole: Graph, part: Graph) -> None:
@@ -97,7 +101,7 @@ class PartOf:
         self.tensors = tuple(tensor[own.name] for own in part.tensors)
 
     def schedule(self, schedule: Schedule) -> Schedule:
-        """A schedule of the part as one of the whole."""
+        """Return a schedule of the part as a schedule of the whole."""
         steps = (
             Compute(self.ops[step.op]) if isinstance(step, Compute) else Free(self.tensors[step.tensor])
             for step in schedule.steps
@@ -106,5 +110,5 @@ class PartOf:
 
 
 def differences(graph: Graph, computed: Collection[int]) -> tuple[str, ...]:
-    """What may differ from the program where the ops `computed` are executed, each said once."""
+    """Return how results may differ from the program's if the ops `computed` are executed, without repetition."""
     return tuple(dict.fromkeys(graph.ops[op].differs for op in sorted(set(computed)) if graph.ops[op].differs))

@@ -1,4 +1,4 @@
-"""What options of a graph need to know of the machine around the device."""
+"""The machine around the device, as graph options need it: the link to the host, and other devices."""
 
 import math
 from dataclasses import dataclass, replace
@@ -11,15 +11,15 @@ from graphs.units import format_bytes, format_seconds
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What carries copies between the device and the host, beside each other and beside the computation.
+    """The link between the device and the host: two channels, which work in parallel with each other and with the computation.
 
     Attributes:
         out_bytes_per_s: from the device to the host.
         in_bytes_per_s: from the host to the device.
-        latency_s: that each copy takes besides its bytes.
+        latency_s: of each transfer, besides its bytes.
 
     Raises:
-        GraphError: a value that no machine has.
+        GraphError: an impossible value.
     """
 
     out_bytes_per_s: float
@@ -27,42 +27,41 @@ class Link:
     latency_s: float = 0.0
 
     def __post_init__(self) -> None:
-        _ = self.out, self.back  # which refuse what no machine has
+        _ = self.out, self.back  # both raise an error for impossible values
 
     @classmethod
     def even(cls, bytes_per_s: float, latency_s: float = 0.0) -> Self:
-        """With one figure for both directions."""
+        """Return a link with the same rate in both directions."""
         return cls(bytes_per_s, bytes_per_s, latency_s)
 
     @property
     def out(self) -> Channel:
-        """To the host."""
+        """The channel to the host."""
         return Channel(DEVICE, HOST, self.out_bytes_per_s, self.latency_s)
 
     @property
     def back(self) -> Channel:
-        """From the host."""
+        """The channel from the host."""
         return Channel(HOST, DEVICE, self.in_bytes_per_s, self.latency_s)
 
 
 @dataclass(frozen=True, slots=True)
 class OtherDevice:
-    """A device beside the one that the program is for, with a memory of its own.
+    """A further device, with its own memory.
 
     Attributes:
-        name: of its pool, unlike those of the other pools.
-        times_s: for each op of the program the seconds that it takes there; None where it cannot run.
-        bytes_per_s: what is copied in a second from it to each device before it and back, beside all other copies and
-            beside the computation.
-        capacity_bytes: of its memory that a step may take; None for no limit.
-        differs: what may differ from the program's results where it computes (rounding); "" for not a bit.
-        exact: ids of ops that make the program's bits there, whatever `differs` says.
-        workspaces_bytes: for each op of the program what it holds there while it runs; () for as much as on the main device.
-        latency_s: that each copy takes besides its bytes.
-        block_bytes: its memory is handed out in blocks of so many.
+        name: name of its pool, unique.
+        times_s: for each op of the program, its seconds on this device; None if it cannot run there.
+        bytes_per_s: rate of each channel between it and an earlier device, in either direction; channels work in parallel.
+        capacity_bytes: memory that a step may use; None for no limit.
+        differs: how its results may differ from the program's (rounding); "" if they are bit-identical.
+        exact: ids of ops whose results are bit-identical in spite of `differs`.
+        workspaces_bytes: for each op of the program, its workspace there; () for those of the main device.
+        latency_s: of each transfer, besides its bytes.
+        block_bytes: granularity of its allocator.
 
     Raises:
-        GraphError: a value that no machine has.
+        GraphError: an impossible value.
     """
 
     name: str
@@ -76,7 +75,7 @@ class OtherDevice:
     block_bytes: int = 1
 
     def __post_init__(self) -> None:
-        self.channel(DEVICE, self.name)  # which refuses what no machine has
+        self.channel(DEVICE, self.name)  # raises an error for impossible values
         if self.block_bytes < 1:
             raise GraphError(f"the memory of {self.name!r} comes in blocks of {self.block_bytes!r} bytes: must be 1 or more")
         if self.workspaces_bytes and len(self.workspaces_bytes) != len(self.times_s):
@@ -90,7 +89,7 @@ class OtherDevice:
 
     @property
     def exactly(self) -> Self:
-        """This device with those of its ops alone that make the program's bits there."""
+        """This device restricted to ops whose results are bit-identical to the program's."""
         if not self.differs:
             return self
         times_s = tuple(time_s if op in self.exact else None for op, time_s in enumerate(self.times_s))
@@ -108,11 +107,11 @@ class Surroundings:
 
     Attributes:
         link: between the device and the host.
-        host_bytes: of pinned memory on the host that a step may take; None for no limit.
+        host_bytes: pinned memory on the host that a step may use; None for no limit.
         others: devices that ops may be placed on (``graphs.options.placement``).
 
     Raises:
-        GraphError: a value that no machine has.
+        GraphError: an impossible value.
     """
 
     link: Link

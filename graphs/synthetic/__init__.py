@@ -1,4 +1,4 @@
 """Synthetic graphs from few parameters: small ones with known optima, random ones, and large training steps.
 
-For tests and for benchmarks of solvers; they do not need torch.
+They serve tests and benchmarks of solvers, and do not need torch.
 """

@@ -14,7 +14,7 @@ class Draft:
     tensors: list[Tensor] = field(default_factory=list)
 
     def static(self, name: str, size_bytes: int, kind: Kind = Kind.PARAMETER) -> int:
-        """Add a static tensor; returns its id."""
+        """Add a static tensor and return its id."""
         self.tensors.append(Tensor(len(self.tensors), name, size_bytes, (), kind))
         return len(self.tensors) - 1
 
@@ -31,7 +31,7 @@ class Draft:
         mutates: tuple[int, ...] = (),
         overwrites: tuple[tuple[int, int], ...] = (),
     ) -> tuple[int, ...]:
-        """Add an op with one output for each size; returns the ids of the outputs."""
+        """Add an op with one output for each size and return the ids of the outputs."""
         index = len(self.ops)
         outputs = tuple(range(len(self.tensors), len(self.tensors) + len(sizes_bytes)))
         for position, (t, size) in enumerate(zip(outputs, sizes_bytes, strict=True)):

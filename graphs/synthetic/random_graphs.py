@@ -1,4 +1,4 @@
-"""Random graphs, reproducible by their seeds."""
+"""Random graphs, reproducible from a seed."""
 
 import random
 from collections.abc import Iterable

@@ -5,7 +5,7 @@ from graphs.synthetic.draft import Draft
 
 
 def chain(length: int) -> Graph:
-    """Return a chain: each op reads the output of the one before; unit times and sizes.
+    """Return a chain: each op reads the output of the previous one; times and sizes are 1.
 
     Keeping everything needs 2 bytes (input and output of an op), which is the least feasible budget.
     """

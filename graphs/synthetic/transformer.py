@@ -39,7 +39,7 @@ def transformer(size: TransformerSize) -> Graph:
 
 
 class _Transformer:
-    """Forward ops recorded with the tensors that their backward ops read, then traversed backward."""
+    """A tape of forward ops with the tensors that their backward ops read, which is traversed in reverse."""
 
     def __init__(self, size: TransformerSize) -> None:
         self.size = size
@@ -122,7 +122,7 @@ class _Transformer:
         return 3e-6 + numbers * self.size.item_bytes / self.size.bytes_per_s
 
     def backward(self, output: int, gradient: int) -> None:
-        """Add for each recorded op, latest first, the sum of its output's gradients, and the gradients of its inputs."""
+        """Add for each recorded op, latest first, the sum of its output's gradients and the gradients of its inputs."""
         gradients: dict[int, list[int]] = {output: [gradient]}
         for name, inputs, y, needs, parameters, time_s in reversed(self.tape):
             parts = gradients.pop(y)

@@ -1,27 +1,27 @@
 """torchtitan's ``auto_perf_maxing`` (proposed in 2026): fractions of layers by a linear program, tensors by a 0-1 program each.
 
-The linear program says what part of each layer's saved bytes is kept, computed again and offloaded, for a
-cap on memory; a 0-1 program for each layer, for equal layers once, which tensors that is. Ends of layers and random ops
-are never computed again. What is offloaded leaves and comes back as in ``sac_and_offload``, what is computed again is so when
-it is needed. The peak of the schedule, published as an estimate and here the judge's, corrects the cap, in up to twelve
-rounds: by what it is over the budget, and a little more, or half of what it is below.
+The linear program chooses the fractions of each layer's saved bytes that are kept, recomputed and offloaded, for a cap on memory;
+a 0-1 program for each layer (once for equal layers) chooses the tensors. Outputs of layers and random ops are never recomputed.
+Tensors are offloaded and reloaded as in ``sac_and_offload``, and recomputed when they are needed. The peak of the schedule,
+published as an estimate and here simulated, corrects the cap, in up to twelve rounds: by the excess over the budget and a little
+more, or half of the unused memory.
 
-Published with a tolerance of 1.5 GiB above the budget; here only what fits counts, the fastest of all rounds. All choices of
-blocks are tried as layers.
+Published with a tolerance of 1.5 GiB above the budget; here only schedules within the budget count, and the fastest of all rounds
+is returned. All divisions into blocks are tried as layers.
 
-Outer, linear, for each layer b with a_b saved bytes, of which a fraction is kept, computed again, offloaded:
+Outer, linear, for each layer b with a_b saved bytes, of which fractions are kept, recomputed and offloaded:
 
-    k_b + r_b + o_b = 1              r_b a_b <= what may be computed again       o_b a_b <= what may be offloaded
-    live(p) - sum of r_b a_b over the layers that have gone at p - the same of o_b a_b + sum of r_b w_b <= cap + excess
+    k_b + r_b + o_b = 1              r_b a_b <= recomputable bytes       o_b a_b <= offloadable bytes
+    live(p) - sum of r_b a_b over the layers freed at p - the same of o_b a_b + sum of r_b w_b <= cap + excess
     o_b a_b <= bandwidth x time of the layer's own forward pass, and of its own backward pass
     sum of o_b a_b <= capacity of the host
     minimise sum of r_b x time of the layer's forward pass
 
-for every position p in the step, w_b being what layer b holds besides while it is computed again, which is where p lies in its
-backward pass. The excess, at a price above all else, is there so that there always is an answer.
+for every position p in the step, w_b being the working memory of the recomputation of layer b, if p is in its backward pass. The
+excess, at a dominant price, makes the program feasible.
 
-Inner, 0-1, for each layer: every saved tensor is kept, computed again or offloaded, so that the bytes of both are as near as can
-be to what the fractions say; of equal ways, what is computed again in less time.
+Inner, 0-1, for each layer: every saved tensor is kept, recomputed or offloaded, so that the recomputed and offloaded bytes are as
+close as possible to the fractions; ties are broken by recomputation time.
 """
 
 from collections.abc import Iterator, Sequence
@@ -44,22 +44,22 @@ from solvers.request import Request
 from solvers.result import Result
 
 _EXCESS = 1e3  # its price, per capacity, in forward passes
-_NEAR = 2e-4  # a layer's bytes may be off by this part of them
+_NEAR = 2e-4  # relative tolerance on a layer's bytes
 _MOST_WORK = 1.0  # for a layer, see ``solvers.clock``
-_LESS_TIME = 2e-4  # what time counts beside bytes, both as parts of the layer's
+_LESS_TIME = 2e-4  # weight of time relative to bytes, both as fractions of the layer's
 
-Row = tuple[dict[int, float], float]  # weights by column, and what they sum to at most
+Row = tuple[dict[int, float], float]  # weights by column, and the upper limit of their sum
 
-Alike = dict[object, tuple[list[int], list[int]]]  # of layers and fractions, the places of what goes
+Alike = dict[object, tuple[list[int], list[int]]]  # by layer and fractions, the positions of the chosen tensors
 
 
 @dataclass(frozen=True, slots=True)
 class AutoPerfParams:
-    """As published.
+    """Parameters of the method, with the published values.
 
     Attributes:
-        rounds: in which the cap is corrected, for each choice of layers.
-        near: the rounds end with a peak below the budget by no more than this part of it.
+        rounds: corrections of the cap, for each division into layers.
+        near: the rounds end with a peak below the budget by at most this fraction of it.
     """
 
     rounds: int = 12
@@ -71,8 +71,8 @@ class Saved:
     """A tensor that the forward pass of a layer saves.
 
     Attributes:
-        time_s: of the op that makes it.
-        again, away: whether it may be computed again, and be offloaded.
+        time_s: of the op that produces it.
+        again, away: True if it may be recomputed, or offloaded.
     """
 
     tensor: int
@@ -83,7 +83,7 @@ class Saved:
 
 
 class Outer:
-    """The layers of a step that keeps everything, and their fractions."""
+    """The linear program: the layers of a step that keeps everything, and their fractions."""
 
     def __init__(self, offer: Offer, blocks: Sequence[str | None]) -> None:
         self.offer, graph = offer, offer.program
@@ -108,7 +108,7 @@ class Outer:
         self.live = [memory[k] for k, step in enumerate(schedule.steps) if isinstance(step, Compute)]
 
     def _find_working_bytes(self) -> None:
-        """What a layer's forward pass holds at most besides what it saves."""
+        """Set the most memory that each layer's forward pass needs besides its saved tensors."""
         saved = {s.tensor for layer in self.saved for s in layer}
         held: dict[int, int] = {}
         for op_id, layer in self.layers.of_op.items():
@@ -122,7 +122,7 @@ class Outer:
             self.working_bytes[layer] = max(self.working_bytes[layer], bytes_now)
 
     def _backward_spans(self, count: int) -> list[range]:
-        """The backward pass of each layer: from where it begins to where the next one does."""
+        """Return the positions of each layer's backward pass, up to the start of the next one."""
         begins = sorted((position, layer) for layer, position in self.layers.first_backward.items())
         spans = [range(0)] * count
         for (begin, layer), (end, _) in pairwise([*begins, (len(self.offer.program.ops), -1)]):
@@ -130,7 +130,7 @@ class Outer:
         return spans
 
     def fractions(self, cap_bytes: int, clock: Clock) -> tuple[list[float], list[float]] | None:
-        """By layer r, and by layer o, for a peak of `cap_bytes`; None if there was no time to find them."""
+        """Return r and o by layer, for a peak of `cap_bytes`; None if the time ran out."""
         count = len(self.saved)
         base_s = sum(self.forward_s) or 1.0
         unit = max(self.live) or 1
@@ -146,7 +146,7 @@ class Outer:
         return answer.values[:count].tolist(), answer.values[count : 2 * count].tolist()
 
     def _limits(self) -> list[float]:
-        """The most that r and o of each layer can be."""
+        """Return the upper bounds of r and o of each layer."""
         all_s = sum(trip.out_s for trip in self.offer.trips.values())
         rate = sum(map(self.offer.size_bytes, self.offer.trips)) / all_s if all_s else np.inf
         again, away = [], []
@@ -157,7 +157,7 @@ class Outer:
         return again + away
 
     def _memory_rows(self, cap_bytes: int, unit: int) -> list[Row]:
-        """One for each position, of those with the same terms the tightest."""
+        """Return the rows for all positions, of those with the same terms the tightest."""
         count, layers = len(self.saved), self.layers
         worst: dict[tuple[tuple[int, float], ...], int] = {}
         for position, live in enumerate(self.live):
@@ -180,12 +180,12 @@ class Outer:
 
 
 def chosen(saved: Sequence[Saved], again_bytes: float, away_bytes: float, clock: Clock) -> tuple[list[int], list[int]] | None:
-    """Of a layer's tensors those to compute again and those to offload; None if there was no time to find them."""
+    """Return the positions of a layer's tensors to recompute and of those to offload; None if the time ran out."""
     n, unit = len(saved), float(sum(s.size_bytes for s in saved) or 1)
     if again_bytes < 1e-6 * unit and away_bytes < 1e-6 * unit:
         return [], []
     total_s = sum(s.time_s for s in saved) or 1.0
-    # Columns: again and away by tensor, then by how much the bytes of each are off, above and below.
+    # Columns: again and away by tensor, then the deviation of the bytes of each.
     cost = [*(_LESS_TIME * s.time_s / total_s for s in saved), *([0.0] * n), 1.0, 1.0]
     upper = [*(float(s.again) for s in saved), *(float(s.away) for s in saved), 2.0, 2.0]
     rows: list[Row] = [({i: 1.0, n + i: 1.0}, 1.0) for i in range(n)]
@@ -217,7 +217,7 @@ def _program(cost: Sequence[float], upper: Sequence[float], integer: Sequence[bo
 
 
 def solve(request: Request) -> Result:
-    """As ``solvers.registry.Solver``; LIMIT when no round fits. The parameters are ``AutoPerfParams``."""
+    """Return the fastest schedule of all rounds that fits; LIMIT if none does. The parameters are ``AutoPerfParams``."""
     params = request.params_of(AutoPerfParams())
     what = "auto_perf_maxing"
 
@@ -250,7 +250,7 @@ def _rounds(offer: Offer, blocks: Sequence[str | None], request: Request, params
 
 
 def _split(outer: Outer, cap_bytes: int, request: Request, alike: Alike) -> tuple[frozenset[int], frozenset[int]] | None:
-    """What is computed again and what is offloaded, for a cap; None if there was no time to find it."""
+    """Return the recomputed and the offloaded tensors for a cap; None if the time ran out."""
     fractions = outer.fractions(cap_bytes, request.clock)
     if fractions is None:
         return None

@@ -1,12 +1,12 @@
-"""Swapping in order of measured free time, as Capuchin does (Peng et al., ASPLOS 2020), without its recomputation.
+"""Swapping in order of measured free time, as in Capuchin (Peng et al., ASPLOS 2020), without its recomputation.
 
-Times of accesses are measured in a step that keeps everything. Of each tensor the longest time between two accesses counts;
-its free time is what is left of that after a copy out and a copy in. Tensors are swapped in descending order of free time, as
-many as it takes for the step to fit, also those whose free time is below 0.
+Times of accesses are measured in a step that keeps everything. For each tensor the longest interval between two accesses counts;
+its free time is this interval less the two transfers. Tensors are swapped in descending order of free time, even below 0, until
+the step fits.
 
-A tensor leaves after the first of the two accesses, and the computation waits for its copy only where room is wanted. It is
-asked for as late as it arrives in time before the second one, copies before it on the channel included (which Capuchin learns
-by feedback from step to step), later where there is no room.
+A tensor is offloaded after the first of the two accesses, and the computation waits for the transfer only if the memory is
+needed. It is reloaded as late as it arrives in time for the second access, given the other transfers on the channel (which
+Capuchin learns by feedback from step to step), or later if there is no space.
 """
 
 from bisect import bisect_right
@@ -25,7 +25,7 @@ from solvers.result import Result
 
 @dataclass(frozen=True, slots=True)
 class Swap:
-    """Tensor `tensor` is away between its accesses by ops `after` and `before`; `free_s` of that time no copy takes."""
+    """An offload of `tensor` between its accesses by ops `after` and `before`; `free_s` is the interval less the transfers."""
 
     tensor: int
     after: int
@@ -34,13 +34,13 @@ class Swap:
 
 
 def solve(request: Request) -> Result:
-    """As ``solvers.registry.Solver``; LIMIT when swapping everything does not fit."""
+    """Return the schedule with the fewest swaps that fit; LIMIT if swapping everything does not fit."""
     trials = partial(_trials, budget_bytes=request.budget_bytes)
     return offloading_answer(request, "capuchin-swap", trials, what="swapping by free time", settings={})
 
 
 def _trials(offer: Offer, budget_bytes: int) -> Iterator[Candidate]:
-    """The fewest swaps that fit, by bisection; all of them where none do."""
+    """Yield trials of a bisection for the fewest swaps that fit; the last one has all swaps if fewer do not fit."""
     swaps = swaps_of(offer)
     too_few, enough = -1, len(swaps)
     while too_few + 1 < enough:
@@ -56,7 +56,7 @@ def _trials(offer: Offer, budget_bytes: int) -> Iterator[Candidate]:
 
 
 def swaps_of(offer: Offer) -> list[Swap]:
-    """What may be swapped, the most free time first."""
+    """Return the possible swaps, those with the most free time first."""
     starts_s = _starts(offer)
     swaps: list[Swap] = []
     for t, trip in offer.trips.items():
@@ -69,7 +69,7 @@ def swaps_of(offer: Offer) -> list[Swap]:
 
 
 def _starts(offer: Offer) -> list[float]:
-    """When each op starts in a step that keeps everything, and the end."""
+    """Return the start of each op in a step that keeps everything, and the end of the step."""
     return list(accumulate((op.time_s for op in offer.program.ops), initial=0.0))
 
 
@@ -87,7 +87,7 @@ class Swapping:
             self.asked.setdefault(begin, []).append(swap)
 
     def _asked(self, swaps: Sequence[Swap]) -> Iterator[tuple[int, Swap]]:
-        """Before which op each is asked for: backwards over the channel, where the others leave it free."""
+        """Yield each swap with the op before which its reload is issued, planned backwards over the channel."""
         ops, starts_s = self.offer.program.ops, _starts(self.offer)
         memory = self._memory_bytes(swaps)
         free_until_s = starts_s[-1]
@@ -103,7 +103,7 @@ class Swapping:
             yield begin, swap
 
     def _memory_bytes(self, swaps: Sequence[Swap]) -> list[int]:
-        """During each op, if what is swapped went and came at once."""
+        """Return the memory during each op, if swaps took no time."""
         ops = self.offer.program.ops
         change = [0] * (len(ops) + 1)
         for t in self.offer.program.tensors:
@@ -118,13 +118,13 @@ class Swapping:
         return [held + op.workspace_bytes for held, op in zip(lasting, ops, strict=False)]
 
     def schedule(self) -> Schedule:
-        """Its steps; where they do not fit, they are over the budget."""
+        """Return the schedule, which may exceed the budget."""
         device, program = self.device, self.offer.program
         for op in program.ops:
             for swap in self.asked.get(op.id, ()):
                 self._bring(swap.tensor)
             read = [t for t in op.inputs if not program.tensors[t].static]
-            for t in sorted(read, key=lambda t: t not in device.live):  # what is about to leave stays, before room is made
+            for t in sorted(read, key=lambda t: t not in device.live):  # live ones first, so that they stay
                 self._bring(t)
             device.make_room(sum(map(self.offer.size_bytes, op.outputs)) + op.workspace_bytes)
             device.compute(op.id)

@@ -1,11 +1,10 @@
-"""The reference: Checkmate's 0-1 program as published (Jain et al., MLSys 2020), in PuLP.
+"""Checkmate's 0-1 program as published (Jain et al., MLSys 2020), in PuLP, as the reference.
 
-``model.py`` has the program and says how it was adapted to several outputs per op, kept tensors and
-workspaces; ``run.py`` solves it with HiGHS or another solver that PuLP knows.
+``common/checkmate_program.py`` has the program, adapted to several outputs per op, kept tensors and workspaces;
+``common/pulp_solvers.py`` solves it with HiGHS or another solver of PuLP.
 
-The schedules it covers execute each op at most once per stage, in program order; a stage ends with the
-first execution of an op. Others exist, and at tight budgets one of them may be the only one, or faster: the
-optimum here is no bound over all schedules.
+Its schedules execute each op at most once per stage, in program order; a stage ends with the first execution of an op. Others
+exist, and at tight budgets one of them may be the only feasible one, or faster: the optimum is no bound on all schedules.
 """
 
 import os
@@ -35,10 +34,10 @@ CLASS = "each op at most once per stage, in program order"
 
 @dataclass(frozen=True, slots=True)
 class CheckmateParams:
-    """How the program is written and solved.
+    """Parameters of the program and its solution.
 
     Attributes:
-        milp_solver: any that PuLP knows, such as HiGHS or PULP_CBC_CMD.
+        milp_solver: any solver of PuLP, such as HiGHS or PULP_CBC_CMD.
         variant: of the program.
     """
 
@@ -47,12 +46,11 @@ class CheckmateParams:
 
 
 def solve(request: Request) -> Result:
-    """As ``solvers.registry.Solver``. The parameters are ``CheckmateParams``.
+    """Return the optimal schedule of Checkmate's program; the parameters are ``CheckmateParams``.
 
-    The bound, and what OPTIMAL refers to, cover schedules that execute each op at most once per stage, in
-    program order, and its outputs beside its inputs, whatever may be written over. An infeasible program is LIMIT,
-    not INFEASIBLE, since other schedules may fit. Only HiGHS reports progress, heeds `should_stop` while it runs, and
-    tells its bound when it ends early.
+    The bound, and status OPTIMAL, refer to schedules that execute each op at most once per stage, in program order, without
+    overwriting. An infeasible program gives LIMIT, not INFEASIBLE, since other schedules may fit. Only HiGHS reports progress,
+    polls `should_stop` while it runs, and returns its bound when it ends early.
 
     Raises:
         PlannerError: PuLP has no such solver, or it is not installed; or the clock counts work, which PuLP cannot.
@@ -94,15 +92,15 @@ def solve(request: Request) -> Result:
 
 
 def write_model(graph: Graph, budget_bytes: int, path: str | os.PathLike[str], *, variant: Variant = PUBLISHED) -> None:
-    """Write the program to `path`, whole or not at all, for other solvers: ``.lp`` or ``.mps``.
+    """Write the program to the file `path` atomically, for other solvers: ``.lp`` or ``.mps``.
 
-    Its objective is the time of recomputation in thousandths of the step without any; memory is in units of
-    the 10,000th part of what the static bytes leave of the budget.
+    Its objective is the time of recomputation in thousandths of the step without any; memory is in units of the 10,000th part of
+    the budget without static memory.
 
     Raises:
         BudgetError: an op alone needs more than the budget.
         OutputError: the file cannot be written.
-        PlannerError: another ending, or a program that is too large.
+        PlannerError: another suffix, or a program that is too large.
     """
     ending = Path(path).suffix.lower()
     if ending not in (".lp", ".mps"):
@@ -126,7 +124,7 @@ def write_model(graph: Graph, budget_bytes: int, path: str | os.PathLike[str], *
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What an answer amounts to, as in ``Result``."""
+    """The verdict on an answer, as in ``Result``."""
 
     status: Status
     schedule: Schedule | None

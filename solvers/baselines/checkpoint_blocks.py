@@ -1,8 +1,8 @@
-"""Checkpoint every block: the usual manual recipe (``torch.utils.checkpoint`` around each layer of a network).
+"""Checkpointing of every block: the usual manual recipe (``torch.utils.checkpoint`` around each layer of a network).
 
-Of the ways to divide a model in blocks (``common.blocks``) the fastest that fits is taken. Of a block only what crosses its
-boundary stays in memory (tensors that ops of the forward pass outside it read, and what the step returns or cannot compute
-again). The rest is dropped, and computed again, all at once, just before the first backward op that reads some of it.
+The fastest feasible division of the model into blocks (``common.blocks``) is used. Of a block only tensors at its boundary stay
+in memory (those that forward ops outside it read, and those that the step returns or cannot recompute). The others are freed, and
+recomputed together just before the first backward op that reads one of them.
 """
 
 from graphs.ir import Graph
@@ -15,14 +15,14 @@ from solvers.result import Reason, Result
 
 
 def checkpoint_blocks(graph: Graph, level: int) -> Schedule:
-    """The schedule that checkpoints every block of `level`."""
+    """Return the schedule that checkpoints every block of `level`."""
     return recompute_groups(graph, [block_of(op.module, level) or None for op in graph.ops])
 
 
 def solve(request: Request) -> Result:
-    """As ``solvers.registry.Solver``: of the ways to divide the model that fit, the fastest; LIMIT when none does.
+    """Return the fastest schedule of all divisions into blocks that fit; LIMIT if none does.
 
-    The policy proves nothing; its bound is the step without recomputation.
+    Its bound is the step without recomputation.
     """
     ways = blockings(request.graph)
     if not ways:

@@ -1,12 +1,12 @@
-"""Segments of the forward pass, recomputed one after the other (Chen et al., 2016).
+"""Recomputation of segments of the forward pass, one after the other (Chen et al., 2016).
 
-Of a segment stays what crosses into later ones; the rest is made again at once before its backward; the last
-segment is kept. ``chen-sqrt`` makes about sqrt(n) segments of n stages. ``chen-greedy`` (their algorithm 3) ends
-a segment once more bytes have been made in it than a threshold b, and searches for b: first b = 0, then a grid
-in [B / sqrt 2, sqrt 2 B], where B = sqrt(x y) for the x bytes that cross the cuts and the y bytes of the largest
-segment found so far, as in the paper; besides, the totals divided by 2, 3, ..., for other budgets.
+Of a segment, tensors that later segments read stay; the others are recomputed together before its backward pass; the last segment
+is kept. ``chen-sqrt`` has about sqrt(n) segments of n stages. ``chen-greedy`` (their algorithm 3) ends a segment once it has
+produced more bytes than a threshold b, and searches for b: first b = 0, then a grid in [B / sqrt 2, sqrt 2 B], where B = sqrt(x
+y) for the x bytes that cross the cuts and the y bytes of the largest segment found so far, as in the paper; in addition, the
+total bytes divided by 2, 3, ..., for other budgets.
 
-Graphs that are no chains are cut at articulation points and, linearised, anywhere; the faster that fits is taken.
+Graphs that are not chains are cut at articulation points and, linearised, anywhere; the faster schedule that fits is returned.
 """
 
 import math
@@ -23,17 +23,17 @@ from solvers.result import Result
 
 
 class ChenRule(StrEnum):
-    """How segments are made, by the name in the registry."""
+    """The choice of segments, by the name in the registry."""
 
     SQRT = "chen-sqrt"
     GREEDY = "chen-greedy"
 
 
 def solve(request: Request, *, rule: str = ChenRule.SQRT) -> Result:
-    """As ``solvers.registry.Solver``; LIMIT when no segments fit.
+    """Return the fastest schedule with recomputed segments that fits; LIMIT if none does.
 
     Args:
-        rule: how segments are made; see ``ChenRule``.
+        rule: the choice of segments; see ``ChenRule``.
 
     Raises:
         ValueError: no such rule.
@@ -44,14 +44,14 @@ def solve(request: Request, *, rule: str = ChenRule.SQRT) -> Result:
 
 
 def sqrt_trials(graph: Graph, cuts: Cuts) -> Iterator[Candidate]:
-    """The schedule with about sqrt(n) segments of as many stages each."""
+    """Yield the schedule with about sqrt(n) segments of as many stages each."""
     places = cut_places(graph, cuts)
     count = max(1, round(math.sqrt(len(places))))
     yield Candidate(segments(graph, evenly(places, count)), {"cuts": str(cuts), "segments": count})
 
 
 def greedy_trials(graph: Graph, cuts: Cuts) -> Iterator[Candidate]:
-    """The schedules of all thresholds searched, those that make the same segments once."""
+    """Yield the schedules of all thresholds, those with the same segments once."""
     made = [sum(graph.tensors[t].size_bytes for t in graph.ops[i].outputs) for i in range(len(crossings(graph)))]
     tried: set[tuple[int, ...]] = set()
     for threshold in thresholds(graph, cuts, made):
@@ -62,7 +62,7 @@ def greedy_trials(graph: Graph, cuts: Cuts) -> Iterator[Candidate]:
 
 
 def thresholds(graph: Graph, cuts: Cuts, made: Sequence[int], *, grid: int = 6, parts: int = 40) -> list[int]:
-    """Bytes after which a segment ends: see the module. `made`: bytes that each forward op makes."""
+    """Return the thresholds of the module's docstring, in bytes. `made`: bytes that each forward op produces."""
     places = cut_places(graph, cuts)
     if not places:
         return [0]
@@ -74,7 +74,7 @@ def thresholds(graph: Graph, cuts: Cuts, made: Sequence[int], *, grid: int = 6, 
 
 
 def greedy_ends(places: Sequence[int], made: Sequence[int], threshold_bytes: int) -> list[int]:
-    """Ends of segments: each of `places` at which more than the threshold has been made since the last."""
+    """Return the ends of segments: each of `places` at which more than the threshold was produced since the last."""
     ends = []
     since, begin = 0, 0
     for place in places:
@@ -87,5 +87,5 @@ def greedy_ends(places: Sequence[int], made: Sequence[int], threshold_bytes: int
 
 
 def segments(graph: Graph, ends: Sequence[int]) -> Schedule:
-    """The schedule whose segments end with the forward ops `ends`."""
+    """Return the schedule whose segments end with the forward ops `ends`."""
     return recompute_groups(graph, Stages(graph, ends).groups)

@@ -1,13 +1,12 @@
-"""DeepSpeed's activation offload (DeepCompile, 2025): everything large goes to the host, then the largest come back.
+"""DeepSpeed's activation offload (DeepCompile, 2025): all large tensors are offloaded, then the largest are kept instead.
 
-All that is saved for the backward pass, of floating point and at least 5 MiB, is copied out after its last use in the forward
-pass, and the copy is waited for at once. That plan's peak is the floor. What the budget has above it is spent on tensors that
-stay: the largest first, each that is no larger than what is left. The others come back before their first reader, earlier by
-as many ops as take as long as the copy does, as far as the profiled memory with all that has been brought back until then is
-within the budget; they stay until their last reader.
+All saved tensors of floating point and at least 5 MiB are offloaded after their last use in the forward pass, and the computation
+waits at once. The peak of this plan is the floor. The budget above it is spent on keeping tensors: the largest first, each that
+fits into the rest. The others are reloaded before their first reader, earlier by as many ops as take as long as the transfer,
+while the profiled memory with all tensors reloaded by then is within the budget; they stay until their last reader.
 
-Published with the peak of the forward pass as the floor, less a tenth of the device for the allocator; here without that
-tenth, and also with the peak of the whole step, whichever is faster among those that fit.
+Published with the peak of the forward pass as the floor, less a tenth of the device for the allocator; here without that tenth,
+and also with the peak of the whole step, whichever is faster among those that fit.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,7 +24,7 @@ from solvers.result import Result
 
 @dataclass(frozen=True, slots=True)
 class DeepSpeedParams:
-    """As published.
+    """Parameters of the method, with the published values.
 
     Attributes:
         least_bytes: smaller tensors stay.
@@ -35,7 +34,7 @@ class DeepSpeedParams:
 
 
 def solve(request: Request) -> Result:
-    """As ``solvers.registry.Solver``; LIMIT when no such plan fits. The parameters are ``DeepSpeedParams``."""
+    """Return the faster of the two plans that fits; LIMIT if neither does. The parameters are ``DeepSpeedParams``."""
     params = request.params_of(DeepSpeedParams())
     trials = partial(_trials, budget_bytes=request.budget_bytes, least_bytes=params.least_bytes)
     return offloading_answer(request, "deepspeed-offload", trials, what="DeepSpeed's offload", settings=asdict(params))
@@ -59,12 +58,12 @@ def _trials(offer: Offer, budget_bytes: int, least_bytes: int) -> Iterator[Candi
 
 
 def _is_floating(dtype: str) -> bool:
-    """Also where it is not known."""
+    """Return True if the dtype is of floating point, or unknown."""
     return not dtype or "float" in dtype
 
 
 class _Plan:
-    """Tensors `moved` to the host, each back just in time.
+    """A plan in which tensors `moved` are offloaded and reloaded just in time.
 
     Attributes:
         memory_bytes: during each op of the program.
@@ -81,7 +80,7 @@ class _Plan:
         self.memory_bytes = [at[op] for op in self.ops]
 
     def early(self, budget_bytes: int) -> Schedule:
-        """The schedule that brings tensors back early enough, as far as memory allows."""
+        """Return the schedule that reloads tensors early enough, as far as memory allows."""
         offer, ops = self.offer, self.offer.program.ops
         fetches: list[Fetch] = []
         brought_bytes = 0

@@ -1,12 +1,12 @@
-"""DELTA (2022): when memory runs out, a tensor is swapped or dropped, whichever costs less.
+"""DELTA (2022): when memory runs out, a tensor is swapped or freed for recomputation, whichever costs less.
 
-Ops run in program order. While there is no room, the tensor of least 1 / (bytes x staleness) goes, staleness being the time
-since it was last read. It is dropped, to be computed again, if that takes less than two copies, out and in, else it is
-swapped. What the next ops read and is on the host is asked for ahead, as far as there is room without evicting.
+Ops run in program order. While there is no space, the tensor of least 1 / (bytes x staleness) is evicted, staleness being the
+time since it was last read. It is recomputed later if that takes less than two transfers, otherwise it is swapped. Inputs of the
+next ops that are on the host are reloaded ahead, as far as there is space without eviction.
 
-Where that is left open: the time to compute a tensor again includes what is missing for that; a tensor goes for good after its
-last use; the computation waits for a copy out only where its memory is wanted; what has a copy on the host already is not
-copied out again; ops are looked at as far ahead as suits the step, by trying.
+Where the paper leaves it open: recomputation time includes missing ancestors; a tensor is freed after its last use; the
+computation waits for an offload only if its memory is needed; a tensor with a copy on the host is not offloaded again; several
+numbers of ops to look ahead are tried.
 
 Feasibility is not monotone in the budget. A failure proves nothing.
 """
@@ -23,16 +23,16 @@ from solvers.baselines.common.recomputation import last_needed, repeatable
 from solvers.request import Request
 from solvers.result import Reason, Result
 
-_WORK_PER_OP = 5e-5  # of making room for an op and executing it
+_WORK_PER_OP = 5e-5  # of the evictions for an op and its execution
 
 
 @dataclass(frozen=True, slots=True)
 class DeltaParams:
-    """Of a run.
+    """Parameters of a run.
 
     Attributes:
-        ahead: how many ops tensors are asked for ahead; each is tried.
-        thrash_factor: a step that computes for longer than this times the one without recomputation is a failure.
+        ahead: number of ops for which tensors are reloaded ahead; each is tried.
+        thrash_factor: a step whose computation takes longer than this times the one without recomputation is a failure.
     """
 
     ahead: tuple[int, ...] = (1, 2, 4, 8)
@@ -40,7 +40,7 @@ class DeltaParams:
 
 
 def solve(request: Request) -> Result:
-    """As ``solvers.registry.Solver``; LIMIT when it is out of memory or thrashes. The parameters are ``DeltaParams``."""
+    """Return the fastest run that ends; LIMIT if all run out of memory or thrash. The parameters are ``DeltaParams``."""
     params = request.params_of(DeltaParams())
     offer = offer_of(request.graph)
     if offer is None:
@@ -73,7 +73,7 @@ class Delta:
         self.left_s = (thrash_factor - 1.0) * self.graph.time_s
         self.again = repeatable(self.graph)
         needed = last_needed(self.graph)
-        # What cannot be made again is wanted for as long as something that is made of it may be made again.
+        # A tensor that cannot be recomputed is needed as long as its readers may be recomputed.
         self.last = [
             max((t.producers[0], *(r if self.again[t.producers[0]] else needed[r] for r in self.graph.consumers[t.id])))
             if t.producers
@@ -89,7 +89,7 @@ class Delta:
         self.now = 0
 
     def run(self) -> Schedule:
-        """The schedule of the run.
+        """Return the schedule of the run.
 
         Raises:
             FailedError: out of memory, thrashing, or stopped.
@@ -123,7 +123,7 @@ class Delta:
         return self.graph.tensors[t].static or t in self.device.live
 
     def _execute(self, op_id: int) -> None:
-        """Op `op_id`, and before it what it takes; without recursion, for chains may be long."""
+        """Execute op `op_id` after recomputing or reloading its missing inputs; without recursion, since chains may be long."""
         stack = [self._begin(op_id)]
         while stack:
             op, missing = stack[-1]
@@ -143,7 +143,7 @@ class Delta:
                 raise FailedError(reason, Reason.TIME)
 
     def _begin(self, op_id: int) -> tuple[int, list[int]]:
-        """Lock the inputs in memory; returns the others."""
+        """Lock the inputs in memory; return the op and the other inputs."""
         inputs = [t for t in self.graph.ops[op_id].inputs if not self.graph.tensors[t].static]
         missing = [t for t in inputs if t not in self.device.live]
         for t in inputs:
@@ -156,7 +156,7 @@ class Delta:
         self.locks[t] += 1
 
     def _compute(self, op_id: int, wanted: int | None) -> None:
-        """Execute op `op_id`; again, for the sake of output `wanted`, or for the first time."""
+        """Execute op `op_id` again for output `wanted`, or for the first time (None)."""
         device, op = self.device, self.graph.ops[op_id]
         for t in op.outputs:
             device.recall(t)
@@ -190,7 +190,7 @@ class Delta:
                 )
 
     def _evict(self, t: int) -> bool:
-        """Drop or swap tensor `t`; False if neither can be."""
+        """Free or swap tensor `t`; return False if neither is possible."""
         again = self.again[self.graph.tensors[t].producers[0]]
         swap = self.device.can_send(t)
         if again and swap:
@@ -203,7 +203,7 @@ class Delta:
         return swap or again
 
     def _again_s(self, t: int) -> float:
-        """What it takes to compute tensor `t` again, with what is neither on the device nor on the host."""
+        """Return the seconds to recompute tensor `t`, with the ancestors that are neither on the device nor on the host."""
         ops: set[int] = set()
         wanted = [t]
         while wanted:

@@ -1,14 +1,13 @@
 """Dynamic tensor rematerialization (DTR, Kirisame et al., ICLR 2021) and the heuristics it was compared with.
 
-The run itself is in ``online``; here is what is evicted: the tensor of least score
+The run itself is in ``common/online.py``; here is the choice of the evicted tensor, the one of least score
 
     h = (own cost + cost of its evicted neighbourhood) / (bytes x staleness),
 
-staleness being the time since it was last read. The neighbourhood of h_DTR is what was made from it or it was
-made from, as far as that is reachable through evicted tensors; that of h_DTR-eq, the published default, the
-classes of a union-find of evicted tensors: evicting merges neighbouring classes, recomputing takes the cost off
-a class and never splits it; h_DTR-local has none. For comparison: least recently used, largest, random, and
-MSPS (Peng et al., 2020): (own cost + evicted ancestors) / bytes.
+staleness being the time since it was last read. The neighbourhood of h_DTR are its evicted ancestors and descendants that are
+reachable through evicted tensors; that of h_DTR-eq, the published default, are classes of a union-find of evicted tensors:
+eviction merges neighbouring classes, recomputation subtracts the cost from a class and never splits it; h_DTR-local has none. For
+comparison: least recently used, largest, random, and MSPS (Peng et al., 2020): (own cost + evicted ancestors) / bytes.
 
 Feasibility is not monotone in the budget. A failure proves nothing.
 """
@@ -27,10 +26,10 @@ from solvers.result import Result
 
 @dataclass(frozen=True, slots=True)
 class DtrParams:
-    """Of a run.
+    """Parameters of a run.
 
     Attributes:
-        deallocation: what happens after a tensor's last use.
+        deallocation: treatment of a tensor after its last use.
         thrash_factor: a step longer than this times the one without recomputation is a failure.
         seed: of the rule ``dtr-random``.
     """
@@ -53,11 +52,11 @@ class DtrRule(StrEnum):
 
 
 def solve(request: Request, *, rule: str = DtrRule.DTR) -> Result:
-    """As ``solvers.registry.Solver``; LIMIT when the run is out of memory or thrashes.
+    """Return the schedule of the run; LIMIT if it runs out of memory or thrashes.
 
     Args:
         request: its parameters are ``DtrParams``.
-        rule: what to evict; see ``DtrRule``.
+        rule: the choice of the evicted tensor; see ``DtrRule``.
 
     Raises:
         ValueError: no such rule.
@@ -74,7 +73,7 @@ def solve(request: Request, *, rule: str = DtrRule.DTR) -> Result:
 
 
 def heuristic(rule: DtrRule, seed: int = 0) -> Heuristic:
-    """The heuristic called `rule`; `seed` is for the random one."""
+    """Return the heuristic of `rule`; `seed` is for the random one."""
     match rule:
         case DtrRule.DTR:
             return CostByClasses()
@@ -93,75 +92,75 @@ def heuristic(rule: DtrRule, seed: int = 0) -> Heuristic:
 
 
 class LeastRecentlyUsed(Heuristic):
-    """h = when it was last read."""
+    """The heuristic h = time of the last read."""
 
     def scores(self, candidates: Ints) -> Floats:
-        """As in ``Heuristic``."""
+        """Return the times of the last reads."""
         return self.run.touched_s[candidates]
 
 
 class Largest(Heuristic):
-    """h = 1 / bytes."""
+    """The heuristic h = 1 / bytes."""
 
     def scores(self, candidates: Ints) -> Floats:
-        """As in ``Heuristic``."""
+        """Return the inverse sizes."""
         return ratio(np.ones(len(candidates)), self.run.size_bytes[candidates])
 
 
 class Random(Heuristic):
-    """Any, with equal chances."""
+    """The heuristic of random scores."""
 
     def __init__(self, seed: int) -> None:
         self.draw = random.Random(seed)
 
     def scores(self, candidates: Ints) -> Floats:
-        """As in ``Heuristic``."""
+        """Return uniform random scores."""
         return np.array([self.draw.random() for _ in candidates])
 
 
 class Cost(Heuristic):
-    """h = (own cost + cost of the neighbourhood) / (bytes x staleness), or / bytes; here without a neighbourhood."""
+    """The heuristic h = (own cost + cost of the neighbourhood) / (bytes x staleness), or / bytes; without a neighbourhood."""
 
     def __init__(self, *, stale: bool = True) -> None:
         self.stale = stale
 
     def scores(self, candidates: Ints) -> Floats:
-        """As in ``Heuristic``; what has no bytes, or was read just now, goes last."""
+        """Return h; infinite for tensors of no bytes or read just now."""
         below = self.run.size_bytes[candidates]
         if self.stale:
             below = below * (self.run.clock_s - self.run.touched_s[candidates])
         return ratio(self.run.own_s[candidates] + self.neighbourhood_s(candidates), below)
 
     def neighbourhood_s(self, candidates: Ints) -> Floats:
-        """Cost of the evicted neighbourhood of each of `candidates`."""
+        """Return the cost of the evicted neighbourhood of each of `candidates`, in seconds."""
         return np.zeros(len(candidates))
 
 
 def ratio(above: Floats, below: Floats) -> Floats:
-    """`above` / `below`, infinite where below is 0."""
+    """Return `above` / `below`, infinite where `below` is 0."""
     quotient: Floats = np.full(len(above), np.inf)
     np.divide(above, below, out=quotient, where=below > 0)
     return quotient
 
 
 class CostByClasses(Cost):
-    """The neighbourhood as classes of a union-find: cheap, and an estimate, as classes are never split."""
+    """The cost with classes of a union-find as neighbourhood: a cheap estimate, as classes are never split."""
 
     def begin(self, run: Online) -> None:
-        """As in ``Heuristic``."""
+        """Prepare the classes for a run, without evicted tensors."""
         super().begin(run)
         pairs = [(t, n) for t in range(len(run.parents)) for n in self.neighbours(t)]
         self.here, self.there = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
         self.label: Ints = np.full(len(run.parents), -1, dtype=np.int64)  # class of each evicted tensor
-        self.members: list[list[int]] = []  # of each class; some may have left it
+        self.members: list[list[int]] = []  # of each class, including some that have left it
         self.value: Floats = np.zeros(1024)  # cost of each class
 
     def neighbours(self, t: int) -> tuple[int, ...]:
-        """Whose classes `t` joins, and is scored by."""
+        """Return the tensors whose classes `t` joins when evicted, and by which it is scored."""
         return (*self.run.parents[t], *self.run.children[t])
 
     def evicted(self, t: int) -> None:
-        """A class of its own, merged with those of its evicted neighbours."""
+        """Add a class for `t`, merged with those of its evicted neighbours."""
         run = self.run
         around = {int(self.label[n]) for n in self.neighbours(t) if run.gone[n]} - {-1}
         new = len(self.members)
@@ -173,7 +172,7 @@ class CostByClasses(Cost):
         self._merge({new, *around})
 
     def restored(self, t: int) -> None:
-        """Its class costs so much less."""
+        """Subtract the cost of `t` from its class."""
         self.value[self.label[t]] -= self.run.own_s[t]
         self.label[t] = -1
 
@@ -187,7 +186,7 @@ class CostByClasses(Cost):
             self.value[largest] += self.value[c]
 
     def neighbourhood_s(self, candidates: Ints) -> Floats:
-        """The sum over the different classes of its evicted neighbours."""
+        """Return the sum over the distinct classes of the evicted neighbours of each candidate."""
         count, classes = len(self.label), max(len(self.members), 1)
         is_candidate = np.zeros(count, dtype=np.bool_)
         is_candidate[candidates] = True
@@ -199,7 +198,7 @@ class CostByClasses(Cost):
 
 @dataclass(slots=True)
 class _Side:
-    """Evicted tensors reachable one way: their cost for each tensor, and whether it must be summed again."""
+    """Evicted tensors reachable in one direction: their cost for each tensor, and True if it is out of date."""
 
     onward: tuple[tuple[int, ...], ...]
     cost_s: Floats
@@ -207,25 +206,25 @@ class _Side:
 
 
 class CostByRegions(Cost):
-    """The neighbourhood exactly: what is reachable through evicted tensors, upwards, downwards or both."""
+    """The cost with the exact neighbourhood: tensors reachable through evicted ones, upwards, downwards or both."""
 
     def __init__(self, *, ancestors: bool, descendants: bool, stale: bool = True) -> None:
         super().__init__(stale=stale)
         self.ancestors, self.descendants = ancestors, descendants
 
     def begin(self, run: Online) -> None:
-        """As in ``Heuristic``."""
+        """Prepare the directions for a run."""
         super().begin(run)
         count = len(run.parents)
         wanted = [run.parents] * self.ancestors + [run.children] * self.descendants
         self.sides = [_Side(onward, np.zeros(count), np.ones(count, dtype=np.bool_)) for onward in wanted]
 
     def evicted(self, t: int) -> None:
-        """All that sees `t` costs more."""
+        """Mark the costs that include `t` as out of date."""
         self._changed(t)
 
     def restored(self, t: int) -> None:
-        """All that saw `t` costs less; so may `t` itself, since it went."""
+        """Mark the costs that included `t`, and its own, as out of date."""
         self._changed(t)
 
     def _changed(self, t: int) -> None:
@@ -234,7 +233,7 @@ class CostByRegions(Cost):
             side.stale[[t, *self._reachable(t, back, through=False)]] = True
 
     def _reachable(self, t: int, onward: tuple[tuple[int, ...], ...], *, through: bool) -> list[int]:
-        """Tensors that `t` reaches through evicted ones: these themselves, or those in memory behind them."""
+        """Return the evicted tensors that `t` reaches through evicted ones (`through`), or those in memory behind them."""
         gone = self.run.gone
         seen, stack = {t}, [t]
         found: list[int] = []
@@ -250,7 +249,7 @@ class CostByRegions(Cost):
         return found
 
     def neighbourhood_s(self, candidates: Ints) -> Floats:
-        """The sum over all tensors reached; what is reached on both sides counts twice, as published."""
+        """Return the sum over all reachable tensors; those reachable in both directions count twice, as published."""
         total = np.zeros(len(candidates))
         for side in self.sides:
             for t in candidates[side.stale[candidates]].tolist():

@@ -1,15 +1,15 @@
 """Binomial checkpointing of a chain of stages (Griewank & Walther, ``revolve``, ACM TOMS 2000).
 
-The state before the first stage is a snapshot, and s - 1 more may be stored. To reverse l stages from a snapshot,
-m stages are run, their result is stored, and the l - m after it are reversed with a snapshot less, then the first m.
-With the best m the forward pass takes, besides one run of each stage for its backward,
+The state before the first stage is a snapshot, and s - 1 more may be stored. To reverse l stages from a snapshot, m stages are
+run, their result is stored, and the l - m after it are reversed with a snapshot less, then the first m. With the best m the
+forward pass takes, besides one run of each stage for its backward,
 
     P(l, s) = r l - C(s + r, s + 1),  r the least with l <= C(s + r, s),
 
-runs of a stage: the optimum for stages of equal time and size, which the method takes all to be.
+runs of a stage: the optimum for stages of equal time and size, which the method assumes.
 
-Graphs that are no chains are cut at articulation points and, linearised, anywhere; numbers of snapshots are
-searched, and the fastest schedule that fits is taken.
+Graphs that are not chains are cut at articulation points and, linearised, anywhere; numbers of snapshots are searched, and the
+fastest schedule that fits is returned.
 """
 
 import math
@@ -26,13 +26,13 @@ _MOST_RUNS = 10  # of a stage on average
 
 
 def solve(request: Request) -> Result:
-    """As ``solvers.registry.Solver``; LIMIT when no number of snapshots fits."""
+    """Return the fastest schedule of binomial checkpointing that fits; LIMIT if no number of snapshots does."""
     trials = (trial for cuts in Cuts for trial in snapshot_trials(request.graph, cuts))
     return answer(request, "griewank", trials, what="binomial checkpointing")
 
 
 def snapshot_trials(graph: Graph, cuts: Cuts) -> Iterator[Candidate]:
-    """A schedule for each number of snapshots: all up to 8, then about a fifth more each time."""
+    """Yield a schedule for each number of snapshots: all up to 8, then about a fifth more each time."""
     stages = Stages(graph, cut_places(graph, cuts))
     snapshots = 1
     while snapshots <= max(1, len(stages)):
@@ -43,7 +43,7 @@ def snapshot_trials(graph: Graph, cuts: Cuts) -> Iterator[Candidate]:
 
 @cache
 def runs(length: int, snapshots: int) -> int:
-    """P(length, snapshots): runs of a stage besides one each for its backward."""
+    """Return P(length, snapshots): runs of a stage in addition to one each for its backward."""
     r = 0
     while math.comb(snapshots + r, snapshots) < length:
         r += 1
@@ -52,12 +52,12 @@ def runs(length: int, snapshots: int) -> int:
 
 @cache
 def split(length: int, snapshots: int) -> int:
-    """The m with the least m + P(length - m, snapshots - 1) + P(m, snapshots); the snapshots are 2 or more."""
+    """Return the m with the least m + P(length - m, snapshots - 1) + P(m, snapshots), for 2 or more snapshots."""
     return min(range(1, length), key=lambda m: m + runs(length - m, snapshots - 1) + runs(m, snapshots))
 
 
 def plan(length: int, snapshots: int) -> Iterator[Forward]:
-    """What to run of a chain of `length` stages."""
+    """Yield the executions of a chain of `length` stages."""
     parts = [(0, length, snapshots)]
     while parts:
         begin, end, left = parts.pop()

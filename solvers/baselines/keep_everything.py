@@ -1,4 +1,4 @@
-"""Keep everything: the schedule without recomputation, the reference for time and memory."""
+"""Keeping everything: the schedule without recomputation, the reference for time and memory."""
 
 from graphs.schedule import keep_everything
 from solvers.baselines.common.answers import Candidate, answer
@@ -7,6 +7,6 @@ from solvers.result import Result
 
 
 def solve(request: Request) -> Result:
-    """As ``solvers.registry.Solver``; LIMIT when keeping everything does not fit."""
+    """Return the schedule that keeps everything; LIMIT if it does not fit."""
     trial = Candidate(keep_everything(request.graph))
     return answer(request, "keep-everything", [trial], what="keeping everything")

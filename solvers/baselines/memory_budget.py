@@ -1,16 +1,16 @@
 """PyTorch's Memory Budget API (``activation_memory_budget``; partitioner of functorch, torch 2.13).
 
-A fraction of the bytes saved for the backward is allowed. Given what may not be computed again (banned), the saved
-tensors are a minimum cut between that and the backward, in bytes x 1.1^(distance to the backward, at most 100). At 1
-all but elementwise ops and moves of data are banned. Below, only what costs: compute-intensive ops, random ones, and
-reductions to less than a quarter; if their cut is small enough it is taken. Else a knapsack chooses which banned ops
-to save, the most time within the fraction, and the others are no longer banned. At 0 nothing is saved.
+A fraction of the bytes saved for the backward pass is allowed. Given the ops that may not be recomputed (banned), the saved
+tensors are a minimum cut between these and the backward pass, in bytes x 1.1^(distance to the backward pass, at most 100). At 1
+all but elementwise ops and data movement are banned. Below, only expensive ones: compute-intensive ops, random ones, and
+reductions to less than a quarter; if their cut is small enough it is used. Otherwise a knapsack chooses the banned ops to save,
+of most time within the fraction, and the others are no longer banned. At 0 nothing is saved.
 
-In a graph whose ops do not have PyTorch's names all ops count as compute-intensive.
+In a graph without PyTorch's op names all ops count as compute-intensive.
 
-What is not saved is made again when the backward needs it. Stages of the partitioner that differ only in what may be
-fused are left out, for here nothing is fused; op times are those of the graph (its "profile" estimator). As the fraction
-bounds saved bytes and not the peak, all fractions are tried, and the fastest schedule that fits is taken.
+Tensors that are not saved are recomputed when the backward pass needs them. Stages of the partitioner that differ only in fusion
+are omitted, since nothing is fused here; op times are those of the graph (its "profile" estimator). As the fraction bounds saved
+bytes and not the peak, all fractions are tried, and the fastest schedule that fits is returned.
 """
 
 from collections.abc import Iterator, Sequence
@@ -36,23 +36,23 @@ _UNBOUNDED = 2**30
 
 @dataclass(frozen=True, slots=True)
 class MemoryBudgetParams:
-    """What is tried.
+    """Parameters of the method.
 
     Attributes:
-        fractions: of the bytes saved at 1, each from 0 to 1.
+        fractions: of the bytes saved at 1, each from 0 to 1; each is tried.
     """
 
     fractions: tuple[float, ...] = FRACTIONS
 
 
 def solve(request: Request) -> Result:
-    """As ``solvers.registry.Solver``; LIMIT when no fraction fits. The parameters are ``MemoryBudgetParams``."""
+    """Return the fastest schedule of all fractions that fits; LIMIT if none does. The parameters are ``MemoryBudgetParams``."""
     fractions = request.params_of(MemoryBudgetParams()).fractions
     return answer(request, "memory-budget", trials(request.graph, fractions), what="a memory budget")
 
 
 def trials(graph: Graph, fractions: Sequence[float] = FRACTIONS) -> Iterator[Candidate]:
-    """The schedule of each fraction, those that save the same once."""
+    """Yield the schedule of each fraction, those that save the same tensors once."""
     partition = Partition(graph)
     tried: set[frozenset[int]] = set()
     for fraction in fractions:
@@ -64,7 +64,7 @@ def trials(graph: Graph, fractions: Sequence[float] = FRACTIONS) -> Iterator[Can
 
 
 class Partition:
-    """Which tensors to save, by fraction of the bytes that are saved at 1."""
+    """The saved tensors by fraction of the bytes that are saved at 1."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
@@ -79,7 +79,7 @@ class Partition:
         self.least = self.cut(self.costly)
 
     def saved(self, fraction: float) -> frozenset[int]:
-        """What is saved at `fraction`."""
+        """Return the tensors saved at `fraction`."""
         if fraction >= 1:
             return self.most
         allowed = fraction * self.bytes_of(self.most)
@@ -93,7 +93,7 @@ class Partition:
         return self.cut({items[k] for k in chosen})
 
     def bytes_of(self, tensors: AbstractSet[int]) -> int:
-        """Their sum."""
+        """Return the total size of `tensors`."""
         return sum(self.graph.tensors[t].size_bytes for t in tensors)
 
     def _needed_bytes(self, op_id: int) -> int:
@@ -103,7 +103,7 @@ class Partition:
         return 4 * self.bytes_of(set(op.outputs)) < self.bytes_of(set(op.inputs))
 
     def _distances(self) -> dict[int, int]:
-        """For each tensor that the backward needs how many ops it is from it."""
+        """Return for each tensor that the backward pass needs its distance from it, in ops."""
         distance = dict.fromkeys(self.read, 1)
         for op in reversed(self.graph.ops):
             if op.phase is Phase.FORWARD:
@@ -114,7 +114,7 @@ class Partition:
         return distance
 
     def cut(self, banned: AbstractSet[int]) -> frozenset[int]:
-        """The tensors of a minimum cut between the outputs of the ops `banned` and what the backward reads."""
+        """Return the tensors of a minimum cut between the outputs of the ops `banned` and the inputs of the backward pass."""
         tensors = sorted(self.distance)
         if not tensors:
             return frozenset()
@@ -141,7 +141,7 @@ class Partition:
 
 
 def knapsack(sizes: NDArray[np.float64], values: Sequence[float], room: float) -> list[int]:
-    """Items of the largest total value within `room`, sizes and room in whole quanta as there; a dynamic programme."""
+    """Return the items of largest total value within `room`, with sizes and room rounded to quanta; a dynamic programme."""
     whole = [round(size * _QUANTA) for size in sizes.tolist()]
     best = np.zeros(round(room * _QUANTA) + 1)
     taken = []

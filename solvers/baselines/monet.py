@@ -1,23 +1,23 @@
-"""MONeT's program (Shah et al., *Memory Optimization for Deep Networks*, ICLR 2021), by HiGHS.
+"""MONeT's program (Shah et al., *Memory Optimization for Deep Networks*, ICLR 2021), with HiGHS.
 
-Three choices at once: which tensors of the forward pass are stored and which are made again, by which implementation each op
-is executed, with its own workspace and its own inputs, and so which tensors a backward op reads. Implementations are the
-optional ops of a graph that stand for one op of the program by themselves (option ``kernels``); without any the program chooses
-what to make again. Stage 0 is the forward pass; stage k = 1..m makes forward ops again, in program order, each once at most, and
-ends with the k-th op behind the forward pass, which is executed once.
+It chooses three things at once: the tensors of the forward pass that are stored and recomputed, the implementation of each op,
+with its own workspace and inputs, and thereby the tensors that a backward op reads. Implementations are the optional ops of a
+graph that replace one op of the program by themselves (option ``kernels``); without any the program chooses recomputations only.
+Stage 0 is the forward pass; stage k = 1..m recomputes forward ops, in program order, each at most once, and ends with the k-th op
+after the forward pass, which is executed once.
 
 V[k,i,a]: op i is executed by a in stage k; S[k,t]: t of the forward pass is in memory when stage k begins; W[k,t,c]: t is in
-memory at the turn of c in stage k, for c or for what comes later.
+memory at the turn of c in stage k, for c or for later ops.
 
     sum over a of V[k,i,a] = 1  (first executions), <= 1  (others)
     V[k,i,a]  <= S[k,t] + sum over b of V[k,p(t),b]            t read by a
     S[k+1,t]  <= S[k,t] + sum over b of V[k,p(t),b]
-    W[k,t,c]  >= sum over the a of c that read t of V[k,c,a],  W[k,t,c'] of the next reader c', S[k+1,t] behind the last
-    sum over a of (w_a + b(out(a))) V[k,i,a] + sum over t of b_t (W of t at i; S[k,t] if t is made at i or later) <= M
+    W[k,t,c]  >= sum over the a of c that read t of V[k,c,a],  W[k,t,c'] of the next reader c', S[k+1,t] after the last
+    sum over a of (w_a + b(out(a))) V[k,i,a] + sum over t of b_t (W of t at i; S[k,t] if t is produced at i or later) <= M
 
-Published, local and stored tensors have letters of their own (P and S), memory is written with products of binaries that are made
-linear, and implementations and recomputations too (RF and R): V is their product. What an op makes in place of its input is the
-row of ops ``in_place`` here, which stands for several ops and is left out.
+In the paper, local and stored tensors have letters of their own (P and S), memory is written with products of binaries that are
+linearised, and implementations and recomputations too (RF and R): V is their product. In-place implementations are ops with the
+option ``in_place`` here, which replace several ops and are left out.
 """
 
 from collections.abc import Iterator
@@ -71,11 +71,11 @@ class MonetProgram(Columns):
 
     @property
     def entries(self) -> int:
-        """About how many entries the rows of memory have."""
+        """Approximate number of entries in the memory rows."""
         return len(self.stages) * len(self.again) * len(self.passing)
 
     def build(self) -> None:
-        """Make all columns and rows."""
+        """Add all columns and rows."""
         for k in self.stages:
             for i in self._ops(k):
                 for a in self._ways(i):
@@ -91,11 +91,11 @@ class MonetProgram(Columns):
             self._add_memory(k)
 
     def _ops(self, k: int) -> list[int]:
-        """The ops that have a turn in stage k, in order."""
+        """Return the ops that have a turn in stage k, in order."""
         return self.forward if k == 0 else [*self.again, self.later[k - 1]]
 
     def _ways(self, i: int) -> Iterator[int]:
-        """What may execute op i: all that makes what the op makes and somebody reads, or what is kept,."""
+        """Yield the ops that may execute op i: those that produce all its outputs that are kept or have readers."""
         wanted = {t for t in self.graph.ops[i].outputs if t in self.graph.kept or self._readers(t)}
         for a in self.ways[i]:
             op = self.graph.ops[a]
@@ -104,11 +104,11 @@ class MonetProgram(Columns):
                 yield a
 
     def _readers(self, t: int) -> list[int]:
-        """Ops of the program that read t, by some way."""
+        """Return the ops of the program that read t in some implementation."""
         return sorted({i for i, ways in self.ways.items() if any(t in self.graph.ops[a].inputs for a in ways)})
 
     def _executed(self, k: int, i: int, reading: int | None = None) -> list[int]:
-        """The columns V[k,i,a]; with `reading` of those a that read it."""
+        """Return the columns V[k,i,a]; with `reading` those of the a that read it."""
         ways = (a for a in self.ways[i] if reading is None or reading in self.graph.ops[a].inputs)
         return [self.V[k, i, a] for a in ways if (k, i, a) in self.V]
 
@@ -127,7 +127,7 @@ class MonetProgram(Columns):
         unit = max(1, self.capacity_bytes) / _MEMORY_RANGE
         size = [t.size_bytes / unit for t in self.graph.tensors]
         order = self._ops(k)
-        wanted = {t: self.S.get((k + 1, t)) for t in self.passing}  # behind the turn that is looked at
+        wanted = {t: self.S.get((k + 1, t)) for t in self.passing}  # after the current turn
         rows = []
         for i in reversed(order):
             present: list[Weighted] = []
@@ -156,7 +156,7 @@ class MonetProgram(Columns):
             self.at_most(list(merged.items()), limit)
 
     def _certain(self, k: int, i: int) -> Iterator[int]:
-        """What is in memory at the turn of i in stage k anyway: what is kept, and what later ops hand to later ones."""
+        """Yield the tensors that are in memory at the turn of i in stage k anyway: kept ones, and those between later ops."""
         now = i if k == 0 else self.later[k - 1]
         for t in self.graph.tensors:
             made = self.made_at[t.id]
@@ -166,18 +166,18 @@ class MonetProgram(Columns):
                 yield t.id
 
     def schedule(self, values: Floats) -> Schedule:
-        """What a solution says."""
+        """Return the schedule of a solution."""
         chosen = {(k, i): a for (k, i, a), column in self.V.items() if values[column] > 0.5}
         return schedule_of(self.graph, [chosen[k, i] for k in self.stages for i in self._ops(k) if (k, i) in chosen])
 
 
 def solve(request: Request) -> Result:
-    """As ``solvers.registry.Solver``; its bound, and what OPTIMAL refers to, cover the program's schedules only.
+    """Return the optimal schedule of the program; its bound, and status OPTIMAL, refer to the program's schedules only.
 
-    An infeasible program is LIMIT, since schedules of other classes may fit; so is one that is too large.
+    An infeasible program gives LIMIT, since other schedules may fit; so does one that is too large.
 
     Raises:
-        GraphError: the graph has other choices than ops on the compute stream.
+        GraphError: the graph has options other than ops on the compute stream.
     """
     graph = request.graph
     check_plain(without_computed(graph))

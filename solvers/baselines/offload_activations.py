@@ -1,12 +1,12 @@
-"""torchtune's ``OffloadActivations``: all that is saved for the backward pass goes to the host, beside the computation.
+"""torchtune's ``OffloadActivations``: all saved tensors are offloaded, in parallel with the computation.
 
-A tensor is copied out right when it is made. The last five of them are a stash that stays on the device; when a sixth is
-made, the computation waits for the copy of the first, which goes then. At the first op that reads what was saved the stash
-serves it, and then goes as a whole. What an op of the backward pass reads is asked for while the one before it that reads
-such is executed, and goes when it is done.
+A tensor is offloaded when it is produced. The last five of them are a stash that stays on the device; when a sixth is produced,
+the computation waits for the offload of the first, which is then freed. At the first op that reads a saved tensor the stash
+serves it, and is then freed as a whole. Saved tensors that a backward op reads are reloaded during the previous such op, and
+freed after their reader.
 
-Published with one stream for both directions; here each has its own. There is no budget: the peak is what it is. As the
-option offers it: small tensors stay. What the host has no room for stays as well, where torchtune would fail.
+Published with one stream for both directions; here each has its own. There is no budget: the peak is what it is. Small tensors
+stay, as with the option offload, and so do tensors that the host has no space for, where torchtune would fail.
 """
 
 from collections.abc import Iterator
@@ -21,10 +21,10 @@ from solvers.result import Result
 
 @dataclass(frozen=True, slots=True)
 class OffloadActivationsParams:
-    """As published.
+    """Parameters of the method, with the published values.
 
     Attributes:
-        stash: how many tensors stay after the copy out of each has begun, 1 or more.
+        stash: number of tensors that stay after their offload has begun, 1 or more.
         least_bytes: smaller tensors stay.
     """
 
@@ -33,7 +33,7 @@ class OffloadActivationsParams:
 
 
 def solve(request: Request) -> Result:
-    """As ``solvers.registry.Solver``; LIMIT when that does not fit. The parameters are ``OffloadActivationsParams``."""
+    """Return the schedule; LIMIT if it does not fit. The parameters are ``OffloadActivationsParams``."""
     params = request.params_of(OffloadActivationsParams())
     trials = partial(_trials, params=params)
     return offloading_answer(request, "offload-activations", trials, what="offloading all activations", settings=asdict(params))

@@ -1,16 +1,16 @@
 """POET (Patil et al., ICML 2022): recomputation and paging by one program, in which paging takes energy and no time.
 
-The program is solved by HiGHS. Published to minimise energy: computing costs its time and copying its time at
-another power, of which a few are tried, the time for the step being no limit. What it decides is then carried out in time:
-what is copied in during a stage is asked for when the stage has ended, what is copied out leaves from the beginning of its stage,
-and the computation waits where memory or a tensor is wanted before its copy is done. The fastest is taken.
+The program is solved by HiGHS. Published to minimise energy: computation costs its time, and transfers their time at another
+power, of which a few are tried, without a limit on the time of the step. Its decisions are then timed: reloads of a stage are
+issued when the stage has ended, offloads start at the beginning of their stage, and the computation waits for transfers whose
+memory or tensor is needed. The fastest schedule is returned.
 
 The program grows with the square of the ops: larger graphs are not tried.
 
 POET's 0-1 program is Checkmate's, with a second memory.
 
-Stage t ends with the first execution of op t. R[t,i]: op i is executed in stage t; S[t,x]: tensor x is on the device when stage
-t begins; H[t,x]: on the host; In[t,x], Out[t,x]: copied there and back in stage t; U[t,k]: memory while op k has its turn.
+Stage t ends with the first execution of op t. R[t,i]: op i is executed in stage t; S[t,x]: tensor x is on the device when stage t
+begins; H[t,x]: on the host; In[t,x], Out[t,x]: reloaded and offloaded in stage t; U[t,k]: memory at the turn of op k.
 
     R[t,j]   <= R[t,p(x)] + S[t,x]             x read by op j
     S[t+1,x] <= S[t,x] + R[t,p(x)] + In[t,x]
@@ -18,9 +18,9 @@ t begins; H[t,x]: on the host; In[t,x], Out[t,x]: copied there and back in stage
     sum of b_x H[t,x] <= capacity of the host
     minimise sum of c_i R[t,i] + power * (sum of out_x Out[t,x] + sum of in_x In[t,x])
 
-A copy takes no time, and not more than one stage: what it costs is energy. Memory as in Checkmate's program (Jain et al., MLSys
-2020), with what several outputs of an op, kept tensors and workspaces need: F[t,x,k], x is freed in stage t after op k, is
-below each of its factors; D[t,x] = R[t,p(x)] S[t,x] takes off what is made a second time.
+A transfer takes no time and ends in its stage: its cost is energy. Memory is as in Checkmate's program (Jain et al., MLSys 2020),
+extended for several outputs of an op, kept tensors and workspaces: F[t,x,k], x is freed in stage t after op k, is below each of
+its factors; D[t,x] = R[t,p(x)] S[t,x] subtracts second copies.
 """
 
 from collections.abc import Iterator
@@ -44,17 +44,17 @@ _TIME_RANGE = 1e3  # the step without recomputation in its unit of time
 
 @dataclass(frozen=True, slots=True)
 class PoetParams:
-    """What is tried.
+    """Parameters of the method.
 
     Attributes:
-        powers: of copying, as parts of that of computing; the time is shared among them.
+        powers: of transfers, relative to that of computation; they share the time.
     """
 
     powers: tuple[float, ...] = (1.0, 0.1)
 
 
 class PoetProgram(Columns):
-    """The program of a graph, a budget and what copying takes of the power of computing.
+    """The program of a graph, a budget and a power of transfers relative to computation.
 
     Attributes:
         R, S, host, fetched, sent: columns by (stage, op) or (stage, tensor), where they may be 1.
@@ -78,7 +78,7 @@ class PoetProgram(Columns):
         self.sent: dict[tuple[int, int], int] = {}
 
     def build(self) -> Milp | None:
-        """All of it; None if that would be too large."""
+        """Build the program; return None if it would be too large."""
         for t in range(self.stages):
             self.add_columns(t)
             if len(self.cost) > MOST_COLUMNS:
@@ -93,7 +93,7 @@ class PoetProgram(Columns):
         return self.milp()
 
     def add_columns(self, t: int) -> None:
-        """Those of stage t: S where somebody reads on, copies where they can serve a later stage."""
+        """Add the columns of stage t: S of tensors with later readers, transfers that can serve a later stage."""
         for i in range(t):
             if self.may_repeat[i]:
                 self.R[t, i] = self.column(cost=self.graph.ops[i].time_s / self.time_unit, integer=True)
@@ -107,14 +107,14 @@ class PoetProgram(Columns):
                 self.fetched[t, x] = self.column(cost=self.power * trip.in_s / self.time_unit, integer=True)
 
     def add_inputs(self, t: int) -> None:
-        """R[t,j] <= R[t,p(x)] + S[t,x] for each op j of stage t and each x that it reads."""
+        """Add R[t,j] <= R[t,p(x)] + S[t,x] for each op j of stage t and each x that it reads."""
         for j in range(t + 1):
             for x in self.graph.ops[j].inputs if self.r(t, j) is not None else ():
                 if not self.graph.tensors[x].static:
                     self.at_most([(self.r(t, j), 1), (self.r(t, self.offer.made_at(x)), -1), (self.s(t, x), -1)], 0)
 
     def add_hand_over(self, t: int) -> None:
-        """S[t+1,x] <= S + R + In; H[t+1,x] <= H + Out; In <= H; Out <= S."""
+        """Add S[t+1,x] <= S + R + In; H[t+1,x] <= H + Out; In <= H; Out <= S."""
         for x in self.passing_before(t):
             made = self.offer.made_at(x)
             if t + 1 < self.stages:
@@ -127,13 +127,13 @@ class PoetProgram(Columns):
                 self.at_most([(self.sent[t, x], 1), (self.s(t, x), -1)], 0)
 
     def add_host_memory(self, t: int) -> None:
-        """Sum of b_x H[t,x] <= capacity of the host."""
+        """Add sum of b_x H[t,x] <= capacity of the host."""
         if (limit := self.offer.host_bytes) is not None:
             there = [(column, self.size(x)) for (stage, x), column in self.host.items() if stage == t]
             self.at_most(there, limit / self.memory_unit)
 
     def add_memory(self, t: int) -> None:
-        """U[t,k+1] = U[t,k] - what is freed after k + what op k + 1 makes; U[t,k] + its workspace <= M."""
+        """Add U[t,k+1] = U[t,k] - frees after k + outputs of op k + 1; U[t,k] + its workspace <= M."""
         change = [(self.s(t, x), self.size(x)) for k in range(t) for x in self.graph.ops[k].outputs]
         previous: Term = None
         for k in range(t + 1):
@@ -150,7 +150,7 @@ class PoetProgram(Columns):
             change += [(double, -self.size(x)) for x, double in self.doubles(t, k)]
 
     def frees(self, t: int, k: int) -> Iterator[tuple[int, int]]:
-        """F[t,x,k] <= R[t,k], 1 - S[t+1,x], and 1 - R[t,j] for the readers j of x after k."""
+        """Yield x and F[t,x,k] <= R[t,k], 1 - S[t+1,x], and 1 - R[t,j] for the readers j of x after k."""
         for x in (*self.graph.ops[k].inputs, *self.graph.ops[k].outputs):
             hazards = [self.s(t + 1, x), *(self.r(t, j) for j in self.graph.consumers[x] if k < j <= t)]
             if self.graph.tensors[x].static or x in self.graph.kept or ONE in hazards:
@@ -162,7 +162,7 @@ class PoetProgram(Columns):
             yield x, freed
 
     def doubles(self, t: int, k: int) -> Iterator[tuple[int, Term]]:
-        """D[t,x] = R[t,k] S[t,x] for what op k makes again."""
+        """Yield x and D[t,x] = R[t,k] S[t,x] for the outputs of op k."""
         for x in self.graph.ops[k].outputs if k < t else ():
             if x in self.graph.kept:
                 yield x, self.r(t, k)
@@ -173,27 +173,27 @@ class PoetProgram(Columns):
                 yield x, double
 
     def r(self, t: int, i: int) -> Term:
-        """R[t,i]: 1 for the first execution."""
+        """Return R[t,i]: 1 for the first execution."""
         return ONE if i == t else self.R.get((t, i))
 
     def s(self, t: int, x: int) -> Term:
-        """S[t,x]: 1 for what is kept, 0 before it is made and after its last reader."""
+        """Return S[t,x]: 1 for kept tensors, 0 before production and after the last reader."""
         if x in self.graph.kept:
             return ONE if self.offer.made_at(x) < t else None
         return self.S.get((t, x))
 
     def passing_before(self, t: int) -> Iterator[int]:
-        """The tensors made before stage t that somebody reads, and that are not kept."""
+        """Yield the tensors produced before stage t that have readers and are not kept."""
         for k in range(t):
             yield from (x for x in self.graph.ops[k].outputs if self.graph.consumers[x] and x not in self.graph.kept)
 
     def size(self, x: int) -> float:
-        """b_x."""
+        """Return b_x in the program's unit."""
         return self.offer.size_bytes(x) / self.memory_unit
 
 
 def solve(request: Request) -> Result:
-    """As ``solvers.registry.Solver``; LIMIT when the program is too large, infeasible, or finds nothing in time.
+    """Return the fastest timed solution; LIMIT if the program is too large, infeasible, or has no solution in time.
 
     The parameters are ``PoetParams``.
     """
@@ -226,7 +226,7 @@ def solve(request: Request) -> Result:
 
 
 def carried_out(model: PoetProgram, values: Floats, budget_bytes: int) -> Schedule:
-    """The steps of a solution."""
+    """Return the timed schedule of a solution."""
     offer: Offer = model.offer
     graph, device = offer.program, Device(offer, budget_bytes)
 

@@ -1,8 +1,8 @@
 """The optimal schedule of a chain of stages (rotor; Beaumont et al., "Optimal checkpointing for heterogeneous chains", 2019).
 
-The output of stage k has a gradient of d_k bytes; x_(s,k) bytes of it were made in stage s or later. The backward
-reads a_k bytes of its own stage, and takes v_k and b_k bytes besides. Running stage k takes u_k for its output
-only, u'_k for its backward, u"_k for both (then a"_k bytes stay), and p_k, p'_k, p"_k bytes at most. T(s, t, m) is
+The output of stage k has a gradient of d_k bytes; x_(s,k) bytes of it were produced in stage s or later. Its backward
+pass reads a_k bytes of its own stage, and needs v_k seconds and b_k more bytes. Running stage k takes u_k for its output
+only, u'_k for its backward pass, u"_k for both (then a"_k bytes stay), and p_k, p'_k, p"_k bytes at most. T(s, t, m) is
 the least time to reverse stages s..t with the input of s and m bytes, of which d_t are taken: the least of
 
     keep the input only:  u_s + .. + u_(r-1) + T(r, t, m - x_(s,r-1)) + T(s, r - 1, m),  s < r <= t,
@@ -12,10 +12,10 @@ the least time to reverse stages s..t with the input of s and m bytes, of which 
 and T(s, s, m) = u'_s + v_s, if m >= d_s + p'_s and m >= d_s + d_(s-1) + a_s + b_s. In the paper there is one a and
 one u, for all backwards read their output, and x_(s,k) = d_k, for a chain has no skips.
 
-Memory is counted in slots. What is held beside the chain (parameter gradients, say) is not in the model: the
-chain's schedules for several amounts of memory are simulated, and the fastest that fits is taken.
+Memory is counted in slots. Tensors outside the chain (parameter gradients, say) are not in the model: the
+chain's schedules for several amounts of memory are simulated, and the fastest that fits is returned.
 
-Graphs that are no chains are cut at articulation points and, linearised, anywhere; where that makes many stages,
+Graphs that are not chains are cut at articulation points and, linearised, anywhere; where that makes many stages,
 neighbours are merged.
 """
 
@@ -40,11 +40,11 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class RotorParams:
-    """Of the dynamic programme.
+    """Parameters of the dynamic programme.
 
     Attributes:
-        most_stages: above it neighbours are merged.
-        slots: what the memory of keeping everything is divided into.
+        most_stages: neighbours are merged above this number.
+        slots: number of slots for the memory of keeping everything.
     """
 
     most_stages: int = 80
@@ -52,7 +52,7 @@ class RotorParams:
 
 
 def solve(request: Request) -> Result:
-    """As ``solvers.registry.Solver``; LIMIT when no schedule of the chain fits. The parameters are ``RotorParams``."""
+    """Return the fastest optimal schedule of a chain that fits; LIMIT if none does. The parameters are ``RotorParams``."""
     params = request.params_of(RotorParams())
     trials = (
         trial
@@ -65,7 +65,7 @@ def solve(request: Request) -> Result:
 def chain_trials(
     graph: Graph, budget_bytes: int, cuts: Cuts, most_stages: int, slots: int, *, beyond: int = 12
 ) -> Iterator[Candidate]:
-    """Optimal schedules of the chain for amounts of memory about the largest whose schedule fits, and `beyond` above it."""
+    """Yield optimal schedules of the chain for the largest amount of memory whose schedule fits, and `beyond` above it."""
     stages = Stages(graph, evenly(cut_places(graph, cuts), most_stages))
     if not len(stages):
         return
@@ -91,7 +91,7 @@ def chain_trials(
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One way to run a stage: seconds, most bytes at once, and bytes that stay, its input left out."""
+    """The cost of running a stage: seconds, peak, and bytes that stay, without its input."""
 
     time_s: float
     peak: int
@@ -103,11 +103,11 @@ class Stage:
     """A stage of a chain; times in seconds, sizes in bytes, or in slots.
 
     Attributes:
-        output: running it for its output only: u, p, and what of the output was made in it.
-        saved: for its backward: u', p', a.
+        output: run for its output only: u, p, and the part of the output that it produces.
+        saved: run for its backward pass: u', p', a.
         both: u", p", a".
         backward_s, backward: v, b.
-        crossing: bytes of its output by the stage that made them; the sum is d.
+        crossing: bytes of its output by the stage that produced them; the sum is d.
     """
 
     output: Run
@@ -119,7 +119,7 @@ class Stage:
 
 
 def chain_of(stages: Stages) -> list[Stage]:
-    """The chain that `stages` come to; gradients are taken to be as large as what they are gradients of."""
+    """Return the chain of `stages`; gradients are assumed to be as large as their tensors."""
     graph, last = stages.graph, len(stages) - 1
     size = [t.size_bytes for t in graph.tensors]
     backward_s, backward = [0.0] * len(stages), [0] * len(stages)
@@ -151,7 +151,7 @@ def chain_of(stages: Stages) -> list[Stage]:
 
 
 def _by_maker(stages: Stages, stage: int) -> tuple[int, ...]:
-    """Bytes that cross the cut after `stage`, by the stage that made them."""
+    """Return the bytes that cross the cut after `stage`, by the stage that produced them."""
     made = [0] * (stage + 1)
     for t in stages.crossing[stage]:
         tensor = stages.graph.tensors[t]
@@ -160,7 +160,7 @@ def _by_maker(stages: Stages, stage: int) -> tuple[int, ...]:
 
 
 def _run(stages: Stages, stage: int, stay: AbstractSet[int]) -> Run:
-    """What it takes to run `stage` for the tensors `stay`; what crosses into it is not counted."""
+    """Return the cost of running `stage` for the tensors `stay`, without tensors that cross into it."""
     graph = stages.graph
     ops = needed_for(graph, stay, stages.ops[stage], stages.absent)
     made = {t for i in ops for t in graph.ops[i].outputs if t in stages.absent}
@@ -176,12 +176,12 @@ def _run(stages: Stages, stage: int, stay: AbstractSet[int]) -> Run:
 
 
 class Table:
-    """T(s, t, m) for all s <= t and m up to what keeping everything takes.
+    """The table of T(s, t, m) for all s <= t and m up to the memory of keeping everything.
 
     Attributes:
         slots: the most memory.
         slot_bytes: bytes of a slot; sizes are rounded up to whole ones.
-        best: T, by s, t and m in slots; infinite where there is none.
+        best: T, by s, t and m in slots; infinite if infeasible.
         choice: the r of the best split, -1: keep all of s.
     """
 
@@ -227,18 +227,18 @@ class Table:
         self.best[s][t], self.choice[s][t] = best, choice
 
     def _forbid(self, values: Floats, room: int) -> None:
-        """No schedule in less than `room` slots."""
+        """Set the values for less than `room` slots to infinity."""
         values[: min(room, len(values))] = np.inf
 
     def _less(self, values: Floats, slots: int) -> Floats:
-        """T as a function of m, for `slots` less than m."""
+        """Return T as a function of m, shifted by `slots`."""
         shifted = np.full(len(values), np.inf)
         if slots < len(values):
             shifted[slots:] = values[: len(values) - slots]
         return shifted
 
     def plan(self, slots: int) -> Iterator[Forward]:
-        """What to run within `slots`, for which there must be a schedule."""
+        """Yield the executions within `slots`, for which there must be a schedule."""
         parts = [(0, len(self.chain) - 1, slots)]
         while parts:
             s, t, m = parts.pop()

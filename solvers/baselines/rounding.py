@@ -1,9 +1,8 @@
 """Two-phase rounding of Checkmate's linear relaxation (Jain et al., MLSys 2020, section 5).
 
-The relaxation is solved for a part of the budget, which leaves room for what rounding adds. Phase one rounds
-what each stage hands over, S; phase two takes the cheapest R for that S: an op is executed where an output is
-handed over and was not there before, or where an op that is executed reads it. The schedule frees as early as
-it can, and is judged by its simulation.
+The relaxation is solved for a fraction of the budget, which leaves space for the additions of rounding. Phase one rounds S, the
+tensors that each stage hands over; phase two takes the cheapest R for that S: an op is executed if an output is handed over and
+was not in memory before, or if an executed op reads it. The schedule frees as early as possible, and is simulated.
 """
 
 import random
@@ -33,14 +32,14 @@ Handed = dict[tuple[int, int], float]
 
 @dataclass(frozen=True, slots=True)
 class RoundingParams:
-    """What is tried.
+    """Parameters of the method.
 
     Attributes:
-        fractions: parts of the budget, static bytes taken off, that the relaxation is solved for in turn.
+        fractions: of the budget without static memory, for which the relaxation is solved in turn.
         thresholds: S above it counts as handed over.
         samples: random roundings at each fraction, in which S counts with a probability of its value.
         seed: of these.
-        milp_solver: any that PuLP knows.
+        milp_solver: any solver of PuLP.
     """
 
     fractions: tuple[float, ...] = FRACTIONS
@@ -51,11 +50,10 @@ class RoundingParams:
 
 
 def solve(request: Request) -> Result:
-    """As ``solvers.registry.Solver``: the fastest schedule found at the largest fraction at which one fits.
+    """Return the fastest schedule at the largest fraction at which one fits; LIMIT if none does.
 
-    The bound is the relaxation's optimum for the whole budget, over the schedules that
-    ``checkmate`` covers. LIMIT if nothing fits.
-    The parameters are ``RoundingParams``.
+    The bound is the relaxation's optimum for the whole budget, over the schedules of ``checkmate``. The parameters are
+    ``RoundingParams``.
 
     Raises:
         PlannerError: PuLP has no such solver, or it is not installed; or the clock counts work, which PuLP cannot.
@@ -99,7 +97,7 @@ def solve(request: Request) -> Result:
 
 @dataclass(slots=True)
 class _Rounding:
-    """One solve: relaxations for smaller and smaller parts of the budget, until a rounded schedule fits."""
+    """One solve: relaxations for smaller and smaller fractions of the budget, until a rounded schedule fits."""
 
     request: Request
     problem: Problem
@@ -126,7 +124,7 @@ class _Rounding:
                 return
 
     def relax(self, fraction: float) -> tuple[CheckmateModel, PulpAnswer]:
-        """The linear relaxation for `fraction` of the budget that static bytes leave."""
+        """Solve the linear relaxation for `fraction` of the budget without static memory and return it."""
         part = replace(self.problem, capacity_bytes=int(fraction * self.problem.capacity_bytes))
         model = CheckmateModel(part, whole=False)
         if not model.build(self.request.stopped):
@@ -151,14 +149,14 @@ class _Rounding:
                 return
 
     def roundings(self, relaxed: Handed) -> Iterator[set[tuple[int, int]]]:
-        """Phase one: S > threshold for each threshold, then S with a probability of its value."""
+        """Yield the roundings of phase one: S > threshold for each threshold, then S with a probability of its value."""
         for threshold in self.params.thresholds:
             yield {key for key, value in relaxed.items() if value > threshold}
         for _ in range(self.params.samples):
             yield {key for key, value in relaxed.items() if self.draw.random() < value}
 
     def verdict(self) -> tuple[Status, Reason | None, str]:
-        """How the search ended, and why and what to say where it found nothing."""
+        """Return the status and, if nothing was found, the reason and the message."""
         request = self.request
         if self.best is not None and self.bound_s is not None:
             return status_of(self.best[0], self.bound_s, request.tolerance.first), None, ""
@@ -174,10 +172,10 @@ class _Rounding:
 
 
 def cheapest_executions(model: CheckmateModel, handed: set[tuple[int, int]]) -> list[int]:
-    """Phase two: op ids in order of execution, the fewest that hand over `handed`, (stage, tensor) pairs.
+    """Return op ids in order of execution, the fewest that hand over `handed`, (stage, tensor) pairs: phase two.
 
-    R[t,i] = 1 if i = t, or an output x of i has S[t+1,x] = 1 and S[t,x] = 0, or an op j with R[t,j] = 1
-    reads an x with S[t,x] = 0. What cannot be made again in stage t counts as handed over to it.
+    R[t,i] = 1 if i = t, or an output x of i has S[t+1,x] = 1 and S[t,x] = 0, or an op j with R[t,j] = 1 reads an x with S[t,x] =
+    0. Tensors that cannot be recomputed in stage t count as handed over to it.
     """
     graph = model.graph
 

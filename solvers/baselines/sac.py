@@ -1,14 +1,13 @@
 """Selective activation checkpointing (SAC, ``torch.utils.checkpoint`` with a policy per op): save lists.
 
-The outputs of listed ops of the forward pass are saved; the rest of a region is computed again in the backward. A list
-is made of kinds of ops that are expensive: attention, matmuls, convolutions, of the last two all or every second one
-(torchtitan's "selective op" skips every second matmul). ``sac-attention`` saves attention, ``sac-every-second`` all kinds
-but every second matmul, and ``sac`` what suits the budget: all such lists are tried, the empty one included, or a list
-of your own.
+The outputs of listed forward ops are saved; the rest of a region is recomputed in the backward pass. A list consists of kinds of
+expensive ops: attention, matmuls, convolutions, of the last two all or every second one (torchtitan's "selective op" skips every
+second matmul). ``sac-attention`` saves attention, ``sac-every-second`` all kinds but every second matmul, and ``sac`` tries all
+such lists, including the empty one, or a given list.
 
-Regions are blocks, as in ``checkpoint_blocks``, where there are any, and the forward pass as a whole.
-A region is computed again at once, as in eager PyTorch, or each tensor when it is needed, as ``torch.compile`` does;
-the fastest schedule that fits is taken.
+Regions are blocks, as in ``checkpoint_blocks``, if there are any, and the forward pass as a whole. A region is recomputed at
+once, as in eager PyTorch, or each tensor when it is needed, as ``torch.compile`` does; the fastest schedule that fits is
+returned.
 """
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
@@ -25,7 +24,7 @@ from solvers.result import Reason, Result
 
 
 class SacRule(StrEnum):
-    """What is saved, by the name in the registry."""
+    """The saved ops, by the name in the registry."""
 
     LISTED = "sac"
     EVERY_SECOND = "sac-every-second"
@@ -34,7 +33,7 @@ class SacRule(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SaveList:
-    """Which ops are saved.
+    """A list of ops whose outputs are saved.
 
     Attributes:
         name: of the list.
@@ -47,7 +46,7 @@ class SaveList:
     halved: tuple[frozenset[str], ...] = ()
 
     def has(self, target: str) -> bool:
-        """Whether ops with `target` are listed."""
+        """Return True if ops with `target` are listed."""
         return target in self.ops or base_name(target) in self.ops
 
 
@@ -56,16 +55,16 @@ LISTS = {
     SacRule.EVERY_SECOND: SaveList("attention + every second matmul + convolution", COMPUTE_INTENSIVE, (MATMUL,)),
     SacRule.ATTENTION: SaveList("attention", ATTENTION),
 }
-# PyTorch lists upsampling, beside convolutions, among what takes long to compute.
+# PyTorch lists upsampling among compute-intensive ops, like convolutions.
 _KINDS = {"attention": ATTENTION, "matmul": MATMUL, "convolution": CONVOLUTION | UPSAMPLING}
 _HALVED = ("matmul", "convolution")
 
 
 def save_lists(targets: Iterable[str]) -> list[SaveList]:
-    """The lists that can be made of the kinds of ops there are: the longest first, last the one that saves nothing.
+    """Return the lists of the kinds of ops in the graph: the longest first, last the empty one.
 
     Args:
-        targets: of the ops of the forward pass, each as often as it runs.
+        targets: of the forward ops, with repetitions.
     """
     names = [base_name(target) for target in targets]
     lists = [SaveList("", frozenset())]
@@ -87,7 +86,7 @@ def _joined(known: SaveList, name: str, ops: frozenset[str], halved: tuple[froze
 
 @dataclass(frozen=True, slots=True)
 class SacParams:
-    """What is saved.
+    """Parameters of the method.
 
     Attributes:
         save: for the rule ``sac``, targets of ops, such as ``aten.mm.default`` or ``mm``, instead of its own lists.
@@ -97,11 +96,11 @@ class SacParams:
 
 
 def solve(request: Request, *, rule: str = SacRule.LISTED) -> Result:
-    """As ``solvers.registry.Solver``; LIMIT when nothing that is tried fits, or the method does not apply.
+    """Return the fastest schedule that fits; LIMIT if none does, or the method does not apply.
 
     Args:
         request: its parameters are ``SacParams``.
-        rule: what is saved; see ``SacRule``.
+        rule: the saved ops; see ``SacRule``.
 
     Raises:
         ValueError: no such rule.
@@ -120,7 +119,7 @@ def solve(request: Request, *, rule: str = SacRule.LISTED) -> Result:
 
 
 def _trials(graph: Graph, rule: SacRule, save: frozenset[str]) -> Iterator[Candidate]:
-    """Every list in every region, those that save the same ops once."""
+    """Yield the schedules of every list in every region, lists that save the same ops once."""
     tuned = rule is SacRule.LISTED and not save
     forward = [op.target for op in graph.ops if op.phase is Phase.FORWARD]
     ways = list(regions(graph))
@@ -141,19 +140,19 @@ def _list_of(rule: SacRule, save: frozenset[str]) -> SaveList:
 
 
 def saved_ops(graph: Graph, rule: SacRule, save: frozenset[str] = frozenset()) -> list[Op]:
-    """The forward ops whose outputs `rule` saves; at most, where it has several lists."""
+    """Return the forward ops whose outputs `rule` saves; for several lists, those of the longest."""
     return ops_on(_list_of(rule, save), graph)
 
 
 def ops_on(save_list: SaveList, graph: Graph) -> list[Op]:
-    """The forward ops whose outputs are saved."""
+    """Return the forward ops whose outputs `save_list` saves."""
     ops = [op for op in graph.ops if op.phase is Phase.FORWARD and save_list.has(op.target)]
     skipped = {op.id for half in save_list.halved for op in [op for op in ops if is_one_of(op, half)][1::2]}
     return [op for op in ops if op.id not in skipped]
 
 
 def regions(graph: Graph) -> Iterator[tuple[Mapping[str, object], Sequence[Hashable]]]:
-    """Ways to divide the forward pass, with the region of each op (None: not checkpointed)."""
+    """Yield divisions of the forward pass, with the region of each op (None: not checkpointed)."""
     for way in blockings(graph):
         yield way.settings, way.blocks
     yield {"region": "forward pass"}, [op.phase for op in graph.ops]

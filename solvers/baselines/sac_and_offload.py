@@ -1,13 +1,12 @@
-"""torchtitan's ``sac_and_offload``: selective checkpointing, and what it saves goes to the host as far as that has room.
+"""torchtitan's ``sac_and_offload``: selective checkpointing with offloading of the saved tensors.
 
-Of each block of the model a list of ops is saved, as in ``sac``, and the rest is made again when it is needed.
-What stays in memory from the forward pass, in any block but the last, is sent: the largest first, within a share of it and
-what the host holds. A tensor is copied out right when it is made, and goes at the end of the block after the last one that
-reads it. It is asked for before the first op of the backward pass of the block after its own, and stays until its last
-reader.
+Of each block of the model a list of ops is saved, as in ``sac``, and the rest is recomputed when it is needed. Tensors that stay
+in memory from the forward pass, in any block but the last, are offloaded: the largest first, within a share of them and the
+capacity of the host. A tensor is offloaded when it is produced, and freed at the end of the block after the last one that reads
+it. It is reloaded before the first op of the backward pass of the block after its own, and stays until its last reader.
 
-The user chooses blocks, list and budget on the host: all lists and blocks are tried, with several shares, and the fastest
-schedule that fits is taken.
+Users choose blocks, list and the budget on the host: all lists and blocks are tried, with several shares, and the fastest
+schedule that fits is returned.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,17 +25,17 @@ from solvers.result import Result
 
 @dataclass(frozen=True, slots=True)
 class SacAndOffloadParams:
-    """What is tried.
+    """Parameters of the method.
 
     Attributes:
-        shares: of the bytes that may be sent, as budgets on the host; from 0 to 1.
+        shares: of the offloadable bytes, as budgets on the host; from 0 to 1; each is tried.
     """
 
     shares: tuple[float, ...] = (1.0, 0.75, 0.5, 0.25)
 
 
 def solve(request: Request) -> Result:
-    """As ``solvers.registry.Solver``; LIMIT when nothing that is tried fits. The parameters are ``SacAndOffloadParams``."""
+    """Return the fastest schedule that fits; LIMIT if none does. The parameters are ``SacAndOffloadParams``."""
     params = request.params_of(SacAndOffloadParams())
     what = "selective checkpointing with offload"
     return offloading_answer(
@@ -45,7 +44,7 @@ def solve(request: Request) -> Result:
 
 
 def _trials(offer: Offer, shares: Sequence[float]) -> Iterator[Candidate]:
-    """Every list with every choice of blocks and every share; lists that save the same ops once."""
+    """Yield the schedules of every list, division into blocks and share; lists that save the same ops once."""
     graph = offer.program
     tried: set[frozenset[int]] = set()
     for save_list in save_lists([op.target for op in graph.ops if op.phase is Phase.FORWARD]):
@@ -63,7 +62,7 @@ def _trials(offer: Offer, shares: Sequence[float]) -> Iterator[Candidate]:
 
 
 def _largest(offer: Offer, may_go: list[int], share: float) -> list[int]:
-    """The largest of `may_go` within `share` of them and what the host holds."""
+    """Return the largest of `may_go` within `share` of them and the capacity of the host."""
     room = int(share * sum(map(offer.size_bytes, may_go)))
     capacity = room if offer.host_bytes is None else min(room, offer.host_bytes)
     return replace(offer, host_bytes=capacity).fitting(sorted(may_go, key=lambda t: -offer.size_bytes(t)))

@@ -1,10 +1,10 @@
-"""PyTorch's ``torch.autograd.graph.save_on_cpu``: all that is saved for the backward pass goes to the host.
+"""PyTorch's ``torch.autograd.graph.save_on_cpu``: all saved tensors are offloaded.
 
-A tensor is copied out right when it is made, and comes back when it is read, for each node of autograd anew; both copies are
-in the stream of the computation, which waits. Where the forward pass goes on reading a tensor, the wait is put off until
-it does no longer, for only then the memory is wanted. There is no budget: the peak is what it is.
+A tensor is offloaded when it is produced, and reloaded for each autograd node that reads it; both transfers are on the stream of
+the computation, which waits. If the forward pass reads the tensor further on, the wait is after its last read, when the memory is
+freed. There is no budget: the peak is what it is.
 
-As the option offers it: small tensors stay. What the host has no room for stays as well, where PyTorch would fail.
+Small tensors stay, as with the option offload, and so do tensors that the host has no space for, where PyTorch would fail.
 """
 
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from solvers.result import Result
 
 
 def solve(request: Request) -> Result:
-    """As ``solvers.registry.Solver``; LIMIT when that does not fit."""
+    """Return the schedule; LIMIT if it does not fit."""
     return offloading_answer(request, "save-on-cpu", _trials, what="saving on the host", settings={})
 
 

@@ -1,16 +1,16 @@
-"""The reference for placement: XEngine's program (Schuler et al., ACM TACO 2022), and the same with clocks, by HiGHS.
+"""XEngine's program (Schuler et al., ACM TACO 2022), the reference for placement, and the same with clocks, by HiGHS.
 
-The objective of XEngine's program is a serial sum: no two devices, and no copy and device, ever work at the same time.
-``xengine-overlapped`` puts the makespan by the judge's clocks in its place, for schedules that may also hold a copy for later
-stages and make it ahead of time; the best serial schedule is where that search begins.
+The objective of XEngine's program is a serial sum: devices and transfers never work in parallel. ``xengine-overlapped`` replaces
+it by the makespan with the clocks of the simulation, for schedules that may also hold a copy for later stages and transfer it
+ahead of time; that search starts at the best serial schedule.
 
 Both programs grow with the square of the ops, for each device: they are for small graphs.
 
 XEngine's 0-1 program is Checkmate's, on several devices.
 
-Stage t ends with the first execution of op t, on one of the devices. R[d,t,i]: op i is executed on device d in stage t;
-S[d,t,x]: tensor x is in the memory of d when stage t begins; A[d,e,t,x,v]: x is copied from d to e in stage t, just before op v
-has its turn there; F[d,t,x,k]: x leaves d in stage t after the turn of k; U[d,t,k]: memory of d at the turn of k.
+Stage t ends with the first execution of op t, on one of the devices. R[d,t,i]: op i is executed on device d in stage t; S[d,t,x]:
+tensor x is in the memory of d when stage t begins; A[d,e,t,x,v]: x is copied from d to e in stage t, just before the turn of op v
+there; F[d,t,x,k]: x is freed on d in stage t after the turn of k; U[d,t,k]: memory of d at the turn of k.
 
     sum over d of R[d,t,t] = 1
     R[e,t,v]      <= R[e,t,p(x)] + S[e,t,x] + sum over d and w <= v of A[d,e,t,x,w]        x read by op v
@@ -18,33 +18,33 @@ has its turn there; F[d,t,x,k]: x leaves d in stage t after the turn of k; U[d,t
     S[d,t+1,x]    <= S[d,t,x] + R[d,t,p(x)]
     minimise sum of c_di R[d,t,i] + sum of copy_dex A[d,e,t,x,v]
 
-Published, a copy is the product R[e,t,v] Z[d,t,x] with Z = R or S, left quadratic; A makes it linear, once for each tensor and
-device. What is otherwise than published is out for a defect, or there to agree with ``graphs.simulate``:
+In the paper, a copy is the product R[e,t,v] Z[d,t,x] with Z = R or S, which stays quadratic; A linearises it, once for each
+tensor and device. Other changes mend a defect, or are needed to agree with ``graphs.simulate``:
 
 - a tensor that is on a device already is not copied there again; of several sources one is chosen;
 - a copy takes memory where it arrives, from the turn of its first reader to that of the last, and its source stays until then;
-- rows of memory and of what is freed are written for each device by itself;
-- kept tensors end on the main device, where they stay from when they first are there (copied as their pass ends, if need be);
-- several outputs of an op, workspaces, ops that must not run again: as in ``common.checkmate_program``.
+- rows of memory and frees are written for each device by itself;
+- kept tensors end on the main device, where they stay once they are there (copied at the end of their pass, if need be);
+- several outputs of an op, workspaces, ops that must not be recomputed: as in ``common.checkmate_program``.
 
-With `stay` a copy may be handed on to the next stage as well, and with `ahead` be made as a stage begins.
+With `stay` a copy may be handed over to the next stage as well, and with `ahead` be made at the beginning of a stage.
 
-For the makespan in place of the sum the clocks of the judge (``graphs.clocks``) are rows of the program.
+For the makespan in place of the sum the clocks of the simulation (``graphs.clocks``) are rows of the program.
 
-Devices work side by side, and so do the channels between them. In the program's order of issue, T_d is the clock of device d,
-K_de that of the channel from d to e, W[d,t,x] when x is ready on d in stage t, Z[d,t,x] when the last copy of x away from d has
-ended, H a time in which some schedule is known to end. ">= z if b" is written ">= z - H (1 - b)".
+Devices work in parallel, and so do the channels between them. In the program's order of issue, T_d is the clock of device d, K_de
+that of the channel from d to e, W[d,t,x] the time at which x is ready on d in stage t, Z[d,t,x] the end of the last copy of x
+away from d, H a time within which some schedule is known to end. ">= z if b" is written ">= z - H (1 - b)".
 
-    an op on d            T_d >= T_d + c R;  T_d >= W[d,t,x] + c if R, x read;  W[d,t,x] >= T_d if R and not S[d,t,x], x made
+    an op on d            T_d >= T_d + c R;  T_d >= W[d,t,x] + c if R, x read;  W[d,t,x] >= T_d if R and not S[d,t,x], x an output
     a copy of x, d to e   K_de >= K_de + c A;  K_de >= W[d,t,x] + c and >= T_e + c if A;  W[e,t,x] and Z[d,t,x] >= K_de if A
-    what is handed on     W[d,t+1,x] >= W[d,t,x] and Z[d,t+1,x] >= Z[d,t,x] if S[d,t+1,x]
-    what leaves d         T_d >= Z[d,t,x] if F[d,t,x,k];  as the stage ends, T_d >= Z[d,t,x] if not S[d,t+1,x]
+    hand-over             W[d,t+1,x] >= W[d,t,x] and Z[d,t+1,x] >= Z[d,t,x] if S[d,t+1,x]
+    a free on d           T_d >= Z[d,t,x] if F[d,t,x,k];  as the stage ends, T_d >= Z[d,t,x] if not S[d,t+1,x]
 
-The makespan is at least each clock. So that its bound is not just that of the busiest device, the earliest end e_t of op t:
+The makespan is at least each clock. So that its bound is not just that of the busiest device, e_t is the earliest end of op t:
 
-    e_t >= e_p + sum of c R[d,t,t] + copy (R[e,t,t] + R[d,p,p] - 1) - (their further executions) (what this may have added)
+    e_t >= e_p + sum of c R[d,t,t] + copy (R[e,t,t] + R[d,p,p] - 1) - (their recomputations) (what these may have added)
 
-for an op p that makes what t reads: where p and t are executed once, on d and e, there is a copy between them.
+for an op p that produces an input of t: if p and t are executed once, on d and e, there is a copy between them.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -72,18 +72,18 @@ _MEMORY_RANGE = 1e4  # the capacity of a pool in the program's unit of its memor
 _TIME_RANGE = 1e3  # the step on the main device in its unit of time
 _ONE_HALF = 0.5
 _ROUNDING = 1e-6  # of the makespan of a known schedule, in floating point
-_SERIAL_SHARE = 0.3  # of the time that is left, for the serial program, where it is not the one that is asked for
-_ONCE_SHARE = 0.5  # of what is left then, for schedules that execute each op once, where all may be looked for
+_SERIAL_SHARE = 0.3  # of the time left, for the serial program when the makespan is requested
+_ONCE_SHARE = 0.5  # of the rest, for schedules without recomputation
 
 
 @dataclass(frozen=True, slots=True)
 class Class:
-    """Which schedules are looked for.
+    """The class of schedules of a program.
 
     Attributes:
-        stay: a copy may be handed on to the next stage; published: it goes with the stage.
-        ahead: copies may be made when a stage begins, for later ones.
-        again: ops may be executed more than once.
+        stay: True if a copy may be handed over to the next stage; published: it is freed with the stage.
+        ahead: True if copies may be made at the beginning of a stage, for later ones.
+        again: True if ops may be recomputed.
     """
 
     stay: bool = False
@@ -99,7 +99,7 @@ class XEngineProgram(Columns):
 
     Attributes:
         R, S, A, F: columns by the letters of the program, where they may be 1. The turn of a copy at the end is `ops`.
-        capacity: bytes by device that produced tensors may take; None: all of them fit, as often as they may be there.
+        capacity: by device the bytes for produced tensors; None if all of them fit at any multiplicity.
         unit_s: seconds, the unit of time.
     """
 
@@ -120,12 +120,12 @@ class XEngineProgram(Columns):
         self.S: dict[tuple[int, int, int], int] = {}
         self.A: dict[tuple[int, int, int, int, int], int] = {}
         self.F: dict[tuple[int, int, int, int], int] = {}
-        self.arriving: dict[tuple[int, int, int], list[tuple[int, int]]] = {}  # by device, stage, turn: tensors, columns
-        self.leaving: dict[tuple[int, int, int], list[tuple[int, int]]] = {}  # by device, stage, tensor: turns, columns
+        self.arriving: dict[tuple[int, int, int], list[tuple[int, int]]] = {}  # by device, stage, turn: (tensor, column)
+        self.leaving: dict[tuple[int, int, int], list[tuple[int, int]]] = {}  # by device, stage, tensor: (turn, column)
         self.seconds: dict[int, float] = {}  # of columns R and A
 
     def build(self) -> bool:
-        """Make columns and rows; False if that would be too large."""
+        """Add columns and rows; return False if the program would be too large."""
         for t in range(self.ops):
             self.add_columns(t)
             if len(self.cost) > MOST_COLUMNS:
@@ -144,12 +144,12 @@ class XEngineProgram(Columns):
         return True
 
     def count_seconds(self) -> None:
-        """The objective of the paper: the sum of all that is executed and copied."""
+        """Set the objective of the paper: the sum of all executions and copies."""
         for column, seconds in self.seconds.items():
             self.cost[column] = seconds / self.unit_s
 
     def add_columns(self, t: int) -> None:
-        """R and S of stage t where they can serve it or a later one, then A."""
+        """Add R and S of stage t if they can serve it or a later one, then A."""
         ops = self.placement.program.ops
         for d in self.devices:
             for i in range(t + 1):
@@ -158,7 +158,7 @@ class XEngineProgram(Columns):
                     self.R[d, t, i] = self._timed(run)
             for x, place in enumerate(self.placement.places[d]):
                 if place is not None and max(self.made_at[x], 0) < t <= self._until(d, x) and self._can_stay(d, x):
-                    # Where all fits everything is handed on (``add_hand_over``), so that S is whole by itself.
+                    # If all tensors fit, everything is handed over (``add_hand_over``), so that S is integer by itself.
                     self.S[d, t, x] = self.column(integer=self.capacity[d] is not None)
         if self.schedules.ahead:
             for x in range(len(self.graph.tensors)):
@@ -168,7 +168,7 @@ class XEngineProgram(Columns):
         for v in range(t + 1):
             readers = [e for e in self.devices if (e, t, v) in self.R]
             if self.schedules.ahead and alone:
-                readers = []  # as the stage begins is just before its only op
+                readers = []  # the beginning of the stage is just before its only op
             for x in ops[v].inputs:
                 self._add_copies(t, v, x, readers)
         for x in (x for x, stage in self.due.items() if stage == t):
@@ -191,37 +191,37 @@ class XEngineProgram(Columns):
         return column
 
     def _until(self, d: int, x: int) -> int:
-        """The last stage before which x may be handed on to d: with copies ahead it may wait for one, where memory counts."""
+        """Return the last stage into which x may be handed over on d; with copies ahead it may wait for one."""
         waits = self.schedules.ahead and self.capacity[d] is not None
         return self.ops - 1 if waits or self.stays(d, x) else self.last_use[x]
 
     def _can_stay(self, d: int, x: int) -> bool:
-        """Whether x may be handed on: on main what is static is always there, elsewhere it comes by a copy."""
+        """Return True if x may be handed over on d; static tensors are always on the main device, elsewhere they are copies."""
         return not self.graph.tensors[x].static or (d > 0 and self.schedules.stay)
 
     def stays(self, d: int, x: int) -> bool:
-        """Whether x is never freed on d, once it is there."""
+        """Return True if x is never freed on d, once it is there."""
         return d == 0 and x in self.graph.kept
 
     def add_first(self, t: int) -> None:
-        """Exactly one first execution over all devices: sum of R[d,t,t] = 1."""
+        """Add sum of R[d,t,t] = 1: exactly one first execution over all devices."""
         self.row([(self.r(d, t, t), 1) for d in self.devices], 1, 1)
 
     def add_inputs(self, t: int) -> None:
-        """R[e,t,v] <= R[e,t,p(x)] + S[e,t,x] + sum of A[d,e,t,x,w] for w <= v."""
+        """Add R[e,t,v] <= R[e,t,p(x)] + S[e,t,x] + sum of A[d,e,t,x,w] for w <= v."""
         for (e, stage, v), executed in self.R.items():
             for x in self.graph.ops[v].inputs if stage == t else ():
                 if self.s(e, t, x) != ONE:
                     self.at_most([(executed, 1), *self._there(e, t, x, v)], 0)
 
     def _there(self, e: int, t: int, x: int, turn: int) -> list[Weighted]:
-        """-1 for each way in which x may be on e by a turn of stage t."""
+        """Return -1 for each column by which x may be on e at a turn of stage t."""
         copies = [(column, -1.0) for w in range(BEGIN, turn + 1) for y, column in self.arriving.get((e, t, w), ()) if y == x]
         made = self.r(e, t, self.made_at[x]) if self.made_at[x] < turn else None
         return [(made, -1.0), (self.s(e, t, x), -1.0), *copies]
 
     def add_sources(self, t: int) -> None:
-        """A[d,e,t,x,v] <= R[e,t,v], and <= R[d,t,p(x)] + S[d,t,x]; as a stage begins, <= S[d,t,x]."""
+        """Add A[d,e,t,x,v] <= R[e,t,v], and <= R[d,t,p(x)] + S[d,t,x]; at the beginning of a stage, <= S[d,t,x]."""
         for (d, e, stage, x, turn), column in self.A.items():
             if stage != t:
                 continue
@@ -232,7 +232,7 @@ class XEngineProgram(Columns):
                 self.at_most([(column, 1), (made, -1), (self.s(d, t, x), -1)], 0)
 
     def add_hand_over(self, t: int) -> None:
-        """S[d,t+1,x] <= S[d,t,x] + R[d,t,p(x)], with copies where they stay; at least each of them where nothing is freed."""
+        """Add S[d,t+1,x] <= S[d,t,x] + R[d,t,p(x)], with copies if they stay; without frees also >= each of them."""
         for d in self.devices:
             for x in range(len(self.graph.tensors)):
                 after, stays = self.S.get((d, t + 1, x)), self.stays(d, x)
@@ -247,11 +247,11 @@ class XEngineProgram(Columns):
                         self.at_most([(column, 1), (after, -1)], 0)
 
     def add_end(self, x: int) -> None:
-        """A kept tensor is on the main device when the last stage ends, or the last of the forward pass, if it is made there."""
+        """Add the row that kept x is on the main device at the end of its pass."""
         self.at_most(self._there(0, self.due[x], x, self.ops), -1)
 
     def add_memory(self, d: int, t: int) -> None:
-        """U[d,t,k] = U[d,t,k-1] - what left after k - 1 + what arrives before k and what it makes; U + workspace <= M_d."""
+        """Add U[d,t,k] = U[d,t,k-1] - frees after k - 1 + copies before k + outputs; U + workspace <= M_d."""
         if (capacity := self.capacity[d]) is None:
             return
         unit = max(capacity, 1) / _MEMORY_RANGE
@@ -273,13 +273,13 @@ class XEngineProgram(Columns):
             change += [(double, -size[x]) for x, double in self.doubles(d, t, k)]
 
     def turns(self, t: int) -> Iterator[int]:
-        """Of stage t: before its ops, each of them, and, where a kept tensor is due, the end."""
+        """Yield the turns of stage t: before its ops, each of them, and the end if a kept tensor is due there."""
         yield from range(BEGIN, t + 1)
         if t in self.due.values() or t == self.ops - 1:
             yield self.ops
 
     def frees(self, d: int, t: int, k: int) -> Iterator[tuple[int, int]]:
-        """F[d,t,x,k] <= what uses x at k: R[d,t,k] + sum of A[d,e,t,x,k]; and <= 1 - each later use, and 1 - S[d,t+1,x]."""
+        """Yield x and F[d,t,x,k] <= uses of x at k: R[d,t,k] + sum of A[d,e,t,x,k]; <= 1 - each later use, and 1 - S[d,t+1,x]."""
         uses: dict[int, list[int]] = {}
         if (executed := self.r(d, t, k)) is not None:
             for x in dict.fromkeys((*self.graph.ops[k].inputs, *self.graph.ops[k].outputs)):
@@ -303,7 +303,7 @@ class XEngineProgram(Columns):
             yield x, freed
 
     def doubles(self, d: int, t: int, k: int) -> Iterator[tuple[int, int]]:
-        """R[d,t,k] S[d,t,x] for what op k makes again: it is there twice until its turn is over."""
+        """Yield x and R[d,t,k] S[d,t,x] for outputs of op k that are in memory twice until its turn is over."""
         if (executed := self.r(d, t, k)) is None:
             return
         for x in self.graph.ops[k].outputs:
@@ -314,18 +314,18 @@ class XEngineProgram(Columns):
                 yield x, double
 
     def r(self, d: int, t: int, i: int) -> Term:
-        """R[d,t,i]."""
+        """Return R[d,t,i]."""
         return self.R.get((d, t, i))
 
     def s(self, d: int, t: int, x: int) -> Term:
-        """S[d,t,x]: 1 for what is static on the main device."""
+        """Return S[d,t,x]: 1 for static tensors on the main device."""
         return ONE if d == 0 and self.graph.tensors[x].static else self.S.get((d, t, x))
 
 
 def _last_stages(placement: Placement) -> tuple[list[int], list[int]]:
-    """For each op the last stage that it may run in for any use, and for each tensor the last in which it may be used.
+    """Return for each op the last stage in which it may be useful, and for each tensor the last in which it may be used.
 
-    An op that must not run again, or whose inputs have been written, runs no later; what is kept is used to the end.
+    An op that must run once, or whose inputs have been written in place, runs no later; kept tensors are used to the end.
     """
     graph = placement.program
     last = len(graph.ops) - 1
@@ -342,7 +342,7 @@ def _last_stages(placement: Placement) -> tuple[list[int], list[int]]:
 
 
 def add_clocks(program: XEngineProgram, horizon_s: float) -> None:
-    """Give `program`, built with ``whole_frees``, the makespan as its objective; no schedule over `horizon_s` is looked for."""
+    """Give `program`, built with ``whole_frees``, the makespan as its objective, at most `horizon_s`."""
     clocks = _Clocks(program, horizon_s / program.unit_s)
     for t in range(program.ops):
         clocks.hand_on(t)
@@ -355,7 +355,7 @@ def add_clocks(program: XEngineProgram, horizon_s: float) -> None:
 
 
 class _Clocks:
-    """The columns of the clocks as they are after the steps so far; None for 0."""
+    """The columns of the clocks after the steps so far; None for 0."""
 
     def __init__(self, program: XEngineProgram, horizon: float) -> None:
         self.program, self.horizon = program, horizon
@@ -371,7 +371,7 @@ class _Clocks:
             self.executed.setdefault((t, i), []).append((d, column))
 
     def after(self, *terms: Term) -> int:
-        """A time that is at least each of `terms`."""
+        """Add a time that is at least each of `terms` and return its column."""
         column = self.program.column(upper=self.horizon)
         for term in terms:
             if term is not None:
@@ -379,13 +379,13 @@ class _Clocks:
         return column
 
     def at_least(self, column: int, term: Term, seconds: float, given: Term, *others: Term) -> None:
-        """Column >= term + seconds if `given` is 1 and `others` are 0."""
+        """Add column >= term + seconds if `given` is 1 and `others` are 0."""
         most = self.horizon + seconds
         terms: list[Weighted] = [(term, 1), (column, -1), (given, most), *((other, -most) for other in others)]
         self.program.at_most(terms, self.horizon)
 
     def hand_on(self, t: int) -> None:
-        """Times of stage t - 1 for what is there as stage t begins, and columns for all that may be there in it."""
+        """Add the times at the beginning of stage t for tensors that are handed over or may appear in it."""
         program, ready, sent = self.program, self.ready, self.sent
         self.ready, self.sent = {}, {}
         for d in program.devices:
@@ -406,7 +406,7 @@ class _Clocks:
                             self.at_least(column, before[d, x], 0.0, handed_on)
 
     def copy(self, t: int, turn: int) -> None:
-        """The copies of a turn, in the order of their columns."""
+        """Add the rows of the copies of a turn, in the order of their columns."""
         for d, e, x, column in self.copies.get((t, turn), ()):
             seconds = self.program.seconds[column] / self.program.unit_s
             before = self.channel.get((d, e))
@@ -420,7 +420,7 @@ class _Clocks:
             self.channel[d, e] = done
 
     def compute(self, t: int, turn: int) -> None:
-        """An op on each device where it is executed."""
+        """Add the rows of the op of a turn on each device that may execute it."""
         for d, column in self.executed.get((t, turn), ()):
             seconds, op = self.program.seconds[column] / self.program.unit_s, self.program.graph.ops[turn]
             before = self.device[d]
@@ -436,7 +436,7 @@ class _Clocks:
             self.device[d] = done
 
     def free(self, t: int, turn: int) -> None:
-        """Who frees what has been copied away waits for the copies."""
+        """Add the waits for copies of the tensors that are freed at a turn."""
         for d in self.program.devices:
             waits = [
                 (sent, freed)
@@ -449,7 +449,7 @@ class _Clocks:
                     self.at_least(done, sent, 0.0, freed)
 
     def end_stage(self, t: int) -> None:
-        """What is not handed on goes, where memory counts."""
+        """Add the waits for copies of the tensors that are not handed over, on devices with a capacity."""
         program = self.program
         if t + 1 == program.ops:
             return
@@ -464,12 +464,12 @@ class _Clocks:
                 program.at_most([(sent, 1), (self.device[d], -1), (handed_on, -self.horizon)], 0)
 
     def end(self) -> None:
-        """The makespan, and its bound by the paths of the graph."""
+        """Set the objective to the makespan, with its bound by the paths of the graph."""
         last = self.after(*self.device, *self.channel.values(), *self.paths())
         self.program.cost[last] = 1.0
 
     def paths(self) -> list[int]:
-        """e_t for each op."""
+        """Return e_t for each op."""
         program, placement = self.program, self.program.placement
         again: list[list[int]] = [[] for _ in range(program.ops)]
         for (_, t, i), column in program.R.items():
@@ -502,7 +502,7 @@ class _Clocks:
 
 
 def _copied_s(placement: Placement, d: int, e: int, x: int) -> float | None:
-    """Seconds that x takes at least from d to e, over whatever devices; None where it is the same or there is no way."""
+    """Return the least seconds of a transfer of x from d to e by any devices; None if it is the same or there is no way."""
     if d == e:
         return None
     times = [placement.whole.ops[op].time_s for (_, target, y), op in placement.copies.items() if target == e and y == x]
@@ -517,14 +517,14 @@ def _sum(terms: list[Weighted]) -> list[Weighted]:
 
 
 def serial_schedule(program: XEngineProgram, values: Floats) -> Schedule:
-    """The executions and copies of a solution in its order, with each tensor held as briefly as possible."""
+    """Return the executions and copies of a solution in its order, with the shortest lifetimes."""
     return schedule_of(program.placement.whole, [op for _, _, op in _executed(program, values)])
 
 
 def lazy_schedule(program: XEngineProgram, values: Floats) -> Schedule:
-    """The same with each tensor held until the solution lets it go: who frees it waits for its copies.
+    """Return the schedule of a solution with each tensor held until the solution frees it: its owner waits for copies.
 
-    Where all fits, nothing is freed. Copies that nobody reads cost the makespan nothing, and are left out.
+    If all tensors fit, nothing is freed. Unread copies do not affect the makespan, and are left out.
     """
     graph = program.placement.whole
     base = {t: (d, x) for d, place in enumerate(program.placement.places) for x, t in enumerate(place) if t is not None}
@@ -557,10 +557,10 @@ def lazy_schedule(program: XEngineProgram, values: Floats) -> Schedule:
 
 
 def _without_unread(graph: Graph, steps: Sequence[Step]) -> tuple[Step, ...]:
-    """`steps` without copies that are freed before they are read, or never are, and without their frees."""
+    """Return `steps` without copies that are never read, and without their frees."""
     wanted = set(graph.kept)
     found: list[Step | None] = []
-    freed: dict[int, int] = {}  # where the free of what a copy may have made stands in `found`
+    freed: dict[int, int] = {}  # positions in `found` of the frees of copies
     for step in reversed(steps):
         if isinstance(step, Free):
             freed[step.tensor] = len(found)
@@ -580,7 +580,7 @@ def _without_unread(graph: Graph, steps: Sequence[Step]) -> tuple[Step, ...]:
 
 
 def _executed(program: XEngineProgram, values: Floats) -> Iterator[tuple[int, int, int]]:
-    """Stage, turn and op of what a solution executes and copies; a copy comes before what is executed in its turn."""
+    """Yield stage, turn and op of the executions and copies of a solution; copies come before the op of their turn."""
     copies = {(t, turn): [] for t in range(program.ops) for turn in program.turns(t)}  # type: dict[tuple[int, int], list[int]]
     for (d, e, t, x, turn), column in program.A.items():
         if values[column] > 0.5:
@@ -596,7 +596,7 @@ def _executed(program: XEngineProgram, values: Floats) -> Iterator[tuple[int, in
 
 
 class XEngineRule(StrEnum):
-    """What is minimised, by the name in the registry."""
+    """The objective, by the name in the registry."""
 
     SERIAL = "xengine"
     MAKESPAN = "xengine-overlapped"
@@ -604,11 +604,12 @@ class XEngineRule(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class XEngineParams:
-    """Which schedules are looked for.
+    """Parameters of the class of schedules.
 
     Attributes:
-        stay: copies may be handed on to the next stage; published: they go with the stage. For the makespan they always may.
-        again: ops may be executed more than once, as published; without, only where each runs is chosen.
+        stay: True if copies may be handed over to the next stage; published: they are freed with the stage. Always for the
+            makespan.
+        again: True if ops may be recomputed, as published; otherwise only their devices are chosen.
     """
 
     stay: bool = False
@@ -617,7 +618,7 @@ class XEngineParams:
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """A schedule: what all of it takes one after the other, and a bound on that; and a bound on its makespan, if known."""
+    """A schedule, its serial sum with a bound, and a bound on its makespan, if known."""
 
     schedule: Schedule
     serial_s: float
@@ -626,20 +627,19 @@ class _Found:
 
 
 def solve(request: Request, *, rule: str = XEngineRule.SERIAL) -> Result:
-    """As ``solvers.registry.Solver``, for graphs with placement; LIMIT for others, and where the program is too large.
+    """Return the best schedule of a graph with placement; LIMIT for other graphs, and if the program is too large.
 
-    The time of the result is the makespan by the judge. The serial objective says nothing of that: it has no bound there, and
-    the settings have the sum (``serial_s``) with its bound. An infeasible program is LIMIT, since schedules of other classes
-    may fit.
+    The time of the result is the simulated makespan. The serial objective implies no bound on it: then the result has none, and
+    the settings have the sum (``serial_s``) with its bound. An infeasible program gives LIMIT, since other schedules may fit.
 
     Args:
         request: its parameters are ``XEngineParams``.
-        rule: what is minimised; see ``XEngineRule``. The makespan is from the best serial schedule with copies that stay; the
-            bound then covers schedules that execute each op at most once per stage and device, in program order (just once,
-            without ``again``).
+        rule: the objective; see ``XEngineRule``. The search for the makespan starts at the best serial schedule with copies that
+            stay; the bound then refers to schedules that execute each op at most once per stage and device, in program order
+            (just once, without ``again``).
 
     Raises:
-        GraphError: the graph has other choices than placement.
+        GraphError: the graph has options other than placement.
     """
     overlapped = XEngineRule(rule) is XEngineRule.MAKESPAN
     params = request.params_of(XEngineParams())
@@ -669,9 +669,9 @@ def solve(request: Request, *, rule: str = XEngineRule.SERIAL) -> Result:
 
 
 def _overlapped(request: Request, serial: XEngineProgram, values: Floats, found: _Found) -> _Found | None:
-    """The best makespan, from the solution `values` of the serial program; None if the program with clocks is too large.
+    """Return the best makespan, from the solution `values` of the serial program; None if the program with clocks is too large.
 
-    Where each op is executed once, that is looked at first: it is a far smaller program.
+    If each op is executed once, that class is searched first: its program is far smaller.
     """
     wanted = serial.schedules.again
     once = not any(t > i and values[column] > _ONE_HALF for (_, t, i), column in serial.R.items())
@@ -702,13 +702,13 @@ def _overlapped(request: Request, serial: XEngineProgram, values: Floats, found:
 
 
 def _like(known: XEngineProgram, values: Floats, program: XEngineProgram, milp: Milp) -> Milp:
-    """`milp` of `program` with what is executed, copied and handed on as in a solution of a program with fewer schedules."""
+    """Return `milp` of `program` with executions, copies and hand-overs fixed to a solution of a smaller program."""
     chosen = dict.fromkeys((*program.R.values(), *program.A.values(), *program.S.values()), 0.0)
     for theirs, ours in ((known.R, program.R), (known.S, program.S)):
         chosen |= {ours[key]: values[column] for key, column in theirs.items() if key in ours}
     for (d, e, t, x, turn), column in known.A.items():
         key = (d, e, t, x, turn)
-        # Where a stage has one op only, it begins just before that.
+        # A stage with one op only begins just before it.
         target = program.A.get(key, program.A.get((d, e, t, x, BEGIN)))
         if target is not None and values[column] > _ONE_HALF:
             chosen[target] = 1.0

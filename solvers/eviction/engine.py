@@ -1,9 +1,8 @@
-"""Schedules at once, at any budget: run the program, and evict what is cheapest to do without.
+"""Eviction: schedules in milliseconds at any budget. Run the program, and evict the tensors that are cheapest to recompute.
 
-An imitation of what dynamic tensor rematerialization does online (Kirisame et al., ICLR 2021), with the advantages
-of a static graph: the next use of every tensor is known (as in Belady's rule for caches), what is missing for an op
-is made again in program order, so that nothing waits in memory for the rest of it, and whether a rule works can be
-tried out.
+This is dynamic tensor rematerialization (Kirisame et al., ICLR 2021) with the advantages of a static graph: the next use of every
+tensor is known (as in Belady's rule for caches), missing tensors are recomputed in program order, so that none waits in memory
+for the others, and several rules can be tried.
 """
 
 import math
@@ -21,25 +20,25 @@ from graphs.ir import Phase
 from solvers.eviction.rules import EvictionRule, Guide, Limits
 from solvers.problem import Problem
 
-NEVER = 1 << 60  # the next use of what is not used any more
-_DOOMED_S = 1e9  # cost of what there will be no room to make again
-WORK_PER_EVICTION = 4e-5  # and execution, see ``solvers.clock``
+NEVER = 1 << 60  # the next use of a tensor that is not used again
+_DOOMED_S = 1e9  # cost of a tensor that there will be no room to recompute
+WORK_PER_EVICTION = 4e-5  # and per execution, see ``solvers.clock``
 
 
 def evicting_order(problem: Problem, rule: EvictionRule, **limits: Unpack[Limits]) -> list[int] | None:
-    """An order of execution whose tensors fit, by `rule`, without round trips; None if it fails.
+    """Return an order of execution that fits the capacity, by `rule`, without offloading; None if the rule fails.
 
-    First executions come in the program order of `problem`.
+    First executions are in the program order of `problem`.
     """
     return Eviction(problem, rule, **limits).run()
 
 
 class FailedError(Exception):
-    """A rule leads no further."""
+    """The failure of a rule: it executes too much, or finds no room."""
 
 
 class Eviction:
-    """A run of a rule."""
+    """One run of an eviction rule."""
 
     def __init__(
         self,
@@ -71,16 +70,16 @@ class Eviction:
         self.time = problem.time_s
         self.live: set[int] = set()
         self.there = [t.static for t in graph.tensors]  # in memory: alive, or static
-        self.at_hand = self.there  # nothing need be executed for it; more than that where tensors come back from the host
+        self.at_hand = self.there  # nothing need be executed for it: in memory, or on the host
         self.next_use = [readers[0] if readers else NEVER for readers in graph.consumers]
-        self.cost: dict[int, float] = {}  # to make tensors again, where nothing has changed since it was found
-        self.costs_with: dict[int, set[int]] = {}  # by tensor: those whose costs change when it goes, or is there again
+        self.cost: dict[int, float] = {}  # cached costs of recomputation
+        self.costs_with: dict[int, set[int]] = {}  # by tensor: those whose costs change when it is evicted or recomputed
         self.evictable = [p >= 0 and t not in graph.kept and graph.ops[p].recomputable for t, p in enumerate(self.producer)]
         self.alone_bytes = [op.workspace_bytes + sum(self.size[t] for t in problem.held[op.id] - graph.kept) for op in graph.ops]
         self.staying_bytes = self._staying_bytes()
 
     def run(self) -> list[int] | None:
-        """What is executed; None if it fails."""
+        """Return the order of execution; None if the rule fails."""
         try:
             for op in range(len(self.graph.ops)):
                 self.rounds.clear()
@@ -95,7 +94,7 @@ class Eviction:
         return self.order
 
     def _staying_bytes(self) -> list[int]:
-        """For each op what is in memory before it whatever is evicted; with gradients, if those are to stay."""
+        """Return for each op the bytes in memory before it that are never evicted; with gradients, if the rule keeps them."""
         change = [0] * (len(self.graph.ops) + 1)
         for op in self.graph.ops:
             for t in op.outputs:
@@ -110,7 +109,7 @@ class Eviction:
     # What there is to do.
 
     def _missing(self, op: int) -> list[int]:
-        """Ops to execute again before `op`, in program order."""
+        """Return the ops to recompute before `op`, in program order."""
         found: set[int] = set()
         stack = [self.producer[t] for t in self.inputs[op] if not self.at_hand[t]]
         while stack:
@@ -121,7 +120,7 @@ class Eviction:
         return sorted(found)
 
     def _wanted(self, ops: tuple[int, ...]) -> dict[int, int]:
-        """For each tensor that `ops` read, the place of the first of them."""
+        """Return for each tensor that `ops` read the position of its first reader."""
         wanted: dict[int, int] = {}
         for place, op in enumerate(ops):
             for t in self.inputs[op]:
@@ -129,7 +128,7 @@ class Eviction:
         return wanted
 
     def _execute(self, i: int, wanted: dict[int, int]) -> None:
-        """Execute op `i`, whose inputs are there, while `wanted` is wanted soon."""
+        """Execute op `i`, whose inputs are in memory; tensors in `wanted` are read soon."""
         op = self.graph.ops[i]
         self.rounds[i] += 1
         self.time_left_s -= op.time_s
@@ -138,7 +137,7 @@ class Eviction:
             raise FailedError
         for t in op.outputs:
             if self.there[t] and t not in self.graph.kept:
-                self._drop(t)  # made again anyway
+                self._drop(t)  # produced again anyway
         new = [t for t in op.outputs if not self.there[t]]
         done = max(self.done, i)
         uses = {t: self._use_after(t, done, i) for _, t in op.overwrites if t not in wanted and self._may_go(t, done)}
@@ -157,13 +156,13 @@ class Eviction:
             self._drop(t)
 
     def _may_go(self, t: int, done: int) -> bool:
-        """Whether t, which the new op `done` reads, may be written over, and executed for again if need be."""
+        """Return True if t, an input of the new op `done`, may be overwritten: it can be recomputed or is not needed again."""
         return self.evictable[t] or self._of_no_use(t, done)
 
     # What to evict.
 
     def _make_room(self, needed_bytes: int, i: int, wanted: dict[int, int], over: Sequence[int] = ()) -> list[int]:
-        """Evict until op `i` has room: what is not `wanted`, what is wanted last, and with it those of `over` that it returns."""
+        """Evict tensors until op `i` has room: unwanted ones, then those wanted last, then those of `over`, which it returns."""
         others, soon = [], []
         for t in sorted(self.live.difference(self.inputs[i])):
             if not (self.evictable[t] or self._of_no_use(t, self.done)):
@@ -197,7 +196,7 @@ class Eviction:
         heapify(ranked)
         while self.free_bytes < needed_bytes and ranked:
             rank, t = ranked[0]
-            if t not in self.cost:  # for what has gone since
+            if t not in self.cost:  # unknown since an earlier eviction
                 self.cost[t] = self._cost(t)
                 if (now := self._ranks([t])[0]) > rank:
                     heapreplace(ranked, (now, t))
@@ -209,7 +208,7 @@ class Eviction:
         self._drop(t)
 
     def _of_no_use(self, t: int, done: int) -> bool:
-        """Whether nothing that may run after the new op `done` reads a tensor that cannot be made again."""
+        """Return True if no op that may run after the new op `done` reads t."""
         readers = self.graph.consumers[t]
         if t in self.graph.kept:
             return False
@@ -227,14 +226,14 @@ class Eviction:
         return [self.cost[t] for t in tensors]
 
     def _worth(self, guide: Guide, t: int) -> float:
-        """What the guide says on keeping a tensor."""
+        """Return the factor to the rank of t by the guide."""
         window = bisect_left(guide.ends, self.done + 1)
         if guide.handed[window, t]:
             return self.rule.guided
         return 1.0 if self.next_use[t] <= guide.ends[window] else 1.0 / self.rule.guided
 
     def _cost(self, t: int) -> float:
-        """Seconds to make a tensor again, with what is missing for that."""
+        """Return the seconds to recompute a tensor, including its missing ancestors."""
         total = 1e-9
         staying_bytes = self.staying_bytes[min(self.next_use[t], len(self.time))]
         found, stack = {self.producer[t]}, [self.producer[t]]
@@ -250,7 +249,7 @@ class Eviction:
                     stack.append(producer)
         return total
 
-    # When tensors are used next: by a new op, or to make again what is not there.
+    # Next uses of tensors: by a new op, or by the recomputation of a missing tensor.
 
     def _drop(self, t: int) -> None:
         self.live.discard(t)
@@ -268,13 +267,13 @@ class Eviction:
         self._forget_costs(t)
 
     def _forget_costs(self, t: int) -> None:
-        """Of `t`, and of what would be made from it, directly or by way of what is not there."""
+        """Discard the cached costs of `t` and of the tensors that would be recomputed from it."""
         self.cost.pop(t, None)
         for u in self.costs_with.pop(t, ()):
             self.cost.pop(u, None)
 
     def _look_ahead(self, op: int) -> None:
-        """Find the next use of what `op` reads, now that it has been executed; all of it is there."""
+        """Update the next uses of the inputs of `op`, which has just been executed."""
         for t in self.inputs[op]:
             use = self._use_after(t, self.done)
             if use != self.next_use[t]:
@@ -282,7 +281,7 @@ class Eviction:
                 self.cost.pop(t, None)
 
     def _use_after(self, t: int, done: int, made: int = -1) -> int:
-        """When t is used next, once `done` is the last new op and what op `made` makes is there."""
+        """Return the next use of t once `done` is the last new op and the outputs of op `made` are in memory."""
         readers = self.graph.consumers[t]
         old = bisect_right(readers, done)
         use = readers[old] if old < len(readers) else NEVER

@@ -1,4 +1,4 @@
-"""The least peak that rules of eviction come to."""
+"""The least peak that eviction rules reach."""
 
 from collections.abc import Callable
 
@@ -18,9 +18,9 @@ _PRECISION = 0.005  # of the peak
 def least_evicting_schedule(
     graph: Graph, clock: Clock, *, should_stop: Callable[[], bool] | None = None, proved_bytes: int | None = None
 ) -> Schedule | None:
-    """The schedule of least peak that some rule finds before the clock's limit, or `should_stop`; None if none finds any.
+    """Return the schedule of least peak that a rule finds before the clock's limit or `should_stop`; None if there is none.
 
-    It looks for none below `proved_bytes`, by default what single ops need (``solvers.bounds``).
+    The search stops at `proved_bytes`, by default the bound of ``solvers.bounds``.
     """
 
     def ended() -> bool:
@@ -33,7 +33,7 @@ def least_evicting_schedule(
     least = simulate(graph, schedule_of(graph, range(len(graph.ops)))).peak_bytes
     for rule in (*RULES, *TIGHT_RULES):
         low = bound
-        # Most rules end where the first did: ask of them whether they get any further, before how far.
+        # Most rules end where the first did: ask first if they get any further, then how far.
         budget = (low + least) // 2 if best is None else int((1 - _PRECISION) * least)
         asked = best is not None
         while low < budget and least - low > _PRECISION * least and not ended():
@@ -55,5 +55,5 @@ def least_evicting_schedule(
 def _peak_bytes(graph: Graph, schedule: Schedule) -> int | None:
     try:
         return simulate(graph, schedule).peak_bytes
-    except ScheduleError:  # it reads what has been written over: eviction does not look at that
+    except ScheduleError:  # it reads an overwritten tensor: eviction ignores overwriting
         return None

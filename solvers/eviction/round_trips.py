@@ -1,7 +1,7 @@
-"""Eviction where tensors may go to the host: each is brought back or made again, whichever costs less.
+"""Eviction with offloading: each evicted tensor is reloaded or recomputed, whichever costs less.
 
-What copies cost is what the computation would wait for them, by a rough account of what the channels have to carry, and a
-price for their time: what one tensor does not take of it, another may.
+The cost of a transfer is the time that the computation would wait for it, by an estimate of the load of the channels, plus a
+price for channel time, which another tensor might use.
 """
 
 from collections.abc import Sequence
@@ -21,14 +21,14 @@ from solvers.problem import Problem
 def evicting_with_copies(
     problem: Problem, rule: EvictionRule, **limits: Unpack[Limits]
 ) -> tuple[list[int], frozenset[tuple[int, int]]] | None:
-    """As ``evicting_order``; with (tensor, position) where a tensor comes back from the host before that execution."""
+    """Return an order as ``evicting_order`` does, and pairs (tensor, position): the tensor is reloaded before that execution."""
     eviction = EvictionWithCopies(problem, rule, **limits)
     computed = eviction.run()
     return None if computed is None else (computed, frozenset(eviction.away))
 
 
 class EvictionWithCopies(Eviction):
-    """``Eviction`` that knows both ways to get a tensor back."""
+    """An ``Eviction`` that can recompute or reload a tensor."""
 
     def __init__(self, problem: Problem, rule: EvictionRule, **limits: Unpack[Limits]) -> None:
         super().__init__(problem, rule, **limits)
@@ -62,7 +62,7 @@ class EvictionWithCopies(Eviction):
         return again or self._of_no_use(t, done)
 
     def _evict_cheapest(self, needed_bytes: int, tensors: list[int]) -> None:
-        """As costs go up with what the channels have to carry, look again at each before it goes."""
+        """Evict the cheapest tensors; costs rise with the load of the channels, so look again before each eviction."""
         self._find_costs(tensors)
         ranked = list(zip(self._ranks(tensors), tensors, strict=True))
         heapify(ranked)
@@ -95,7 +95,7 @@ class EvictionWithCopies(Eviction):
             self._send(t)
 
     def _send(self, t: int) -> None:
-        # What nothing is known to read again is taken to be read last.
+        # A tensor without a known next use is taken to be read last.
         self.channels.send(t, min(self.next_use[t], len(self.time) - 1))
         self.live.discard(t)
         self.there[t] = False
@@ -104,16 +104,16 @@ class EvictionWithCopies(Eviction):
 
     def _drop(self, t: int) -> None:
         if not (self.graph.ops[self.producer[t]].recomputable or self._of_no_use(t, self.done)):
-            self._send(t)  # what is made of it may go later, and be made again
+            self._send(t)  # tensors computed from it may be evicted and recomputed later
             return
         self.at_hand[t] = False
         super()._drop(t)
 
 
 class _Channels:
-    """A rough account of both channels: out, a copy at a time, each from when the tensor was made; in, what has to come by when.
+    """An estimate of both channels: transfers to the host one at a time, each after its tensor was produced; reloads by deadline.
 
-    Copies come in after the peak of what keeping everything takes: before, there is no room to be ahead of their readers.
+    Reloads start after the peak of keeping everything: before it, there is no room to be ahead of their readers.
     """
 
     def __init__(self, problem: Problem, copies: Copies) -> None:
@@ -122,12 +122,12 @@ class _Channels:
         self.starts_s = np.array(list(accumulate(problem.time_s, initial=0.0)))
         self.peak = _peak(problem)
         self.now_s = self.out_s = self.in_s = 0.0
-        self.begin_s = float(self.starts_s[self.peak])  # when copies in may begin, in the step that keeps everything
+        self.begin_s = float(self.starts_s[self.peak])  # earliest start of reloads, on the time axis of keeping everything
         self.made_s: dict[int, float] = {}
         self.sent: set[int] = set()
-        self.away: dict[int, int] = {}  # and by which op
-        self.slack_s = self.starts_s.copy()  # for each op, before it less what comes in by then
-        self.least_s: NDArray[np.float64] | None = None  # of it and what follows
+        self.away: dict[int, int] = {}  # offloaded tensors, and the ops that need them back
+        self.slack_s = self.starts_s.copy()  # for each op, the time before it minus that of the reloads due by then
+        self.least_s: NDArray[np.float64] | None = None  # the least slack of an op and its successors
 
     def make(self, t: int) -> None:
         self.made_s[t] = self.now_s
@@ -141,7 +141,7 @@ class _Channels:
             self.in_s = max(self.in_s, self.now_s)
 
     def cost_s(self, t: int, use: int, price: float) -> float:
-        """What a round trip costs, inf if there is none."""
+        """Return the cost of offloading and reloading `t` in seconds, inf if that is impossible."""
         if t not in self.trips or use >= NEVER:
             return np.inf
         trip = self.trips[t]
@@ -176,7 +176,7 @@ class _Channels:
 
 
 def _peak(problem: Problem) -> int:
-    """The op at which keeping everything takes most memory."""
+    """Return the op at which keeping everything needs most memory."""
     change = np.zeros(problem.ops + 1)
     for t, readers in enumerate(problem.graph.consumers):
         maker = problem.producers[t]

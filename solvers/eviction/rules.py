@@ -1,4 +1,4 @@
-"""By which rules tensors are evicted."""
+"""Rules by which tensors are evicted."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -10,18 +10,17 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, slots=True)
 class EvictionRule:
-    """How tensors are ranked: evicted first is the one of least cost^a / (bytes^b x distance^c).
+    """A ranking of tensors: the one of least cost^a / (bytes^b x distance^c) is evicted first.
 
-    The cost is the time to make it again with what is missing for that; the distance is the number of
-    ops until its next use in the program, be it by what was evicted and is made of it.
+    The cost is the time to recompute the tensor with its missing ancestors; the distance is the number of ops until its next use
+    in the program, also by way of evicted tensors that are computed from it.
 
     Attributes:
-        gradients_stay: where there would be no room to make a tensor again beside all gradients that are alive when
-            it is used next, it is evicted last.
-        guided: times its rank for what a guide hands on, and one over that for what it does not.
-        rounds: an op executed so often before the next new one goes round in circles.
-        channel: what a second of a channel costs, in seconds of computation: copies of what is cheaper to make again
-            leave it to others. Only for graphs with round trips.
+        gradients_stay: True to evict last the tensors that could not be recomputed beside all gradients alive at their next use.
+        guided: factor to the rank of tensors that a guide hands over; its inverse for the others.
+        rounds: most executions of an op before the next new op; more are a loop.
+        channel: price of a second of a channel, in seconds of computation: tensors that are cheaper to recompute leave channels
+            to others. Only for graphs with offloading.
     """
 
     cost: float = 1.0
@@ -35,11 +34,11 @@ class EvictionRule:
 
 @dataclass(frozen=True, slots=True)
 class Guide:
-    """What a solution of a model says on what to keep; see ``Choice``.
+    """Tensors to keep, from a solution of a model; see ``Choice``.
 
     Attributes:
         ends: last op of each window.
-        handed: (windows, tensors), whether a tensor is handed on at the end of the window.
+        handed: (windows, tensors), True if a tensor is handed over at the end of the window.
     """
 
     ends: tuple[int, ...]
@@ -47,15 +46,15 @@ class Guide:
 
 
 class Limits(TypedDict, total=False):
-    """What a run of a rule keeps to.
+    """Limits of the run of a rule.
 
     Attributes:
-        capacity_bytes: that tensors are to fit into, static ones left out; None: that of the problem.
+        capacity_bytes: of memory without static tensors; None: that of the problem.
         bias: for each tensor a factor to its rank; None: 1.
-        guide: what is handed on from window to window, as far as there is room.
-        max_factor: it has failed when it executes more than this many ops per op of the graph.
-        max_time_s: likewise when all it executes takes longer than this.
-        should_stop: polled; once True, it has failed.
+        guide: tensors to hand over from window to window if there is room.
+        max_factor: the run fails if it executes more than this many ops per op of the graph.
+        max_time_s: the run fails if its executions take longer than this.
+        should_stop: polled; the run fails once it returns True.
     """
 
     capacity_bytes: int | None
@@ -74,5 +73,5 @@ RULES = (
     EvictionRule(size=0.5),
     EvictionRule(size=0.0),
 )
-# Where memory is so scarce that these fail.
+# For budgets so tight that these fail.
 TIGHT_RULES = tuple(replace(rule, gradients_stay=True) for rule in RULES)

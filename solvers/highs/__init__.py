@@ -1,8 +1,8 @@
-"""The one place that talks to HiGHS: bounded 0-1 and linear programs in, values and bounds out.
+"""The interface to HiGHS, for bounded 0-1 and linear programs.
 
-A solve runs in a thread of its own while the caller's thread looks after it: it hands over each
-incumbent, reports progress, and polls `should_stop`. So a stop takes effect at once even where HiGHS
-does not ask (presolve, a long factorisation), and Python's signal handlers keep running.
+A solve runs in its own thread while the caller's thread watches it: it hands over incumbents, reports progress, and polls
+`should_stop`. So a stop takes effect at once even if HiGHS does not poll (presolve, a long factorisation), and Python's signal
+handlers keep running.
 """
 
 from collections.abc import Mapping
@@ -43,12 +43,12 @@ OUTCOMES[_Status.__members__["kHighsInterrupt"]] = Outcome.STOPPED
 
 
 def version() -> str:
-    """HiGHS's version, e.g. ``1.15.1``."""
+    """Return HiGHS's version, e.g. ``1.15.1``."""
     return f"{highspy.HIGHS_VERSION_MAJOR}.{highspy.HIGHS_VERSION_MINOR}.{highspy.HIGHS_VERSION_PATCH}"
 
 
 class SilentHighs(highspy.Highs):
-    """A HiGHS that prints nothing: 1.16 prints its name and licence while it is made, before an option can be set."""
+    """A HiGHS without output: 1.16 prints its name and licence in the constructor, before options can be set."""
 
     def enableCallbacks(self) -> None:  # noqa: N802 (the first method that is called, by the constructor)
         """Turn the output off first."""
@@ -68,7 +68,7 @@ def solve_program(
     """Solve a 0-1 program, or a linear one if no variable is whole.
 
     Args:
-        clock: ends it at its limit. One that counts work does so at places that HiGHS comes to whatever the time.
+        clock: ends the solve at its limit. A clock of work ends it only at points that do not depend on time.
         absolute_gap: stop once the best x is proved within this of the optimum.
         start: values to start from, NaN where unknown; HiGHS completes them if it can.
         options: further HiGHS options.
@@ -82,7 +82,7 @@ def solve_program(
         return _without_variables(program)
     solver = _load(program)
     settings: dict[str, Option] = {
-        "time_limit": highspy.kHighsInf if clock.counts_work else max(0.0, left(clock)),  # loading took some
+        "time_limit": highspy.kHighsInf if clock.counts_work else max(0.0, left(clock)),  # minus the time of loading
         "mip_abs_gap": max(0.0, absolute_gap),
         "mip_rel_gap": 0.0,
         "mip_feasibility_tolerance": _FEASIBILITY,
@@ -96,7 +96,7 @@ def solve_program(
             solver.setSolution(len(known), known, start[known])
     run = Run(solver, program)
     if not run.finish(watch or Watch(), clock):
-        # HiGHS is deep in something that does not look up; its thread ends by itself once it does.
+        # HiGHS is in a phase that does not poll; its thread ends by itself once it does.
         return Answer(Outcome.STOPPED, run.values, run.objective, run.bound, "left behind")
     return _read(run, program)
 

@@ -1,4 +1,4 @@
-"""A program for HiGHS in the making, column by column and row by row."""
+"""A builder of programs for HiGHS, column by column and row by row."""
 
 from collections.abc import Sequence
 
@@ -7,13 +7,13 @@ from scipy.sparse import csr_array
 
 from solvers.highs.program import Floats, Milp
 
-ONE = 0  # the column that is 1
-Term = int | None  # a column; None for what is 0
+ONE = 0  # the column of the constant 1
+Term = int | None  # a column; None for the constant 0
 Weighted = tuple[Term, float]
 
 
 class Columns:
-    """The columns and rows so far; the first column is 1.
+    """The columns and rows so far; the first column is the constant 1.
 
     Attributes:
         cost, upper, integer: of each column.
@@ -28,7 +28,7 @@ class Columns:
         self.column(upper=1.0)
 
     def column(self, *, cost: float = 0.0, upper: float = 1.0, integer: bool = False) -> int:
-        """A new variable, from 0 to `upper`."""
+        """Add a variable between 0 and `upper` and return its column."""
         self.cost.append(cost)
         self.upper.append(upper)
         self.integer.append(integer)
@@ -43,7 +43,7 @@ class Columns:
         self.rows.append(([(column, weight) for column, weight in terms if column is not None], lower, upper))
 
     def milp(self) -> Milp:
-        """The program."""
+        """Return the program."""
         entries = [(place, column, weight) for place, (terms, _, _) in enumerate(self.rows) for column, weight in terms]
         places, columns, weights = zip(*entries, strict=True) if entries else ((), (), ())
         lower: Floats = np.zeros(len(self.cost))

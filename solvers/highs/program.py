@@ -1,4 +1,4 @@
-"""A program for HiGHS, its answer, and what the caller wants to know meanwhile."""
+"""A program for HiGHS, its answer, and callbacks during its solution."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,24 +15,24 @@ Option = bool | int | float | str
 
 
 class Outcome(StrEnum):
-    """How HiGHS ended."""
+    """The way in which a HiGHS run ended."""
 
-    OPTIMAL = "optimal"  # within the gap asked for
+    OPTIMAL = "optimal"  # within the requested gap
     INFEASIBLE = "infeasible"
     STOPPED = "stopped"  # by a limit or by the caller; there may be values
-    FAILED = "failed"  # HiGHS could not cope; there may be nothing
+    FAILED = "failed"  # HiGHS failed; there may be no values
 
 
 class HighsError(PlannerError):
-    """HiGHS refused a model or an option."""
+    """A model or an option that HiGHS refused."""
 
 
 @dataclass(frozen=True, slots=True)
 class Milp:
-    """Minimise cost . x over lower <= x <= upper and row_lower <= matrix x <= row_upper.
+    """The program: minimise cost . x over lower <= x <= upper and row_lower <= matrix x <= row_upper.
 
     Attributes:
-        integer: for each variable whether it must be whole. All bounds on variables are finite.
+        integer: for each variable, True if it must be integer. All bounds on variables are finite.
         matrix: one row per constraint, no column twice in a row.
     """
 
@@ -55,14 +55,14 @@ class Milp:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What HiGHS found.
+    """The result of a HiGHS run.
 
     Attributes:
         values: the best x, None if there is none.
         objective: of `values`, None without.
-        bound: no x has a lower objective (inf: proved infeasible, -inf: nothing known).
-        detail: HiGHS's own word for how it ended.
-        row_duals: of a linear program solved to the end, else None.
+        bound: lower bound on the objective (inf: proved infeasible, -inf: unknown).
+        detail: HiGHS's own word for the status.
+        row_duals: of a linear program solved to optimality, else None.
     """
 
     outcome: Outcome
@@ -75,14 +75,14 @@ class Answer:
 
 @dataclass(slots=True)
 class Watch:
-    """What the caller's thread does while HiGHS runs; each may be left out.
+    """Callbacks of the caller's thread while HiGHS runs, each optional.
 
     Attributes:
         should_stop: polled; True ends the solve with the best so far.
         on_incumbent: gets (values, objective) of each better x; True ends the solve.
-        on_bound: gets the bound about ten times a second, or where work is counted whenever it is looked at.
-        interrupted: polled where work is counted, beside `should_stop`, which is polled only at places that do not depend
-            on time; True ends the solve wherever it is.
+        on_bound: gets the bound about ten times a second; with a clock of work, whenever the run is watched.
+        interrupted: polled at any time when work is counted, whereas `should_stop` is polled at points that do not depend on
+            time; True ends the solve at once.
     """
 
     should_stop: Callable[[], bool] | None = None

@@ -1,4 +1,4 @@
-"""HiGHS in a thread of its own, looked after by the caller's."""
+"""A HiGHS run in its own thread, watched by the caller's thread."""
 
 import atexit
 import math
@@ -14,20 +14,20 @@ import numpy as np
 from solvers.clock import Clock, left
 from solvers.highs.program import Floats, Milp, Watch
 
-_POLL_S = 0.05  # how often the caller's thread looks up
-_GRACE_S = 2.0  # how long a stopped solve may take to return before it is left behind
-_LAST_GRACE_S = 10.0  # how long the end of the process waits for one left behind
-# Work, fitted to the times of 72 solves of models of 100 to 20,000 rows and columns; half are within 0.6 and 1.1 of it.
-# HiGHS tells in its callbacks only that it is there, and the iterations of the simplex method once it has ended.
+_POLL_S = 0.05  # polling interval of the caller's thread
+_GRACE_S = 2.0  # wait for a stopped solve before it is abandoned
+_LAST_GRACE_S = 10.0  # wait at the end of the process for an abandoned solve
+# Work, fitted to the times of 72 solves of models of 100 to 20,000 rows and columns; half are within 0.6 to 1.1 times it.
+# HiGHS's callbacks carry no counts, and it reports simplex iterations only at the end.
 _WORK_PER_ITERATION = 1e-5  # times the root of the rows and columns
-_WORK_OF_LINEAR = 6e-7  # likewise where no variable is whole: there is no presolve to repeat, nor a tree to search
+_WORK_OF_LINEAR = 6e-7  # likewise for linear programs: no repeated presolve, no search tree
 _ITERATIONS_PER_CALLBACK = 60.0  # about
 _WORK_PER_RUN = 0.01
 _LOOK = 0.05  # work between two looks of the caller's thread
 
 
 class Run:
-    """One solve in its thread: what HiGHS has told so far, and whether it was asked to stop."""
+    """One HiGHS run in its thread: its results so far, and requests to stop."""
 
     def __init__(self, solver: highspy.Highs, program: Milp) -> None:
         self.solver = solver
@@ -42,11 +42,11 @@ class Run:
         self._counts_work = False
         self._stop = False
         self._done = threading.Event()
-        self._to_see = threading.Event()  # there is something for the caller's thread, or the solve is done
+        self._to_see = threading.Event()  # set when there is news for the caller's thread, or the solve is done
         self._seen = threading.Event()
         self._thread = threading.Thread(target=self._solve, daemon=True, name="HiGHS")
         kinds = highspy.cb.HighsCallbackType
-        # HiGHS holds the callback, where Python's collector does not see it: a reference back would keep all of a solve.
+        # HiGHS holds the callback, invisible to Python's garbage collector: a reference to self would leak the whole solve.
         this = weakref.ref(self)
         solver.setCallback(lambda *told: run._called(*told) if (run := this()) else None, None)
         if self.is_mip:
@@ -54,12 +54,12 @@ class Run:
             solver.startCallback(kinds.kCallbackMipInterrupt)
 
     def finish(self, watch: Watch, clock: Clock) -> bool:
-        """Run to the end; False if HiGHS had to be left behind."""
+        """Run to the end; return False if the thread had to be abandoned."""
         # A thread inside HiGHS when the interpreter ends would abort the process.
         atexit.register(self._end)
         self._counts_work = clock.counts_work
         if not self.is_mip and (self._counts_work or watch.should_stop is not None):
-            # Each iteration waits for the interpreter's lock then.
+            # Only if needed: each iteration then waits for the interpreter's lock.
             self.solver.startCallback(highspy.cb.HighsCallbackType.kCallbackSimplexInterrupt)
             self.solver.startCallback(highspy.cb.HighsCallbackType.kCallbackIpmInterrupt)
         self._thread.start()
@@ -69,7 +69,7 @@ class Run:
             else:
                 self._look_after(watch, clock)
         finally:
-            # Also where a callback of the caller has failed.
+            # Also if a callback of the caller has failed.
             self._stop = True
             self._seen.set()
             if self._done.wait(_GRACE_S):
@@ -101,7 +101,7 @@ class Run:
                 return
 
     def _look_after_work(self, watch: Watch, clock: Clock) -> None:
-        """The same at places that HiGHS comes to whatever the time, while it waits."""
+        """Watch the run at points that do not depend on time, while HiGHS waits."""
         while True:
             while not self._to_see.wait(_POLL_S):
                 if watch.interrupted and watch.interrupted():

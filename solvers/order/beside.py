@@ -1,4 +1,4 @@
-"""A search for a better order of the ops, beside a solve in program order."""
+"""A search for a better order of the ops in the background of a solve in program order."""
 
 from types import TracebackType
 from typing import Self
@@ -8,15 +8,15 @@ from solvers.clock import BackgroundThread, Clock
 from solvers.order.reorder import Reordering, lowers_peak, may_lower_peak, reordered
 
 _POLL = 0.05  # of the clock
-_GRACE_S = 5.0  # for an end that was asked for
+_GRACE_S = 5.0  # wait for its end after a request to stop
 
 
 class OrderSearch:
-    """A search in a thread, in a ``with`` statement that ends it. It sifts only where that may lower the peak.
+    """A background search for an order; leaving the ``with`` statement ends it. It sifts only if that may lower the peak.
 
     Attributes:
-        found: the order it ended with; None before that, and where no order can lower the peak.
-        better: the same, if it has a notably lower peak of keeping everything than program order.
+        found: the order that it ended with; None before, and if no order can lower the peak.
+        better: the same, if keeping everything has a notably lower peak in it than in program order.
     """
 
     def __init__(self, graph: Graph, clock: Clock) -> None:
@@ -36,7 +36,7 @@ class OrderSearch:
         self._beside.end(_GRACE_S)
 
     def wait(self, most: float) -> None:
-        """Wait for its end, for `most` of the clock."""
+        """Wait for its end, up to `most` of the clock."""
         until = self._clock.now + most
         while self._beside.running and self._clock.now < until:
             self._beside.wait(_POLL)

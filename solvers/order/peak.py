@@ -1,4 +1,4 @@
-"""The peak of keeping everything: in one order of the ops, and what it is at least in every order."""
+"""The peak of keeping everything: in program order, and a lower bound for every order."""
 
 from collections.abc import Collection, Sequence
 
@@ -16,11 +16,11 @@ def any_order_peak_bytes(graph: Graph, before: Sequence[Collection[int]], after:
     """Return a lower bound on the peak of keeping everything, over all orders in which ops stay in their phase.
 
     When op v runs, all its ancestors have run and none of its descendants has. So in memory are v's inputs, outputs and
-    workspace, and every tensor made by an ancestor that is kept or read by a descendant. The bound is what that comes to
-    for the op at which program order has its peak; where it equals that peak, no order has a lower one.
+    workspace, and every tensor produced by an ancestor that is kept or read by a descendant. The bound is their size for the op
+    at the peak of program order; if it equals that peak, no order has a lower one.
 
     Args:
-        graph: one without options.
+        graph: a graph without options.
         before: for each op, ops that must come before it; others follow from these.
         after: for each op, ops that must come after it; others follow from these.
     """
@@ -41,7 +41,7 @@ def any_order_peak_bytes(graph: Graph, before: Sequence[Collection[int]], after:
 
 
 def _peak_op(graph: Graph) -> int:
-    """The op during which keeping everything has its peak."""
+    """Return the op at the peak of keeping everything."""
     schedule = keep_everything(graph)
     executed = schedule.steps[simulate(graph, schedule).peak_step]
     assert isinstance(executed, Compute)  # a free adds nothing
@@ -49,7 +49,7 @@ def _peak_op(graph: Graph) -> int:
 
 
 def _reached(op: int, edges: Sequence[Collection[int]]) -> set[int]:
-    """All ops that `edges` lead to from `op`."""
+    """Return all ops that `edges` lead to from `op`."""
     reached: set[int] = set()
     waiting = [op]
     while waiting:

@@ -1,4 +1,4 @@
-"""An order of the ops that needs less memory at no cost: the program order is one topological order of many."""
+"""Reordering of ops: the program order is one topological order of many, and another may need less memory at no cost."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -13,13 +13,13 @@ from solvers.order.sifting import sifted
 from solvers.places import may_stand
 from solvers.result import Result
 
-_WORK_PER_MOVE = 1e-7  # and op that is passed
-_LOWER = 1e-4  # of the peak; what lowers it by less gains nothing
+_WORK_PER_MOVE = 1e-7  # per move and passed op
+_LOWER = 1e-4  # relative to the peak; a smaller decrease gains nothing
 
 
 @dataclass(frozen=True, slots=True)
 class Reordering:
-    """A graph whose ops stand in another order.
+    """A graph with its ops in another order.
 
     Attributes:
         source: the original graph.
@@ -33,30 +33,29 @@ class Reordering:
 
     @property
     def changed(self) -> bool:
-        """Whether it is another order at all."""
+        """True if the order differs from the original one."""
         return self.original != tuple(range(len(self.original)))
 
     def schedule_of_source(self, schedule: Schedule) -> Schedule:
-        """`schedule`, which is one of `graph`, as one of `source`: it takes the same time and the same memory."""
+        """Return a schedule of `graph` as a schedule of `source`, with the same time and memory."""
         return Schedule(tuple(Compute(self.original[step.op]) if isinstance(step, Compute) else step for step in schedule.steps))
 
     def result_of_source(self, result: Result) -> Result:
-        """`result`, which is one of `graph`, as one of `source`; its settings say whether the order is another.
+        """Return a result for `graph` as a result for `source`; its settings record if the order has changed.
 
-        Its bound is that of schedules which execute each op for the first time in the new order.
+        Its bound is valid for schedules whose first executions are in the new order.
         """
         schedule = None if result.schedule is None else self.schedule_of_source(result.schedule)
         return replace(result, graph=self.source, schedule=schedule, settings={**result.settings, "reordered": self.changed})
 
 
 def reordered(graph: Graph, clock: Clock | None = None, should_stop: Callable[[], bool] | None = None) -> Reordering:
-    """`graph` in the best order that is found; in its own where none is better, or the search was ended before one was found.
+    """Return `graph` in the best order found; in its own order if none is better, or the search was stopped early.
 
-    Ops stay in their phase. Ops that draw random numbers, or may do what the graph does not show, keep their
-    order among each other, and the readers of what is written in place their side of the write. In the new
-    order keeping everything has no higher peak, and the least budget no higher lower bound. Optional ops come
-    after the program's as before; what can stand for ops in the one order can in the other, and comes before what they make is
-    read by others if it did.
+    Ops stay in their phase. Ops that draw random numbers, or may have effects that the graph does not show, keep their order, and
+    readers of tensors written in place stay on their side of the write. In the new order, keeping everything has no higher peak,
+    and the least budget no higher lower bound. Optional ops come after the program's as before; alternatives that are usable in
+    one order stay usable in the other, and still come before the readers of their outputs.
     """
     if not graph.plain:
         program = without_options(graph)
@@ -78,7 +77,7 @@ def reordered(graph: Graph, clock: Clock | None = None, should_stop: Callable[[]
 
 
 def _comes_in_time(graph: Graph, op: int) -> bool:
-    """Whether an op can stand for others in the place of the last of them, and none but these reads before it what they make."""
+    """Return True if an optional op can replace its group at the last op of it, and no other op reads their outputs before."""
     stand_in = graph.ops[op]
     if not may_stand(graph, stand_in):
         return False
@@ -95,29 +94,29 @@ def _is_up(clock: Clock, work: float) -> bool:
 def may_lower_peak(graph: Graph) -> bool:
     """Return False if no order of the ops has a notably lower peak of keeping everything than program order.
 
-    What has to be recomputed at a budget follows from that peak: on twelve models of the zoo, orders that left it as it is
-    lowered no overhead by more than 0.01 points at any budget.
+    The recomputation at a budget depends on that peak: on twelve models of the zoo, orders that did not lower it lowered no
+    overhead by more than 0.01 points at any budget.
     """
     program = without_options(graph).out_of_place()
     return any_order_peak_bytes(program, *constraints(program)) < (1 - _LOWER) * keep_everything_peak_bytes(program)
 
 
 def lowers_peak(order: Reordering) -> bool:
-    """Return whether `order` has a notably lower peak of keeping everything than program order."""
+    """Return True if keeping everything has a notably lower peak in `order` than in program order."""
     before, after = (keep_everything_peak_bytes(without_options(graph).out_of_place()) for graph in (order.source, order.graph))
     return after < (1 - _LOWER) * before
 
 
 def in_program_order(graph: Graph) -> Reordering:
-    """`graph` as it is."""
+    """Return `graph` in its own order."""
     return Reordering(graph, graph, tuple(range(len(graph.ops))))
 
 
 def permuted(graph: Graph, order: Sequence[int]) -> Reordering:
-    """`graph` with its ops in `order`.
+    """Return `graph` with its ops in `order`.
 
     Raises:
-        GraphError: not a topological order, or it mixes phases.
+        GraphError: `order` is not topological, or mixes phases.
     """
     place = {op: position for position, op in enumerate(order)}
     ops = tuple(
@@ -129,7 +128,7 @@ def permuted(graph: Graph, order: Sequence[int]) -> Reordering:
 
 
 def constraints(graph: Graph) -> tuple[list[set[int]], list[set[int]]]:
-    """For each op the ops that must come before it and those that must come after it; others follow from these."""
+    """Return for each op the ops that must come before it and those that must come after it; others follow from these."""
     before: list[set[int]] = [set() for _ in graph.ops]
     after: list[set[int]] = [set() for _ in graph.ops]
     for first, second in _pairs(graph):
@@ -141,7 +140,7 @@ def constraints(graph: Graph) -> tuple[list[set[int]], list[set[int]]]:
 def _pairs(graph: Graph) -> Iterable[tuple[int, int]]:
     written = {t for op in graph.ops for t in op.mutates}
     hidden = {op.id for op in graph.ops if _may_have_hidden_effects(op, written)}
-    touching: dict[int, list[tuple[int, bool]]] = {}  # tensor -> ops that read or write it, and whether they write
+    touching: dict[int, list[tuple[int, bool]]] = {}  # by tensor: the ops that read or write it, with True for writes
     ordered: int | None = None
     for op in graph.ops:
         yield from ((p, op.id) for t in op.inputs for p in graph.tensors[t].producers)
@@ -156,12 +155,12 @@ def _pairs(graph: Graph) -> Iterable[tuple[int, int]]:
 
 
 def _may_have_hidden_effects(op: Op, written: set[int]) -> bool:
-    """Whether `op` must not run again for a reason the graph does not show: it may write what it reads."""
+    """Return True if `op` must run once for a reason that the graph does not show: it may write its inputs."""
     return not (op.recomputable or op.mutates or written.intersection(op.inputs))
 
 
 def _around_writes(users: list[tuple[int, bool]]) -> Iterable[tuple[int, int]]:
-    """Pairs that keep the readers of one tensor on their side of each write, and the writes in order."""
+    """Yield pairs that keep the readers of one tensor on their side of each write, and the writes in order."""
     writer: int | None = None
     readers: list[int] = []
     for op, writes in users:
@@ -175,7 +174,7 @@ def _around_writes(users: list[tuple[int, bool]]) -> Iterable[tuple[int, int]]:
 
 
 def _is_no_worse(graph: Graph, than: Graph) -> bool:
-    """Whether neither the peak of keeping everything nor the lower bound on the least budget is higher."""
+    """Return True if neither the peak of keeping everything nor the lower bound on the least budget is higher."""
     return keep_everything_peak_bytes(graph) <= keep_everything_peak_bytes(than) and (
         least_budget_bound(graph).budget_bytes <= least_budget_bound(than).budget_bytes
     )

@@ -1,9 +1,8 @@
-"""A better order of the ops by single moves: each op goes where the memory over the step is least.
+"""Sifting: improvement of the order of ops by single moves to the position of least memory over the step.
 
-Keeping everything, memory over an order of the ops is a profile. Moving an op later takes its outputs off
-the ops it passes, and puts on them what only it still had to read; moving it earlier does the reverse. So a
-weight gradient that frees a large activation moves up to where it can, and one that frees little and must be
-kept moves to the end.
+Keeping everything, memory over an order of the ops is a profile. Moving an op later subtracts its outputs from the ops that it
+passes, and adds its last-read inputs to them; moving it earlier does the reverse. So a weight gradient that frees a large
+activation moves up as far as possible, and one that frees little and must be kept moves to the end.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -19,13 +18,13 @@ _PASSES = 50  # over all ops; graphs of real models need three
 def sifted(
     graph: Graph, before: Sequence[Collection[int]], after: Sequence[Collection[int]], *, should_stop: Callable[[], bool]
 ) -> list[int] | None:
-    """Op ids in an order whose profile has less area than the program order's, and no higher peak; None if it was stopped.
+    """Return op ids in an order whose profile has a smaller area than program order, and no higher peak; None if stopped.
 
-    Neither does what is in memory whatever the schedule (an op's inputs, outputs and workspace, and the kept
-    tensors made before it) rise above its maximum in program order.
+    The memory that every schedule needs (an op's inputs, outputs and workspace, and the kept tensors produced before it) does not
+    exceed its maximum in program order either.
 
     Args:
-        graph: its program order is what is improved.
+        graph: its program order is the start.
         before: for each op the ops that must come before it.
         after: for each op the ops that must come after it.
         should_stop: polled.
@@ -44,14 +43,14 @@ def sifted(
 
 
 class _Sift:
-    """An order and its profile, position by position.
+    """An order and its memory profile, position by position.
 
     Attributes:
         order, place: the op at each position, the position of each op.
         during: bytes in memory while the op at a position is executed.
-        left: bytes in memory after it, less what is freed.
-        need: bytes in memory while it is executed whatever the schedule, as far as the op itself and kept tensors say.
-        kept_at: bytes that the op at a position makes and that are kept.
+        left: bytes in memory after it and its frees.
+        need: bytes in memory during it in every schedule, for the op itself and kept tensors.
+        kept_at: bytes of kept outputs of the op at a position.
     """
 
     def __init__(self, graph: Graph, before: Sequence[Collection[int]], after: Sequence[Collection[int]]) -> None:
@@ -63,7 +62,7 @@ class _Sift:
         self.place = np.arange(count)
         self.outputs = [sum(self.sizes[t] for t in op.outputs) for op in graph.ops]
         self.kept = [sum(self.sizes[t] for t in op.outputs if t in graph.kept) for op in graph.ops]
-        # Outputs that nobody reads are gone at once.
+        # Outputs without readers are freed at once.
         self.lasting = [sum(self.sizes[t] for t in op.outputs if graph.consumers[t] or t in graph.kept) for op in graph.ops]
         self.held = [tuple(t for t in op.inputs if self.sizes[t] and t not in graph.kept) for op in graph.ops]
         phases = [op.phase for op in graph.ops]
@@ -85,7 +84,7 @@ class _Sift:
         return during, left, need
 
     def move(self, op: int) -> bool:
-        """Put `op` where the area of the profile is least; False if that is where it is."""
+        """Move `op` to the position of least area; return False if it is there already."""
         here = int(self.place[op])
         first, last = self.phases[self.graph.ops[op].phase]
         first = max([first, *(int(self.place[o]) + 1 for o in self.before[op])])
@@ -102,11 +101,11 @@ class _Sift:
         return True
 
     def _best(self, op: int, here: int, passed: NDArray[np.int64]) -> tuple[int, int]:
-        """The most that is gained by moving `op` past positions, and its new place.
+        """Return the largest gain from moving `op` past positions, and its new position.
 
         Args:
-            op: stands at `here`.
-            passed: the positions it can move past, the nearest first.
+            op: the op at `here`.
+            passed: the positions that it can pass, the nearest first.
         """
         step = 1 if passed[0] > here else -1
         change, change_left = self._changes(op, passed)
@@ -124,7 +123,7 @@ class _Sift:
         return int(gain[best]), int(passed[best])
 
     def _changes(self, op: int, passed: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """What is in memory more, during and after each op at the positions `passed`, once `op` has passed it."""
+        """Return the change in memory during and after each op at the positions `passed`, once `op` has passed it."""
         during = np.full(len(passed), self.lasting[op])
         left = during.copy()
         for t in self.held[op]:
@@ -135,7 +134,7 @@ class _Sift:
         return (-during, -left) if passed[0] > self.place[op] else (during, left)
 
     def _own(self, op: int, passed: NDArray[np.int64], change_left: NDArray[np.int64]) -> NDArray[np.int64]:
-        """What is in memory while `op` itself is executed in each of the places `passed`."""
+        """Return the memory while `op` is executed, for each of the positions `passed`."""
         if passed[0] > self.place[op]:
             there = self.left[passed] + change_left
         else:

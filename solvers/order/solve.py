@@ -1,8 +1,8 @@
-"""A solve that may change the order of the ops: in program order first, then in a better one where that can gain.
+"""Solves that may change the order of the ops: in program order first, then in a better order if that can gain.
 
-A bound, and a proof that nothing fits, hold for schedules that first execute the ops in the order that was solved in. So a
-result is taken as a whole, schedule and bound of the same order: a schedule found in another order may be faster than the
-bound of this one, and a gap between the two would mean nothing.
+A bound, or a proof of infeasibility, holds for schedules whose first executions are in the order of the solve. So schedule and
+bound of a result are of the same order: a schedule in another order may be faster than the bound, and a gap between the two would
+have no meaning.
 """
 
 import math
@@ -15,9 +15,9 @@ from solvers.registry import Solver
 from solvers.request import Request
 from solvers.result import Result, SolveProgress, Status, is_within
 
-SEARCH_SHARE = 0.25  # of the limit: what looking for an order may take
-_SEARCH_LEAST = 2.0  # of the clock: how long a search may take that was begun with a shorter solve
-_AGAIN, _AGAIN_LEAST = 4.0, 10.0  # times the proof in program order, and at least: what a solve in another order may take
+SEARCH_SHARE = 0.25  # share of the limit for the search of an order
+_SEARCH_LEAST = 2.0  # of the clock: least time of a search that was begun with a shorter solve
+_AGAIN, _AGAIN_LEAST = 4.0, 10.0  # time of a solve in another order: a multiple of the proof in program order, and at least
 _REFUTED = 0.1  # of the tolerance: a solve in another order ends when it could gain no more
 _PATIENCE, _PATIENCE_SHARE = 30.0, 0.25  # of the clock, and of its limit: without any schedule in program order
 
@@ -28,7 +28,7 @@ class Solved:
 
     Attributes:
         result: its schedule is one of the original graph.
-        order: what was solved.
+        order: the order of the solve.
     """
 
     result: Result
@@ -41,18 +41,18 @@ def solve_in(order: Reordering, solve: Solver, request: Request) -> Solved:
 
 
 def solve_reordered(solve: Solver, request: Request) -> Solved:
-    """Look for an order and solve in it; where nothing fits in that, in program order."""
+    """Search an order and solve in it; if nothing fits, solve in program order."""
     order = reordered(request.graph, request.clock.part(SEARCH_SHARE * request.clock.limit), request.interrupted)
     solved = solve_in(order, solve, request)
     return _also_in_program_order(solved, solve, request)
 
 
 def solve_in_best_order(solve: Solver, request: Request) -> Solved:
-    """Solve in program order, and in an order of lower peak where there is one and it can gain.
+    """Solve in program order, and in an order of lower peak if there is one that can gain.
 
-    The order is looked for beside the solve in program order, which ends when one was found. What program order has proved
-    by then stands; another order is tried only where more than the tolerance is left above keeping everything, and for a time
-    in proportion. Where nothing is found in program order, any order that needs less is tried.
+    The order is searched in the background of the solve in program order, which ends when an order is found. Its proof stands;
+    the other order is tried only if more than the tolerance is left above keeping everything, and for a time in proportion. If
+    program order has no schedule, any order that needs less is tried.
     """
     clock, began = request.clock, request.clock.now
     program = in_program_order(request.graph)
@@ -89,19 +89,19 @@ def _faster(first: Solved, second: Solved) -> Solved:
 
 
 def _can_gain(result: Result, request: Request) -> bool:
-    """Whether another order may have a schedule that is faster by more than the tolerance: none takes less than all ops once."""
+    """Return True if another order may have a schedule that is faster by more than the tolerance."""
     if result.time_s is None or not request.graph.plain:
         return True
     return not is_within(result.time_s, request.graph.time_s, request.tolerance.at(request.clock.now))
 
 
 def _fits_in_no_order(request: Request) -> bool:
-    """Whether a single op refutes the budget in every order."""
+    """Return True if a single op refutes the budget in every order."""
     return request.graph.plain and request.budget_bytes < any_order_need(request.graph).total_bytes
 
 
 def _again(first: Solved, order: Reordering, took: float, solve: Solver, request: Request) -> Solved:
-    """Solve in another order than `first`, until it is known not to be faster; the better of the two."""
+    """Solve in `order`, until it is known not to be faster than `first`, and return the better of the two."""
     clock, time_s = request.clock, first.result.time_s
     assert time_s is not None
     proved = first.result.status is Status.OPTIMAL
@@ -126,7 +126,7 @@ def _again(first: Solved, order: Reordering, took: float, solve: Solver, request
 
 
 def _also_in_program_order(solved: Solved, solve: Solver, request: Request) -> Solved:
-    """`solved`; where it proves that nothing fits in another order, what is found in program order."""
+    """Return `solved`, or the result in program order if nothing fits in its order."""
     if solved.result.status is not Status.INFEASIBLE or not solved.order.changed:
         return solved
     other = solve_in(in_program_order(request.graph), solve, request)
@@ -134,10 +134,10 @@ def _also_in_program_order(solved: Solved, solve: Solver, request: Request) -> S
 
 
 class _Patience:
-    """Passes progress on, and knows whether a solve has been without a schedule for too long.
+    """A progress callback that notices if a solve has been without a schedule for too long.
 
     Attributes:
-        gave_up: True once it has been; a schedule may have been found at the end of that solve all the same.
+        gave_up: True once it has been; that solve may still have ended with a schedule.
     """
 
     def __init__(self, request: Request, limit: float) -> None:

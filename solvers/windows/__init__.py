@@ -1,8 +1,8 @@
 """The exact solver: windows, refined where memory is tight.
 
-A coarse version of Checkmate's 0-1 program (Jain et al., MLSys 2020) is a relaxation: its optimum is a
-bound, and its solution expands to a real schedule. Where that schedule is over the budget the program
-is refined, and solved again. See docs/formulation.md for the program and ``driver.py`` for the loop.
+A coarse version of Checkmate's 0-1 program (Jain et al., MLSys 2020) is a relaxation: its optimum is a lower bound, and its
+solution is decoded to a schedule. Where the schedule exceeds the budget, the program is refined and solved again. README.md has
+the idea, docs/formulation.md the program, ``driver.py`` the loop.
 """
 
 from importlib.metadata import version
@@ -18,13 +18,13 @@ from solvers.windows.search import Search
 
 
 def solve(request: Request) -> Result:
-    """The fastest schedule within the budget, as ``solvers.registry.Solver``. The parameters are ``WindowsParams``.
+    """Return the fastest schedule within the budget, with a lower bound; the parameters are ``WindowsParams``.
 
-    The bound holds for every schedule whose first executions come in program order. The tolerance in `settings` is the
-    one that was settled for: the least of those up to the end that the gap is within, or the last where it is within none.
+    The bound holds for every schedule whose first executions are in program order. The tolerance in `settings` is the least so
+    far that the gap is within, or the current one if there is none.
 
-    With a clock that counts work the schedule is a function of the request (while memory lasts: see
-    ``BoundParams.most_bytes``), for the same versions of the libraries and processors of the same arithmetic.
+    With a clock of work, the schedule is a function of the request (unless memory runs out: see ``BoundParams.most_bytes``), for
+    the same library versions and processors with the same arithmetic.
     """
     whole = with_pass_ends(request.graph)
     search = Search.of(request.on(whole.graph, whole.schedule_of_source))
@@ -76,7 +76,7 @@ def _verdict(search: Search, settled: float, least_bytes: int) -> tuple[Status, 
 
 
 def _bracket(search: Search, proved_bytes: int) -> str:
-    """What is known of the least feasible budget; its lower end is proved for one order of the first executions."""
+    """Return a sentence about the least feasible budget, whose lower bound is proved for one order of first executions."""
     what = "In that order, the least feasible budget is"
     if search.incumbent.least_peak is None:
         return f"{what} at least {format_bytes(proved_bytes)}."

@@ -1,6 +1,6 @@
-"""The solve: strategies that bound, strategies that look for schedules beside them, and parts of the choices beside all.
+"""The driver of a solve: strategies that prove bounds, strategies that find schedules, and searches of smaller sets of options.
 
-Read it from top to bottom; README.md tells the same in words.
+It reads from top to bottom; README.md describes the same in words.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -26,7 +26,7 @@ from solvers.windows.strategies.strategy import Strategy
 
 
 def no_limit(search: Search) -> float:
-    """Return the limit of a stage that has none of its own."""
+    """Return the limit of a stage without one."""
     return inf
 
 
@@ -37,7 +37,7 @@ class Stage:
     Attributes:
         limit: of its step, by the clock.
         repeated: True if more steps follow, each longer than the last, until nothing is left to do.
-        in_background: True if it runs in a thread beside the stages that follow.
+        in_background: True if it runs in a thread while the next stages run.
     """
 
     strategy: type[Strategy]
@@ -46,8 +46,8 @@ class Stage:
     in_background: bool = False
 
 
-# Each strategy is asked whether it applies to the problem. The solve ends with the stage that solves it; once the relaxation has
-# been bounded for the first time, it goes on until what runs beside it has had its time too.
+# Strategies that do not apply to the problem are skipped. The solve ends with the stage that solves it; once the relaxation has
+# been bounded for the first time, the solve goes on until the background stages have had their time too.
 FIRST = (
     Stage(EvictionRules, lambda s: 0.0 if s.problem.copies is not None else s.params.first_schedule.early_rules_limit),
     Stage(OffloadingPortfolio, in_background=True),
@@ -65,17 +65,17 @@ LAST_OF_ALL = (Stage(StateSpace),)
 
 
 def run(search: Search) -> None:
-    """Search until solved, stopped, or nothing is left to do, with smaller sets of choices beside it."""
+    """Search until solved, stopped, or nothing is left to do, with smaller sets of options in the background."""
     if search.problem.places.plain:
         with ExitStack() as stack:
             parts = [stack.enter_context(_in_background(part)) for part in parts_of_plain(search)]
             run_plain(search, parts)
-    elif not search.may_start_processes:  # whoever has started this process sees to smaller sets
+    elif not search.may_start_processes:  # the parent process searches smaller sets
         run_alone(search)
     else:
         commitments = Commitments.begun(search)
         with ExitStack() as stack:
-            # The part that searches the program needs no help where each does all its work; of low priority on few cores it does.
+            # The search of the program needs no help if work is counted; with a low priority on few cores it does.
             commitments.program.closed = search.clock.counts_work
             parts = [stack.enter_context(_in_background(part)) for part in parts_with_options(search, commitments)]
             _bound_and_commit(search, commitments, nice=LAST if goes_last(search) else 0)
@@ -83,12 +83,12 @@ def run(search: Search) -> None:
 
 
 def run_alone(search: Search) -> None:
-    """Search a graph with optional ops without a part beside it."""
+    """Search a graph with optional ops without searches of smaller sets."""
     _bound_and_commit(search, Commitments.begun(search))
 
 
 def run_plain(search: Search, parts: Sequence[Part] = ()) -> None:
-    """Search a graph with nothing to choose but when to execute the program's ops, and transfers to the host."""
+    """Search a graph without optional ops other than transfers to the host."""
     KeepEverything(search).step(0.0)
     if search.stopping.solved():
         return
@@ -113,7 +113,7 @@ def run_plain(search: Search, parts: Sequence[Part] = ()) -> None:
 def _run_stages(
     search: Search, stages: Sequence[Stage], strategies: dict[type[Strategy], Strategy], threads: list[BackgroundThread]
 ) -> None:
-    """Run those that apply until solved or stopped; each strategy is made once, what runs beside is added to `threads`."""
+    """Run the stages that apply until solved or stopped; create each strategy once, add background threads to `threads`."""
     for stage in stages:
         limit = stage.limit(search)
         if not stage.strategy.applies(search.problem):
@@ -131,10 +131,10 @@ def _run_stages(
 
 
 def _bound_and_commit(search: Search, commitments: Commitments, *, nice: int = 0) -> None:
-    """Refine the relaxation, and beside that solve what its solutions and others commit to, while there is anything to do.
+    """Refine the relaxation, and in the background solve plain graphs of its solutions, while there is anything to do.
 
     Args:
-        nice: in another thread, with a priority lower by this: that of this one could not be raised again.
+        nice: run in another thread with a priority lower by this, since this thread's priority could not be raised again.
     """
     stopping = search.stopping
     if nice:
@@ -150,7 +150,7 @@ def _bound_and_commit(search: Search, commitments: Commitments, *, nice: int = 0
 
 
 def _commit(search: Search, commitments: Commitments, orders: Orders) -> None:
-    """Solve the plain graphs that are committed to; a solve that takes longer does so in another process, beside the bound's."""
+    """Solve the plain graphs of commitments; solves that take longer run in another process, in parallel with the bound."""
     for sub in commitments.searches(orders, until=turn_of(search, 1)):
         run_plain(sub)
     if search.stopping.solved() or search.stopping.stopped():
@@ -169,7 +169,7 @@ def _commit_in_process(search: Search, inbox: Inbox, *, known: dict[object, Comm
 
 @contextmanager
 def _in_background(part: Part) -> Iterator[Part]:
-    """Search a part in a thread beside this one."""
+    """Search a part in a background thread."""
     part.thread = start_in_background(part.whole, lambda: _run_part(part))
     try:
         yield part
@@ -179,7 +179,7 @@ def _in_background(part: Part) -> Iterator[Part]:
 
 
 def _run_part(part: Part) -> None:
-    """Search a part in its process, or in this thread where it has none."""
+    """Search a part in its process, or in this thread if it has none."""
     if not part.await_turn():
         return
     process = part.start_process(_run_alone_in_process if part.alone else _run_in_process)
@@ -205,7 +205,7 @@ def _run_alone_in_process(search: Search, _: Inbox) -> None:
 
 @contextmanager
 def _halting(search: Search, thread: BackgroundThread) -> Iterator[BackgroundThread]:
-    """Wait for the end of `thread`, which an exception here asks for."""
+    """Wait for the end of `thread`; halt the search on an exception."""
     try:
         yield thread
     except BaseException:

@@ -1,4 +1,4 @@
-"""The best schedule of a solve, and what is proved."""
+"""The incumbent of a solve: its best schedule, and the proved bounds."""
 
 import math
 import threading
@@ -14,18 +14,18 @@ class Incumbent:
 
     Attributes:
         best: the fastest schedule within the budget, None if none is known.
-        bound_s: no schedule within the budget is faster.
-        least_peak: of all schedules that were tried the one of least peak, whatever the budget.
+        bound_s: lower bound on the time of schedules within the budget.
+        least_peak: the schedule of least peak of all that were tried, at any budget.
         infeasible: True if it is proved that no schedule fits the budget.
-        failure: what must not happen, and did; "" if nothing.
+        failure: description of an internal error; "" if there was none.
     """
 
     def __init__(self, problem: Problem, arithmetic: float, progress: Progress) -> None:
-        """Start with nothing but the bound that needs no proof.
+        """Start with the trivial bound.
 
         Args:
             arithmetic: as in ``BoundParams``.
-            progress: is told of what is better.
+            progress: is notified of improvements.
         """
         self.best: Trial | None = None
         self.bound_s = problem.least_s
@@ -48,7 +48,7 @@ class Incumbent:
 
     @property
     def best_trial(self) -> Trial:
-        """The best schedule; there is one."""
+        """The best schedule, which must exist."""
         assert self.best is not None
         return self.best
 
@@ -57,7 +57,7 @@ class Incumbent:
         return trial.peak_bytes <= self._problem.budget_bytes
 
     def compare_peak(self, trial: Trial) -> None:
-        """Keep `trial` as the schedule of least peak if it is."""
+        """Keep `trial` as the schedule of least peak if it has a lower one."""
         if trial.peak_bytes < (NOWHERE_BYTES if self.least_peak is None else self.least_peak.peak_bytes):
             self.least_peak = trial
 
@@ -74,20 +74,20 @@ class Incumbent:
         return better
 
     def reserve(self, trial: Trial) -> None:
-        """Take `trial`, but not before ``release``."""
+        """Hold `trial` back until ``release``."""
         with self._lock:
             self._reserved = trial
         if self._released:
             self.take(trial)
 
     def release(self) -> None:
-        """Take what was reserved, and from now on at once."""
+        """Take the reserved trial, and take later ones at once."""
         self._released = True
         if self._reserved is not None:
             self.take(self._reserved)
 
     def prove(self, overhead: float) -> None:
-        """Take note of what a relaxation proves: no schedule has less overhead, or for inf that there is none."""
+        """Record the result of a relaxation: no schedule has less overhead or, for inf, there is none."""
         if overhead != math.inf:
             self.raise_bound(overhead)
         elif self.best is None:
@@ -99,7 +99,7 @@ class Incumbent:
             )
 
     def raise_bound(self, overhead: float) -> None:
-        """Take note that no schedule has less overhead than this, in units of the objective."""
+        """Record that no schedule has less overhead than this, in units of the objective."""
         bound_s = self._problem.base_s * (1 + overhead / OBJECTIVE_SCALE)
         with self._lock:
             higher = math.isfinite(bound_s) and bound_s > self.bound_s and not self.failure
@@ -111,15 +111,15 @@ class Incumbent:
             self._progress.tell()
 
     def fail(self, message: str) -> None:
-        """End the solve because of what must not happen; the best schedule so far is kept."""
+        """End the solve because of an internal error; the best schedule so far is kept."""
         self.failure = self.failure or message
 
     def close(self) -> None:
-        """Take no more schedules."""
+        """Ignore further schedules."""
         self._closed = True
 
     def _is_better(self, trial: Trial, best: Trial) -> bool:
-        """Return True if it takes less time; on several devices also if it takes as long and does less."""
+        """Return True if `trial` takes less time; on several devices also if it takes as long with less work."""
         if trial.time_s != best.time_s or self._problem.devices is None:
             return trial.time_s < best.time_s
         return self._work_s(trial) < self._work_s(best)
@@ -128,7 +128,7 @@ class Incumbent:
         return math.fsum(map(self._problem.seconds, trial.order.computed))
 
     def _check_bound(self) -> None:
-        """End the solve where a schedule refutes the bound, which is then forgotten."""
+        """Fail if a schedule refutes the bound, and reset the bound."""
         if self.best is not None and self.best.time_s < self.bound_s * (1 - self._arithmetic):
             self.fail(
                 f"the bound of {format_seconds(self.bound_s)} is above the time of a schedule within the budget, "

@@ -1,7 +1,7 @@
-"""What the search of the windows solver is tuned by: nothing here changes what is proved, only how soon.
+"""Parameters of the exact solver: they change how fast it finds schedules and proofs, not what is proved.
 
-Durations are in the unit of the clock (``solvers.clock``): seconds, or units of work. Shares of the step are of its
-time without recomputation. The values were found on the graphs of ``make bench-solve``.
+Durations are in the unit of the clock (``solvers.clock``): seconds, or units of work. Shares of the step are of its time without
+recomputation. The values were found on the graphs of ``make bench-solve``.
 """
 
 import json
@@ -14,7 +14,7 @@ from solvers.eviction.rules import RULES, TIGHT_RULES, EvictionRule
 from solvers.params_file import read_params
 from solvers.registry import SOLVERS
 
-# What tries most comes last.
+# Methods that try most come last.
 _IMITATED = ("checkpoint-blocks", "sac-attention", "sac-every-second", "chen-sqrt", "dtr", "memory-budget", "chen-greedy", "sac")
 _GUIDED_RULES = (
     EvictionRule(),
@@ -26,19 +26,19 @@ _GUIDED_RULES = (
 
 @dataclass(frozen=True, slots=True)
 class BoundParams:
-    """Of the relaxation, and of the end of the solve.
+    """Parameters of the relaxation, and of the end of the solve.
 
     Attributes:
-        first_slice: for the relaxation in the first round;
-        longer: times as long in each further one, as a model that was stopped begins anew.
-        inner_gap: a model is solved to this part of the tolerance,
-        close_gap: or to this once the tolerance is reached.
-        least_moment: what a solve goes on for at least once it is within the tolerance;
-        moment_share: and what share of the time that took.
-        arithmetic: share of a schedule's time by which HiGHS's arithmetic may put its bound above it.
-        most_bytes: that the process may grow by before a model is given up.
-        small_ops: in graphs of at most so many, all states are searched before there are more windows;
-        max_states: of that search, about a kilobyte each.
+        first_slice: duration of the relaxation in the first round;
+        longer: factor to it in each further round, as a stopped model starts from scratch.
+        inner_gap: models are solved to this share of the tolerance,
+        close_gap: or to this one once the tolerance is reached.
+        least_moment: a solve within the tolerance goes on for at least this long;
+        moment_share: and for this share of the time so far.
+        arithmetic: relative error that HiGHS's arithmetic may have in a bound.
+        most_bytes: growth of the process at which a model is given up.
+        small_ops: graphs of at most so many ops are searched state by state before windows are refined further;
+        max_states: most states of that search, about a kilobyte each.
     """
 
     first_slice: float = 2.0
@@ -55,16 +55,16 @@ class BoundParams:
 
 @dataclass(frozen=True, slots=True)
 class FirstScheduleParams:
-    """Of what is tried before and beside models.
+    """Parameters of methods that are tried before and in parallel with models.
 
     Attributes:
-        rules, tight_rules: of eviction; the latter for budgets at which the others fail.
+        rules, tight_rules: eviction rules; the latter for budgets at which the others fail.
         early_rules_limit: for rules before the relaxation, until one finds a schedule;
-        rules_limit: for the other rules while nothing else looks for schedules;
-        few_executions: and per op of the graph.
-        eviction_limit: for rules of eviction while something else looks.
-        offloaded_limit: for orders that offload what is not needed now, where tensors may go to the host.
-        imitated: other methods whose schedules are offered;
+        rules_limit: for the other rules while no other strategy searches;
+        few_executions: per op of the graph.
+        eviction_limit: for eviction rules while other strategies search.
+        offloaded_limit: for orders that offload, in graphs with transfers to the host.
+        imitated: baselines whose schedules are offered;
         imitation_limit: for all of them.
     """
 
@@ -81,21 +81,21 @@ class FirstScheduleParams:
 
 @dataclass(frozen=True, slots=True)
 class PortfolioParams:
-    """Of the ways to look for schedules, and how they take turns.
+    """Parameters of the portfolio and of the strategies in it.
 
     Attributes:
-        first_slice: for the whole model with all rows; twice as much in each further round.
-        advance_limit: for going from the first op to the last; twice as much if all may be repeated.
-        place_limit, place_gap: of each model on the way; the gap is a share of the step.
-        runs: of eviction at a time;
-        idle_runs: of these without anything better, and it is given a rest.
-        segment_limit, segment_gap: of each model of a segment; what is gained less than the gap is left.
-        least_shares: of the time, for ways that gain nothing, beside the best: windows, ops, segments, restarts;
+        first_slice: for the whole model with all rows; doubled in each further round.
+        advance_limit: for relax-and-fix; doubled if all ops may be recomputed.
+        place_limit, place_gap: of each of its models; the gap is a share of the step.
+        runs: evictions at a time;
+        idle_runs: without improvement before random keys pause.
+        segment_limit, segment_gap: of each model of a segment; smaller gains than the gap are ignored.
+        least_shares: of the time, for strategies that gain nothing: windows, ops, segments, restarts;
         even_share: for any other.
-        slow: share of what is made smaller, in a unit of time: where no way gains as much, all get about the same time.
-        memory: what was gained and spent counts this much less a unit of time later.
-        pscost_minreliable: HiGHS's option: what looks for schedules wants many nodes rather than a bound, and so less strong
-            branching than by default.
+        slow: relative gain in a unit of time below which all strategies get about the same time.
+        memory: factor to past gains and durations per unit of time.
+        pscost_minreliable: HiGHS's option: searches for schedules need many nodes rather than a bound, so less strong branching
+            than by default.
     """
 
     first_slice: float = 2.0
@@ -115,31 +115,31 @@ class PortfolioParams:
 
 @dataclass(frozen=True, slots=True)
 class NeighbourhoodParams:
-    """Of the restricted model.
+    """Parameters of the restricted model.
 
     Attributes:
-        small_share: of the capacity, that tensors taken to be always there may take together.
-        coarse_capacities: shares of the capacity that coarse models are solved for;
-        coarse_limit: each of them.
-        tight_share: of the budget, that an op takes which has a window of its own.
-        windows: about so many at first, or more in small graphs: so many that
-        size: is windows times ops.
-        even_windows: parts of equal time that windows split the step into where there are round trips.
-        choices: of what one op may want to be executed again before it, times windows;
-        few_choices: in any case.
+        small_share: of the capacity, for all tensors that are assumed to be always in memory.
+        coarse_capacities: shares of the capacity for which coarse models are solved;
+        coarse_limit: for each of them.
+        tight_share: of the budget; an op that needs as much has a window of its own.
+        windows: about so many at first, or more in small graphs, up to
+        size: windows times ops.
+        even_windows: windows of equal time in graphs with transfers to the host.
+        choices: recomputations that may be needed before an op, times windows;
+        few_choices: least number of them.
         whole_limit: for a model with nothing fixed;
-        longer: times as long for each further.
-        rounds: of fixing and looking closer;
+        longer: factor to it for each further one.
+        rounds: of fixing and refining;
         part_limit: for each model there.
-        radius: windows on both sides of one that does not fit that are open;
-        wider: times as many where that costs more than
+        radius: open windows on both sides of one that exceeds the budget;
+        wider: factor to it if the repair costs more than
         much: share of the step.
-        open_limit, open_gap: for a model with a few choices open; the gap is a share of the step.
-        shrink: of what is open, stays open where that was not solved in time;
-        grow: so much more is opened where it took less than
-        soon: share of the time.
-        first_part: of all windows or ops, one in so many is open at first.
-        settle_gap: part of the tolerance to which models are solved that only have to fit.
+        open_limit, open_gap: for a model with few open variables; the gap is a share of the step.
+        shrink: factor to the size of the neighbourhood after a solve that ran out of time;
+        grow: relative growth of it after a solve that took less than
+        soon: share of its time.
+        first_part: one window or op in so many is open at first.
+        settle_gap: share of the tolerance for models that only have to fit.
     """
 
     small_share: float = 5e-4
@@ -169,22 +169,22 @@ class NeighbourhoodParams:
 
 @dataclass(frozen=True, slots=True)
 class RandomKeyParams:
-    """Of eviction tried out by the hundred.
+    """Parameters of eviction with random keys.
 
     Attributes:
-        exponents: of rules that are drawn.
-        guided_rules, factors: tried with each solution of a model as guide; factors of the budget.
-        pool: ways that are varied.
-        worse: times the best: a run that takes longer is given up.
-        fresh: rules drawn before any is varied;
-        fresh_share: of the runs after that, that draw one.
-        whole_share: of the rules that are drawn, that keep to the budget; the others get a factor of it
+        exponents: of random rules.
+        guided_rules, factors: tried with each solution of a model as guide; factors to the budget.
+        pool: number of runs that are varied.
+        worse: factor to the best time at which a run is given up.
+        fresh: random rules before the first variation;
+        fresh_share: share of random rules in later runs.
+        whole_share: share of random rules that use the whole budget; others use a factor
         budget_factors: between these.
         varied: shares of the tensors that get another factor in a variation, one of which is drawn.
-        rule_share, rule_step: how often its rule varies, and the deviation of each exponent.
-        budget_share, budget_step: how often its budget varies, and the deviation of the factor's logarithm.
+        rule_share, rule_step: probability of a change of the rule, and deviation of each exponent.
+        budget_share, budget_step: probability of a change of the budget, and deviation of the factor's logarithm.
         most_executions: per op.
-        prices, price_step: of the channels' time that are drawn, and the deviation of their logarithm.
+        prices, price_step: random prices of channel time, and deviation of their logarithm.
     """
 
     exponents: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0, 1.5)
@@ -208,11 +208,11 @@ class RandomKeyParams:
 
 @dataclass(frozen=True, slots=True)
 class RelaxAndFixParams:
-    """Of going from the first op to the last.
+    """Parameters of relax-and-fix.
 
     Attributes:
-        open_windows: before the first place over the budget, that stay open.
-        most_solves: before it is given up.
+        open_windows: windows before the first place over the budget that stay open.
+        most_solves: solves before it is given up.
     """
 
     open_windows: int = 2
@@ -221,13 +221,13 @@ class RelaxAndFixParams:
 
 @dataclass(frozen=True, slots=True)
 class SegmentParams:
-    """Of large-neighbourhood search, segment by segment.
+    """Parameters of large-neighbourhood search by segments.
 
     Attributes:
-        tight_share: of the budget: new ops that take as much have a window of their own.
-        rounds: of solving and looking closer.
+        tight_share: of the budget: new ops that need as much have a window of their own.
+        rounds: of solving and refining.
         first_length: new ops of a segment;
-        longer: times as many in the next sweep.
+        longer: factor to it in the next sweep.
     """
 
     tight_share: float = 0.7
@@ -238,14 +238,14 @@ class SegmentParams:
 
 @dataclass(frozen=True, slots=True)
 class RefinementParams:
-    """Of how closely a model looks where its solution does not fit.
+    """Parameters of the refinement of a model.
 
     Attributes:
-        piece: executions: of a long run over the budget the worst of every piece of about this length is looked at;
-        most_pieces: but of no more than so many.
-        nearly: share of the budget: what takes as much is likely to be next over it.
-        passes: over an order, each leaving out what it can.
-        most_waits: of the places where a schedule with round trips waits for a copy, those of the longest waits.
+        piece: length of the pieces of a long run over the budget, of each of which the worst execution is refined;
+        most_pieces: at most so many.
+        nearly: share of the budget that counts as likely to exceed it next.
+        passes: of pruning over an order.
+        most_waits: places with the longest waits for transfers that are refined.
     """
 
     piece: int = 12
@@ -257,20 +257,21 @@ class RefinementParams:
 
 @dataclass(frozen=True, slots=True)
 class OffloadingParams:
-    """Of schedules that offload tensors to the host and reload them.
+    """Parameters of schedules that offload tensors to the host and reload them.
 
     Attributes:
-        capacities, slower: shares of the memory, and times as slow a link, that the coarse model is solved for.
-        weight: of the link beside memory in which of these come first;
-        first: as many of them before any other strategy.
+        capacities, slower: shares of the memory, and slowdowns of the link, for which the coarse model is solved.
+        weight: of the link relative to memory in the order of these;
+        first: number of them before any other strategy.
         limit, gap: of each of these models; the gap is a share of the step.
-        places, tensors: of the longest waits so many, and at each so many tensors, are tried to do without;
-        longest: if no more ops than this make one again;
-        least_gain: and that takes less time by this share.
-        near: times the best schedule's time: what takes no longer is improved, though it is not the best.
-        prices: of the channels' time, for rules of eviction, the last so high that only what cannot be made again is copied;
-        rules_limit: for all of these while nothing else looks for schedules, and once more for rules that are drawn;
-        guided_limit, runs: for rules with guides, and of others at a time.
+        places, tensors: longest waits, and tensors at each, that are tried without a transfer;
+        longest: if at most so many ops recompute the tensor;
+        least_gain: and the step becomes faster by this share.
+        near: factor to the best time up to which a schedule is improved although it is not the best.
+        prices: of channel time, for eviction rules; the last is so high that only tensors that cannot be recomputed are
+            offloaded;
+        rules_limit: for all of these while no other strategy searches, and once more for random rules;
+        guided_limit, runs: for rules with guides, and the number of others at a time.
     """
 
     capacities: tuple[float, ...] = (1.0, 0.99, 0.98, 0.97, 0.96, 0.94)
@@ -292,12 +293,12 @@ class OffloadingParams:
 
 @dataclass(frozen=True, slots=True)
 class PartParams:
-    """Of searches in a part of the choices, beside that of the whole.
+    """Parameters of searches of smaller sets of options in the background.
 
     Attributes:
-        least_idle: how long one that is behind the whole goes on at least without getting better;
-        idle_share: and what share of its time.
-        between, between_share: between the beginnings of two that may have processes, or this share of the limit if that is less.
+        least_idle: such a search, if it is behind the whole, goes on at least so long without improvement;
+        idle_share: and for this share of its time.
+        between, between_share: time between the starts of two processes, or this share of the limit if that is less.
     """
 
     least_idle: float = 20.0
@@ -308,11 +309,12 @@ class PartParams:
 
 @dataclass(frozen=True, slots=True)
 class CommitmentParams:
-    """Of plain graphs that solutions with optional ops commit to.
+    """Parameters of plain graphs of solutions with optional ops.
 
     Attributes:
         share: each is solved to this share of the tolerance.
-        options_share: times as long as that took, options of the best schedule are chosen again, where nothing can be offloaded.
+        options_share: duration of the search for other options of the best schedule, relative to that solve, in graphs without
+            transfers to the host.
     """
 
     share: float = 0.25
@@ -321,21 +323,21 @@ class CommitmentParams:
 
 @dataclass(frozen=True, slots=True)
 class PlacementParams:
-    """Of placements on several devices that are varied.
+    """Parameters of variations of placements on several devices.
 
     Attributes:
-        memory: a variation is compared with what was accepted so many variations ago, and twice as many each time that this has
-            come to nothing;
-        most_memory: at most;
-        idle: after so many without a better one it begins again from the best,
-        beginnings: so often.
-        first: as long as this it goes on before anything is solved, or this share of the limit if that is less:
+        memory: late acceptance: a variation is compared with the one accepted so many variations ago, and twice as many after
+            each restart;
+        most_memory: at most so many.
+        idle: variations without improvement before a restart from the best,
+        beginnings: number of restarts.
+        first: duration before other strategies, or this share of the limit if that is less:
         first_share.
-        again_share: of the variations, in which one op is computed again, or no more, where what it makes is copied;
-        sent_share: and in which a tensor goes to another memory where it is made, or no more, and comes back;
-        linked_share: of the others, in which ops move that depend on each other, rather than such as follow each other;
-        few: in half of them so many move as are drawn with this probability of an end after each.
-        slice: as long as this it goes on beside other searches at a time.
+        again_share: share of variations that add or remove a recomputation of an op instead of a transfer;
+        sent_share: and that offload a tensor to another pool where it is produced, or undo that;
+        linked_share: of the others, share that move dependent ops instead of consecutive ones;
+        few: half of them move as many ops as are drawn with this probability of an end after each.
+        slice: duration at a time in parallel with other searches.
     """
 
     memory: int = 30
@@ -353,13 +355,13 @@ class PlacementParams:
 
 @dataclass(frozen=True, slots=True)
 class BranchParams:
-    """Of the relaxation split by what is executed in a few places.
+    """Parameters of the relaxation split by decisions in a few places.
 
     Attributes:
-        spread: share of the capacity by which what an op takes differs from what it stands for, where it is worth deciding;
-        share: of the largest such difference.
-        places: where there are more, nothing is decided.
-        alike: ways of which the times differ by no more than this share of the step are one.
+        spread: least difference in memory between an op and its alternative for a decision, as a share of the capacity;
+        share: and of the largest such difference.
+        places: nothing is decided if there are more places.
+        alike: alternatives whose times differ by at most this share of the step count as one.
     """
 
     spread: float = 0.05
@@ -370,7 +372,7 @@ class BranchParams:
 
 @dataclass(frozen=True, slots=True)
 class WindowsParams:
-    """All parameters of the exact solver, by what they tune."""
+    """All parameters of the exact solver, grouped by strategy."""
 
     bound: BoundParams = field(default_factory=BoundParams)
     first_schedule: FirstScheduleParams = field(default_factory=FirstScheduleParams)
@@ -388,7 +390,7 @@ class WindowsParams:
 
     @classmethod
     def from_toml(cls, path: Path | str) -> Self:
-        """Return the parameters of a TOML file, which has a table for each group; what is not there is the default.
+        """Return the parameters of a TOML file with a table for each group; missing ones have their defaults.
 
         Raises:
             UsageError: the file cannot be read, or has an unknown key, a value of another type, or an unknown method to imitate.
@@ -399,6 +401,6 @@ class WindowsParams:
         return params
 
     def recorded(self) -> dict[str, object]:
-        """As results record them: by group and name, in what JSON has."""
+        """Return the parameters by group and name, as JSON values, as recorded in results."""
         recorded: dict[str, object] = json.loads(json.dumps(asdict(self)))
         return recorded

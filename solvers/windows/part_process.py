@@ -1,4 +1,4 @@
-"""A search in a process of its own, where the interpreter's lock is not shared."""
+"""A search in its own process, which does not share the interpreter's lock."""
 
 import os
 import threading
@@ -21,11 +21,11 @@ from solvers.windows.search import Search
 
 @dataclass(slots=True)
 class Inbox:
-    """What a search in a process of its own has been sent.
+    """Messages to a search in its own process.
 
     Attributes:
-        orders: to look at, latest last; whoever does takes them from it.
-        closed: there will be no more of these.
+        orders: orders to consider, latest last; the reader removes them.
+        closed: True if no more orders follow.
     """
 
     orders: deque[Order] = field(default_factory=deque)
@@ -34,14 +34,14 @@ class Inbox:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What is searched there.
+    """The task of a process.
 
     Attributes:
         graph, budget_bytes, tolerance, params: of the request.
         limit: seconds.
-        run: searches; a function of a module, as it is known there by its name.
-        nice: steps of priority that it is lower by, of which each is a fourth less of a core.
-        starts_others: whether it starts processes in turn.
+        run: the search, a function of a module, which is pickled by name.
+        nice: steps of lower priority, each a fourth less of a core.
+        starts_others: True if it may start processes itself.
     """
 
     graph: Graph
@@ -56,12 +56,12 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class SearchEnd:
-    """The last that a process sends.
+    """The last message of a process.
 
     Attributes:
-        largest: as in ``Search``.
-        failure: what must not happen, and did.
-        died: before it had done what it was to do.
+        largest: as in ``Models``.
+        failure: description of an internal error; "" if there was none.
+        died: True if the process ended before its search.
     """
 
     largest: tuple[int, int] = (0, 0)
@@ -70,10 +70,10 @@ class SearchEnd:
 
 
 class PartProcess:
-    """The process, in a ``with`` statement that ends it."""
+    """The process of a search; leaving the ``with`` statement ends it."""
 
     def __init__(self, task: Task) -> None:
-        """Start it.
+        """Start the process.
 
         Raises:
             OSError: it cannot be started.
@@ -88,11 +88,11 @@ class PartProcess:
         self._process.end()
 
     def send(self, what: Task | float | Trial | Order | None) -> None:
-        """Let it know of the whole's best schedule, of which a part is told the time; of an order, or with None of their end."""
+        """Send the task, the best time of the whole search, an order, or None at the end of the orders."""
         self._process.send(what)
 
     def receive(self, most: float) -> Trial | SearchEnd | None:
-        """What it has found since, waiting for `most` seconds for that; of a process that has died, that it has ended."""
+        """Return the next schedule found, waiting up to `most` seconds, or a ``SearchEnd`` if the process has ended."""
         try:
             found: Trial | SearchEnd | None = self._process.receive(most)
         except EOFError:
@@ -101,12 +101,12 @@ class PartProcess:
 
 
 def main() -> None:
-    """The process: search what comes over the standard input, a socket, and send back what is found."""
+    """Run a search in the child process: read the task from the parent's socket, and send back schedules."""
     connection = connection_to_parent()
     try:
         task: Task = connection.recv()
     except (EOFError, OSError):
-        return  # nobody wants it any more
+        return  # the parent is gone
     os.nice(task.nice)
     inbox, best_s = Inbox(), float("inf")
     sent: Trial | None = None
@@ -125,7 +125,7 @@ def main() -> None:
                     case None:
                         inbox.closed = True
         except (EOFError, OSError):
-            os._exit(0)  # nobody is there who would want to know
+            os._exit(0)  # the parent is gone
 
     def stop() -> bool:
         nonlocal sent
@@ -141,7 +141,7 @@ def main() -> None:
     failure = ""
     try:
         task.run(search, inbox)
-    except Exception as error:  # noqa: BLE001 (who has started it says so)
+    except Exception as error:  # noqa: BLE001 (the parent reports it)
         failure = description(error)
     with suppress(OSError):
         stop()

@@ -1,13 +1,12 @@
-"""Searches in a part of the choices, beside that of the whole: what one finds is found for the whole, what it proves is not.
+"""Background searches of smaller sets of options: their schedules count for the whole search, their proofs do not.
 
-With fewer choices schedules are found more easily, and none of the whole's best ones is slower. So a solve begins with the
-next smaller set of choices beside that of all of them, and that one with the next smaller still: the program alone, what runs on
-the computation's stream, everything. Each goes as it would if no more was allowed, and ends as soon: when it is within its own
-tolerance. Or before, when its bound is above the best schedule of the whole; or when it is behind that and gets no better. From
-then on it costs nothing.
+With fewer options schedules are found faster, and more options should never make a solve slower. So a solve starts with the next
+smaller set of options in the background, which starts the next smaller one in turn: the program alone, options on the compute
+stream, everything. Each runs as if there were no other options, and ends when its gap is within the tolerance, when its bound is
+above the best schedule of the whole, or when it is behind and does not improve. Then it costs nothing.
 
-Where time is counted and there are options, each has a process of its own, some at a low priority, for threads share the
-interpreter's lock. Where work is counted they are threads, which take turns.
+With a clock of seconds and with optional ops, each has its own process, some with a low priority, since threads share the
+interpreter's lock. With a clock of work they are threads, which take turns.
 """
 
 import os
@@ -29,50 +28,50 @@ from solvers.windows.params import WindowsParams
 from solvers.windows.part_process import Inbox, PartProcess, SearchEnd, Task
 from solvers.windows.search import Search
 
-POLL = 0.05  # of the clock, between two looks at what is searched beside
-# Steps of priority that a search is lower by, of which each is a fourth less of a core:
-AFTER = 10  # if others go first,
-LAST = 15  # and if these do too
-_GRACE_S = 0.5  # how long the end of a solve waits for a thread beside it
+POLL = 0.05  # of the clock, between two polls of background searches
+# Steps of lower priority of a search, each a fourth less of a core:
+AFTER = 10  # if others start first,
+LAST = 15  # and if those start too
+_GRACE_S = 0.5  # wait of the end of a solve for a background thread
 
 
 def start_in_background(search: Search, function: Callable[[], object], *, nice: int = 0) -> BackgroundThread:
-    """Call `function` in a thread beside this one; what it raises ends the search.
+    """Call `function` in a background thread; an exception ends the search as failed.
 
     Args:
-        nice: steps of priority that it is lower by, where threads have priorities.
+        nice: steps of lower priority, where threads have priorities.
     """
 
     def run() -> None:
         if nice and sys.platform == "linux":
             with suppress(OSError):
-                # What it starts in turn, such as HiGHS, has this priority too.
+                # Threads that it starts, such as HiGHS's, inherit this priority.
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), os.getpriority(os.PRIO_PROCESS, 0) + nice)
         try:
             function()
-        except Exception as error:  # noqa: BLE001 (what was found until then is still an answer)
+        except Exception as error:  # noqa: BLE001 (schedules found so far remain valid)
             _fail(search, description(error))
 
     return search.clock.start(run)
 
 
 def end_background(thread: BackgroundThread) -> None:
-    """Wait for a thread that has been asked to end.
+    """Wait for a thread that was asked to stop.
 
-    It may be in the middle of building a large model; it looks up after that, and changes nothing then.
+    It may be building a large model; it polls after that, and changes nothing then.
     """
     thread.end(_GRACE_S)
 
 
 def wait_for(search: Search, background: "Sequence[BackgroundThread | Part]", should_stop: Callable[[], bool]) -> None:
-    """Wait until all beside this have ended, or `should_stop`; meanwhile progress is reported."""
+    """Wait until all of `background` have ended, or `should_stop`, and report progress meanwhile."""
     while (running := [one for one in background if one.running]) and not should_stop():
         search.progress.tell()
         running[0].wait(POLL)
 
 
 def turn_of(search: Search, place: int) -> float:
-    """Return when the one of this place begins, of those that begin one after another where time is counted."""
+    """Return the start of the search at this position; with a clock of seconds they start one after another."""
     params = search.params.parts
     return 0.0 if search.clock.counts_work else place * min(params.between, params.between_share * search.clock.limit)
 
@@ -86,7 +85,7 @@ def start_process(
     nice: int = 0,
     starts_others: bool = False,
 ) -> PartProcess | None:
-    """Search `graph`, the whole or a part, in another process, as long as there is time; None if that is not to be, or cannot.
+    """Search `graph`, the whole or a part, in another process up to the limit; return None if that is not allowed or fails.
 
     Args:
         search: of the whole.
@@ -98,11 +97,11 @@ def start_process(
         clock, tolerance = search.clock, search.request.tolerance
         return PartProcess(Task(graph, search.budget_bytes, tolerance, params, left(clock), run, nice, starts_others))
     except OSError:
-        return None  # a thread needs nothing that there might be too little of
+        return None  # a thread is used instead
 
 
 def note_end(search: Search, end: SearchEnd) -> None:
-    """Take note of what a search in another process came to."""
+    """Record the end of a search in another process."""
     search.models.note_size(end.largest)
     if end.failure:
         _fail(search, end.failure)
@@ -115,11 +114,11 @@ def _fail(search: Search, failure: str) -> None:
 def search_of_part(
     whole: Search, graph: Graph, clock: Clock, tolerance: Tolerance, on_poll: Callable[[Trial | None], bool | None]
 ) -> Search:
-    """Return a search in `graph`, a part of the choices, for the thread that asks for it; it ends when it is of no use.
+    """Return a search of `graph`, a part, for the calling thread; it stops when it cannot improve the whole.
 
     Args:
-        clock: of its own.
-        on_poll: is told its best schedule whenever it asks whether to stop; True ends it.
+        clock: of the part.
+        on_poll: gets its best schedule at each poll; True stops it.
     """
 
     def stop() -> bool:
@@ -135,11 +134,11 @@ def search_of_part(
 
 @dataclass(frozen=True, slots=True)
 class OwnProcess:
-    """The process that one of several parts has where time is counted.
+    """The process of one of several parts, with a clock of seconds.
 
     Attributes:
         place: as in ``turn_of``.
-        of: how many there are, which together have as much memory as the whole.
+        of: number of parts, which together may use as much memory as the whole.
         nice, starts_others: as in ``Task``.
     """
 
@@ -150,12 +149,12 @@ class OwnProcess:
 
 
 class Part:
-    """A part of the choices that is searched beside the whole.
+    """A smaller set of options that is searched in the background of the whole.
 
     Attributes:
-        alone: True if no smaller parts are searched beside it.
+        alone: True if no smaller parts are searched for it.
         best: its best schedule so far.
-        thread: in which it is searched.
+        thread: of its search.
     """
 
     thread: BackgroundThread
@@ -169,10 +168,10 @@ class Part:
         alone: bool = False,
         process: OwnProcess | None = None,
     ) -> None:
-        """What is searched.
+        """Create the part without starting its search.
 
         Args:
-            receive: has the whole know of a schedule of the part, each time that it is better.
+            receive: called with each better schedule of the part.
             process: its process; None if it is a thread.
         """
         self.whole = whole
@@ -186,15 +185,15 @@ class Part:
 
     @property
     def running(self) -> bool:
-        """True until it has ended."""
+        """True until its search has ended."""
         return self.thread.running
 
     def wait(self, most: float) -> None:
-        """Wait until it has ended, or for so long."""
+        """Wait until its search has ended, up to `most` of the clock."""
         self.thread.wait(most)
 
     def await_turn(self) -> bool:
-        """Wait until it is to begin; return False if the solve ends before."""
+        """Wait for its start; return False if the solve ends before."""
         whole = self.whole
         begin = turn_of(whole, self._process.place if self._process is not None else 0)
         while whole.clock.now < begin:
@@ -204,7 +203,7 @@ class Part:
         return True
 
     def start_process(self, run: Callable[[Search, Inbox], None]) -> PartProcess | None:
-        """Start the process in which `run` searches it, if it has one of its own."""
+        """Start its process with the search `run` and return it; None if it has none."""
         own, params = self._process, self.whole.params
         if own is None:
             return None
@@ -212,7 +211,7 @@ class Part:
         return start_process(self.whole, self.graph, run, params=params, nice=own.nice, starts_others=own.starts_others)
 
     def follow(self, process: PartProcess) -> None:
-        """Take what a process finds, until it ends or is to."""
+        """Receive the schedules of its process, until it ends or should end."""
         whole = self.whole
         clock, sent_s = whole.clock.part(whole.clock.limit), np.inf
         while not (self._note(self.best, clock) or whole.stopping.stopped() or whole.stopping.solved()):
@@ -227,17 +226,17 @@ class Part:
                 self._note(news, clock)
 
     def search(self) -> Search:
-        """Return the search of it in this thread."""
+        """Return the search for this thread."""
         clock = self.whole.clock.part(self.whole.clock.limit)
         return search_of_part(self.whole, self.graph, clock, self.whole.request.tolerance, lambda best: self._note(best, clock))
 
     def close(self, search: Search) -> None:
-        """Take note of what its search came to."""
+        """Record the end of its search."""
         self._note(search.incumbent.best, search.clock)
         self.whole.models.note_size(search.models.largest)
 
     def finish(self) -> None:
-        """Let it go on to the limit, which a thread that does all its work at once comes to before others, if that is of use."""
+        """Wait for its search up to the limit, which it may reach later than the whole, if it can still improve the whole."""
         whole = self.whole
 
         def of_no_use() -> bool:
@@ -248,12 +247,12 @@ class Part:
         wait_for(whole, [self], of_no_use)
 
     def end(self) -> None:
-        """End it."""
+        """Stop its search."""
         self._ended = True
         end_background(self.thread)
 
     def _note(self, best: Trial | None, clock: Clock) -> bool:
-        """Take note of its best schedule; return True if it is to end."""
+        """Record its best schedule; return True if its search should end."""
         now, params = clock.now, self.whole.params.parts
         if self.best is not best:
             self.best, self._better_at = best, now

@@ -1,4 +1,4 @@
-"""What the caller of a solve is told while it runs."""
+"""Progress reports to the caller of a solve."""
 
 import threading
 
@@ -9,7 +9,7 @@ _INTERVAL_S = 0.4
 
 
 class Progress:
-    """Reports the best schedule, the bound and the activity, in the caller's thread; other threads leave their news for it."""
+    """Reports of the best schedule, the bound and the activity, in the caller's thread; other threads leave their news for it."""
 
     def __init__(self, request: Request) -> None:
         self.activity = "keeping everything"
@@ -22,11 +22,11 @@ class Progress:
         self._reported_s = 0.0
 
     def note(self, best: Trial | None, bound_s: float) -> None:
-        """Note what is to be reported at once."""
+        """Record news to be reported at once."""
         self._best, self._bound_s, self._has_news = best, bound_s, True
 
     def tell(self, activity: str | None = None) -> None:
-        """Report news at once, and else the activity twice a second."""
+        """Report news at once, otherwise the activity about twice a second."""
         self.activity = activity or self.activity
         if self._caller is not threading.current_thread():
             return

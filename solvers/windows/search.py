@@ -1,4 +1,4 @@
-"""One solve: what the strategies share."""
+"""The state of one solve that all strategies share."""
 
 from collections import deque
 from collections.abc import Callable
@@ -17,19 +17,19 @@ from solvers.windows.progress import Progress
 from solvers.windows.relaxation.discretization import Discretization
 from solvers.windows.stopping import StoppingRule
 
-WORK_PER_EXECUTION = 1e-5  # of trying an order out
+WORK_PER_EXECUTION = 1e-5  # of a simulation
 _KEPT_SOLUTIONS = 3
 
 
 @dataclass(slots=True)
 class Models:
-    """What is known of the programs that were solved.
+    """Results of the models that were solved.
 
     Attributes:
-        coarse: two windows, up to where keeping everything takes most memory and after it; before that is known, one.
-        detail: the windows that the relaxation came to so far.
+        coarse: two windows, split at the peak of keeping everything; one window before that is known.
+        detail: the windows of the relaxation so far.
         largest: rows and columns of the largest program.
-        solutions: the latest, last.
+        solutions: the latest solutions, newest last.
     """
 
     coarse: Discretization
@@ -38,13 +38,13 @@ class Models:
     solutions: deque[tuple[Discretization, Choice]] = field(default_factory=lambda: deque(maxlen=_KEPT_SOLUTIONS))
 
     def note_size(self, shape: tuple[int, int]) -> None:
-        """Note the size of a program."""
+        """Record the size of a program."""
         self.largest = max(self.largest, shape)
 
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """A request on its way: the problem, the parameters, and the state that strategies and threads share.
+    """A running request: the problem, the parameters, and the state that strategies and threads share.
 
     Attributes:
         may_start_processes: False in a process that was started for the search.
@@ -61,7 +61,7 @@ class Search:
 
     @classmethod
     def of(cls, request: Request, *, may_start_processes: bool = True) -> Self:
-        """Begin the solve of `request`, which is told of progress in this thread."""
+        """Begin the solve of `request`; progress is reported in the calling thread."""
         params = request.params_of(WindowsParams())
         problem, progress = problem_of(request.graph, request.budget_bytes), Progress(request)
         incumbent = Incumbent(problem, params.bound.arithmetic, progress)
@@ -71,16 +71,16 @@ class Search:
 
     @property
     def clock(self) -> Clock:
-        """Of the solve."""
+        """The clock of the solve."""
         return self.request.clock
 
     @property
     def budget_bytes(self) -> int:
-        """Static bytes included."""
+        """The budget, including static bytes."""
         return self.request.budget_bytes
 
     def offer(self, order: Order, detail: Discretization) -> Trial:
-        """Simulate an order and keep it if it fits and is the fastest so far, or is once it is improved."""
+        """Simulate an order and keep it if it fits and is the fastest so far, as it is or after pruning."""
         trial, incumbent = self._simulated(order), self.incumbent
         incumbent.compare_peak(trial)
         if incumbent.fits(trial) and (incumbent.take(trial) or self._is_near(trial)):
@@ -88,7 +88,7 @@ class Search:
         return trial
 
     def improve_order(self, order: Order, detail: Discretization, limit_s: float) -> Trial | None:
-        """Return the trial of an order, less what is needless; None where it does not fit, or takes longer than `limit_s`."""
+        """Return the trial of an order after pruning; None if it does not fit or takes longer than `limit_s`."""
         trial, incumbent = self._simulated(order), self.incumbent
         if not incumbent.fits(trial) or trial.time_s > limit_s:
             return None
@@ -98,7 +98,7 @@ class Search:
         return trial
 
     def polled_per_execution(self, order: Order, should_stop: Callable[[], bool]) -> Callable[[], bool]:
-        """Return `should_stop`, which is polled whenever an order as long as this has been tried."""
+        """Return `should_stop` for polling after each trial of an order of this length, which counts its work."""
         return self.stopping.polled(WORK_PER_EXECUTION * len(order.computed), should_stop)
 
     def _simulated(self, order: Order) -> Trial:
@@ -106,10 +106,10 @@ class Search:
         return try_out(self.problem, order)
 
     def _is_near(self, trial: Trial) -> bool:
-        """Return True if a schedule with transfers to the host may be the best once it is improved."""
+        """Return True if a schedule that offloads may become the best after pruning."""
         return self.problem.copies is not None and trial.time_s <= self.params.offloading.near * self.incumbent.best_s
 
     def _pruned(self, trial: Trial, detail: Discretization) -> Trial:
-        """Return `trial` less what is needless."""
+        """Return `trial` without needless recomputations."""
         should_stop = self.polled_per_execution(trial.order, self.stopping.stopped)
         return prune(self.problem, trial, detail, self.budget_bytes, should_stop, self.params.refinement.passes)

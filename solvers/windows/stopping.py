@@ -1,4 +1,4 @@
-"""When a solve ends."""
+"""The rule that decides when a solve ends."""
 
 import threading
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from solvers.windows.params import BoundParams
 
 
 class StoppingRule:
-    """Says when a solve ends: by the caller, the clock, the tolerance on the gap, or memory."""
+    """The end of a solve: by the caller, the clock, the tolerance on the gap, or memory."""
 
     def __init__(self, request: Request, incumbent: Incumbent, params: BoundParams) -> None:
         self._request = request
@@ -26,12 +26,12 @@ class StoppingRule:
 
     @property
     def tolerance(self) -> float:
-        """On the gap, as it is now."""
+        """The current tolerance on the gap."""
         return self._request.tolerance.at(self._clock.now)
 
     @property
     def halted(self) -> bool:
-        """True if the solve is to end whatever time is left."""
+        """True if the solve ends regardless of the time left."""
         return self._halted or bool(self._incumbent.failure)
 
     def halt(self) -> None:
@@ -45,11 +45,11 @@ class StoppingRule:
         return self.halted or left(self._clock) <= 0
 
     def interrupted(self) -> bool:
-        """Return True if the caller wants an end; only its own thread asks."""
+        """Return True if the caller requests a stop; other threads get False."""
         return self._caller is threading.current_thread() and self._request.interrupted()
 
     def polled(self, work: float, should_stop: Callable[[], bool]) -> Callable[[], bool]:
-        """Return `should_stop`, which is polled whenever so much work has been done."""
+        """Return `should_stop` for polling after each amount `work`, which is counted."""
         clock = self._clock
         if not clock.counts_work:
             return should_stop
@@ -61,20 +61,19 @@ class StoppingRule:
         return spend
 
     def solved(self) -> bool:
-        """Return True if nothing is left to find out: proved infeasible, or within the tolerance."""
+        """Return True if the problem is proved infeasible or the gap is within the tolerance."""
         return self._incumbent.infeasible or self._is_within(self.tolerance)
 
     def settled_for(self) -> float:
-        """Return the least tolerance so far that the best schedule is within; the present one where it is within none."""
+        """Return the least tolerance so far that the gap is within; the current one if there is none."""
         begun = [tolerance for _, tolerance in self._request.tolerance.begun(self._clock.now)]
         return next(filter(self._is_within, begun), begun[-1])
 
     def satisfied(self) -> bool:
-        """Return True if the solve has also had its time to do better than the tolerance asks for.
+        """Return True if the solve has also had time to improve beyond the tolerance.
 
-        Solutions are often within the tolerance long before they are as good as they get, and the rest costs
-        little: half as long again as it took to get there, or a moment. Where it was the tolerance that came to
-        them, the time before has been had already.
+        Schedules are often within the tolerance long before they stop improving, and the rest is cheap: half as long again, or a
+        moment. If the tolerance has widened to the gap, the time before the widening does not count.
         """
         if not self.solved():
             return False
@@ -86,15 +85,15 @@ class StoppingRule:
         return now - self._solved_at > self.extra(self._solved_at - widened_at)
 
     def extra(self, spent: float) -> float:
-        """Return how long a solve that took so long to get within the tolerance goes on."""
+        """Return how long a solve goes on after it took `spent` to get within the tolerance."""
         return max(self._params.least_moment, self._params.moment_share * spent)
 
     def enough(self) -> bool:
-        """Return True if no better schedules need be looked for."""
+        """Return True if better schedules need not be searched."""
         return self.stopped() or self.satisfied()
 
     def out_of_memory(self) -> bool:
-        """Return True if the solve has taken as much memory as it may."""
+        """Return True if the process has grown by its limit."""
         return resident_bytes() - self._began_bytes > self._params.most_bytes
 
     def _is_within(self, tolerance: float) -> bool:

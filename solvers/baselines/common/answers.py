@@ -1,4 +1,4 @@
-"""What baselines answer: the fastest of the schedules that they try, or why they found none."""
+"""Results of baselines: the fastest schedule of their trials, or the reason why there is none."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -9,12 +9,12 @@ from graphs.units import format_bytes
 from solvers.request import Request
 from solvers.result import Reason, Result, Status, status_of
 
-_WORK_PER_STEP = 8e-6  # of making a schedule and simulating it
+_WORK_PER_STEP = 8e-6  # per step of a schedule and its simulation
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A schedule that a policy offers, with the settings that made it."""
+    """A schedule of a policy, with the settings that produced it."""
 
     schedule: Schedule
     settings: Mapping[str, object] = field(default_factory=dict)
@@ -23,16 +23,16 @@ class Candidate:
 def answer(
     request: Request, solver: str, trials: Iterable[Candidate], *, what: str, settings: Mapping[str, object] | None = None
 ) -> Result:
-    """The fastest of `trials` that fits; LIMIT when none does, or time was up before one did.
+    """Return the fastest of `trials` that fits; LIMIT if none does, or the time ran out before.
 
-    A policy proves nothing: its bound is the step without recomputation, and where it fails none.
+    A policy proves nothing: its bound is the step without recomputation, or None if it fails.
 
     Args:
-        request: what is asked for.
-        solver: who answers, by its name in the registry.
-        trials: made as they are tried.
-        what: does what the message says to need too much: "keeping everything".
-        settings: besides those of the trial.
+        request: the request.
+        solver: name in the registry.
+        trials: consumed lazily.
+        what: subject of the message about the budget: "keeping everything".
+        settings: in addition to those of the trial.
     """
     best: tuple[float, int, Candidate] | None = None
     least: int | None = None
@@ -68,7 +68,7 @@ def answer(
 
 
 def failure(request: Request, solver: str, why: str, reason: Reason, *, settings: Mapping[str, object] | None = None) -> Result:
-    """The policy found nothing, which says nothing about other schedules."""
+    """Return the result of a policy that found nothing, which proves nothing about other schedules."""
     return Result(
         request.graph,
         budget_bytes=request.budget_bytes,

@@ -1,11 +1,11 @@
-"""The blocks of a model: the ways to divide its forward pass, by the paths of the modules that ops were called in.
+"""The blocks of a model: divisions of its forward pass by the module paths of its ops.
 
-Models name and nest their parts in different ways, so there are several ways to say what a block is:
+Models name and nest their parts in different ways, so there are several definitions of a block:
 
-- at *level* n a block ends with the n-th number in a module's path, or its last: ``model.h.0``, ``model.layers.3``; ops
-  of modules without a number belong to no block;
-- at *depth* n blocks are the modules n steps below the model (``model.stem``, ``model.encoder``), what an
-  ``nn.ModuleList`` holds being in its place. Single layers with nothing inside belong to no block, or are blocks too.
+- at *level* n a block ends with the n-th number in a module's path, or its last: ``model.h.0``, ``model.layers.3``; ops of
+modules without a number belong to no block;
+- at *depth* n blocks are the modules n steps below the model (``model.stem``, ``model.encoder``), where the elements of an
+``nn.ModuleList`` take its place. Modules without submodules belong to no block, or are blocks too.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,14 +17,14 @@ from graphs.ir import Graph, Phase
 
 @dataclass(frozen=True, slots=True)
 class Blocking:
-    """One way to divide the forward pass: what it is called, and the block of each op; None: in none."""
+    """A division of the forward pass: its name, and the block of each op, or None."""
 
     settings: Mapping[str, object]
     blocks: tuple[str | None, ...]
 
 
 def blockings(graph: Graph) -> list[Blocking]:
-    """The ways to divide the forward pass of `graph` in blocks; those that divide it the same way once."""
+    """Return the distinct divisions of the forward pass of `graph` into blocks."""
     ways = [
         Blocking({"level": level}, tuple(block_of(op.module, level) or None for op in graph.ops))
         for level in range(1, levels(graph) + 1)
@@ -41,18 +41,18 @@ def blockings(graph: Graph) -> list[Blocking]:
 
 
 def _unnamed(blocks: Sequence[str | None]) -> tuple[int, ...]:
-    """`blocks` by numbers, which are the same whatever they are called."""
+    """Return `blocks` as numbers that do not depend on names."""
     numbers: dict[str | None, int] = {None: 0}
     return tuple(numbers.setdefault(block, len(numbers)) for block in blocks)
 
 
 def levels(graph: Graph) -> int:
-    """How deep numbered modules are nested; 0 if there are none."""
+    """Return the nesting depth of numbered modules; 0 if there are none."""
     return max((sum(part.isdecimal() for part in op.module.split(".")) for op in graph.ops), default=0)
 
 
 def block_of(module: str, level: int) -> str:
-    """The block that `module` belongs to at `level` (1 or more); "" if none."""
+    """Return the block that `module` belongs to at `level` (1 or more); "" if none."""
     parts = module.split(".")
     ends = [place + 1 for place, part in enumerate(parts) if part.isdecimal()]
     return ".".join(parts[: ends[min(level, len(ends)) - 1]]) if ends else ""
@@ -62,13 +62,13 @@ Path = tuple[str, ...]
 
 
 class ModuleTree:
-    """The modules of a graph, as far as ops of its forward pass were called in them.
+    """The modules of a graph that ops of its forward pass were called in.
 
     Attributes:
-        paths: of the module of each op, in parts; () for ops of no module, and those after the forward pass.
-        root: what all paths begin with: the model.
-        depth: how deep modules are nested below it.
-        compound: modules with others inside.
+        paths: the module path of each op, in parts; () for ops without a module, and those after the forward pass.
+        root: the common prefix of all paths: the model.
+        depth: nesting depth of modules below it.
+        compound: modules with submodules.
         lists: containers that are never called themselves, such as an ``nn.ModuleList``.
     """
 
@@ -81,10 +81,10 @@ class ModuleTree:
         self.lists = self._find_lists()
 
     def modules_at(self, depth: int, *, layers: bool) -> tuple[str | None, ...]:
-        """For each op the module `depth` steps below the root that it belongs to; None if to none.
+        """Return for each op the module `depth` steps below the root that it belongs to; None if there is none.
 
-        What lists hold stands in their place. Modules with nothing inside count only if `layers`, then less deep too. A
-        module that is called again later, with others in between, is another one then.
+        Elements of lists take their place. Modules without submodules count only if `layers`, then also at lower depths. A module
+        that is called again, with others in between, counts as another one.
         """
         found = [self._module_of(path, depth) for path in self.paths]
         names: list[str | None] = [None] * len(found)
@@ -100,9 +100,9 @@ class ModuleTree:
         return tuple(names)
 
     def _module_of(self, path: Path, depth: int) -> Path:
-        """What of `path` is `depth` steps below the root, steps to lists not counted.
+        """Return the prefix of `path` that is `depth` steps below the root, not counting steps to lists.
 
-        Less deep only where there is nothing inside; () for what a module computes itself beside others inside it.
+        It is shorter only if there are no submodules; () for ops that a module with submodules executes itself.
         """
         end, left = len(self.root), depth
         while end < len(path) and left:
@@ -111,9 +111,9 @@ class ModuleTree:
         return () if end == len(self.root) or (left and path in self.compound) else path[:end]
 
     def _find_lists(self) -> frozenset[Path]:
-        """Containers that are never called: nothing is computed in themselves, and others come between what they hold.
+        """Return the containers that are never called: no op runs in themselves, and others run between their elements.
 
-        What they hold comes once; of a module that is called several times each part comes again with each call.
+        Each element runs once; if a module is called several times, each of its parts runs once per call.
         """
         runs: dict[Path, int] = {}
         last: dict[Path, int] = {}

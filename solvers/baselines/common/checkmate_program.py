@@ -1,15 +1,14 @@
 """Checkmate's 0-1 program as published (Jain et al., MLSys 2020), in PuLP.
 
-Stage t ends with the first execution of op t (frontier-advancing). R[t,i]: op i is executed in stage t;
-S[t,x]: tensor x is in memory when stage t begins; F[t,x,k]: x is freed in stage t after op k; U[t,k]:
-memory while op k has its turn in stage t. Published for one output per op; here, to agree with
-``graphs.simulate``, tensors have lives of their own:
+Stage t ends with the first execution of op t (frontier-advancing). R[t,i]: op i is executed in stage t; S[t,x]: tensor x is in
+memory when stage t begins; F[t,x,k]: x is freed in stage t after op k; U[t,k]: memory at the turn of op k in stage t. Published
+for one output per op; here, to agree with ``graphs.simulate``, tensors have lifetimes of their own:
 
-- S and F are per tensor, and an op that runs again makes all its outputs. One that is in memory already is
-  there twice during the execution and once afterwards: D[t,x] = R[t,p(x)] S[t,x] takes the copy off again.
+- S and F are per tensor, and a recomputed op produces all its outputs. One that is in memory already counts twice during the
+execution and once afterwards: D[t,x] = R[t,p(x)] S[t,x] subtracts the copy.
 - A kept tensor is in memory from its first computation on: S = 1, F = 0, and D = R.
 - The workspace of an op counts during its turn only.
-- An op that must not run again, or reads what an op has written in place since, has R = 0.
+- An op that must run once, or has an input that was written in place since, has R = 0.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -23,28 +22,28 @@ from graphs.ir import Graph
 from solvers.problem import Problem
 
 MOST_BINARIES = 500_000  # of R and S: PuLP takes several GB for more
-_WHOLE = 1e-4  # by how much a binary may be off
+_WHOLE = 1e-4  # tolerance on binaries
 _MEMORY_RANGE = 1e4  # the budget in the program's unit of memory
 _TIME_RANGE = 1e3  # the step without recomputation in its unit of time
 
 
 class UnusedOutputs(StrEnum):
-    """When an output that nothing in its stage reads, and that the next stage does not get, is freed."""
+    """The time at which an output is freed that neither its stage nor the next one needs."""
 
-    AT_ONCE = "at_once"  # as the simulator does
+    AT_ONCE = "at_once"  # as the simulation does
     STAGE_END = "stage_end"  # as in the program that Checkmate's authors released
 
 
 class Frees(StrEnum):
-    """How F[t,x,k] = R[t,k] (1 - S[t+1,x]) prod over later readers j of (1 - R[t,j]) is made linear."""
+    """The linearisation of F[t,x,k] = R[t,k] (1 - S[t+1,x]) prod over later readers j of (1 - R[t,j])."""
 
-    HAZARDS = "hazards"  # binary, against the count of factors that are 0: as published
+    HAZARDS = "hazards"  # binary, with the count of factors that are 0: as published
     SPLIT = "split"  # continuous, below each factor: tighter, found later
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """Which of the programs is meant."""
+    """A variant of the program."""
 
     unused_outputs: UnusedOutputs = UnusedOutputs.AT_ONCE
     frees: Frees = Frees.HAZARDS
@@ -53,13 +52,13 @@ class Variant:
 PUBLISHED = Variant()
 
 
-NEVER, ALWAYS = 0, 1  # values that are no variables
+NEVER, ALWAYS = 0, 1  # constants in place of variables
 Term = Any  # a variable of PuLP, NEVER or ALWAYS
 Weighted = tuple[Term, float]
 
 
 class CheckmateModel:
-    """The program for a problem; memory and time in units that suit solvers."""
+    """The program of a problem, with memory and time in units that suit solvers."""
 
     def __init__(self, problem: Problem, variant: Variant = PUBLISHED, *, whole: bool = True) -> None:
         self.problem = problem
@@ -79,7 +78,7 @@ class CheckmateModel:
         self.rows = 0
 
     def build(self, expired: Callable[[], bool] = lambda: False) -> bool:
-        """Make variables, objective and rows; False if `expired` said so before the end."""
+        """Add variables, objective and rows; return False if `expired` returned True before the end."""
         for t in range(self.ops):
             for i in range(t):
                 if t <= self.last_stage[i]:
@@ -98,7 +97,7 @@ class CheckmateModel:
         return True
 
     def too_large(self) -> str | None:
-        """Why the program is not even written, if it has too many variables; found without making them."""
+        """Return the message that the program has too many variables, None if it does not; nothing is built."""
         passing = sum(self.ops - 1 - self.problem.producers[x] for x in self.passing_before(self.ops))
         count = passing + sum(last - i for i, last in enumerate(self.last_stage))
         if count <= MOST_BINARIES:
@@ -110,15 +109,15 @@ class CheckmateModel:
 
     @property
     def is_mip(self) -> bool:
-        """Whether anything is left to be 0 or 1."""
+        """True if there are binary variables."""
         return self.whole and bool(self.R or self.S)
 
     def add_objective(self) -> None:
-        """Minimise sum over t, i of c_i R[t,i], without the first executions, whose R is 1."""
+        """Set the objective: sum over t, i of c_i R[t,i], without the first executions, whose R is 1."""
         self.program.setObjective(_sum([(R, self.problem.time_s[i] / self.time_unit) for (_, i), R in self.R.items()]))
 
     def add_inputs(self, t: int) -> None:
-        """R[t,j] <= R[t,p(x)] + S[t,x] for each op j of stage t and each x in in(j)."""
+        """Add R[t,j] <= R[t,p(x)] + S[t,x] for each op j of stage t and each x in in(j)."""
         for j in range(t + 1):
             if self.r(t, j) is NEVER:
                 continue
@@ -126,12 +125,12 @@ class CheckmateModel:
                 self.at_most([(self.r(t, j), 1), (self.r(t, self.problem.producers[x]), -1), (self.s(t, x), -1)], 0)
 
     def add_handover(self, t: int) -> None:
-        """S[t+1,x] <= S[t,x] + R[t,p(x)] for each x made before stage t; one made in it may always be handed over."""
+        """Add S[t+1,x] <= S[t,x] + R[t,p(x)] for each x produced before stage t; a new one may always be handed over."""
         for x in self.passing_before(t) if t + 1 < self.ops else ():
             self.at_most([(self.s(t + 1, x), 1), (self.s(t, x), -1), (self.r(t, self.problem.producers[x]), -1)], 0)
 
     def add_memory(self, t: int) -> None:
-        """U[t,1] = sum of b_x S[t,x] + R[t,1] b(out(1)), and along the ops of stage t
+        """Add U[t,1] = sum of b_x S[t,x] + R[t,1] b(out(1)), and along the ops of stage t the following rows.
 
         U[t,k+1] = U[t,k] - sum over x in io(k) of b_x F[t,x,k] - sum over x in out(k) of b_x D[t,x] + R[t,k+1] b(out(k+1));
         U[t,k] + w_k R[t,k] <= M.
@@ -153,7 +152,7 @@ class CheckmateModel:
             change += [(double, -self.size[x]) for x, double in self.doubles(t, k)]
 
     def frees(self, t: int, k: int) -> Iterator[tuple[int, Term]]:
-        """F[t,x,k] = R[t,k] (1 - S[t+1,x]) prod over readers j of x, k < j <= t, of (1 - R[t,j]) for x in io(k)."""
+        """Yield x and F[t,x,k] = R[t,k] (1 - S[t+1,x]) prod over readers j of x, k < j <= t, of (1 - R[t,j]) for x in io(k)."""
         op = self.graph.ops[k]
         own = op.outputs if self.variant.unused_outputs is UnusedOutputs.AT_ONCE else ()
         for x in (*self.problem.inputs[k], *own):
@@ -164,10 +163,10 @@ class CheckmateModel:
             yield x, self.free(f"F_{t}_{x}_{k}", self.r(t, k), open_hazards)
 
     def free(self, name: str, executed: Term, hazards: Sequence[Term]) -> Term:
-        """F: whether `executed` is 1 and every one of `hazards` 0.
+        """Return F, which is 1 if `executed` is 1 and every one of `hazards` is 0.
 
-        As published: 1 - F <= h and h <= m (1 - F) for h = (1 - executed) + sum of the m - 1 hazards.
-        Split: F <= executed, and F <= 1 - hazard for each.
+        As published: 1 - F <= h and h <= m (1 - F) for h = (1 - executed) + sum of the m - 1 hazards. Split: F <= executed, and F
+        <= 1 - hazard for each.
         """
         if not hazards:
             return executed
@@ -184,7 +183,7 @@ class CheckmateModel:
         return freed
 
     def doubles(self, t: int, k: int) -> Iterator[tuple[int, Term]]:
-        """D[t,x] = R[t,k] S[t,x] for x in out(k), which may be in memory when k runs again."""
+        """Yield x and D[t,x] = R[t,k] S[t,x] for x in out(k), which may be in memory when k is recomputed."""
         outputs = self.graph.ops[k].outputs
         for x in outputs if k < t else ():
             if self.problem.kept[x]:
@@ -197,11 +196,11 @@ class CheckmateModel:
                 yield x, double
 
     def solution_s(self) -> float:
-        """Seconds of a solution, first executions included: sum over t, i of c_i R[t,i]."""
+        """Return the seconds of a solution, including first executions: sum over t, i of c_i R[t,i]."""
         return self.problem.base_s + sum(self.problem.time_s[i] * value_of(R) for (_, i), R in self.R.items())
 
     def executed(self) -> list[int] | None:
-        """The ops in the order of a solution's schedule; None if a binary is neither 0 nor 1."""
+        """Return the ops in the order of a solution's schedule; None if a binary is neither 0 nor 1."""
         order: list[int] = []
         for t in range(self.ops):
             for i in range(t):
@@ -214,22 +213,22 @@ class CheckmateModel:
         return order
 
     def r(self, t: int, i: int) -> Term:
-        """R[t,i]: 1 for the first execution, 0 where none is possible."""
+        """Return R[t,i]: 1 for the first execution, 0 if none is possible."""
         return ALWAYS if i == t else self.R.get((t, i), NEVER)
 
     def s(self, t: int, x: int) -> Term:
-        """S[t,x]: 1 for what is kept, 0 before it is made, where nobody reads it, and after the last stage."""
+        """Return S[t,x]: 1 for kept tensors, 0 before production, without readers, and after the last stage."""
         if self.problem.kept[x]:
             return ALWAYS if self.problem.producers[x] < t else NEVER
         return self.S.get((t, x), NEVER)
 
     def passing_before(self, t: int) -> Iterator[int]:
-        """The tensors made before stage t that somebody reads and that are not kept."""
+        """Yield the tensors produced before stage t that have readers and are not kept."""
         for k in range(t):
             yield from (x for x in self.graph.ops[k].outputs if self.graph.consumers[x] and not self.problem.kept[x])
 
     def binary(self, name: str) -> Any:
-        """A new 0-1 variable; continuous in the relaxation."""
+        """Add a 0-1 variable and return it; it is continuous in the relaxation."""
         return self.variable(name, 0, 1, "Binary" if self.whole else "Continuous")
 
     def at_most(self, terms: Sequence[Weighted], limit: float) -> None:
@@ -246,7 +245,7 @@ class CheckmateModel:
 
 
 def value_of(term: Term) -> float:
-    """The value of a variable in a solution; 0 where nothing depends on it."""
+    """Return the value of a variable in a solution; 0 if it is in no row."""
     return float(term if isinstance(term, int) else term.varValue or 0.0)
 
 
@@ -261,7 +260,7 @@ def _sum(terms: Sequence[Weighted]) -> Any:
 
 
 def _last_stages(graph: Graph) -> list[int]:
-    """For each op the last stage in which it may be executed: none after one whose op writes what it reads."""
+    """Return for each op the last stage in which it may be executed, before one whose op writes its inputs in place."""
     writers: dict[int, list[int]] = {}
     for op in graph.ops:
         for x in op.mutates:

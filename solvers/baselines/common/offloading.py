@@ -1,9 +1,9 @@
-"""What baselines that offload share: what they may send, steps from where copies stand, and steps issued one by one.
+"""Offloading for baselines: offloadable tensors, schedules with given transfers, and schedules issued step by step.
 
-A copy is issued between two executions. Memory on the device is taken where a copy-in is issued, and goes with a ``Free``, at
-which the computation waits for the copy-out. So *when to free* is what says how long a copy-out may take beside the
-computation; where the source of a rule leaves that open, what suits it is chosen. A copy-out begins once its tensor is made
-and the channel is free, even where a rule issues it later: the judge knows no other reason to wait.
+A transfer is issued between two executions. Device memory is allocated where a reload is issued, and released by a ``Free``, at
+which the computation waits for the offload. So the position of the free determines how long an offload may take in parallel with
+the computation; where the source of a method leaves it open, a suitable one is chosen. An offload starts once its tensor is ready
+and the channel is free, even if the method issues it later: the simulation has no other reason to wait.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,13 +20,13 @@ from solvers.result import Reason, Result
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """A graph that offers round trips to the host.
+    """A graph with transfers to the host.
 
     Attributes:
-        whole: with them.
-        program: without, the same ids.
+        whole: the graph with them.
+        program: the graph without them, with the same ids.
         trips: by tensor.
-        host_bytes: what the host holds at most, None where all of them together fit.
+        host_bytes: capacity of the host's pool, None if all tensors fit together.
     """
 
     whole: Graph
@@ -35,25 +35,25 @@ class Offer:
     host_bytes: int | None
 
     def size_bytes(self, t: int) -> int:
-        """Of tensor `t`."""
+        """Return the size of tensor `t`."""
         return self.program.tensors[t].size_bytes
 
     def made_at(self, t: int) -> int:
-        """The op that makes tensor `t`."""
+        """Return the op that produces tensor `t`."""
         return self.program.tensors[t].producers[0]
 
     def readers(self, t: int, *, forward: bool) -> list[int]:
-        """The ops that read tensor `t` in the forward pass, or after it."""
+        """Return the ops that read tensor `t` in the forward pass, or after it."""
         return [r for r in self.program.consumers[t] if (self.program.ops[r].phase is Phase.FORWARD) == forward]
 
     def saved(self) -> list[int]:
-        """What autograd saves, as far as a trip is offered: made in the forward pass and read after it; in order of making."""
+        """Return the offloadable saved tensors: produced in the forward pass and read after it, in order of production."""
         ops = self.program.ops
         made = [t for t in self.trips if ops[self.made_at(t)].phase is Phase.FORWARD and self.readers(t, forward=False)]
         return sorted(made, key=lambda t: (self.made_at(t), t))
 
     def fitting(self, tensors: Iterable[int]) -> list[int]:
-        """Those of `tensors` that the host has room for together, the first first; what is too large is passed over."""
+        """Return the first of `tensors` that fit on the host together; those that are too large are skipped."""
         fit: list[int] = []
         taken = 0
         for t in tensors:
@@ -64,10 +64,10 @@ class Offer:
 
 
 def offer_of(graph: Graph) -> Offer | None:
-    """What `graph` offers; None if no round trips.
+    """Return the transfers that `graph` offers; None if there are none.
 
     Raises:
-        GraphError: it has other choices.
+        GraphError: the graph has other options.
     """
     program, copies = without_copies(graph)
     return None if copies is None else Offer(graph, program, copies.trips, copies.host_bytes)
@@ -82,7 +82,7 @@ def offloading_answer(
     settings: Mapping[str, object],
     by_blocks: bool = False,
 ) -> Result:
-    """As ``answers.answer``, for methods that need round trips to the host, and blocks if they go `by_blocks`."""
+    """Return ``answers.answer`` for methods that need transfers to the host, and blocks if `by_blocks`; LIMIT without these."""
     offer = offer_of(request.graph)
     if offer is None:
         why = f"{what} does not apply: the graph offers no round trips to the host; solve with the option offload"
@@ -95,7 +95,7 @@ def offloading_answer(
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """Tensor `tensor` comes back for the read at position `read`; asked for before `begin`, or once it is gone if later."""
+    """A reload of `tensor` for the read at position `read`, issued before `begin`, or after its free if that is later."""
 
     tensor: int
     begin: int
@@ -104,11 +104,11 @@ class Fetch:
 
 @dataclass(slots=True)
 class Moves:
-    """Copies among executions, by positions in a list of these.
+    """Transfers, by positions in a list of executions.
 
     Attributes:
-        sent: (tensor, position): copied out after that execution.
-        fetches: what comes back.
+        sent: (tensor, position): offloaded after that execution.
+        fetches: the reloads.
         held: (tensor, position): stays on the device until that execution is done.
     """
 
@@ -118,7 +118,7 @@ class Moves:
 
 
 def schedule_with(offer: Offer, computed: Sequence[int], moves: Moves) -> Schedule:
-    """The steps that execute `computed` with `moves`: tensors go after their last use before they come back."""
+    """Return the schedule of `computed` with `moves`: tensors are freed after their last use before they are reloaded."""
     out: dict[int, list[int]] = {}
     back: dict[int, list[int]] = {}
     held: dict[int, list[int]] = {}
@@ -146,22 +146,22 @@ def schedule_with(offer: Offer, computed: Sequence[int], moves: Moves) -> Schedu
 
 
 def runs(readers: Sequence[int]) -> Iterator[int]:
-    """The first of each run of `readers` that follow each other: as one node of autograd they read one copy."""
+    """Yield the first of each run of consecutive `readers`: one autograd node reads one copy."""
     for place, reader in enumerate(readers):
         if not place or readers[place - 1] != reader - 1:
             yield reader
 
 
 class Layers:
-    """Executions of a step by layers: blocks in the order of the forward pass, which is the beginning of `computed`.
+    """Executions of a step by layers: blocks in the order of the forward pass, which is the start of `computed`.
 
     Attributes:
         of_op: by op of the forward pass its layer, for those in one.
-        inside: by tensor that is read in its own layer only, as far as the forward pass goes, that layer.
+        inside: by tensor that only its own layer reads in the forward pass, that layer.
         last_op: by layer its last op in the forward pass.
         last: the last layer.
         begin_backward: position of the first execution after the forward pass.
-        first_backward: by layer the first position at which some of it is made again, or what is inside it is read.
+        first_backward: by layer the first position at which one of its ops is recomputed, or a tensor inside it is read.
     """
 
     def __init__(self, offer: Offer, computed: Sequence[int], blocks: Sequence[str | None]) -> None:
@@ -187,7 +187,7 @@ class Layers:
                 self.first_backward.setdefault(layer, position)
 
     def may_go(self) -> list[int]:
-        """What stays from the forward pass and may be sent, made in any layer but the last; with one layer also in that."""
+        """Return the saved tensors that may be offloaded, of all layers but the last; with one layer also of that."""
         again = frozenset(self.computed[self.begin_backward :])
         made = [(op, layer) for op, layer in self.of_op.items() if op not in again and (layer < self.last or not self.last)]
         reads = self._first_reads()
@@ -195,9 +195,9 @@ class Layers:
         return [t for op, _ in made for t in outputs[op].outputs if t in reads and t in self.offer.trips]
 
     def moves(self, tensors: Iterable[int]) -> Moves:
-        """How `tensors` are sent, of those that may be: out when made, gone a layer after the last one that reads them.
+        """Return the transfers of `tensors`: offloaded when produced, freed a layer after the last layer that reads them.
 
-        They are asked for before the backward pass of the layer after their own.
+        They are reloaded before the backward pass of the layer after their own.
         """
         reads = self._first_reads()
         moves = Moves()
@@ -208,12 +208,12 @@ class Layers:
             made = self.offer.made_at(t)
             goes = self.last_op[min(max((layer, *readers)) + 1, self.last)]
             moves.sent.append((t, made))
-            moves.held.append((t, max(made, goes)))  # parts of layers may stand among those of others
+            moves.held.append((t, max(made, goes)))  # ops of layers may be interleaved
             moves.fetches.append(Fetch(t, min(asked, reads[t]), reads[t]))
         return moves
 
     def _first_reads(self) -> dict[int, int]:
-        """By tensor the position at which it is first read after the forward pass."""
+        """Return by tensor the position at which it is first read after the forward pass."""
         reads: dict[int, int] = {}
         for position in range(self.begin_backward, len(self.computed)):
             for t in self.offer.program.ops[self.computed[position]].inputs:
@@ -222,20 +222,20 @@ class Layers:
 
 
 class Device:
-    """The device and its two channels while steps are issued, with memory and clocks as the judge will have them.
+    """The device and its two channels while steps are issued, with the memory and clocks of the simulation.
 
-    A tensor that is sent stays in memory while it is copied out: it *leaves*. It is freed once its copy is done, or when
-    room is wanted, which the computation then waits for; if it is read before, it has not left.
+    A tensor that is offloaded stays in memory during the transfer: it is *leaving*. It is freed once the transfer is done, or
+    when memory is needed, and then the computation waits; if it is read before, it stays.
 
-    Copies on the host stay: what has one already is sent in no time. They are freed where the host has no more room, those
-    of tensors that are on the device first.
+    Copies on the host stay: offloading such a tensor again takes no time. They are freed when the host is full, those of tensors
+    on the device first.
 
     Attributes:
-        now_s: when the computation has done what was issued so far.
-        live: produced tensors in memory, those that leave included.
-        leaving: by tensor when its copy out is done.
-        host: tensors that have a copy there, or will have.
-        memory_bytes: taken on the device, static bytes included.
+        now_s: end of the computation issued so far.
+        live: produced tensors in memory, including leaving ones.
+        leaving: by tensor the end of its offload.
+        host: tensors with a copy on the host, present or on its way.
+        memory_bytes: used on the device, including static memory.
     """
 
     def __init__(self, offer: Offer, budget_bytes: int) -> None:
@@ -244,33 +244,33 @@ class Device:
         self.now_s = self.out_s = self.in_s = 0.0
         self.live: set[int] = set()
         self.leaving: dict[int, float] = {}
-        self.host: dict[int, float] = {}  # when the copy is there
-        self.read_s: dict[int, float] = {}  # when the last copy-in of it ends
+        self.host: dict[int, float] = {}  # arrival of the copy
+        self.read_s: dict[int, float] = {}  # end of its last reload
         self.ready_s: dict[int, float] = {}
         self.host_bytes = 0
         self.memory_bytes = offer.program.static_bytes
 
     @property
     def schedule(self) -> Schedule:
-        """All steps so far."""
+        """The schedule of all steps so far."""
         return Schedule(tuple(self.steps))
 
     def has(self, t: int) -> bool:
-        """Whether tensor `t` is in memory to stay."""
+        """Return True if tensor `t` is in memory and not leaving."""
         return t in self.live and t not in self.leaving
 
     def recall(self, t: int) -> None:
-        """Tensor `t`, if it leaves, stays after all."""
+        """Keep tensor `t` in memory if it is leaving."""
         self.leaving.pop(t, None)
 
     def fits(self, size_bytes: int) -> bool:
-        """Whether there is room for so much now, without waiting."""
+        """Return True if there is space for `size_bytes` now, without waiting."""
         for t in [t for t, done_s in self.leaving.items() if done_s <= self.now_s]:
             self._gone(t)
         return self.memory_bytes + size_bytes <= self.budget_bytes
 
     def make_room(self, size_bytes: int) -> bool:
-        """Wait for what leaves, the first first, until there is room for so much; False if that is not enough."""
+        """Wait for leaving tensors, the first first, until `size_bytes` fit; return False if that is not enough."""
         while not self.fits(size_bytes) and self.leaving:
             self._gone(min(self.leaving, key=lambda t: self.leaving[t]))
         return self.fits(size_bytes)
@@ -280,7 +280,7 @@ class Device:
         self.free(t)
 
     def free(self, t: int) -> None:
-        """Tensor `t` goes at once; its copy out, if there is one, is waited for."""
+        """Free tensor `t` at once, after its offload, if there is one."""
         self.now_s = max(self.now_s, self.host.get(t, 0.0), self.ready_s.get(t, 0.0))
         self.leaving.pop(t, None)
         self.live.remove(t)
@@ -299,7 +299,7 @@ class Device:
                 self.memory_bytes += self.offer.size_bytes(t)
 
     def can_send(self, t: int) -> bool:
-        """Whether tensor `t` may go to the host, and there is or can be room for it."""
+        """Return True if tensor `t` may be offloaded, and the host has or can make space for it."""
         if t not in self.offer.trips:
             return False
         limit = self.offer.host_bytes
@@ -307,7 +307,7 @@ class Device:
         return t in self.host or limit is None or self.host_bytes - idle_bytes + self.offer.size_bytes(t) <= limit
 
     def send(self, t: int) -> None:
-        """Tensor `t`, for which there is or can be room on the host, leaves."""
+        """Offload tensor `t`, for which the host has or can make space."""
         if t not in self.host:
             limit = self.offer.host_bytes
             for other in [u for u in self.host if self.has(u)]:
@@ -322,7 +322,7 @@ class Device:
         self.leaving[t] = max(self.host[t], self.ready_s[t])
 
     def fetch(self, t: int) -> None:
-        """Tensor `t`, which has a copy on the host and is not in memory, is asked for."""
+        """Reload tensor `t`, which has a copy on the host and is not in memory."""
         begins_s = max(self.in_s, self.now_s, self.host[t])
         self.in_s = self.ready_s[t] = self.read_s[t] = begins_s + self.offer.trips[t].in_s
         self.live.add(t)

@@ -1,14 +1,13 @@
-"""Runs a step as an online system does: ops in program order, and when memory runs out, something is evicted.
+"""Online execution of a step: ops run in program order, and when memory runs out, tensors are evicted.
 
-The runtime of dynamic tensor rematerialization (DTR, Kirisame et al., ICLR 2021), as their simulator has it;
-which tensor goes is up to a ``Heuristic``. Before an op its inputs are touched and those in memory locked;
-the missing ones are made again in order, recursively, and locked. Then, while memory with the outputs (and
-the workspace) is over the budget, an unlocked tensor is evicted. An op that runs again makes all its outputs;
-those still in memory are there twice meanwhile, those that were gone are evictable again.
+This is the runtime of dynamic tensor rematerialization (DTR, Kirisame et al., ICLR 2021), as in their simulator; a ``Heuristic``
+chooses the evicted tensor. Before an op its inputs are touched and those in memory locked; missing ones are recomputed in order,
+recursively, and locked. Then, while memory with the outputs (and the workspace) exceeds the budget, an unlocked tensor is
+evicted. A recomputed op produces all its outputs; those still in memory count twice meanwhile, the others become evictable again.
 
-Views that are ops of the graph (see ``graphs.importers.simrd``) go with their base, add to its cost, and are made
-again when they are read. Never evicted: what is static or kept (constants and outputs are pinned), and what cannot
-be made again.
+Views that are ops of the graph (see ``graphs.importers.simrd``) are evicted with their base, add to its cost, and are recomputed
+when they are read. Never evicted are static and kept tensors (constants and outputs are pinned), and tensors that cannot be
+recomputed.
 """
 
 import math
@@ -30,7 +29,7 @@ from solvers.result import Reason, Result
 
 _HOPES = (Reason.TIME, Reason.THRASHING, Reason.MEMORY)
 
-_WORK_PER_OP = 5e-5  # of making room for an op and executing it
+_WORK_PER_OP = 5e-5  # of the evictions for an op and its execution
 
 Floats = NDArray[np.float64]
 
@@ -38,21 +37,21 @@ Ints = NDArray[np.int64]
 
 
 class Deallocation(StrEnum):
-    """What happens when the program has no further use for a tensor."""
+    """The treatment of a tensor after its last use in the program."""
 
-    EAGER = "eager"  # it is evicted; recomputing another may bring it back, to be evicted when memory runs out
+    EAGER = "eager"  # it is evicted; another recomputation may produce it again, to be evicted when memory runs out
     IGNORE = "ignore"  # nothing
-    BANISH = "banish"  # once all that was made from it is in memory, it goes for good, and that is pinned
+    BANISH = "banish"  # once all tensors computed from it are in memory, it is removed for good, and these are pinned
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A reference held beyond the last reader, as it stands in a graph.
+    """A reference of an imported graph that outlives the last reader of its tensor.
 
     Attributes:
-        storage: id of the tensor that the program went on to hold.
-        tensor: id of the one that stands for it from then on.
-        hold, release: ids of the ops that make and read that one.
+        storage: id of the tensor that the program holds.
+        tensor: id of the tensor that represents it from then on.
+        hold, release: ids of the ops that produce and read that one.
     """
 
     storage: int
@@ -62,7 +61,7 @@ class Held:
 
 
 def held_storages(graph: Graph) -> tuple[Held, ...]:
-    """What the program that `graph` records held beyond the last reader."""
+    """Return the references of an imported graph that outlive the last readers."""
     return tuple(
         Held(t.held_for, t.id, t.producers[0], graph.consumers[t.id][0])
         for t in graph.tensors
@@ -71,38 +70,38 @@ def held_storages(graph: Graph) -> tuple[Held, ...]:
 
 
 class Heuristic(ABC):
-    """Which tensor to evict: that of least score; told what is evicted and made as it happens.
+    """A choice of the evicted tensor, the one of least score; it is notified of evictions and recomputations.
 
     Attributes:
-        keeps_siblings: whether an op that runs again for one output leaves the others in memory as well.
+        keeps_siblings: True if an op that is recomputed for one output leaves the others in memory too.
     """
 
     keeps_siblings = True
 
     def spares(self, graph: Graph, t: int) -> bool:
-        """Whether `t` is never evicted."""
+        """Return True if `t` is never evicted."""
         return False
 
     def estimate_s(self, graph: Graph, op: Op) -> float:
-        """What the heuristic takes `op` to need."""
+        """Return the heuristic's estimate of the seconds of `op`."""
         return op.time_s
 
     def begin(self, run: "Online") -> None:
-        """A run begins: nothing has been computed."""
+        """Prepare for a run, in which nothing has been executed yet."""
         self.run = run
 
     def evicted(self, t: int) -> None:  # noqa: B027 (not all listen)
-        """`t` has left memory."""
+        """Record that `t` was evicted."""
 
     def restored(self, t: int) -> None:  # noqa: B027
-        """`t`, which was evicted, is in memory again, or has been banished."""
+        """Record that `t`, which was evicted, is in memory again or was banished."""
 
     @abstractmethod
     def scores(self, candidates: Ints) -> Floats:
-        """The score of each of `candidates`, tensor ids."""
+        """Return the score of each of `candidates`, tensor ids."""
 
     def choose(self, candidates: Ints) -> int:
-        """One of `candidates`: of equal scores the one that became evictable last, but of scores of 0 first."""
+        """Return the candidate of least score; of equal ones the latest to become evictable, but for scores of 0 the first."""
         scores = self.scores(candidates)
         least = scores.min()
         tied = candidates[scores == least]
@@ -111,7 +110,7 @@ class Heuristic(ABC):
 
 
 class FailedError(Exception):
-    """The run cannot go on: its message and its `reason` say why."""
+    """The failure of a run, with its message and `reason`."""
 
     def __init__(self, message: str, reason: Reason) -> None:
         super().__init__(message)
@@ -119,20 +118,20 @@ class FailedError(Exception):
 
 
 class Online:
-    """One run of a graph under a budget; `run` may be called once.
+    """One run of a graph within a budget; `run` may be called once.
 
     Attributes, for heuristics (indexed by tensor id):
         size_bytes: of each tensor.
-        own_s: time of the op that makes it, and of those that made views of it, by the heuristic's estimate.
-        touched_s: when it was made first, or last read.
-        gone: it has been computed and is not in memory; banished ones do not count.
-        live: it is in memory.
+        own_s: time of its producer, and of the ops that produced views of it, by the heuristic's estimate.
+        touched_s: time of its first production or last read.
+        gone: True if it was computed and is not in memory; not for banished ones.
+        live: True if it is in memory.
         since: when it became evictable, a running number.
-        parents, children: what it is made from, and what is made from it; static tensors and views left out.
+        parents, children: inputs of its producer, and outputs of its readers; without static tensors and views.
         clock_s: seconds of execution so far, by the heuristic's estimate.
-        now: the op of the program that is due.
-        again: how often each op (by id) has run beyond the first time.
-        budget_bytes, memory_bytes: static bytes included.
+        now: the current op of the program.
+        again: number of recomputations of each op (by id).
+        budget_bytes, memory_bytes: including static memory.
     """
 
     def __init__(
@@ -148,10 +147,10 @@ class Online:
         """Prepare a run.
 
         Args:
-            graph: what is run.
-            budget_bytes: static bytes included.
-            heuristic: what to evict.
-            deallocation: what happens to a tensor after its last use in the program.
+            graph: the graph.
+            budget_bytes: including static memory.
+            heuristic: chooses the evicted tensors.
+            deallocation: treatment of a tensor after its last use in the program.
             thrash_factor: the run fails once recomputation takes more than this factor less 1 times the step.
             stop: polled; a reason ends the run.
         """
@@ -184,7 +183,7 @@ class Online:
         ]
         self.held = {h.storage: h for h in held_storages(graph)}
         base = {t.id: t.view_of for t in graph.tensors if t.view_of is not None}
-        self.base = [base.get(t, t) for t in range(count)]  # of a view the tensor that it is a view of, of others themselves
+        self.base = [base.get(t, t) for t in range(count)]  # the base of a view; itself for other tensors
         self.views: dict[int, list[int]] = {}
         for view in base:
             self.views.setdefault(base[view], []).append(view)
@@ -193,7 +192,7 @@ class Online:
         self.dies = self._deaths()
 
     def run(self) -> Schedule:
-        """The schedule of the run.
+        """Return the schedule of the run.
 
         Raises:
             FailedError: out of memory, thrashing, or stopped.
@@ -215,7 +214,7 @@ class Online:
         return Schedule(tuple(self.steps))
 
     def _relations(self) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:
-        """What each tensor is made from, and what is made from it."""
+        """Return for each tensor the inputs of its producer, and the outputs of its readers."""
         parents: list[tuple[int, ...]] = [()] * len(self.graph.tensors)
         children: list[list[int]] = [[] for _ in self.graph.tensors]
         for op in self.graph.ops:
@@ -228,7 +227,7 @@ class Online:
         return tuple(parents), tuple(map(tuple, children))
 
     def _deaths(self) -> dict[int, list[int]]:
-        """By op: what the program has no further use for then; of what is never evicted: what nothing can need any more."""
+        """Return by op the tensors whose last use it is; for those that are never evicted, the last possible use."""
         needed = last_needed(self.graph)
         stand_ins = {h.tensor for h in self.held.values()}
         dies: dict[int, list[int]] = {}
@@ -244,7 +243,7 @@ class Online:
     # Executing.
 
     def _execute(self, op_id: int) -> None:
-        """Op `op_id`, and before it what it takes; without recursion, for chains may be long."""
+        """Execute op `op_id` after recomputing its missing inputs; without recursion, since chains may be long."""
         stack = [(op_id, -1, self._begin(op_id))]
         while stack:
             op, wanted, missing = stack[-1]
@@ -272,13 +271,13 @@ class Online:
             raise FailedError(reason, Reason.TIME)
 
     def _inputs(self, op_id: int) -> tuple[int, ...]:
-        """What op `op_id` reads, static tensors left out, and what it reads as a view."""
+        """Return the inputs of op `op_id`, without static tensors and bases of views that it reads."""
         inputs = [t for t in self.graph.ops[op_id].inputs if not self.graph.tensors[t].static]
         bases = {self.base[t] for t in inputs if self.base[t] != t}
         return tuple(t for t in inputs if t not in bases)
 
     def _begin(self, op_id: int) -> list[int]:
-        """Touch the inputs and lock those in memory; returns the others, the first one last."""
+        """Touch the inputs and lock those in memory; return the others, the first one last."""
         inputs = self._inputs(op_id)
         for t in inputs:
             if self.deallocation is not Deallocation.BANISH or not self.released[self.base[t]]:
@@ -290,7 +289,7 @@ class Online:
         return missing
 
     def _compute(self, op_id: int, wanted: int) -> None:
-        """Run op `op_id` for the sake of output `wanted`, -1 for the first time."""
+        """Execute op `op_id` for output `wanted`, -1 for the first time."""
         op = self.graph.ops[op_id]
         self._make_room(op_id, sum(self.graph.tensors[t].size_bytes for t in op.outputs) + op.workspace_bytes)
         self.steps.append(Compute(op_id))
@@ -322,7 +321,7 @@ class Online:
                     Reason.MEMORY,
                 )
             self._free(self.heuristic.choose(candidates))
-            self._go_on()  # an op may take hundreds of evictions, each as long as its execution
+            self._go_on()  # an op may need hundreds of evictions, each as long as its execution
 
     # Tensors.
 
@@ -338,7 +337,7 @@ class Online:
             self._offer(base)
 
     def _offer(self, t: int) -> None:
-        """`t` may be evicted from now on, unless it is pinned."""
+        """Make `t` evictable, unless it is pinned."""
         if self.evictable[t]:
             self.pool[t] = True
             self.since[t] = self.numbers
@@ -350,7 +349,7 @@ class Online:
         self.heuristic.evicted(t)
 
     def _leave(self, t: int) -> None:
-        """Take `t` out of memory, with its views; the first time, what the program held on to is let go of as well."""
+        """Remove `t` and its views from memory; the first time, release the reference that the program held."""
         for view in self.views.get(t, ()):
             if self.live[view]:
                 self.live[view] = False
@@ -372,7 +371,7 @@ class Online:
             self._try_to_banish(t)
 
     def _try_to_banish(self, t: int) -> None:
-        """Banish `t` if the program is done with it and all that was made from it is in memory."""
+        """Banish `t` if the program has released it and all outputs of its readers are in memory."""
         if not self.released[t] or self.banished[t] or self.locks[t] or any(self.gone[c] for c in self.children[t]):
             return
         if self.gone[t]:
@@ -394,7 +393,7 @@ def online_result(
     thrash_factor: float,
     settings: Mapping[str, object],
 ) -> Result:
-    """The fastest of the runs that end, one with each of `rules`: heuristics with settings of their own. See ``Online``."""
+    """Return the fastest of the runs that end, one for each of `rules`: heuristics with their settings. See ``Online``."""
     graph, budget_bytes = request.graph, request.budget_bytes
     trials: list[Candidate] = []
     failures: list[FailedError] = []
@@ -413,7 +412,7 @@ def online_result(
             break
     if trials:
         return answer(request, solver, trials, what=solver, settings=settings)
-    # With more time, or a larger step allowed, it might have ended; out of memory it cannot.
+    # With more time, or a larger thrash factor, it might have ended; out of memory it cannot.
     nearest = min(failures, key=lambda failed: _HOPES.index(failed.reason))
     why = f"{solver} fails at {format_bytes(budget_bytes)}: {nearest}. Raise the budget, or use the solver windows"
     return failure(request, solver, why, nearest.reason, settings=settings)

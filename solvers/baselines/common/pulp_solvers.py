@@ -1,4 +1,4 @@
-"""Solving a program that PuLP holds: by HiGHS with callbacks, or by any solver that PuLP knows."""
+"""Solution of PuLP's programs: by HiGHS with callbacks, or by any other solver of PuLP."""
 
 import inspect
 from dataclasses import dataclass
@@ -15,8 +15,8 @@ from solvers.highs.program import Option, Outcome
 from solvers.request import Request
 
 HIGHS = "HiGHS"
-_TELL_S = 0.2  # how often progress is told between better solutions
-OUTCOMES = {  # of the words that PuLP has for how a solve ended
+_TELL_S = 0.2  # interval of progress reports between better solutions
+OUTCOMES = {  # by PuLP's words for the status
     # PuLP 4
     "Optimal": Outcome.OPTIMAL,
     "GapLimit": Outcome.OPTIMAL,
@@ -43,13 +43,13 @@ OUTCOMES = {  # of the words that PuLP has for how a solve ended
 
 @dataclass(frozen=True, slots=True)
 class PulpAnswer:
-    """How a solve ended.
+    """The result of a solve.
 
     Attributes:
-        outcome: as a solver's word is understood.
-        found: whether the variables hold a solution.
-        bound_s: no solution takes less; None if unknown.
-        detail: the solver's own word.
+        outcome: interpretation of the solver's status.
+        found: True if the variables hold a solution.
+        bound_s: lower bound on the seconds of all solutions; None if unknown.
+        detail: the solver's own status.
     """
 
     outcome: Outcome
@@ -59,15 +59,15 @@ class PulpAnswer:
 
     @classmethod
     def unfinished(cls) -> "PulpAnswer":
-        """Time was up before there was a program to solve."""
+        """Return the answer if the time ran out while the program was built."""
         return cls(Outcome.STOPPED, False, None, "the program was not written to its end")
 
 
 def check_solver(name: str) -> None:
-    """Find out before work is spent whether PuLP can call the solver `name`.
+    """Raise an error, before work is spent, unless PuLP can call the solver `name`.
 
     Raises:
-        PlannerError: it cannot; names those it can.
+        PlannerError: it cannot; lists those it can.
     """
     if name not in pulp.listSolvers(onlyAvailable=True):
         known = "is not installed" if name in pulp.listSolvers() else "is none that PuLP knows"
@@ -75,7 +75,7 @@ def check_solver(name: str) -> None:
 
 
 def check_clock(clock: Clock) -> None:
-    """Refuse a clock that PuLP's solvers cannot be ended by.
+    """Raise an error for a clock that cannot limit PuLP's solvers.
 
     Raises:
         PlannerError: it counts work.
@@ -85,7 +85,7 @@ def check_clock(clock: Clock) -> None:
 
 
 def run(model: CheckmateModel, name: str, absolute_gap_s: float, request: Request) -> PulpAnswer:
-    """Solve `model` with the solver called `name` until it is within the gap, time is up, or the caller stops it."""
+    """Solve `model` with the solver `name` until it is within the gap, the time is up, or the caller stops it."""
     if request.stopped():
         return PulpAnswer(Outcome.STOPPED, False, None, "no time left")
     absolute_gap = absolute_gap_s / model.time_unit
@@ -95,7 +95,7 @@ def run(model: CheckmateModel, name: str, absolute_gap_s: float, request: Reques
 
 
 def _run_highs(model: CheckmateModel, absolute_gap: float, request: Request) -> PulpAnswer:
-    """Built by PuLP and read from HiGHS itself, which tells more than PuLP does."""
+    """Solve the model that PuLP builds with HiGHS itself, which reports more than PuLP does."""
     solver, engine = pulp.getSolver(HIGHS), highs.SilentHighs()  # type: ignore[no-untyped-call]
     settings: dict[str, Option] = {
         "time_limit": left(request.clock),
@@ -144,7 +144,7 @@ def _run_highs(model: CheckmateModel, absolute_gap: float, request: Request) -> 
     outcome, detail = highs.OUTCOMES[status], engine.modelStatusToString(status)
     found = info.primal_solution_status == highspy.kSolutionStatusFeasible and outcome is not Outcome.INFEASIBLE
     if found:
-        # PuLP 4 has variables besides the columns: those that are in no row.
+        # PuLP 4 also lists variables that are in no row.
         columns = getattr(model.program, "exported_variables", model.program.variables)()
         for variable, value in zip(columns, engine.getSolution().col_value, strict=True):
             variable.varValue = value
@@ -156,7 +156,7 @@ def _run_highs(model: CheckmateModel, absolute_gap: float, request: Request) -> 
 
 
 def _run_other(model: CheckmateModel, name: str, absolute_gap: float, request: Request) -> PulpAnswer:
-    """Without callbacks; a bound is known only of a solve that ended, within the gap asked for."""
+    """Solve without callbacks; a bound is known only if the solve ended within the gap."""
     wanted = {"msg": False, "timeLimit": max(1.0, left(request.clock)), "gapAbs": absolute_gap, "gapRel": 0.0}
     accepted = inspect.signature(type(pulp.getSolver(name, msg=False)).__init__).parameters
     solver = pulp.getSolver(name, **{option: value for option, value in wanted.items() if option in accepted})

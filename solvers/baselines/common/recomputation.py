@@ -1,4 +1,4 @@
-"""Which ops may run again and for how long, and groups of forward ops that are recomputed."""
+"""Recomputable ops, the last op that may need each, and schedules that recompute groups of forward ops."""
 
 from collections.abc import Hashable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
@@ -8,7 +8,7 @@ from graphs.schedule import Schedule, schedule_of
 
 
 def repeatable(graph: Graph) -> tuple[bool, ...]:
-    """For each op whether it may run again at any time: nothing that it reads or writes is written in place later."""
+    """Return for each op True if it may be recomputed at any time: no later op writes its inputs in place."""
     writers: dict[int, int] = {}
     for op in graph.ops:
         for t in op.mutates:
@@ -17,9 +17,9 @@ def repeatable(graph: Graph) -> tuple[bool, ...]:
 
 
 def last_needed(graph: Graph) -> tuple[int, ...]:
-    """For each op the last op of the program for which it may have to run again, directly or for what that reads.
+    """Return for each op the last op of the program that may need a recomputation of it, directly or indirectly.
 
-    An op that cannot run again, or all of whose outputs are kept, is needed for itself only.
+    An op that cannot be recomputed, or all of whose outputs are kept, is needed for itself only.
     """
     fit = repeatable(graph)
     needed = list(range(len(graph.ops)))
@@ -31,24 +31,24 @@ def last_needed(graph: Graph) -> tuple[int, ...]:
 
 
 def free_source(graph: Graph, op_id: int) -> bool:
-    """Whether making the outputs of op `op_id` again costs nothing and takes nothing."""
+    """Return True if recomputing op `op_id` takes no time and reads no tensors other than static ones."""
     op = graph.ops[op_id]
     return op.time_s == 0.0 and all(graph.tensors[t].static for t in op.inputs)
 
 
 def droppable(graph: Graph) -> frozenset[int]:
-    """Tensors of the forward pass that may be dropped and made again: not kept, and their op may run again."""
+    """Return the tensors of the forward pass that may be freed and recomputed."""
     fit = repeatable(graph)
     return frozenset(t for op in graph.ops if op.phase is Phase.FORWARD and fit[op.id] for t in op.outputs if t not in graph.kept)
 
 
 def read_later(graph: Graph) -> frozenset[int]:
-    """Tensors that ops after the forward pass read."""
+    """Return the tensors that ops after the forward pass read."""
     return frozenset(t for op in graph.ops if op.phase is not Phase.FORWARD for t in op.inputs)
 
 
 def needed_for(graph: Graph, wanted: Iterable[int], ops: Iterable[int], absent: AbstractSet[int]) -> list[int]:
-    """Those of `ops` that make `wanted`, and what of `absent` that takes; in program order."""
+    """Return those of `ops` that produce `wanted` and the `absent` tensors that these need, in program order."""
     needed = set(wanted)
     again = []
     for op_id in sorted(ops, reverse=True):
@@ -62,17 +62,17 @@ def needed_for(graph: Graph, wanted: Iterable[int], ops: Iterable[int], absent: 
 def recompute_groups(
     graph: Graph, groups: Sequence[Hashable], *, saved: AbstractSet[int] = frozenset(), at_once: bool = True
 ) -> Schedule:
-    """The schedule that drops what lies inside a group of forward ops, and makes it again when it is needed.
+    """Return the schedule that frees the tensors inside each group of forward ops, and recomputes them when they are needed.
 
-    Of a group stays what forward ops outside it read, what is saved or kept, and what cannot be made again. The rest
-    is made again before ops after the forward pass that read it, once, as far as such ops need it.
+    Of a group stay tensors that forward ops outside it read, saved and kept ones, and those that cannot be recomputed. The others
+    are recomputed once, before the ops after the forward pass that read them, as far as needed.
 
     Args:
-        graph: what is scheduled.
-        groups: for each op the group it is in; None: its outputs stay.
+        graph: the graph.
+        groups: for each op its group; None: its outputs stay.
         saved: tensors that stay.
-        at_once: with the first tensor of a group that is needed all others are made again; otherwise each when
-            it is needed itself.
+        at_once: True to recompute all tensors of a group with the first one that is needed; otherwise each when it is needed
+            itself.
     """
     groups = [group if op.phase is Phase.FORWARD else None for op, group in zip(graph.ops, groups, strict=True)]
     dropped = {t for t in droppable(graph) - saved if _is_inside(graph, groups, t)}

@@ -1,9 +1,9 @@
-"""The forward pass as a chain of stages, for methods that are made for chains.
+"""The forward pass as a chain of stages, for methods for chains.
 
-A graph that is no chain is cut in one of two ways, as published with Checkmate (Jain et al., MLSys 2020,
-section 6): at *articulation* points, where all that the rest of the forward pass reads comes from the op before
-the cut, or *linearised*, after every op, where a cut is crossed by all that was made before and is read after it.
-What is kept, cannot be made again, or costs nothing to make does not count as crossing.
+A graph that is not a chain is cut in one of two ways, as published with Checkmate (Jain et al., MLSys 2020, section 6): at
+*articulation* points, where all tensors that the rest of the forward pass reads come from the op before the cut, or *linearised*,
+after every op, where all tensors produced before and read after a cut cross it. Tensors that are kept, cannot be recomputed, or
+cost nothing to recompute do not count as crossing.
 """
 
 from bisect import bisect_left
@@ -18,7 +18,7 @@ from solvers.baselines.common.recomputation import droppable, free_source, neede
 
 
 class Cuts(StrEnum):
-    """Where a graph may be cut."""
+    """The places at which a graph may be cut."""
 
     ARTICULATION = "articulation"
     LINEARISED = "linearised"
@@ -26,14 +26,14 @@ class Cuts(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """Run stage `stage` again or for the first time; `saving`: for its backward, and not only for its output."""
+    """An execution of stage `stage`; `saving` if its backward pass follows, otherwise for its output only."""
 
     stage: int
     saving: bool
 
 
 def crossings(graph: Graph) -> list[frozenset[int]]:
-    """For each forward op what crosses a cut after it: made up to it, and read by forward ops after it."""
+    """Return for each forward op the tensors that cross a cut after it: produced up to it, and read by later forward ops."""
     forward = [op for op in graph.ops if op.phase is Phase.FORWARD]
     may_go = {t for t in droppable(graph) if not free_source(graph, graph.tensors[t].producers[0])}
     last = {t: op.id for op in forward for t in op.inputs if t in may_go}
@@ -47,7 +47,7 @@ def crossings(graph: Graph) -> list[frozenset[int]]:
 
 
 def cut_places(graph: Graph, cuts: Cuts) -> list[int]:
-    """Forward ops after which `graph` may be cut, the last one included."""
+    """Return the forward ops after which `graph` may be cut, including the last one."""
     after = crossings(graph)
     if cuts is Cuts.LINEARISED:
         return list(range(len(after)))
@@ -56,7 +56,7 @@ def cut_places(graph: Graph, cuts: Cuts) -> list[int]:
 
 
 def evenly(places: Sequence[int], count: int) -> list[int]:
-    """`count` of `places` (or all), evenly spaced, the last one included."""
+    """Return `count` of `places` (or all), evenly spaced, including the last one."""
     count = min(count, len(places))
     return [places[-(-(k + 1) * len(places) // count) - 1] for k in range(count)]
 
@@ -66,8 +66,8 @@ class Stages:
 
     Attributes:
         ops: forward ops of each stage.
-        crossing: what crosses the cut after each stage; the last is empty.
-        absent: what may be dropped and made again.
+        crossing: tensors that cross the cut after each stage; the last is empty.
+        absent: tensors that may be freed and recomputed.
     """
 
     def __init__(self, graph: Graph, ends: Sequence[int]) -> None:
@@ -82,21 +82,21 @@ class Stages:
         return len(self.ops)
 
     def stage_of(self, op_id: int) -> int:
-        """The stage of forward op `op_id`."""
+        """Return the stage of forward op `op_id`."""
         return bisect_left(self.ends, op_id)
 
     @cached_property
     def groups(self) -> list[int | None]:
-        """For ``recompute_groups``: the stage of each op; the last stage is not dropped, for its backward comes next."""
+        """The stage of each op for ``recompute_groups``; None for the last stage, whose backward pass comes next."""
         forward = (op.phase is Phase.FORWARD for op in self.graph.ops)
         stages = [self.stage_of(i) if is_forward else None for i, is_forward in enumerate(forward)]
         return [None if stage == len(self) - 1 else stage for stage in stages]
 
     @cached_property
     def reach(self) -> dict[int, tuple[int, int]]:
-        """For each tensor that may be dropped and is read after the forward pass: the stages beside whose backward it is there.
+        """For each recomputable tensor read after the forward pass, the stages whose backward pass has it in memory.
 
-        From the stage that makes it to the last one that reads it (crossing into it).
+        These are the stage that produces it and the last one that reads it (crossing into it).
         """
         reach = {}
         for t in read_later(self.graph) & self.absent:
@@ -107,17 +107,17 @@ class Stages:
         return reach
 
     def advancing(self, stage: int) -> list[int]:
-        """Ops of `stage` that make what crosses the cut after it."""
+        """Return the ops of `stage` that produce the tensors crossing the cut after it."""
         return needed_for(self.graph, self.crossing[stage], self.ops[stage], self.absent)
 
     def schedule(self, plan: Iterable[Forward]) -> Schedule:
-        """The schedule that runs stages as `plan` says, and the rest of the program in between.
+        """Return the schedule that runs stages as in `plan`, and the rest of the program in between.
 
-        An op after the forward pass runs once each tensor it reads has been saved: made by a saved stage, or
-        crossing into one. A stage runs as a whole the first time, and later as far as it is needed.
+        An op after the forward pass runs once each tensor that it reads has been saved: produced by a saved stage, or crossing
+        into one. A stage runs as a whole the first time, and later as far as it is needed.
 
         Args:
-            plan: each stage in order, and again as wanted; saves every stage.
+            plan: each stage in order, then recomputations; saves every stage.
         """
         graph = self.graph
         computed: list[int] = []

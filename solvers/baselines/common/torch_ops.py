@@ -1,4 +1,4 @@
-"""Ops by the names they have in PyTorch, as far as its policies tell them apart (torch 2.13, functorch partitioner)."""
+"""Kinds of ops by their names in PyTorch, as its policies distinguish them (torch 2.13, functorch partitioner)."""
 
 from graphs.ir import Op
 
@@ -17,7 +17,7 @@ CONVOLUTION = frozenset({"convolution", "cudnn_convolution", "_convolution"})
 UPSAMPLING = frozenset({"upsample_bilinear2d"})
 COMPUTE_INTENSIVE = ATTENTION | MATMUL | CONVOLUTION | UPSAMPLING
 
-# Elementwise, or a move of data: what the partitioner takes to be free to compute again, as it may be fused.
+# Elementwise ops and data movement: free to recompute for the partitioner, as they may be fused.
 CHEAP = frozenset(
     {
         *("add", "sub", "mul", "div", "neg", "abs", "reciprocal", "pow", "sqrt", "rsqrt", "exp", "log", "sin", "cos", "tanh"),
@@ -30,11 +30,11 @@ CHEAP = frozenset(
 
 
 def base_name(target: str) -> str:
-    """The name of a target without namespace and overload, and without the mark of an op in place."""
+    """Return the name of a target without namespace, overload, and the suffix of in-place ops."""
     parts = target.split(".")
     return (parts[1] if parts[0] == "aten" and len(parts) > 1 else parts[0]).rstrip("_") or target
 
 
 def is_one_of(op: Op, names: frozenset[str]) -> bool:
-    """Whether `names` has the target of `op`, or its name without namespace and overload."""
+    """Return True if `names` has the target of `op`, or its base name."""
     return op.target in names or base_name(op.target) in names

@@ -1,4 +1,4 @@
-"""From a solution of the model to a real order of executions, and what of it is over the budget."""
+"""Decoding of a model's solution to an order of executions and its schedule."""
 
 import math
 from collections.abc import Sequence
@@ -16,16 +16,16 @@ from solvers.windows.decoding.host_transfers import timed
 from solvers.windows.decoding.plain_graph import PlainGraph, plain_graph
 from solvers.windows.relaxation.discretization import Discretization, Model
 
-NOWHERE_BYTES = 2**62  # of what does not fit in another memory, whatever the budget
+NOWHERE_BYTES = 2**62  # peak of a schedule that does not fit another pool, at any budget
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """Ops in order of execution; for each the window it belongs to, and whether it is the first time.
+    """Ops in order of execution, with the window of each.
 
     Attributes:
-        first: whether it is executed in its place.
-        away: (tensor, position) where a tensor comes back from the host before that execution reads it.
+        first: for each execution, True if it is the one in the op's place.
+        away: (tensor, position), where a tensor is reloaded before that execution reads it.
         instead: as in ``Choice``.
     """
 
@@ -38,13 +38,13 @@ class Order:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """An order, its schedule, and what that takes.
+    """An order and its simulated schedule.
 
     Attributes:
-        peak_bytes: of the main device; ``NOWHERE_BYTES`` where another memory does not hold what is made there.
-        memory_bytes: for each execution the memory during it, static bytes included; copies are no executions.
-        waits_s: for each execution what the computation waits before it; empty where it never does.
-        ends: for each execution the number of steps until what goes after it at once is gone; empty likewise.
+        peak_bytes: of the main device; ``NOWHERE_BYTES`` if another pool is too small.
+        memory_bytes: for each execution the memory during it, including static memory; transfers are no executions.
+        waits_s: for each execution the time that the compute stream waits before it; empty if it never waits.
+        ends: for each execution the number of steps up to the frees after it; empty likewise.
     """
 
     order: Order
@@ -57,7 +57,7 @@ class Trial:
 
 
 def read_choice(model: Model, values: Floats) -> Choice:
-    """Binaries of a solution, read at one half (HiGHS has checked that they are whole)."""
+    """Return the binaries of a solution, rounded at one half (HiGHS has checked that they are integer)."""
     again: list[set[int]] = [set() for _ in model.detail.ends]
     handed: list[set[int]] = [set() for _ in range(len(model.detail.ends) + 1)]
     for (k, i), column in model.again.items():
@@ -78,9 +78,9 @@ def read_choice(model: Model, values: Floats) -> Choice:
 
 
 def try_out(problem: Problem, order: Order) -> Trial:
-    """The schedule with the shortest lives that executes in this order, judged.
+    """Return the simulated schedule with the shortest lifetimes that executes in this order.
 
-    With round trips, tensors live longer than that while they go to the host, and are there before they are read.
+    With offloading, tensors live longer while they are transferred to the host, and are reloaded before they are read.
     """
     if problem.copies is not None and not problem.places.plain:
         return _try_out_plain(problem, order)
@@ -102,7 +102,7 @@ def try_out(problem: Problem, order: Order) -> Trial:
 
 
 def _try_out_side_by_side(problem: Problem, order: Order) -> Trial:
-    """With copies between devices issued when they should be; `order` as it is then."""
+    """Return the trial of an order on several devices, with each transfer issued at the right time."""
     ids = problem.places.ids
     found = side_by_side(problem.graph, [ids[i] for i in order.computed], problem.budget_bytes)
     moved = replace(
@@ -118,7 +118,7 @@ def _try_out_side_by_side(problem: Problem, order: Order) -> Trial:
 
 
 def _try_out_plain(problem: Problem, order: Order) -> Trial:
-    """What the plain graph makes of an order with both optional ops and round trips."""
+    """Return the trial of an order with both optional ops and offloading, by way of its plain graph."""
     plain = plain_graph(problem, order.computed)
     away = frozenset((here, place) for t, place in order.away if (here := plain.only(t)) is not None)
     detail = Discretization((len(plain.ops) - 1,))
@@ -127,7 +127,7 @@ def _try_out_plain(problem: Problem, order: Order) -> Trial:
 
 
 def trial_of_whole(problem: Problem, plain: PlainGraph, order: Order, trial: Trial) -> Trial:
-    """The trial of an order that is `order` in the problem, given that of its plain graph."""
+    """Return the trial of `order` in the problem, given the trial of its plain graph."""
     schedule = plain.schedule_of_whole(problem, trial.schedule)
     if problem.devices is not None:
         found = side_by_side(problem.whole, schedule.computed, problem.budget_bytes)
@@ -139,10 +139,10 @@ def trial_of_whole(problem: Problem, plain: PlainGraph, order: Order, trial: Tri
 
 
 def late_writers(problem: Problem, order: Order) -> set[int]:
-    """Ops that write in place what another op, executed again after them, reads.
+    """Return the ops that write in place a tensor that another op, recomputed after them, reads.
 
-    And ops before which one is executed that reads what nothing has made: where ops depend on each other, by what they make
-    a second time, the solution of a model may be none.
+    Return also ops before which an input of an execution is missing: where ops depend on each other's recomputed outputs, a
+    solution of a model may have no valid order.
     """
     late: set[int] = set()
     done = 0
@@ -175,10 +175,10 @@ def order_of(
     instead: frozenset[int] = frozenset(),
     places: Places | None = None,
 ) -> Order:
-    """`computed` with the windows of `detail` marked; first executions come in program order.
+    """Return `computed` with the windows of `detail`; first executions are in program order.
 
     Args:
-        instead: what is executed in place of others, among the `places`; None: all ops are executed in theirs.
+        instead: the ops that replace others among the `places`; with None, all ops are executed in theirs.
     """
     windows: list[int] = []
     first: list[bool] = []
@@ -193,7 +193,7 @@ def order_of(
 
 
 def decoded(problem: Problem, detail: Discretization, choice: Choice) -> Order:
-    """The order that a solution of a model says, with what is away meanwhile."""
+    """Return the order of a model's solution, with the reloads of offloaded tensors."""
     places = None if problem.places.plain else problem.places
     order = order_of(detail, expand(problem, detail, choice), instead=choice.instead, places=places)
     if problem.copies is None or not choice.taken:
@@ -202,9 +202,9 @@ def decoded(problem: Problem, detail: Discretization, choice: Choice) -> Order:
 
 
 def _away(problem: Problem, choice: Choice, order: Order) -> frozenset[tuple[int, int]]:
-    """What comes back from the host: where it is read, but was not handed over all the time since it was read before.
+    """Return the reloads: before reads of tensors that were not handed over continuously since the last read.
 
-    What comes back though it was handed over is away for the longest time that it is not read.
+    A tensor that is reloaded although it was handed over is offloaded in its longest interval without reads.
     """
     assert problem.copies is not None
     away: set[tuple[int, int]] = set()

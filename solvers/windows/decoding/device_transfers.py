@@ -1,8 +1,8 @@
-"""From an order of executions on several devices to a schedule: when copies are issued, and when what is copied goes.
+"""Decoding of an order on several devices to a schedule: when transfers are issued, and when their tensors are freed.
 
-An order says what is copied before what reads it. Here each copy is issued as late as it arrives in time, planned backwards over
-its channel, or as early as there is something to copy and room for it. A tensor that is still being copied when nothing else
-wants it stays until the copy is done, or until its memory is called for: who frees it waits for the copy.
+The order has each transfer before its reader. Here each is issued as late as it arrives in time, planned backwards over its
+channel, or as early as its source is ready and its target has space. A tensor that is still being transferred after its last
+reader stays until the transfer is done, or until its memory is needed: then the owner of the pool waits for the transfer.
 """
 
 from bisect import bisect_left, bisect_right
@@ -20,13 +20,13 @@ from solvers.devices import sizes_in, workspace_bytes_in
 
 @dataclass(frozen=True, slots=True)
 class SideBySide:
-    """A schedule, and what it takes.
+    """A schedule on several devices.
 
     Attributes:
-        moved: for each execution, in the order of the schedule, its position in the order that it comes from.
-        time_s: when the last stream has ended.
-        memory_bytes: for each execution what the main device holds during it.
-        fits_elsewhere: whether the other memories with a limit hold what is made there.
+        moved: for each execution, in the order of the schedule, its position in the original order.
+        time_s: end of the last stream.
+        memory_bytes: for each execution the memory of the main device during it.
+        fits_elsewhere: True if the other pools with a capacity are large enough.
     """
 
     schedule: Schedule
@@ -37,7 +37,7 @@ class SideBySide:
 
 
 def side_by_side(graph: Graph, computed: Sequence[int], budget_bytes: int) -> SideBySide:
-    """The schedule of an order of ops of `graph`."""
+    """Return the schedule of an order of ops of `graph`."""
     limits = [budget_bytes, *(pool.capacity_bytes for pool in graph.pools[1:])]
     moved = _Copies(graph, computed, limits).moved()
     run = Run(graph, schedule_of(graph, [computed[place] for place in moved]), limits)
@@ -45,17 +45,17 @@ def side_by_side(graph: Graph, computed: Sequence[int], budget_bytes: int) -> Si
 
 
 class _Copies:
-    """When the copies of an order are issued."""
+    """The transfers of an order and their positions of issue."""
 
     def __init__(self, graph: Graph, computed: Sequence[int], limits: Sequence[int | None]) -> None:
         self.graph, self.computed, self.limits = graph, computed, limits
         self.pool = {pool.name: d for d, pool in enumerate(graph.pools)}
-        self.brief = schedule_of(graph, computed)  # each tensor is there as briefly as possible
+        self.brief = schedule_of(graph, computed)  # with the shortest lifetimes
         instant = Run(graph, self.brief, [None] * len(limits), instant_copies=True)
         self.starts_s, self.clocks_s, self.dying = instant.starts_s, instant.clocks_s, instant.dying
 
     def moved(self) -> list[int]:
-        """The positions in the order of issue."""
+        """Return the positions of the order in the order of issue."""
         copies = [place for place, op in enumerate(self.computed) if between_devices(self.graph, self.graph.ops[op])]
         if not copies:
             return list(range(len(self.computed)))
@@ -63,11 +63,11 @@ class _Copies:
         latest = self._latest(copies, read)
         room = {d: self._room(d, limit) for d, limit in enumerate(self.limits) if limit is not None}
         issued = {place: place for place in copies}
-        before: dict[int, int] = {}  # for what a copy has made, the position before which it is issued
+        before: dict[int, int] = {}  # by transferred tensor, the position before which the transfer is issued
         for place in copies:
             op = self.graph.ops[self.computed[place]]
             (source,), (target,) = op.inputs, op.outputs
-            # What goes from where it is copied is copied at once: its memory is wanted.
+            # A source that is freed afterwards is transferred at once: its memory is needed.
             wanted = 0 if source in self.dying[place] else latest[place]
             begin = min(max(low[place], before.get(source, 0), wanted), place)
             free = room.get(self.pool[self.graph.tensors[target].pool])
@@ -77,24 +77,24 @@ class _Copies:
                 begin += int(full[-1]) + 1 if len(full) else 0
                 free[begin:place] -= size
             before[target] = issued[place] = begin
-        # Of copies that are issued at the same place those first for which there is something to copy first.
+        # Of transfers issued at the same position, those come first whose source is ready first.
         return sorted(
             range(len(self.computed)),
             key=lambda place: (issued.get(place, place), place not in issued, rank.get(place, place), place),
         )
 
     def _between(self) -> tuple[dict[int, int], dict[int, int], dict[int, int]]:
-        """For each copy the position from which on it can be made, and that of the first that reads what it makes.
+        """Return for each transfer the first position at which it can be issued, and the position of its first reader.
 
-        And behind which position of the order there is something to copy.
+        Return also the position after which its source is ready.
         """
         low: dict[int, int] = {}
         read: dict[int, int] = {}
         rank: dict[int, int] = {}
-        made: dict[int, int] = {}  # for each tensor the position after the op that has made it, if that is no copy
-        used: dict[int, int] = {}  # and after the last that has made or read it
-        latest: dict[int, int] = {}  # for each tensor the last copy that has made it
-        copied: dict[int, int] = {}  # likewise, if that is not read yet
+        made: dict[int, int] = {}  # for each tensor the position after the op that produced it, unless that is a transfer
+        used: dict[int, int] = {}  # and after the last op that produced or read it
+        latest: dict[int, int] = {}  # for each tensor the last transfer that produced it
+        copied: dict[int, int] = {}  # likewise, if it has not been read yet
         for place, op_id in enumerate(self.computed):
             op = self.graph.ops[op_id]
             for t in op.inputs:
@@ -114,7 +114,7 @@ class _Copies:
         return low, read, rank
 
     def _latest(self, copies: Sequence[int], read: dict[int, int]) -> dict[int, int]:
-        """For each copy the last position at which it is issued so that it arrives in time, were all channels empty before."""
+        """Return for each transfer the last position of issue at which it arrives in time, if its channel is idle before."""
         until_s: dict[str, float] = {}
         latest: dict[int, int] = {}
         for place in sorted(copies, key=lambda place: read.get(place, place), reverse=True):
@@ -123,13 +123,13 @@ class _Copies:
             until_s[op.stream] = min(until_s.get(op.stream, np.inf), wanted_s) - op.time_s
             owner = self.pool[self.graph.tensors[op.outputs[0]].pool]
             clocks = self.clocks_s[owner]
-            # Where the owner of the memory comes to no later than that, and as soon as it is there.
+            # The first position at the latest time of the pool's owner before that.
             last = bisect_right(clocks, until_s[op.stream]) - 1
             latest[place] = bisect_left(clocks, clocks[last]) + 1 if last >= 0 else 0
         return latest
 
     def _room(self, d: int, limit: int) -> NDArray[np.int64]:
-        """What is free in a memory during each execution, when each tensor is there as briefly as possible."""
+        """Return the free memory of a pool during each execution, with the shortest lifetimes."""
         graph, pool = self.graph, self.graph.pools[d]
         sizes = sizes_in(graph, pool)
         live = graph.static_bytes_by_pool[pool.name]
@@ -148,23 +148,23 @@ class _Copies:
 
 
 class Run:
-    """A schedule run through by the clocks of the judge; each tensor is freed when nothing has to wait for that, or when it must.
+    """A schedule executed with the clocks of the simulation; tensors are freed when no stream waits for it, or when they must.
 
     Attributes:
         steps: of the schedule.
         memory_bytes: as in ``SideBySide``.
-        starts_s: for each execution when it begins.
-        clocks_s: for each memory how far its owner is at each execution.
-        dying: for each execution what nothing reads behind it.
+        starts_s: for each execution its start.
+        clocks_s: for each pool the time of its owner at each execution.
+        dying: for each execution the tensors that are not read after it.
     """
 
     def __init__(self, graph: Graph, schedule: Schedule, limits: Sequence[int | None], *, instant_copies: bool = False) -> None:
-        """Run it.
+        """Execute the schedule.
 
         Args:
-            schedule: holds each tensor as briefly as possible.
-            limits: of the memories; None for no limit.
-            instant_copies: count no time for them.
+            schedule: has the shortest lifetimes.
+            limits: capacities of the pools; None for no limit.
+            instant_copies: True if transfers take no time.
         """
         self.graph, self.limits, self.instant = graph, limits, instant_copies
         stream = {name: i for i, name in enumerate(graph.streams)}
@@ -174,9 +174,9 @@ class Run:
         self.owner = [stream[p.owner] for p in graph.pools]
         self.clock_s = [0.0] * len(stream)
         self.ready_s: dict[int, float] = {}
-        self.used_s: dict[int, float] = {}  # for each tensor that is there when the last that has to do with it ends
-        self.lent: set[int] = set()  # what another stream than its memory's has read
-        self.lingering: list[set[int]] = [set() for _ in graph.pools]  # what goes as soon as it may
+        self.used_s: dict[int, float] = {}  # for each live tensor the end of the last op that uses it
+        self.lent: set[int] = set()  # live tensors that another stream than their pool's owner has read
+        self.lingering: list[set[int]] = [set() for _ in graph.pools]  # tensors to be freed as soon as possible
         self.live = [graph.static_bytes_by_pool[p.name] for p in graph.pools]
         self.steps: list[Step] = []
         self.memory_bytes: list[int] = []
@@ -240,7 +240,7 @@ class Run:
                 self.lingering[self.pool[t]].add(t)
 
     def _make_room(self, d: int, need: int) -> None:
-        """Free in a memory what nothing waits for any more; and where that is not enough, what is soonest done with."""
+        """Free tensors of pool `d` that no stream uses any more and, if that is not enough, those whose use ends first."""
         waiting, now_s, limit = self.lingering[d], self.clock_s[self.owner[d]], self.limits[d]
         for t in sorted(t for t in waiting if self.used_s[t] <= now_s):
             self._free(t)

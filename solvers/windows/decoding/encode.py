@@ -1,4 +1,4 @@
-"""From an order of executions to values of a model's variables: the inverse of ``expand``."""
+"""Encoding of an order of executions as values of a model's variables: the inverse of ``expand``."""
 
 from collections.abc import Sequence
 
@@ -13,7 +13,7 @@ from solvers.windows.relaxation.discretization import Discretization, Model
 
 
 def choice_of(problem: Problem, detail: Discretization, computed: Sequence[int], instead: frozenset[int] = frozenset()) -> Choice:
-    """What R, Q, S and z are for an order of execution: the inverse of ``expand``."""
+    """Return the values of R, Q, S and z for an order of execution: the inverse of ``expand``."""
     places = problem.places
     order = order_of(detail, computed, instead=instead, places=None if places.plain else places)
     again: list[set[int]] = [set() for _ in detail.ends]
@@ -41,7 +41,7 @@ def choice_of(problem: Problem, detail: Discretization, computed: Sequence[int],
 
 
 def choice_of_trial(problem: Problem, detail: Discretization, trial: Trial) -> Choice:
-    """What R, Q, S and A are for a trial."""
+    """Return the values of R, Q, S and A for a trial."""
     if problem.copies is None:
         return choice_of(problem, detail, trial.order.computed, trial.order.instead)
     order = order_of(detail, trial.order.computed)
@@ -75,7 +75,7 @@ def choice_of_trial(problem: Problem, detail: Discretization, trial: Trial) -> C
 
 
 def start_values(model: Model, choice: Choice) -> Floats:
-    """`choice` as values to start a solve from; NaN for the variables it says nothing about."""
+    """Return `choice` as values to start a solve from; NaN for variables that it does not determine."""
     values = np.full(len(model.program.cost), np.nan)
     for (k, i), column in model.again.items():
         values[column] = i in choice.again[k]

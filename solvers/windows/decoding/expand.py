@@ -1,4 +1,4 @@
-"""From what a solution of a model says to an order of executions."""
+"""Expansion of the binaries of a solution to an order of executions."""
 
 from bisect import bisect_right
 from collections.abc import Collection, Iterable
@@ -12,15 +12,15 @@ from solvers.windows.relaxation.discretization import Discretization
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What a solution of the model says, window by window.
+    """The binaries of a solution, window by window.
 
     Attributes:
-        again: for each window the ops executed again in it (R and Q).
-        handed: for each window the tensors handed over into it (S; kept ones are not listed), and after the
-            last one those handed on to what follows.
-        twice: (window, op) for ops executed more than once more (D).
-        taken: for each window the tensors that come from the host in it (A); empty without round trips.
-        instead: ops that are executed in place of those that they stand for (z).
+        again: for each window the ops recomputed in it (R and Q).
+        handed: for each window the tensors handed over into it (S; without kept ones), and after the last one those handed over
+            to the following ops.
+        twice: (window, op) for ops recomputed more than once (D).
+        taken: for each window the tensors reloaded in it (A); empty without offloading.
+        instead: ops that are executed in place of those that they replace (z).
     """
 
     again: tuple[frozenset[int], ...]
@@ -31,22 +31,22 @@ class Choice:
 
 
 def expand(problem: Problem, detail: Discretization, choice: Choice, *, first_window: int = 0) -> tuple[int, ...]:
-    """Ops in order of execution, from `first_window` on.
+    """Return ops in order of execution, from `first_window` on.
 
-    Window by window: what a new op lacks is executed again just before it, in program order. Before the last
-    op of a window comes also what is to be handed on and is not there, unless it is an optional op that nothing keeps waiting:
-    that comes as soon as what it reads is read no more in the window.
+    Window by window: the missing inputs of a new op are recomputed just before it, in program order. Before the last op of a
+    window, missing tensors that are handed over are recomputed too, except by optional ops with ready inputs: these run as soon
+    as their inputs have no other reader in the window.
     """
     return _Expansion(problem, detail, choice).run(first_window)
 
 
 class _Expansion:
-    """An order in the making.
+    """A builder of an order.
 
     Attributes:
-        there: tensors in memory, as far as the solution wants them to be.
-        made: all tensors that have been, which may be held instead.
-        pending: ops that the solution executes besides their places, and that have not been yet.
+        there: tensors in memory according to the solution.
+        made: all tensors that have been produced, which may be held instead.
+        pending: recomputations and optional ops of the solution that have not been executed yet.
     """
 
     def __init__(self, problem: Problem, detail: Discretization, choice: Choice) -> None:
@@ -71,7 +71,7 @@ class _Expansion:
         start, end = self.detail.start_of(k), self.detail.ends[k]
         ops = self.in_place[start : end + 1] if self.places.plain else self._between(start, end)
         if not ops:
-            # All ops are stood for by one in a later window, which is when this one ends.
+            # All ops are replaced by one in a later window, at which this one ends.
             self.pending.update(self.choice.again[k])
             return
         handed = {t for t in self.kept if self.problem.settled[t] < start} | self.choice.handed[k]
@@ -108,9 +108,9 @@ class _Expansion:
         self.pending.discard(i)
 
     def make_early(self, v: int, ops: list[int], wanted_on: Collection[int]) -> None:
-        """Execute optional ops of which something is to be handed on, once what they read is wanted for nothing else."""
+        """Execute pending optional ops whose outputs are handed over, once their inputs have no other use."""
         problem = self.problem
-        later: set[int] | None = None  # takes long, and is seldom asked for
+        later: set[int] | None = None  # expensive, and rarely needed
         for i in sorted(self.pending):
             if not self.places.optional[i] or not self.there.issuperset(problem.inputs[i]):
                 continue
@@ -120,7 +120,7 @@ class _Expansion:
                     self.execute(i)
 
     def lacking(self, wanted: Iterable[int], v: int) -> list[int]:
-        """Ops to execute before op v so that `wanted` is there, as far as the solution has them."""
+        """Return the pending ops to execute before op v so that `wanted` is in memory."""
         ops: set[int] = set()
         wanted = [t for t in wanted if t not in self.there]
         stack = list(wanted)
@@ -134,20 +134,20 @@ class _Expansion:
             return sorted(ops)
         found, missing = self.cheapest(ops, self.there, wanted)
         if not missing.issubset(self.made):
-            # No solution says how: hold what there was, and make the rest of that.
+            # The solution does not say how: keep the tensors produced so far, and compute the rest from them.
             able = {i for i, may in enumerate(self.problem.recomputable) if may and self.may_run(i, v)}
             found, _ = self.cheapest(able, self.made | self.there, wanted)
         return found
 
     def may_run(self, i: int, v: int) -> bool:
-        """Whether i may run besides its place before op v is executed in its."""
+        """Return True if i may run outside its place before op v is executed."""
         places = self.places
         if places.optional[i]:
             return True
         return places.last[i] < v if places.replaces[i] else i < v
 
     def cheapest(self, ops: Collection[int], there: Collection[int], wanted: Iterable[int]) -> tuple[list[int], set[int]]:
-        """Of `ops` those that make `wanted` at the least cost each, in an order in which they can; and what none can make.
+        """Return those of `ops` that produce `wanted` at least cost, in a valid order, and the tensors that none can produce.
 
         Knuth, A generalization of Dijkstra's algorithm, Information Processing Letters 1977.
         """
@@ -188,9 +188,9 @@ class _Expansion:
         return [i for i in done if i in chosen], missing
 
     def gaps(self, k: int, ops: Collection[int]) -> dict[int, list[int]]:
-        """For ops executed again though their outputs are there: after which new op each output goes.
+        """Return for ops that are recomputed although their outputs are in memory the new op after which each output is freed.
 
-        It goes for the longest stretch of window k in which it has no reader.
+        It is freed for the longest interval of window k without a reader.
         """
         start, end = self.detail.start_of(k), self.detail.ends[k]
         gone: dict[int, list[int]] = {}
@@ -213,7 +213,7 @@ class _Expansion:
         return gone
 
     def born(self, t: int, i: int, start: int, ops: Collection[int]) -> int | None:
-        """The op after which t, that i makes again, is there in a window from `start` on; None if it is not."""
+        """Return the op after which t, an output of i, is in memory in a window from `start` on; None if it is not."""
         if self.places.plain:
             return max(i, start - 1) if i >= start or t in self.there else None
         if t in self.there:

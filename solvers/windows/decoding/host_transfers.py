@@ -1,8 +1,8 @@
-"""From an order of executions, and where tensors come back from the host before they are read, to steps on three streams.
+"""Decoding of an order with reloads from the host to a schedule on three streams.
 
-When to copy is not asked of the model, which knows windows only. Out when the channel is free, of what is made by then what is to
-go first. In as late as it arrives in time, planned backwards over the channel, later where there is no room. A tensor goes once
-it is on the host, and where memory is called for before, the computation waits for that.
+The model knows windows, not the times of transfers. Tensors are offloaded when the channel is free, of those that are ready the
+one that is freed first. They are reloaded as late as they arrive in time, planned backwards over the channel, or later if there
+is no space. A tensor is freed once it is on the host; if its memory is needed before, the compute stream waits.
 """
 
 import math
@@ -17,7 +17,7 @@ from graphs.options.offload import Copies
 from graphs.schedule import Compute, Free, Step
 from solvers.problem import Problem
 
-Away = Collection[tuple[int, int]]  # (tensor, position of an execution that it is brought back for)
+Away = Collection[tuple[int, int]]  # (tensor, position of the execution that it is reloaded for)
 
 
 @dataclass(slots=True)
@@ -25,10 +25,10 @@ class Stay:
     """A tensor in memory, from position `begin` of the executions to `end`.
 
     Attributes:
-        read: the position it is first wanted at.
-        fetched: it comes from the host; else an op makes it at `begin`.
-        leaves: it is copied out.
-        after: where the stay before it ended, -1 if there is none.
+        read: position of its first reader.
+        fetched: True if it is reloaded; otherwise an op produces it at `begin`.
+        leaves: True if it is offloaded.
+        after: end of the previous stay, -1 if there is none.
     """
 
     tensor: int
@@ -42,12 +42,12 @@ class Stay:
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """Steps, and by execution what is in memory (static bytes left out) and how long the computation waits before it.
+    """Steps, and for each execution the memory (without static memory) and the wait of the compute stream before it.
 
     Attributes:
-        away: what was asked for, less what the host had no room for.
-        ends: for each execution how many steps there are until what goes after it at once is gone.
-        time_s: when the computation is done.
+        away: the requested reloads, except of tensors that the host had no space for.
+        ends: for each execution the number of steps up to the frees after it.
+        time_s: end of the computation.
     """
 
     away: frozenset[tuple[int, int]]
@@ -59,14 +59,14 @@ class Timed:
 
 
 def stays_of(problem: Problem, computed: Sequence[int], away: Away) -> list[Stay]:
-    """When tensors are in memory, as short as can be; kept ones to the end.
+    """Return the intervals in which tensors are in memory, as short as possible; kept ones stay to the end.
 
-    A tensor is copied out once: in the last stay for which it is made before it is fetched for the first time.
+    A tensor is offloaded once: in the last stay in which it is produced before its first reload.
     """
     assert problem.copies is not None
     stays: list[Stay] = []
     last: dict[int, Stay] = {}
-    made: dict[int, Stay] = {}  # the last time each was
+    made: dict[int, Stay] = {}  # the last time that each was produced
     sent: set[int] = set()
     away = frozenset(away)
     for place, op in enumerate(computed):
@@ -90,7 +90,7 @@ def stays_of(problem: Problem, computed: Sequence[int], away: Away) -> list[Stay
 
 
 def timed(problem: Problem, computed: Sequence[int], away: Away) -> Timed:
-    """The steps. What the host has no room for when it would go there stays."""
+    """Return the steps; tensors that the host has no space for are not offloaded."""
     away = frozenset(away)
     while True:
         try:
@@ -115,7 +115,7 @@ class _Run:
         self.computed = computed
         self.stays = stays
         self.ending: list[list[Stay]] = [[] for _ in computed]
-        self.written_over: list[list[Stay]] = [[] for _ in computed]  # of those that end, apart from the others
+        self.written_over: list[list[Stay]] = [[] for _ in computed]  # stays that end because an output overwrites the tensor
         for stay in stays:
             if stay.end < len(computed):
                 over = not stay.leaves and problem.may_overwrite(computed[stay.end], stay.tensor)
@@ -137,14 +137,14 @@ class _Run:
         self.ready_s: dict[int, float] = {}
         self.on_host_s: dict[int, float] = {}
         self.host_bytes = 0
-        self.here_again: dict[int, float] = {}  # what was copied in for the last time, and when that ends
-        self.waiting: list[Stay] = []  # to be copied out
-        self.made_s: dict[int, float] = {}  # for these, when they were made
-        self.lingering: set[int] = set()  # tensors that go once they are on the host
+        self.here_again: dict[int, float] = {}  # tensors after their last reload, and its end
+        self.waiting: list[Stay] = []  # to be offloaded
+        self.made_s: dict[int, float] = {}  # when these were produced
+        self.lingering: set[int] = set()  # tensors that are freed once they are on the host
         self.lingering_bytes = 0
 
     def _memory_bytes(self) -> "np.ndarray[tuple[int], np.dtype[np.int64]]":
-        """By execution: its workspace, and all stays, those from the host from their first read on."""
+        """Return the memory of each execution: its workspace and all stays, from the first read on if reloaded."""
         problem, n = self.problem, len(self.computed)
         change = np.zeros(n + 2, dtype=np.int64)
         for stay in self.stays:
@@ -161,7 +161,7 @@ class _Run:
         return memory
 
     def _plan_copies_in(self) -> None:
-        """Set where copies in are issued, the last first: their memory is taken from there on."""
+        """Set the positions at which reloads are issued, the last first: their memory is allocated from there on."""
         problem = self.problem
         starts_s = list(accumulate((problem.time_s[op] for op in self.computed), initial=0.0))
         free_until_s = starts_s[-1]
@@ -195,7 +195,7 @@ class _Run:
             memory_bytes.append(int(self.memory[place]) + self.lingering_bytes)
             self.steps.append(Compute(op))
             self.now_s += problem.time_s[op]
-            for stay in self.written_over[place]:  # right behind the op: that is what makes it write over them
+            for stay in self.written_over[place]:  # directly after the op: only then does it overwrite them
                 self._end(stay)
             for stay in self.leaving[place]:
                 self.made_s[stay.tensor] = self.now_s
@@ -209,7 +209,7 @@ class _Run:
         return Timed(self.away, self.steps, memory_bytes, waits_s, ends, self.now_s)
 
     def _release(self, place: int) -> None:
-        """Free what lingers: all that is on the host by now, and what is in the way, as soon as it is there."""
+        """Free lingering tensors: all that are on the host, and those whose memory is needed, as soon as they are there."""
         if not self.lingering:
             return
         for t in [t for t in self.lingering if self.on_host_s.get(t, math.inf) <= self.now_s]:
@@ -227,14 +227,14 @@ class _Run:
                 self._send()
 
     def _free(self, t: int) -> None:
-        """Free what lingers, once it is on the host."""
+        """Free a lingering tensor, once it is on the host."""
         self.now_s = max(self.now_s, self.on_host_s[t])
         self.lingering.discard(t)
         self.lingering_bytes -= self.problem.sizes[t]
         self.steps.append(Free(t))
 
     def _send(self) -> None:
-        """Issue a copy out: when the channel is free, what is to go first of all that is made by then."""
+        """Issue the next offload when the channel is free: of the tensors that are ready, the one that is freed first."""
         free_s = max(self.out_s, min(self.made_s[stay.tensor] for stay in self.waiting))
         made = [stay for stay in self.waiting if self.made_s[stay.tensor] <= free_s]
         stay = min(made, key=lambda stay: (stay.end, stay.begin, stay.tensor))
@@ -259,7 +259,7 @@ class _Run:
         self.on_host_s[t] = self.out_s
 
     def _make_room_on_host(self, most_bytes: int) -> bool:
-        """Free there what will not be wanted again, until no more than `most_bytes` are taken."""
+        """Free host tensors that are not needed again, until at most `most_bytes` are used; return True if that suffices."""
         while self.host_bytes > most_bytes and self.here_again:
             t, done_s = self.here_again.popitem()
             self.out_s = max(self.out_s, done_s)

@@ -1,11 +1,11 @@
-"""The plain graph that an order of executions commits to, in a graph with optional ops.
+"""The plain graph of an order of executions in a graph with optional ops: the graph in which all options are decided.
 
-Each op that is executed at all takes the place of its first execution, and each reader reads what the op made that last did
-before it: what several ops make are several tensors. A schedule of the plain graph is one of the graph with options, where these
-are one tensor, at no more memory. A tensor that several ops make has no round trip to the host.
+Each executed op takes the position of its first execution, and each reader reads the output of the last producer before it: a
+tensor of several producers becomes several tensors. A schedule of the plain graph is a schedule of the graph with options, where
+these are one tensor, at no more memory. A tensor with several producers is not offloaded.
 
-What runs on another device, or between them, is an op of the plain graph too, at its place in the order, which takes no time and
-makes what takes no memory: what is left of the choices is how the main device meets its budget.
+Ops on other devices, and transfers between them, are ops of the plain graph too, at their position in the order, without time and
+memory: the remaining question is how the main device meets its budget.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,15 +19,15 @@ from solvers.problem import Problem
 
 @dataclass(frozen=True, slots=True)
 class PlainGraph:
-    """A graph with nothing to choose but when to execute its ops, and round trips to the host.
+    """A graph without optional ops other than transfers to the host.
 
     Attributes:
         graph: that graph.
-        ops: for each op of its program which it is of the problem.
-        order: the executions that it comes from, as its ops.
-        copies_of: for each tensor of the problem those of the graph's that are it.
-        ids: for each of its ops the op of the problem's graph.
-        tensors: for each of its tensors the tensor of the problem's graph.
+        ops: for each op of its program, the op of the problem.
+        order: the original executions, as its ops.
+        copies_of: for each tensor of the problem, the tensors of the graph that represent it.
+        ids: for each of its ops, the op of the problem's graph.
+        tensors: for each of its tensors, the tensor of the problem's graph.
     """
 
     graph: Graph
@@ -38,12 +38,12 @@ class PlainGraph:
     tensors: tuple[int, ...]
 
     def only(self, t: int) -> int | None:
-        """The tensor that t of the problem is here, None where it is several or none."""
+        """Return the tensor that represents t of the problem, None if there are several or none."""
         found = self.copies_of.get(t, ())
         return found[0] if len(found) == 1 else None
 
     def schedule_of_whole(self, problem: Problem, schedule: Schedule) -> Schedule:
-        """`schedule` of this graph as one of the problem's: a tensor goes with the last of those that it is here."""
+        """Return a schedule of this graph as one of the problem's graph: a tensor is freed with its last representative."""
         live: dict[int, set[int]] = {}
         steps: list[Step] = []
         for step in schedule.steps:
@@ -60,7 +60,7 @@ class PlainGraph:
 
 
 def plain_graph(problem: Problem, computed: Sequence[int]) -> PlainGraph:
-    """The plain graph of an order of executions, each of which finds what it reads."""
+    """Return the plain graph of a valid order of executions."""
     draft = _Draft(problem)
     number: dict[int, int] = {}
     for op in computed:
@@ -76,12 +76,12 @@ def plain_graph(problem: Problem, computed: Sequence[int]) -> PlainGraph:
 
 @dataclass(slots=True)
 class _Draft:
-    """A plain graph in the making.
+    """A builder of a plain graph.
 
     Attributes:
-        now: for each tensor of the problem the one that is read for it.
+        now: for each tensor of the problem the one that currently represents it.
         made: for each op its outputs, as tensors of the problem and of this graph.
-        whole, ids: for each tensor and op which it is of the problem's graph.
+        whole, ids: for each tensor and op its id in the problem's graph.
     """
 
     problem: Problem
@@ -100,7 +100,7 @@ class _Draft:
                 self.now[t.id] = self.new(t, ())
 
     def new(self, tensor: Tensor, producers: tuple[int, ...]) -> int:
-        """A tensor that is `tensor` of the problem's graph."""
+        """Add a tensor that represents `tensor` of the problem's graph and return its id."""
         number = len(self.tensors)
         name = f"{tensor.name}#{number}"
         if tensor.pool not in {DEVICE, HOST}:
@@ -110,14 +110,14 @@ class _Draft:
         return number
 
     def put(self, op: Op, inputs: tuple[int, ...], outputs: tuple[int, ...], **changes: object) -> None:
-        """An op that is `op` of the problem's graph."""
+        """Add an op that represents `op` of the problem's graph."""
         number = len(self.ops)
         name = f"{op.name}#{number}"
         self.ops.append(replace(op, id=number, name=name, inputs=inputs, outputs=outputs, **changes))  # type: ignore[arg-type]
         self.ids.append(op.id)
 
     def add(self, i: int) -> int:
-        """Op i of the problem as an op of the program."""
+        """Add op i of the problem as an op of the program and return its id."""
         graph, number = self.problem.graph, len(self.ops)
         op = graph.ops[self.problem.places.ids[i]]
         inputs, mutates = tuple(self.now[t] for t in op.inputs), tuple(self.now[t] for t in op.mutates)
@@ -125,7 +125,7 @@ class _Draft:
         again = all(graph.ops[p].recomputable for p in (*op.replaces, op.id))
         before = self.ops[-1].phase if self.ops else Phase.FORWARD
         phase = max(before, op.phase, key=lambda phase: phase.place)
-        choice = {"optional": False, "replaces": (), "differs": "", "uses": ()}  # all that is executed is
+        choice = {"optional": False, "replaces": (), "differs": "", "uses": ()}  # executed ops are part of the program
         over = tuple((dict(outputs)[o], self.now[t]) for o, t in op.overwrites)
         changes = {"mutates": mutates, "recomputable": again, "phase": phase, "overwrites": over, **choice}
         if op.stream != COMPUTE:
@@ -141,11 +141,11 @@ class _Draft:
         return number
 
     def add_again(self, number: int) -> None:
-        """An op is executed again; what is kept stays as it was first made."""
+        """Record a recomputation; kept tensors stay as first produced."""
         self.now.update((t, of_op) for t, of_op in self.made[number] if t not in self.problem.graph.kept)
 
     def graph(self) -> Graph:
-        """What has been collected, with round trips of what is one tensor here as well."""
+        """Return the graph, with transfers to the host of tensors that have one representative."""
         whole, copies = self.problem.whole, self.problem.copies
         for t, trip in copies.trips.items() if copies is not None else ():
             if len(self.copies_of.get(t, ())) == 1:

@@ -1,4 +1,4 @@
-"""Schedules rid of recomputations that the budget does not call for."""
+"""Pruning of schedules: removal of recomputations that the budget does not require."""
 
 from collections.abc import Callable, Collection, Sequence
 from itertools import accumulate
@@ -15,9 +15,9 @@ Away = frozenset[tuple[int, int]]
 def prune(
     problem: Problem, trial: Trial, detail: Discretization, budget_bytes: int, should_stop: Callable[[], bool], passes: int
 ) -> Trial:
-    """Return `trial`, which fits, less recomputations that the budget does not call for.
+    """Return `trial`, which fits, without recomputations that the budget does not require.
 
-    With optional ops and transfers to the host nothing is left out: that is done in the plain graph that it commits to.
+    With optional ops and transfers to the host nothing is removed: that is done in its plain graph.
     """
     if problem.copies is None:
         return _prune_recomputations(problem, trial, detail, budget_bytes, should_stop, passes)
@@ -27,7 +27,7 @@ def prune(
 def _prune_recomputations(
     problem: Problem, trial: Trial, detail: Discretization, budget_bytes: int, should_stop: Callable[[], bool], passes: int
 ) -> Trial:
-    """The longest first: without it, its outputs live on from their execution before."""
+    """Remove recomputations, the longest first: the outputs stay in memory since the previous execution."""
     for _ in range(passes):
         if should_stop():
             break
@@ -41,13 +41,13 @@ def _prune_recomputations(
 
 
 def _needless(problem: Problem, trial: Trial, budget_bytes: int) -> set[int]:
-    """Positions of executions in `trial` that can be left out together; of each op one at most."""
+    """Return the positions of executions in `trial` that can be removed together, at most one of each op."""
     memory = np.array(trial.memory_bytes)
     last_use: dict[int, int] = {}
     longer_lives: list[tuple[float, int, list[tuple[int, int]]]] = []
     for position, (op, first) in enumerate(zip(trial.order.computed, trial.order.first, strict=True)):
         if not first and all(t in last_use for t in problem.outputs[op]):
-            # Where the last use of t has written over it, it takes memory of its own from there on.
+            # If the last use of t has overwritten it, t takes memory of its own from there on.
             over = {t for t in problem.outputs[op] if problem.may_overwrite(trial.order.computed[last_use[t]], t)}
             lives = [(last_use[t] + (t not in over), problem.sizes[t]) for t in problem.outputs[op] if not problem.kept[t]]
             longer_lives.append((-problem.time_s[op], position, lives))
@@ -72,7 +72,7 @@ def _needless(problem: Problem, trial: Trial, budget_bytes: int) -> set[int]:
 
 
 def _for_nothing(problem: Problem, trial: Trial) -> set[int]:
-    """Positions of executions of which no output is read before it is made again, nor kept."""
+    """Return the positions of executions whose outputs are neither kept nor read before they are recomputed."""
     wanted: set[int] = set()
     needless: set[int] = set()
     earlier: set[int] = set()
@@ -94,7 +94,7 @@ def _for_nothing(problem: Problem, trial: Trial) -> set[int]:
 def prune_with_transfers(
     problem: Problem, trial: Trial, budget_bytes: int, should_stop: Callable[[], bool], passes: int
 ) -> Trial:
-    """Return `trial`, which fits, less recomputations for whose outputs there is room, as long as that takes less time."""
+    """Return `trial`, which fits, without recomputations whose outputs fit in memory, as long as that takes less time."""
     whole = Discretization((problem.ops - 1,))
     for _ in range(passes):
         computed, away = _with_fewer(problem, trial, budget_bytes)
@@ -108,9 +108,9 @@ def prune_with_transfers(
 
 
 def _with_fewer(problem: Problem, trial: Trial, budget_bytes: int) -> tuple[Sequence[int], Away]:
-    """The order of `trial` less executions, the longest first, for whose outputs there is room since their last use.
+    """Return the order of `trial` without executions, the longest first, whose outputs fit in memory since their last use.
 
-    Of each op one at most: then what is said of its last use holds.
+    At most one execution of each op is removed: then its last use stays valid.
     """
     computed = trial.order.computed
     last_use, next_read = uses_of(problem, computed)
@@ -134,7 +134,7 @@ def _with_fewer(problem: Problem, trial: Trial, budget_bytes: int) -> tuple[Sequ
 
 
 def uses_of(problem: Problem, computed: Sequence[int]) -> tuple[dict[tuple[int, int], int], dict[tuple[int, int], int]]:
-    """For each tensor and position where it is read or made, its use before, and the next position that reads it so."""
+    """Return for each tensor and position that reads or produces it the previous use, and the next position that reads it."""
     last_use: dict[tuple[int, int], int] = {}
     next_read: dict[tuple[int, int], int] = {}
     last: dict[int, int] = {}
@@ -152,7 +152,7 @@ def uses_of(problem: Problem, computed: Sequence[int]) -> tuple[dict[tuple[int, 
 def without(
     computed: Sequence[int], left_out: Collection[int], away: Away, next_read: dict[tuple[int, int], int]
 ) -> tuple[Sequence[int], Away]:
-    """The order without some executions: what was fetched for one of them is fetched for the next that reads it."""
+    """Return the order without some executions; a reload for one of them becomes a reload for the next reader."""
     shift = list(accumulate((place in left_out for place in range(len(computed))), initial=0))
     moved: set[tuple[int, int]] = set()
     for t, place in away:

@@ -1,4 +1,4 @@
-"""Where a trial is over the budget, and how to look closer there."""
+"""Refinement of a discretization where a trial exceeds the budget."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -12,7 +12,7 @@ from solvers.windows.relaxation.discretization import Discretization
 
 
 def worst_of_runs(trial: Trial, budget_bytes: int, params: RefinementParams) -> Iterator[int]:
-    """For each run of consecutive executions over the budget the one that takes most; several in a long run."""
+    """Yield for each run of consecutive executions over the budget the one that needs most; several for long runs."""
     over = [step for step, taken in enumerate(trial.memory_bytes) if taken > budget_bytes]
     runs: list[list[int]] = []
     for step in over:
@@ -30,15 +30,14 @@ def worst_of_runs(trial: Trial, budget_bytes: int, params: RefinementParams) -> 
 def refined(
     detail: Discretization, trial: Trial, budget_bytes: int, params: RefinementParams, *, ahead: int = 1
 ) -> Discretization:
-    """`detail` with a closer look at every place where `trial` is over the budget.
+    """Return `detail`, refined at every place where `trial` exceeds the budget.
 
-    At a first execution of v: row 6; if it is there, a window ends at v. At a further execution of
-    x before v: a window of its own for v; if it has one, rows 7 and 9. The same detail comes back
-    when there is nothing left to add.
+    At a first execution of v: row 6; if it is there, a window ends at v. At a recomputation of x before v: a window of its own
+    for v; if it has one, rows 7 and 9. If nothing is left to add, `detail` is returned.
 
     Args:
-        ahead: what is executed again before v would often not fit before the op ahead of it either, where the
-            next solution then has it: look at so many ops up to v, as if it did not fit before any of them.
+        ahead: refine the last so many ops up to v as if the schedule exceeded the budget at each: the next solution would often
+            recompute x before an earlier one.
     """
     ends, firsts, repeats, chains = set(detail.ends), set(detail.firsts), set(detail.repeats), set(detail.chains)
     for step in worst_of_runs(trial, budget_bytes, params):
@@ -60,7 +59,7 @@ def refined(
 
 
 def where_it_waits(detail: Discretization, trial: Trial, params: RefinementParams) -> Discretization:
-    """`detail` with windows that end at the first executions that `trial` waits longest for, or before which it does."""
+    """Return `detail` with windows that end at the first executions with the longest waits of `trial`."""
     new = [op for op, first in zip(trial.order.computed, trial.order.first, strict=True) if first]
     done = list(accumulate(trial.order.first, initial=0))
     waits = sorted(((wait_s, place) for place, wait_s in enumerate(trial.waits_s) if wait_s > 0), reverse=True)
@@ -68,7 +67,7 @@ def where_it_waits(detail: Discretization, trial: Trial, params: RefinementParam
 
 
 def _executed_again_before(trial: Trial, step: int) -> list[int]:
-    """Further executions that follow each other up to `step`, which is one of them."""
+    """Return the consecutive recomputations that end before `step`, itself one."""
     begin = step
     while begin and not trial.order.first[begin - 1]:
         begin -= 1
@@ -82,7 +81,7 @@ def _up_to(op: int, count: int) -> range:
 def with_stages_in_order(
     detail: Discretization, trial: Trial, budget_bytes: int, params: RefinementParams, *, ahead: int = 1
 ) -> Discretization:
-    """`detail` with Checkmate's memory rows in stages where `trial` does not fit, for what it executes again there.
+    """Return `detail` with Checkmate's memory rows for the recomputations in stages where `trial` exceeds the budget.
 
     Args:
         ahead: as in ``refined``.
@@ -104,7 +103,7 @@ def with_stages_in_order(
 
 
 def halved(detail: Discretization) -> Discretization:
-    """`detail` with every window of several ops split in the middle."""
+    """Return `detail` with every window of several ops split in the middle."""
     ends = set(detail.ends)
     for window, end in enumerate(detail.ends):
         start = detail.start_of(window)
@@ -114,7 +113,7 @@ def halved(detail: Discretization) -> Discretization:
 
 
 def even_windows(detail: Discretization, time_s: Sequence[float], parts: int) -> Discretization:
-    """`detail` with windows that split the step into so many parts of equal time."""
+    """Return `detail` with windows that split the step into `parts` of equal time."""
     done_s = np.cumsum(time_s)
     places = np.searchsorted(done_s, np.linspace(0.0, done_s[-1], parts + 1)[1:-1])
     return detail.ending_at(int(op) for op in places if op < len(time_s) - 1)

@@ -1,13 +1,13 @@
-"""Rows 1 to 4: what an execution needs is there. Relaxations."""
+"""Rows 1 to 4: the inputs of each execution are available. Relaxations."""
 
 from solvers.windows.relaxation.draft import NONE, ModelDraft
 
 
 def add_inputs_of_new(draft: ModelDraft, k: int) -> None:
-    """Row 1: S[k,t] + R[k,p(t)] >= 1 for old t, not kept, read by a new op of window k; V + Y in place of S, with copies.
+    """Add row 1: S[k,t] + R[k,p(t)] >= 1 for old t, not kept, read by a new op of window k; with offloading V + Y in place of S.
 
-    With several makers the sum over them. Those of the window itself count that are executed in their places before the reader;
-    and its execution on the right side, where that is not sure.
+    If t has several producers, the left side sums over them, including those of the window that are executed in their places
+    before the reader. If the reader may not be executed, the right side is its execution.
     """
     problem, places = draft.problem, draft.problem.places
     readers: dict[int, list[int]] = {}
@@ -27,12 +27,12 @@ def add_inputs_of_new(draft: ModelDraft, k: int) -> None:
         for v in ops:
             by_place.setdefault(places.last[v], []).append(v)
         for of_place in by_place.values():
-            # One op is executed in a place, at most.
+            # At most one op is executed in a place.
             draft.add_at_most(draft.executions(of_place), sources, draft.makes(k, t, places.first(of_place[0])))
 
 
 def add_inputs_of_repeated(draft: ModelDraft, k: int) -> None:
-    """Row 2: R[k,i] <= S[k,t] + R[k,p(t)] for old t in in(i), kept ones apart; Q[k,i] likewise."""
+    """Add row 2: R[k,i] <= S[k,t] + R[k,p(t)] for old t in in(i) that are not kept; Q[k,i] likewise."""
     end = draft.detail.ends[k]
     for i in range(end + 1):
         column = draft.again.get((k, i))
@@ -44,9 +44,10 @@ def add_inputs_of_repeated(draft: ModelDraft, k: int) -> None:
 
 
 def add_beginnings_of_circles(draft: ModelDraft, k: int) -> None:
-    """Row 2 for ops that each depend on all the others: R[k,i] <= sum of S[k,t] + R[k,p] over what they read of each other.
+    """Add row 2 for ops that depend on each other: R[k,i] <= sum of S[k,t] + R[k,p] over their shared tensors t.
 
-    p does not depend on them. The first of them that is executed in window k finds what was there, or p has made.
+    Here p is a producer of t that does not depend on them. The first of these ops that is executed in window k reads a tensor
+    that was in memory, or that p has produced.
     """
     problem = draft.problem
     for circle in problem.circles:
@@ -65,7 +66,7 @@ def add_beginnings_of_circles(draft: ModelDraft, k: int) -> None:
 
 
 def add_hand_over(draft: ModelDraft, k: int) -> None:
-    """Rows 3 and 4: S[k+1,t] <= S[k,t] + R[k,p(t)] for old t. Kept tensors are there from the first."""
+    """Add rows 3 and 4: S[k+1,t] <= S[k,t] + R[k,p(t)] for old t. Kept tensors stay in memory once they are produced."""
     end = draft.detail.ends[k]
     for i in range(end + 1):
         for t in draft.problem.outputs[i]:

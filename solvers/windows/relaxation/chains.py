@@ -1,19 +1,19 @@
-"""Row 9: what a chain of further executions leaves in memory. A relaxation.
+"""Row 9: memory that a chain of recomputations leaves occupied. A relaxation.
 
-Row 7 sees each further execution by itself. But if x is executed again so that z can be, and an output t of x
-is to stay, then t is in memory while z executes, unless x is executed once more still. With
+Row 7 considers each recomputation by itself. But if x is recomputed so that z can be, and an output t of x is to stay, then t is
+in memory while z executes, unless x is recomputed once more. With
 
-    D[k,x]    1 if x is executed twice or more in window k, at its time's cost
+    D[k,x]    1 if x is recomputed twice or more in window k, at the cost of its time
     P[k,x,z]  at least "every execution of old z in window k comes after one of x"
     G[k,t,z]  at least "x = p(t) is executed in window k, and t is in memory whenever z executes there"
 
 for old x and z this holds for every schedule, whatever the order inside the window:
 
-    P[x,z] >= R[z] - S[k,t]                     t in out(x) and in(z): z finds t only if x has made it
-    P[x,z] >= P[x,y] + R[z] - 1 - S[k,u]        u in in(z), made by an old y other than x
+    P[x,z] >= R[z] - S[k,t]                     t in out(x) and in(z): only x can have produced t for z
+    P[x,z] >= P[x,y] + R[z] - 1 - S[k,u]        u in in(z), produced by an old y other than x
     G[t,z] >= wanted(t) + P[x,z] - 1 - D[x]     wanted(t): S[k+1,t], or 1 if the window is {v} and v reads t
 
-With round trips to the host, A[k,t] is added to S[k,t] and A[k,u] to S[k,u] above, and taken from the last row.
+With offloading, A[k,t] is added to S[k,t] and A[k,u] to S[k,u] above, and subtracted in the last row.
 """
 
 from solvers.windows.relaxation.draft import ModelDraft
@@ -21,7 +21,7 @@ from solvers.windows.relaxation.memory import memory_of_repeat
 
 
 def add_memory_of_chains(draft: ModelDraft) -> None:
-    """Row 9 for `detail.chains`: row 7 of z, with b_t G[k,t,z] for the outputs t of its x that may be wanted."""
+    """Add row 9 for `detail.chains`: row 7 of z, with b_t G[k,t,z] for the outputs t of its x that may be needed."""
     sources: dict[tuple[int, int], list[int]] = {}
     for end, x, z in sorted(draft.detail.chains):
         sources.setdefault((end, z), []).append(x)
@@ -51,7 +51,7 @@ class _Chains:
         draft.add_memory(k, columns, values, taken)
 
     def stays(self, k: int, x: int, t: int, z: int) -> int | None:
-        """Column of G[k,t,z], None where it is 0."""
+        """Return the column of G[k,t,z], None if it is 0."""
         draft = self.draft
         after = self.comes_after(k, x, z)
         start = draft.starts[k]
@@ -70,14 +70,14 @@ class _Chains:
         return column
 
     def executed_twice(self, k: int, x: int) -> int:
-        """Column of D[k,x]."""
+        """Return the column of D[k,x]."""
         draft = self.draft
         if (k, x) not in draft.twice:
             draft.twice[k, x] = draft.column(cost=draft.cost[draft.again[k, x]])
         return draft.twice[k, x]
 
     def comes_after(self, k: int, x: int, z: int) -> int | None:
-        """Column of P[k,x,z], None where nothing is known."""
+        """Return the column of P[k,x,z], None if it is not bounded from below."""
         key = (k, x, z)
         if key in self.follows:
             return self.follows[key]

@@ -1,14 +1,14 @@
-"""Rows 16 to 20: other devices, which work beside the main one. Relaxations; nothing is added where a graph has one device.
+"""Rows 16 to 20: other devices, which work in parallel with the main one. Relaxations; none for graphs with one device.
 
-    idle    how long the step goes on when the main device has done its part, and waits besides; costs 1
-    end     when the step ends, at most the step without recomputation and the objective
+    idle    time from the end of the main device's work, with its waits, to the end of the step; costs 1
+    end     end of the step, at most the step without recomputation plus the objective
     O[i]    op i is executed, but not in its place
-    F[v]    no later than when what the program's op v makes is there for the first time, wherever that is
-    E[v]    no later than the end of what is executed in the place of v
-    C[d,v]  no later than when device d is done with all that is executed on it in its place, up to that of v
+    F[v]    at most the time of the first result of the program's op v, on any device
+    E[v]    at most the end of the execution in the place of v
+    C[d,v]  at most the time at which device d has finished its executions in places up to that of v
 
-Memory of the main device is in rows 5 to 9, in the order of issue; what is made elsewhere has no size there, and what runs
-elsewhere costs nothing.
+Memory of the main device is in rows 5 to 9, in the order of issue; tensors of other devices have no size there, and their ops no
+cost.
 """
 
 from collections.abc import Iterable
@@ -26,9 +26,9 @@ Over = tuple[int | None, int | None, float]
 
 
 def add_kept(draft: ModelDraft, k: int) -> None:
-    """Row 16: S[k+1,t] >= S[k,t], R[k,p] and first_p of the makers p of a kept t that the end of a pass asks for.
+    """Add row 16: S[k+1,t] >= S[k,t], R[k,p] and first_p for the producers p of a kept t that a pass end reads.
 
-    It may first be made by any of them, at any time, and stays from then on.
+    Any of them may produce it first, at any time, and it stays from then on.
     """
     for t in sorted(draft.problem.asked):
         after = draft.handed.get((k + 1, t))
@@ -44,7 +44,7 @@ def add_kept(draft: ModelDraft, k: int) -> None:
 
 
 def add_memory_elsewhere(draft: ModelDraft, k: int) -> None:
-    """Row 17: what another memory with a limit holds when e_k executes, as row 5.
+    """Add row 17: the memory of another pool with a capacity when e_k executes, like row 5.
 
     own(v) first_v + sum over t outside io(v) of b_t S[k+1,t] <= its capacity, for each op v that may be executed in the place.
     """
@@ -65,7 +65,7 @@ def add_memory_elsewhere(draft: ModelDraft, k: int) -> None:
 
 
 def add_side_by_side(draft: ModelDraft) -> None:
-    """Rows 18 to 20, and the objective that they bound: the last family of a program, which has to know what costs."""
+    """Add rows 18 to 20 and the objective that they bound: the last family of a program, since it needs all costs."""
     devices = draft.problem.devices
     if devices is not None and devices.streams:
         _SideBySide(draft, devices).add()
@@ -73,32 +73,32 @@ def add_side_by_side(draft: ModelDraft) -> None:
 
 @dataclass(slots=True)
 class Row:
-    """A sum of a constant and terms, in which no column comes twice."""
+    """A sum of a constant and terms, with each column once."""
 
     constant: float = 0.0
     terms: Terms = field(default_factory=dict)
 
     def add(self, column: int, value: float) -> None:
-        """One more term."""
+        """Add a term."""
         self.terms[column] = self.terms.get(column, 0.0) + value
 
     def add_sum(self, total: Sum, weight: float = 1.0) -> None:
-        """A sum, so many times."""
+        """Add a sum, multiplied by `weight`."""
         self.constant += weight * total[0]
         for column, value in zip(total[1], total[2], strict=True):
             self.add(column, weight * value)
 
     def sides(self) -> tuple[list[int], list[float]]:
-        """Columns, and for each its value."""
+        """Return the columns and their values."""
         return list(self.terms), list(self.terms.values())
 
 
 class _SideBySide:
-    """The rows in the making.
+    """A builder of the rows.
 
     Attributes:
-        again: for each op the columns of its executions besides its place.
-        paths: which tensors each op of the program depends on, however it is executed.
+        again: for each op the columns of its executions outside its place.
+        paths: the tensors that each op of the program depends on, whichever alternative is executed.
     """
 
     def __init__(self, draft: ModelDraft, devices: OtherDevices) -> None:
@@ -110,13 +110,13 @@ class _SideBySide:
             self.again[i].append(column)
         self.paths = Paths(self.problem, devices)
         seconds = sum(map(self.problem.seconds, range(self.problem.ops)))
-        self.longest = self.problem.units(seconds) * (2 * draft.windows + 1)  # all that R, Q, D and z count, one after the other
+        self.longest = self.problem.units(seconds) * (2 * draft.windows + 1)  # all costs of R, Q, D and z, one after the other
 
     def units(self, i: int) -> float:
         return self.problem.units(self.problem.seconds(i))
 
     def time(self) -> int:
-        """A point of time."""
+        """Add a variable for a point in time and return its column."""
         return self.draft.column(integer=False, upper=self.longest)
 
     def add(self) -> None:
@@ -130,7 +130,7 @@ class _SideBySide:
         self.add_paths(end)
 
     def add_stream(self, ops: Iterable[int], end: int) -> None:
-        """Row 18: sum over the ops of a stream of their seconds, as often as they are executed, <= end."""
+        """Add row 18: sum over the ops of a stream of their times, for each execution, <= end."""
         row = Row()
         for i in ops:
             if unit := self.units(i):
@@ -141,7 +141,7 @@ class _SideBySide:
         self.draft.rows.add(*row.sides(), -np.inf, -row.constant)
 
     def add_paths(self, end: int) -> None:
-        """Row 19 for each op of the program, and what it depends on."""
+        """Add row 19 for each op of the program and its dependencies."""
         self.only = self.executed_elsewhere()
         times: dict[int, int] = {}
         followed: set[int] = set()
@@ -161,8 +161,8 @@ class _SideBySide:
         self.add_turns(times, end)
 
     def add_turns(self, times: dict[int, int], end: int) -> None:
-        """Row 20 for each op of the program: what is executed in its place on one device is so in the order of places."""
-        done: dict[int, int] = {}  # by device the column of C at the place before
+        """Add row 20 for each op of the program: executions in places on one device are in the order of the places."""
+        done: dict[int, int] = {}  # by device, the column of C at the previous place
         for v in self.paths.program:
             ended = self.time()
             others = [self.only[b] for b in self.paths.ways(v) if b in self.only]
@@ -177,7 +177,7 @@ class _SideBySide:
             self.draft.rows.add([column, end], [1.0, -1.0], -np.inf, 0.0)
 
     def add_turn(self, alternatives: Iterable[int], before: int | None, ended: int) -> int:
-        """The column of C[d,v], for those of the place of v that run on d, and `before`, that of the place before.
+        """Return the column of C[d,v], for the alternatives in the place of v on d, after `before`, that of the previous place.
 
         C[d,v] >= C[d,u] + seconds,  E[v] >= C[d,u] + seconds - M (1 - executed),  C[d,v] >= E[v] - M (1 - executed)
         """
@@ -200,7 +200,10 @@ class _SideBySide:
         return after
 
     def executed_elsewhere(self) -> dict[int, int]:
-        """For each op that may be executed though not in its place the column of O[i] <= sum of R[k,i], O[i] <= 1 - first_i."""
+        """Return the columns of O[i], for ops that may be executed outside their place only.
+
+        O[i] <= sum of R[k,i], O[i] <= 1 - first_i
+        """
         only: dict[int, int] = {}
         for i, again in enumerate(self.again):
             if again and not (self.problem.places.sure[i] or self.problem.places.optional[i]):
@@ -211,16 +214,16 @@ class _SideBySide:
         return only
 
     def add_path(self, v: int, over: Over, times: dict[int, int], ended: int | None = None) -> None:
-        """F[p] + seconds of whichever is executed in the place of v + copied (first_c - first_q - O[q]) - (M - c_b) O[b] <= F[v].
+        """Add row 19: F[p] + seconds of the op in the place of v + copied (first_c - first_q - O[q]) - (M - c_b) O[b] <= F[v].
 
-        For p, which makes t; c in the place of v that reads t on a device; all q that make it there; and all b that do what v
-        does, with M the longest of what stands before it. Where b is executed, but not in its place, no more is left than
-        F[p] + c_b <= F[v], nor more than without. Where M < c_b, M - c_b is 0.
+        Here p produces t; c in the place of v reads t on a device; q ranges over the ops that produce t there; and b over the
+        alternatives to v, with M the longest time of the first terms. If b is executed outside its place, at most F[p] + c_b <=
+        F[v] is left. If M < c_b, M - c_b is 0.
 
         Args:
-            over: t, the device, and the seconds of a copy of t to it; None for no t, or no copy.
+            over: t, the device, and the seconds of a transfer of t to it; None for no t, or no transfer.
             times: columns of F.
-            ended: column of E[v], which is of the execution in its place, in place of F[v].
+            ended: column of E[v], for the execution in its place, instead of F[v].
         """
         t, device, copied = over
         draft, paths, row = self.draft, self.paths, Row()

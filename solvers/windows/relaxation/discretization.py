@@ -1,4 +1,4 @@
-"""What a model looks at, and what its columns mean."""
+"""The discretization of a model (windows and requested rows), and the meaning of its columns."""
 
 from bisect import bisect_left
 from collections.abc import Iterable
@@ -12,18 +12,17 @@ Decision = tuple[tuple[int, ...], bool]
 
 @dataclass(frozen=True, slots=True)
 class Discretization:
-    """How finely a model looks: window ends, and the steps that have memory rows of their own.
+    """The windows of a model, and the steps that have memory rows of their own.
 
     Attributes:
         ends: e_1 < ... < e_K, the last is the last op.
         firsts: ops v with row 6 (their first execution inside a window).
-        repeats: pairs (e_k, x) with row 7 (x executed again in the window that ends at e_k).
-        chains: triples (e_k, x, z): row 9 of z counts what x leaves in memory, see ``chains.py``.
-        ordered: pairs (v, x) with Checkmate's memory row of x in the stage {v}: no relaxation, see ``in_stage.py``.
+        repeats: pairs (e_k, x) with row 7 (x recomputed in the window that ends at e_k).
+        chains: triples (e_k, x, z): row 9 of z includes the outputs of x, see ``chains.py``.
+        ordered: pairs (v, x) with Checkmate's memory row of x in the stage {v}: not a relaxation, see ``in_stage.py``.
         spans: first and last op of runs of windows with row 8: windows that have been split, and halves.
-        places: for each op the last one of its place, where windows end; () where each op has its own.
-        decided: (stand-ins, whether one of them is executed in its place), where only such schedules are looked at, see
-            ``branches.py``.
+        places: for each op the last one of its place, where windows end; () if each op has its own place.
+        decided: (ops, True if one of them is executed in its place): a restriction to such schedules, see ``branches.py``.
     """
 
     ends: tuple[int, ...]
@@ -36,31 +35,31 @@ class Discretization:
     decided: frozenset[Decision] = frozenset()
 
     def window_of(self, op: int) -> int:
-        """Index of the window in which `op` is first executed."""
+        """Return the index of the window in which `op` is first executed."""
         return bisect_left(self.ends, op)
 
     def start_of(self, window: int) -> int:
-        """First op of `window`."""
+        """Return the first op of `window`."""
         return self.ends[window - 1] + 1 if window else 0
 
     def is_single(self, window: int) -> bool:
-        """Whether `window` has one op only, or the ops of one place."""
+        """Return True if `window` has one op only, or the ops of one place."""
         start = self.start_of(window)
         return (self.places[start] if self.places else start) == self.ends[window]
 
     def place_of(self, op: int) -> tuple[int, int]:
-        """First and last op of the place that `op` belongs to."""
+        """Return the first and last op of the place that `op` belongs to."""
         if not self.places:
             return op, op
         return bisect_left(self.places, self.places[op]), self.places[op]
 
     def ending_at(self, ends: Iterable[int]) -> "Discretization":
-        """With windows that end at `ends` too, or at the last op of their places."""
+        """Return this discretization with windows that also end at `ends`, or at the last ops of their places."""
         ends = (self.places[end] for end in ends) if self.places else ends
         return replace(self, ends=tuple(sorted({*self.ends, *ends})))
 
     def split(self, ends: Iterable[int]) -> "Discretization":
-        """The same. What has been known of whole windows stays known of them as spans."""
+        """Return the result of ``ending_at``, with split windows as spans, so that their rows remain."""
         finer = self.ending_at(ends)
         windows = [(self.start_of(k), end) for k, end in enumerate(self.ends)]
         spans = {(start, end) for start, end in windows if finer.window_of(start) < finer.window_of(end)}
@@ -70,25 +69,25 @@ class Discretization:
 
 @dataclass(slots=True)
 class Model:
-    """A 0-1 program and what its columns mean: (window, op) or (window, tensor) -> column."""
+    """A 0-1 program and the meaning of its columns: (window, op) or (window, tensor) -> column."""
 
     problem: Problem
     detail: Discretization
-    again: dict[tuple[int, int], int]  # R and Q: by windows they exclude each other
+    again: dict[tuple[int, int], int]  # R and Q, which exclude each other in a window
     handed: dict[tuple[int, int], int]  # S
     twice: dict[tuple[int, int], int]  # D, see ``chains.py``
     program: Milp
-    taken: dict[tuple[int, int], int] = field(default_factory=dict)  # A, see ``copies.py``
+    taken: dict[tuple[int, int], int] = field(default_factory=dict)  # A, see ``transfers.py``
     instead: dict[int, int] = field(default_factory=dict)  # z, by op
 
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """What is settled around the windows of a model; None: nothing, they cover the whole step.
+    """The fixed state around the windows of a model; None: they cover the whole step.
 
     Attributes:
-        entering: tensors handed over into window 1; window 0 is past, and not modelled.
-        leaving: tensors to be handed on by the last window; what follows is not modelled.
+        entering: tensors handed over into window 1; window 0 is in the past, and not modelled.
+        leaving: tensors to be handed over by the last window; later ops are not modelled.
     """
 
     entering: frozenset[int] | None = None
@@ -96,7 +95,7 @@ class Frame:
 
 
 def halves(first: int, last: int) -> list[tuple[int, int]]:
-    """The spans first..last, its two halves, their halves, ... down to two windows."""
+    """Return the spans first..last, its two halves, their halves, ... down to two windows."""
     if first >= last:
         return []
     middle = (first + last) // 2

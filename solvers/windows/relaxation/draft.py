@@ -1,4 +1,4 @@
-"""A program in the making: its columns and rows as they come, and what the columns mean."""
+"""A builder of programs: columns and rows, and the meaning of the columns."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,24 +13,24 @@ from solvers.windows.relaxation.discretization import Discretization, Frame, Mod
 _MEMORY_SCALE = 1e3  # the memory for produced tensors, in the units of the memory rows
 POLL_EVERY = 2000  # entries of a matrix, a row counting as ten
 
-Family = Callable[["ModelDraft"], None]  # adds rows of one kind to a draft, and the columns that only they need
+Family = Callable[["ModelDraft"], None]  # adds rows of one kind to a draft, and their own columns
 WindowFamily = Callable[["ModelDraft", int], None]  # the same for one window
 Terms = tuple[list[int], list[float]]  # columns, and for each its value in a row
 Sum = tuple[float, list[int], list[float]]  # a constant and terms
 NONE: Sum = (0.0, [], [])
-Wording = Callable[["ModelDraft", int, list[int], list[float]], Terms]  # a memory row of a window in other terms
+Wording = Callable[["ModelDraft", int, list[int], list[float]], Terms]  # rewrites a memory row of a window
 
 
 class StoppedError(Exception):
-    """A model was to be built no further."""
+    """A request to stop during the construction of a model."""
 
 
 @dataclass(slots=True)
 class Rows:
-    """Rows of a sparse matrix as they come.
+    """A builder of the rows of a sparse matrix.
 
     Attributes:
-        should_stop: polled now and then; once True, ``add`` raises ``StoppedError``.
+        should_stop: polled regularly; once True, ``add`` raises ``StoppedError``.
     """
 
     should_stop: Callable[[], bool] | None = None
@@ -55,7 +55,7 @@ class Rows:
 
 
 def dense(draft: "ModelDraft", k: int, columns: list[int], values: list[float]) -> Terms:
-    """Memory rows as the equations have them."""
+    """Return a memory row unchanged, as in the equations."""
     return columns, values
 
 
@@ -65,15 +65,15 @@ def _found(columns: Mapping[tuple[int, int], int], key: tuple[int, int]) -> list
 
 
 class ModelDraft:
-    """Columns and rows of a program of `problem`, at the windows of `detail`. Families of rows add to it.
+    """The columns and rows of a program of `problem` with the windows of `detail`; families of rows add to it.
 
     Attributes:
-        first_window: the first that is modelled.
+        first_window: the first window that is modelled.
         starts: for each window its first op.
         instead: columns of z.
         again, handed, twice, lasting: columns of R and Q, of S, of D and of H, see ``variables.py``.
-        used: columns of u, see ``at_all.py``.
-        taken, fetched, valid, stored, hosted: columns of A, Y, V, X and W, see ``copies.py``; none without round trips.
+        used: columns of u, see ``executed.py``.
+        taken, fetched, valid, stored, hosted: columns of A, Y, V, X and W, see ``transfers.py``; empty without offloading.
         memory_unit: bytes, the unit of the memory rows.
     """
 
@@ -112,7 +112,7 @@ class ModelDraft:
         self._wording = wording
 
     def column(self, cost: float = 0.0, *, integer: bool = True, lower: float = 0.0, upper: float = 1.0) -> int:
-        """A new variable."""
+        """Add a variable and return its column."""
         self.cost.append(cost)
         self.integer.append(integer)
         self.lower.append(lower)
@@ -120,14 +120,17 @@ class ModelDraft:
         return len(self.cost) - 1
 
     def executed(self, i: int) -> Sum:
-        """Whether i is executed in its place: z of a stand-in, 1 less z of what stands for it for an op of the program."""
+        """Return the execution of i in its place, as a sum of columns.
+
+        It is z of an alternative; for an op of the program, 1 less the z of those that replace it.
+        """
         if i in self.instead:
             return 0.0, [self.instead[i]], [1.0]
         columns = [self.instead[b] for b in self.problem.places.stood_by[i]]
         return float(not self.problem.places.optional[i]), columns, [-1.0] * len(columns)
 
     def executions(self, ops: Iterable[int]) -> Sum:
-        """How many of these ops are executed in their places."""
+        """Return the number of these ops that are executed in their places."""
         total, terms = 0.0, dict[int, float]()
         for i in ops:
             constant, columns, values = self.executed(i)
@@ -138,74 +141,74 @@ class ModelDraft:
         return total, list(terms), list(terms.values())
 
     def makes(self, k: int, t: int, before: int) -> Sum:
-        """How many of the ops of window k that make t and come before op `before` are executed in their places."""
+        """Return the number of producers of t in window k before op `before` that are executed in their places."""
         makers, start = self.problem.makers[t], self.starts[k]
         return NONE if makers[-1] < start else self.executions(p for p in makers if start <= p < before)
 
     def repeat(self, k: int, t: int) -> list[int]:
-        """Columns of the executions of ops that make t in window k, those in their places apart."""
+        """Return the columns of executions outside their places of producers of t in window k."""
         makers, again = self.problem.makers[t], self.again
         return _found(again, (k, makers[0])) if len(makers) == 1 else [again[k, p] for p in makers if (k, p) in again]
 
     def sources(self, k: int, t: int) -> list[int]:
-        """Columns of what lets t be read in window k: S[k,t] or V[k,t], and R[k,p] and Y[k,t] where there are."""
+        """Return the columns that allow reading t in window k: S[k,t] or V[k,t], and R[k,p] and Y[k,t] if they exist."""
         return [*(_found(self.valid, (k, t)) or _found(self.handed, (k, t))), *self.brought(k, t)]
 
     def brought(self, k: int, t: int) -> list[int]:
-        """Columns of R[k,p] and Y[k,t], where there are: what makes t readable in window k that was not."""
+        """Return the columns of R[k,p] and Y[k,t], if they exist: t becomes readable in window k."""
         return [*self.repeat(k, t), *_found(self.fetched, (k, t))]
 
     def room(self, k: int, t: int) -> list[int]:
-        """Columns of what gives t its memory in window k: S[k,t], and those of ``made_anew``."""
+        """Return the columns that give t its memory in window k: S[k,t], and those of ``made_anew``."""
         return [*_found(self.handed, (k, t)), *self.made_anew(k, t)]
 
     def made_anew(self, k: int, t: int) -> list[int]:
-        """Columns of R[k,p] and A[k,t], where there are: what takes memory for t in window k that was free."""
+        """Return the columns of R[k,p] and A[k,t], if they exist: memory is allocated for t in window k."""
         return [*self.repeat(k, t), *_found(self.taken, (k, t))]
 
     def held(self, k: int, t: int) -> list[int]:
-        """Columns of S[k,t] and Y[k,t], where there are: what lets t be read in window k though nothing makes it there."""
+        """Return the columns of S[k,t] and Y[k,t], if they exist: t is readable in window k although no op produces it there."""
         return [*_found(self.handed, (k, t)), *_found(self.fetched, (k, t))]
 
     def is_settled(self, k: int, t: int) -> bool:
-        """Whether t is kept, and has certainly been made before window k."""
+        """Return True if t is kept, and has certainly been produced before window k."""
         return self.problem.kept[t] and self.problem.settled[t] < self.starts[k]
 
     def is_made(self, k: int, t: int) -> bool:
-        """Whether t is there for what reads it in window k in any case, as far as rows 1 to 3 know: it is settled, or new."""
+        """Return True if t is certainly available to its readers in window k, by rows 1 to 3: it is settled, or new."""
         maker = self.problem.producers[t]
         return (maker >= self.starts[k] and self.problem.places.sure[maker]) or self.is_settled(k, t)
 
     def is_handed(self, k: int, t: int) -> bool:
-        """Whether t, wanted in window k, must come from before it or be made again: it is old, and not settled."""
+        """Return True if t must be handed over into window k or recomputed to be read there: it is old, and not settled."""
         return self.problem.producers[t] < self.starts[k] and not self.is_settled(k, t)
 
     def add_only_with(self, column: int, sources: list[int], also: Sum = NONE) -> None:
-        """The row column <= sum of sources + `also`, unless that is more in any case."""
+        """Add the row column <= sum of sources + `also`, unless it is redundant."""
         if also is NONE:
             self.rows.add([column, *sources], [-1.0] + [1.0] * len(sources), 0.0, np.inf)
         else:
             self.add_at_most((0.0, [column], [1.0]), sources, also)
 
     def add_at_most(self, wanted: Sum, sources: list[int], also: Sum) -> None:
-        """The row wanted <= sum of sources + `also`, unless that is more in any case."""
+        """Add the row wanted <= sum of sources + `also`, unless it is redundant."""
         if also[0] + sum(min(0.0, value) for value in also[2]) < 1.0:
             columns = [*wanted[1], *sources, *also[1]]
             values = [*(-value for value in wanted[2]), *[1.0] * len(sources), *also[2]]
             self.rows.add(columns, values, wanted[0] - also[0], np.inf)
 
     def add_memory(self, k: int, columns: list[int], values: list[float], taken: int) -> None:
-        """The row sum of values * columns <= M - taken of window k, all in bytes."""
+        """Add the row sum of values * columns <= M - taken of window k, all in bytes."""
         unit = self.memory_unit
         columns, values = self._wording(self, k, columns, values)
         self.rows.add(columns, [value / unit for value in values], -np.inf, (self.problem.capacity_bytes - taken) / unit)
 
     def model(self) -> Model:
-        """What has been collected."""
+        """Return the finished model."""
         return Model(self.problem, self.detail, self.again, self.handed, self.twice, self.program(), self.taken, self.instead)
 
     def program(self) -> Milp:
-        """The same as arrays."""
+        """Return the program as arrays."""
         rows, n = self.rows, len(self.cost)
         matrix = csr_array((rows.value, (rows.row, rows.column)), shape=(len(rows.lower), n))
         return Milp(

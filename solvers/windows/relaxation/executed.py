@@ -1,9 +1,9 @@
-"""Row 15: what is executed at all, and that what it reads has been made. A relaxation.
+"""Row 15: ops that are executed at all, with inputs that have been produced. A relaxation.
 
 u[i]  op i, which need not be executed, is executed at all: in its place or elsewhere, in any window
 
-Rows 1 to 3 say so window by window, where fractions may add up: half an execution, copied to the host in each of two windows,
-is a whole tensor there; and half of one in each of two windows is one whole execution, for which half an input has been made.
+Rows 1 to 3 state this window by window, where fractions may add up: half an execution, offloaded in each of two windows, is a
+whole tensor on the host; and half an execution in each of two windows is a whole one, for which half an input was produced.
 """
 
 from collections.abc import Sequence
@@ -12,10 +12,10 @@ from solvers.windows.relaxation.draft import NONE, ModelDraft
 
 
 def add_executed_at_all(draft: ModelDraft) -> None:
-    """Row 15, for tensors that no op is sure to make.
+    """Add row 15, for tensors without a sure producer.
 
-    u[i] >= z[i], R[k,i] and Q[k,i]; u[i] <= their sum; sum of u[p] over the makers p of t >= 1 where a sure op reads t,
-    >= u[i] where op i does, and >= the sum of first_c over the alternatives c of a place that do.
+    u[i] >= z[i], R[k,i] and Q[k,i]; u[i] <= their sum; sum of u[p] over the producers p of t >= 1 if a sure op reads t, >= u[i]
+    if op i does, and >= the sum of first_c over the alternatives c of a place that do.
     """
     problem, places = draft.problem, draft.problem.places
     if places.plain:
@@ -40,7 +40,7 @@ def add_executed_at_all(draft: ModelDraft) -> None:
 
 
 def _add_use(draft: ModelDraft, i: int, again: Sequence[int]) -> None:
-    """The column of u[i], between what says that i is executed, each by itself, and the sum; none where nothing does."""
+    """Add the column of u[i], between each execution of i and their sum; none if i has no execution."""
     constant, columns, values = draft.executed(i)
     if not (constant or columns or again):
         return
@@ -52,7 +52,7 @@ def _add_use(draft: ModelDraft, i: int, again: Sequence[int]) -> None:
 
 
 def _add_places(draft: ModelDraft, unsure: Sequence[int]) -> None:
-    """One op is executed in a place, at most."""
+    """Add the rows for tensors that several alternatives of a place read, at most one of which is executed."""
     problem, places = draft.problem, draft.problem.places
     readers: dict[tuple[int, int], list[int]] = {}
     for i in unsure:

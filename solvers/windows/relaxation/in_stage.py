@@ -1,20 +1,20 @@
-"""Checkmate's memory rows inside chosen stages. A restriction: no relaxation.
+"""Checkmate's memory rows inside chosen stages. A restriction, not a relaxation.
 
-They assume that a stage {v} executes each op at most once more, in program order, and then v. That
-excludes schedules, so the optimum of a program that has them is no bound and its infeasibility no proof; but
-what it finds fits where the relaxation's solutions do not.
+They assume that a stage {v} executes each op at most once more, in program order, and then v. That excludes schedules, so the
+optimum of a program with these rows is no bound and its infeasibility no proof; but its solutions fit where the relaxation's do
+not.
 
-    W[k,t,c]  at least "t is wanted in window k by c, a consumer that is executed again, or after it"
+    W[k,t,c]  at least "t is needed in window k by c, a consumer that is recomputed, or after it"
 """
 
 from solvers.windows.relaxation.draft import ModelDraft
 
 
 def add_memory_in_order(draft: ModelDraft) -> None:
-    """For `detail.ordered`: again(x) R[k,x] + sum over old t outside held(x) of b_t live(t, x) <= M, window k = {v}.
+    """Add for `detail.ordered`: again(x) R[k,x] + sum over old t outside held(x) of b_t live(t, x) <= M, window k = {v}.
 
-    live(t, x) = S[k,t] if p(t) > x, else whether t is wanted after x: by v, by a further
-    execution of a consumer between x and v, or to be handed on (Checkmate, equations 5 to 8).
+    live(t, x) = S[k,t] if p(t) > x, else 1 if t is needed after x: by v, by a recomputed consumer between x and v, or to be
+    handed over (Checkmate, equations 5 to 8).
     """
     stages = _Stages(draft)
     for v, x in sorted(draft.detail.ordered):
@@ -50,7 +50,7 @@ class _Stages:
         draft.add_memory(k, columns, values, taken)
 
     def wanted_after(self, k: int, t: int, x: int) -> int | None:
-        """Column of: t, which the new op does not read, is wanted in window k after x or is handed on."""
+        """Return the column of: t, which the new op does not read, is read in window k after x or is handed over."""
         draft = self.draft
         reader = next((c for c in draft.problem.graph.consumers[t] if c > x and (k, c) in draft.again), None)
         if reader is None:

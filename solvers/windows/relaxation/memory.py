@@ -1,7 +1,7 @@
-"""Rows 5 to 7: memory, at moments at which it is known what is certainly there. Relaxations.
+"""Rows 5 to 7: memory, at times at which some tensors are certainly in memory. Relaxations.
 
-They have variables of their own: H[k,t] is at least S[k+1,t] - R[k,p(t)] (or - Q), so t, made before the step in
-question, is there in all the window because it is handed on and not made again.
+Their own variables are H[k,t] >= S[k+1,t] - R[k,p(t)] (or - Q): t, produced before the step in question, is in memory in the
+whole window because it is handed over and not recomputed.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -14,9 +14,9 @@ Total = tuple[int, list[int], list[float]]  # bytes, columns, and bytes for each
 
 
 def add_memory_at_end(draft: ModelDraft, k: int) -> None:
-    """Row 5: own(e_k) + sum over other t, p(t) < e_k, of b_t S[k+1,t] <= M, own = bytes(held) + w. Exact.
+    """Add row 5: own(e_k) + sum over other t, p(t) < e_k, of b_t S[k+1,t] <= M, own = bytes(held) + w. Exact.
 
-    One row for each op that may be executed in the place that window k ends with.
+    There is a row for each op that may be executed in the place at the end of window k.
     """
     problem, end = draft.problem, draft.detail.ends[k]
     for v in problem.places.alternatives(end):
@@ -37,20 +37,20 @@ def add_memory_at_end(draft: ModelDraft, k: int) -> None:
 
 
 def add_memory_inside(draft: ModelDraft) -> None:
-    """Row 6 for `detail.firsts`: own(v) + sum over other t, p(t) < v, of b_t h_t <= M for v inside window k.
+    """Add row 6 for `detail.firsts`: own(v) + sum over other t, p(t) < v, of b_t h_t <= M for v inside window k.
 
     h_t = 1                                t is kept
-        = 1 - R[k,p(t)], or 1 - Q[k,p(t)]  t has a consumer c, v < c <= e_k: it is there unless it is made again;
-          - Y[k,t]                         or is fetched from the host
-        = H[k,t]                           otherwise, if t can be handed on
+        = 1 - R[k,p(t)], or 1 - Q[k,p(t)]  t has a consumer c, v < c <= e_k: it is in memory unless it is recomputed;
+          - Y[k,t]                         or is reloaded
+        = H[k,t]                           otherwise, if t can be handed over
 
-    Where v or c need not be executed, the row is that of a place, and h_t less by as much.
+    If v or c need not be executed, the row is that of a place, and h_t is smaller accordingly.
     """
     places = draft.problem.places
     for v in sorted(draft.detail.firsts):
         k = draft.detail.window_of(v)
         last, end = places.last[v], draft.detail.ends[k]
-        # What is before the first window is settled; at the end of a window row 5 is exact.
+        # Ops before the first window are settled; at the end of a window row 5 is exact.
         if draft.first_window <= k < draft.windows and last != end:
             read = _wanted(draft, range(last + 1, end + 1))
             beside = _made_only_before(draft, _beside(draft, v, range(last + 1)), range(last + 1, end + 1))
@@ -58,9 +58,9 @@ def add_memory_inside(draft: ModelDraft) -> None:
 
 
 def _add_memory_of_place(draft: ModelDraft, k: int, v: int, terms: Total, tensors: Iterable[int]) -> None:
-    """The row own(v) + `terms`, which are of `tensors` outside held(v), <= M.
+    """Add the row own(v) + `terms`, which are of `tensors` outside held(v), <= M.
 
-    Where others may be executed in its place, own(c) of whichever is, and what it reads or makes is not counted twice.
+    If there are alternatives in its place, own(c) of the executed one counts, without `tensors` that it reads or produces.
     """
     problem = draft.problem
     taken, columns, values = terms
@@ -75,7 +75,7 @@ def _add_memory_of_place(draft: ModelDraft, k: int, v: int, terms: Total, tensor
 
 
 def add_memory_of_repeats(draft: ModelDraft) -> None:
-    """Row 7 for `detail.repeats`, see ``memory_of_repeat``."""
+    """Add row 7 for `detail.repeats`, see ``memory_of_repeat``."""
     for end, x in sorted(draft.detail.repeats):
         k = draft.detail.window_of(end)
         if (k, x) in draft.again:
@@ -83,20 +83,21 @@ def add_memory_of_repeats(draft: ModelDraft) -> None:
 
 
 def memory_of_repeat(draft: ModelDraft, k: int, x: int) -> tuple[list[int], list[float], int]:
-    """Columns and bytes of row 7, again(x) R[k,x] + sum over old t outside held(x) of b_t h_t <= M, and the constant bytes.
+    """Return the columns, their bytes and the constant bytes of row 7.
 
-    again(x) = bytes(held(x)) + w_x, and the kept outputs of x once more, which are in memory already and made a second time.
+    again(x) R[k,x] + sum over old t outside held(x) of b_t h_t <= M, where again(x) = bytes(held(x)) + w_x, plus the kept outputs
+    of x, which are in memory twice, and
 
     h_t = 1                t is kept
         = 1 - R[k,p(t)]    the window is {v}, and v reads t (- Y[k,t])
-        = H[k,t]           otherwise, if t can be handed on
+        = H[k,t]           otherwise, if t can be handed over
     """
     problem, places, start = draft.problem, draft.problem.places, draft.starts[k]
     window = range(start, draft.detail.ends[k] + 1)
     read = _wanted(draft, window) if draft.detail.is_single(k) else {}
     beside = _made_only_before(draft, _beside(draft, x, range(start)), window)
     (taken, columns, values), _ = _certain(draft, k, beside, read, start - 1)
-    # What is kept is made a second time, if it has been made for sure.
+    # Kept outputs are in memory twice, if they have certainly been produced.
     twice = [t for t in problem.outputs[x] if problem.kept[t]]
     if x < start or not places.sure[x]:
         twice = [t for t in twice if problem.settled[t] < start]
@@ -105,7 +106,7 @@ def memory_of_repeat(draft: ModelDraft, k: int, x: int) -> tuple[list[int], list
 
 
 def _wanted(draft: ModelDraft, ops: range) -> dict[int, Sum]:
-    """For the tensors that `ops` read in their places whether an op does that: one that is sure to, or those of a place."""
+    """Return for the tensors that `ops` read in their places the executions that do: a sure op, or the ops of a place."""
     problem, places = draft.problem, draft.problem.places
     read: dict[int, Sum] = {}
     if places.plain:
@@ -121,7 +122,7 @@ def _wanted(draft: ModelDraft, ops: range) -> dict[int, Sum]:
 
 
 def _made_only_before(draft: ModelDraft, tensors: Iterable[int], ops: range) -> Iterable[int]:
-    """Those of `tensors` that none of `ops` makes in its place."""
+    """Return those of `tensors` that none of `ops` produces in its place."""
     problem, places = draft.problem, draft.problem.places
     if places.plain:
         return tensors
@@ -129,18 +130,18 @@ def _made_only_before(draft: ModelDraft, tensors: Iterable[int], ops: range) -> 
 
 
 def _beside(draft: ModelDraft, op: int, makers: Iterable[int]) -> Iterator[int]:
-    """Tensors of some size that `makers` make first, but for held(op). What `op` may write over is there only if it stays."""
+    """Return the nonempty tensors that `makers` produce first, outside held(op)."""
     problem = draft.problem
     own, first = problem.held[op], problem.producers
     return (t for i in makers for t in problem.outputs[i] if t not in own and problem.sizes[t] and first[t] == i)
 
 
 def _certain(draft: ModelDraft, k: int, tensors: Iterable[int], read: Mapping[int, Sum], done: int) -> tuple[Total, list[int]]:
-    """The sum of b_t h_t: the constant bytes, columns, and bytes for each; and the tensors that it is of.
+    """Return the sum of b_t h_t (the constant bytes, columns, and bytes for each) and its tensors.
 
     Args:
-        read: what is read at the end of window k, or at least later than the step in question.
-        done: the last op before that step, or of its place: what is kept and settled by then is there.
+        read: tensors that are read at the end of window k, or at least later than the step in question.
+        done: the last op before that step, or of its place: kept tensors that are settled by then are in memory.
     """
     problem = draft.problem
     columns: list[int] = []
@@ -168,7 +169,7 @@ def _certain(draft: ModelDraft, k: int, tensors: Iterable[int], read: Mapping[in
 
 
 def _lasts(draft: ModelDraft, k: int, t: int) -> int:
-    """Column of H[k,t] >= S[k+1,t] - R[k,p(t)] - A[k,t]: S itself where p(t) is not executed again, nor t fetched."""
+    """Return the column of H[k,t] >= S[k+1,t] - R[k,p(t)] - A[k,t], or of S if p(t) is not recomputed nor t reloaded."""
     anew = draft.made_anew(k, t)
     if not anew:
         return draft.handed[k + 1, t]

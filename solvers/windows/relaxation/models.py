@@ -1,12 +1,12 @@
-"""The programs, each a list of families of rows. docs/formulation.md says why each row holds.
+"""The programs, each a list of families of rows. docs/formulation.md proves the rows.
 
-Ops are numbered in program order, which is the order of their first executions. Windows split them
-into runs; op e_k is the last one of window k. Window k lasts from the end of the first execution of
-e_(k-1) to the end of that of e_k. With an op per window this is Checkmate's formulation (Jain et
-al., MLSys 2020); with fewer windows it is smaller, and its optimum is a lower bound all the same.
+Ops are numbered in program order, which is the order of their first executions. Windows split them into runs; op e_k is the last
+one of window k. Window k lasts from the end of the first execution of e_(k-1) to the end of that of e_k. With an op per window
+this is Checkmate's formulation (Jain et al., MLSys 2020); with fewer windows it is smaller, and its optimum is still a lower
+bound.
 
-Objective: minimise the sum of c_i over R and Q, and over D, and of what the compute stream waits, and how long the step goes on
-elsewhere when that is done.
+Objective: minimise the sum of c_i over R, Q and D, plus the waits of the compute stream, plus the time of other devices after its
+end.
 """
 
 from collections.abc import Callable
@@ -32,10 +32,10 @@ from solvers.windows.relaxation.variables import every_op, variables
 
 
 def build_relaxation(problem: Problem, detail: Discretization, should_stop: Callable[[], bool] | None = None) -> Model:
-    """Rows 1 to 20 of `problem`, as far as `detail` asks for them: a relaxation of all its schedules.
+    """Build the relaxation of all schedules of `problem`: rows 1 to 20, as far as `detail` requests them.
 
     Raises:
-        StoppedError: `should_stop`, which is polled, was True.
+        StoppedError: `should_stop`, which is polled, returned True.
     """
     return compose(
         ModelDraft(problem, detail, should_stop=should_stop),
@@ -56,10 +56,10 @@ def build_relaxation(problem: Problem, detail: Discretization, should_stop: Call
 def build_ordered(
     problem: Problem, detail: Discretization, frame: Frame | None = None, should_stop: Callable[[], bool] | None = None
 ) -> Model:
-    """Rows 1 to 8, restricted by those of `detail.ordered`: it only looks for schedules.
+    """Build a restriction: rows 1 to 8 and those of `detail.ordered`, to find schedules.
 
     Raises:
-        StoppedError: `should_stop`, which is polled, was True.
+        StoppedError: `should_stop`, which is polled, returned True.
     """
     return compose(
         ModelDraft(problem, detail, frame=frame, should_stop=should_stop),
@@ -74,14 +74,14 @@ def build_ordered(
 
 
 def compose(draft: ModelDraft, *families: Family) -> Model:
-    """The model that has these families of rows."""
+    """Build the model with these families of rows."""
     for add in families:
         add(draft)
     return draft.model()
 
 
 def each_window(*families: WindowFamily) -> Family:
-    """Families of rows that every window has, window by window."""
+    """Return the family of rows that every window has, window by window."""
 
     def add_rows(draft: ModelDraft) -> None:
         for k in range(draft.first_window, draft.windows):
@@ -91,7 +91,7 @@ def each_window(*families: WindowFamily) -> Family:
     return add_rows
 
 
-# Rows 1 to 5, which every program has, and with other devices 16 and 17.
+# Rows 1 to 5 of every program, and 16 and 17 with other devices.
 window_rows = each_window(
     *(add_inputs_of_new, add_inputs_of_repeated, add_beginnings_of_circles, add_hand_over, add_kept),
     *(add_memory_at_end, add_memory_elsewhere),

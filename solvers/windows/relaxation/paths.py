@@ -1,4 +1,4 @@
-"""What the ops of a program depend on, whichever of the ways to compute each is taken, and on whichever device."""
+"""Dependencies between the ops of a program that hold for all alternatives and devices."""
 
 import numpy as np
 
@@ -7,14 +7,14 @@ from solvers.problem import Problem
 
 
 class Paths:
-    """What depends on what, whichever of the ways to compute it is taken.
+    """Dependencies between the ops of the program, whichever alternatives are executed.
 
     Tensors are those of the program, wherever their copies are.
 
     Attributes:
         program: its ops.
-        makers: for each tensor that nothing but an op of the program, what stands for that, and copies make, that op.
-        copied: by tensor and device the least that a copy of it to there takes.
+        makers: for tensors whose producers are one op of the program, its alternatives and transfers, that op.
+        copied: by tensor and device, the least time of a transfer of it to there.
     """
 
     def __init__(self, problem: Problem, devices: OtherDevices) -> None:
@@ -35,23 +35,23 @@ class Paths:
         self._needed: dict[int, list[int]] = {}
 
     def ways(self, v: int) -> list[int]:
-        """Op v of the program, and all that stand for it."""
+        """Return op v of the program and all ops that replace it."""
         return [v, *self.places.stood_by[v]]
 
     def alternatives(self, v: int) -> range:
-        """The ops that may be executed in the place of v."""
+        """Return the ops that may be executed in the place of v."""
         return self.places.alternatives(v)
 
     def reads(self, i: int, t: int) -> set[int]:
-        """The devices on which op i reads t."""
+        """Return the devices on which op i reads t."""
         return {self.devices.device[u] for u in self.ops[i].inputs if self.devices.bases[u] == t}
 
     def reading(self, v: int, t: int) -> list[int]:
-        """The devices on which something in the place of v reads t."""
+        """Return the devices on which an op in the place of v reads t."""
         return sorted({device for c in self.alternatives(v) for device in self.reads(c, t)})
 
     def by_device(self, v: int) -> dict[int, list[int]]:
-        """What may be executed in the place of v, by the device that it runs on."""
+        """Return the ops that may be executed in the place of v, by device."""
         found: dict[int, list[int]] = {}
         for c in self.alternatives(v):
             outputs = self.problem.outputs[c]
@@ -59,26 +59,26 @@ class Paths:
         return found
 
     def computing(self, t: int, device: int | None) -> list[int]:
-        """The ops that compute t on a device."""
+        """Return the ops that compute t on a device."""
         ways = self.ways(self.makers[t]) if t in self.makers else []
         made = ((p, u) for p in ways for u in self.problem.outputs[p] if self.devices.bases[u] == t)
         return [p for p, u in made if self.devices.device[u] == device]
 
     def needed(self, v: int) -> list[int]:
-        """Tensors of known makers that v depends on in each of its ways: what all of them read, or what that depends on."""
+        """Return the tensors with known producers that v depends on in each alternative, directly or indirectly."""
         if v not in self._needed:
             found: dict[int, None] = {}
             for t in self.ops[v].inputs:
                 if all(self.reads(b, t) for b in self.places.stood_by[v]):
                     found |= {t: None} if t in self.makers else {}
-                elif t in self.makers:  # made inside of what stands for v, which reads what that depends on
+                elif t in self.makers:  # produced inside an alternative, which reads its dependencies
                     before = self.needed(self.makers[t])
                     found |= {u: None for u in before if all(self.reads(b, u) for b in self.places.stood_by[v])}
             self._needed[v] = list(found)
         return self._needed[v]
 
     def longest_static(self, v: int) -> tuple[int | None, int | None, float]:
-        """What v reads that is there throughout, and which of these takes longest to copy to where."""
+        """Return the static tensor that v reads with the longest transfer, the target device, and its seconds."""
         found = [
             (self.copied[t, device], t, device)
             for c in self.alternatives(v)

@@ -1,4 +1,4 @@
-"""Row 14: resources of which each op that is executed at all uses some. A relaxation."""
+"""Row 14: limited resources, of which each op that is executed at all uses some. A relaxation."""
 
 import math
 
@@ -8,9 +8,9 @@ from solvers.windows.relaxation.draft import ModelDraft
 
 
 def add_resources(draft: ModelDraft) -> None:
-    """Row 14, for each resource with a limit L: sum of v_i u_i <= L, with u of row 15; none where all ops together are within L.
+    """Add row 14 for each resource with a limit L: sum of v_i u_i <= L, with u of row 15; none if all ops together respect L.
 
-    In units of L. What is over L by itself has u = 0.
+    The row is in units of L. An op that exceeds L by itself has u = 0.
     """
     problem = draft.problem
     ops = [problem.graph.ops[op] for op in problem.places.ids]
@@ -31,4 +31,4 @@ def add_resources(draft: ModelDraft) -> None:
         draft.rows.add(columns, shares, -np.inf, 1.0 + _ROUNDING)
 
 
-_ROUNDING = 1e-9  # as the judge allows
+_ROUNDING = 1e-9  # as in ``graphs.ir``

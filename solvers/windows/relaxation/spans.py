@@ -1,11 +1,10 @@
 """Row 8: rows 1 to 3 for spans of windows. A relaxation.
 
-    U[w,i]  op i, old in the first window of the span w (consecutive windows), is executed again in it
-    E[w,t]  memory for t is taken anew in the span, to be filled from the host
-    F[w,t]  the part of a copy-in of t that is done in the span
+    U[w,i]  op i, old in the first window of the span w (consecutive windows), is recomputed in it
+    E[w,t]  memory for t is allocated in the span, to be filled from the host
+    F[w,t]  the part of a reload of t that is done in the span
 
-It follows from rows 1 to 3 for whole numbers, but not for fractions, where half a tensor could serve again in
-every window.
+For integers it follows from rows 1 to 3, but not for fractions, where half a tensor could be used again in every window.
 """
 
 from solvers.windows.relaxation.discretization import halves
@@ -13,7 +12,7 @@ from solvers.windows.relaxation.draft import NONE, ModelDraft
 
 
 def add_spans(draft: ModelDraft) -> None:
-    """Row 8 for spans of half the windows, a quarter of them, and so on, and for windows that have been split.
+    """Add row 8 for spans of half the windows, a quarter of them, and so on, and for windows that have been split.
 
     Without the latter the linear relaxation of a finer model may be the weaker one.
     """
@@ -26,7 +25,7 @@ def add_spans(draft: ModelDraft) -> None:
 
 
 class _Span:
-    """Windows first..last as if they were one: "old" is what is old in the first, "new" what is new in any."""
+    """Windows first..last as one window: "old" means old in the first, "new" means new in any."""
 
     def __init__(self, draft: ModelDraft, first: int, last: int) -> None:
         self.draft = draft
@@ -42,14 +41,14 @@ class _Span:
         self.add_hand_over()
 
     def add_inputs_of_new(self) -> None:
-        """S[first,t] + U[p(t)] >= 1 for old t, not kept, read by a new op."""
+        """Add S[first,t] + U[p(t)] >= 1 for old t, not kept, read by a new op."""
         inputs, places = self.draft.problem.inputs, self.draft.problem.places
         for t in sorted({t for v in range(self.start, self.end + 1) if places.sure[v] for t in inputs[v]}):
             if self.is_old(t):
                 self.draft.add_at_most((1.0, [], []), self.sources(t), NONE)
 
     def add_inputs_of_repeated(self) -> None:
-        """U[i] <= S[first,t] + U[p(t)] for old t in in(i), kept ones apart; Q of a new i likewise."""
+        """Add U[i] <= S[first,t] + U[p(t)] for old t in in(i) that are not kept; Q of a new i likewise."""
         draft = self.draft
         for i in range(self.end + 1):
             column = self.again(i) if i < self.start else draft.again.get((draft.detail.window_of(i), i))
@@ -60,7 +59,7 @@ class _Span:
                     draft.add_only_with(column, self.sources(t))
 
     def add_hand_over(self) -> None:
-        """S[last+1,t] <= S[first,t] + U[p(t)] for old t (+ E[t]); V likewise, + F[t]."""
+        """Add S[last+1,t] <= S[first,t] + U[p(t)] for old t (+ E[t]); V likewise, + F[t]."""
         draft = self.draft
         for i in range(self.start):
             for t in draft.problem.outputs[i]:
@@ -74,23 +73,23 @@ class _Span:
                 draft.add_only_with(draft.valid[self.last + 1, t], self.sources(t))
 
     def sources(self, t: int) -> list[int]:
-        """Columns of S[first,t] or V[first,t] and, where there may be one in the span, of U[p(t)] and F[t]."""
+        """Return the columns of S[first,t] or V[first,t] and, if they exist in the span, of U[p(t)] and F[t]."""
         draft = self.draft
         handed = draft.valid.get((self.first, t), draft.handed[self.first, t])
         return [handed, *self.repeat(t), *(self.copy(t, whole=True) if draft.fetched else ())]
 
     def repeat(self, t: int) -> list[int]:
-        """Columns of U[p], where there are, for the ops p that make old t."""
+        """Return the columns of U[p], if they exist, for the producers p of old t."""
         return [column for p in self.draft.problem.makers[t] if (column := self.again(p)) is not None]
 
     def is_old(self, t: int) -> bool:
-        """Whether t is old and not settled, and no op makes it for the first time in the span."""
+        """Return True if t is old and not settled, and no op first produces it in the span."""
         return self.draft.is_handed(self.first, t) and self.draft.problem.makers[t][-1] < self.start
 
     def copy(self, t: int, *, whole: bool) -> list[int]:
-        """Column of F[t] (`whole`) or E[t], old t; none where nothing is copied in.
+        """Return the column of F[t] (`whole`) or E[t] for old t; an empty list if t is not reloaded.
 
-        F <= sum of Y, E <= sum of A, both over the span; E and, where the host holds all, F <= W[first,t] + sum of X.
+        F <= sum of Y, E <= sum of A, both over the span; E and, if the host's capacity is unlimited, F <= W[first,t] + sum of X.
         """
         key = (whole, t)
         draft, windows = self.draft, range(self.first, self.last + 1)
@@ -109,7 +108,7 @@ class _Span:
         return self.copied[key]
 
     def again(self, i: int) -> int | None:
-        """Column of U[i] <= sum of R[k,i] over the span, None where i cannot be executed again there."""
+        """Return the column of U[i] <= sum of R[k,i] over the span, None if i cannot be recomputed there."""
         if i not in self.columns:
             draft = self.draft
             repeats = [draft.again[k, i] for k in range(self.first, self.last + 1) if (k, i) in draft.again]

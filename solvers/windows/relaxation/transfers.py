@@ -1,13 +1,13 @@
-"""Round trips to the host: variables, and rows 10 to 13. Relaxations; nothing is added where a graph offers none.
+"""Offloading: variables, and rows 10 to 13. Relaxations; none for graphs without transfers to the host.
 
-    A[k,t]  memory for t is taken anew in window k, to be filled from the host
-    Y[k,t]  the part of a copy-in of t that is done in window k
-    V[k,t]  the part of t that is valid when window k begins; V <= S, which says that its memory is taken
-    X[k,t]  the part of a copy-out of t that is done in window k
-    W[k,t]  the part of t@host that is there when window k begins
+    A[k,t]  memory for t is allocated in window k, to be filled from the host
+    Y[k,t]  the part of a reload of t that is done in window k
+    V[k,t]  the part of t that is valid when window k begins; V <= S, its memory
+    X[k,t]  the part of an offload of t that is done in window k
+    W[k,t]  the part of t@host that exists when window k begins
     stall[k] >= 0  the time that the compute stream waits in window k
 
-Memory is counted in the order of issue and copies as time goes by: what is issued in a window may be copied in later ones.
+Memory is counted in the order of issue, transfers in time: those issued in a window may be done in later ones.
 """
 
 from bisect import bisect_left
@@ -19,12 +19,12 @@ from graphs.options.offload import Copies
 from solvers.problem import OBJECTIVE_SCALE
 from solvers.windows.relaxation.draft import NONE, ModelDraft
 
-_PARTS = 8  # row 13 looks at the halves of a window, the quarters next to its ends, and so on
-_LONG = 1e-3  # of the step: an op that takes as long is worth rows of what is over before it
+_PARTS = 8  # row 13 divides a window into halves, quarters next to its ends, and so on
+_LONG = 1e-3  # of the step: an op that takes as long is worth rows for transfers that end before it
 
 
 def add_copies(draft: ModelDraft) -> None:
-    """The variables, and rows 10 to 12 for every window."""
+    """Add the variables, and rows 10 to 12 for every window."""
     copies = draft.problem.copies
     if copies is None:
         return
@@ -41,7 +41,7 @@ def add_copies(draft: ModelDraft) -> None:
 
 
 def _add_variables(draft: ModelDraft, k: int, t: int) -> None:
-    """X[k,t] while t may be read later; A and Y where it may also be away before; V and W where it is old."""
+    """Add X[k,t] while t may be read later; A and Y if it may also have been freed before; V and W if it is old."""
     problem = draft.problem
     maker, start, end = problem.producers[t], draft.starts[k], draft.detail.ends[k]
     if maker > end or problem.last_use[t] < start:
@@ -57,10 +57,10 @@ def _add_variables(draft: ModelDraft, k: int, t: int) -> None:
 
 
 def add_copy_in(draft: ModelDraft, copies: Copies, k: int, t: int) -> None:
-    """Row 10: what comes in, and what of it is valid.
+    """Add row 10: reloads, and the valid parts of tensors.
 
     Y[k,t] <= S[k,t] + A[k,t]                           (new t: no S)
-    A[k,t] <= W[k,t] + X[k,t], Y[k,t] likewise          (new t: no W; Y only where the host holds all that may go there)
+    A[k,t] <= W[k,t] + X[k,t], Y[k,t] likewise          (new t: no W; Y only if the host's capacity is unlimited)
     V[k,t] <= S[k,t]                                    old t
     V[k+1,t] <= V[k,t] + Y[k,t] + R[k,p(t)]             old t
     V[k+1,t] + A[k,t] <= 1 + Y[k,t] + R[k,p(t)]         Q for new t
@@ -79,14 +79,14 @@ def add_copy_in(draft: ModelDraft, copies: Copies, k: int, t: int) -> None:
         makes = draft.makes(k, t, draft.detail.ends[k] + 1)
         if old:
             draft.add_only_with(valid, [draft.valid.get((k, t), draft.handed[k, t]), *anew], makes)
-        # What an op is sure to make in its place is made before it can be away.
+        # A tensor that an op certainly produces in its place is produced before it can be offloaded.
         if not makes[0] or (draft.problem.places.sure[draft.problem.producers[t]] and makes == (1.0, [], [])):
             values = [1.0, 1.0] + [-1.0] * len(anew) + [-value for value in makes[2]]
             draft.rows.add([valid, taken, *anew, *makes[1]], values, -np.inf, 1.0)
 
 
 def add_copy_out(draft: ModelDraft, k: int, t: int) -> None:
-    """Row 11: X[k,t] <= S[k,t] + R[k,p(t)] for old t, and W[k+1,t] <= W[k,t] + X[k,t]."""
+    """Add row 11: X[k,t] <= S[k,t] + R[k,p(t)] for old t, and W[k+1,t] <= W[k,t] + X[k,t]."""
     old = (k, t) in draft.hosted
     if old:
         makes = draft.makes(k, t, draft.detail.ends[k] + 1)
@@ -97,7 +97,7 @@ def add_copy_out(draft: ModelDraft, k: int, t: int) -> None:
 
 
 def add_host_memory(draft: ModelDraft, copies: Copies, k: int) -> None:
-    """Row 12, where the host does not hold all that may go there: sum of b_t W[k,t] <= its capacity."""
+    """Add row 12, if the host has a capacity: sum of b_t W[k,t] <= its capacity."""
     held = [t for t in copies.trips if (k, t) in draft.hosted]
     if copies.host_bytes is not None and held:
         unit = max(1.0, copies.host_bytes / 1e3)
@@ -106,16 +106,17 @@ def add_host_memory(draft: ModelDraft, copies: Copies, k: int) -> None:
 
 
 def add_channels(draft: ModelDraft) -> None:
-    """Row 13, for each window and direction: sum of seconds x Y, or X, <= T_k = c of its new ops + c (R + Q + D) + stall[k].
+    """Add row 13, for each window and direction: sum of seconds x Y, or X, <= T_k = c of its new ops + c (R + Q + D) + stall[k].
 
-    T_k is what the compute stream executes and waits in window k: a schedule takes the sum of them. At some new ops v of the
-    window also what is left of T_k for what v and later ops make, and what has passed of it when v is executed:
+    T_k is the time of the compute stream in window k, including waits: the sum of them is the time of a schedule. For some new
+    ops v of the window there are also rows for the part of T_k after v, for tensors produced by v and later ops, and the part
+    before v:
 
-    sum of out seconds x X[k,t] <= T_k - c of the new ops up to v                       new t, made by v or later
+    sum of out seconds x X[k,t] <= T_k - c of the new ops up to v                       new t, produced by v or later
     sum of out seconds x Z[k,t] <= the same - c of e_k                                  also for all t, with v = 0
     sum of in seconds x (1 - V[k,t] - R[k,p(t)]) <= T_k - c of the new ops from v on    old t, read by a new op up to v
 
-    Z[k,t] >= X[k,t] - S[k+1,t] for t outside io(e_k): what is gone when e_k is executed went out before.
+    Z[k,t] >= X[k,t] - S[k+1,t] for t outside io(e_k): tensors freed before e_k were offloaded before.
     """
     if draft.problem.copies is None:
         return
@@ -132,7 +133,7 @@ class _Channels:
         self.new = [units(time_s) if sure[v] else 0.0 for v, time_s in enumerate(draft.problem.time_s)]
         self.out = {t: units(trip.out_s) for t, trip in copies.trips.items()}
         self.back = {t: units(trip.in_s) for t, trip in copies.trips.items()}
-        self.most = sum(max(self.out[t], self.back[t]) for t in copies.trips)  # what both could wait for in a window
+        self.most = sum(max(self.out[t], self.back[t]) for t in copies.trips)  # longest wait in a window
         self.again: list[list[tuple[int, float]]] = [[] for _ in range(draft.windows)]
         for (k, _), column in (*draft.again.items(), *draft.twice.items()):
             self.again[k].append((column, draft.cost[column]))
@@ -140,7 +141,7 @@ class _Channels:
     def add_window(self, k: int) -> None:
         draft, ops = self.draft, range(self.draft.starts[k], self.draft.detail.ends[k] + 1)
         clock = [*self.again[k], (draft.column(1.0, integer=False, upper=self.most), 1.0)]
-        # What need not be executed counts if it is, wherever in the window.
+        # Optional executions count anywhere in the window.
         self.unsure = 0.0
         for v in ops if not draft.problem.places.plain else ():
             if not draft.problem.places.sure[v]:
@@ -165,9 +166,9 @@ class _Channels:
             self.add(clock, range(ops.start, v), terms, sum(self.back[t] for t in read))
 
     def gone(self, k: int) -> dict[int, int]:
-        """For t not in io(e_k) the column of Z[k,t] >= X[k,t] - S[k+1,t]: X itself where t is not handed on.
+        """Return for t not in io(e_k) the column of Z[k,t] >= X[k,t] - S[k+1,t], or of X if t is not handed over.
 
-        None where e_k is over so soon that it makes no difference, nor in the last window.
+        The result is empty in the last window, and if e_k is so short that the rows gain nothing.
         """
         draft, end = self.draft, self.draft.detail.ends[k]
         if k + 1 == draft.windows or self.new[end] < _LONG * OBJECTIVE_SCALE:  # 0 where e_k need not be executed
@@ -184,11 +185,11 @@ class _Channels:
         return columns
 
     def valid(self, k: int, t: int) -> int:
-        """Column of V[k,t]: S[k,t] where nothing of t can have been fetched before."""
+        """Return the column of V[k,t], or of S[k,t] if t cannot have been reloaded before."""
         return self.draft.valid.get((k, t), self.draft.handed[k, t])
 
     def places(self, ops: range, *, late: bool) -> list[int]:
-        """Ops of the window before the last one: half of its time from its end (or beginning), a quarter, and so on."""
+        """Return ops of the window before the last one: at half of its time from its end (or start), a quarter, and so on."""
         done = list(accumulate(self.new[v] for v in ops[:-1]))
         shares = [2.0**-part for part in range(1, _PARTS)]
         if not done:
@@ -196,7 +197,7 @@ class _Channels:
         return sorted({ops.start + bisect_left(done, done[-1] * (1 - share if late else share)) for share in shares})
 
     def add(self, clock: list[tuple[int, float]], new: range, copied: list[tuple[int, float]], seconds: float = 0.0) -> None:
-        """The row seconds + sum of `copied` <= c of `new` + what else is in `clock`, where it could be broken."""
+        """Add the row seconds + sum of `copied` <= c of `new` + the other terms of `clock`, unless it is redundant."""
         room = sum(self.new[v] for v in new) + self.unsure - seconds
         if sum(max(0.0, value) for _, value in copied) > room:
             columns, values = [column for column, _ in copied], [value for _, value in copied]

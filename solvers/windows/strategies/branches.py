@@ -1,8 +1,8 @@
-"""The relaxation of a graph with options, split by what is executed in a few places: each branch has windows of its own.
+"""Branches of the relaxation of a graph with options: decisions in a few places, each branch with its own windows.
 
-Where memory is tight depends on how the largest ops are computed, and with all ways in one program a fraction of each makes
-room for the others. So what is executed there is decided first: in one way after another, or in none of them. The least bound
-of the branches bounds all schedules, as each is in one of them; the branch that has it goes on.
+The tight places depend on how the largest ops are computed, and in a program with all alternatives a fraction of each makes space
+for the others. So these are decided first: one alternative after another, or none of them. The least bound of the branches is a
+bound on all schedules, as each is in one of them; the branch with the least bound is refined next.
 """
 
 from collections import deque
@@ -24,23 +24,23 @@ from solvers.windows.strategies.refinement import Look, look_at, look_at_fractio
 from solvers.windows.strategies.strategy import Strategy
 from solvers.windows.strategies.substitution import in_place
 
-Ways = tuple[tuple[int, ...], ...]  # of computing what one heavy place does, each the stand-ins of which one is executed
+Ways = tuple[tuple[int, ...], ...]  # alternatives for one heavy place, each a set of ops of which one is executed
 Decided = frozenset[Decision]
 
-_WHOLE = 0.01  # what is nearer to a whole number counts as one
+_WHOLE = 0.01  # distance within which a value counts as an integer
 
 
 @dataclass(slots=True)
 class Branch:
-    """Schedules of which some things are decided.
+    """A set of schedules with some decisions.
 
     Attributes:
-        detail: what its program looks at, and what is decided.
+        detail: the discretization of its program, with the decisions.
         bound: on their overhead, in units of the objective; inf if there are none.
-        limit: for its program.
-        undecided: ways of which one is to be decided for before its program is solved.
-        order: each op once, where something is decided and that can be; None once it has been handed on.
-        closed: all that can be looked at has been.
+        limit: of the next solve of its program.
+        undecided: alternatives of which one is to be decided before its program is solved.
+        order: each op once, with the decisions, if there are any and that is possible; None once it has been passed on.
+        closed: True if it cannot be refined further.
     """
 
     detail: Discretization
@@ -52,10 +52,10 @@ class Branch:
 
 
 class Branches(Strategy):
-    """Bounds with optional ops: all branches, of which each schedule is in one.
+    """Bounds with optional ops, by branches that cover all schedules.
 
     Attributes:
-        orders: of those that were looked at, each op once, latest last: where to look for schedules.
+        orders: orders of the branches that were solved, each op once, latest last, to start searches from.
     """
 
     def __init__(self, search: Search) -> None:
@@ -63,7 +63,7 @@ class Branches(Strategy):
         self.params = search.params.bound
         self.orders: deque[Order] = deque()
         self.whole = Discretization((search.problem.ops - 1,), places=search.problem.places.last)
-        self.here = replace(search.problem, copies=None)  # nothing goes to the host when all is kept
+        self.here = replace(search.problem, copies=None)  # keeping everything offloads nothing
         self.ways = _ways(search.problem, search.params.branches)
         self.all = [self._branch(frozenset(), -np.inf)]
         if self.ways:
@@ -71,16 +71,16 @@ class Branches(Strategy):
 
     @property
     def closed(self) -> bool:
-        """Whether nothing is left that would raise the bound."""
+        """True if no branch can raise the bound."""
         return self._next().closed
 
     @staticmethod
     def applies(problem: Problem) -> bool:
-        """As ``Strategy.applies``."""
+        """Return True if the problem has optional ops."""
         return not problem.places.plain
 
     def step(self, limit: float) -> bool:
-        """Look closer at the branch of the least bound, for as long as that one has; once more when solved."""
+        """Refine the branch of the least bound, for its own limit; once more when the problem is solved."""
         search = self.search
         if search.stopping.solved():
             if not search.stopping.stopped():
@@ -117,7 +117,7 @@ class Branches(Strategy):
             self._split(branch, ways)
         elif look.outcome is not Outcome.OPTIMAL:
             branch.limit *= self.params.longer
-            # Neither is memory given back by trying again, nor HiGHS's arithmetic better then.
+            # Another try would neither free memory nor improve HiGHS's arithmetic.
             branch.closed = look.outcome is Outcome.FAILED or search.stopping.out_of_memory()
         elif look.closer == branch.detail:
             branch.detail = halved(look.closer)
@@ -130,7 +130,7 @@ class Branches(Strategy):
         self.search.incumbent.prove(min(other.bound for other in self.all))
 
     def _is_of_no_use(self, branch: Branch) -> Callable[[], bool]:
-        """Whether nothing in it is better than the best schedule, which is in another branch then, by more than the tolerance."""
+        """Return a function that is True if the branch cannot improve the best schedule by more than the tolerance."""
         search, base_s = self.search, self.search.problem.base_s
 
         def is_above() -> bool:
@@ -139,7 +139,7 @@ class Branches(Strategy):
         return is_above if branch.detail.decided else lambda: False
 
     def _to_decide(self, branch: Branch, look: Look) -> Ways:
-        """Those of a heavy place where the solution is over the budget, if that is not decided."""
+        """Return the alternatives of the heavy place at which the solution exceeds the budget most, unless decided."""
         trial, budget = look.trial, self.search.budget_bytes
         if trial is None or trial.peak_bytes <= budget:
             return ()
@@ -154,7 +154,7 @@ class Branches(Strategy):
         return not {way for way, _ in decided}.issuperset(ways)
 
     def _split(self, branch: Branch, ways: Ways) -> None:
-        """A branch for each of the ways that is not decided, without those before it or in its way, and one without all."""
+        """Replace a branch by one for each undecided alternative, without conflicting and earlier ones, and one without all."""
         decided, groups = branch.detail.decided, self.search.problem.places.replaces
         ways = tuple(way for way in ways if self._is_open(decided, (way,)))
         parts = [decided.union((way, False) for way in ways)]
@@ -177,9 +177,9 @@ class Branches(Strategy):
                 branch.undecided = ways
 
     def _branch(self, decided: Decided, bound: float) -> Branch:
-        """In two windows: the first ends where keeping everything takes most memory.
+        """Return a branch with two windows, split at the peak of keeping everything.
 
-        If that is in a heavy place that is not decided, it is next.
+        If the peak is at a heavy place that is not decided, that place is decided next.
         """
         own_order = self._in_place(decided) if decided else None
         order = own_order or self._in_place(frozenset())
@@ -192,7 +192,7 @@ class Branches(Strategy):
         return Branch(detail, bound, self.params.first_slice, ways if is_open else (), own_order)
 
     def _in_place(self, decided: Decided) -> Order | None:
-        """Each op once, with the leanest of each way that is decided for."""
+        """Return the order that executes each op once, with the op of least memory of each decided alternative."""
         own = self.search.problem.own_bytes
         return in_place(
             self.search.problem, frozenset(min(way, key=own.__getitem__) for way, is_executed in decided if is_executed)
@@ -200,9 +200,9 @@ class Branches(Strategy):
 
 
 def _ways(problem: Problem, params: BranchParams) -> dict[int, Ways]:
-    """For ops of heavy places the ways that are worth deciding for: those of stand-ins of which some stand for the same op.
+    """Return for ops of heavy places the alternatives that are worth a decision, grouped by shared replaced ops.
 
-    None where too many places are as heavy: then none matters by itself.
+    The result is empty if many places are equally heavy: then no single one matters.
     """
     groups = problem.places.replaces
     spread = {b: abs(max(problem.own_bytes[i] for i in group) - problem.own_bytes[b]) for b, group in enumerate(groups) if group}
@@ -220,7 +220,7 @@ def _ways(problem: Problem, params: BranchParams) -> dict[int, Ways]:
 
 
 def _alike(problem: Problem, found: frozenset[int], alike: float) -> Ways:
-    """Stand-ins for the same, which read the same, in runs of about the same time."""
+    """Return the ops of `found` grouped into alternatives: same replaced ops, same inputs, and about the same time."""
     ways: list[list[int]] = []
     for _, same in groupby(sorted(found, key=lambda b: (*_what(problem, b), problem.time_s[b], b)), lambda b: _what(problem, b)):
         ways.append([])

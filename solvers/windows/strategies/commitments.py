@@ -1,7 +1,6 @@
-"""Search with optional ops: commit to some of them, and solve the plain graph that this leaves.
+"""Search with optional ops: commit to some of them, and solve the resulting plain graph.
 
-In an order of executions, however it was found, there is a plain graph (``decoding/plain_graph.py``), in which everything that
-finds schedules of plain graphs does so.
+Every order of executions has a plain graph (``decoding/plain_graph.py``), in which all strategies for plain graphs apply.
 """
 
 from collections import deque
@@ -28,31 +27,31 @@ from solvers.windows.strategies.substitution import in_place, is_possible, least
 
 
 class Orders(Protocol):
-    """What there is to commit to."""
+    """A source of orders to commit to."""
 
     @property
     def orders(self) -> deque[Order]:
-        """Those that have come in, latest last."""
+        """Orders that have arrived, latest last."""
 
     @property
     def closed(self) -> bool:
-        """Whether there will be no more."""
+        """True if no more orders will arrive."""
 
 
 @dataclass(slots=True)
 class Commitment:
-    """A plain graph, and what has become of it.
+    """A plain graph, and the results of its solves.
 
     Attributes:
         plain: the graph.
-        instead: ops that stand for others in it.
+        instead: ops that replace others in it.
         best: its best schedule so far.
-        away: from the host, in the order that it comes from.
-        found_s: time of the best schedule that it has come to, in the graph with options; inf if there is none.
-        promise_s: time of the schedule that it comes from; inf where that is what a relaxation's solution does.
-        runs: how often it has been solved for.
-        spent: on that, by the clock.
-        closed: it need not be looked at again.
+        away: reloads of the order that it comes from.
+        found_s: time of its best schedule in the graph with options; inf if there is none.
+        promise_s: time of the schedule that it comes from; inf if it comes from a solution of a relaxation.
+        runs: number of its solves.
+        spent: time of these, by the clock.
+        closed: True if it need not be solved again.
     """
 
     plain: PlainGraph
@@ -72,31 +71,31 @@ class Commitment:
 
     @property
     def known_s(self) -> float:
-        """Time of the best schedule that it has or comes from, inf if there is none."""
+        """Time of its best schedule or the schedule that it comes from, inf if there is none."""
         return min(self.found_s, self.promise_s)
 
 
 class Commitments:
-    """The plain graphs that have been committed to. Whoever drives the search solves them (``driver.py``)."""
+    """The plain graphs of a search with optional ops; the driver solves them (``driver.py``)."""
 
     def __init__(self, search: Search, known: dict[object, Commitment] | None = None) -> None:
-        """Begin.
+        """Create the set of plain graphs.
 
         Args:
-            known: found before, in another process.
+            known: those found before, in another process.
         """
         self.search = search
         self.all: dict[object, Commitment] = {} if known is None else known
         self.places = search.problem.places
         self.whole = Discretization((search.problem.ops - 1,), places=self.places.last)
         self._without_offloading: Trial | None = None  # the best that is known
-        self._learned: list[Trial] = []  # the best when it was last looked
+        self._learned: list[Trial] = []  # the best schedules at the last call of ``learn``
         self._options = FixAndOptimizeOptions(search) if FixAndOptimizeOptions.applies(search.problem) else None
         self._placements = Placements(search) if Placements.applies(search.problem) else None
 
     @classmethod
     def begun(cls, search: Search) -> Self:
-        """Return those of the program alone, nothing of it recomputed."""
+        """Return a set with the program alone, without recomputation."""
         found = cls(search)
         kept = found.try_instead(frozenset())
         assert kept is not None  # the program alone runs
@@ -104,11 +103,11 @@ class Commitments:
 
     @property
     def program(self) -> Commitment:
-        """The program alone."""
+        """The commitment to the program alone."""
         return next(iter(self.all.values()))
 
     def add_simple(self) -> None:
-        """Commit to what needs no model: the leanest and the fastest ops in place of others, the least memory, placements."""
+        """Commit to orders that need no model: alternatives of least memory or time, the least peak, placements."""
         search, params = self.search, self.search.params
         for instead in simple(search.problem):
             self.try_instead(instead)
@@ -117,7 +116,7 @@ class Commitments:
         self.place(min(params.placement.first, params.placement.first_share * search.clock.limit))
 
     def try_instead(self, instead: frozenset[int]) -> Trial | None:
-        """What comes of executing `instead` in place of others, and nothing again but what is missing then, if that can be."""
+        """Return the trial with `instead` in place of others and only necessary recomputations; None if impossible."""
         order = in_place(self.search.problem, instead)
         if order is None:
             return None
@@ -125,19 +124,19 @@ class Commitments:
         return self.search.offer(order, self.whole)
 
     def try_least(self, limit: float) -> None:
-        """Commit to what needs least memory with ops in place of others, whatever it takes longer."""
+        """Commit to the alternatives with the least peak, at any time."""
         order = least_instead(self.search.problem, self.search.clock.part(limit), self.search.stopping.stopped)
         if order is not None:
             self.add(order)
             self.search.offer(order, self.whole)
 
     def keep_without_offloading(self, trial: Trial) -> None:
-        """Keep a schedule of the graph without transfers to the host, and commit to what it does."""
+        """Keep a schedule of the graph without transfers to the host, and commit to its plain graph."""
         self.search.incumbent.take(trial)
         self._without_offloading = trial
 
     def lift_from(self, part: Graph) -> Callable[[Trial], None]:
-        """Return what keeps a schedule of `part`, which is the graph without some of its ops, and commits to what it does."""
+        """Return a function that keeps a schedule of `part`, the graph without some ops, and commits to its plain graph."""
         problem = self.search.problem
         of_whole = PartOf(problem.whole, part)
         place = {op: i for i, op in enumerate(problem.places.ids)}
@@ -156,7 +155,7 @@ class Commitments:
         return lift
 
     def learn(self, orders: Orders) -> None:
-        """Commit to what the best schedules do, and what has come in."""
+        """Commit to the best schedules and to the orders that have arrived."""
         best = [trial for trial in (self.search.incumbent.best, self._without_offloading) if trial is not None]
         for trial in best:
             if all(trial is not known for known in self._learned) and is_possible(self.search.problem, trial.order):
@@ -166,7 +165,7 @@ class Commitments:
             self.add(order)
 
     def _come_in(self, orders: Orders) -> Iterator[Order]:
-        """What the relaxation's solutions do, and the orders, each once."""
+        """Yield the orders of the relaxation's solutions and the orders that have arrived, each once."""
         search = self.search
         while search.models.solutions:
             detail, choice = search.models.solutions.popleft()
@@ -177,14 +176,14 @@ class Commitments:
             yield orders.orders.popleft()
 
     def place(self, limit: float) -> None:
-        """Vary where ops run, for so long by the clock, and commit to what would be fast in more memory."""
+        """Vary the placement of ops for `limit` of the clock, and commit to a fast one that exceeds the budget."""
         if self._placements is not None:
             self._placements.step(limit)
             if self._placements.lacking is not None:
                 self.add(self._placements.lacking)
 
     def add(self, order: Order, promise_s: float = inf) -> None:
-        """Commit to what `order` does, unless that is known.
+        """Commit to the plain graph of `order`, unless it is known.
 
         Args:
             promise_s: as in ``Commitment``.
@@ -196,17 +195,17 @@ class Commitments:
         commitment.promise_s = min(commitment.promise_s, promise_s)
 
     def searches(self, orders: Orders, until: float = inf) -> Iterator[Search]:
-        """Yield searches to be done in turn, each for longer and longer, until all are and no orders come any more.
+        """Yield searches to be run in turn, each longer than the last, until all are closed and no orders will arrive.
 
-        In between the strategies beside them go on for as long.
+        In between, the strategies for options and placements run for as long.
 
         Args:
-            orders: come in meanwhile.
-            until: by the clock, when it ends in any case.
+            orders: source of further orders.
+            until: latest end, by the clock.
         """
         search, params = self.search, self.search.params
         while not (search.stopping.solved() or search.stopping.stopped()):
-            closed = orders.closed  # before what has come in is taken from it
+            closed = orders.closed  # read before the orders are taken from it
             self.learn(orders)
             if search.clock.now >= until:
                 return
@@ -229,10 +228,10 @@ class Commitments:
                 search.clock.wait(POLL)
 
     def next_one(self) -> Commitment | None:
-        """The best one until it has had as much time as all others, then the best of those solved least often.
+        """Return the best one until it has had as much time as all others, then the best of those solved least often.
 
-        None if none is open. New ones come in for as long as there is a bound: if they came first, the best would not be solved
-        for longer.
+        Return None if none is open. New ones arrive as long as the bound is refined: if they came first, the best would not be
+        solved for longer.
         """
         still = [commitment for commitment in reversed(self.all.values()) if not commitment.closed]
         best = min(still, key=lambda c: c.known_s, default=None)
@@ -242,7 +241,7 @@ class Commitments:
         return min(others, key=lambda c: (c.runs, c.known_s), default=best)
 
     def follow(self, process: PartProcess, orders: Orders) -> bool:
-        """Have them solved elsewhere: hand on what comes in, and take what is found; False if that ended before it was done."""
+        """Have them solved in `process`: send new orders, receive schedules; return False if the process died."""
         search = self.search
         best, fewer, sent_closed = None, self._without_offloading, False
         with process:
@@ -269,7 +268,7 @@ class Commitments:
         return True
 
     def _begin(self, commitment: Commitment) -> Search:
-        """Return the search of a plain graph, for longer than the last time."""
+        """Return the search of a plain graph, with a longer limit than the last time."""
         params = self.search.params
         tolerance = Tolerance.of(params.commitments.share * self.search.stopping.tolerance)
         clock = self.search.clock.part(params.bound.first_slice * params.bound.longer**commitment.runs)
@@ -279,7 +278,7 @@ class Commitments:
         return sub
 
     def _end(self, commitment: Commitment, sub: Search, began: float) -> None:
-        """Take note of what a search came to; it need not be gone on with if it is solved or of no use."""
+        """Record the result of a search; close the commitment if it is solved or cannot improve."""
         self.take(commitment, sub.incumbent.best)
         self.search.models.note_size(sub.models.largest)
         commitment.runs += 1
@@ -288,7 +287,7 @@ class Commitments:
         commitment.closed = sub.stopping.solved() or bool(sub.incumbent.failure) or of_no_use
 
     def take(self, commitment: Commitment, trial: Trial | None) -> None:
-        """Offer what a schedule of a plain graph is in the graph with options."""
+        """Offer a schedule of a plain graph as a schedule of the graph with options."""
         if trial is None or trial.time_s >= commitment.best_s:
             return
         commitment.best = trial

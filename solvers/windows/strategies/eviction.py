@@ -1,4 +1,4 @@
-"""First schedules: everything kept, and what rules of eviction come to."""
+"""First schedules: keeping everything, and eviction rules."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -18,10 +18,10 @@ from solvers.windows.strategies.strategy import Strategy
 
 
 class KeepEverything(Strategy):
-    """The program as it is, nothing recomputed. Where that takes most memory the first window of the relaxation ends."""
+    """The program without recomputation; its peak ends the first window of the relaxation."""
 
     def step(self, limit: float) -> bool:
-        """As ``Strategy.step``."""
+        """Offer the schedule that keeps everything, and split the windows at its peak; return False."""
         ops = self.search.problem.ops
         whole = Discretization((ops - 1,))
         trial = self.search.offer(order_of(whole, range(ops)), whole)
@@ -31,7 +31,7 @@ class KeepEverything(Strategy):
 
 
 class EvictionRules(Strategy):
-    """One rule of eviction after another, with few recomputations each. The first step ends with the first schedule."""
+    """One eviction rule after another, with few recomputations each. The first step ends with the first schedule."""
 
     def __init__(self, search: Search) -> None:
         super().__init__(search)
@@ -39,7 +39,7 @@ class EvictionRules(Strategy):
         self._begun = False
 
     def step(self, limit: float) -> bool:
-        """As ``Strategy.step``."""
+        """Try rules for about `limit`; return False once there are no more."""
         search, first, self._begun = self.search, not self._begun, True
         stopping, until = search.stopping, search.clock.now + limit
         while not (stopping.solved() or stopping.stopped() or search.clock.now >= until):
@@ -54,10 +54,10 @@ class EvictionRules(Strategy):
 
 
 class TightEviction(Strategy):
-    """Where no schedule is known: what rules of eviction find however much they recompute; failing that, of least memory."""
+    """A first schedule by eviction rules with any number of recomputations or, failing that, of least peak."""
 
     def step(self, limit: float) -> bool:
-        """As ``Strategy.step``."""
+        """Try all rules for about `limit` until there is a schedule; return False."""
         search, params = self.search, self.search.params.first_schedule
         if search.incumbent.best is not None:
             return False
@@ -72,7 +72,7 @@ class TightEviction(Strategy):
         for rule in with_prices(search.problem, (*params.rules, *params.tight_rules), search.params.offloading.prices):
             if should_stop():
                 return False
-            # At every price the rules may take longer than there is: half of it is for what needs least memory.
+            # The rules may take longer than the limit: half of it is reserved for the least peak.
             if search.problem.copies is not None and search.clock.now > (began + until) / 2:
                 break
             offer(search, evicted(search.problem, rule, should_stop=should_stop))
@@ -83,9 +83,9 @@ class TightEviction(Strategy):
 
 
 def evicted(problem: Problem, rule: EvictionRule, **limits: Unpack[Limits]) -> Order | None:
-    """Return the order that `rule` comes to, with transfers to the host where `problem` has them.
+    """Return the order that `rule` finds, with offloading if `problem` has it.
 
-    None if it fails, or recomputes what reads what has been written over: eviction does not look at that.
+    Return None if the rule fails, or if a recomputation reads a tensor that was written in place, which eviction ignores.
     """
     whole = Discretization((problem.ops - 1,))
     if problem.copies is None:
@@ -98,7 +98,7 @@ def evicted(problem: Problem, rule: EvictionRule, **limits: Unpack[Limits]) -> O
 
 
 def with_prices(problem: Problem, rules: Sequence[EvictionRule], prices: Sequence[float]) -> Iterator[EvictionRule]:
-    """Yield `rules`; with transfers to the host at one price of the channels' time after another."""
+    """Yield `rules`; with transfers to the host, at one price of channel time after another."""
     if problem.copies is None:
         yield from rules
     else:
@@ -112,7 +112,7 @@ def offer(search: Search, order: Order | None) -> None:
 
 
 def offer_program(search: Search, computed: Sequence[int] | None) -> None:
-    """Offer what executes ops of the program only, unless something reads there what has been written over."""
+    """Offer an order of ops of the program, unless a recomputation reads a tensor that was written in place."""
     if computed is None:
         return
     order = order_of(Discretization((search.problem.ops - 1,)), computed)

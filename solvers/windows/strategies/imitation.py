@@ -1,4 +1,4 @@
-"""Schedules of other methods: none is faster than the solver's."""
+"""Imitation of baselines, so that none finds a faster schedule than the exact solver."""
 
 from solvers.clock import left
 from solvers.registry import get_solver
@@ -8,10 +8,10 @@ from solvers.windows.strategies.strategy import Strategy
 
 
 class Imitation(Strategy):
-    """What the methods of ``FirstScheduleParams.imitated`` find, one after another."""
+    """The schedules of the baselines in ``FirstScheduleParams.imitated``, one after another."""
 
     def step(self, limit: float) -> bool:
-        """As ``Strategy.step``."""
+        """Run the baselines for at most `limit` and offer their schedules; return False."""
         search, clock = self.search, self.search.clock.part(limit)
         for name in search.params.first_schedule.imitated:
             if search.stopping.solved() or search.stopping.stopped() or left(clock) <= 0:

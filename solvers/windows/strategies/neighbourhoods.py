@@ -1,10 +1,10 @@
 """Fix-and-optimize in one narrow model.
 
-What a narrow model's solution expands to is over the budget in few places. So what it chose elsewhere is fixed,
-those places are looked at more closely, and the model is solved again, which takes a moment; and so on until all
-fits. Once there is a schedule, a few choices of it at a time are opened and the rest is fixed (large-neighbourhood
-search, Shaw, CP 1998): all choices in some windows; or in all windows those of some ops, so that something else may
-be kept over much of the step. Unlike in a segment (``segments.py``), there are few choices.
+The decoded solution of a narrow model exceeds the budget in few places. So its choices elsewhere are fixed, those places are
+refined, and the model is solved again, which takes a moment; and so on until the schedule fits. Then a few variables of the
+schedule at a time are opened and the others fixed (large-neighbourhood search, Shaw, CP 1998): all variables in some windows; or
+those of some ops in all windows, so that another tensor may be kept over much of the step. Unlike in a segment (``segments.py``),
+there are few variables.
 """
 
 from abc import abstractmethod
@@ -32,14 +32,14 @@ Columns = list[int]
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A schedule, and what it is in a model."""
+    """A schedule, and its values in a model."""
 
     trial: Trial
     model: Model
     start: Floats
 
     def repeated(self) -> Iterator[tuple[tuple[int, int], float]]:
-        """(window, op) that is executed again, and what that costs; or whose output is fetched, and what that takes."""
+        """Yield (window, op) and the cost of each recomputation, and of each reload, by the producer."""
         model, problem = self.model, self.model.problem
         yield from ((key, model.program.cost[column]) for key, column in model.again.items() if self.start[column] > 0.5)
         if problem.copies is not None:
@@ -49,13 +49,13 @@ class Placed:
 
 
 class NarrowModel:
-    """The narrow model of a solve, and what it has found out."""
+    """The narrow model of a solve, with the candidates for its variables."""
 
     def __init__(self, search: Search, coarse: Discretization) -> None:
         self.search = search
         self.params = search.params.neighbourhoods
         self.coarse = coarse
-        # With optional ops, what is always there would need one that makes it.
+        # With optional ops, a tensor that is always in memory would need a sure producer.
         plain = search.problem.places.plain
         self.small = without_small(search.problem, self.params.small_share) if plain else search.problem
         self.known = CandidateSet()
@@ -64,38 +64,38 @@ class NarrowModel:
         self.draw = np.random.default_rng(0)
 
     def begin(self) -> None:
-        """Take windows and choices from coarse solutions, and find a first schedule."""
+        """Choose windows and candidates from coarse solutions, and find a first schedule."""
         trials = self.coarse_trials()
         self.detail = self.coarse
         self.look_closer(trials)
         fresh, before_s = self.detail, self.search.incumbent.best_s
         self.restart(self.params.whole_limit)
-        # What was solved for the least capacity is not as good, but nearly fits.
+        # The solution for the least capacity is slower, but nearly fits.
         if trials and trials[-1].time_s < before_s <= self.search.incumbent.best_s:
             self.search.progress.tell("repairing a coarse solution")
             self.detail = fresh
             self.settle(trials[-1])
 
     def look_closer(self, trials: Iterable[Trial]) -> None:
-        """Have a window wherever `trials` take much memory."""
+        """Add windows wherever `trials` need much memory."""
         windows = max(self.params.windows, self.params.size // self.search.problem.ops)
         detail = tight_windows(self.search.problem, trials, self.params.tight_share * self.search.budget_bytes, windows)
         self.detail = self.detail.ending_at(detail.ends)
 
     def choose_from(self, ops: Iterable[int]) -> None:
-        """Have these executed again as well, wherever something near wants it."""
+        """Add `ops` to the candidates for recomputation."""
         before = len(self.known.ops)
         self.known.ops.update(ops)
         if len(self.known.ops) > before:
             self._best = None
 
     def more_choices(self) -> bool:
-        """As of ``CandidateSet``."""
+        """Allow more candidates, as ``CandidateSet.more_choices`` does."""
         self._best = None
         return self.known.more_choices(self.search.problem.ops)
 
     def coarse_trials(self) -> list[Trial]:
-        """What solutions of coarse models look like, for several capacities."""
+        """Return the trials of solutions of coarse models, for several capacities."""
         trials: list[Trial] = []
         search, small, coarse = self.search, self.small, self.coarse
         for share in self.params.coarse_capacities:
@@ -114,7 +114,7 @@ class NarrowModel:
         return trials
 
     def restart(self, limit: float) -> bool:
-        """Solve the model with nothing fixed and settle what it finds; whether there is nothing more to find in it."""
+        """Solve the model with nothing fixed and repair its solution; return True if nothing more can be found in it."""
         search = self.search
         if search.stopping.enough():
             return True
@@ -122,7 +122,7 @@ class NarrowModel:
         search.progress.tell(f"searching in {len(self.detail.ends)} windows")
 
         def try_solution(values: Floats, objective: float) -> bool:
-            # A schedule that is far from the best is soon found, and better than none.
+            # A schedule far from the best is found quickly, and better than none.
             if search.incumbent.best is None:
                 self.look(model, read_choice(model, values))
             return False
@@ -139,7 +139,7 @@ class NarrowModel:
         return answer.outcome is Outcome.OPTIMAL and model.detail == self.detail
 
     def best_in_model(self) -> Placed:
-        """The best schedule as a solution of the narrow model."""
+        """Return the best schedule as a solution of the narrow model."""
         trial = self.search.incumbent.best_trial
         if self._best is None or self._best.trial is not trial or self._best.model.detail != self.detail:
             self.known.learn_order(trial.order)
@@ -147,13 +147,13 @@ class NarrowModel:
         return self._best
 
     def placed(self, model: Model, trial: Trial) -> Placed:
-        """What `trial` is in `model`."""
+        """Return `trial` as a solution of `model`."""
         return Placed(trial, model, start_values(model, choice_of_trial(self.search.problem, model.detail, trial)))
 
     def settle(self, trial: Trial) -> bool:
-        """Look closer where `trial` does not fit, and choose anew there, until all fits; whether it does.
+        """Refine where `trial` exceeds the budget, and solve again there, until it fits; return True if it does.
 
-        What it has looked at closely stays so in the model.
+        The model keeps the refinements.
         """
         search, budget_bytes = self.search, self.search.budget_bytes
         ahead = 1
@@ -177,7 +177,7 @@ class NarrowModel:
             looked = None if choice is None else self.look(model, choice)
             if looked is None:
                 return fits
-            # What costs the same has probably but moved what does not fit to an earlier op.
+            # A solution of the same cost has probably moved the excess to an earlier op.
             ahead = 2 * ahead if looked.time_s < trial.time_s * (1 + self.params.open_gap) else 1
             if fits and looked.time_s >= trial.time_s:
                 return True
@@ -185,7 +185,7 @@ class NarrowModel:
         return trial.peak_bytes <= budget_bytes
 
     def around(self, model: Model, trial: Trial) -> Choice | None:
-        """A solution of `model` that is `trial` but for the windows around those in which that does not fit."""
+        """Return a solution of `model` that equals `trial` except in the windows around those that exceed the budget."""
         search, problem = self.search, self.search.problem
         order = order_of(model.detail, trial.order.computed, instead=trial.order.instead, places=problem.places)
         over = {w for w, taken in zip(order.windows, trial.memory_bytes, strict=True) if taken > search.budget_bytes}
@@ -208,7 +208,7 @@ class NarrowModel:
         return None if best is None else read_choice(model, best)
 
     def look(self, model: Model, choice: Choice) -> Trial | None:
-        """What a solution expands to; None if that would read what has been written over, or may not be executed."""
+        """Return the trial of a solution; None if it would read an overwritten tensor or exceeds a resource."""
         order = decoded(model.problem, model.detail, choice)
         if writers := late_writers(self.search.problem, order):
             self.detail = model.detail.ending_at(writers)
@@ -218,19 +218,19 @@ class NarrowModel:
         return self.search.offer(order, model.detail)
 
     def model(self) -> Model:
-        """The narrow model as it is now."""
+        """Return the narrow model in its current state."""
         return build_restricted(self.small, self.detail, self.known, self.params)
 
 
 class Restarts(SteppedStrategy):
-    """Solves the whole narrow model, for longer and longer, until it is solved to the end."""
+    """Solves of the whole narrow model, with longer and longer limits, until it is solved to optimality."""
 
     def __init__(self, search: Search, narrow: NarrowModel) -> None:
         super().__init__(search)
         self.narrow = narrow
 
     def steps(self) -> Iterator[None]:
-        """As ``SteppedStrategy.steps``."""
+        """Solve the model once per step."""
         params = self.search.params.neighbourhoods
         limit = params.whole_limit
         while not self.narrow.restart(limit):
@@ -239,9 +239,9 @@ class Restarts(SteppedStrategy):
 
 
 class FixAndOptimize(SteppedStrategy):
-    """Solves for some choices of the best schedule, the others fixed, as long as that may lead further."""
+    """Solves with some variables of the best schedule open and the others fixed, as long as that may improve it."""
 
-    opened: str  # what is opened, for people to read
+    opened: str  # name of the elements, for progress messages
 
     def __init__(self, search: Search, narrow: NarrowModel) -> None:
         super().__init__(search)
@@ -249,19 +249,19 @@ class FixAndOptimize(SteppedStrategy):
 
     @staticmethod
     def applies(problem: Problem) -> bool:
-        """As ``Strategy.applies``."""
+        """Return True if the problem does not have both optional ops and transfers to the host."""
         return problem.places.plain or problem.copies is None
 
     @abstractmethod
     def count(self, model: Model) -> int:
-        """Return how many there are in `model` of what is opened."""
+        """Return the number of elements of `model` that can be opened."""
 
     @abstractmethod
     def columns(self, best: Placed, size: int) -> Columns:
-        """Return the columns of `size` of these."""
+        """Return the columns of `size` of these elements."""
 
     def steps(self) -> Iterator[None]:
-        """Open a few at a time; more of them where that is soon done."""
+        """Open some elements per step; more of them if the last solve was fast."""
         search, narrow, params = self.search, self.narrow, self.search.params.neighbourhoods
         if search.incumbent.best is None:
             return
@@ -291,16 +291,16 @@ class FixAndOptimize(SteppedStrategy):
 
 
 class FixAndOptimizeWindows(FixAndOptimize):
-    """Opens windows that follow each other, most often such as recompute much."""
+    """Fix-and-optimize of consecutive windows, preferably those with much recomputation."""
 
     opened = "windows"
 
     def count(self, model: Model) -> int:
-        """As ``FixAndOptimize.count``."""
+        """Return the number of windows."""
         return len(model.detail.ends)
 
     def columns(self, best: Placed, size: int) -> Columns:
-        """As ``FixAndOptimize.columns``."""
+        """Return the columns of `size` consecutive windows around a random one."""
         costs = np.zeros(len(best.model.detail.ends))
         for (k, _), cost in best.repeated():
             costs[k] += cost
@@ -309,16 +309,16 @@ class FixAndOptimizeWindows(FixAndOptimize):
 
 
 class FixAndOptimizeOps(FixAndOptimize):
-    """Opens ops in two runs, most often such as are recomputed at much cost: some of it may be kept instead of the rest."""
+    """Fix-and-optimize of two runs of ops, preferably recomputed at much cost: one may be kept instead of the other."""
 
     opened = "ops"
 
     def count(self, model: Model) -> int:
-        """As ``FixAndOptimize.count``."""
+        """Return the number of ops."""
         return model.problem.ops
 
     def columns(self, best: Placed, size: int) -> Columns:
-        """As ``FixAndOptimize.columns``."""
+        """Return the columns of `size` ops, half of them around each of two random ones."""
         costs = np.zeros(best.model.problem.ops)
         for (_, i), cost in best.repeated():
             costs[i] += cost
@@ -328,28 +328,28 @@ class FixAndOptimizeOps(FixAndOptimize):
 
 
 class FixAndOptimizeOptions(Strategy):
-    """Fix-and-optimize with optional ops, near the best schedule, which others may change meanwhile.
+    """Fix-and-optimize with optional ops, near the best schedule, which other strategies may improve meanwhile.
 
-    A plain graph says for each op in which way it is executed at all. Here that is chosen together with the rest, in
-    a few windows or of a few ops.
+    A plain graph fixes the alternative of each op. Here alternatives are chosen together with the other variables, in a few
+    windows or of a few ops.
     """
 
     def __init__(self, search: Search) -> None:
         super().__init__(search)
         self.near = NarrowModel(search, Discretization((search.problem.ops - 1,), places=search.problem.places.last))
-        # What is executed at all is chosen first, and what of the program is recomputed once that leads no further.
+        # Alternatives are varied first, recomputations of the program once that gains nothing more.
         self.near.choose_from(i for i, sure in enumerate(search.problem.places.sure) if not sure)
         self._strategies: list[Strategy] = []
-        self._from: Trial | None = None  # the best when it last began
+        self._from: Trial | None = None  # the best schedule at the last ``_begin``
         self._none_left = False
 
     @staticmethod
     def applies(problem: Problem) -> bool:
-        """As ``Strategy.applies``: with row 13 one solve takes longer than there is."""
+        """Return True if the problem has optional ops and no transfers to the host: with row 13 a solve takes too long."""
         return not problem.places.plain and problem.copies is None
 
     def step(self, limit: float) -> bool:
-        """As ``Strategy.step``."""
+        """Improve the best schedule for about `limit`; return False once no neighbourhood improves it."""
         search = self.search
         if search.incumbent.best is None or (self._none_left and search.incumbent.best is self._from):
             return False
@@ -371,7 +371,7 @@ class FixAndOptimizeOptions(Strategy):
         return not (self._none_left or search.stopping.enough())
 
     def _begin(self) -> None:
-        """From the best schedule: from now on windows end where it takes much memory."""
+        """Start from the best schedule: add windows where it needs much memory."""
         self._from = best = self.search.incumbent.best_trial
         self.near.choose_from(op for op, first in zip(best.order.computed, best.order.first, strict=True) if not first)
         self.near.look_closer([best])
@@ -379,7 +379,7 @@ class FixAndOptimizeOptions(Strategy):
 
 
 def _shares(costs: Floats) -> Floats:
-    """What each is drawn with: half even, half by cost."""
+    """Return the probabilities of the elements: half uniform, half by cost."""
     if not costs.any():
         costs = np.ones(len(costs))
     shares: Floats = 0.5 * costs / costs.sum() + 0.5 / len(costs)
@@ -387,7 +387,7 @@ def _shares(costs: Floats) -> Floats:
 
 
 def fixed_but_for(placed: Placed, opened: Columns) -> Milp:
-    """The program with its choices fixed as in `placed`, but for the columns `opened`."""
+    """Return the program with its variables fixed as in `placed`, except the columns `opened`."""
     model, start = placed.model, placed.start
     fixed = np.zeros(len(start), dtype=bool)
     fixed[[*model.again.values(), *model.handed.values(), *model.taken.values(), *model.instead.values()]] = True
@@ -399,7 +399,7 @@ def fixed_but_for(placed: Placed, opened: Columns) -> Milp:
 
 
 def columns_in(model: Model, windows: Container[int]) -> Columns:
-    """Choices in these windows, and at their ends."""
+    """Return the columns of variables in these windows, and at their ends."""
     window, replaces = model.detail.window_of, model.problem.places.replaces
     return [
         *(column for (k, _), column in model.again.items() if k in windows),
@@ -410,7 +410,7 @@ def columns_in(model: Model, windows: Container[int]) -> Columns:
 
 
 def columns_of(model: Model, ops: Container[int]) -> Columns:
-    """Choices of these ops and of what they make, in all windows, and what stands for them."""
+    """Return the columns of these ops and their outputs in all windows, and of the ops that replace them."""
     producers, replaces = model.problem.producers, model.problem.places.replaces
     return [
         *(column for (_, i), column in model.again.items() if i in ops),

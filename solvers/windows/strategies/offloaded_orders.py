@@ -1,8 +1,8 @@
-"""Schedules at once, down to budgets that recomputing does not come to: what is not needed now is on the host.
+"""Fast schedules with offloading, for budgets that recomputation cannot reach: tensors are on the host while no op needs them.
 
-While all that may go there is there whenever no op reads or makes it, an op has beside it kept tensors and those that no trip
-is offered for. Where these are too much, rules of eviction compute them again (``solvers.eviction``), on a graph in which what
-is sent takes no memory of its own but is in the workspaces of its ops.
+If all tensors that can be offloaded are in memory only while an op reads or produces them, other memory holds kept tensors and
+those that cannot be offloaded. If these exceed the budget, eviction rules recompute them (``solvers.eviction``), on a graph in
+which offloaded tensors have no size but count in the workspaces of their ops.
 """
 
 from collections.abc import Callable, Iterator, Sequence, Set
@@ -26,21 +26,21 @@ from solvers.windows.strategies.strategy import Strategy
 _INSTANT_S = 1e-12  # of ops that take no time
 _FEW_EXECUTIONS = 4.0  # per op of the graph
 
-# Shares of what may be sent, of either ranking, that is sent while the rest is computed again; all is what needs least memory.
+# Shares of either ranking that are offloaded while the rest is recomputed; all of it needs least memory.
 _BACKWARD_FIRST, _SOONEST_FIRST = (1.0, 0.5, 0.75), (0.1, 0.25)
 _LEAST_SHARES = (1.0, 0.5)
 
 
 class OffloadedOrders(Strategy):
-    """Orders in which what is not needed now is on the host, and the rest is recomputed by rules of eviction."""
+    """Orders that offload tensors while no op needs them, and recompute the others by eviction rules."""
 
     @staticmethod
     def applies(problem: Problem) -> bool:
-        """As ``Strategy.applies``."""
+        """Return True if the problem has transfers to the host and no other optional ops."""
         return problem.places.plain and problem.copies is not None
 
     def step(self, limit: float) -> bool:
-        """As ``Strategy.step``."""
+        """Offer such orders for about `limit`; return False."""
         search, until = self.search, self.search.clock.now + limit
 
         def ended() -> bool:
@@ -56,9 +56,9 @@ class OffloadedOrders(Strategy):
 
 
 def offloaded_orders(problem: Problem, *, should_stop: Callable[[], bool]) -> Iterator[Order]:
-    """Orders that fit, as far as the host has room for what is read again by what is computed again.
+    """Yield orders that fit, provided that the host has space for the tensors that recomputations read.
 
-    The first has all away that must be; others have less away, and compute more again.
+    The first ones offload as much as necessary; later ones offload less and recompute more.
     """
     ranked, backward_first = _rankings(problem)
     chosen = [backward_first[: round(share * len(ranked))] for share in _BACKWARD_FIRST]
@@ -81,7 +81,7 @@ def offloaded_orders(problem: Problem, *, should_stop: Callable[[], bool]) -> It
 
 
 def least_offloaded(graph: Graph, clock: Clock, *, should_stop: Callable[[], bool] | None = None) -> Trial:
-    """The schedule of least peak that is found before the clock's limit, or `should_stop`; `graph` offers round trips."""
+    """Return the schedule of least peak found before the clock's limit or `should_stop`; `graph` has transfers to the host."""
     problem = problem_of(graph, graph.static_bytes)
     _, ranking = _rankings(problem)
     trials = []
@@ -96,9 +96,9 @@ def least_offloaded(graph: Graph, clock: Clock, *, should_stop: Callable[[], boo
 
 
 def _rankings(problem: Problem) -> tuple[list[int], list[int]]:
-    """What may be sent: what cannot be computed again, then what is sooner copied; and with what the backward pass makes first.
+    """Return two rankings of the tensors that can be offloaded: those that cannot be recomputed, then those with cheap transfers.
 
-    The latter, which is deep in the step, is seldom worth to be computed again.
+    The second one also starts with tensors of the backward pass, whose recomputation deep in the step is rarely useful.
     """
     assert problem.copies is not None
     trips, ops = problem.copies.trips, problem.graph.ops
@@ -108,7 +108,7 @@ def _rankings(problem: Problem) -> tuple[list[int], list[int]]:
 
 
 def _hosted(problem: Problem, ranked: Sequence[int]) -> frozenset[int]:
-    """Of `ranked`, the first first, what may be on the host all together, from when it is made to when it is read last."""
+    """Return the first tensors of `ranked` that fit on the host together, from their production to their last read."""
     assert problem.copies is not None
     room = problem.copies.host_bytes
     if room is None:
@@ -124,7 +124,10 @@ def _hosted(problem: Problem, ranked: Sequence[int]) -> frozenset[int]:
 
 
 def elsewhere(graph: Graph, sent: Set[int]) -> Graph:
-    """`graph` with `sent` in memory only while an op reads or makes it. What an op makes of these is never made again."""
+    """Return `graph` with `sent` in memory only while an op reads or produces them.
+
+    Ops that produce only such and kept tensors are not recomputable.
+    """
     tensors = tuple(replace(t, size_bytes=0) if t.id in sent else t for t in graph.tensors)
     ops = tuple(
         replace(
@@ -143,9 +146,9 @@ def _peak_bytes(graph: Graph, computed: Sequence[int]) -> int:
 
 
 def _with_away(problem: Problem, computed: Sequence[int], sent: frozenset[int]) -> Order:
-    """`computed`, with so much of `sent` away that all fits: where there is no room, what is read last goes."""
+    """Return the order `computed` with reloads of `sent` so that it fits: the tensors that are read last are offloaded."""
     graph, reads = problem.graph, _next_reads(problem, computed)
-    there: dict[int, int] = {}  # on the device, and where it is read next
+    there: dict[int, int] = {}  # tensors on the device, with their next reads
     away: set[tuple[int, int]] = set()
     live_bytes = done = 0
     for place, op in enumerate(computed):
@@ -172,7 +175,7 @@ def _with_away(problem: Problem, computed: Sequence[int], sent: frozenset[int]) 
 
 
 def _next_reads(problem: Problem, computed: Sequence[int]) -> list[dict[int, int]]:
-    """For each execution, where what it reads or makes is read next, left out where it is made again before, or never read."""
+    """Return for each execution the next reads of its inputs and outputs, unless a tensor is recomputed before."""
     found: list[dict[int, int]] = []
     following: dict[int, int] = {}
     for place in range(len(computed) - 1, -1, -1):

@@ -1,9 +1,9 @@
-"""Schedules that offload tensors to the host: coarse models for less memory and slower links, and what is left of either.
+"""Schedules that offload tensors to the host: variations of the coarse model, and their improvement.
 
-Solutions of coarse models know what to recompute and what to offload, and that the channels have the time for it; not, in
-which order memory and channels are wanted within a window. Solved for a little less memory, or for a slower link, they
-often need not wait at all (``CoarseVariations``). Where a schedule still waits for a copy, what is copied is recomputed instead.
-What is left of memory or channels is then used by leaving out copies and recomputations (``Polishing``).
+Solutions of coarse models decide which tensors to recompute and to offload within the capacity of the channels, but not in which
+order memory and channels are used within a window. Solutions for a little less memory, or a slower link, often need not wait at
+all (``CoarseVariations``). Where a schedule still waits for a transfer, the tensor is recomputed instead. Unused memory and
+channel time then allow removing transfers and recomputations (``Polishing``).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -29,20 +29,20 @@ Away = frozenset[tuple[int, int]]
 
 
 class CoarseVariations(SteppedStrategy):
-    """Solutions of the coarse model for less memory and slower links, the least changes first."""
+    """Solutions of the coarse model for less memory and slower links, the smallest changes first."""
 
     def __init__(self, search: Search, known: CandidateSet) -> None:
-        """Begin; `known` learns the solutions."""
+        """Create the strategy; `known` learns the solutions."""
         super().__init__(search)
         self.known = known
 
     @staticmethod
     def applies(problem: Problem) -> bool:
-        """As ``Strategy.applies``."""
+        """Return True if the problem has transfers to the host and no other optional ops."""
         return problem.places.plain and problem.copies is not None
 
     def steps(self) -> Iterator[None]:
-        """As ``SteppedStrategy.steps``."""
+        """Solve one variation per step and offer its solutions."""
         search, params = self.search, self.search.params.offloading
         changes = [(share, slower) for share in params.capacities for slower in params.slower]
         for share, slower in sorted(changes, key=lambda change: 1 / change[0] + params.weight * change[1]):
@@ -55,7 +55,7 @@ class CoarseVariations(SteppedStrategy):
 
 
 def _solve_and_offer(search: Search, model: Model, known: CandidateSet) -> None:
-    """Offer what solutions of `model` come to that could be better, and that with what they wait for computed again."""
+    """Offer the solutions of `model` that may be the best, as they are and with recomputation in place of waits."""
     problem, params, detail = search.problem, search.params.offloading, model.detail
     below = problem.units(search.incumbent.best_s - problem.base_s)
 
@@ -73,7 +73,7 @@ def _solve_and_offer(search: Search, model: Model, known: CandidateSet) -> None:
 
 
 def offer_without_waits(search: Search, trial: Trial) -> None:
-    """Offer what comes of `trial` if it computes again what it waits for, where it fits and could be better than the best."""
+    """Offer `trial` with recomputation in place of waits, if it fits and may be the best."""
     if trial.peak_bytes > search.budget_bytes or trial.time_s - sum(trial.waits_s) >= search.incumbent.best_s:
         return
     stop = search.stopping.polled(WORK_PER_EXECUTION * len(trial.order.computed), search.stopping.enough)
@@ -90,15 +90,15 @@ def _slower(copies: Copies | None, times: float) -> Copies | None:
 
 
 class Polishing(SteppedStrategy):
-    """Leaves out a recomputation or a copy of the best schedule, and keeps or reloads what it made, until none can be."""
+    """Removal of one recomputation or transfer of the best schedule at a time, until none can be removed."""
 
     @staticmethod
     def applies(problem: Problem) -> bool:
-        """As ``Strategy.applies``."""
+        """Return True if the problem has transfers to the host and no other optional ops."""
         return problem.places.plain and problem.copies is not None
 
     def steps(self) -> Iterator[None]:
-        """As ``SteppedStrategy.steps``."""
+        """Try one removal per step."""
         search = self.search
         problem = search.problem
         done: Trial | None = None
@@ -112,7 +112,7 @@ class Polishing(SteppedStrategy):
                 _offer_faster(search, computed, away)
                 yield
                 if search.incumbent.best is not best:
-                    # What has been of no use before is looked at again only once the others have been.
+                    # Removals that failed before are tried again only after the others.
                     below_s = np.inf if place is None else problem.time_s[best.order.computed[place]]
                     break
             else:
@@ -133,13 +133,13 @@ def _offer_faster(search: Search, computed: Sequence[int], away: Away) -> None:
 def simpler(
     problem: Problem, trial: Trial, budget_bytes: int, below_s: float = np.inf
 ) -> Iterator[tuple[int | None, Sequence[int], Away]]:
-    """Orders with one further execution less than `trial`, the longest first; then with one copy less, if it waits at all.
+    """Yield orders with one recomputation less than `trial`, the longest first; then with one transfer less, if it waits at all.
 
-    What an execution that is left out has made stays from its last use before, where `trial` leaves the room for it, or
-    is fetched. Each comes with the execution's position, None where it is a copy.
+    The outputs of the removed execution stay in memory since their last use, if `trial` leaves space, or are reloaded. Each order
+    comes with the position of the execution, None for a transfer.
 
     Args:
-        below_s: executions of ops that take longer are not looked at.
+        below_s: executions of longer ops are skipped.
     """
     assert problem.copies is not None
     computed, away = trial.order.computed, trial.order.away
@@ -170,7 +170,7 @@ def simpler(
 def recomputing_where_it_waits(
     problem: Problem, trial: Trial, budget_bytes: int, should_stop: Callable[[], bool], params: OffloadingParams
 ) -> Trial:
-    """`trial`, which fits, with what is copied computed again instead, one tensor after another, while that takes less time."""
+    """Return `trial`, which fits, with recomputation in place of transfers, one tensor after another, while it becomes faster."""
     whole = Discretization((problem.ops - 1,))
     found: Trial | None = trial
     while found is not None:
@@ -187,7 +187,7 @@ def recomputing_where_it_waits(
 
 
 def _computing_instead(problem: Problem, trial: Trial, params: OffloadingParams) -> Iterator[tuple[Sequence[int], Away]]:
-    """Orders in which one tensor less is away: at the longest waits, of those that went before it the cheapest a second."""
+    """Yield orders with one transfer less: at the longest waits, the cheapest recomputation per second first."""
     assert problem.copies is not None
     computed, away = trial.order.computed, trial.order.away
     stays = stays_of(problem, computed, away)
@@ -216,7 +216,7 @@ def _computing_instead(problem: Problem, trial: Trial, params: OffloadingParams)
 def _chain(
     problem: Problem, stays: Sequence[Stay], computed: Sequence[int], pair: tuple[int, int], longest: int
 ) -> list[int] | None:
-    """Ops that make a tensor again right before the position that it is fetched for; None if too many, or they must not run."""
+    """Return the ops that recompute a tensor right before its reload; None if there are too many, or they must not run."""
     tensor, place = pair
     there = {stay.tensor for stay in stays if stay.read < place <= stay.end or (stay.read == place and stay.fetched)} - {tensor}
     done = max(computed[:place], default=-1) + 1
@@ -237,7 +237,7 @@ def _chain(
 def _inserted(
     problem: Problem, computed: Sequence[int], away: Away, pair: tuple[int, int], chain: Sequence[int]
 ) -> tuple[Sequence[int], Away]:
-    """`computed` with `chain` in place of what `pair` fetches; what the chain reads of what is fetched there comes before it."""
+    """Return `computed` with `chain` in place of the reload `pair`; other reloads there move before the readers in it."""
     _, place = pair
     first_read = {t: place + i for i, op in reversed(list(enumerate(chain))) for t in problem.inputs[op]}
     moved = {

@@ -1,9 +1,9 @@
-"""Where ops run, chosen anew for a few of them at a time, and judged by the clocks of all devices.
+"""Search over placements: where ops run is varied for a few of them at a time, and timed by the clocks of all devices.
 
-The program's rows know how long each stream works and how long paths are, not who waits for whom. So the placement of the best
-schedule is varied: ops that follow each other, or depend on each other, go to another device, and what they read is copied there
-or computed there again. Variations that are no worse than what was accepted some time ago are gone on from (late acceptance hill
-climbing, Burke and Bykov, European Journal of Operational Research 258, 2017).
+The program's rows count the work of each stream and the lengths of paths, not waits. So the placement of the best schedule is
+varied: ops that are consecutive, or depend on each other, move to another device, and their inputs are transferred or recomputed
+there. Variations that are no worse than the placement accepted some time ago are accepted (late acceptance hill climbing, Burke
+and Bykov, European Journal of Operational Research 258, 2017).
 """
 
 import math
@@ -23,19 +23,19 @@ from solvers.windows.search import WORK_PER_EXECUTION, Search
 from solvers.windows.strategies.strategy import Strategy
 from solvers.windows.strategies.substitution import is_possible
 
-Cost = tuple[int, float, float]  # bytes over the budget, when the last stream has ended, and seconds of all streams
+Cost = tuple[int, float, float]  # bytes over the budget, end of the last stream, and seconds of all streams
 
 
 @dataclass(frozen=True, slots=True)
 class Placing:
-    """Where the ops of the program run.
+    """A placement of the ops of the program.
 
     Attributes:
-        device: for each its device; none for those that others on the main device stand for.
-        again: (op, device) where it is computed again rather than that what it makes is copied there.
-        sent: (tensor, device, other device) where it goes to the other one as soon as it is there, and comes back, or is computed
-            again, for each op that reads it later.
-        instead: what stands for others on the main device.
+        device: for each op its device; without those that others on the main device replace.
+        again: (op, device): the op is recomputed there instead of transferring its outputs.
+        sent: (tensor, device, other device): the tensor is transferred to the other device when it is produced, and transferred
+            back or recomputed for each later reader.
+        instead: ops that replace others on the main device.
     """
 
     device: Mapping[int, int]
@@ -45,13 +45,13 @@ class Placing:
 
 
 class Where:
-    """What runs where, and what is copied from where to where. Ops are positions, tensors those of the program.
+    """Ops and transfers by device. Ops are positions, tensors those of the program.
 
     Attributes:
-        runs: by op of the program and device what runs it there.
-        spots: the inverse: by what runs which op of the program it is, and where.
-        copies: by tensor, the device where it is and where it goes what copies it.
-        makers: by tensor the op of the program that makes it.
+        runs: by op of the program and device, the op that runs there.
+        spots: the inverse: by op, its op of the program and its device.
+        copies: by tensor, source and target device, the transfer.
+        makers: by tensor, its producer in the program.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -81,20 +81,20 @@ class Where:
         self.static_or_kept = {*self.static, *((t, 0) for t in problem.graph.kept)}
 
     def computed(self, placing: Placing) -> list[int] | None:
-        """The executions and copies, each before what reads it; None where nothing says how something is made."""
+        """Return the executions and transfers, each before its readers; None if a tensor cannot be produced."""
         return _Order(self, placing).run()
 
 
 @dataclass(slots=True)
 class _Order:
-    """An order in the making."""
+    """A builder of an order."""
 
     places: Where
     placing: Placing
     computed: list[int] = field(default_factory=list)
     there: set[tuple[int, int]] = field(default_factory=set)
     sent: dict[tuple[int, int], int] = field(default_factory=dict)
-    touched: dict[tuple[int, int], int] = field(default_factory=dict)  # of what is sent, by which op of the device last
+    touched: dict[tuple[int, int], int] = field(default_factory=dict)  # turn of the last op to use it
     turns: dict[int, int] = field(default_factory=dict)  # how many each device has executed
 
     def run(self) -> list[int] | None:
@@ -109,7 +109,7 @@ class _Order:
         return self.without_unread()
 
     def without_unread(self) -> list[int]:
-        """All but copies that nothing reads before they are made again."""
+        """Return the order without transfers whose result is not read before it is transferred again."""
         places, device = self.places, self.places.devices.device
         wanted = {t for t, kept in enumerate(places.problem.kept) if kept}
         found: list[int] = []
@@ -135,10 +135,10 @@ class _Order:
         return all(self.need(t, self.sent[t, device]) for t, _ in made if (t, device) in self.sent)
 
     def need(self, t: int, device: int) -> bool:
-        """Have t on a device: computed again there, or copied from wherever that is soonest done."""
+        """Make t available on `device`, by recomputation or the earliest transfer; return True if that is possible."""
         places = self.places
         if (t, device) in self.there:
-            # What was sent away comes back, unless the op before has it.
+            # A tensor that was sent away is transferred back, unless the previous op used it.
             if (t, device) not in self.sent or self.turns.get(device, 0) - self.touched.get((t, device), 0) <= 1:
                 return True
             if (t, self.sent[t, device]) not in self.there or (t, 0) in places.static_or_kept:
@@ -163,10 +163,10 @@ class _Order:
 
 
 class Placements(Strategy):
-    """The search for a better placement, near that of the best schedule.
+    """A local search for a better placement, starting at that of the best schedule.
 
     Attributes:
-        lacking: the best order that the last step found and that takes too much memory, for others to recompute in it.
+        lacking: the best order of the last step that exceeds the budget, for other strategies to add recomputations.
     """
 
     def __init__(self, search: Search) -> None:
@@ -185,11 +185,11 @@ class Placements(Strategy):
 
     @staticmethod
     def applies(problem: Problem) -> bool:
-        """As ``Strategy.applies``."""
+        """Return True if the problem has other devices."""
         return problem.devices is not None
 
     def step(self, limit: float) -> bool:
-        """As ``Strategy.step``."""
+        """Vary the placement for about `limit`; return False once several restarts have failed."""
         search, clock = self.search, self.search.clock.part(limit)
         self.lacking = None
         while not (search.stopping.enough() or left(clock) <= 0):
@@ -219,11 +219,11 @@ class Placements(Strategy):
 
     @property
     def done(self) -> bool:
-        """Whether it has begun so often without coming to a better one that it need not go on."""
+        """True if several restarts have not improved the best schedule."""
         return self._fruitless > self.params.beginnings
 
     def cost_of(self, placing: Placing) -> Cost | None:
-        """What a placement costs; None if it is none."""
+        """Return the cost of a placement; None if it is invalid."""
         computed = self.places.computed(placing)
         if computed is None:
             return None
@@ -234,14 +234,14 @@ class Placements(Strategy):
         return max(0, over), found.time_s, math.fsum(map(problem.seconds, computed))
 
     def order(self, placing: Placing) -> Order:
-        """A placement that there is as an order of executions."""
+        """Return a valid placement as an order of executions."""
         computed = self.places.computed(placing)
         assert computed is not None
         away = frozenset(self.places.runs[v, d] for v, d in placing.device.items() if d)
         return order_of(self.whole, computed, instead=away | placing.instead, places=self.search.problem.places)
 
     def varied(self, placing: Placing) -> Placing:
-        """Some ops on another device, or one computed again, or no more, where what it makes would be copied."""
+        """Return a variation: some ops on another device, or a recomputation or a transfer away added or removed."""
         draw, places = self._draw, self.places
         movable = [v for v in places.movable if v in placing.device]
         if not movable:
@@ -263,7 +263,7 @@ class Placements(Strategy):
         return replace(placing, device=MappingProxyType({**placing.device, **moved}))
 
     def _linked(self, v: int, among: set[int], size: int) -> list[int]:
-        """So many ops that depend on each other, v among them."""
+        """Return up to `size` ops that depend on each other, including v."""
         found, waiting = {v}, [v]
         while waiting and len(found) < size:
             i = waiting.pop(0)
@@ -276,7 +276,7 @@ class Placements(Strategy):
         return sorted(found)
 
     def _begin(self) -> None:
-        """From the best schedule, or nothing placed elsewhere."""
+        """Start from the best schedule, or without ops on other devices."""
         self._fruitless = self._fruitless + 1 if self._from is self.search.incumbent.best else 0
         self._from, self._idle = self.search.incumbent.best, 0
         start = self._placing_of(() if self._from is None else self._from.order.instead)
@@ -288,7 +288,7 @@ class Placements(Strategy):
             cost = self.cost_of(start)
         self._now, self._cost = start, cost or (0, np.inf, np.inf)
         self._best = self._cost
-        # The longer it looks back, the more it takes to come to anything, and the better that is.
+        # A longer memory takes longer to converge, to better placements.
         self._accepted = [self._cost] * min(self.params.memory * 2**self._fruitless, self.params.most_memory)
 
     def _placing_of(self, instead: Iterable[int]) -> Placing:

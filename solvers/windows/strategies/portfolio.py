@@ -1,4 +1,4 @@
-"""Strategies that look for schedules of plain graphs and share the time by what they achieve."""
+"""Portfolios of strategies for plain graphs, which share the time by their gains."""
 
 from collections.abc import Callable, Iterator, Sequence
 
@@ -16,7 +16,7 @@ from solvers.windows.strategies.strategy import SteppedStrategy, Strategy, share
 
 
 class Portfolio(Strategy):
-    """Looks for schedules until the model that looks for them has no better one; for graphs without transfers to the host."""
+    """The portfolio for graphs without transfers to the host; it ends when the narrow model is solved."""
 
     def __init__(self, search: Search) -> None:
         super().__init__(search)
@@ -27,11 +27,11 @@ class Portfolio(Strategy):
 
     @staticmethod
     def applies(problem: Problem) -> bool:
-        """As ``Strategy.applies``."""
+        """Return True if the problem has neither optional ops nor transfers to the host."""
         return problem.places.plain and problem.copies is None
 
     def step(self, limit: float) -> bool:
-        """As ``Strategy.step``, to the end."""
+        """Run the portfolio to its end; return False."""
         search, params = self.search, self.params
         began = search.clock.now
         self.narrow.begin()  # the first of the restarts
@@ -59,12 +59,12 @@ class Portfolio(Strategy):
         return False
 
     def _improving(self, restarts: Restarts) -> Sequence[Strategy]:
-        """Return what makes a schedule better, in the order of ``PortfolioParams.least_shares``."""
+        """Return the strategies that improve a schedule, in the order of ``PortfolioParams.least_shares``."""
         search, narrow = self.search, self.narrow
         return [FixAndOptimizeWindows(search, narrow), FixAndOptimizeOps(search, narrow), Segments(search), restarts]
 
     def _repair(self) -> None:
-        """Evict, in many ways, until that leads no further."""
+        """Evict with random keys until that gains nothing more."""
         search, params = self.search, self.params
         search.progress.tell("trying rules of eviction")
         idle = 0
@@ -76,7 +76,7 @@ class Portfolio(Strategy):
 
 
 class OffloadingPortfolio(Strategy):
-    """The same where tensors may go to the host: strategies that know of it."""
+    """The portfolio for graphs with transfers to the host."""
 
     def __init__(self, search: Search) -> None:
         super().__init__(search)
@@ -84,13 +84,13 @@ class OffloadingPortfolio(Strategy):
 
     @staticmethod
     def applies(problem: Problem) -> bool:
-        """As ``Strategy.applies``."""
+        """Return True if the problem has transfers to the host and no other optional ops."""
         return problem.places.plain and problem.copies is not None
 
     def step(self, limit: float) -> bool:
-        """As ``Strategy.step``, to the end."""
+        """Run the portfolio to its end; return False."""
         search, narrow, params = self.search, self.narrow, self.search.params
-        # Copies are hidden in windows of equal time.
+        # Transfers overlap with computation in windows of equal time.
         narrow.detail = even_windows(search.models.coarse, search.problem.time_s, params.neighbourhoods.even_windows)
         evicting, varying, restarts = RandomEviction(search), CoarseVariations(search, narrow.known), Restarts(search, narrow)
         stop = enough_after(search, params.offloading.rules_limit)
@@ -100,8 +100,8 @@ class OffloadingPortfolio(Strategy):
             if search.stopping.enough():
                 return False
             varying.step()
-        # Not before: beside a good schedule that offloads nothing, a rough one that does, and would come to more when improved,
-        # is given up.
+        # Not before: with a good schedule without offloading as the incumbent, rough ones with offloading, which may become
+        # better, would be given up.
         search.incumbent.release()
         strategies: list[Strategy] = [evicting, varying, restarts]
         if search.incumbent.best is None:
@@ -114,15 +114,15 @@ class OffloadingPortfolio(Strategy):
 
 
 class RandomEviction(SteppedStrategy):
-    """Evicts, in many ways, until that leads no further; what is the best is polished."""
+    """Eviction with random keys until that gains nothing more; its best schedule is polished."""
 
     @staticmethod
     def applies(problem: Problem) -> bool:
-        """As ``Strategy.applies``."""
+        """Return True if the problem has transfers to the host and no other optional ops."""
         return problem.places.plain and problem.copies is not None
 
     def steps(self) -> Iterator[None]:
-        """As ``SteppedStrategy.steps``."""
+        """Try some evictions per step."""
         search, params, keys = self.search, self.search.params, RandomKeys(self.search)
         idle = 0
         while idle < params.portfolio.idle_runs:
@@ -138,11 +138,11 @@ class RandomEviction(SteppedStrategy):
 
 
 def found_or_enough(search: Search) -> bool:
-    """Return True if there is a schedule, or none need be looked for."""
+    """Return True if there is a schedule, or the search should end."""
     return search.incumbent.best is not None or search.stopping.enough()
 
 
 def enough_after(search: Search, limit: float) -> Callable[[], bool]:
-    """Return ``StoppingRule.enough``, or that so much has been spent from now on."""
+    """Return a function that is True at ``StoppingRule.enough`` or after `limit` of the clock from now on."""
     clock = search.clock.part(limit)
     return lambda: search.stopping.enough() or left(clock) <= 0

@@ -1,10 +1,9 @@
-"""Schedules by eviction, tried out by the hundred.
+"""Schedules by eviction with random keys.
 
-A rule of eviction takes milliseconds and is never over the budget, but it is blind to what comes; a solution of
-the relaxation sees the whole step, but what it expands to is over the budget in places. So evict with a solution
-as guide: what it hands on is evicted last, what it does not is evicted first. And vary: the rule, the
-budget it is given (a tensor lives shorter in the schedule than in the run), and a factor to each tensor's rank, a
-search over keys that decode to schedules (Bean, ORSA J. Computing 1994).
+An eviction rule takes milliseconds and never exceeds the budget, but does not look ahead; a solution of the relaxation considers
+the whole step, but its order exceeds the budget in places. So evict with a solution as guide: tensors that it hands over are
+evicted last, others first. And vary the rule, its budget (tensors live shorter in the schedule than in the run), and a factor to
+each tensor's rank: a search over random keys that decode to schedules (Bean, ORSA J. Computing 1994).
 """
 
 import math
@@ -25,7 +24,7 @@ from solvers.windows.strategies.eviction import evicted, with_prices
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """A way to evict: a rule, the budget's factor, what guides it, and each tensor's own factor."""
+    """The input of an eviction: a rule, a factor to the budget, a guide, and a factor for each tensor."""
 
     rule: EvictionRule
     factor: float
@@ -34,7 +33,7 @@ class Way:
 
 
 class RandomKeys:
-    """Ways to evict, the best of them varied."""
+    """A pool of the best evictions, which are varied."""
 
     def __init__(self, search: Search) -> None:
         self.search = search
@@ -42,14 +41,14 @@ class RandomKeys:
         self.params = search.params.random_keys
         self.pool: list[tuple[float, Way]] = []
         self.runs = 0
-        self.found: Trial | None = None  # the last that was the best of the search
+        self.found: Trial | None = None  # its last schedule that was the best of the search
         self._seen: set[Choice] = set()
         self._draw = np.random.default_rng(0)
         self._even = np.ones(len(self.problem.sizes))
         self._whole = Discretization((self.problem.ops - 1,))
 
     def guided(self, should_stop: Callable[[], bool]) -> None:
-        """Repair the solutions that have come in."""
+        """Repair the new solutions of models."""
         while self.search.models.solutions:
             detail, choice = self.search.models.solutions.pop()
             if choice in self._seen:
@@ -67,7 +66,7 @@ class RandomKeys:
                     self.take(Way(rule, factor, guide, self._even), None)
 
     def varied(self, runs: int, should_stop: Callable[[], bool]) -> None:
-        """Try `runs` more ways: drawn, and variations of the best."""
+        """Try `runs` more evictions: random ones, and variations of the best."""
         for _ in range(runs):
             if should_stop():
                 return
@@ -79,7 +78,7 @@ class RandomKeys:
                 self.take(self.variation(self.pool[parent][1]), parent)
 
     def fresh(self) -> Way:
-        """A rule without a guide."""
+        """Return a random rule without a guide."""
         cost, size, distance = (float(e) for e in self._draw.choice(self.params.exponents, 3))
         exact = self._draw.random() < self.params.whole_share
         factor = 1.0 if exact else float(self._draw.uniform(*self.params.budget_factors))
@@ -89,7 +88,7 @@ class RandomKeys:
         return Way(rule, factor, None, self._even)
 
     def variation(self, way: Way) -> Way:
-        """`way` with other factors for some tensors, and now and then another rule or budget."""
+        """Return `way` with other factors for some tensors, and sometimes another rule or budget."""
         draw, params = self._draw, self.params
         share = float(draw.choice(params.varied))
         chosen = draw.random(len(way.bias)) < share
@@ -106,7 +105,7 @@ class RandomKeys:
         return way
 
     def take(self, way: Way, parent: int | None) -> None:
-        """Try a way, and keep it if it is as good as its parent or better than the worst of the pool."""
+        """Try an eviction, and keep it if it is as good as its parent or better than the worst of the pool."""
         self.runs += 1
         limit_s = self.params.worse * self.search.incumbent.best_s
         order = evicted(

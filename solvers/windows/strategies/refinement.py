@@ -1,4 +1,4 @@
-"""The relaxation, solved and refined where its solution does not fit, in turn (dynamic discretization discovery)."""
+"""The relaxation, solved and refined in turn where its solution exceeds the budget (dynamic discretization discovery)."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -34,19 +34,19 @@ def solve_part(
     should_stop: Callable[[], bool] | None = None,
     on_incumbent: Callable[[Floats, float], bool] | None = None,
 ) -> Answer:
-    """Solve a program of those that look for schedules.
+    """Solve a program of a strategy that finds schedules.
 
     Args:
-        search: on whose clock.
-        program: what is solved.
-        limit: that it may take.
+        search: its clock counts.
+        program: the program.
+        limit: of the clock.
         gap: at which it ends, as a share of the whole step.
         start: values to start from.
-        below: a bound that is no lower ends it (in units of the objective).
-        should_stop: ends it; by default, ``Search.enough``.
+        below: a bound of at least this ends it (in units of the objective).
+        should_stop: ends it; by default, ``StoppingRule.enough``.
         on_incumbent: as in ``solvers.highs.program.Watch``.
     """
-    search.clock.spend(_WORK_PER_ENTRY * program.matrix.nnz)  # of building it
+    search.clock.spend(_WORK_PER_ENTRY * program.matrix.nnz)  # of its construction
     stop = should_stop or search.stopping.enough
     bound = -np.inf
 
@@ -66,9 +66,9 @@ def solve_part(
 
 
 class Relaxation(Strategy):
-    """Bounds: the relaxation refined, from two windows to as many as there are ops.
+    """Bounds by the relaxation, refined from two windows to as many as there are ops.
 
-    The first step begins from nothing, while others look for schedules: its solutions are to be other ones than theirs.
+    The first step does not start from the incumbent, which other strategies improve meanwhile, so that its solutions differ.
     """
 
     def __init__(self, search: Search) -> None:
@@ -76,7 +76,7 @@ class Relaxation(Strategy):
         self._begun = False
 
     def step(self, limit: float) -> bool:
-        """As ``Strategy.step``. What was stopped begins anew: a longer limit comes further."""
+        """Refine for about `limit`; return False once it is exhausted. Stopped models start from scratch."""
         search, first, self._begun = self.search, not self._begun, True
         detail, exhausted = refine(search, search.models.detail, limit, is_relaxation=True, from_best=not first)
         is_last = len(detail.ends) == search.problem.ops or search.problem.ops <= search.params.bound.small_ops
@@ -86,12 +86,12 @@ class Relaxation(Strategy):
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """What came of solving a model once.
+    """The result of solving a model once.
 
     Attributes:
         outcome: of HiGHS.
-        closer: the model's detail, closer where the last solution does not fit.
-        trial: of that solution; None if there is none that can be tried.
+        closer: the model's discretization, refined where the last solution exceeds the budget.
+        trial: of that solution; None if it has no valid order.
     """
 
     outcome: Outcome
@@ -102,10 +102,10 @@ class Look:
 def refine(
     search: Search, detail: Discretization, limit: float, *, is_relaxation: bool, from_best: bool = True
 ) -> tuple[Discretization, bool]:
-    """Solve and refine in turn; False with it if time was up before there was nothing left to refine.
+    """Solve and refine in turn; return the last discretization, and False if the limit came before nothing was left to refine.
 
     Args:
-        from_best: start from the best schedule, where it is known what that is in the model.
+        from_best: start from the best schedule, if its values in the model are known.
     """
     clock = search.clock.part(limit)
     done = search.stopping.solved if is_relaxation else search.stopping.satisfied
@@ -119,8 +119,8 @@ def refine(
             look_at(search, detail, more, is_relaxation=is_relaxation, from_best=from_best)
             return detail, False
         if look.outcome is not Outcome.OPTIMAL:
-            # The bound of a finer model, which takes longer, would lag behind for long: this one is given more time.
-            # Where it was not time that ended it, but memory, more of it is of no use.
+            # The bound of a finer model would lag behind for long: this one gets more time.
+            # If memory ended it, more time is useless.
             again = is_relaxation and not in_time
             return (detail if again else look.closer), look.outcome is Outcome.INFEASIBLE
         if look.closer == detail:
@@ -139,11 +139,11 @@ def look_at(
     prove: Callable[[float], None] | None = None,
     should_stop: Callable[[], bool] | None = None,
 ) -> Look | None:
-    """Build a model and solve it, offering every solution on the way; None where it was to end before there was a model.
+    """Build a model, solve it and offer its solutions; return None if it was stopped before there was a model.
 
     Args:
-        prove: what is told of the bounds of a relaxation, as ``Search.prove``, which it is by default.
-        should_stop: ends it, besides what ends the search.
+        prove: gets the bounds of a relaxation; by default, ``Incumbent.prove``.
+        should_stop: ends it, besides the search's own rule.
     """
     try:
         model = _build(search, detail, is_relaxation=is_relaxation)
@@ -155,13 +155,13 @@ def look_at(
 
 
 def look_at_fractions(search: Search, detail: Discretization) -> tuple[float, dict[int, float]]:
-    """What the linear relaxation of a relaxation proves, as ``Search.prove`` takes it, and z of each stand-in in it."""
+    """Return the bound of the linear relaxation, as for ``Incumbent.prove``, and its values of z."""
     try:
         model = _build(search, detail, is_relaxation=True)
     except StoppedError:
         return -np.inf, {}
     program = replace(model.program, integer=np.zeros_like(model.program.integer))
-    # Nothing is asked meanwhile: beside other threads the answers would take longer than the program.
+    # No polling: with other threads running, it would take longer than the program.
     answer = solve_program(program, clock=search.clock, watch=Watch(interrupted=search.stopping.interrupted))
     values = answer.values
     return answer.bound, {} if values is None else {b: float(values[column]) for b, column in model.instead.items()}
@@ -200,7 +200,7 @@ def _solve_model(
         search.progress.tell()
 
     start = None
-    # What a schedule with both optional ops and round trips is in a model is known of its plain graph only.
+    # A schedule with both optional ops and offloading has values only in the model of its plain graph.
     if from_best and search.incumbent.best is not None and (search.problem.copies is None or search.problem.places.plain):
         start = start_values(model, choice_of_trial(search.problem, model.detail, search.incumbent.best))
     params = search.params.bound
@@ -227,13 +227,13 @@ def _solve_model(
 
 
 def _offer(search: Search, model: Model, choice: Choice) -> tuple[Discretization, Trial | None]:
-    """Expand a solution and offer it; returns the model's detail, closer where it does not fit, and what was tried."""
+    """Decode a solution and offer it; return the discretization, refined where it exceeds the budget, and the trial."""
     detail, params = model.detail, search.params.refinement
     order = decoded(model.problem, detail, choice)
     if writers := late_writers(search.problem, order):
         return detail.split(writers), None
     if not search.problem.allows(order.computed):
-        return detail, None  # what the solution does not say how to make came by ops that it does not execute
+        return detail, None  # it needs ops that the solution does not execute
     trial = search.offer(order, detail)
     if trial.peak_bytes <= search.budget_bytes:
         return where_it_waits(detail, trial, params), trial

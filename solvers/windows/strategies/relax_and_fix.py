@@ -1,10 +1,9 @@
-"""Schedules for tight budgets: fix what fits, look closer at what follows, from the first op to the last.
+"""Relax-and-fix, for tight budgets: fix the windows that fit, refine the next ones, from the first op to the last.
 
-The model that looks for schedules is solved with few windows: those at the place reached, and coarse ones
-for the rest of the step, which tell what is worth having there. The windows in which the decoded order fits are
-settled; the first place where it does not fit gets finer windows; and so on to the end. Each model is small, as
-settled windows are constants, so that a schedule is found in a time that grows with the number of tight
-places rather than exponentially. Where what was settled leaves no way on, the last of it is opened again.
+The restricted model is solved with few windows: fine ones at the current place, and coarse ones for the rest of the step, which
+decide on useful recomputations there. The windows in which the decoded order fits are fixed; the first place where it does not
+fit gets finer windows; and so on to the end. Each model is small, as fixed windows are constants, so that the time grows with the
+number of tight places rather than exponentially. If the fixed windows have no continuation, the last of them are opened again.
 """
 
 from collections.abc import Collection
@@ -24,12 +23,12 @@ from solvers.windows.strategies.strategy import Strategy
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """How far it has come.
+    """The progress of relax-and-fix.
 
     Attributes:
-        prefix: executions that are settled; all of window 0 and before.
-        entering: tensors in memory after them (None: nothing is settled).
-        detail: the windows; window 0 is past if anything is settled.
+        prefix: fixed executions; all of window 0 and before.
+        entering: tensors in memory after them (None: nothing is fixed).
+        detail: the windows; window 0 is in the past if anything is fixed.
     """
 
     prefix: tuple[int, ...]
@@ -38,20 +37,20 @@ class Place:
 
     @property
     def first_window(self) -> int:
-        """The first window that is open."""
+        """The first open window."""
         return 0 if self.entering is None else 1
 
 
 class RelaxAndFix(Strategy):
-    """A first schedule from the first op to the last; at first without recomputing ops after the peak."""
+    """A first schedule from the first op to the last; first without recomputation of ops after the peak."""
 
     @staticmethod
     def applies(problem: Problem) -> bool:
-        """As ``Strategy.applies``."""
+        """Return True if the problem has neither optional ops nor transfers to the host."""
         return problem.places.plain and problem.copies is None
 
     def step(self, limit: float) -> bool:
-        """As ``Strategy.step``; twice as long if all may be recomputed."""
+        """Search for about `limit`, then twice as long with all ops recomputable; return False."""
         search = self.search
         before_peak = range(search.models.coarse.ends[0] + 1)
         for repeatable, share in ((before_peak, 1), (None, 2)):
@@ -101,7 +100,7 @@ class RelaxAndFix(Strategy):
         return False
 
     def _solve(self, model: Model, most: float) -> Choice | None:
-        """Return a solution that is good enough to go on from, None if there is none within `most` by the clock."""
+        """Return a solution to continue from, None if there is none within `most` by the clock."""
         search, params = self.search, self.search.params.portfolio
         search.progress.tell(f"searching from op {model.detail.ends[0] if model.detail.ends else 0} on")
         limit = min(most, params.place_limit)
@@ -110,7 +109,7 @@ class RelaxAndFix(Strategy):
 
 
 def _closer(detail: Discretization, trial: Trial, budget_bytes: int, params: RefinementParams) -> Discretization:
-    """`detail` refined at the first run of executions over the budget, and what else is over it in that window."""
+    """Return `detail` refined at the first run of executions over the budget, and at others in that window."""
     first = next(step for step, taken in enumerate(trial.memory_bytes) if taken > budget_bytes)
     window = trial.order.windows[first]
     memory = tuple(
@@ -124,7 +123,7 @@ def _closer(detail: Discretization, trial: Trial, budget_bytes: int, params: Ref
 def _settle(
     place: Place, solved: Discretization, choice: Choice, trial: Trial, budget_bytes: int, still_open: int
 ) -> Place | None:
-    """`place` with the windows of `solved` settled that lie well before the first execution over the budget."""
+    """Return `place` with those windows of `solved` fixed that lie well before the first execution over the budget."""
     first = next(step for step, taken in enumerate(trial.memory_bytes) if taken > budget_bytes)
     last = trial.order.windows[first] - 1 - still_open  # the last window to settle
     if last < place.first_window:
@@ -140,7 +139,7 @@ def _with_ends(detail: Discretization, more: Collection[int]) -> Discretization:
 
 
 def _merged(earlier: Discretization, later: Discretization) -> Discretization:
-    """The windows of `later`, and before them those of `earlier`."""
+    """Return the windows of `later`, and before them those of `earlier`."""
     return Discretization(
         tuple(sorted({*earlier.ends, *later.ends})),
         earlier.firsts | later.firsts,

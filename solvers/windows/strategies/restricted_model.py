@@ -1,15 +1,14 @@
-"""The model that looks for schedules in a narrow space: a window wherever memory is tight, few choices in each.
+"""The narrow model, which finds schedules: a window wherever memory is tight, few variables in each.
 
-With a window for every tight op the full model has millions of choices, nearly all of them idle: an op is
-executed again where something near wants it, or not at all. So the choices are taken from solutions of coarse
-models, which show what is worth executing again at all, and from the best schedules so far: in a window may be
-executed again
+With a window for every tight op the full model has millions of variables, nearly all of them idle: an op is recomputed near its
+readers, or not at all. So candidates are taken from solutions of coarse models, which show which recomputations are useful at
+all, and from the best schedules so far. In a window may be recomputed
 
-    what its new ops want, and what that wants in turn, as far as some solution executes it again anywhere;
-    what a schedule did execute again there.
+    the missing inputs of its new ops, and their ancestors, if some solution recomputes them anywhere;
+    the ops that a schedule did recompute there.
 
-The second makes the best schedule a solution of the model, to start from. Few choices also leave most tensors
-with one column for all the windows between two uses, see ``variables.py``.
+The second makes the best schedule a solution of the model, to start from. With few candidates, most tensors also have one column
+for all the windows between two uses, see ``variables.py``.
 """
 
 from collections.abc import Iterable
@@ -33,7 +32,7 @@ from solvers.windows.relaxation.variables import variables
 
 
 class CandidateSet:
-    """What solutions and schedules have executed again, or sent to the host."""
+    """The ops that solutions and schedules have recomputed, and the tensors that they have offloaded."""
 
     def __init__(self) -> None:
         self.ops: set[int] = set()
@@ -42,17 +41,17 @@ class CandidateSet:
         self.factor = 1
 
     def more_choices(self, ops: int) -> bool:
-        """Allow twice as many ops to be executed again for the sake of one; False if all `ops` are already."""
+        """Allow twice as many recomputations for one op; return False if all `ops` are allowed already."""
         self.factor *= 2
         return self.factor < 2 * ops
 
     def learn(self, choice: Choice) -> None:
-        """Take note of a solution."""
+        """Add the candidates of a solution."""
         self.ops.update(*choice.again)
         self.tensors.update(*choice.taken)
 
     def learn_order(self, order: Order) -> None:
-        """Take note of a schedule."""
+        """Add the candidates of a schedule."""
         self.tensors.update(t for t, _ in order.away)
         again: list[int] = []
         for op, first in zip(order.computed, order.first, strict=True):
@@ -64,7 +63,7 @@ class CandidateSet:
 
 
 def build_restricted(problem: Problem, detail: Discretization, known: CandidateSet, params: NeighbourhoodParams) -> Model:
-    """The model that looks for schedules, with the choices that are `known`."""
+    """Build the narrow model, with the candidates `known`."""
     if problem.copies is not None:
         trips = {t: trip for t, trip in problem.copies.trips.items() if t in known.tensors}
         problem = replace(problem, copies=replace(problem.copies, trips=trips))
@@ -72,7 +71,7 @@ def build_restricted(problem: Problem, detail: Discretization, known: CandidateS
 
 
 def restricted_families(known: CandidateSet, params: NeighbourhoodParams) -> tuple[Family, ...]:
-    """Its rows. Spans of windows are not among them: they make bounds, and the model larger."""
+    """Return the families of its rows, without spans of windows, which serve bounds and enlarge the model."""
     return (
         *(variables(_Near(known, params)), add_copies, window_rows, add_memory_inside, add_memory_of_repeats),
         *(add_memory_in_order, add_channels, add_executed_at_all, add_resources, add_side_by_side),
@@ -80,7 +79,7 @@ def restricted_families(known: CandidateSet, params: NeighbourhoodParams) -> tup
 
 
 class _Near:
-    """The choices of a window: what is known to be worth executing again, near where it is wanted."""
+    """The recomputations of a window: candidates near their readers."""
 
     def __init__(self, known: CandidateSet, params: NeighbourhoodParams) -> None:
         self.known = known
@@ -99,7 +98,7 @@ class _Near:
         return sorted(near)
 
     def lacking(self, draft: ModelDraft, v: int, start: int) -> set[int]:
-        """What v may want of what was executed before op `start`: the nearest of it."""
+        """Return the nearest ancestors of v, executed before op `start`, that are candidates."""
         problem = draft.problem
         most = self.known.factor * max(self.params.few_choices, self.params.choices // draft.windows)
         found: set[int] = set()
@@ -117,10 +116,10 @@ class _Near:
 
 
 class _RunningTotals:
-    """Memory rows told as what differs from T_k, what is handed over at the end of window k: most tensors are in both.
+    """Memory rows as differences from T_k, the size of the tensors handed over at the end of window k, which most tensors share.
 
-    T_k = T_(k-1) + what is handed over at the end of k only - what is at the end of k - 1 only. With dense rows
-    instead, models with a thousand windows are too large to solve.
+    T_k = T_(k-1) + tensors handed over only at the end of k - tensors only at the end of k - 1. With dense rows instead, models
+    with a thousand windows are too large to solve.
     """
 
     def __init__(self) -> None:
@@ -137,7 +136,7 @@ class _RunningTotals:
         return list(terms), list(terms.values())
 
     def total(self, draft: ModelDraft, k: int) -> tuple[int, dict[int, float]]:
-        """Column of T_k, in units of memory, and what it sums up."""
+        """Return the column of T_k, in units of memory, and its terms."""
         if k not in self.totals:
             unit = draft.memory_unit
             parts = {
@@ -159,10 +158,10 @@ class _RunningTotals:
 
 
 def tight_windows(problem: Problem, trials: Iterable[Trial], tight_bytes: float, limit: int) -> Discretization:
-    """A window for each new op that takes more than `tight_bytes` in one of `trials`, or before which something does.
+    """Return windows for each new op that needs more than `tight_bytes` in one of `trials`, or has such recomputations before it.
 
     Args:
-        limit: of windows, about; of ops that follow each other the one that takes most.
+        limit: approximate number of windows; of consecutive ops the one that needs most has one.
     """
     most = [0] * problem.ops
     for trial in trials:

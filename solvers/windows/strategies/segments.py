@@ -1,8 +1,8 @@
-"""Large-neighbourhood search: a schedule made better segment by segment.
+"""Large-neighbourhood search: improvement of a schedule segment by segment.
 
-A segment is a run of new ops a..b. What is executed before the first execution of a and after that of b stays,
-and so do the tensors that enter the segment and those that leave it; in between the model that looks for
-schedules chooses anew (Shaw, CP 1998, for the principle). Only what may serve in the segment has variables there.
+A segment is a run of new ops a..b. Executions before the first one of a and after that of b stay, and so do the tensors in memory
+at both ends; in between a restricted model is solved (Shaw, CP 1998, for the principle). Only executions and tensors that may be
+useful in the segment have variables.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -26,7 +26,7 @@ class Segment:
     Attributes:
         first, last: new ops a >= 1 and b.
         before, inside, after: executions up to that of a - 1, up to that of b, and the rest.
-        entering, leaving: tensors in memory at both ends that are wanted later, kept ones apart.
+        entering, leaving: tensors in memory at both ends that are read later, without kept ones.
     """
 
     first: int
@@ -39,7 +39,7 @@ class Segment:
 
 
 def segment_of(problem: Problem, computed: Sequence[int], first: int, last: int) -> Segment:
-    """The segment of `computed` from new op `first` (1 or more) to new op `last`."""
+    """Return the segment of `computed` from new op `first` (1 or more) to new op `last`."""
     begin, end = _first_execution(computed, first - 1) + 1, _first_execution(computed, last) + 1
     return Segment(
         first,
@@ -53,11 +53,11 @@ def segment_of(problem: Problem, computed: Sequence[int], first: int, last: int)
 
 
 class Segments(SteppedStrategy):
-    """Chooses anew in one segment of the best schedule after another; longer ones where no other is better any more."""
+    """Improvement of one segment of the best schedule after another; longer ones when no other improves."""
 
     @staticmethod
     def applies(problem: Problem) -> bool:
-        """As ``Strategy.applies``."""
+        """Return True if the problem has neither optional ops nor transfers to the host."""
         return problem.places.plain and problem.copies is None
 
     def steps(self) -> Iterator[None]:
@@ -84,7 +84,7 @@ class Segments(SteppedStrategy):
                 length = int(length * params.longer)
 
     def _improve(self, trial: Trial, segment: Segment) -> bool:
-        """Choose anew in `segment` of `trial`, which fits; return True if that is better."""
+        """Solve `segment` of `trial`, which fits, again; return True if that is better."""
         search, problem, params = self.search, self.search.problem, self.search.params
         first, last = segment.first, segment.last
         spent_s = sum(problem.time_s[i] for i in segment.inside) - sum(problem.time_s[first : last + 1])
@@ -131,7 +131,7 @@ class Segments(SteppedStrategy):
 
 
 def _costly(problem: Problem, trial: Trial, length: int) -> list[tuple[int, int]]:
-    """Overlapping runs of `length` new ops, those first that execute again what takes longest."""
+    """Return overlapping runs of `length` new ops, those with the longest recomputations first."""
     again_s = [0.0] * problem.ops
     done = 0
     for op, first in zip(trial.order.computed, trial.order.first, strict=True):
@@ -148,7 +148,7 @@ def _first_execution(computed: Sequence[int], op: int) -> int:
 
 
 def _wanted(problem: Problem, computed: Iterable[int]) -> frozenset[int]:
-    """Tensors that `computed` reads before it makes them."""
+    """Return the tensors that `computed` reads before it produces them."""
     made: set[int] = set()
     wanted: set[int] = set()
     for op in computed:
@@ -158,7 +158,7 @@ def _wanted(problem: Problem, computed: Iterable[int]) -> frozenset[int]:
 
 
 def _first_detail(segment: Segment, trial: Trial, tight_bytes: float) -> Discretization:
-    """A window for each new op that takes much memory, or before which something is executed again."""
+    """Return a window for each new op that needs much memory, or has recomputations before it."""
     begin = len(segment.before)
     ends = {segment.first - 1, segment.last}
     ordered: set[tuple[int, int]] = set()
@@ -175,10 +175,10 @@ def _first_detail(segment: Segment, trial: Trial, tight_bytes: float) -> Discret
 
 
 def _part(problem: Problem, segment: Segment) -> Problem:
-    """`problem` with those executions and tensors that may serve in the segment.
+    """Return `problem` with those executions and tensors that may be useful in the segment.
 
-    Executed again are ops that are in the segment, that are executed again there now, or that made what enters
-    it; as far as what they read can be there.
+    Recomputable are ops that are in the segment, that are recomputed there now, or that produced a tensor that enters it,
+    provided that their inputs can be in memory.
     """
     first, last = segment.first, segment.last
     again = {i for i in segment.inside if problem.recomputable[i]}

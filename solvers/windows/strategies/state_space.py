@@ -1,7 +1,7 @@
-"""An exact search for small graphs: shortest path over what is executed and what is in memory.
+"""An exact search for small graphs: a shortest path over executed ops and tensors in memory.
 
-Where the models say neither "here is a schedule" nor "there is none", this decides, if the graph is
-small: the number of states is exponential in the number of tensors alive at once.
+It decides small graphs in which the models find neither a schedule nor a proof of infeasibility: the number of states is
+exponential in the number of tensors alive at once.
 """
 
 import heapq
@@ -17,15 +17,15 @@ _WORK_PER_STATES = 2e-2  # a thousand of them
 
 
 class StateSpace(Strategy):
-    """The search over all states, for graphs without transfers to the host; larger ones come to ``BoundParams.max_states``."""
+    """The search over all states, for graphs without transfers to the host, up to ``BoundParams.max_states`` states."""
 
     @staticmethod
     def applies(problem: Problem) -> bool:
-        """As ``Strategy.applies``."""
+        """Return True if the problem has neither optional ops nor transfers to the host."""
         return problem.places.plain and problem.copies is None
 
     def step(self, limit: float) -> bool:
-        """As ``Strategy.step``."""
+        """Search all states, and record the schedule and the proof; return False."""
         search, incumbent, problem = self.search, self.search.incumbent, self.search.problem
 
         def ended() -> bool:
@@ -43,12 +43,12 @@ class StateSpace(Strategy):
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Outcome of the search.
+    """The result of the search.
 
     Attributes:
-        decided: False if the limit on states ended it.
+        decided: False if the limit on states, or a stop, ended it.
         computed: the fastest order of executions that fits, None if there is none below the limit (or not decided).
-        bound_s: no order is faster.
+        bound_s: lower bound on the time of every order.
     """
 
     decided: bool
@@ -57,28 +57,27 @@ class Found:
 
 
 def shortest(problem: Problem, max_states: int, *, below_s: float, should_stop: Callable[[], bool]) -> Found:
-    """The fastest order of executions with first executions in program order (Dijkstra's algorithm).
+    """Return the fastest order with first executions in program order (Dijkstra's algorithm).
 
-    A state is (number of ops executed for the first time, set of tensors in memory). Executing an op
-    needs its inputs in memory, and its outputs and workspace to fit beside all that is; again, it costs its
-    time, and nothing the first time, which is the same in all orders. Freeing a tensor that is not kept costs
-    nothing. What can serve no op any more is freed at once.
+    A state is (number of ops executed for the first time, set of tensors in memory). Executing an op needs its inputs in memory,
+    and space for its outputs and workspace; a recomputation costs its time, a first execution nothing, since it is the same in
+    all orders. Freeing a tensor that is not kept costs nothing. Tensors that no later op can use are freed at once.
 
     Args:
-        below_s: only orders faster than this are looked for.
+        below_s: only faster orders are searched.
         should_stop: polled; True ends the search undecided.
     """
     n = problem.ops
     in_masks = [sum(1 << t for t in inputs) for inputs in problem.inputs]
     out_masks = [sum(1 << t for t in outputs) for outputs in problem.outputs]
-    # BackgroundThread what is there an op needs its outputs and workspace, less what it is written over, which is then gone.
+    # An op needs memory for its outputs and workspace, except outputs that overwrite inputs, which are then gone.
     ways = [_ways(problem, i) for i in range(n)]
     may_serve = _masks_of_use(problem)
     order = count()
     start = (0, 0)
     cost = {start: 0.0}
     came: dict[tuple[int, int], tuple[tuple[int, int], int]] = {}
-    # Later frontiers first among equals: ties are many, and one end is enough.
+    # Ties, which are many, are broken towards later frontiers: one end is enough.
     heap = [(0.0, 0, next(order), start, 0)]
     closed: set[tuple[int, int]] = set()
     while heap:
@@ -119,7 +118,7 @@ def shortest(problem: Problem, max_states: int, *, below_s: float, should_stop: 
 
 
 def _ways(problem: Problem, i: int) -> list[tuple[int, int]]:
-    """What op i needs beside what is there, for each choice of what it writes over, which is given too."""
+    """Return the memory that op i needs in addition, for each choice of overwritten inputs, which is returned too."""
     over = [t for t in problem.inputs[i] if problem.may_overwrite(i, t)]
     inside = [t for t in problem.inputs[i] if t not in over]
     needed_bytes = problem.own_bytes[i] - sum(problem.sizes[t] for t in inside)
@@ -128,7 +127,7 @@ def _ways(problem: Problem, i: int) -> list[tuple[int, int]]:
 
 
 def _masks_of_use(problem: Problem) -> list[int]:
-    """For each number of ops executed the tensors that are kept or may still be read."""
+    """Return for each number of executed ops the tensors that are kept or may still be read."""
     return [
         sum(1 << t for t, last in enumerate(problem.last_use) if problem.kept[t] or last >= done)
         for done in range(problem.ops + 1)

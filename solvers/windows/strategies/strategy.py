@@ -1,4 +1,4 @@
-"""What all strategies of the search have in common, and how several share the time."""
+"""The interface of strategies, and the sharing of time between several."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -13,23 +13,23 @@ _END = object()
 
 
 class Strategy(ABC):
-    """A way to find schedules or to prove bounds. What one finds is in the incumbent, from which all others go on."""
+    """A way to find schedules or to prove bounds; results go to the incumbent, which all strategies share."""
 
     def __init__(self, search: Search) -> None:
         self.search = search
 
     @staticmethod
     def applies(problem: Problem) -> bool:
-        """Return True if the strategy is for such a problem: by default for all without optional ops."""
+        """Return True if the strategy supports the problem: by default, if it has no optional ops."""
         return problem.places.plain
 
     @abstractmethod
     def step(self, limit: float) -> bool:
-        """Go on for about `limit` by the clock; return False once nothing is left to do."""
+        """Work for about `limit` by the clock; return False once nothing is left to do."""
 
 
 class SteppedStrategy(Strategy):
-    """A strategy whose steps are those of a generator: each takes a moment, whatever the limit."""
+    """A strategy whose steps are those of a generator: each is short, whatever the limit."""
 
     def __init__(self, search: Search) -> None:
         super().__init__(search)
@@ -40,7 +40,7 @@ class SteppedStrategy(Strategy):
         """Work, and yield after each step."""
 
     def step(self, limit: float = 0.0) -> bool:
-        """As ``Strategy.step``, which takes one of the steps."""
+        """Take one step of the generator; return False after its end."""
         return next(self._steps, _END) is not _END
 
 
@@ -53,13 +53,13 @@ def share_time(
     least: Sequence[float] | None = None,
     spent: Sequence[float] | None = None,
 ) -> None:
-    """Take steps of several strategies until all have ended; one that has gained more lately gets more of the time.
+    """Take steps of several strategies until all have ended; those with larger recent gains get more of the time.
 
     The principle is that of adaptive large-neighbourhood search (Ropke and Pisinger, Transportation Science 2006).
 
     Args:
-        least: for each strategy its share where it gains nothing, beside 1 for the one that gains most; by default even.
-        spent: what each is taken to have had; by default none.
+        least: for each strategy its share if it gains nothing, relative to 1 for the one that gains most; by default even.
+        spent: initial time of each; by default none.
     """
     incumbent, clock = search.incumbent, search.clock
     strategies, shares_of_idle = list(strategies), list(least or [params.even_share] * len(strategies))

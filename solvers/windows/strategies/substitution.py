@@ -1,4 +1,4 @@
-"""Ops that stand for others: which to commit to before any model is solved, and what the least memory comes to with them."""
+"""Choices of alternatives without solving a model: simple ones, and the one of least peak."""
 
 from collections.abc import Callable, Iterable, Sequence
 
@@ -12,16 +12,19 @@ from solvers.windows.relaxation.discretization import Discretization
 
 
 def in_place(problem: Problem, instead: frozenset[int]) -> Order | None:
-    """Each op once, with `instead` in place of others, and nothing again but what is missing then; None if that cannot be."""
+    """Return the order that executes each op once, with `instead` in place of others; None if it is impossible.
+
+    Only missing inputs are recomputed.
+    """
     choice = Choice((frozenset(),), (frozenset(), frozenset()), instead=instead)
     order = decoded(problem, Discretization((problem.ops - 1,), places=problem.places.last), choice)
     return order if is_possible(problem, order) else None
 
 
 def least_instead(problem: Problem, clock: Clock, should_stop: Callable[[], bool] | None = None) -> Order | None:
-    """What rules of eviction come to that need least memory, with the leanest op in place of others wherever one can be.
+    """Return the order of least peak that eviction rules find with the alternatives of least memory.
 
-    None if there is none. The problem has no round trips to the host.
+    Return None if there is none. The problem must not have transfers to the host.
     """
     instead = _lean(problem)
     if not instead or (order := in_place(problem, instead)) is None:
@@ -36,12 +39,12 @@ def least_instead(problem: Problem, clock: Clock, should_stop: Callable[[], bool
 
 
 def is_possible(problem: Problem, order: Order) -> bool:
-    """Whether each op finds what it reads, as it was, and they use no more of any resource than the graph allows."""
+    """Return True if each op finds its inputs unchanged, and the order respects the graph's limits on resources."""
     return not late_writers(problem, order) and problem.allows(order.computed)
 
 
 def simple(problem: Problem) -> list[frozenset[int]]:
-    """Stand-ins wherever one takes less memory than what it stands for, and wherever one takes less time: the least each."""
+    """Return the alternatives of least memory wherever that saves memory, and those of least time wherever that saves time."""
     places = problem.places
     gains_s = {b: sum(problem.time_s[i] for i in group) - problem.time_s[b] for b, group in enumerate(places.replaces) if group}
     fast = sorted((b for b, gain_s in gains_s.items() if gain_s > 0), key=lambda b: (-gains_s[b], b))
@@ -49,7 +52,7 @@ def simple(problem: Problem) -> list[frozenset[int]]:
 
 
 def _lean(problem: Problem) -> frozenset[int]:
-    """A stand-in wherever one takes less memory than what it stands for: the one that takes least."""
+    """Return the alternatives of least memory, wherever one needs less memory than the ops that it replaces."""
     groups = problem.places.replaces
     lean = (b for b, group in enumerate(groups) if group and problem.own_bytes[b] < _most(problem, b))
     return _apart(groups, sorted(lean, key=lambda b: (problem.own_bytes[b], b)))
@@ -60,7 +63,7 @@ def _most(problem: Problem, b: int) -> int:
 
 
 def _apart(groups: Sequence[Sequence[int]], ranked: Iterable[int]) -> frozenset[int]:
-    """Of `ranked` those whose groups have nothing in common, the first ones first."""
+    """Return the first of `ranked` whose groups are disjoint."""
     chosen: set[int] = set()
     stood_for: set[int] = set()
     for b in ranked:

@@ -1,4 +1,4 @@
-"""What a page says of all that is beside the computation: sums, waits, and what goes to other memories, as rows of tables."""
+"""Rows of the report page on transfers: waits of the computation, other streams, and tensors that leave the device."""
 
 import math
 from collections.abc import Iterable
@@ -13,7 +13,7 @@ from planner.report.describe import capacity_text, followed_by, spaced
 
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """Empty where a plan leaves all to the computation and the device.
+    """Facts about the other streams and pools of a plan; empty if the plan uses only the computation stream and the device.
 
     Attributes:
         in_short: a sentence behind those on the computation.
@@ -35,7 +35,7 @@ class Beside:
 
 
 def beside(timeline: Timeline, listed: int) -> Beside:
-    """All of it, with at most `listed` rows in a table."""
+    """Return the facts about the other streams and pools, with at most `listed` rows in a table."""
     others = [stream for stream in streams(timeline)[1:] if stream.executions]
     if not others:
         return Beside()
@@ -70,7 +70,7 @@ def beside(timeline: Timeline, listed: int) -> Beside:
 
 
 def travels(timeline: Timeline, held: Iterable[Held]) -> list[str]:
-    """For each of `held` when it goes to another memory, and when it is back; nothing for what stays."""
+    """Return for each of `held` when it leaves the device and when it is back; "" for a tensor that stays."""
     of: dict[int, list[Trip]] = {}
     for trip in trips(timeline):
         of.setdefault(trip.tensor.id, []).append(trip)

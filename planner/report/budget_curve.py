@@ -1,4 +1,4 @@
-"""The trade-off curve that ``planner curve -o`` wrote, read again."""
+"""Reader of the trade-off curve that ``planner curve -o`` wrote."""
 
 import csv
 import os
@@ -10,7 +10,7 @@ from graphs.errors import FormatError
 
 @dataclass(frozen=True, slots=True)
 class CurvePoint:
-    """What is known of one budget.
+    """The known overhead and bound at one budget.
 
     Attributes:
         budget_bytes: the budget.

@@ -33,7 +33,7 @@ Point: TypeAlias = tuple[float, float]
 
 
 def plot_overhead(rows: Sequence[Row], path: Path) -> None:
-    """Step time against peak memory by simulation: a line or a point for each method, and the bound shaded.
+    """Plot step time against simulated peak memory: a line or a point for each method, and the bound as a shaded area.
 
     Raises:
         PlannerError: matplotlib is not installed.
@@ -55,7 +55,7 @@ def plot_overhead(rows: Sequence[Row], path: Path) -> None:
 
 
 def plot_measured(rows: Sequence[Row], path: Path) -> None:
-    """Measured step time against measured peak; a cross where loss or gradients are wrong.
+    """Plot measured step time against measured peak; a cross marks wrong gradients.
 
     Raises:
         PlannerError: matplotlib is not installed.
@@ -76,7 +76,7 @@ def plot_measured(rows: Sequence[Row], path: Path) -> None:
 
 
 def plot_memory(rows: Sequence[Row], path: Path) -> None:
-    """Peak memory of each method at each budget, beside the budget; rings are measured peaks.
+    """Plot the peak memory of each method at each budget, with the budget as a line; rings are measured peaks.
 
     Raises:
         PlannerError: matplotlib is not installed.
@@ -107,9 +107,9 @@ def plot_memory(rows: Sequence[Row], path: Path) -> None:
 
 
 def _draw(axes: "Axes", rows: Sequence[Row], point: Callable[[Row], Point | None], scale: float, *, linewidth: float) -> None:
-    """Draw a line for each method: ours thick, those that people know in colours, all others in gray; hollow what PyTorch runs.
+    """Draw a line for each method: our methods thick, well-known ones coloured, all others gray, PyTorch's own hollow.
 
-    Where single points are far above all that stands in front, they are drawn at the upper edge, as arrows.
+    Single points far above all highlighted methods are drawn as arrows at the upper edge.
     """
     series: dict[tuple[bool, str], set[Point]] = {}
     for row in rows:
@@ -141,7 +141,7 @@ def _draw(axes: "Axes", rows: Sequence[Row], point: Callable[[Row], Point | None
 
 
 def _edge(series: Mapping[tuple[bool, str], set[Point]]) -> float:
-    """Return where the axis of time ends: some above nearly all that stands in front; infinite if nothing is far above that."""
+    """Return the upper limit of the time axis: slightly above nearly all highlighted points, or infinity without outliers."""
     overheads = sorted(y - 1 for (_, method), points in series.items() for _, y in points if method in _KNOWN)
     highest = max((y - 1 for points in series.values() for _, y in points), default=0.0)
     if not overheads:
@@ -162,7 +162,7 @@ def _measured_point(row: Row) -> Point | None:
 
 
 def _memory_axis(set_label: Callable[[str], object], rows: Sequence[Row]) -> float:
-    """Name the unit of an axis of memory. Returns its bytes."""
+    """Label an axis of memory with its unit, and return the bytes of the unit."""
     scale, unit = size_unit(rows[0].base_peak_bytes)
     set_label(f"peak memory in {unit}")
     return scale

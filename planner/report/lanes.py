@@ -1,4 +1,4 @@
-"""What a plan does besides executing each op once: recomputations, transfers and waits, as bars on lanes."""
+"""Bars on lanes for all that a plan does besides executing each op once: recomputations, transfers and waits."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ RECOMPUTED, WAITS = "recompute", "wait"
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """A time on a lane.
+    """A bar on a lane.
 
     Attributes:
         lane: its name, for people.
@@ -44,7 +44,7 @@ def bars(timeline: Timeline) -> tuple[Bar, ...]:
 
 
 def lanes(timeline: Timeline, found: Iterable[Bar]) -> tuple[str, ...]:
-    """Return the names of the lanes that have bars of those `found`, from top to bottom."""
+    """Return the names of the lanes that contain any of the bars `found`, from top to bottom."""
     busy = {bar.lane for bar in found}
     return tuple(lane for lane in (RECOMPUTED, WAITS, *map(spaced, timeline.graph.streams[1:])) if lane in busy)
 
@@ -54,7 +54,9 @@ def _shown(execution: Execution) -> bool:
 
 
 def _purposes(timeline: Timeline) -> dict[int, Execution]:
-    """Return for each execution on a lane, by its step, what it is for: the first one on no lane that reads what it makes.
+    """Return the purpose of each execution on a lane, by step: the first execution on no lane that needs its outputs.
+
+    The outputs may pass through other executions on lanes: the purpose of an offload is the op that reads the reloaded tensor.
 
     It may read that through others on lanes. Outputs on the device and elsewhere count alike: a copy out is for
     the op that reads what comes back.

@@ -1,4 +1,4 @@
-"""PyTorch's memory snapshots: what was in memory at the peak, and which line of Python had asked for it.
+"""Reader of PyTorch's memory snapshots: the memory at the peak, and the Python lines that allocated it.
 
 The format is that of ``torch.cuda.memory._snapshot``, pickled by ``_dump_snapshot``: the segments with their blocks as they
 were when it was taken, and for each device the last actions of the allocator before that. Torch is not imported.
@@ -21,7 +21,7 @@ _LIBRARIES = ("/torch/", "/torch_", "<frozen ", "<string>", "<eval_with_key>")
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """What one line of Python, or one FX node, held at the peak: bytes and blocks."""
+    """Bytes and blocks that one line of Python, or one FX node, held at the peak."""
 
     name: str
     size_bytes: int
@@ -30,7 +30,7 @@ class Holder:
 
 @dataclass(frozen=True, slots=True)
 class DevicePeak:
-    """The most memory of one device that the snapshot knows of.
+    """The peak memory of one device in the snapshot.
 
     Attributes:
         device: its index.
@@ -60,7 +60,7 @@ class _Block:
 
 
 class _PlainUnpickler(pickle.Unpickler):
-    """Reads containers, numbers and text alone: a pickle that names a class or a function could run anything."""
+    """Unpickler for containers, numbers and text only: other pickles could execute arbitrary code."""
 
     def find_class(self, module_name: str, global_name: str, /) -> NoReturn:
         raise pickle.UnpicklingError(f"it names {module_name}.{global_name}")
@@ -127,7 +127,7 @@ def _peak(device: int, segments: Sequence[Mapping[str, Any]], trace: Sequence[Ma
 
 
 def _blocks_before(segments: Sequence[Mapping[str, Any]], trace: Sequence[Mapping[str, Any]]) -> dict[int, _Block]:
-    """Return what was in memory before the first action, by address: it was freed later, or is there at the end."""
+    """Return the blocks in memory before the first action, by address: those freed later, or still there at the end."""
     found: dict[int, _Block] = {}
     touched: set[int] = set()
     for entry in trace:
@@ -166,7 +166,7 @@ def _holders(blocks: Iterable[_Block]) -> tuple[Holder, ...]:
 
 
 def _holder(frames: Sequence[Mapping[str, Any]]) -> str:
-    """Return the innermost line of the user's own Python, with the FX node where that is known; frames come innermost first."""
+    """Return the innermost line of the user's own Python, with the FX node if known; frames come innermost first."""
     python = [frame for frame in frames if str(frame["filename"]).endswith(".py") or "fx_node_name" in frame]
     own = [frame for frame in python if not any(part in str(frame["filename"]) for part in _LIBRARIES)]
     node = next((str(frame["fx_node_name"]) for frame in frames if "fx_node_name" in frame), "")

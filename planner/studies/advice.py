@@ -1,4 +1,4 @@
-"""Advice on which budget to take. Never imports torch."""
+"""Advice on which budget to choose. Never imports torch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Jobs on the machines of a Dask cluster, whose scheduler is named by its address."""
+"""Jobs on a Dask cluster, given the address of its scheduler."""
 
 import logging
 import secrets
@@ -16,7 +16,8 @@ _CONNECT_S = 10.0  # until a scheduler must have answered, and until it must hav
 
 @contextmanager
 def on_cluster(job: Job[Task, Done], address: str) -> Iterator[Workers[Task, Done]]:
-    """What does `job` on the cluster whose scheduler is at `address`. The job goes to each worker once; files do not.
+    """Yield the workers for `job` on the cluster with the scheduler at `address`. Each worker receives the job once, and no
+    files.
 
     Raises:
         PlannerError: the cluster cannot be reached, has no workers, loses them, or they are of another make.
@@ -59,7 +60,7 @@ def on_cluster(job: Job[Task, Done], address: str) -> Iterator[Workers[Task, Don
 
 
 def _end(client: Any, stop: Any) -> None:
-    """Tell what is under way to end, and part; the scheduler forgets tasks whose client has gone."""
+    """Tell running tasks to stop, and disconnect; the scheduler forgets tasks of a disconnected client."""
     try:
         if client.status == "running":
             stop.set()
@@ -70,7 +71,7 @@ def _end(client: Any, stop: Any) -> None:
 
 
 class _WorkerWatch:
-    """Raises once there has been no worker for so long that none is coming back.
+    """A check that raises if the cluster has had no worker for too long.
 
     Args:
         nthreads: threads by worker.
@@ -98,7 +99,7 @@ def _run(job: Job[Task, Done], task: Task, stop: str) -> Done:
 
 
 class _Flag:
-    """Whether `event` is set, asked of the scheduler only now and then: solvers ask often."""
+    """The state of `event`, polled from the scheduler only at intervals, since solvers ask often."""
 
     def __init__(self, event: Any) -> None:
         self._event = event

@@ -31,7 +31,7 @@ _SHORTEST_S = 1.0  # for a row, where the time for all is up
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One method at one budget, what is to run its schedule, and how long it may take (None: as all)."""
+    """One method at one budget, its executor, and its time limit (None: that of the study)."""
 
     run_by: RunBy
     method: str
@@ -41,13 +41,13 @@ class Task:
 
     @property
     def key(self) -> Key:
-        """Of its row."""
+        """The key of its row."""
         return self.run_by, self.method, self.budget
 
 
 @dataclass(frozen=True, slots=True)
 class Solved:
-    """What came of a task: its row, and the schedule that was found."""
+    """The result of a task: its row, and the schedule that was found."""
 
     row: Row
     schedule: Schedule | None
@@ -55,7 +55,7 @@ class Solved:
 
 @dataclass(frozen=True, slots=True)
 class SolveRow:
-    """Solves tasks, as a job for ``planner.studies.jobs``.
+    """Solver of tasks, as a job for ``planner.studies.jobs``.
 
     Attributes:
         graph: what is solved.
@@ -78,7 +78,7 @@ class SolveRow:
     recorded: Mapping[str, object]
 
     def __call__(self, task: Task, should_stop: Callable[[], bool]) -> Solved:
-        """The row of `task`; a method that cannot cope has its reason there, and does not end the others."""
+        """Return the row of `task`; an error of a method is recorded as its reason."""
         solve = get_solver(task.method)
         limit_s = self.time_limit_s if task.time_limit_s is None else task.time_limit_s
         row = replace(self.row(task.run_by, task.method, task.budget, task.budget_bytes, status="error"), time_limit_s=limit_s)
@@ -104,7 +104,7 @@ class SolveRow:
         return Solved(row, result.schedule)
 
     def row(self, run_by: RunBy, method: str, budget: str, budget_bytes: int | None, *, status: str) -> Row:
-        """Return what is known of a row before anything is solved or measured."""
+        """Return a row before anything is solved or measured."""
         return Row(
             model=self.model,
             fingerprint=self.graph.fingerprint,
@@ -144,13 +144,18 @@ def judge_of(
     machine_name: str | None = None,
     recorded: Mapping[str, object] | None = None,
 ) -> SolveRow:
-    """The judge of `graph`, by default on whatever machine it is called; `recorded` of the choices that the graph was given."""
+    """Return the judge of `graph`; `recorded` are the settings of the graph's options. Without `machine_name`, the solving
+    machine is recorded.
+    """
     peak_bytes = summarize(graph).keep_everything_peak_bytes
     return SolveRow(graph, visible(model), peak_bytes, tolerance, time_limit_s, seed, commit(), machine_name, recorded or {})
 
 
 def methods_named(text: str, *, offload: bool = False) -> tuple[str, ...]:
-    """Methods from ``all`` or names separated by commas; the optimum comes first, for its bound.
+    """Return methods from ``all`` or comma-separated names; the optimum comes first, for its bound.
+
+    ``all`` means the methods that recompute and, with `offload`, those that only offload; methods that place ops on other devices
+    are excluded.
 
     All are those that recompute and, with `offload`, those that do nothing else than that as well; those that place ops on
     other devices are not among them.
@@ -220,7 +225,7 @@ def compare(
 
 
 def tasks_for(judge: SolveRow, budgets: Sequence[str | int], methods: Sequence[str], run_by: RunBy) -> list[Task]:
-    """Every method at every budget, once.
+    """Return a task for every method at every budget, without duplicates.
 
     Raises:
         BudgetError: a budget cannot be read, or there is none.
@@ -235,7 +240,9 @@ def tasks_for(judge: SolveRow, budgets: Sequence[str | int], methods: Sequence[s
 
 
 class Shares:
-    """Tasks in turn, with their shares of a time limit for all: the optimum, what is fast, then what solves large programs."""
+    """A queue of tasks with their shares of a common time limit: the optimum, fast methods, then methods that solve large
+    programs.
+    """
 
     def __init__(self, tasks: Sequence[Task], clock: Clock, time_limit_s: float, jobs: int) -> None:
         self._waiting = sorted(tasks, key=lambda task: (task.method != OPTIMUM, SOLVERS[task.method].large_programs))
@@ -244,7 +251,7 @@ class Shares:
         self._jobs = jobs
 
     def take(self) -> Task | None:
-        """Return the next task with its limit: whole seconds where that is a share of the time; None if there is none left."""
+        """Return the next task with its time limit, a share rounded to whole seconds; None if there is none left."""
         if not self._waiting:
             return None
         task = self._waiting.pop(0)
@@ -258,17 +265,17 @@ class Shares:
 
 
 def _shares(task: Task) -> bool:
-    """Whether a task may take all the time it is given."""
+    """Return whether a task may use all the time it is given."""
     return task.method == OPTIMUM or SOLVERS[task.method].large_programs
 
 
 def cut_short(row: Row) -> bool:
-    """Return whether a method was ended by its time limit, before it was done."""
+    """Return whether a method was stopped by its time limit before it finished."""
     return row.seconds is not None and row.seconds >= row.time_limit_s and row.status != Status.OPTIMAL
 
 
 def solve_tasks(judge: SolveRow, tasks: Sequence[Task], *, jobs: int, should_stop: Callable[[], bool]) -> Iterator[Solved]:
-    """What comes of each task, as soon as it is known; `jobs` at a time.
+    """Yield the result of each task as soon as it is known; `jobs` tasks run at a time.
 
     Raises:
         PlannerError: `jobs` is out of range, or what runs them was lost.

@@ -1,4 +1,9 @@
-"""Every method at every budget with real tensors, beside what PyTorch itself has.
+"""Every method at every budget with real tensors, compared with PyTorch's own methods.
+
+Each step is timed in turn with plain PyTorch's. PyTorch's own methods, DTR and MegEngine choose their memory themselves. Those
+that no method of the same kind dominates in time and memory are compared, again in turns, with the optimal schedule for their
+measured peak: PyTorch's methods by measurements, the heuristics of DTR and MegEngine by the fastest simulated schedule at each
+budget.
 
 Each step is timed in turn with plain PyTorch's. PyTorch's own methods take what memory they take, and so do
 schedules of DTR and MegEngine. Of each kind those that no other of it beats in time and memory meet the optimal
@@ -37,7 +42,9 @@ _EAGER = eager().name
 
 
 def profiled(workload: Workload, folder: Path, settings: TraceSettings) -> Capture:
-    """The captured step with the times in ``graph.json`` of `folder`; measured, and written there, if there is none.
+    """Return the captured step with the times in ``graph.json`` of `folder`; without that file, measure and write it.
+
+    A resumed comparison uses the same times, and the same link to the host if one was measured.
 
     A comparison that goes on later goes on with the same times, and the same link to the host if one was measured.
 
@@ -128,7 +135,7 @@ def _best_of_pytorch(rows: Sequence[Row]) -> set[str]:
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """What takes part: the row so far, and the name its step is timed by."""
+    """A participant: its row so far, and the name that its step is timed by."""
 
     name: str
     row: Row
@@ -139,7 +146,7 @@ class _Entry:
 
 
 class _Comparison:
-    """Where steps are run, one at a time."""
+    """A comparison whose steps run one at a time."""
 
     def __init__(
         self,
@@ -167,28 +174,28 @@ class _Comparison:
         self._entered: dict[str, _Entry] = {}  # PyTorch's methods, by name
 
     def budget(self, tasks: Sequence[Task]) -> None:
-        """Solve and measure what is to be done at one budget, all in one round; baselines in rounds of their own."""
+        """Solve and measure the missing rows at one budget, all in one round; baselines in rounds of their own."""
         entries = [self._enter_schedule(solved) for solved in self._solve(tasks)]
         baselines = self._best_heuristics(entries)
         self._round([entry for entry in entries if entry.name not in baselines])
         self._at_equal_memory([entry for entry in entries if entry.name in baselines])
 
     def _best_heuristics(self, entries: Sequence[_Entry]) -> set[str]:
-        """Of the schedules of each system that evicts the fastest, by name."""
+        """Return the names of the fastest schedule of each eviction system."""
         found = [entry for entry in entries if entry.runs and entry.row.time_s is not None]
         kinds = {kind: [entry for entry in found if entry.row.method in members] for kind, members in HEURISTICS.items()}
         return {min(kind, key=lambda entry: entry.row.time_s or 0.0).name for kind in kinds.values() if kind}
 
     def stock(self, methods: Sequence[Method]) -> None:
-        """Measure methods that PyTorch has."""
+        """Measure PyTorch's own methods."""
         self._round([self._enter_stock(method) for method in methods if not self._should_stop()])
 
     def at_equal_memory(self, methods: Sequence[Method]) -> None:
-        """Measure methods that PyTorch has beside the optimal schedule for as much memory as each of them takes."""
+        """Measure PyTorch's own methods, each compared with the optimal schedule for its measured peak."""
         self._at_equal_memory([self._enter_stock(method) for method in methods if not self._should_stop()])
 
     def _at_equal_memory(self, baselines: Sequence[_Entry]) -> None:
-        """Each of `baselines` against the optimal schedule for as much memory as it takes."""
+        """Time each of `baselines` in turns with the optimal schedule for its measured peak."""
         peaks = {f"{PEAK_OF}{baseline.name}": baseline.row.measured_peak_bytes or 0 for baseline in baselines if baseline.runs}
         solved = self._solve([Task(RunBy.EXECUTOR, OPTIMUM, budget, peak) for budget, peak in peaks.items()])
         opponents = {entry.row.budget: entry for entry in map(self._enter_schedule, solved)}
@@ -254,6 +261,6 @@ def _with(row: Row, measured: Measured) -> Row:
 
 
 def _timed(row: Row, times: Sequence[float], eager_times: Sequence[float]) -> Row:
-    """Others on the machine disturb both steps of a turn alike, so their ratio is taken there."""
+    """Return the row with its times; the ratio is taken per turn, since other load on the machine affects both steps alike."""
     ratio = median(own / eagers for own, eagers in zip(times, eager_times, strict=True))
     return replace(row, measured_s=median(times), eager_s=median(eager_times), measured_ratio=ratio, repeats=len(times))

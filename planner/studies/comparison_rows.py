@@ -1,4 +1,4 @@
-"""What a comparison knows: a row for each method at each budget, kept in a CSV as soon as it is known."""
+"""Rows of a comparison: one for each method at each budget, stored in a CSV as soon as it is known."""
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,7 +21,7 @@ Key: TypeAlias = tuple[str, str, str]
 
 
 class RunBy(StrEnum):
-    """What a method's step was run by."""
+    """The executor of a method's step."""
 
     SIMULATOR = "simulator"  # not run: its schedule was judged
     EXECUTOR = "executor"  # its schedule was replayed with real tensors
@@ -66,18 +66,18 @@ class Row:
 
     @property
     def key(self) -> Key:
-        """What no other row has."""
+        """The unique key of the row."""
         return self.run_by, self.method, self.budget
 
     @property
     def measured_memory(self) -> str:
-        """The measured peak as text, with what was on the host."""
+        """The measured peak as text, with the peak on the host."""
         host = f", {format_bytes(self.measured_host_bytes)} on the host" if self.measured_host_bytes else ""
         return f"{format_bytes(self.measured_peak_bytes or 0)}{host}"
 
     @property
     def overhead(self) -> float | None:
-        """Of the schedule, as a part of the step without recomputation."""
+        """The overhead of the schedule, as a fraction of the step without recomputation."""
         return None if self.time_s is None else relative_gap(self.time_s, self.base_s)
 
 

@@ -1,4 +1,4 @@
-"""Overhead against budget: a grid of budgets solved side by side, each answer used for all of them. Never imports torch."""
+"""Overhead against budget: a grid of budgets, solved in parallel, each result used for all of them. Never imports torch."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -49,7 +49,7 @@ class Curve:
     without: "Curve | None" = None
 
     def overhead(self, time_s: float | None) -> float | None:
-        """`time_s` as a fraction above the step without recomputation."""
+        """Return `time_s` as an overhead over the step without recomputation; None if it is unknown."""
         if time_s is None:
             return None
         return time_s / self.graph.time_s - 1 if self.graph.time_s else 0.0
@@ -57,7 +57,7 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class _Solve:
-    """The job: what is solved at every budget, and how."""
+    """The job: the graph, solver and settings for every budget."""
 
     graph: Graph
     solver: str
@@ -121,7 +121,7 @@ def curve(
 
 @dataclass(frozen=True, slots=True)
 class _How:
-    """What ``curve`` was told, apart from the graph and the budgets."""
+    """The arguments of ``curve``, except the graph and the budgets."""
 
     settings: StudySettings
     solver: str
@@ -130,13 +130,13 @@ class _How:
     should_stop: Callable[[], bool]
 
     def tell(self, activity: str) -> None:
-        """Say what is being done."""
+        """Report an activity."""
         if self.on_activity is not None:
             self.on_activity(activity)
 
 
 def _curve(graph: Graph, budgets: int | Sequence[str | int], how: _How, clock: Clock) -> Curve:
-    """As ``curve``, of a graph with the choices that it has."""
+    """Return the curve of a graph whose options are applied already; see ``curve``."""
     summary = summarize(graph)
     how.tell("looking for an order of the ops that needs less memory")
     order = order_for(graph, how.solver, reorder=how.reorder, clock=clock.part(_ORDER_SHARE * clock.limit))
@@ -166,14 +166,14 @@ def _curve(graph: Graph, budgets: int | Sequence[str | int], how: _How, clock: C
 
 
 def _least_in(order: Reordering, how: _How, clock: Clock) -> LeastBudgetBracket:
-    """What is known of the least budget, of the reordered graph."""
+    """Return the bracket of the least feasible budget of the reordered graph."""
     how.tell("looking for the least feasible budget")
     part = clock.part(min(_LEAST_S, _LEAST_SHARE * clock.limit, how.settings.time_limit_s))
     return least_budget(order.graph, clock=part, should_stop=how.should_stop)
 
 
 def _better(point: Point, other: Point, tolerance: float) -> Point:
-    """`point` with the schedule of `other`, which is one of fewer choices, if that is faster."""
+    """Return `point` with the schedule of `other`, which uses fewer options, if that is faster."""
     if other.time_s is None or point.bound_s is None or (point.time_s is not None and point.time_s <= other.time_s):
         return point
     status = status_of(other.time_s, point.bound_s, tolerance)
@@ -181,5 +181,5 @@ def _better(point: Point, other: Point, tolerance: float) -> Point:
 
 
 def _of_source(point: Point, order: Reordering) -> Point:
-    """`point`, found on the reordered graph, with its schedule as one of the original graph."""
+    """Return `point`, found on the reordered graph, with its schedule mapped to the original graph."""
     return point if point.schedule is None else replace(point, schedule=order.schedule_of_source(point.schedule))

@@ -1,4 +1,4 @@
-"""The one way to run an experiment: cases are run, their rows kept, and pages and figures made of the rows alone."""
+"""The experiment engine: cases are run, their rows stored, and pages and figures drawn from the rows alone."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ Case = TypeVar("Case")
 
 @dataclass(frozen=True, slots=True)
 class Study(Generic[Case, Row]):
-    """An experiment: how a case is run, and what is made of the rows of all of them.
+    """An experiment: how a case is run, and which pages and figures are made from the rows.
 
     Attributes:
         row: the dataclass of its rows, as in ``planner.studies.rows``.
@@ -46,7 +46,7 @@ class Study(Generic[Case, Row]):
         return KeptRows(folder / self.file, self.row, self.order)
 
     def fill(self, kept: KeptRows[Row], cases: Mapping[Key, Case], cluster: str | None = None) -> Iterator[tuple[Row, ...]]:
-        """Run what is missing among `kept`; yield rows once they are kept.
+        """Run the cases missing in `kept`; yield rows once they are stored.
 
         Args:
             kept: of this study.
@@ -64,13 +64,13 @@ class Study(Generic[Case, Row]):
                 yield rows
 
     def write_pages(self, rows: Sequence[Row], folder: Path) -> None:
-        """Write the pages of `rows` into `folder`, none where there are no rows."""
+        """Write the pages of `rows` into `folder`; none if there are no rows."""
         for name, page in self.pages.items():
             if rows:
                 write_text(folder / name, page(rows))
 
     def draw_figures(self, rows: Sequence[Row], folder: Path) -> None:
-        """Write the figures of `rows` into `folder`, none where there are no rows."""
+        """Write the figures of `rows` into `folder`; none if there are no rows."""
         for name, draw in self.figures.items():
             if rows:
                 draw(rows, folder / name)
@@ -81,7 +81,7 @@ class Study(Generic[Case, Row]):
 
 @dataclass(frozen=True, slots=True)
 class _Job(Generic[Case, Row]):
-    """Runs cases, here or elsewhere; `at_once`: their rows are a tuple, in place of one after the other."""
+    """A picklable job that runs cases; with `at_once`, it returns the rows of a case as one tuple."""
 
     run: Callable[[Case, Sequence[Row]], Iterable[Row]]
     at_once: bool

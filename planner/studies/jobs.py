@@ -1,4 +1,4 @@
-"""One job for many tasks, by executors of ``concurrent.futures``: here, in processes beside this one, or on a cluster."""
+"""One job for many tasks on executors of ``concurrent.futures``: in this process, in several processes, or on a cluster."""
 
 import multiprocessing
 import os
@@ -28,7 +28,7 @@ Job: TypeAlias = Callable[[Task, Callable[[], bool]], Done]
 
 @dataclass(frozen=True, slots=True)
 class Workers(Generic[Task, Done]):
-    """What an executor does a job with.
+    """An executor for the tasks of a job.
 
     Attributes:
         submit: gives it a task.
@@ -51,7 +51,9 @@ def run(
     jobs: int = 1,
     cluster: str | None = None,
 ) -> Iterator[Done]:
-    """What becomes of the tasks that `take` names, as soon as it is known, until it names none or `should_stop`.
+    """Yield the result of each task of `take` as soon as it is known, until `take` returns None or `should_stop` returns True.
+
+    After a stop, running tasks end with what they have.
 
     Once `should_stop`, those under way end with what they have.
 
@@ -100,7 +102,7 @@ def _here(job: Job[Task, Done], should_stop: Callable[[], bool]) -> Iterator[Wor
 
 
 class _InThisProcess(Executor):
-    """Does each call when it is submitted."""
+    """An executor that runs each call when it is submitted."""
 
     def submit(self, call: Callable[Given, Returned], /, *given: Given.args, **named: Given.kwargs) -> Future[Returned]:
         future: Future[Returned] = Future()
@@ -124,7 +126,7 @@ def _beside(job: Job[Task, Done], jobs: int) -> Iterator[Workers[Task, Done]]:
 
 
 class _Undisturbed(ProcessPoolExecutor):
-    """Its processes take no notice of Ctrl-C, from their first moment: this one tells them."""
+    """A process pool whose processes ignore Ctrl-C from the start; the main process tells them to stop."""
 
     def submit(self, call: Callable[Given, Returned], /, *given: Given.args, **named: Given.kwargs) -> Future[Returned]:
         if threading.current_thread() is not threading.main_thread():

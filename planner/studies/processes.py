@@ -1,4 +1,4 @@
-"""Calls in processes of their own, so that memory, threads and crashes are theirs alone. Imports neither torch nor pandas."""
+"""Calls in separate processes, isolated in memory, threads and crashes. Imports neither torch nor pandas."""
 
 import os
 import pickle
@@ -30,7 +30,7 @@ ALONE = MappingProxyType({"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHON
 
 
 class ProcessError(PlannerError):
-    """A process failed, was killed, or did not end in time."""
+    """The error that a process failed, was killed, or did not end in time."""
 
 
 def stream(

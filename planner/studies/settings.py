@@ -1,4 +1,4 @@
-"""What the solves of a study have in common, and what all of it may spend. Never imports torch."""
+"""Common settings of the solves of a study, and its total limits. Never imports torch."""
 
 import math
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from planner.choices import Choices
 
 @dataclass(frozen=True, slots=True)
 class StudySettings:
-    """How a study of many budgets or methods is made.
+    """Settings of a study of many budgets or methods.
 
     Attributes:
         model: what the graph is called, in rows.

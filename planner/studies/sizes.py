@@ -1,4 +1,4 @@
-"""What ``max_batch`` is asked for, and what it answers. Never imports torch."""
+"""The request and the answers of ``max_batch``. Never imports torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -44,22 +44,22 @@ class LargestSize:
 
     @property
     def time_s(self) -> float | None:
-        """Of the schedule at `size`, as `peak_bytes` and `gap`; None if there is none."""
+        """The time of the schedule; None if there is none."""
         return None if self.size is None or self.result is None else self.result.time_s
 
     @property
     def peak_bytes(self) -> int | None:
-        """Of the schedule, static bytes included."""
+        """The peak of the schedule, static memory included; None if there is none."""
         return None if self.size is None or self.result is None else self.result.peak_bytes
 
     @property
     def gap(self) -> float | None:
-        """Of the time over the proved bound."""
+        """The gap between the time and the proved lower bound; None if there is no schedule."""
         return None if self.size is None or self.result is None else self.result.gap
 
     @property
     def overhead(self) -> float | None:
-        """Of the schedule, as a fraction of the step without recomputation."""
+        """The overhead of the schedule, as a fraction of the step without recomputation; None if there is no schedule."""
         if self.time_s is None:
             return None
         return self.time_s / self.keep_everything_time_s - 1 if self.keep_everything_time_s else 0.0
@@ -67,7 +67,7 @@ class LargestSize:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What is asked for. Sizes that are tried are multiples of `unit`; where it says so, they are counted in it.
+    """The request. Sizes are multiples of `unit`; fields marked "in units" are counted in it.
 
     Attributes:
         budget_bytes: of the whole step, static bytes included.
@@ -99,30 +99,30 @@ class Wanted:
     guesses: Mapping[str, int] = field(default_factory=dict)
 
     def named(self, units: int) -> str:
-        """A size, in a sentence."""
+        """Return a size as text for a sentence."""
         size = units * self.unit
         return f"a batch of {size}" if self.varies == BATCH else f"{self.varies}={size}"
 
     @property
     def methods(self) -> "tuple[Method, ...]":
-        """What there are answers for."""
+        """The methods to answer for."""
         methods = tuple(Method(name, solver) for name, solver in METHODS)
         return methods if self.choices is None else (*methods, Method(f"with {self.choices.named}", OPTIMAL, self.choices))
 
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """A name in the tables, one in the registry, and what the graph is given for it."""
+    """A method: its name in tables, its solver in the registry, and the options of the graph."""
 
     name: str
     solver: str
     choices: Choices | None = None
 
     def offered(self, graph: Graph) -> Graph:
-        """`graph` as this method gets it."""
+        """Return `graph` with the options of this method."""
         return with_options(graph, ()) if self.choices is None else self.choices.offered(graph)
 
 
 def samples_for(varies: str, first: int) -> tuple[int, ...]:
-    """``Wanted.samples`` for a search that begins at `first`: a batch adds up, other sizes may count as their square."""
+    """Return ``Wanted.samples`` for a search from `first`: costs are linear in a batch, and may be quadratic in other sizes."""
     return BATCHES if varies == BATCH else sample_sizes(max(first, max(BATCHES)))

@@ -1,4 +1,4 @@
-"""A planned step beside plain eager PyTorch, on the batch it was planned for: bits, time and peak."""
+"""Comparison of a planned step with plain eager PyTorch on the batch it was planned for: bits, time and peak."""
 
 import time
 import warnings
@@ -46,7 +46,9 @@ def compare_with_eager(
     allowed: bool = False,
     lossy: bool = False,
 ) -> EagerComparison:
-    """`planned` beside `step`, each from the random state that is there; `step` and `batch` are afterwards as they were.
+    """Return how `planned` compares with `step` from the current random state; `step` and `batch` are restored afterwards.
+
+    With Inductor's kernels, the reference is PyTorch's own run of them in place of `step`.
 
     Where the kernels are Inductor's, PyTorch's own run of them stands in place of `step`.
 
@@ -108,7 +110,7 @@ def _own_error(
 
 
 def warn_of_differences(plan: Plan) -> None:
-    """Warn where a step by `plan` is not what eager PyTorch computes, and may not be, or was captured as something dearer."""
+    """Warn if a step by `plan` differs from eager PyTorch without permission, or was captured with more expensive ops."""
     eager = plan.eager
     if eager is None or eager.failure:
         return
@@ -148,7 +150,10 @@ def _compared_times(steps: Mapping[str, Isolated], step: TrainingStep, batch: Ba
 
 
 def _first_differing_op(captured: Capture, step: TrainingStep, batch: Batch) -> DifferingOp | None:
-    """The first op on the way to a difference of which no result is one that eager PyTorch computes.
+    """Return the first op on the path to a difference, none of whose results eager PyTorch computes; None if there is none.
+
+    The path is followed backward from the differing results, and ends at ops whose results eager PyTorch has. An eager op that
+    was captured as several ops does not count if the last result is the same.
 
     The way is followed backward from what differs, and ends at ops whose results eager PyTorch has: an op that was
     captured as several, whose last result is the same, is none that matters.
@@ -183,7 +188,7 @@ def _first_differing_op(captured: Capture, step: TrainingStep, batch: Batch) -> 
 
 
 class _Results(TorchDispatchMode):
-    """Digests of all that is computed inside, forward and backward, views and transposes included."""
+    """Digests of all values computed inside the context, forward and backward, including views and transposes."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -202,7 +207,7 @@ class _Results(TorchDispatchMode):
 
 
 def _digest(value: torch.Tensor) -> bytes:
-    """Of the elements in order, and their type; of what has no elements on this layout, of its dense form."""
+    """Return a digest of the dtype and the elements of `value` in order; sparse layouts are made dense first."""
     dense = value.detach().to_dense() if value.layout is not torch.strided else value.detach()
     flat = dense.cpu().contiguous().flatten().view(torch.uint8)
     return blake2b(flat.numpy().tobytes(), key=str(value.dtype).encode(), digest_size=16).digest()

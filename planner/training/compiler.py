@@ -49,7 +49,7 @@ _CHECK_STEPS, _COMPARE_STEPS, _COMPARE_S = 1.5, 9.0, 0.5
 
 @dataclass(frozen=True, slots=True)
 class Compiler:
-    """Makes planned steps of a model, one for each batch that differs in its sizes.
+    """Compiler of planned steps of one model, one for each batch whose sizes differ.
 
     Attributes:
         wrapper: how the model is trained.
@@ -81,7 +81,7 @@ class Compiler:
         return as_recorded(captured, plan.graph.provenance, self.trace.options)
 
     def make(self, captured: Capture, batch: Batch, budget: str | int) -> PlannedStep:
-        """The fastest step on `batch` within the budget; `captured` is what ``capture`` returned.
+        """Return the fastest step on `batch` within the budget; `captured` is what ``capture`` returned.
 
         Raises:
             InfeasibleError, LimitError, BudgetError: as ``solve``.
@@ -89,7 +89,7 @@ class Compiler:
         return self.plan(self.profile(captured, batch), batch, budget)
 
     def plan(self, captured: Capture, batch: Batch, budget: str | int) -> PlannedStep:
-        """As ``make``, where `captured` is profiled."""
+        """Return the fastest step on `batch` within the budget; `captured` is profiled."""
         return self.solve(captured, batch, budget)
 
     def _captured(self, batch: Batch, variant: "Variant | None") -> Capture:
@@ -104,7 +104,9 @@ class Compiler:
             return profiled(captured, workload, self.trace, on_op=stage.advance)
 
     def solve(self, captured: Capture, batch: Batch, budget: str | int) -> PlannedStep:
-        """The step of a profiled capture: solved until the measured peak is within the budget.
+        """Return the step of a profiled capture, solved until the measured peak is within the budget.
+
+        If eager PyTorch does not fit, the peak is measured in the first training step, to spare the time of an extra one.
 
         Where eager PyTorch does not fit, the peak is measured in the first training step: a step before it would take as long,
         and the user waits for that one.
@@ -140,7 +142,7 @@ class Compiler:
         raise BudgetError(f"{over}; lower the budget")
 
     def _step(self, captured: Capture, plan: Plan, executor: Executor, budget: str | int, *, solved_bytes: int) -> PlannedStep:
-        """Return the step that `executor` runs by `plan`, which was solved for so many bytes."""
+        """Return the step that `executor` runs by `plan`, which was solved for `solved_bytes`."""
         executor.start_training(plan.budget_bytes, check_writes=self.search.run.check_writes)
         return PlannedStep(
             plan,
@@ -159,7 +161,7 @@ class Compiler:
             return self.search.first_plan(graph, budget, stage)
 
     def _rehearses(self, graph: Graph) -> bool:
-        """Return whether a step is run in planning, to measure its peak."""
+        """Return whether planning runs a step to measure its peak."""
         if not self._swaps or type(self.wrapper.ranks) is not SingleProcess:
             return True  # a plan that takes too much would stay
         return not why_it_does_not_fit(graph, next(self.wrapper.module.parameters()).device)
@@ -172,7 +174,7 @@ class Compiler:
     def _improving(
         self, captured: Capture, plan: Plan, executor: Executor, solved_bytes: int, *, finds: bool
     ) -> Improving | None:
-        """Return what makes the plan better while the step trains; None where plans are not swapped."""
+        """Return the search for better plans while the step trains; None if plans are not swapped."""
         if not self._swaps:
             return None
         improvement = Improvement(
@@ -187,7 +189,9 @@ class Compiler:
         return Improving(Consultation(self.wrapper.ranks, improvement), self.wrapper.wrapped)
 
     def _refresher(self, captured: Capture, budget: str | int) -> Callable[[Batch], PlannedStep] | None:
-        """Return the function that plans again with uses of limited resources measured on a batch; None where there are none."""
+        """Return the function that measures limited resources on a batch again and replans; None if there are no such
+        resources.
+        """
         if not needs_measuring(captured) or type(self.wrapper) is not Unwrapped:
             return None
 
@@ -204,7 +208,7 @@ class Compiler:
     def reuse(
         self, captured: Capture, batch: Batch, plan: Plan, measured: Graph | None, *, improves: bool = False
     ) -> PlannedStep:
-        """The step of a plan that was made before, or on another rank.
+        """Return the step of a plan that was loaded from the cache or received from another rank.
 
         Args:
             improves: better plans are found on another rank while the step trains.
@@ -231,7 +235,9 @@ class Compiler:
         return PlannedStep(plan, self.wrapper.wrapped(executor), measured, improving=improving)
 
     def _compared(self, captured: Capture, batch: Batch, plan: Plan, executor: Executor) -> Plan:
-        """Return `plan` with how it compares with eager PyTorch, if asked for; what planning has freed goes to the system."""
+        """Return `plan` with its comparison with eager PyTorch, if requested; memory freed by planning is returned to the
+        system.
+        """
         eager = None
         if self.compare_eager:
             step = TrainingStep(self.wrapper.module, self.loss_fn)

@@ -1,4 +1,4 @@
-"""Plans that leave room for what CUDA graphs keep besides their tensors, which is predicted before anything is recorded."""
+"""Plans that leave room for the overhead of CUDA graph pools, predicted before anything is recorded."""
 
 from collections.abc import Callable
 
@@ -13,7 +13,9 @@ _TRIES = 6  # solves: segments are coarse, so that a plan that takes less need n
 
 
 def with_room_for_pool(graph: Graph, plan: Plan, library_bytes: int, solve: Callable[[int], Plan]) -> Plan:
-    """Return `plan`, or one whose tensors and pool are within the budget of `plan` together.
+    """Return `plan`, or one whose tensors and pool together are within the budget of `plan`.
+
+    First the budget is lowered by the excess, then bisected between budgets known to be too small and too large.
 
     Solved for what is over the budget less, and then half way from what is known to be too little to what is too much.
 
@@ -49,5 +51,5 @@ def with_room_for_pool(graph: Graph, plan: Plan, library_bytes: int, solve: Call
 
 
 def _kept_bytes(graph: Graph, plan: Plan, library_bytes: int) -> int:
-    """Return what is there throughout where `plan` is recorded."""
+    """Return the static memory that remains allocated once `plan` is recorded."""
     return graph.static_bytes + pool_bytes(with_recorded(graph, plan.settings), plan.schedule, library_bytes)

@@ -1,9 +1,8 @@
-"""Better plans for a step while it trains: solved in a process of its own, swapped in between two steps.
+"""Better plans for a step while it trains: solved in a separate process, swapped in between two steps.
 
-The first steps are timed op by op, in context; where costs differ from those that were measured alone, the solve is repeated
-with the corrected ones. The first step of a plan whose peak has not been measured is watched: one that is over the budget is
-taken back.
-Bits do not depend on which plan runs.
+The first steps are timed op by op. If these times differ from the profile, the solve is repeated with the corrected costs. The
+first step of a plan without measured peak is observed; a plan over the budget is taken back. Bits do not depend on which plan
+runs.
 """
 
 import math
@@ -38,7 +37,7 @@ _FIRST_SHARED = 2  # step before which several processes first exchange what the
 
 @dataclass(frozen=True, slots=True)
 class Swap:
-    """A plan that takes the place of another.
+    """A plan that replaces another.
 
     Attributes:
         plan, executor: what runs from now on.
@@ -53,7 +52,9 @@ class Swap:
 
 
 class Improvement:
-    """Finds better plans for a step, and swaps them in.
+    """The search for better plans for a step, which swaps them in.
+
+    If several processes train, one of them finds plans for all; each has an object of this class.
 
     Where several processes train, one of them finds plans for all; each has an object of this class.
 
@@ -72,7 +73,7 @@ class Improvement:
         make_executor: Callable[[Capture, Plan], Executor],
         finds: bool,
     ) -> None:
-        """Begin with `plan`, which `executor` runs.
+        """Start with `plan`, which `executor` runs.
 
         Args:
             captured: the profiled step.
@@ -93,7 +94,7 @@ class Improvement:
         self._watch = PeakWatch(executor) if plan.measured_peak_bytes is None else None
 
     def find(self, steps: int) -> Plan | None:
-        """Return a plan that is to take the place of the one in use, if one has been found by now.
+        """Return a plan that is to replace the current one, if one has been found.
 
         Args:
             steps: how many have been trained: a solve begins once it pays.
@@ -105,7 +106,7 @@ class Improvement:
         return self._better()
 
     def wait(self, seconds: float | None) -> Plan | None:
-        """Wait until the solve ends, or for so long; return what ``find`` does."""
+        """Wait until the solve ends, at most `seconds`; return a plan as ``find`` does."""
         self._take_times()
         if not self._is_solved and self._solve is None:
             self._start()
@@ -115,7 +116,7 @@ class Improvement:
         return self._better()
 
     def adopt(self, plan: Plan) -> Swap:
-        """Let `plan` take the place of the one in use; the peak of its first step is watched."""
+        """Replace the current plan by `plan`, and observe the peak of its first step."""
         gain = 1 - plan.time_s / self.plan.time_s
         executor = self._make_executor(self._captured, plan)
         self._time_ops_of(executor)
@@ -139,7 +140,8 @@ class Improvement:
         return watch.peak_bytes - self.plan.budget_bytes
 
     def take_back(self, over_bytes: int) -> Swap:
-        """Return to the plan before the one whose peak was over the budget by so much; what is solved for is lowered by that.
+        """Return to the plan before the one whose peak was over the budget by `over_bytes`; lower the solved budget by that
+        amount.
 
         Raises:
             InfeasibleError: it was the first plan, and none is found that takes as much less.
@@ -157,7 +159,7 @@ class Improvement:
         return before
 
     def _begin_anew(self, peak_bytes: int) -> Swap:
-        """Return a plan that takes the place of the first one, which has taken `peak_bytes`."""
+        """Return a plan that replaces the first one, whose peak was `peak_bytes`."""
         try:
             found = self._search.first_plan(self._captured.graph, self._solved_bytes)
         except BudgetError as error:
@@ -168,7 +170,7 @@ class Improvement:
         return swap
 
     def stop(self) -> None:
-        """Look for nothing any more."""
+        """Stop the search."""
         self._end_solve()
         self._is_solved = True
         for observer in (self._timer, self._watch):
@@ -177,7 +179,7 @@ class Improvement:
         self._timer = self._watch = None
 
     def _is_worth_it(self, steps: int) -> bool:
-        """Return whether what the steps so far have lost, or may have, pays for a process."""
+        """Return whether the time that the steps so far have lost, or may have, justifies a process."""
         least_s = self.plan.graph.time_s if self.plan.bound_s is None else self.plan.bound_s
         lost_s = self.plan.time_s - least_s
         return lost_s >= _LOST_AT_ONCE_S or lost_s * steps >= _LOST_IN_ALL_S
@@ -202,7 +204,7 @@ class Improvement:
             self._solve, self._is_solved = None, True
 
     def _better(self) -> Plan | None:
-        """Return the plan that the solve has found, where it is to take the place of the one in use."""
+        """Return the plan that the solve has found, if it is to replace the current one."""
         if self._solve is not None:
             self._receive(0.0)
         plan = self._candidate
@@ -219,7 +221,7 @@ class Improvement:
         return None
 
     def _time_ops_of(self, executor: Executor) -> None:
-        """Begin again with the timed steps, by `executor`, unless their times have been taken."""
+        """Restart the timing of ops with `executor`, unless their times have been taken."""
         if self._timer is not None:
             self._timer.stop()
             self._timer = OpTimer(executor, steps=_TIMED_STEPS)
@@ -240,7 +242,9 @@ class Improvement:
 
 
 class Consultation:
-    """Decides between two steps whether another plan is to run, on all processes that train a model at the same step.
+    """The decision between two steps on the next plan, the same on all processes that train a model.
+
+    A single process decides before every step. Several processes exchange their state before steps 2, 4, 8 and so on.
 
     One process asks itself before every step. Several exchange what they know before step 2, 4, 8 and so on.
 
@@ -255,11 +259,11 @@ class Consultation:
 
     @property
     def plan(self) -> Plan:
-        """The plan in use."""
+        """The current plan."""
         return self.improvement.plan
 
     def before_step(self) -> Swap | None:
-        """Note that a step begins; return the plan that it is to run by, where that changes."""
+        """Record that a step begins; return the plan to run it by if the plan changes."""
         self._steps += 1
         steps = self._steps
         if not self._alone and (steps < _FIRST_SHARED or steps & (steps - 1)):
@@ -267,7 +271,7 @@ class Consultation:
         return self._consult(lambda: self.improvement.find(steps))
 
     def wait(self, seconds: float | None) -> Swap | None:
-        """Wait for the end of the solve, or for so long; return the best plan, where it is another than before."""
+        """Wait for the end of the solve, at most `seconds`; return the best plan if it differs from the current one."""
         return self._consult(lambda: self.improvement.wait(seconds))
 
     def _consult(self, find: Callable[[], Plan | None]) -> Swap | None:
@@ -282,7 +286,7 @@ class Consultation:
 
 
 def over_budget(plan: Plan, peak_bytes: int, budget_bytes: int) -> str:
-    """Return what is to be said where `plan` has taken more than the budget."""
+    """Return the message that `plan` has exceeded the budget."""
     return (
         f"the measured peak is {format_bytes(peak_bytes)}, over the budget of {format_bytes(budget_bytes)}, though "
         f"{format_bytes(plan.peak_bytes)} was predicted: some op takes memory that its profile did not show, or a CUDA graph "
@@ -291,7 +295,7 @@ def over_budget(plan: Plan, peak_bytes: int, budget_bytes: int) -> str:
 
 
 def with_times(graph: Graph, times_s: Mapping[str, float]) -> Graph:
-    """Return `graph` with `times_s` by the names of ops; times of ops that were not executed are scaled as those that were."""
+    """Return `graph` with `times_s` by op name; times of ops that were not executed are scaled by the same factor."""
     known_s = math.fsum(op.time_s for op in graph.ops if op.name in times_s)
     scale = math.fsum(times_s.values()) / known_s if known_s > 0 else 1.0
     ops = tuple(replace(op, time_s=times_s.get(op.name, op.time_s * scale)) for op in graph.ops)
@@ -299,12 +303,12 @@ def with_times(graph: Graph, times_s: Mapping[str, float]) -> Graph:
 
 
 def _of_another_plan(eager: EagerComparison | None) -> EagerComparison | None:
-    """Return what a comparison says of eager PyTorch and of bits; how a plan compares that it was not made with is not known."""
+    """Return the comparison without the time of the planned step, which was measured for another plan."""
     return None if eager is None else replace(eager, planned_time_s=0.0, spread=0.0)
 
 
 def rounds_alike(graph: Graph, one: Plan, other: Plan) -> bool:
-    """Return whether two plans make the same bits: the same ops that round, in the same order among what they stand for."""
+    """Return whether two plans give the same bits: the same rounding ops, in the same order among alternatives."""
     return _rounding(graph, one) == _rounding(graph, other)
 
 

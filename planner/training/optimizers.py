@@ -1,4 +1,4 @@
-"""Which of the optimizers whose memory is known an optimizer object is."""
+"""Recognition of the optimizers whose memory is known."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,7 +10,7 @@ from graphs.optimizers import OPTIMIZERS
 
 
 def optimizer_kind(optimizer: torch.optim.Optimizer) -> str:
-    """Return what ``planner.compile`` calls an optimizer.
+    """Return the name of an optimizer in ``planner.compile``.
 
     Args:
         optimizer: of ``torch.optim``, or a wrapper that holds one as ``optimizer``, as that of Accelerate does.

@@ -1,4 +1,4 @@
-"""Plans inside somebody else's training loop: one for each kind of batch that comes, and the optimizer the loop has."""
+"""Plans inside another library's training loop: one for each kind of batch."""
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping
@@ -33,14 +33,17 @@ _OPTIONS = {p.name for p in signature(compile).parameters.values() if p.kind is 
 
 
 class BatchPlans:
-    """Makes a plan when a batch of new sizes first comes to a model, and keeps the last of them.
+    """A cache of plans by the sizes of batches: a plan is made when a batch of new sizes arrives.
+
+    The first size gets the whole time limit. Others (a smaller last batch, other lengths) are solved for a few seconds and are
+    not compared with eager PyTorch. With ``dynamic=True`` among the options, one step handles all sizes itself.
 
     The first size gets the whole time limit. Others (a smaller last batch, other lengths) are solved for some seconds and are
     not compared with eager PyTorch. With ``dynamic=True`` among the options there is one step, which sees to the sizes itself.
     """
 
     def __init__(self, wrapper: Unwrapped, budget: str | int, options: Mapping[str, Any]) -> None:
-        """Take what every plan is made for, and with.
+        """Set the model, the budget and the options that all plans share.
 
         Args:
             wrapper: how the model is trained.
@@ -58,7 +61,7 @@ class BatchPlans:
 
     @property
     def main(self) -> PlannedStep | None:
-        """The step for the size that came most often; None before the first batch."""
+        """The step for the most frequent size; None before the first batch."""
         return None if self._main is None else self._main[1]
 
     def step(
@@ -70,7 +73,7 @@ class BatchPlans:
         accumulate: bool,
         on_progress: View | None = None,
     ) -> PlannedStep:
-        """Return the step for `batch`. Where several processes train, all call this, with batches of the same sizes.
+        """Return the step for `batch`. If several processes train, all call this, with batches of the same sizes.
 
         Args:
             loss_fn, accumulate: as in ``planner.compile``, the same in every call.
@@ -91,14 +94,14 @@ class BatchPlans:
         return step
 
     def _key(self, batch: Batch) -> Key:
-        """Return what a plan is for, with the sizes of its tensors apart, unless one plan is for all sizes."""
+        """Return what a plan depends on, with the sizes of the batch unless one plan serves all sizes."""
         leaves, spec = pytree.tree_flatten(batch)
         kinds = [(x.dtype, x.requires_grad, x.dim()) if isinstance(x, torch.Tensor) else repr(x) for x in leaves]
         trained = tuple(p.requires_grad for p in self._parameters)
         return (str(spec), *kinds, trained), () if self._options.get("dynamic", False) else shapes_of(batch)
 
     def _check_same(self, key: Key, batch: Batch) -> None:
-        """Raise where processes have other batches: one that planned on its own would wait for the others for ever."""
+        """Raise if the processes have different batches: a process that plans alone would wait for the others forever."""
         ranks = self._wrapper.ranks
         if not ranks.same(key):
             found = "; ".join(f"rank {rank}: {shapes}" for rank, shapes in enumerate(ranks.gather(_shapes(batch))))
@@ -154,14 +157,14 @@ class BatchPlans:
             raise type(error)(f"for a batch of {_shapes(batch)}{self._share()}: {error}") from error
 
     def _share(self) -> str:
-        """Return what a message says of a budget that is a share."""
+        """Return the part of a message on a budget that is a share."""
         if self._asked == self._budget or not str(self._asked).strip().endswith("%"):
             return ""
         return f", whose budget is {self._asked} of the first batch's peak, {format_bytes(int(self._budget))}"
 
 
 def check_options(options: Mapping[str, Any]) -> None:
-    """Whether ``planner.compile`` has these keyword arguments besides the budget.
+    """Raise unless ``planner.compile`` has these keyword arguments, apart from the budget.
 
     Raises:
         PlannerError: it has not.

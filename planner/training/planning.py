@@ -1,4 +1,4 @@
-"""From settings to a planned step: what goes with what is checked, and one compiler makes the steps of a model."""
+"""From settings to a planned step: the settings are checked together, and one compiler makes the steps of a model."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, is_dataclass, replace
@@ -35,7 +35,7 @@ from planner.training.step import PlannedStep
 
 @dataclass(frozen=True, slots=True)
 class Planning:
-    """How the steps of a model are planned: what ``planner.compile`` was called with.
+    """The settings of ``planner.compile`` for the steps of a model.
 
     Attributes:
         wrapper: how the model is trained.
@@ -94,7 +94,7 @@ class Planning:
         return ReplannedStep(make, batch, budget, max_plans=run.max_plans) if run.replan else make(batch, budget)
 
     def _channels(self) -> tuple[Channels | None, SolveSettings]:
-        """Return the channels to the host, and the settings with the memory there that all plans share; None without copies."""
+        """Return the channels to the host, and the settings with the host memory that all plans share; None without transfers."""
         choices = self.solve.choices
         if choices is None or choices.host_bytes is None:
             return None, self.solve
@@ -121,7 +121,7 @@ class Planning:
         )
 
     def _made_with(self, solve: SolveSettings) -> dict[str, object]:
-        """Return the settings that a kept plan depends on."""
+        """Return the settings that a cached plan depends on."""
         choices, params = self.solve.choices, solve.params
         made_with: dict[str, object] = {
             "solver": solve.solver,
@@ -143,7 +143,7 @@ class Planning:
 
 
 def check_trains(what: str) -> None:
-    """Refuse to plan where nothing is trained.
+    """Raise if no training is possible here.
 
     Args:
         what: is done, for the message: ``planner.compile is called``.
@@ -202,7 +202,7 @@ def _planned(compiler: Compiler, batch: Batch, budget: str | int, made_with: Map
 
 
 def _made_for(captured: Capture, model: nn.Module) -> dict[str, object]:
-    """What the schedule of a captured step depends on, besides budget and options."""
+    """Return all that the schedule of a captured step depends on, except budget and options."""
     device = next(model.parameters()).device
     return {
         "graph": captured.graph.fingerprint,

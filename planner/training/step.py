@@ -53,7 +53,10 @@ class PlanUse:
 
 
 class PlannedStep:
-    """A training step that runs as its plan says: ``loss = step(*batch); loss.backward()``.
+    """A training step that runs by its plan: ``loss = step(*batch); loss.backward()``.
+
+    A step that was planned for a mapping is called as ``step(**batch)``. While it trains, a faster plan with the same bits and
+    budget may replace the current one between two steps.
 
     Where the step was planned for a mapping it is ``step(**batch)``. While it trains, the plan becomes better: between two
     steps a faster one may take its place, which makes the same bits within the same budget.
@@ -90,7 +93,9 @@ class PlannedStep:
         self.history: tuple[PlanUse, ...] = (PlanUse(plan, 1, 0.0, "planned"),)
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
-        """Return the loss of a batch, ready for ``backward()``; with what else the loss function returns, detached.
+        """Return the loss of a batch, ready for ``backward()``, and the other outputs of the loss function, detached.
+
+        Under ``torch.no_grad()`` the step evaluates by eager PyTorch: a batch of any size, in train or eval mode.
 
         Under ``torch.no_grad()`` the step evaluates: the loss of a batch of any size, in train or eval mode, by eager PyTorch.
 
@@ -116,16 +121,18 @@ class PlannedStep:
         return "\n".join((str(self.plan), *(uses if len(uses) > 1 else ())))
 
     def _repr_html_(self) -> str:
-        """Return the plan in use for a notebook, with the chart of its memory if the ops were measured."""
+        """Return the current plan as HTML, with the chart of its memory if the ops were measured."""
         return html(self.plan, self.measured)
 
     @property
     def improves(self) -> bool:
-        """True if better plans may take the place of the present one."""
+        """True if better plans may replace the current one."""
         return self._improving is not None
 
     def wait(self, seconds: float | None = None) -> Plan:
-        """Wait until the solve in the background has ended, or for so long; return the plan that the next step runs by.
+        """Wait until the background solve has ended, at most `seconds`; return the plan of the next step.
+
+        If several processes train, all call this.
 
         Where several processes train, all call this.
         """
@@ -134,7 +141,7 @@ class PlannedStep:
         return self.plan
 
     def keep_with(self, keep: Callable[[Plan], None]) -> None:
-        """Call `keep` with each plan that comes into use, once its peak has been measured; with the present one at once."""
+        """Call `keep` with the current plan, and with each later plan once its peak has been measured."""
         keep(self.plan)
         self._keep = keep
 
@@ -149,11 +156,13 @@ class PlannedStep:
             self.history += (PlanUse(self.plan, max(1, self._steps), seconds, swap.reason),)
 
     def _show(self, step: "PlannedStep") -> None:
-        """Have the plan and the history of `step`, one of those that this stands for."""
+        """Take over the plan and the history of `step`."""
         self.plan, self.measured, self.history, self._run = step.plan, step.measured, step.history, step._run
 
     def refresh_sensitivity(self, *args: object, **kwargs: object) -> None:
-        """Measure anew how lossy compressed keeping is, on a batch and with the parameters as they are, and plan again with that.
+        """Measure the sensitivity to compression again, on a batch and with the current parameters, and replan with that.
+
+        Times are not measured again. The batch is passed as in calls of the step.
 
         Times are not measured again. The batch is given as calls of the step are.
 
@@ -175,7 +184,7 @@ class PlannedStep:
         self._refreshed, self._improving = step._refreshed, step._improving
 
     def report(self, path: str | os.PathLike[str], *, trace: str | os.PathLike[str] | None = None) -> None:
-        """Write a page that shows what the plan does, and to `trace` the same as a Chrome trace: docs/report.md.
+        """Write the report page of the plan to `path`, and its Chrome trace to `trace`: docs/report.md.
 
         Raises:
             OutputError: a file cannot be written.

@@ -1,4 +1,4 @@
-"""The options of the backend ``planner`` of ``torch.compile``, as settings."""
+"""The settings of ``torch.compile(backend="planner")``."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -19,7 +19,7 @@ from solvers.tolerance import WIDENING, Tolerance
 
 @dataclass(frozen=True, slots=True)
 class BackendSettings:
-    """What a call of ``torch.compile`` asks for.
+    """The settings of one call of ``torch.compile``.
 
     Attributes:
         budget: for all its graphs, as ``read_budget`` returns it.
@@ -46,7 +46,7 @@ class BackendSettings:
 
 
 def settings_of(options: Mapping[str, Any] | None) -> BackendSettings:
-    """Return the settings that the backend's options say.
+    """Return the settings given by the backend's options.
 
     Raises:
         PlannerError: one is unknown, has a value that it cannot have, or there is no budget; or they do not go together.

@@ -1,4 +1,4 @@
-"""``planner.checkpoint(model, budget="8GB")``: a model that a loop calls itself keeps its activations within a budget."""
+"""``planner.checkpoint(model, budget="8GB")``: keep a model's activations within a budget in the user's own loop."""
 
 from collections.abc import Callable, Sequence
 from types import FunctionType
@@ -88,7 +88,7 @@ def checkpoint(
 
 
 def _own(model: nn.Module) -> Callable[..., Any]:
-    """Return what calls `model` with its hooks, in code of its own: Dynamo counts what it compiles by code object."""
+    """Return a function that calls `model` with its hooks and has its own code object: Dynamo caches by code object."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return model._call_impl(*args, **kwargs)
@@ -98,7 +98,7 @@ def _own(model: nn.Module) -> Callable[..., Any]:
 
 
 def _call(model: nn.Module, planned: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what stands for the model's call: `planned` where a backward pass may come."""
+    """Return the replacement of the model's call: `planned` if a backward pass may follow."""
     settings = dynamo_config.patch(
         recompile_limit=_MOST_SIZES,
         fail_on_recompile_limit_hit=True,  # instead of running on without a plan

@@ -1,4 +1,4 @@
-"""A graph of a compiled model as the kernels that Inductor compiles it to, with their costs."""
+"""Capture of a graph of a compiled model as Inductor's kernels, with their costs."""
 
 import copy
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ _PASSES = 3
 
 
 def capture_kernels(module: fx.GraphModule, inputs: Sequence[Any], options: Sequence[str] = ()) -> Capture:
-    """`module` as the kernels that Inductor compiles it to, with the time and memory of each op.
+    """Return `module` as the kernels that Inductor compiles, with the time and memory of each op.
 
     Args:
         module, inputs: what Dynamo captured, real tensors.
@@ -62,7 +62,7 @@ def capture_kernels(module: fx.GraphModule, inputs: Sequence[Any], options: Sequ
 
 
 def _given(node: fx.Node, module: fx.GraphModule, inputs: Sequence[Any]) -> torch.Tensor:
-    """A real tensor for an input of the joint graph."""
+    """Return a real tensor for an input of the joint graph."""
     match node.meta["desc"]:
         case ParamAOTInput(target=name):
             return module.get_parameter(name)

@@ -1,8 +1,8 @@
-"""A joint graph between AOTAutograd and its plan, which may be replaced by another one while the model trains.
+"""A joint graph between AOTAutograd and its plan, which may be replaced while the model trains.
 
-AOTAutograd compiles a forward and a backward module once, with as many saved tensors as they have. Here there is a place
-for each tensor that any plan may save, and one that says by which plan the forward pass ran: a backward pass runs by the
-plan of its own forward pass, whatever came after.
+AOTAutograd compiles a forward and a backward module once, with a fixed number of saved tensors. Here there is a slot for each
+tensor that any plan may save, and one that identifies the plan of the forward pass: a backward pass runs by the plan of its own
+forward pass, even if that was replaced meanwhile.
 """
 
 from collections import deque
@@ -39,7 +39,7 @@ Backward = Callable[[list[Any]], Any]
 
 @dataclass(frozen=True, slots=True)
 class Passes:
-    """The forward and the backward pass by one plan.
+    """The forward and the backward pass of one plan.
 
     Attributes:
         forward, backward: the passes.
@@ -52,7 +52,7 @@ class Passes:
 
 
 class PlannedGraph:
-    """One of the graphs of a compiled model.
+    """A graph of a compiled model.
 
     Attributes:
         captured: what is planned of it.
@@ -67,7 +67,7 @@ class PlannedGraph:
     """
 
     def __init__(self, module: fx.GraphModule, captured: Capture, channels: Channels | None, *, outputs: int) -> None:
-        """Plan for what was `captured`, of which `module` is the joint graph; with `channels` where it offers copies."""
+        """Initialize with the capture, the joint graph `module`, and `channels` if the graph offers transfers."""
         placeholders = module.graph.find_nodes(op="placeholder")
         self._module, self._channels, self._device = module, channels, device_of(module)
         self._primals = [node for node in placeholders if not isinstance(node.meta["desc"], TangentAOTInput)]
@@ -86,7 +86,9 @@ class PlannedGraph:
         self._passes: list[Passes] = []
 
     def passes(self, schedule: Schedule) -> Passes:
-        """The two passes by `schedule`: with what is saved, None for what is not, in place of `slots`.
+        """Return the two passes of `schedule`, whose saved tensors fill `slots`; slots of tensors that are not saved hold None.
+
+        The forward pass returns values unknown to AOTAutograd separately.
 
         The forward pass returns what it hands over apart from what AOTAutograd knows of.
         """
@@ -124,13 +126,13 @@ class PlannedGraph:
         return Passes(forward, backward, code.lines)
 
     def _static(self, nodes: Sequence[fx.Node], given: Sequence[Any]) -> list[Any]:
-        """The static tensors of a pass that is `given` values for the inputs `nodes`; None for what is not there."""
+        """Return the static tensors of a pass whose inputs `nodes` are `given`; None for those that are not among them."""
         program = self.captured.program
         known = {node.name: value for node, value in zip(nodes, given, strict=True)} | dict(program.constants)
         return [known.get(source.name) for source in program.sources]
 
     def interface(self) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """What AOTAutograd sees of the two passes: inputs and outputs. Among what is saved is one more at the end."""
+        """Return the two passes as AOTAutograd sees them: inputs and outputs. The saved tensors end with the slot of the plan."""
         returned = outputs(self._module.graph)
         forward = fx.Graph()
         primals = [forward.node_copy(node) for node in self._primals]
@@ -155,7 +157,7 @@ class PlannedGraph:
 
     @property
     def schedule(self) -> Schedule:
-        """Of the forward passes to come."""
+        """The schedule of the next forward passes."""
         return self._schedule
 
     @schedule.setter
@@ -167,12 +169,12 @@ class PlannedGraph:
 
     @property
     def kept_bytes(self) -> int:
-        """What is in memory between the passes, besides what is static."""
+        """The bytes in memory between the passes, without static memory."""
         return kept_bytes(self.captured.graph, self._schedule)
 
     @property
     def on_host(self) -> tuple[int, int]:
-        """Most that the plan takes of the host's memory, and what it takes between the passes."""
+        """The peak of the host memory that the plan uses, and its host memory between the passes."""
         graph = self.captured.graph
         if graph.plain:
             return 0, 0
@@ -180,7 +182,7 @@ class PlannedGraph:
         return peaks[HOST], kept_bytes(graph, self._schedule, HOST)
 
     def forward(self, args: list[Any]) -> list[Any]:
-        """A forward pass as AOTAutograd calls it; empties `args`."""
+        """Run the forward pass for AOTAutograd; `args` is emptied."""
         seen = None if self.watch is None else self.watch(args)
         number = len(self._passes) - 1
         try:
@@ -200,7 +202,7 @@ class PlannedGraph:
         return [*returned[: self.outputs], *(nothing if t is None else t for t in returned[self.outputs :]), plan]
 
     def backward(self, args: list[Any]) -> Any:
-        """A backward pass as AOTAutograd calls it; empties `args`.
+        """Run the backward pass for AOTAutograd; `args` is emptied.
 
         Raises:
             PlannerError: hooks have put other tensors in the place of those that were saved; or the backward pass is to come
@@ -228,13 +230,13 @@ class PlannedGraph:
             raise
 
     def _inputs(self, saved: Sequence[torch.Tensor | None]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the inputs of the graph that are checked, with their names, among what is `saved` in the places of ``slots``."""
+        """Yield the inputs to be checked with their names, from the `saved` tensors in the slots."""
         for t, value in zip(self.slots, saved, strict=False):
             if t in self.checked and value is not None and tuple(value.shape) == self.captured.graph.tensors[t].shape:
                 yield self.checked[t], value
 
     def _memory(self, number: int) -> PlannedMemory:
-        """What the plan `number` holds."""
+        """Return a description of the memory of the plan `number`, for out-of-memory errors."""
         places = {HOST: torch.device("cpu")}
         return PlannedMemory(
             self.captured.graph,
@@ -249,7 +251,7 @@ class PlannedGraph:
 
 
 def _made_forward(graph: Graph) -> list[int]:
-    """The tensors on the device that ops of the forward pass make, and those that only optional ops do."""
+    """Return the tensors on the device that ops of the forward pass or only optional ops make."""
     made = dict.fromkeys(t for op in graph.program if op.phase is Phase.FORWARD for t in op.outputs)
     later = {t for op in graph.program if op.phase is not Phase.FORWARD for t in op.outputs}
     optional = [t for op in graph.ops if op.optional and op.stream == COMPUTE for t in op.outputs if t not in later]
@@ -257,7 +259,7 @@ def _made_forward(graph: Graph) -> list[int]:
 
 
 def _like(graph: fx.Graph, value: object) -> fx.Node | None:
-    """A node that stands for one like `value`; None for what is no tensor."""
+    """Return a node that stands for a tensor like `value`; None if `value` is no tensor."""
     if not isinstance(value, fx.Node):
         return None
     node = graph.call_function(torch.ops.aten.empty.memory_format, ([0],))

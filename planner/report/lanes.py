@@ -57,9 +57,6 @@ def _purposes(timeline: Timeline) -> dict[int, Execution]:
     """Return the purpose of each execution on a lane, by step: the first execution on no lane that needs its outputs.
 
     The outputs may pass through other executions on lanes: the purpose of an offload is the op that reads the reloaded tensor.
-
-    It may read that through others on lanes. Outputs on the device and elsewhere count alike: a copy out is for
-    the op that reads what comes back.
     """
     found: dict[int, Execution] = {}
     readers: dict[int, Execution] = {}  # by tensor, what reads it next

@@ -2,10 +2,6 @@
 
 The ``prepare`` of each ``Method`` returns a step with the method enabled: ``loss = step(*batch)[0]``, or ``step(**batch)[0]``,
 then ``loss.backward()``. The model and PyTorch's settings are changed at most during the forward pass of a step.
-
-Each is a ``Method``: its ``prepare`` gives a step with the method on: ``loss = step(*batch)[0]``, or ``step(**batch)[0]``,
-then ``loss.backward()``.
-The model is changed while a step's forward pass runs, at most, and settings of PyTorch likewise.
 """
 
 import types
@@ -116,8 +112,6 @@ def sac(
 
     Its steps raise InapplicableError if no op in the blocks is in the save list.
 
-    Its steps raise InapplicableError where no op in the blocks is one of those that are saved.
-
     Args:
         rule: what is saved, as in ``solvers.baselines.sac``; for the rule ``sac`` all kinds there. Every second op is
             counted in each block, as torchtitan does.
@@ -174,9 +168,6 @@ def memory_budget(fraction: float, backend: str = "aot_eager", *, eager_random: 
     A graph break is an error, since the rest would run without the budget. If random ops such as dropout are recomputed,
     gradients are wrong (torch 2.11 to 2.13 draw different numbers), also with eager PyTorch's random numbers.
 
-    A graph that cannot be captured whole is an error, for the rest would run without the budget. Where random ops, such as
-    dropout, are recomputed, gradients are wrong (torch 2.11 to 2.13: other numbers are drawn), whosever numbers they are.
-
     Args:
         fraction: from 0 to 1; 1 is ``torch.compile`` by default.
         backend: ``aot_eager``, or ``inductor``, which needs a C++ compiler for the CPU.
@@ -200,10 +191,6 @@ def auto_sac() -> Method:
 
     The module decides how much each block discards, and its user must implement that. It needs op times (``RuntimeEstimator``)
     from CUDA events or from a roofline of a CUDA device, fitted with pwlf, which is no dependency of PyTorch (torch 2.13).
-
-    The module chooses how much each block discards and leaves it to its user to run that. What it chooses from,
-    times of ops (``RuntimeEstimator``), is taken from CUDA events or from a roofline of a CUDA device, and
-    fitted with pwlf, which is no dependency of PyTorch (torch 2.13).
     """
 
     def prepare(model: nn.Module, loss_fn: LossFn | None) -> Step:
@@ -261,8 +248,6 @@ def own_code(step: TrainingStep) -> Callable[..., Any]:
     """Return `step` as a function with a code object of its own, by which Dynamo identifies compiled functions.
 
     With a shared code object, one method would run what was compiled for another.
-
-    Otherwise one method would run what was compiled for another.
     """
 
     def forward(*args: object, **kwargs: object) -> Any:

@@ -48,9 +48,7 @@ def of_kind(rows: Sequence[Row], kind: str) -> list[Row]:
 
 
 def best_schedule(rows: Iterable[Row], budget_bytes: int) -> Row | None:
-    """Return the fastest simulated schedule of `rows` that fits, including schedules found for smaller budgets; None if none
-    fits.
-    """
+    """Return the fastest simulated schedule of `rows` that fits, whatever budget it was found for; None if none fits."""
     fits = [row for row in rows if row.peak_bytes is not None and row.peak_bytes <= budget_bytes]
     return min(fits, key=lambda row: row.time_s or 0.0, default=None)
 
@@ -91,9 +89,7 @@ def why_none(rows: Iterable[Row]) -> str:
 
 
 def tuned_table(rows: Sequence[Row]) -> list[tuple[str, ...]]:
-    """Return a table of PyTorch's methods at the budgets of the optimal schedule: of each kind the fastest that fits as
-    measured.
-    """
+    """Return a table of PyTorch's methods at the optimum's budgets: the fastest step of each kind whose measured peak fits."""
     optima = [
         row for row in rows if row.run_by == RunBy.EXECUTOR and row.method == OPTIMUM and not row.budget.startswith(PEAK_OF)
     ]

@@ -3,10 +3,6 @@
 As for graphs (``solvers.baselines.common.blocks``) there are two families. At *level* n, blocks are the numbered modules whose
 path has n numbers, such as ``model.layers.3``. At *depth* n, they are the modules n steps below the model that have submodules,
 such as ``model.stem``; an ``nn.ModuleList`` is replaced by its items.
-
-As for graphs (``solvers.baselines.common.blocks``) there are two families. At *level* n they are the numbered modules
-whose path has n numbers, such as ``model.layers.3``; at *depth* n the modules n steps below the model that have others
-inside, such as ``model.stem``, what an ``nn.ModuleList`` holds standing in its place.
 """
 
 from collections.abc import Iterator
@@ -52,8 +48,6 @@ def blocks(model: nn.Module, level: int) -> list[nn.Module]:
     """Return the numbered modules, such as ``model.layers.3``, whose path has `level` numbers (1 or more).
 
     If numbered modules are nested less deep, their last level is returned. No block contains another.
-
-    Where numbered modules are not nested so deep, their last level. No block contains another.
 
     Raises:
         InapplicableError: the model has no numbered modules.

@@ -16,8 +16,7 @@ _CONNECT_S = 10.0  # until a scheduler must have answered, and until it must hav
 
 @contextmanager
 def on_cluster(job: Job[Task, Done], address: str) -> Iterator[Workers[Task, Done]]:
-    """Yield the workers for `job` on the cluster with the scheduler at `address`. Each worker receives the job once, and no
-    files.
+    """Yield the workers for `job` on the cluster at `address`. Each worker receives the job once, and no files.
 
     Raises:
         PlannerError: the cluster cannot be reached, has no workers, loses them, or they are of another make.

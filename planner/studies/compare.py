@@ -144,8 +144,8 @@ def judge_of(
     machine_name: str | None = None,
     recorded: Mapping[str, object] | None = None,
 ) -> SolveRow:
-    """Return the judge of `graph`; `recorded` are the settings of the graph's options. Without `machine_name`, the solving
-    machine is recorded.
+    """Return the judge of `graph`; `recorded` has the settings of its options. Rows name `machine_name`, or the solving
+    machine.
     """
     peak_bytes = summarize(graph).keep_everything_peak_bytes
     return SolveRow(graph, visible(model), peak_bytes, tolerance, time_limit_s, seed, commit(), machine_name, recorded or {})
@@ -156,9 +156,6 @@ def methods_named(text: str, *, offload: bool = False) -> tuple[str, ...]:
 
     ``all`` means the methods that recompute and, with `offload`, those that only offload; methods that place ops on other devices
     are excluded.
-
-    All are those that recompute and, with `offload`, those that do nothing else than that as well; those that place ops on
-    other devices are not among them.
 
     Raises:
         UsageError: no such method.
@@ -240,9 +237,7 @@ def tasks_for(judge: SolveRow, budgets: Sequence[str | int], methods: Sequence[s
 
 
 class Shares:
-    """A queue of tasks with their shares of a common time limit: the optimum, fast methods, then methods that solve large
-    programs.
-    """
+    """A queue of tasks with shares of a common time limit: the optimum, fast methods, then solvers of large programs."""
 
     def __init__(self, tasks: Sequence[Task], clock: Clock, time_limit_s: float, jobs: int) -> None:
         self._waiting = sorted(tasks, key=lambda task: (task.method != OPTIMUM, SOLVERS[task.method].large_programs))

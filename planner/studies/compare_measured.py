@@ -4,11 +4,6 @@ Each step is timed in turn with plain PyTorch's. PyTorch's own methods, DTR and 
 that no method of the same kind dominates in time and memory are compared, again in turns, with the optimal schedule for their
 measured peak: PyTorch's methods by measurements, the heuristics of DTR and MegEngine by the fastest simulated schedule at each
 budget.
-
-Each step is timed in turn with plain PyTorch's. PyTorch's own methods take what memory they take, and so do
-schedules of DTR and MegEngine. Of each kind those that no other of it beats in time and memory meet the optimal
-schedule for as much memory as they were measured to take, in turns as well: of PyTorch's by what was measured, of
-DTR's and MegEngine's heuristics at each budget the one that is fastest by simulation.
 """
 
 from collections.abc import Callable, Sequence
@@ -45,8 +40,6 @@ def profiled(workload: Workload, folder: Path, settings: TraceSettings) -> Captu
     """Return the captured step with the times in ``graph.json`` of `folder`; without that file, measure and write it.
 
     A resumed comparison uses the same times, and the same link to the host if one was measured.
-
-    A comparison that goes on later goes on with the same times, and the same link to the host if one was measured.
 
     Raises:
         MismatchError: the graph in the folder is another.

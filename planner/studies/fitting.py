@@ -10,8 +10,6 @@ def largest(fits: Callable[[int], bool], *, first: int, limit: int, low: int = 0
     """Return the largest number from `low` + 1 to `limit` that fits; `low` if none does.
 
     If a number fits, all smaller ones must. The search starts near `first`, doubles its steps, then bisects.
-
-    If one fits, all smaller ones must. Asks near `first` first, then in steps that double, then bisects.
     """
     high, asked, step = limit + 1, min(max(first, low + 1), limit), 1
     begin = low

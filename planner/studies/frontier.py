@@ -125,9 +125,6 @@ class Turns:
     Every budget gets a short turn first, outside in. Budgets with a gap then get longer turns, the largest gap first, as long as
     there is time for turns longer than the last.
 
-    Every budget has a short turn first, outside in. Those with a gap have longer ones after that, the largest gap first, as
-    long as there is time for turns that are longer than the last.
-
     Args:
         known: what is known of the graph.
         budgets: all of them.

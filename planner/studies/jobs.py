@@ -55,8 +55,6 @@ def run(
 
     After a stop, running tasks end with what they have.
 
-    Once `should_stop`, those under way end with what they have.
-
     Args:
         job: what is done with each.
         take: names the next task; None when there is none left.

@@ -37,9 +37,6 @@ def max_batch(
     It is assumed that if a size fits, all smaller ones do. Graphs of a few sizes give a guess by linear or quadratic
     extrapolation; around it real graphs decide.
 
-    It is taken for granted that what fits at one size fits at all smaller ones. The graphs of some sizes
-    give a guess, by lines or squares through them; around it the graphs themselves decide.
-
     Args:
         graph_of: the graph of a size in units. MemoryError: it cannot be measured at this size, the lines must do.
         wanted: what is asked for.
@@ -163,9 +160,7 @@ class _SizeSearch:
         return order_for(method.offered(graph), method.solver, reorder=None if self.wanted.reorder else False)
 
     def guess(self, method: Method, beyond: int) -> int:
-        """Return a guess of the largest feasible size in units: as wanted, or extrapolated; the first size to try if neither
-        exists.
-        """
+        """Return a guess of the largest feasible size in units: as wanted, extrapolated, or the first size to try."""
         if method.name in self.wanted.guesses:
             return max(beyond + 1, self.wanted.guesses[method.name])
         line, first = self.line(), max(self.wanted.first, beyond + 1)

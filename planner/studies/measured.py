@@ -66,9 +66,6 @@ class Benchmark:
     Gradients are compared after the first step from the same random state. Some models amplify rounding errors (a deep network
     with batch norm to some percent of the gradient); the amplification is measured by rounding parameters.
 
-    Gradients are compared after the first step from the same random state. Some models make much of a rounding
-    error (a deep network with batch norm some percent of the gradient): how much, is found by rounding parameters.
-
     Args:
         workload: real tensors; its model in the mode it is trained in.
         seed: of the random state that loss and gradients are compared from.
@@ -185,8 +182,6 @@ def relative_error(reference: StepOutcome, found: StepOutcome, names: Sequence[s
     """Return the Euclidean distance from `reference` over all `names`, relative to the length of `reference`.
 
     The result is NaN if a value is, and infinity if a value is missing on one side.
-
-    NaN where a number is, or infinity where there is nothing to compare, is in the result.
     """
     distance = length = 0.0
     for name in names:

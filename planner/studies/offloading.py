@@ -4,11 +4,6 @@ On the CPU, device and host share one memory: ``torch.autograd.graph.save_on_cpu
 for CUDA. Both are therefore implemented with hooks that copy by ``planner.runtime.channels``, as plans do: an offloaded tensor is
 copied into memory that PyTorch's allocator does not count, and reloaded into memory that it counts when it is read. Peaks of the
 device and the host thus mean the same as for a plan.
-
-On the CPU, device and host are one memory: ``torch.autograd.graph.save_on_cpu`` hands tensors on and moves nothing there, and
-torchtune's class is for CUDA. So both are hooks here that copy by ``planner.runtime.channels``, as plans do: what is sent is
-really copied, into memory that PyTorch's allocator does not count, and is back on the device, in memory that it does count,
-when it is read. Peaks of the device and of the host thus mean the same as for a plan.
 """
 
 from collections import deque
@@ -35,9 +30,7 @@ def offloading_methods(channels: Channels) -> list[Method]:
 
 
 def save_on_cpu(channels: Channels) -> Method:
-    """Return the method of ``torch.autograd.graph.save_on_cpu``: all saved tensors, parameters included, with synchronous
-    copies.
-    """
+    """Return the method of ``torch.autograd.graph.save_on_cpu``: all saved tensors and parameters, with synchronous copies."""
     return _method("save-on-cpu", channels, stash=0, least_bytes=0, parameters=True)
 
 
@@ -47,10 +40,6 @@ def offload_activations(channels: Channels) -> Method:
     Offloads run concurrently with the computation. The last five tensors form a stash on the device, which is freed once a second
     node of the backward pass reads a saved tensor. All others are reloaded when they are read, as in torchtune: there CUDA's
     streams run ahead of the computation, while the CPU waits. A view of a parameter counts as one here.
-
-    Copies out go on beside the computation. The last five tensors are a stash that stays on the device, and goes once a second
-    node of the backward pass reads what was saved. What is not in it is asked for where it is read, as there: CUDA's streams
-    run ahead of the computation then, and the CPU waits. A view of a parameter counts as one here.
     """
     return _method("offload-activations", channels, stash=_STASH, least_bytes=_LEAST_BYTES, parameters=False)
 
@@ -83,9 +72,7 @@ class _Hooks:
     """The saved-tensor hooks of one forward pass and its backward pass."""
 
     def __init__(self, channels: Channels, stash: int, least_bytes: int, kept: frozenset[int]) -> None:
-        """Keep `stash` tensors on the device; tensors smaller than `least_bytes`, or with a storage in `kept`, are not
-        offloaded.
-        """
+        """Keep `stash` tensors on the device; do not offload those below `least_bytes` or with a storage in `kept`."""
         self._channels = channels
         self._stash: deque[_Sent] = deque()
         self._stash_size, self._least_bytes, self._kept = stash, least_bytes, kept

@@ -14,8 +14,7 @@ from planner.runtime.auto_budget import auto_budget_bytes
 def with_auto_resolved(
     budget: str | int, wrapper: Unwrapped, batch: Batch, optimizer: torch.optim.Optimizer | None = None
 ) -> str | int:
-    """Return `budget`, with ``auto`` resolved to bytes: the free memory of the model's device, and the memory the step already
-    uses.
+    """Return `budget`, with ``auto`` resolved to the free memory of the model's device plus what the step already uses.
 
     Args:
         wrapper: how the model is trained; of several processes the least budget counts, and all of them call this.

@@ -50,8 +50,6 @@ def compare_with_eager(
 
     With Inductor's kernels, the reference is PyTorch's own run of them in place of `step`.
 
-    Where the kernels are Inductor's, PyTorch's own run of them stands in place of `step`.
-
     Args:
         captured: what `step` was captured as.
         planned: runs it by a plan.
@@ -154,9 +152,6 @@ def _first_differing_op(captured: Capture, step: TrainingStep, batch: Batch) -> 
 
     The path is followed backward from the differing results, and ends at ops whose results eager PyTorch has. An eager op that
     was captured as several ops does not count if the last result is the same.
-
-    The way is followed backward from what differs, and ends at ops whose results eager PyTorch has: an op that was
-    captured as several, whose last result is the same, is none that matters.
     """
     with preserve_training_state(step, batch), UndoWrites(), _Results() as results:
         Isolated(step, step, batch).run()

@@ -108,9 +108,6 @@ class Compiler:
 
         If eager PyTorch does not fit, the peak is measured in the first training step, to spare the time of an extra one.
 
-        Where eager PyTorch does not fit, the peak is measured in the first training step: a step before it would take as long,
-        and the user waits for that one.
-
         Raises:
             InfeasibleError, LimitError: as ``planner.solve``.
             BudgetError: the measured peak stays above the budget.
@@ -189,9 +186,7 @@ class Compiler:
         return Improving(Consultation(self.wrapper.ranks, improvement), self.wrapper.wrapped)
 
     def _refresher(self, captured: Capture, budget: str | int) -> Callable[[Batch], PlannedStep] | None:
-        """Return the function that measures limited resources on a batch again and replans; None if there are no such
-        resources.
-        """
+        """Return the function that measures resource uses on a batch again and replans; None if no resource is limited."""
         if not needs_measuring(captured) or type(self.wrapper) is not Unwrapped:
             return None
 
@@ -235,9 +230,7 @@ class Compiler:
         return PlannedStep(plan, self.wrapper.wrapped(executor), measured, improving=improving)
 
     def _compared(self, captured: Capture, batch: Batch, plan: Plan, executor: Executor) -> Plan:
-        """Return `plan` with its comparison with eager PyTorch, if requested; memory freed by planning is returned to the
-        system.
-        """
+        """Return `plan` with its comparison with eager PyTorch, if requested; return freed memory to the system."""
         eager = None
         if self.compare_eager:
             step = TrainingStep(self.wrapper.module, self.loss_fn)

@@ -17,8 +17,6 @@ def with_room_for_pool(graph: Graph, plan: Plan, library_bytes: int, solve: Call
 
     First the budget is lowered by the excess, then bisected between budgets known to be too small and too large.
 
-    Solved for what is over the budget less, and then half way from what is known to be too little to what is too much.
-
     Args:
         library_bytes: that libraries take in the pool (``pool_bytes``).
         solve: solves `graph` for a budget.

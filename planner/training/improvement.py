@@ -56,8 +56,6 @@ class Improvement:
 
     If several processes train, one of them finds plans for all; each has an object of this class.
 
-    Where several processes train, one of them finds plans for all; each has an object of this class.
-
     Attributes:
         plan: the one in use, as far as is known of it by now.
     """
@@ -140,8 +138,7 @@ class Improvement:
         return watch.peak_bytes - self.plan.budget_bytes
 
     def take_back(self, over_bytes: int) -> Swap:
-        """Return to the plan before the one whose peak was over the budget by `over_bytes`; lower the solved budget by that
-        amount.
+        """Return to the plan before the one that exceeded the budget; lower the solved budget by `over_bytes`.
 
         Raises:
             InfeasibleError: it was the first plan, and none is found that takes as much less.
@@ -245,8 +242,6 @@ class Consultation:
     """The decision between two steps on the next plan, the same on all processes that train a model.
 
     A single process decides before every step. Several processes exchange their state before steps 2, 4, 8 and so on.
-
-    One process asks itself before every step. Several exchange what they know before step 2, 4, 8 and so on.
 
     Attributes:
         improvement: of this process.

@@ -38,9 +38,6 @@ class InductorCompiler(Compiler):
         If the default variant of ``torch.compile`` fits without recomputation that costs time, it is returned. Otherwise other
         variants are compiled and planned, and each that gives the same bits is timed against ``torch.compile``.
 
-        Where what ``torch.compile`` compiles fits without recomputation that costs, that is it. Otherwise other variants are
-        compiled and planned too, and each that makes the same bits stands in turn with ``torch.compile``.
-
         Raises:
             InfeasibleError, LimitError, BudgetError: the first variant does not fit, and no other does.
         """

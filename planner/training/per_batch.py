@@ -37,9 +37,6 @@ class BatchPlans:
 
     The first size gets the whole time limit. Others (a smaller last batch, other lengths) are solved for a few seconds and are
     not compared with eager PyTorch. With ``dynamic=True`` among the options, one step handles all sizes itself.
-
-    The first size gets the whole time limit. Others (a smaller last batch, other lengths) are solved for some seconds and are
-    not compared with eager PyTorch. With ``dynamic=True`` among the options there is one step, which sees to the sizes itself.
     """
 
     def __init__(self, wrapper: Unwrapped, budget: str | int, options: Mapping[str, Any]) -> None:

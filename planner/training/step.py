@@ -58,9 +58,6 @@ class PlannedStep:
     A step that was planned for a mapping is called as ``step(**batch)``. While it trains, a faster plan with the same bits and
     budget may replace the current one between two steps.
 
-    Where the step was planned for a mapping it is ``step(**batch)``. While it trains, the plan becomes better: between two
-    steps a faster one may take its place, which makes the same bits within the same budget.
-
     Attributes:
         plan: the plan in use: its schedule, what it was planned for, predicted and measured.
         measured: the graph that was planned, with the times of its ops; None if the plan was loaded from a cache.
@@ -97,8 +94,6 @@ class PlannedStep:
 
         Under ``torch.no_grad()`` the step evaluates by eager PyTorch: a batch of any size, in train or eval mode.
 
-        Under ``torch.no_grad()`` the step evaluates: the loss of a batch of any size, in train or eval mode, by eager PyTorch.
-
         Raises:
             MismatchError: other shapes, dtypes or values than planned for, or the model's mode has changed.
         """
@@ -133,8 +128,6 @@ class PlannedStep:
         """Wait until the background solve has ended, at most `seconds`; return the plan of the next step.
 
         If several processes train, all call this.
-
-        Where several processes train, all call this.
         """
         if self._improving is not None:
             self._take(self._improving.consultation.wait(seconds))
@@ -163,8 +156,6 @@ class PlannedStep:
         """Measure the sensitivity to compression again, on a batch and with the current parameters, and replan with that.
 
         Times are not measured again. The batch is passed as in calls of the step.
-
-        Times are not measured again. The batch is given as calls of the step are.
 
         Raises:
             PlannerError: the step was planned without the option ``compress``, from a cache, on several processes, or with

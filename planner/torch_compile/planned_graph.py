@@ -89,8 +89,6 @@ class PlannedGraph:
         """Return the two passes of `schedule`, whose saved tensors fill `slots`; slots of tensors that are not saved hold None.
 
         The forward pass returns values unknown to AOTAutograd separately.
-
-        The forward pass returns what it hands over apart from what AOTAutograd knows of.
         """
         graph, program = self.captured.graph, self.captured.program
         code = compile_schedule(graph, program, schedule, self._channels, static_given_up=True)

@@ -25,10 +25,6 @@ def causal_as_told(mask: torch.Tensor | None, is_causal: bool | None = None, siz
     PyTorch's own version also reads the mask's values if the caller states nothing. A graph cannot: it breaks there, in code that
     Dynamo does not start a graph in, and all of an ``nn.Transformer`` runs uncompiled. With the mask, attention computes the
     same. During the export of a step, with guards on data, the values are read.
-
-    PyTorch's own also looks at the numbers in the mask, where the caller says nothing. A graph cannot: it breaks there,
-    in code that Dynamo does not begin a graph in, and all of an ``nn.Transformer`` runs as if nothing was compiled. With
-    the mask attention computes the same. Where a step is captured, with guards on data, it looks.
     """
     if _step_is_captured():
         return bool(_as_written(mask, is_causal, size))

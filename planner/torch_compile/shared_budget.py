@@ -154,8 +154,6 @@ class SharedBudget:
         """Return the budget in bytes for a step of these graphs; a share refers to the largest step so far.
 
         A smaller last batch gets no smaller budget.
-
-        A last batch that is smaller does not get less than there was for the others.
         """
         captured = [graph.captured.graph if graph.eager is None else graph.eager for graph in graphs]
         kept = [kept_bytes(graph, keeping_all(graph)) for graph in captured]
@@ -207,8 +205,6 @@ class SharedBudget:
         """Return a schedule within `budget_bytes` that leaves `rest_bytes` of it free between the passes; `known` is one.
 
         It uses at most `host_bytes` on the host.
-
-        It takes at most `host_bytes` on the host.
         """
         captured = graph.captured.graph
         roomy = with_rest(with_host_bytes(captured, host_bytes), graph.tangents, rest_bytes)
@@ -221,9 +217,7 @@ class SharedBudget:
 
 
 def _auto_bytes(inputs: Sequence[object], model: Sequence[torch.Tensor]) -> int:
-    """Return the memory of the device that a model may use. AdamW's state is reserved: ``torch.compile`` does not see the
-    optimizer.
-    """
+    """Return the bytes of the device that a model may use, with room for AdamW's state: the optimizer is not known here."""
     tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
     trained = {id(t): t for t in (*model, *tensors) if t.requires_grad and t.is_leaf}
     gradients = [t.grad for t in trained.values() if t.grad is not None]

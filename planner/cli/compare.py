@@ -1,4 +1,4 @@
-"""``planner compare``: a model or a graph in, what every method makes of it out."""
+"""``planner compare``: compare all methods on a model or a graph."""
 
 import argparse
 import math
@@ -87,7 +87,7 @@ def add(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Compute the rows that are missing, then write table and figures. Returns the exit code."""
+    """Compute the missing rows, then write table and figures; return the exit code."""
     from graphs.io.files import check_folder
     from planner.choices import choices_of
     from planner.cli.interrupt import StopOnInterrupt

@@ -1,7 +1,7 @@
-"""The command: arguments in, results on stdout, progress and errors on stderr.
+"""The command line: arguments in, results on stdout, progress and errors on stderr.
 
-What a command needs is imported when it runs: ``--help`` answers at once, and only ``trace``, ``advise``,
-``run`` and ``max-batch`` load torch.
+Commands import their needs when they run: ``--help`` answers at once, and only ``trace``, ``advise``, ``run`` and ``max-batch``
+load torch.
 """
 
 import argparse
@@ -52,7 +52,7 @@ _COMMANDS: dict[str, Command] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; `argv` without the program's name. Returns the exit code."""
+    """Run the command; `argv` excludes the program's name. Return the exit code."""
     try:
         code = _run(argv)
         if sys.stdout is not None:
@@ -109,7 +109,7 @@ def _run(argv: Sequence[str] | None) -> int:
 
 
 def build_parser() -> Parser:
-    """The whole command line."""
+    """Return the parser of the whole command line."""
     parser = Parser(
         prog="planner",
         description="Find the fastest training step that fits a memory budget, with a proof of how far from optimal it can be.",
@@ -134,7 +134,7 @@ def _show_version() -> None:
 
 
 def _close_stdout() -> None:
-    """Keep what is still buffered from being written, and complained about, on the way out."""
+    """Redirect stdout to the null device, so that buffered output raises no error at exit."""
     try:
         descriptor = sys.stdout.fileno()
     except (AttributeError, OSError, ValueError):  # there is none, or it is no file

@@ -1,4 +1,4 @@
-"""What is known of a graph, and of the devices that its ops were measured on, before it is planned."""
+"""Facts about a graph before planning, and about the devices its ops were measured on."""
 
 import math
 from collections.abc import Mapping
@@ -28,7 +28,7 @@ _FINDING = 1.0  # units of work, for schedules that need little memory
 
 @dataclass(frozen=True, slots=True)
 class OpFacts:
-    """What one op holds at once: inputs that the step made, outputs, workspace, and their sum."""
+    """The memory of one op: inputs that the step made, outputs, workspace, and their sum in bytes."""
 
     name: str
     target: str
@@ -43,7 +43,7 @@ class OpFacts:
 
 @dataclass(frozen=True, slots=True)
 class TensorFacts:
-    """One tensor, and the op that makes it."""
+    """One tensor and its producer."""
 
     name: str
     size_bytes: int
@@ -54,7 +54,7 @@ class TensorFacts:
 
 @dataclass(frozen=True, slots=True)
 class OptionFacts:
-    """What an option that a graph was traced with offers on it.
+    """The gain from an option that a graph was traced with.
 
     Attributes:
         ops, inexact_ops: its optional ops, or those of the program that may write over an input; and those of them that may
@@ -71,7 +71,7 @@ class OptionFacts:
 
 @dataclass(frozen=True, slots=True)
 class DeviceFacts:
-    """What another device that the ops of a graph were measured on offers.
+    """The gain from another device that the ops of a graph were measured on.
 
     Attributes:
         ops, inexact_ops: of the program that may run there; and those of them that may differ from what they make here.
@@ -95,14 +95,14 @@ class DeviceFacts:
 
 @dataclass(frozen=True, slots=True)
 class GraphFacts:
-    """What ``planner info`` says about a graph.
+    """The facts that ``planner info`` prints about a graph.
 
-    No schedule that first executes the ops in the order which a solve finds for them (``solvers.order.reorder``) needs less
-    than `least_budget_bytes`: `least_budget_op` sets it, `least_budget_reason` says how. In that order, keeping
-    everything takes `reordered_peak_bytes`. No schedule at all needs less than `least_budget_any_order_bytes`.
-    A schedule is known for `least_budget_found_bytes`. With round trips to the host these are `least_budget_offload_bytes`
-    and `least_budget_offload_found_bytes`, the latter with `least_budget_offload_host_bytes` there. `traced` has each of the
-    options that the graph was traced with, alone; `placement` the other devices, by name.
+    No schedule that first executes the ops in the order that a solve finds (``solvers.order.reorder``) needs less than
+    `least_budget_bytes`; `least_budget_op` sets this bound, and `least_budget_reason` explains it. In that order, keeping
+    everything needs `reordered_peak_bytes`. In any order, no schedule needs less than `least_budget_any_order_bytes`. A schedule
+    is known for `least_budget_found_bytes`. With offloading the bounds are `least_budget_offload_bytes` and
+    `least_budget_offload_found_bytes`, the latter with `least_budget_offload_host_bytes` on the host. `traced` has each of the
+    options that the graph was traced with, alone; `placement` has the other devices, by name.
     """
 
     summary: GraphSummary
@@ -125,7 +125,7 @@ class GraphFacts:
 
 
 def graph_facts(graph: Graph, *, exact: bool = False) -> GraphFacts:
-    """Return the facts of `graph`, with the largest ops and tensors first: those of its program, and what its options could gain.
+    """Return the facts about `graph`, the largest ops and tensors first: those of its program, and the gains from its options.
 
     Args:
         exact: count only what differs from the program in not a bit.
@@ -168,7 +168,7 @@ def graph_facts(graph: Graph, *, exact: bool = False) -> GraphFacts:
 
 
 def _here(graph: Graph) -> Graph:
-    """Return `graph` with what was found when it was traced alone."""
+    """Return `graph` with only the options that were found when it was traced."""
     return without_placement(without_copies(graph)[0])
 
 
@@ -185,7 +185,7 @@ def _option_facts(graph: Graph) -> OptionFacts:
 
 
 def _device_facts(graph: Graph, device: OtherDevice) -> DeviceFacts:
-    """Return what `device` offers the ops of the program of `graph`.
+    """Return the facts about running ops of the program of `graph` on `device`.
 
     Raises:
         GraphError: it has not a time, or None, for each of them.
@@ -209,7 +209,7 @@ def _device_facts(graph: Graph, device: OtherDevice) -> DeviceFacts:
 
 
 def _least_with(graph: Graph) -> tuple[int, int]:
-    """Return what no budget of a graph with choices is below, and one that is known to do."""
+    """Return a lower bound on the budget of a graph with options, and a feasible budget."""
     order = with_pass_ends(reordered(graph).graph).graph
     proved_bytes = least_budget_bound(order).budget_bytes
     known = least_known(order, WorkClock(_FINDING), proved_bytes=proved_bytes)

@@ -1,4 +1,4 @@
-"""What is in the memory of the device over the step: moments, and the tensors that live from one to another."""
+"""Device memory over the step: moments, and the lives of tensors."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ from planner.facts.timeline import Timeline
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """A time in which the memory of the device does not change.
+    """A time interval in which the device memory does not change.
 
     Attributes:
         start_s, end_s: seconds since the step began.
@@ -27,7 +27,7 @@ class Moment:
 
 @dataclass(frozen=True, slots=True)
 class Life:
-    """A tensor in memory, from one execution that makes it until it is freed.
+    """A tensor in memory, from an execution that makes it until it is freed.
 
     Attributes:
         tensor: what is in memory.
@@ -47,7 +47,7 @@ class Life:
 class Lives:
     """The moments of a step in order, and the lives in order of birth.
 
-    What a moment holds besides static bytes and lives is the workspace of its op.
+    A moment holds static memory, lives, and the workspace of its op.
 
     Attributes:
         at_step: for each step of the schedule, its moment, or the next one if it has none.
@@ -65,7 +65,7 @@ def lives_of(timeline: Timeline) -> Lives:
 
 @dataclass(slots=True)
 class _Open:
-    """A life that has not ended."""
+    """A life that has not ended yet."""
 
     maker: Op
     born: int
@@ -73,7 +73,7 @@ class _Open:
 
 
 class _Following:
-    """A schedule, followed step by step."""
+    """A schedule that is followed step by step."""
 
     def __init__(self, timeline: Timeline) -> None:
         self.timeline, self.graph = timeline, timeline.graph
@@ -135,7 +135,7 @@ class _Following:
         self.lives.append(Life(tensor, life.maker, life.born, len(self.moments), life.last_reader))
 
     def _freed_behind(self, index: int) -> set[int]:
-        """Return what is freed between step `index` and the next execution."""
+        """Return the tensors freed between step `index` and the next execution."""
         freed = set()
         for step in self.steps[index + 1 :]:
             if not isinstance(step, Free):

@@ -1,4 +1,4 @@
-"""A schedule together with what it is for and what is promised about it: what ``planner solve`` writes."""
+"""A schedule with its graph, budget and predictions: the output of ``planner solve``."""
 
 import os
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class GraphSummary:
-    """Enough of a graph to say, when a plan meets another one, what differs.
+    """A summary of a graph, sufficient to tell how two graphs differ.
 
     Attributes:
         fingerprint: ``Graph.fingerprint``.
@@ -107,7 +107,7 @@ class Plan:
         return "\n".join(line for line in lines if line)
 
     def __getstate__(self) -> list[object]:
-        """Return the fields, but for the graph, which other processes have or do not need."""
+        """Return the fields without the graph, which other processes have or do not need."""
         return [None if one.name == "source" else getattr(self, one.name) for one in fields(self)]
 
     def save(self, path: str | os.PathLike[str], *, graph: str | os.PathLike[str] | None = None) -> None:
@@ -138,7 +138,7 @@ class Plan:
         return load(path)
 
     def plot(self, graph: Graph | None = None) -> "Figure":
-        """Return a ``matplotlib.figure.Figure`` of memory over the step, beside keeping everything and checkpointing blocks.
+        """Return a ``matplotlib.figure.Figure`` of memory over the step, with keeping everything and checkpointing blocks.
 
         Args:
             graph: what the plan was solved for; needed where the plan does not hold it (`source`).
@@ -152,7 +152,7 @@ class Plan:
         return plot(self, graph)
 
     def compare(self, graph: Graph | None = None) -> "PlanComparison":
-        """Return a table of this plan beside keeping everything and checkpointing blocks, as the judge predicts them.
+        """Return a table of this plan, keeping everything and checkpointing blocks, as the judge predicts them.
 
         Args:
             graph: as for ``plot``.
@@ -166,7 +166,7 @@ class Plan:
         return compare(self, graph)
 
     def _repr_html_(self) -> str:
-        """Return the plan for a notebook, with the chart of its memory if the graph is known."""
+        """Return the plan as HTML for a notebook, with the chart of its memory if the graph is known."""
         from planner.report.plan_views import html
 
         return html(self, self.source)
@@ -180,13 +180,13 @@ class Plan:
         return f"gradient error {self.gradient_error:.2e} predicted, {'not' if found is None else f'{found:.2e}'} measured"
 
     def _step_time(self) -> str:
-        """Return how it compares with eager PyTorch where that was measured, and with keeping everything."""
+        """Return how the step time compares with eager PyTorch, if measured, and with keeping everything."""
         predicted = f"predicted {slower_than('keeping everything', self.overhead)}"
         measured = "" if self.eager is None else self.eager.slowdown
         return f"measured {measured} ({predicted})" if measured else predicted
 
     def _kernels(self) -> str:
-        """Return which were compiled, and for how long; "" for those of eager PyTorch."""
+        """Return which kernels were compiled, and for how long; "" for those of eager PyTorch."""
         found = self.graph.provenance
         if "variant" not in found:
             return ""
@@ -205,7 +205,7 @@ class Plan:
 
     @property
     def copied(self) -> int:
-        """Executions of optional ops: copies to other pools and back, and ops in place of the program's."""
+        """Executions of optional ops: transfers to and from other pools, and alternatives to the program's ops."""
         return sum(op >= self.graph.ops for op in self.schedule.computed)
 
     @property

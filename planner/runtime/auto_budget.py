@@ -28,7 +28,7 @@ def auto_budget_bytes(
     *,
     other_static_bytes: int = 0,
 ) -> int:
-    """Return what a step may use on `device`, static memory included: free memory, less a reserve, plus what it already has.
+    """Return the bytes a step may use on `device`, static memory included: free memory less a reserve, plus what it has.
 
     Args:
         device: a CUDA device or the CPU.
@@ -57,13 +57,13 @@ def auto_budget_bytes(
 
 
 def reserve_bytes(device_type: str, free: int) -> int:
-    """Return how much of `free` bytes to leave for what is outside of a plan."""
+    """Return how much of `free` bytes to reserve for memory outside a plan."""
     fixed, share = _RESERVE[device_type]
     return fixed + int(share * free)
 
 
 def _bytes_on(device: torch.device, static: Iterable[torch.Tensor], inputs: Iterable[torch.Tensor]) -> int:
-    """Bytes of the storages of these tensors on `device`, each counted once, as the static memory of a plan counts them."""
+    """Return the bytes of the storages of these tensors on `device`, each counted once, as in the static memory of a plan."""
     found: dict[int, int] = {}
     held: list[torch.Tensor] = []  # keeps the identities of storages valid
     for tensors, whole in ((static, True), (inputs, False)):

@@ -1,4 +1,4 @@
-"""From a schedule to the two passes that run it.
+"""Compilation of a schedule to the two passes that run it.
 
 The passes contain the calls of the schedule in its order, and free where it frees. The forward pass ends with the first execution
 of its last op; what is alive then and not returned, and the copies that may be under way, are handed to the backward pass in a
@@ -57,7 +57,7 @@ def compile_schedule(
     tick: Callable[[int], None] | None = None,
     static_given_up: bool = False,
 ) -> Code:
-    """Compile `schedule`, which must be valid on `graph` (``simulate``), and copies by `channels`, if at all.
+    """Compile `schedule`, which must be valid on `graph` (``simulate``), with transfers by `channels` if it has any.
 
     Args:
         tick: called behind each execution of an op, with its id.
@@ -70,7 +70,7 @@ def compile_schedule(
 
 
 def repeated(graph: Graph, program: Program, schedule: Schedule) -> set[int]:
-    """Ops that are executed more than once, or whose random numbers another op draws again."""
+    """Return the ops that are executed more than once, or whose random numbers are drawn again by another op."""
     times = Counter(step.op for step in schedule.steps if isinstance(step, Compute))
     drawn = {calls.random_state: op for op, calls in enumerate(program.calls)}
     redrawn = {drawn[t] for op in times for t in graph.ops[op].inputs if t in drawn and drawn[t] != op}
@@ -84,7 +84,7 @@ def assemble(
     names: Mapping[str, object] = MappingProxyType({}),
     static_given_up: bool = False,
 ) -> Code:
-    """Return both passes, whose steps are `halves`, as `writer` writes them.
+    """Return both passes as `writer` writes them; `halves` are their steps.
 
     Args:
         names: of objects, in the source.

@@ -1,4 +1,4 @@
-"""The devices that a placed step runs on: a thread for each but the main one, and one for each channel between them."""
+"""The devices that a placed step runs on: a thread for each except the main one, and one for each channel."""
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,7 +21,7 @@ Around = Callable[[Callable[[], object]], object]
 
 
 class Devices:
-    """The main device, in whose thread a step is called, and the others of a graph with placement.
+    """The main device, whose thread calls the step, and the other devices of a graph with placement.
 
     Attributes:
         pools: of the graph, the main device's first.
@@ -29,7 +29,7 @@ class Devices:
     """
 
     def __init__(self, graph: Graph, main: torch.device) -> None:
-        """Of `graph`, of which `main` has the parameters. A thread begins when it has something to do.
+        """Initialize for `graph`; `main` has the parameters. Threads start with their first job.
 
         Raises:
             GraphError: a pool has no name of a device of this machine.
@@ -56,7 +56,7 @@ class Devices:
         channels: Mapping[str, Sequence[int]],
         copies: int,
     ) -> Result:
-        """One pass: all parts side by side, until all have ended; what `main`, in this thread, returns.
+        """Run one pass: all parts concurrently until all have ended; return the result of `main`, which runs in this thread.
 
         Args:
             parts: by stream, of the other devices.
@@ -96,7 +96,7 @@ class Devices:
 
     @contextmanager
     def watched(self, pool: str, around: Around) -> Iterator[None]:
-        """Inside, what the device of `pool` does in a pass is run by `around`, in that device's thread."""
+        """Run the parts of the device of `pool` by `around` in that device's thread, inside the context."""
         stream = next(stream for stream, device in self._named.items() if device.name == pool)
         self._around[stream] = around
         try:
@@ -127,7 +127,7 @@ class Devices:
 
 
 class _Job:
-    """What one thread does in one pass.
+    """The work of one thread in one pass.
 
     Attributes:
         thread: that does it.
@@ -143,7 +143,7 @@ class _Job:
         self._under = under
 
     def make(self) -> None:
-        """Do it."""
+        """Run the job."""
         try:
             assert self._run is not None
             self._run()
@@ -157,11 +157,11 @@ class _Job:
 
     @property
     def is_lost(self) -> bool:
-        """Whether its thread has died before it ended."""
+        """True if the thread has died before the job ended."""
         return self.thread is not None and not self.thread.is_alive() and not self.ended.is_set()
 
     def settle(self) -> None:
-        """Return when it has ended, or never will."""
+        """Wait until the job has ended or is lost."""
         while not self.ended.wait(LOOK_S):
             if self.is_lost:
                 return
@@ -185,7 +185,7 @@ def _words(stream: str) -> str:
 
 
 def place_of(device: NamedDevice) -> torch.device:
-    """Where PyTorch makes tensors of `device`.
+    """Return the torch device of `device`.
 
     Raises:
         GraphError: this machine has no such device.

@@ -1,4 +1,4 @@
-"""Memory that libraries keep on a CUDA device beside a step's tensors: workspaces of cuBLAS, which are in no plan.
+"""Memory that libraries keep on a CUDA device outside any plan: workspaces of cuBLAS.
 
 PyTorch allocates one for each thread and stream that multiplies matrices, and keeps it: 32 MiB each on Hopper. A forward pass
 runs in the caller's thread and a backward pass in autograd's, so that the first step of a process allocates two.
@@ -13,7 +13,7 @@ _of_both: dict[torch.device, int] = {}
 
 
 def warm_up_libraries(device: torch.device) -> int:
-    """Let libraries allocate what they keep for both passes of a step on the present stream of `device`.
+    """Make libraries allocate their workspaces for both passes of a step on the current stream of `device`.
 
     Returns:
         The most bytes that a call in this process has found missing: 0 on the CPU, and where all was there before the first.
@@ -34,5 +34,5 @@ def warm_up_libraries(device: torch.device) -> int:
 
 
 def workspace_bytes(device: torch.device) -> int:
-    """Return what libraries keep for one thread and stream, as far as ``warm_up_libraries`` has found it missing."""
+    """Return the bytes that libraries keep for one thread and stream, as measured by ``warm_up_libraries``."""
     return _of_a_pass.get(device, 0)

@@ -1,4 +1,4 @@
-"""What copies between the device and the host reach, alone and beside a step, by the means that plans copy with."""
+"""Bandwidth of transfers between the device and the host, alone and during a step, measured with the plans' own channels."""
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -21,15 +21,15 @@ _LONGEST_S = 1.0
 
 
 class _AllCopiedError(Exception):
-    """Ends a step that is computed only while copies are made."""
+    """The exception that ends a step computed only while copies run."""
 
 
 def link_beside(capture: Capture, static: Sequence[torch.Tensor], step_s: float) -> LinkProfile:
-    """Return what the link between the host and the device of a step carries, alone and beside the step.
+    """Return the rates of the link between the host and the device of a step, alone and during the step.
 
-    In each direction copies of ``LARGE_BYTES`` follow each other for about as long as the step takes, a second at most;
-    beside the step, its ops are executed one at a time, as they are when they are profiled, until the copies have ended. Then
-    small ones: what they take beyond their bytes is the latency.
+    In each direction, copies of ``LARGE_BYTES`` run for about the time of the step, a second at most. For the second measurement,
+    the step's ops are executed one at a time, as in profiling, until the copies have ended. Small copies then give the latency:
+    their time beyond that of their bytes.
 
     Args:
         capture: the profiled step.
@@ -60,7 +60,7 @@ def link_beside(capture: Capture, static: Sequence[torch.Tensor], step_s: float)
 
 
 def link_alone(device: torch.device) -> LinkRates:
-    """Return what the link between the host and `device` carries while nothing is computed."""
+    """Return the rates of the link between the host and `device` while nothing is computed."""
     large = _Copies(open_channels(device, None, timed=True), device, LARGE_BYTES)
     with isolated(device):
         large.seconds(2, out=True, back=True)  # the first touch memory that nobody has touched
@@ -76,7 +76,7 @@ def _rates(large: "_Copies", count: int, compute: Compute | None) -> LinkRates:
 
 
 class _Copies:
-    """Copies of one size, out and back, each between memory of its own on the device and on the host."""
+    """Copies of one size in both directions, each with its own memory on the device and on the host."""
 
     def __init__(self, channels: Channels, device: torch.device, size_bytes: int) -> None:
         self._channels = channels
@@ -89,7 +89,7 @@ class _Copies:
         return tensor, host
 
     def seconds(self, count: int, *, out: bool, back: bool, compute: Compute | None = None) -> list[list[float]]:
-        """Of each of `count` copies that follow one: out, back, or both at once; a list for each direction.
+        """Return the seconds of each of `count` consecutive copies: out, back, or both at once; a list for each direction.
 
         Args:
             compute: run, again and again, while they are made.

@@ -1,4 +1,4 @@
-"""The state of a random generator, saved and compared without memory from PyTorch's allocator, which the budget counts."""
+"""The state of a random generator, saved and compared without allocations that the budget counts."""
 
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ class RandomState:
 
     @classmethod
     def of(cls, generator: torch.Generator) -> "RandomState":
-        """Return the state in which `generator` is now."""
+        """Return the current state of `generator`."""
         return cls(generator.clone_state())
 
     def restore(self, generator: torch.Generator) -> None:
@@ -31,7 +31,7 @@ class RandomState:
             generator.set_state(self.copy.get_state())
 
     def __eq__(self, other: object) -> bool:
-        """Return True if all that is drawn from both states is the same."""
+        """Return whether both states give the same random numbers."""
         if not isinstance(other, RandomState):
             return NotImplemented
         if self.copy.device.type != "cpu":  # its state is a tensor on the CPU, which is not what the budget counts
@@ -42,7 +42,7 @@ class RandomState:
     __hash__ = None  # type: ignore[assignment]
 
     def _next_numbers(self) -> bytes:
-        """Return numbers that depend on all of the state: beside the engine, a normal number of each type may wait."""
+        """Return numbers that depend on the whole state, including cached normal numbers of each type."""
         generator = self.copy.clone_state()
         drawn = np.empty(4, dtype=np.int64)
         floats, doubles, integers = (

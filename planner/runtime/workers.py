@@ -1,4 +1,4 @@
-"""Threads beside the one that calls a step, each of which does what it is given one after the other."""
+"""Worker threads, each of which runs its jobs in order."""
 
 import threading
 import weakref
@@ -13,7 +13,7 @@ _LOOK_S = 0.2  # how often who waits for a thread looks whether it is alive
 
 
 class Job(Protocol):
-    """Something to be done once.
+    """A job that runs once.
 
     Attributes:
         thread: that does it; whoever waits looks whether it is alive.
@@ -22,14 +22,14 @@ class Job(Protocol):
     thread: threading.Thread | None
 
     def make(self) -> None:
-        """Do it, in that thread; it raises nothing."""
+        """Run the job in that thread; it raises nothing."""
 
 
 class Worker:
-    """A thread that does jobs in the order of issue; started with the first, and again where it has died."""
+    """A thread that runs jobs in the order of issue; started with the first job, and restarted if it has died."""
 
     def __init__(self, name: str, does: str, threads: int | None = None) -> None:
-        """Of the `name`, which `does` what errors say.
+        """Initialize with a `name`, and what it `does` for messages.
 
         Args:
             threads: that its operators run on (``torch.set_num_threads``, which each thread has of its own); None: as many as
@@ -41,7 +41,7 @@ class Worker:
         self._starting = threading.Lock()
 
     def issue(self, job: Job) -> None:
-        """Have `job` done, behind those before.
+        """Queue `job`.
 
         Raises:
             CopyError: no thread can be started.
@@ -71,7 +71,7 @@ class Worker:
 
 
 class _Threads:
-    """Sets the number of threads of the operators of one thread."""
+    """A job that sets the number of operator threads of its thread."""
 
     def __init__(self, count: int) -> None:
         self.thread: threading.Thread | None = None

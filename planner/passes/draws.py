@@ -1,7 +1,7 @@
-"""Random ops of a pass that draw what they drew first whenever they are executed again, whoever else draws meanwhile.
+"""Random ops of a pass: each repeated execution draws the same numbers, even if others draw in between.
 
-Each of these functions is called in place of an op, with the op and its arguments last. All that planned steps draw, they draw
-under one lock. How an op gets a generator of its own: ``planner.capture.rewrites.reproducible_random``.
+Each of these functions is called in place of an op, with the op and its arguments last. All draws of planned steps share one
+lock. ``planner.capture.rewrites.reproducible_random`` gives an op its own generator.
 """
 
 import threading
@@ -14,13 +14,13 @@ LOCK = threading.RLock()
 
 
 def draw_once(draw: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """Draw what is not drawn again."""
+    """Draw for an op that is executed once."""
     with LOCK:
         return draw(*args, **kwargs)
 
 
 def draw_first(state: torch.Tensor, generator: torch.Generator, draw: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """Draw for the first time, from `generator`; its state is saved."""
+    """Draw for the first time, from `generator`, and save its state."""
     with LOCK:
         # The state that was saved before is that of a moment ago, and others may have drawn since.
         state.copy_(generator.get_state())
@@ -28,7 +28,7 @@ def draw_first(state: torch.Tensor, generator: torch.Generator, draw: Callable[.
 
 
 def draw_again(state: torch.Tensor, generator: torch.Generator, draw: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """Draw again from `generator`, which is left as it was found: no kernel draws from another one."""
+    """Draw again from `generator`, and restore it afterwards; for kernels that take no other generator."""
     with LOCK:
         now = generator.clone_state()
         try:
@@ -47,7 +47,7 @@ def draw_first_from(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Draw for the first time, from `own` in the state of `generator`, which is saved, and moves on as if it had drawn."""
+    """Draw for the first time from `own` in the state of `generator`; save that state, and advance `generator` by the draw."""
     with LOCK:
         state.copy_(generator.get_state())
         own.set_state(state)
@@ -57,7 +57,7 @@ def draw_first_from(
 
 
 def draw_again_from(own: torch.Generator, state: torch.Tensor, draw: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """Draw again from `own`."""
+    """Draw again from `own` in the saved state."""
     with LOCK:
         own.set_state(state)
         return draw(*args, **kwargs)

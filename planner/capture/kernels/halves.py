@@ -1,4 +1,4 @@
-"""The two halves of a joint graph, compiled by Inductor as ``torch.compile`` compiles them."""
+"""The two halves of a joint graph, compiled by Inductor as by ``torch.compile``."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -62,7 +62,7 @@ _Ends = tuple[_Inputs, _Outputs]
 
 @dataclass(frozen=True, slots=True)
 class Half:
-    """The forward or the backward pass, compiled.
+    """The compiled forward or backward pass.
 
     Attributes:
         source: of the module that Inductor generated.
@@ -81,7 +81,7 @@ class Half:
 
 @dataclass(frozen=True, slots=True)
 class Halves:
-    """A step, compiled.
+    """A compiled step.
 
     Attributes:
         joint: the graph that it was compiled from, both passes in one.
@@ -95,7 +95,7 @@ class Halves:
     call: Callable[..., Any]
 
     def called_as(self, step: TrainingStep) -> Callable[..., Any]:
-        """`call`, called with a batch as `step` is, and returning what that returns."""
+        """Return `call` with the inputs and outputs of `step`."""
         joint, call = self.joint, self.call
 
         def run(*args: object, **kwargs: object) -> object:
@@ -114,7 +114,7 @@ def compile_halves(
     variant: Variant,
     export: Callable[..., JointWithDescriptors] = aot_export_joint_with_descriptors,
 ) -> Halves:
-    """`module`, which Dynamo captured, compiled by Inductor; called in its tracing context.
+    """Return `module`, captured by Dynamo, as compiled by Inductor; called in its tracing context.
 
     Args:
         stack: open for as long as what is compiled is needed to be compiled again.
@@ -179,7 +179,7 @@ def _settings() -> Iterator[None]:
 
 
 def _ends(gm: fx.GraphModule) -> _Ends:
-    """Inputs and outputs of a half, before Inductor's passes over it."""
+    """Return the inputs and outputs of a half, before Inductor's passes over it."""
     inputs = tuple((node.name, node.meta.get("desc")) for node in gm.graph.find_nodes(op="placeholder"))
     output = gm.graph.output_node()
     values = zip(output.args[0], output.meta["desc"], strict=True)  # type: ignore[arg-type]

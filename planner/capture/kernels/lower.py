@@ -1,4 +1,4 @@
-"""From the launches of kernels to ops and tensors, and to the program that executes them."""
+"""Lowering of kernel launches to ops and tensors, and to the program that executes them."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -36,7 +36,7 @@ def lower_step(
     generator: torch.Generator,
     provenance: Mapping[str, object],
 ) -> Capture:
-    """A whole step as ops, each one or several launches of kernels.
+    """Return a whole step as ops, each one or several launches of kernels.
 
     Args:
         statics: the tensors that are there throughout.
@@ -64,10 +64,10 @@ def lower_graph(
     generator: torch.Generator,
     provenance: Mapping[str, object],
 ) -> Capture:
-    """A graph of several that a model is compiled to, as in ``lower_step``.
+    """Return one graph of a model that is compiled to several, as in ``lower_step``.
 
-    Its program returns what AOTAutograd expects: all that the forward pass returns, but for what it saves, the first in place of
-    a loss; and a value, or None, for each output of the backward pass.
+    Its program returns what AOTAutograd expects: all results of the forward pass except saved tensors, the first in place of a
+    loss; and a value, or None, for each output of the backward pass.
     """
     lowering = _Lowering(halves, statics, generator)
     forward, saved = lowering.read_forward()
@@ -93,7 +93,7 @@ class _Lowering:
         }
 
     def read_forward(self) -> tuple[list[tuple[AOTOutput, Argument]], dict[str, Argument]]:
-        """Read the forward pass: what it returns, and what each value is that it may hand on, by name."""
+        """Read the forward pass; return its results, and by name the values that it may save."""
         half = self.halves.forward
         inputs = [self._input(desc) for _, desc in half.inputs]
         made = self._read(half, inputs, Phase.FORWARD)
@@ -102,7 +102,7 @@ class _Lowering:
         return [(desc, value) for (_, desc, _), value in zip(half.outputs, made, strict=True)], saved
 
     def read_backward(self, saved: Mapping[str, Argument]) -> list[tuple[AOTOutput, torch.Tensor | None, Argument]]:
-        """Read the backward pass: what it returns."""
+        """Read the backward pass; return its results."""
         half = self.halves.backward
         # What is saved of a parameter may be a copy in another layout, which kernels of this pass rely on.
         inputs = [saved[name] if name in saved else self._incoming(name, desc) for name, desc in half.inputs]
@@ -110,7 +110,7 @@ class _Lowering:
         return [(desc, fake, value) for (_, desc, fake), value in zip(half.outputs, made, strict=True)]
 
     def read_step(self) -> tuple[list[Argument], list[tuple[int, Argument]]]:
-        """Read both passes: what the caller gets, and the gradient of each static tensor that gets one."""
+        """Read both passes; return the results for the caller, and the gradients with their static tensors."""
         forward, saved = self.read_forward()
         returned = []
         for desc, value in forward:
@@ -139,7 +139,7 @@ class _Lowering:
         signature: Signature,
         provenance: Mapping[str, object],
     ) -> Capture:
-        """The graph and the program of what was read; `trained` are the tensors that the `gradients` are of."""
+        """Return the captured graph and program; `gradients` are those of the tensors `trained`."""
         groups = grouped(self.wrapper.launches, self.static)
         self.tensor_of |= self.static
         ops, calls = self._ops(groups)
@@ -171,7 +171,7 @@ class _Lowering:
         return self.wrapper.read(half.source, half.namespace, inputs, constants, phase)
 
     def _input(self, desc: AOTInput | None) -> Argument | None:
-        """What an input of the joint graph stands for; None if it is no tensor."""
+        """Return the value of an input of the joint graph; None if it is no tensor."""
         if desc not in self.inputs:
             return None
         if isinstance(desc, TangentAOTInput):
@@ -190,13 +190,13 @@ class _Lowering:
         return self._input(desc)
 
     def _write_back(self, desc: AOTInput, value: Argument) -> None:
-        """Write the new value of an input that the step changes."""
+        """Add the write of a new value to an input that the step changes."""
         target = self._static(self.statics.find(desc))
         write, read = Statement(Call("copy_", (target, value))), {target.tensor, *read_by(value)}
         self.wrapper.launches.append(Launch("aten.copy_.default", Phase.FORWARD, [write], reads=read, writes={target.tensor}))
 
     def _clone(self, value: Argument, given: torch.Tensor) -> Argument:
-        """`value` in a storage of its own, in the layout that a gradient of `given` is kept in."""
+        """Return `value` cloned to its own storage, in the layout of a gradient of `given`."""
         made = self.wrapper.new(Value(tuple(given.shape), dtype_name(given.dtype)))
         copy = Statement(Call("clone", (value,), {"memory_format": memory_format(given)}), ((made.tensor, ()),))
         launch = Launch("aten.clone.default", Phase.BACKWARD, [copy], makes=[made.tensor], reads=set(read_by(value)))
@@ -249,7 +249,7 @@ class _Lowering:
         return ops, calls
 
     def _aligned(self, ops: Sequence[Op]) -> frozenset[int]:
-        """Static tensors that kernels for CUDA expect to begin at a multiple of 16 bytes, as Inductor's own code sees to."""
+        """Return the static tensors that CUDA kernels expect to start at a multiple of 16 bytes, as in Inductor's own code."""
         if self.statics.device.type != "cuda":
             return frozenset()
         written = {t for op in ops for t in op.mutates}
@@ -261,16 +261,16 @@ class _Lowering:
         return len(self.tensors) - 1
 
     def _owners(self, value: Argument) -> list[int]:
-        """The tensor that `value` is a view of; none for what is no tensor."""
+        """Return the tensor that `value` is a view of, in a list; an empty list if it is no tensor."""
         return [self.tensor_of[owner] for owner in read_by(value)]
 
     def _renumbered(self, value: Argument) -> Argument:
-        """`value` with tensors of the graph in place of numbers of values."""
+        """Return `value` with ids of tensors in place of numbers of values."""
         return mapped(value, lambda leaf: Ref(self.tensor_of[leaf.tensor]) if isinstance(leaf, Ref) else leaf)
 
 
 def _unique_names(groups: Sequence[Group]) -> list[str]:
-    """A name for each op: of what it launches last, with a number from the second of a name on."""
+    """Return a unique name for each op: the target of its last launch, with a number for repetitions."""
     seen: Counter[str] = Counter()
     names = []
     for group in groups:

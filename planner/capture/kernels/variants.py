@@ -1,8 +1,8 @@
-"""In which ways Inductor is asked to compile a step: each has other kernels, and none is the best for every budget.
+"""Variants of Inductor's compilation of a step: their kernels differ, and none is the best for every budget.
 
-What a fused kernel of the backward pass computes again costs little, and no schedule can undo it; what the forward pass hands
-on, a schedule can keep or compute again. A concatenation of which Inductor has each part written where it will lie is made
-once, for a part is no tensor that could be made again; made whole, by one kernel, it can be.
+A fused kernel of the backward pass recomputes cheaply, but no schedule can undo that; a schedule can keep or recompute tensors
+that the forward pass saves. If Inductor writes each part of a concatenation in place, the concatenation cannot be recomputed,
+since its parts are no tensors; if one kernel makes it, it can.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,7 +19,7 @@ _BUDGET = 0.8  # of the bytes that min-cut would keep, by PyTorch's estimate
 
 
 class Variant(StrEnum):
-    """How a step is compiled.
+    """A variant of the compilation of a step.
 
     Attributes:
         DEFAULT: as ``torch.compile`` does: the forward pass hands on as few bytes as can be at no cost (min-cut).
@@ -35,7 +35,7 @@ class Variant(StrEnum):
 
     @contextmanager
     def chosen(self) -> Iterator[None]:
-        """Inside, Inductor compiles this way."""
+        """Compile as this variant inside the context."""
         if self is Variant.DEFAULT:
             yield
             return
@@ -55,5 +55,5 @@ class _Keep(CustomPartitionerFn):
         return default_partition(gm, joint_inputs, **kwargs)
 
     def uuid(self) -> str:
-        """For Inductor's cache."""
+        """Return the key for Inductor's cache."""
         return "planner: what autograd keeps"

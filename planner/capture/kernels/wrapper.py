@@ -1,7 +1,7 @@
-"""What Inductor's code around its kernels does, as launches that make values, read them and write to them.
+"""Reader of Inductor's code around its kernels: launches that make, read and write values.
 
-The function ``call`` of a module that Inductor generates is a flat list of statements: allocations, views of what was allocated,
-calls, deletions, and what is returned. Views are inlined into what reads them, so that only what owns memory has a name.
+The function ``call`` of a generated module is a flat list of statements: allocations, views of buffers, calls, deletions, and the
+return. Views are inlined into their readers, so that only owners of memory have names.
 """
 
 import ast
@@ -23,7 +23,7 @@ _REDUCTIONS = ("sum", "prod", "amin", "amax")  # methods that return memory of t
 
 @dataclass(slots=True)
 class Value:
-    """What owns memory: a buffer, or what a call returns.
+    """An owner of memory: a buffer, or the result of a call.
 
     Attributes:
         shape, dtype: where they are known before it is made, for people to read.
@@ -76,7 +76,7 @@ class Wrapper:
         self.guard: Call | None = None
 
     def new(self, value: Value) -> Ref:
-        """The reference to a new value."""
+        """Return the reference to a new value."""
         self.values.append(value)
         return Ref(len(self.values) - 1)
 
@@ -106,7 +106,7 @@ class Wrapper:
 
 
 class _Reader:
-    """Reads the function ``call`` of one module."""
+    """A reader of the function ``call`` of one module."""
 
     def __init__(
         self,
@@ -177,13 +177,13 @@ class _Reader:
                 self._refuse(ast.Assign(targets=[ast.Name(id=name)], value=value, lineno=0))
 
     def _allocate(self, name: str, call: ast.expr, shape: ast.expr, stride: ast.expr, dtype: ast.expr) -> None:
-        """Let `name` stand for a new value, which `call` allocates before the first launch that writes to it."""
+        """Bind `name` to a new value, which `call` allocates before the first launch that writes to it."""
         made = self.bound[name] = self.wrapper.new(Value(ast.literal_eval(shape), ast.unparse(dtype).removeprefix("torch.")))
         self.allocated[made.tensor] = self.expressions.call(call)
         self.layouts[name] = self.expressions.value(shape), self.expressions.value(stride)
 
     def _aligned(self, given: ast.expr) -> Ref:
-        """An input that kernels expect to begin at a multiple of 16 bytes: static tensors do before all launches."""
+        """Return an input that kernels expect to start at a multiple of 16 bytes; static tensors are aligned beforehand."""
         value = self.expressions.value(given)
         if not isinstance(value, Ref):
             raise TraceError(
@@ -193,7 +193,7 @@ class _Reader:
         return value
 
     def _launch(self, call: ast.Call, name: str | None = None) -> None:
-        """A call, whose result has a `name` or none."""
+        """Add a launch for a call, and bind its result to `name` if it has one."""
         target, writes = self._called(call)
         written = self._written(call, writes)
         launch = Launch(target, self.phase, [], random=writes.random)
@@ -221,12 +221,14 @@ class _Reader:
         self.wrapper.launches.append(launch)
 
     def _make(self, value: int, launch: Launch) -> None:
-        """Let `launch` allocate a value."""
+        """Add the allocation of a value to `launch`."""
         launch.statements.append(Statement(self.allocated.pop(value), ((value, ()),)))
         launch.makes.append(value)
 
     def _written_over(self, call: ast.Call, launch: Launch) -> Iterator[tuple[int, int, Call]]:
-        """See ``Launch.over``. What `call` is given twice is left out: it may be read where it is not written."""
+        """Yield the in-place writes of `call` (``Launch.over``); repeated arguments are excluded, as they may be read
+        elsewhere.
+        """
         given = [argument.id for argument in call.args if isinstance(argument, ast.Name)]
         owners = [value for argument in call.args for value in read_by(self.expressions.value(argument))]
         for made in given:
@@ -239,7 +241,7 @@ class _Reader:
                     yield value, source, Call(view, (Ref(source), *self.layouts[made], 0))
 
     def _bind(self, name: str, call: Call, launch: Launch) -> None:
-        """Let `launch` make what `call` returns."""
+        """Bind `name` to the result of `call`, made by `launch`."""
         if name not in self.items:
             value = self.bound[name] = self.wrapper.new(Value())
             made: list[tuple[int, Path]] = [(value.tensor, ())]
@@ -261,7 +263,7 @@ class _Reader:
         return (reductions or methods)[0], Writes()
 
     def _written(self, call: ast.Call, writes: Writes) -> set[int]:
-        """The values that `call` writes to."""
+        """Return the values that `call` writes."""
         arguments = [arg for i, arg in enumerate(call.args) if i in writes.positions]
         arguments += [keyword.value for keyword in call.keywords if keyword.arg in writes.keywords]
         if isinstance(call.func, ast.Attribute) and methods_on(call, self.bound) and _is_in_place(call.func.attr):
@@ -269,7 +271,7 @@ class _Reader:
         return {value for argument in arguments for value in read_by(self.expressions.value(argument))}
 
     def _flat(self, body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
-        """The statements of `body`, those under the guard of a device among them."""
+        """Yield the statements of `body`, including those under a device guard."""
         for statement in body:
             if isinstance(statement, ast.With) and "DeviceGuard" in ast.unparse(statement.items[0]):
                 self.wrapper.guard = self.expressions.call(statement.items[0].context_expr)

@@ -1,4 +1,4 @@
-"""From a joint graph to ops and storages, and to the program that executes them."""
+"""Lowering of a joint graph to ops and storages, and to the program that executes them."""
 
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,7 +27,7 @@ from planner.torch_private.core import OpOverload, with_effects
 
 @dataclass(frozen=True, slots=True)
 class Capture:
-    """A training step: what it is (op times still 0) and how to execute it.
+    """A captured training step: its graph (without op times yet) and its program.
 
     Attributes:
         graph, program: op by op.
@@ -138,7 +138,7 @@ class _Lowering:
         return Graph(tuple(self.ops), tensors, kept, provenance), program, tuple(self.nodes)
 
     def _returned(self, found: Sequence[tuple[Any, object]]) -> tuple[list[Argument], list[tuple[int, Argument]]]:
-        """What the program returns of its forward pass, and the gradients."""
+        """Return the results of the forward pass, and the gradients."""
         if (count := self.forward_outputs) is not None:
             values = [self.values[v] if isinstance(v, fx.Node) else v for v, _ in found]
             return values[:count], [(-1, value) for value in values[count:]]
@@ -215,7 +215,7 @@ class _Lowering:
         self._add(node, phase, made, state=state)
 
     def _save_state(self, node: fx.Node, phase: Phase) -> int:
-        """An op before `node` that saves the generator's state, for recomputing `node`."""
+        """Add an op before `node` that saves the generator's state for recomputation; return its tensor."""
         tensor = self._new_tensor(f"{node.name}_state", self.state_bytes, Kind.RANDOM_STATE, (self.state_bytes,), "uint8")
         self.ops.append(
             Op(
@@ -283,7 +283,7 @@ class _Lowering:
         self.nodes.append(node)
 
     def _bind(self, node: fx.Node, path: Path, tensor: int) -> None:
-        """Let the nodes that pick an output of `node` out of its value stand for the output."""
+        """Bind the nodes that select an output of `node` to that output."""
         if not path:
             self.values[node] = Ref(tensor)
             return
@@ -302,7 +302,7 @@ class _Lowering:
             self.modules.setdefault(number, _module_path(stack))
 
     def _module(self, node: fx.Node) -> str:
-        """The module `node` was called in; for a backward node, the one of the forward node it belongs to."""
+        """Return the module in which `node` was called; for a backward node, the module of its forward node."""
         stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
         return _module_path(stack) if stack else self.modules.get(node.meta.get("seq_nr"), "")
 
@@ -318,7 +318,7 @@ def _node(arg: object) -> fx.Node:
 
 
 def _storages(value: object, path: Path = ()) -> Iterator[tuple[Path, torch.Tensor]]:
-    """The tensors in an op's value, each with the subscripts that pick it out."""
+    """Yield the tensors in an op's value, each with its path."""
     if isinstance(value, torch.Tensor):
         yield path, value
     elif isinstance(value, list | tuple):

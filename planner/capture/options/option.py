@@ -1,4 +1,4 @@
-"""Options that are found among the calls of a captured step. What finds them is imported when it is asked: it needs torch."""
+"""Options that are found among the calls of a captured step. The finders are imported lazily, since they need torch."""
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ EAGER_KERNELS = MappingProxyType(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOption(Option):
-    """An option that is found in a captured step: its graph holds it from then on.
+    """An option that is found in a captured step: its graph then contains it.
 
     Attributes:
         apply: returns the step with its ops, which call what they are named by: ``NAME.more``. Their times are not measured.
@@ -37,5 +37,5 @@ class StepOption(Option):
     measure: "Callable[[Capture, RealStep | None], Graph] | None" = None
 
     def accepts(self, capture: "Capture") -> str:
-        """Return why it cannot be looked for in `capture`; "" if it can."""
+        """Return why the option cannot be applied to `capture`; "" if it can."""
         return self.against(Feature.INDUCTOR) if capture.whole is not None else ""

@@ -1,4 +1,4 @@
-"""Gradients of activations that ask of what they read only whether it is in a range: from a bit for each element."""
+"""Gradients of activations that depend only on whether an input is in a range, from one bit per element."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ Answer = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Arguments], torch.T
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """How a kernel computes a gradient.
+    """The computation of a gradient from a comparison.
 
     Attributes:
         ask: called with what the kernel reads, room for truth values, and its arguments, it writes the answers.
@@ -79,7 +79,7 @@ COMPARISONS: Mapping[Any, Comparison] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """From what a kernel reads to the bits that its gradient needs.
+    """The packing of a kernel's input to the bits that its gradient needs.
 
     Attributes:
         x: fake.
@@ -94,11 +94,11 @@ class Ask:
 
     @property
     def fakes(self) -> tuple[torch.Tensor, ...]:
-        """What the kernel reads."""
+        """The kernel's input as a fake tensor."""
         return (self.x,)
 
     def __call__(self, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The bits."""
+        """Return the bits."""
         flat = bits.in_order(given[0], bits.order_of(self.x))
 
         def write(room: torch.Tensor, begin: int, end: int) -> None:
@@ -109,7 +109,7 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class FromBits:
-    """The gradient from the bits.
+    """The computation of a gradient from the bits.
 
     Attributes:
         gradient, packed, result: fake.
@@ -126,11 +126,11 @@ class FromBits:
 
     @property
     def fakes(self) -> tuple[torch.Tensor, ...]:
-        """The gradient that comes in, and the bits."""
+        """The incoming gradient and the bits."""
         return self.gradient, self.packed
 
     def __call__(self, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The gradient, laid out as the kernel's."""
+        """Return the gradient, laid out like the kernel's."""
         gradient, packed = given
         result = room_for(self.result, gradient)
         order = bits.order_of(self.result)
@@ -144,9 +144,9 @@ class FromBits:
 
 
 def offer(finder: Finder) -> None:
-    """Two ops for each such gradient where nothing else in the backward pass needs what it reads: to bits, and from them.
+    """Add two ops for each such gradient, to bits and from bits, if nothing else in the backward pass needs its input.
 
-    Where the result of the activation says the same and is needed anyway, ``packing.results`` has a better way.
+    If the result of the activation gives the same bit and is needed anyway, ``packing.results`` has a better alternative.
     """
     for op, node in finder.calls(COMPARISONS, Phase.BACKWARD):
         gradient, x, *arguments = node.args
@@ -163,7 +163,7 @@ def offer(finder: Finder) -> None:
 
 
 def _is_alike(finder: Finder, node: fx.Node) -> bool:
-    """Whether what `node` reads and makes lies in one order without gaps, and its arguments are of the type of its elements."""
+    """Return whether inputs and output of `node` share a dense layout, and its kernel's dtype is supported."""
     gradient, x, *arguments = node.args
     assert isinstance(gradient, fx.Node) and isinstance(x, fx.Node)
     dtypes = {fake(value).dtype for value in (gradient, x, node)}

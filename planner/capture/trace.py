@@ -85,7 +85,7 @@ def capture_kernels(
     accumulate: bool = False,
     name: str = "",
 ) -> Capture:
-    """Capture one training step of `model` as the kernels that Inductor compiles it to.
+    """Capture one training step of `model` as the kernels that Inductor compiles.
 
     Args:
         model, loss_fn, batch, optimizer, accumulate, name: as in ``capture``; nothing is fake.
@@ -123,7 +123,7 @@ def _step(model: nn.Module, loss_fn: LossFn | None, batch: Batch, optimizer: str
 
 
 def _statics(step: TrainingStep, batch: Batch, device: torch.device, optimizer: str, *, accumulate: bool) -> StaticTensors:
-    """Return the tensors that are in memory throughout the step; `device` is the one that is planned for."""
+    """Return the static tensors of the step; `device` is the one that is planned for."""
     statics = StaticTensors(step, batch, device)
     trained = [allocated_bytes(p.nbytes, device) for p in step.parameters() if p.requires_grad]
     trained_bytes = sum(trained)

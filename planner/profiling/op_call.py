@@ -58,7 +58,7 @@ class OpCall:
 
 
 class _Identity:
-    """Says which calls are the same.
+    """A numbering of tensors that identifies equal calls.
 
     Attributes:
         is_shared: True if what it has said so far holds in other captures too.
@@ -70,11 +70,11 @@ class _Identity:
         self._numbers: dict[int, int] = {}
 
     def number(self, tensor: int) -> int:
-        """In order of appearance."""
+        """Return the number of a tensor, in order of appearance."""
         return self._numbers.setdefault(tensor, len(self._numbers))
 
     def of_statement(self, value: Call | None, outputs: tuple[tuple[int, tuple[int, ...]], ...]) -> Hashable:
-        """Of a statement."""
+        """Return the identity of a statement."""
         return self._of(value), tuple((self.number(tensor), path) for tensor, path in outputs)
 
     def _of(self, value: Argument) -> Hashable:

@@ -39,7 +39,7 @@ __all__ = [
 
 
 def _refuse_shadows() -> None:
-    """Raise if Python would import somebody else's `graphs` or `solvers`, which are common names, in place of ours."""
+    """Raise if Python would import another package named `graphs` or `solvers`, which are common names."""
     here = Path(__file__).resolve().parent.parent
     for name in ("graphs", "solvers"):
         spec = find_spec(name)

@@ -1,4 +1,4 @@
-"""A solve in a process of its own, so that training goes on beside it. Never imports torch."""
+"""A solve in a separate process, concurrent with training. Never imports torch."""
 
 import os
 import threading
@@ -31,7 +31,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The end of a solve.
+    """The result of a background solve.
 
     Attributes:
         plan: the best that was found; None if there is none.
@@ -43,14 +43,14 @@ class Ended:
 
 
 class BackgroundSolve:
-    """A solve that runs in a process of its own.
+    """A solve that runs in a separate process.
 
     Attributes:
         ended: its end; None while it runs.
     """
 
     def __init__(self, job: Job) -> None:
-        """Start it.
+        """Start the process.
 
         Raises:
             OSError: no process can be started.
@@ -66,7 +66,7 @@ class BackgroundSolve:
         return self.ended is None and self._process.is_running
 
     def receive(self, most_s: float = 0.0) -> Plan | None:
-        """Return the latest plan that is better than those before, waiting for so many seconds for one; None if there is none."""
+        """Return the latest plan that is better than those before, waiting up to `most_s` seconds; None if there is none."""
         latest: Plan | None = None
         while self.ended is None:
             try:
@@ -84,14 +84,14 @@ class BackgroundSolve:
         return latest
 
     def stop(self) -> None:
-        """End the process; what it has not told is lost."""
+        """End the process; results that it has not sent are lost."""
         if self.ended is None:
             self.ended = Ended(failure="it was stopped")
             self._end()
 
 
 def main() -> None:
-    """Solve the job that comes over the standard input, a socket, and send back each better plan, and the end."""
+    """Solve the job received over the standard input, a socket; send back each better plan, and the end."""
     connection = connection_to_parent()
     os.nice(_NICE)
     try:

@@ -1,4 +1,4 @@
-"""What users say of the choices that a graph is given: which, over what link, with how much of the host's memory."""
+"""Options of a graph as users choose them, with the link and the host memory for transfers."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -23,7 +23,7 @@ _HOST_SHARE = 0.5  # of the memory that is free
 
 
 class LinkSource(StrEnum):
-    """Where the figures of a link are from; the first that is there counts."""
+    """The source of a link's figures; the first available one is used."""
 
     GIVEN = "given"  # by the user
     MEASURED = "measured"  # beside the step, on its device
@@ -33,14 +33,14 @@ class LinkSource(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class KnownLink:
-    """A link, and where its figures are from."""
+    """A link and the source of its figures."""
 
     link: Link
     source: LinkSource
 
     @property
     def recorded(self) -> dict[str, object]:
-        """As the settings of plans have it."""
+        """The link in the form of plan settings."""
         return {**asdict(self.link), "source": str(self.source)}
 
     def __str__(self) -> str:
@@ -51,7 +51,7 @@ class KnownLink:
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """Options of a graph by name, and what was said of the machine for them.
+    """Options of a graph by name, and the machine's properties that they need.
 
     Attributes:
         options: names in ``planner.capture.options.OPTIONS``.
@@ -69,34 +69,34 @@ class Choices:
 
     @property
     def measures_link(self) -> bool:
-        """Whether the link is to be measured where a step is profiled: something copies, and nobody said what it carries."""
+        """True if the link is to be measured during profiling: an option transfers tensors, and no rate was given."""
         return self.host_bytes is not None and self.link_bytes_per_s is None
 
     @property
     def shares_host(self) -> bool:
-        """Whether the host's memory is a share of what is free, so that it is another amount each time."""
+        """True if the host memory is a share of what is free, which changes from run to run."""
         share = self.host_budget is None or (isinstance(self.host_budget, str) and self.host_budget.strip().endswith("%"))
         return self.host_bytes is not None and share
 
     @property
     def places(self) -> bool:
-        """Whether ops may run on other devices."""
+        """True if ops may run on other devices."""
         return Need.DEVICES in needs(self.options)
 
     @property
     def named(self) -> str:
-        """In a sentence."""
+        """The names of the options, for a sentence."""
         return ", ".join(self.options)
 
     @property
     def asked(self) -> dict[str, object]:
-        """As JSON has what was asked for."""
+        """The choices in the form of JSON output."""
         copying = {"link_bytes_per_s": self.link_bytes_per_s, "host_budget_bytes": self.host_bytes}
         said = {"options": list(self.options), **({"exact": True} if self.exact else {})}
         return {**said, **(copying if self.host_bytes is not None else {})}
 
     def offered(self, graph: Graph) -> Graph:
-        """`graph` with these options.
+        """Return `graph` with these options.
 
         Raises:
             MismatchError: its provenance has a link that cannot be.
@@ -108,7 +108,7 @@ class Choices:
         return with_options(graph, self.options, around, exact_ops(graph) if self.exact else None)
 
     def recorded(self, graph: Graph) -> dict[str, object]:
-        """As the settings of plans have it, for a graph with these options: which ops are exact is known where they ran."""
+        """Return the choices in the form of plan settings, for a graph with these options."""
         said: dict[str, object] = {"options": list(self.options)}
         if self.exact:
             said["exact"] = exact_ops(graph)
@@ -119,12 +119,12 @@ class Choices:
         return {**said, "link": self.link(graph.provenance).recorded, "host_budget_bytes": self.host_bytes}
 
     def _devices(self, provenance: Mapping[str, object]) -> tuple[OtherDevice, ...]:
-        """That ops may run on, of those that a graph of this provenance was traced with."""
+        """Return the devices for ops among those that a graph of this provenance was traced with."""
         known = decode_devices(provenance) if self.places else ()
         return tuple(device.exactly for device in known) if self.exact else known
 
     def link(self, provenance: Mapping[str, object]) -> KnownLink:
-        """The link to plan with, for a graph of this provenance.
+        """Return the link to plan with, for a graph of this provenance.
 
         Raises:
             MismatchError: it has one that cannot be.
@@ -145,7 +145,7 @@ def choices_of(
     *,
     exact: bool = False,
 ) -> Choices | None:
-    """What was asked for; None for a graph as it is.
+    """Return the choices from user arguments; None without options.
 
     Args:
         options: names in ``planner.capture.options.OPTIONS``.
@@ -180,7 +180,7 @@ def choices_of(
 
 
 def recorded_link(settings: Mapping[str, object]) -> KnownLink | None:
-    """The link that the settings of a plan name; None where they name no option that copies.
+    """Return the link in the settings of a plan; None if no option of the plan transfers tensors.
 
     Raises:
         MismatchError: they cannot be what a solve has recorded.
@@ -196,7 +196,7 @@ def recorded_link(settings: Mapping[str, object]) -> KnownLink | None:
 
 
 def with_recorded(graph: Graph, settings: Mapping[str, object]) -> Graph:
-    """`graph` with the options that the settings of a plan name, and no others that it was traced with.
+    """Return `graph` with exactly the options in the settings of a plan.
 
     Raises:
         MismatchError: they cannot be what a solve has recorded.
@@ -213,7 +213,7 @@ def with_recorded(graph: Graph, settings: Mapping[str, object]) -> Graph:
 
 
 def recorded_options(settings: Mapping[str, object]) -> tuple[str, ...]:
-    """The options that the settings of a plan name.
+    """Return the options in the settings of a plan.
 
     Raises:
         MismatchError: they are no names.
@@ -225,7 +225,7 @@ def recorded_options(settings: Mapping[str, object]) -> tuple[str, ...]:
 
 
 def _recorded_exact(settings: Mapping[str, object]) -> tuple[str, ...] | None:
-    """Names of the ops that were offered, where only exact ones were."""
+    """Return the names of the exact ops that were offered; None if all ops were."""
     names = settings.get("exact")
     if names is None:
         return None

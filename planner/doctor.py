@@ -1,4 +1,4 @@
-"""Facts about this installation, machine and model that tell whether a step can be planned here."""
+"""Facts about the installation, machine and model that show whether a step can be planned."""
 
 import platform
 import sys

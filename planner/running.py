@@ -1,4 +1,4 @@
-"""A plan executed with real tensors: what it promises beside what is measured."""
+"""Execution of a plan with real tensors, with predictions and measurements."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -34,7 +34,7 @@ _PLANNED, _KEEPING, _EAGER, _EAGER_AGAIN = "the plan", "keeping everything", "ea
 
 @dataclass(frozen=True, slots=True)
 class RunReport:
-    """A plan's promises beside what was measured.
+    """The predictions of a plan, and its measurements.
 
     Attributes:
         budget_bytes, predicted_peak_bytes, predicted_time_s, predicted_ratio: from the plan.
@@ -91,7 +91,7 @@ class RunReport:
 
     @property
     def is_exact(self) -> bool | None:
-        """True if the bits are those of eager PyTorch, or differ no more than its own do; None where nothing was compared."""
+        """True if the bits are those of eager PyTorch, or differ no more than between its own runs; None without comparison."""
         if self.identical is None:
             return None
         same = self.identical and not self.eager_differences
@@ -108,9 +108,9 @@ def run(
     seed: int = 0,
     on_progress: View | None = None,
 ) -> RunReport:
-    """Execute `plan` with real tensors and measure its peak, time and bits; `model` is afterwards as before.
+    """Execute `plan` with real tensors and measure its peak, time and bits; `model` is restored.
 
-    The step is compared with keeping everything and with plain eager PyTorch where these fit into the free memory.
+    The step is compared with keeping everything and with plain eager PyTorch if these fit into the free memory.
 
     Args:
         plan: for the graph of this model and batch.
@@ -197,7 +197,7 @@ def _captured(plan: Plan, model: nn.Module, loss_fn: LossFn | None, batch: Batch
 
 
 def _compared(report: RunReport, outcomes: Mapping[str, measure.StepOutcome], times: Mapping[str, Sequence[float]]) -> RunReport:
-    """Return `report` with what comes of the comparison."""
+    """Return `report` with the results of the comparison."""
     result, kept, eager, much = outcomes[_PLANNED], outcomes[_KEEPING], outcomes[_EAGER], bool(report.differs)
     again = outcomes.get(_EAGER_AGAIN, eager)
     eager_error = eager.gradient_error(again) if eager.differences(again) else None
@@ -218,6 +218,6 @@ def _compared(report: RunReport, outcomes: Mapping[str, measure.StepOutcome], ti
 
 
 def _differences(wanted: measure.StepOutcome, found: measure.StepOutcome, *, much: bool) -> tuple[str, ...]:
-    """What is not equal to the last bit, and by how much if `much`."""
+    """Return the results that are not bit-identical; with `much`, also by how much they differ."""
     names = wanted.differences(found)
     return tuple(str(wanted.difference(name, found)) for name in names) if much else names

@@ -1,4 +1,4 @@
-"""From a model to a graph: a training step traced, its ops measured or modelled."""
+"""Tracing of a model's training step to a graph, with measured or modelled ops."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -96,7 +96,7 @@ def trace_workload(workload: Workload, settings: TraceSettings, on_progress: Vie
 
 
 def _modelled(workload: Workload, settings: TraceSettings, device: DeviceSpec) -> Capture:
-    """Return the step with the times that a roofline gives."""
+    """Return the step with times modelled by a roofline."""
     captured = capture(
         *workload,
         optimizer=settings.optimizer,
@@ -109,7 +109,7 @@ def _modelled(workload: Workload, settings: TraceSettings, device: DeviceSpec) -
 
 
 def capture_profiled(workload: Workload, settings: TraceSettings, stages: Stages | None = None) -> Capture:
-    """Return the step as ``trace`` measures it, with the program that executes it; progress is reported to `stages`."""
+    """Return the step measured as by ``trace``, with its program; progress is reported to `stages`."""
     stages = stages or Stages()
     with stages.stage(Stage.CAPTURE):
         captured = capture_step(workload, settings)
@@ -118,7 +118,7 @@ def capture_profiled(workload: Workload, settings: TraceSettings, stages: Stages
 
 
 def capture_step(workload: Workload, settings: TraceSettings, *, variant: "Variant | None" = None) -> Capture:
-    """Return the step with the sizes that its shapes say, and no times: nothing is executed.
+    """Return the step with the sizes of its shapes and without times: nothing is executed.
 
     Args:
         workload: what is trained.
@@ -143,9 +143,9 @@ def profiled(
 ) -> Capture:
     """Return `captured` with measured times, workspaces and sizes, and with the options that are found in it.
 
-    Ops are measured one at a time (``profiling.profile``). Some options need the whole step, executed with everything kept: to
-    find out which of their ops are exact, and how lossy others are. Where it does not fit into what is free, ops that may round
-    count as rounding, and what is modelled of the lossy ones counts.
+    Ops are measured one at a time (``profiling.profile``). Some options need one execution of the whole step that keeps
+    everything, to find which of their ops are exact and how lossy others are. If that does not fit into the free memory, ops that
+    may round count as rounding, and modelled errors are used for lossy ones.
 
     Args:
         captured: what ``capture_step`` returned for `workload`.
@@ -172,7 +172,7 @@ def profiled(
 
 
 def _compared(captured: Capture, step: TrainingStep, batch: Batch) -> Capture:
-    """Return `captured` with what is found out about its optional ops by executing the whole step, where that fits."""
+    """Return `captured` with the exactness of its optional ops, found by executing the whole step if that fits."""
     if not (needs_comparison(captured) or needs_measuring(captured)):
         return captured
     executed = RealStep.of(captured, step, batch)

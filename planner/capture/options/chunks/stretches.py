@@ -198,7 +198,7 @@ class Finder:
         stretch.calls[node] = call
 
     def _join_makers(self, stretch: Stretch, reader: int) -> list[int]:
-        """Add to `stretch` the producers of the long rows that `reader` reads, if they are products or constants."""
+        """Add to `stretch` the producers of the long rows that `reader` reads: products, constants, and ops read only inside."""
         joined = []
         for arg, rows in stretch.calls[stretch.ops[reader]].reads.items():
             value = arg

@@ -43,7 +43,7 @@ def _refuse_shadows() -> None:
     here = Path(__file__).resolve().parent.parent
     for name in ("graphs", "solvers"):
         spec = find_spec(name)
-        # A folder without __init__.py has no origin, but places to look for modules in.
+        # A namespace package (a folder without __init__.py) has no origin, only search locations.
         folders = [Path(folder).resolve() for folder in (spec and spec.submodule_search_locations) or ()]
         if folders == [here / name]:
             continue

@@ -18,7 +18,7 @@ from planner.studies.advice import Advice
 from planner.studies.budget_analysis import advise_graph
 from planner.tracing import trace
 
-_LEAST_S = 20.0  # for the analysis, however long the trace took
+_LEAST_S = 20.0  # for the analysis, even after a long trace
 
 
 def advise(

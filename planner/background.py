@@ -13,7 +13,7 @@ from planner.settings import SolveSettings
 from planner.solving import solve_graph
 from solvers.child_process import ChildProcess, connection_to_parent, description
 
-_NICE = 10  # steps of priority below the training that it runs beside
+_NICE = 10  # steps of lower priority than the training process
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class BackgroundSolve:
         """
         self.ended: Ended | None = None
         self._process = ChildProcess(__name__)
-        self._end = weakref.finalize(self, self._process.end)  # also where nobody waits for it any more
+        self._end = weakref.finalize(self, self._process.end)  # also if the object is collected before the end
         self._process.send(job)
 
     @property
@@ -97,7 +97,7 @@ def main() -> None:
     try:
         job: Job = connection.recv()
     except (EOFError, OSError):
-        return  # nobody wants it any more
+        return  # the receiver has gone
 
     def send(plan: Plan) -> None:
         try:
@@ -108,7 +108,7 @@ def main() -> None:
     def listen() -> None:
         with suppress(EOFError, OSError):
             connection.recv()
-        os._exit(0)  # whoever has started this is gone
+        os._exit(0)  # the parent process has gone
 
     threading.Thread(target=listen, daemon=True).start()
     try:
@@ -119,4 +119,4 @@ def main() -> None:
         ended = Ended(failure=description(error))
     with suppress(OSError):
         connection.send(ended)
-    os._exit(0)  # whatever threads HiGHS has left behind
+    os._exit(0)  # ends threads that HiGHS may have left running

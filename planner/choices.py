@@ -17,17 +17,17 @@ from planner.capture.options import check_complete, needing, needs, with_options
 from planner.profiling.link import format_rate, measured_link, published_link
 from planner.profiling.other_devices import DEVICES_KEY, decode_devices, encode_devices
 
-# What PCIe 4, or 5 beside a training step that uses memory itself, carries in each direction.
+# The rate per direction of PCIe 4, or of PCIe 5 during a training step that uses memory itself.
 LINK = "25GB/s"
-_HOST_SHARE = 0.5  # of the memory that is free
+_HOST_SHARE = 0.5  # of the free memory
 
 
 class LinkSource(StrEnum):
     """The source of a link's figures; the first available one is used."""
 
     GIVEN = "given"  # by the user
-    MEASURED = "measured"  # beside the step, on its device
-    PUBLISHED = "published"  # by the maker of the device, times the part that a step reaches
+    MEASURED = "measured"  # during the step, on its device
+    PUBLISHED = "published"  # by the vendor, times the fraction that a step reaches
     DEFAULT = "default"
 
 
@@ -175,7 +175,7 @@ def choices_of(
         host_budget = int(_HOST_SHARE * free_bytes)
     host_bytes = parse_budget(host_budget, peak_bytes=free_bytes) if isinstance(host_budget, str) else host_budget
     rate = None if link is None else parse_rate(link) if isinstance(link, str) else float(link)
-    Surroundings(Link.even(1.0 if rate is None else rate), host_bytes)  # refused before anything is traced or measured
+    Surroundings(Link.even(1.0 if rate is None else rate), host_bytes)  # raise before anything is traced or measured
     return Choices(tuple(options), rate, host_bytes, exact, asked)
 
 

@@ -18,8 +18,8 @@ from planner.plans.plan import GraphSummary, Plan
 from planner.solving import check_same_graph, other_peaks, summarize
 from solvers.result import Status, is_within
 
-_ROUNDING = 1e-9  # relative, on sums of seconds
-_BOUND_ROUNDING = 1e-4  # likewise, on what solvers of linear programs prove
+_ROUNDING = 1e-9  # relative tolerance of sums of seconds
+_BOUND_ROUNDING = 1e-4  # relative tolerance of bounds from linear programs
 
 
 def check_plan(graph: Graph, plan: Plan) -> Simulation:
@@ -99,7 +99,7 @@ def check_sizes(graph: Graph, plan: Plan) -> None:
                 f"the plan says {what} of {_exact(said_bytes)}, but its tensors alone take {_exact(least_bytes)}: its file was "
                 "edited; solve again"
             )
-    stood_for = any(offered.ops[op].replaces for op in plan.schedule.computed)  # in more time than the program's ops, or less
+    stood_for = any(offered.ops[op].replaces for op in plan.schedule.computed)  # other times than the program has
     wrong = _other_peaks(plan, offered, found)
     wrong += [] if stood_for else _time_differences(plan, plan.recomputed + plan.copied)
     if wrong := [*wrong, *_bound_differences(plan, plan.time_s)]:

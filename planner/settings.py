@@ -18,7 +18,7 @@ KERNELS = ("eager", "inductor")
 SWAPS = ("exact", "any", "never")
 
 _WAIT = re.compile(r"(\d+(?:\.\d+)?)\s*(%|s|m|work)")
-_GAP, _SECONDS = 0.01, 3.0  # what is waited for by default, whichever comes first
+_GAP, _SECONDS = 0.01, 3.0  # the default quality to wait for, whichever is reached first
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,12 +33,12 @@ from solvers.tolerance import WIDENING, Tolerance
 from solvers.windows.strategies.offloaded_orders import least_offloaded
 
 Tell = Callable[[SolveProgress], None]  # called as a solve advances
-Stop = Callable[[], bool]  # polled: whether a solve is to end
+Stop = Callable[[], bool]  # polled: returns True to end a solve
 
-# Other solvers stand for what others do: in program order, unless they are told otherwise.
+# Other solvers are baselines: in program order, unless requested otherwise.
 _REORDERED = frozenset({"windows"})
-_REORDER_SHARE = 0.25  # of the limit: what looking for an order of the ops may spend before many budgets are solved
-_WOULD_DO = 5.0  # of the clock, for finding a budget that would do, where none that was given does
+_REORDER_SHARE = 0.25  # of the limit: time to search for an order of the ops before many budgets are solved
+_WOULD_DO = 5.0  # of the clock, to find a feasible budget if the requested one is not
 
 
 def solve(
@@ -281,7 +281,7 @@ def _what_would_do(graph: Graph, budget_bytes: int, clock: Clock, should_stop: S
         least_bytes = simulate(graph, known).peak_bytes
         said = f" A schedule is known for {format_bytes(least_bytes)}."
     if graph.plain:
-        whole = OFFLOAD.added_to(graph, Surroundings(Link.even(1.0)))  # whatever the link, and the host
+        whole = OFFLOAD.added_to(graph, Surroundings(Link.even(1.0)))  # for any link and host
         sending = least_offloaded(whole, limited, should_stop=should_stop)
         if sending.peak_bytes < least_bytes:
             _, host_bytes = simulate(whole, sending.schedule).pool_peaks_bytes

@@ -29,7 +29,7 @@ DONE, FAILED, USAGE, INFEASIBLE, LIMIT = 0, 1, 2, 3, 4
 OVER_BUDGET, DIFFERENT = 5, 6  # of a plan that was run
 INTERRUPTED = 130
 
-JOBS = 2  # at a time, unless the user says otherwise
+JOBS = 2  # default number of parallel solves
 
 MODEL_HELP = (
     "zoo:NAME or path/to/file.py:function, arguments after commas; the function returns (model, loss_fn, batch), and the step "
@@ -184,7 +184,7 @@ def tracing(arguments: argparse.Namespace) -> Tracing:
         optimizer=arguments.optimizer,
         accumulate=arguments.accumulate,
         passes=arguments.passes,
-        options=traced_options(getattr(arguments, "options", ())),  # of commands that have them
+        options=traced_options(getattr(arguments, "options", ())),  # for commands that have them
     )
     return Tracing(settings, device=arguments.device, seed=arguments.seed)
 

@@ -108,7 +108,7 @@ def run(arguments: argparse.Namespace) -> int:
         return _usage("--measure measures on this machine, and --cluster would use others: leave one of them out")
     choices = choices_of(arguments.options, arguments.link, arguments.host_budget, exact=arguments.exact)
     methods = methods_named(arguments.methods, offload=choices is not None and choices.host_bytes is not None)
-    new_figure()  # without matplotlib there is no use in computing
+    new_figure()  # without matplotlib no computation is useful
     folder = Path(arguments.output)
     check_folder(folder)
     with (

@@ -7,7 +7,7 @@ from typing import Self
 
 from planner.progress import LineView
 
-INTERRUPTED = 130  # exit code of what a SIGINT ended
+INTERRUPTED = 130  # exit code after SIGINT
 
 
 class StopOnInterrupt:

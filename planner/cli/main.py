@@ -32,7 +32,7 @@ from planner.cli.arguments import DONE, FAILED, INFEASIBLE, INTERRUPTED, LIMIT, 
 from planner.missing_packages import how_to_install
 from planner.runtime.allocator_failure import allocator_failure
 
-# In the order in which they are listed.
+# In the order of the help.
 _COMMANDS: dict[str, Command] = {
     "trace": trace,
     "advise": advise,
@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         code = INTERRUPTED
     except BrokenPipeError:
-        # Whoever read the output has read enough.
+        # The reader of the output has closed the pipe.
         code = FAILED
         _close_stdout()
     except InfeasibleError as error:
@@ -103,7 +103,7 @@ def _run(argv: Sequence[str] | None) -> int:
             parser.print_help()
             return DONE
     except SystemExit as end:
-        # Where argparse has answered already: --help, a usage error.
+        # argparse has answered already: --help, or a usage error.
         return end.code if isinstance(end.code, int) else DONE
     return _COMMANDS[arguments.command].run(arguments)
 

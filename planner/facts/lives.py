@@ -114,11 +114,11 @@ class _Following:
         if op.overwrites:
             freed = self._freed_behind(index)
             for t in (read for _, read in op.overwrites if read in freed):
-                self.end(t)  # its memory is that of the output now
+                self.end(t)  # its memory now belongs to the output
         for t in op.outputs:
             if tensors[t].pool != DEVICE:
                 continue
-            if t in self.open:  # there twice while the op runs
+            if t in self.open:  # in memory twice while the op runs
                 self.lives.append(Life(tensors[t], op, now, now + 1, None))
             else:
                 self.open[t] = _Open(op, now)

@@ -80,7 +80,7 @@ def waits(timeline: Timeline, stream: str) -> tuple[Wait, ...]:
 
 def _waits(timeline: Timeline, stream: str) -> Iterator[Wait]:
     graph, schedule = timeline.graph, timeline.plan.schedule
-    ending: dict[float, list[Execution]] = {}  # what was issued on other streams, by when it ends
+    ending: dict[float, list[Execution]] = {}  # executions on other streams, by end time
 
     def awaited(end_s: float, tensors: set[int]) -> Execution:
         """Return the execution that ends at `end_s` and uses `tensors`; the last if there are several."""
@@ -109,7 +109,7 @@ def trips(timeline: Timeline) -> tuple[Trip, ...]:
     graph = timeline.graph
     found: list[tuple[Tensor, Tensor, Execution]] = []
     back: list[list[Execution]] = []
-    there: dict[int, int] = {}  # by tensor in another memory, which trip made it last
+    there: dict[int, int] = {}  # by tensor in another pool, the trip that made it last
     for execution in timeline.executions:
         for source, made in _copied(graph, execution.op):
             if source.pool == DEVICE:

@@ -159,7 +159,7 @@ class PassBuilder:
 
     def free_read(self, tensors: Sequence[int], returned: Argument) -> None:
         """Free each of the static `tensors` after its last use, unless `returned` contains it."""
-        last: dict[str, tuple[fx.Node, fx.Node]] = {}  # by variable, what holds it then, and the line
+        last: dict[str, tuple[fx.Node, fx.Node]] = {}  # by variable, the node that holds it, and the line
         for node in self._graph.nodes:
             if not node.meta.get(INLINE):
                 last.update({variable(read): (read, node) for read in _read_in_line(node)})

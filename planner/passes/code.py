@@ -18,8 +18,8 @@ from torch import fx
 from planner.torch_private.core import OpOverload
 from planner.torch_private.fx import CodeGen
 
-# In the meta of nodes: whether it stands inside the line that reads it, the step that it is of, and the variable that it is held
-# in until it is freed, though nothing reads it.
+# Keys of node.meta: True if the node is inlined into its reader; the step of the node; and the variable that holds it until it
+# is freed, even if nothing reads it.
 INLINE, STEP, VARIABLE = "inline", "step", "variable"
 
 
@@ -131,7 +131,7 @@ class _Globals:
             number = 2
             while name in self.values or name in self._taken:
                 name, number = f"{wanted}_{number}", number + 1
-            self.values[name] = value  # and held, so that its identity stays its own
+            self.values[name] = value  # held, so that its id stays unique
             self._names[id(value)] = name
         return self._names[id(value)]
 

@@ -22,7 +22,7 @@ def draw_once(draw: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
 def draw_first(state: torch.Tensor, generator: torch.Generator, draw: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Draw for the first time, from `generator`, and save its state."""
     with LOCK:
-        # The state that was saved before is that of a moment ago, and others may have drawn since.
+        # The state saved before is outdated: others may have drawn since.
         state.copy_(generator.get_state())
         return draw(*args, **kwargs)
 

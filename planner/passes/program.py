@@ -271,7 +271,7 @@ class Program:
             step: module whose parameters and buffers the sources name.
             leaves: of the batch.
         """
-        # By name each time, for parameters may be replaced; get_parameter would take longer than some steps.
+        # Looked up each time, since parameters may be replaced; get_parameter would take longer than some steps.
         owners: dict[str, Any] = {"": step}
 
         def owner(path: str) -> Any:

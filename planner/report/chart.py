@@ -36,11 +36,11 @@ if TYPE_CHECKING:
 _Model = TypeVar("_Model", bound="Model")
 _BINS = 900  # columns of the memory chart at any zoom
 _HEADROOM = 1.08
-_FAR = 2.2  # times the plan's own top: the memory of others is cut off there
-_NEAR_CAPACITY = 4  # times the peak of another pool: a capacity that is further off is not drawn
+_FAR = 2.2  # times the plan's peak: the memory of baselines is cut off there
+_NEAR_CAPACITY = 4  # times the peak of another pool: a capacity further away is not drawn
 _BASELINE_POINTS = 4000
 _MEMORY_HEIGHT, _LANE_HEIGHT, _POOL_HEIGHT, _CURVE_HEIGHT = 340, 28, 120, 280
-_LEFT, _RIGHT = 84, 16  # pixels beside the plots, so that all lie over the same time
+_LEFT, _RIGHT = 84, 16  # pixels left and right of the plots, so that all share one time axis
 _OUTSIDE = "outside modules"
 _BASELINE_COLORS = ("whole", "blocks")
 # Dark to light and on to red, by module in the order of the forward pass: lightness tells them apart without hue.
@@ -133,7 +133,7 @@ class _Drawing:
         self.groups = tuple(dict.fromkeys(groups.values()))
         self.colors = _colors(len(self.groups))
         self.group_of = {name: self.groups.index(group) for name, group in groups.items()}
-        # Where no op has a time, the step is drawn evenly, by moments.
+        # If all ops take no time, the step is drawn by moments of equal width.
         self.timed = timeline.time_s > 0
         span_s = timeline.time_s if self.timed else float(len(self.lives.moments))
         self.time_scale, self.time_unit = time_unit(span_s) if self.timed else (1.0, "ops")
@@ -155,7 +155,7 @@ class _Drawing:
         plot = self._over_time("memory", _MEMORY_HEIGHT, Range1d(0, top, bounds=(0, top)), f"memory in {self.size_unit}")
         backward = self._time(self.timeline.backward_s)
         plot.add_layout(self._tag(BoxAnnotation(left=backward, level="underlay", line_alpha=0), fill_color="backward"))
-        # page.js fills them in; without a point BokehJS would draw such areas for ever.
+        # page.js fills them in; without a point, BokehJS would never stop drawing such areas.
         bands = ColumnDataSource({"x": [0.0], **{f"y{i}": [0.0] for i in range(len(self.groups) + 3)}})
         names = ("static", *self.groups, "workspace")
         for i in range(len(names)):

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _OURS = "windows"
-# What stands in front, how it is called and how it looks: colours that colour-blind readers tell apart (Okabe and Ito).
+# Highlighted methods, their labels and their styles, in colours for colour-blind readers (Okabe and Ito).
 _KNOWN = {
     _OURS: ("remat-planner", "#0072B2", "o"),
     "checkpoint-blocks": ("checkpoint blocks", "#D55E00", "s"),
@@ -24,9 +24,9 @@ _KNOWN = {
     "eager": ("eager", "#000000", "*"),
 }
 _PEOPLE = {"keep-everything": "keep everything", **{method: name for method, (name, _, _) in _KNOWN.items()}}
-# The axis of time ends so many times the highest overhead that stands in front, outliers aside; if another is so far above.
+# The time axis ends at this multiple of the highest highlighted overhead, without outliers; if another is far above.
 _ABOVE, _FAR = 1.1, 1.5
-_OUTLIER = 1.75  # times the overhead that nearly all of what stands in front stays below
+_OUTLIER = 1.75  # times the overhead that nearly all highlighted points stay below
 
 # Memory in bytes, and time as a multiple.
 Point: TypeAlias = tuple[float, float]

@@ -19,7 +19,7 @@ LEGEND = (
     "took more time than the method allows; infeasible: proved, no schedule fits; time: nothing was found in the time given; "
     "too large: of more ops than the method takes on; not tried: there is no such row."
 )
-_MESSAGE = 110  # characters of it in a table; rows.csv has all
+_MESSAGE = 110  # characters of a message in a table; rows.csv has all
 _MEASURED = (
     "Time of a step as a multiple of eager PyTorch's in the same turn, median of all turns, and measured peak. Schedules are "
     "replayed by our executor. wrong: loss or gradients are not those of eager PyTorch."
@@ -185,7 +185,7 @@ def _by_budget(
     methods, lines = methods_of(rows), []
     for budget_bytes, own in sorted(by(rows, "budget_bytes").items(), reverse=True):
         found = {row.method: row for row in reversed(own)}
-        # Rounded as the text has it: what reads the same is as good.
+        # Rounded as in the text: values that read the same are equal.
         values = {method: round(known, digits) for method, row in found.items() if (known := value(row)) is not None}
         least = min(values.values(), default=None)
         cells = (

@@ -59,7 +59,7 @@ def _purposes(timeline: Timeline) -> dict[int, Execution]:
     The outputs may pass through other executions on lanes: the purpose of an offload is the op that reads the reloaded tensor.
     """
     found: dict[int, Execution] = {}
-    readers: dict[int, Execution] = {}  # by tensor, what reads it next
+    readers: dict[int, Execution] = {}  # by tensor, its next reader
     for execution in reversed(timeline.executions):
         following = [readers.pop(t) for t in execution.op.outputs if t in readers]
         if following and _shown(execution):

@@ -36,7 +36,7 @@ def page(timeline: Timeline, curve: Sequence[CurvePoint] = ()) -> str:
     costs, bursts = timeline.module_costs, timeline.bursts
     dearest = max((cost.time_s for cost in costs[:1]), default=0.0) or 1e-12
     longest = sorted(sorted(bursts, key=lambda burst: -burst.time_s)[:_LISTED], key=lambda burst: burst.start_s)
-    # Names come from files: none is HTML, and what would drive a terminal is drawn as it is.
+    # Names come from files: they are escaped for HTML, and control characters are made visible.
     made = Environment(autoescape=True, undefined=StrictUndefined, keep_trailing_newline=True, finalize=_shown)
     model = visible(graph.provenance.get("model", "a model"))
     facts = {

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from planner.studies.curve import Curve
 
 _TITLE_WIDTH, _TITLE_LINES = 90, 3
-# Colours that colour-blind readers tell apart (Okabe and Ito), by what they stand for.
+# Colours for colour-blind readers (Okabe and Ito), by their meaning.
 COLORS = {
     "ours": "#0072B2",
     "whole": "#555555",
@@ -29,7 +29,7 @@ COLORS = {
     "second": "#E69F00",
     "third": "#009E73",
 }
-_SQUASHED = 6  # times the median: a value above that squashes the others
+_SQUASHED = 6  # times the median: a value above that hides the others
 _SIZES = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 _TIMES = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
 
@@ -100,12 +100,12 @@ def plot_curve(curve: "Curve", path: Path, *, title: str) -> None:
         kind = f" with {', '.join(part.options)}" if part.options else ""
         if bounded:
             xs, ys = zip(*bounded, strict=True)
-            # A bound holds at all smaller budgets too: between two points, that of the larger one.
+            # A bound holds at all smaller budgets: between two points, that of the larger one holds.
             label = f"proved impossible in this order{kind}"
             axes.fill_between(xs, ys, step="pre", color=color if part.options else "0.6", alpha=0.3, linewidth=0, label=label)
         if solved:
             xs, ys = zip(*solved, strict=True)
-            # A schedule serves all larger budgets: between two points, that of the smaller one.
+            # A schedule fits all larger budgets: between two points, that of the smaller one holds.
             axes.step(xs, ys, where="post", color=color, marker="o", markersize=5, linewidth=2, label=f"remat-planner{kind}")
     for i, budget in enumerate(p.budget_bytes / scale for p in curve.points if p.status == "infeasible"):
         axes.axvline(budget, color=COLORS["budget"], linestyle=":", linewidth=1.2, label=None if i else "infeasible")
@@ -144,7 +144,7 @@ def shades(count: int) -> list[str]:
 def add_legend(figure: "Figure", axes: "Axes", *, columns: int = 3) -> None:
     """Put the legend of `axes` below the figure."""
     handles, labels = axes.get_legend_handles_labels()
-    if handles:  # nothing is drawn where no method fits
+    if handles:  # nothing is drawn if no method fits
         figure.legend(handles, labels, loc="outside lower center", ncols=columns, fontsize="small", frameon=False)
 
 
@@ -163,14 +163,14 @@ def save_figure(figure: "Figure", path: Path) -> None:
     """
     content = io.BytesIO()
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Glyph .* missing from")  # a box is shown for it
+        warnings.filterwarnings("ignore", message="Glyph .* missing from")  # a box is drawn for it
         figure.savefig(content, format=path.suffix.removeprefix(".").lower(), dpi=120)
     write_bytes(path, _reduced(content) if path.suffix.lower() == ".png" else content.getvalue())
 
 
 def _reduced(png: io.BytesIO) -> bytes:
     """Return `png` with a palette of 256 colours, about a quarter of the size."""
-    from PIL import Image  # matplotlib needs it as well
+    from PIL import Image  # a dependency of matplotlib
 
     reduced = io.BytesIO()
     with Image.open(png) as image:

@@ -15,7 +15,7 @@ from graphs.errors import FormatError
 
 _UNKNOWN = "unknown (no frames were recorded)"
 _BEFORE = "in memory before the recorded actions"
-# Files of PyTorch and of Python itself: the line that people look for is below theirs.
+# Files of PyTorch and of Python itself: the line of the user is below theirs.
 _LIBRARIES = ("/torch/", "/torch_", "<frozen ", "<string>", "<eval_with_key>")
 
 

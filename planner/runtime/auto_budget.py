@@ -12,11 +12,11 @@ from planner.capture.lowering.statics import allocated_bytes
 from planner.capture.rewrites.outputs import storage
 from planner.runtime.free_memory import free_bytes
 
-# Left free by device type: bytes, and a share of what is free. CUDA: workspaces of cuBLAS (32 MiB on Hopper for each of two
+# Reserve by device type: bytes, and a share of the free memory. CUDA: workspaces of cuBLAS (32 MiB on Hopper for each of two
 # threads) and kernels that libraries load when they are first called; the caching allocator, which ran steps of several models
-# within 1.00 to 1.07 times their allocated peak. CPU: what Python, solvers and malloc take beside tensors.
+# within 1.00 to 1.07 times their allocated peak. CPU: memory of Python, solvers and malloc apart from tensors.
 _RESERVE = {"cuda": (192 * 2**20, 0.07), "cpu": (128 * 2**20, 0.05)}
-_ROUNDED_TO = 128  # parts of a power of two: nearly the same free memory gives the same budget, and so the same kept plan
+_ROUNDED_TO = 128  # parts of a power of two: nearly the same free memory gives the same budget, and thus the same cached plan
 
 _log = logging.getLogger(__name__)
 

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from itertools import count
 
 BLOCK_BYTES = 512
-_SMALL_BYTES = 2**20  # up to this, blocks come from small segments
+_SMALL_BYTES = 2**20  # up to this size, blocks are in small segments
 _SMALL_SEGMENT_BYTES = 2 * 2**20
 _LARGE_SEGMENT_BYTES = 20 * 2**20
-_LEAST_OWN_SEGMENT_BYTES = 10 * 2**20  # from this on, a segment is as large as its first block
+_LEAST_OWN_SEGMENT_BYTES = 10 * 2**20  # from this size on, a segment is as large as its first block
 _SEGMENT_ROUNDING_BYTES = 2 * 2**20
 
 DEFAULT_POOL = (0, 0)

@@ -18,7 +18,7 @@ from planner.runtime.host_memory import Copy, HostMemory, ended
 from planner.runtime.host_tensor import HostTensor, storage_bytes
 from planner.runtime.workers import Worker
 
-_LOOK_S = 0.2  # how often a waiting thread looks whether the one that copies is alive
+_LOOK_S = 0.2  # interval at which a waiting thread checks that the copying thread is alive
 _OUT, _BACK = "device to host", "host to device"
 
 
@@ -134,7 +134,7 @@ class ThreadCopy:
             behind: others that use `target`.
         """
         self._name = name
-        # As arrays: PyTorch would let a team of threads loose on each copy.
+        # As arrays: PyTorch would use several threads for each copy.
         self._source, self._target = source.numpy(), target.numpy()
         self._after, self._behind = after, behind
         self._ended = threading.Event()
@@ -174,6 +174,6 @@ class ThreadCopy:
             if self.thread is not None and not self.thread.is_alive() and not self._ended.is_set():
                 raise CopyError(f"a copy from {self._name} was not made: its thread has died; the step can be tried again")
         if (error := self._error) is not None:
-            # A new one each time, which does not hold the frames of who waited before.
+            # A new one each time, without the frames of earlier waiters.
             said = f"a copy from {self._name} failed: {type(error).__name__}: {error}"
             raise CopyError(str(error) if isinstance(error, CopyError) else said) from error

@@ -99,7 +99,7 @@ def assemble(
     writer.write(first, halves[0])
     later = {t for step in halves[1] if isinstance(step, Compute) for t in graph.ops[step.op].inputs}
     alive = [t for t in writer.live if t not in graph.kept or t in later]
-    # An output must not hold itself through its own backward pass: it is saved as an alias, if at all.
+    # A saved output would keep itself alive through its own backward pass: an alias is saved, if any.
     saved = [Call(torch.ops.aten.detach.default, (Ref(t),)) if t in graph.kept else Ref(t) for t in alive]
     copies = writer.copies
     returned = (program.loss, tuple(program.extras), [*saved, *copies])

@@ -117,7 +117,7 @@ class CopyingWriter(Writer):
         out = copy.stream == DEVICE_TO_HOST
         after = self._trips.making(source) if out else ()
         both = self.builder.call(Call("out" if out else "back", (self.builder.attribute("channels"), Ref(source), *after)))
-        if target in wanted:  # what is there already is copied once more, and dropped
+        if target in wanted:  # an existing tensor is copied again, and dropped
             self.builder.rebind(target, item(both, (0,)))
         issued = self.builder.hold(item(both, (1,)), "copy")
         self.builder.free(both)

@@ -148,7 +148,7 @@ class StreamCopy:
         return float(earlier.event.elapsed_time(self.event)) / 1e3
 
     def __del__(self) -> None:
-        # A step that was dropped half way: its memory is not to be used again before.
+        # For steps that were dropped halfway: their memory must not be reused before the copy ends.
         if self.tensor is not None and not self.part.over:
             self._computing.wait_event(self.event)
 
@@ -164,5 +164,5 @@ def _page_locked(device: torch.device, address: int, size_bytes: int) -> "partia
 
 
 def _unlock(device: torch.device, address: int) -> None:
-    torch.cuda.synchronize(device)  # a copy may be under way where a step was dropped
+    torch.cuda.synchronize(device)  # a copy may be under way if a step was dropped
     torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(address))

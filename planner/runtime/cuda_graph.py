@@ -36,7 +36,7 @@ class CudaGraphs:
             with torch.cuda.stream(self._stream):
                 for _ in range(_WARM_UPS):
                     run()
-        finally:  # where it fails too: what is put back then, and memory that is freed, is used on this stream until here
+        finally:  # also after a failure: memory restored or freed then is used on this stream until here
             present.wait_stream(self._stream)
 
     def record(self, function: Callable[..., T], *args: Any) -> tuple[T, Callable[[], None]]:
@@ -49,9 +49,9 @@ class CudaGraphs:
             TraceError: it cannot be captured.
         """
         graph = torch.cuda.CUDAGraph()
-        # Other threads may prepare batches meanwhile. A capture that fails leaves its stream the current one.
+        # Other threads may prepare batches meanwhile. A failed capture leaves its stream as the current one.
         capture = torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local")
-        # What cuBLAS works in is to lie in the pool too: elsewhere others may clear it, and the graph would go on using it.
+        # The workspaces of cuBLAS must be in the pool too: elsewhere others may free them while the graph still uses them.
         clear_cublas_workspaces()
         try:
             with torch.cuda.stream(self._stream), capture:

@@ -120,7 +120,7 @@ class _Profile:
             room = [self._bytes_there(self._graph.tensors[t].size_bytes) for t in self._graph.ops[op].outputs]
             if not all(self._is_like(a, b, most) for a, b, most in zip(made, outputs, room, strict=True)):
                 return None
-        except (RuntimeError, CopyError, ValueError, TypeError):  # what a kernel that is not there raises, or one that refuses
+        except (RuntimeError, CopyError, ValueError, TypeError):  # the errors of kernels that are missing or refuse
             return None
         return all(a is None or b is None or has_same_values(a.to(b.device), b) for a, b in zip(made, outputs, strict=True))
 
@@ -161,7 +161,7 @@ class _Profile:
                 del made, given, tensors
 
         if self._place.type == "cpu":
-            cpu_allocations(lambda _: None)  # the profiler begins in this thread, or complains
+            cpu_allocations(lambda _: None)  # the profiler starts in this thread, or raises
         rises = self._there(lambda: segment_peaks(run, self._place))[1::2]
         found: dict[int, int] = {}
         for (measured, equal), rise in zip(ops, rises, strict=True):

@@ -16,7 +16,7 @@ from planner.runtime.transfers import LOOK_S, Channel, Pass, StoppedError, Trans
 from planner.runtime.workers import Worker
 
 Result = TypeVar("Result")
-Part = Callable[[Sequence[Transfer]], object]  # what a device does in a pass, with the copies of that pass
+Part = Callable[[Sequence[Transfer]], object]  # the work of a device in a pass, with the copies of that pass
 Around = Callable[[Callable[[], object]], object]
 
 
@@ -74,7 +74,7 @@ class Devices:
         }
         wanted |= {stream: partial(self._copy, stream, numbers, under) for stream, numbers in channels.items() if numbers}
         try:
-            with self._issuing:  # passes that several threads begin are in the same order before each worker
+            with self._issuing:  # passes started by several threads have the same order in each worker
                 for stream, run in wanted.items():
                     job = _Job(run, under, self._words(stream))
                     self._workers[stream].issue(job)
@@ -87,10 +87,10 @@ class Devices:
             for job in jobs:
                 job.settle()
             first = under.error if isinstance(error, StoppedError) else None
-            under.error, under.copies = None, ()  # its frames would hold it, and with it all that the step has made
+            under.error, under.copies = None, ()  # its frames would keep it and all tensors of the step alive
             if first is None:
                 raise
-            # A new one, which does not hold the frames of who met it.
+            # A new one, without the frames of the failed thread.
             raise type(first)(str(first)) from first.__cause__
         return result
 
@@ -152,7 +152,7 @@ class _Job:
         except BaseException as error:  # noqa: BLE001  # whoever waits for it hears of it
             self._under.fail(_named_error(error, self.what))
         finally:
-            self._run = None  # with all that it holds
+            self._run = None  # and release all that it holds
             self.ended.set()
 
     @property

@@ -10,7 +10,7 @@ from graphs.schedule import Schedule, boundary
 from graphs.simulate import simulate
 from graphs.units import format_bytes
 
-# What wrappers hold besides the gradients of the parameters.
+# Memory of wrappers apart from the gradients of parameters.
 BUCKETS, TO_SEND = "gradient_buckets", "gradients_to_send"
 
 
@@ -27,7 +27,7 @@ class EarlierGradients:
         gradients = (t for t in graph.tensors if t.kind is Kind.ACCUMULATED_GRADIENT and t.name not in (BUCKETS, TO_SEND))
         self._counted_bytes = sum(t.size_bytes for t in gradients)
         self._peaks_bytes = pass_peaks(graph, schedule)
-        self._most_bytes = [0, 0]  # that has lain beside a forward and a backward pass
+        self._most_bytes = [0, 0]  # in memory during a forward and a backward pass
 
     def before_forward(self, parameters: Iterable[torch.Tensor]) -> int:
         """Return the bytes of gradients of `parameters` that the plan does not count, when the forward pass begins.

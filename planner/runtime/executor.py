@@ -97,7 +97,7 @@ class Executor:
         self._tangent = next(i for i, source in enumerate(self.program.sources) if source.is_tangent)
         self._parameters = [i for i, source in enumerate(self.program.sources) if source.kind is Kind.PARAMETER]
         overwritten = {t for op in self.graph.ops for t in op.mutates}
-        # Inductor's kernels write without autograd's knowledge, and its backward pass reads what they wrote.
+        # Inductor's kernels write without autograd's knowledge, and its backward pass reads their results.
         compiled = any(calls.launches for calls in self.program.calls)
         self.code = undoing(capture.graph, capture.program, self.launched, versions_follow=compiled)
         self._compiled = compiled
@@ -233,7 +233,7 @@ class Executor:
         """Check earlier gradients before the forward pass; return the check before the backward pass."""
         parameters = [static[i] for i in self._parameters]
         if not self.earlier_gradients.before_forward(parameters):
-            return lambda: None  # those that come in between are of others
+            return lambda: None  # gradients added in between belong to other steps
         return lambda: self.earlier_gradients.before_backward(parameters)
 
     def hand_over(self, ctx: Any) -> list[Any]:

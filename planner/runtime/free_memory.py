@@ -88,7 +88,7 @@ def _control_group_bytes(process: Path) -> Iterator[int]:
                 yield int(limit) - int(usage) + _reclaimable_bytes(folder, files[2])
 
 
-# Of a group: its limit, its usage, and the prefix of hierarchical entries in memory.stat.
+# Names of a group's limit and usage, and the prefix of hierarchical entries in memory.stat.
 _FILES = {"cgroup": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"), "cgroup2": ("memory.max", "memory.current", "")}
 
 

@@ -89,7 +89,7 @@ class Recording:
         self._in_place = [i for i, source in enumerate(sources) if source.kind is not Kind.INPUT]
         overwritten = {t for op in graph.ops for t in op.mutates}
         self._written_back = [i for i in self._copied if sources[i].tensor in overwritten]
-        # Held, so that no other tensor can come to lie at an address that was recorded.
+        # Held, so that no other tensor is allocated at a recorded address.
         self._static = [t.detach() if i in self._in_place else t.detach().clone() for i, t in enumerate(static)]
         self._turn = 0
         forward, backward = code.forward, code.backward
@@ -103,7 +103,7 @@ class Recording:
             *_, alive = forward(self._static)
             backward(self._static, alive)
 
-        recorder.warm_up(both)  # takes all of the host's memory that it needs, which cannot be locked in a capture
+        recorder.warm_up(both)  # allocates all its host memory, which cannot be page-locked in a capture
         (loss, extras, alive), self._replay_forward = recorder.record(forward, self._static)
         self._returned: Sequence[torch.Tensor] = (loss, *extras)
         self._gradients, self._replay_backward = recorder.record(backward, self._static, alive)
@@ -122,12 +122,12 @@ class Recording:
                 )
         for i in self._copied:
             self._static[i].copy_(static[i])
-        copies = _room_for(self._returned)  # where there is none, nothing has been replayed yet
+        copies = _room_for(self._returned)  # if there is none, nothing has been replayed yet
         self._replay_forward()
         for i in self._written_back:
             static[i].copy_(self._static[i])
         self._turn += 1
-        foreach_copy_(copies, list(self._returned))  # a few kernels, however many tensors
+        foreach_copy_(copies, list(self._returned))  # a few kernels for any number of tensors
         loss, *extras = copies
         return loss, tuple(extras), [self._turn]
 

@@ -68,7 +68,7 @@ class HostMemory:
         self._stay = False
         self._taking = Lock()
         self._unused: defaultdict[int, list[Buffer]] = defaultdict(list)
-        # Tensors give their buffers back when they die, in whatever thread and place that is: nothing is locked there.
+        # Tensors return their buffers when they die, in any thread and at any point: no lock is taken there.
         self._returned: deque[Buffer] = deque()
 
     @property
@@ -141,7 +141,7 @@ class HostMemory:
         return Buffer(size_bytes, values)
 
     def _new(self, size_bytes: int) -> torch.Tensor:
-        # Not PyTorch's allocator: on the CPU that is the device. Whole pages, which can be locked one by one.
+        # Not from PyTorch's allocator, which on the CPU is that of the device. Whole pages, which can be locked one by one.
         pages_bytes = -(-size_bytes // _PAGE_BYTES) * _PAGE_BYTES
         whole = np.empty(pages_bytes + _PAGE_BYTES, dtype=np.uint8)
         start = -whole.ctypes.data % _PAGE_BYTES

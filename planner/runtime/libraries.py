@@ -7,7 +7,7 @@ runs in the caller's thread and a backward pass in autograd's, so that the first
 import torch
 import torch.nn.functional as F
 
-# By device: the most bytes that a pass, and that both passes together, have found missing. Of the process, as workspaces are.
+# By device: the most bytes that a pass, and both passes together, have allocated. Per process, like the workspaces.
 _of_a_pass: dict[torch.device, int] = {}
 _of_both: dict[torch.device, int] = {}
 
@@ -27,7 +27,7 @@ def warm_up_libraries(device: torch.device) -> int:
         between = torch.cuda.memory_allocated(device)
         torch.autograd.grad(F.linear(factor, factor, factor[0]).sum(), factor)
     after = torch.cuda.memory_allocated(device)
-    # The most: workspaces may be cleared, as before a CUDA graph is captured, and are allocated again.
+    # The maximum: workspaces may be freed, as before a CUDA graph is captured, and allocated again.
     _of_a_pass[device] = max(_of_a_pass.get(device, 0), between - before, after - between)
     _of_both[device] = max(_of_both.get(device, 0), after - before)
     return _of_both[device]

@@ -13,10 +13,10 @@ from planner.runtime.channels import Channels, Issued
 from planner.runtime.executor import open_channels
 from planner.runtime.host_tensor import HostTensor
 
-Compute = Callable[[Callable[[], None]], object]  # computes a step, and calls what it is given after each op
+Compute = Callable[[Callable[[], None]], object]  # computes a step, and calls its argument after each op
 
-LARGE_BYTES, SMALL_BYTES = 2**25, 2**12  # the large one takes far longer than starting it, the small one hardly
-_LEAST_COPIES, _MOST_COPIES, _SMALL_COPIES = 8, 256, 32  # one after the other
+LARGE_BYTES, SMALL_BYTES = 2**25, 2**12  # the large copy takes far longer than its start, the small one hardly
+_LEAST_COPIES, _MOST_COPIES, _SMALL_COPIES = 8, 256, 32  # consecutive copies
 _LONGEST_S = 1.0
 
 
@@ -49,11 +49,11 @@ def link_beside(capture: Capture, static: Sequence[torch.Tensor], step_s: float)
 
     large, small = (_Copies(channels, device, size_bytes) for size_bytes in (LARGE_BYTES, SMALL_BYTES))
     with isolated(device):
-        large.seconds(2, out=True, back=True)  # the first touch memory that nobody has touched
+        large.seconds(2, out=True, back=True)  # first touch of the memory
         each_s = mean(large.seconds(_LEAST_COPIES, out=True, back=False)[0])
         count = int(min(max(_LEAST_COPIES, min(step_s, _LONGEST_S) / each_s), _MOST_COPIES))
         alone, beside = (_rates(large, count, computing) for computing in (None, compute))
-        # Of many, for one that is interrupted takes milliseconds.
+        # The median of many: an interrupted copy takes milliseconds.
         out_s, in_s = (median(small.seconds(_SMALL_COPIES, out=out, back=not out, compute=compute)[0]) for out in (True, False))
     latency_s = max(0.0, out_s - SMALL_BYTES / beside.out_bytes_per_s, in_s - SMALL_BYTES / beside.in_bytes_per_s)
     return LinkProfile(alone, beside, latency_s)
@@ -63,7 +63,7 @@ def link_alone(device: torch.device) -> LinkRates:
     """Return the rates of the link between the host and `device` while nothing is computed."""
     large = _Copies(open_channels(device, None, timed=True), device, LARGE_BYTES)
     with isolated(device):
-        large.seconds(2, out=True, back=True)  # the first touch memory that nobody has touched
+        large.seconds(2, out=True, back=True)  # first touch of the memory
         return _rates(large, _LEAST_COPIES, None)
 
 

@@ -50,7 +50,7 @@ def measure_memory(step: "Step | Isolated", batch: Batch, *, static_bytes: int, 
     held: list[object] = []
 
     def run(_: object = None) -> None:
-        held.append(run_both(step, batch))  # as a training loop holds it
+        held.append(run_both(step, batch))  # as in a training loop
 
     if device.type == "cuda":
         library_bytes = warm_up_libraries(device)
@@ -133,7 +133,7 @@ class StepOutcome:
     def difference(self, name: str, other: "StepOutcome") -> Difference:
         """Return how much `other` differs from this outcome in the result `name`."""
         wanted, given = self.values[name], other.values.get(name)
-        name = name.replace(" model.", " ", 1)  # as the user knows it
+        name = name.replace(" model.", " ", 1)  # as in the user's code
         if wanted is None or given is None or wanted.shape != given.shape or name.endswith("random state"):
             return Difference(name)
         wanted, given = (x.to_dense() if x.layout is not torch.strided else x for x in (wanted, given))
@@ -198,7 +198,7 @@ class Isolated:
             return self._run()
 
     def _run(self) -> tuple[Any, dict[str, torch.Tensor | None]]:
-        # Containers of its own: a step may take out of them what it reads.
+        # New containers: a step may pop items from them.
         args, kwargs = pytree.tree_map(lambda leaf: leaf, (self._args, self._kwargs))
         returned = self._step(*args, **kwargs)
         loss = loss_of(returned)
@@ -218,7 +218,7 @@ class Isolated:
         named = {id(tensor): name for name, tensor in self._known.items()}
         found: dict[str, torch.Tensor | None] = dict.fromkeys(self._known)
         for tensor, gradient in zip(reached, gradients, strict=True):
-            if id(tensor) in named:  # others were made by the step itself, and nobody else knows them
+            if id(tensor) in named:  # others were made by the step itself, and nothing else refers to them
                 found[named[id(tensor)]] = gradient
         return returned, found
 

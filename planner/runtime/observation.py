@@ -104,7 +104,7 @@ class PeakWatch:
         self.done = True
 
     def _forward(self, static: Sequence[Any]) -> _Returned:
-        if self._device.type == "cpu" and profiler_enabled():  # there can be one only
+        if self._device.type == "cpu" and profiler_enabled():  # only one can run
             self.stop()
             return self._plain.forward(static)
         self._executor.code = replace(self._plain, backward=self._backward)  # a second forward pass is not measured

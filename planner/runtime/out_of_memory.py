@@ -20,7 +20,7 @@ from planner.runtime.free_memory import free_bytes
 from planner.runtime.step_lines import StepLines
 from solvers.bounds import describe_need, least_budget_bound
 
-_MARGIN = 0.01  # of a budget that is advised: for what no plan counts
+_MARGIN = 0.01  # of an advised budget: for memory outside the plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ class PlannedMemory:
             peak_bytes: of the plan, in the `pool`.
             room_bytes: what the step holds there before the op, and what is free.
         """
-        if room_bytes >= peak_bytes:  # it is there, but not in one piece
+        if room_bytes >= peak_bytes:  # the memory is free, but fragmented
             room_bytes = peak_bytes - max(failure.asked_bytes or 0, peak_bytes // 20)
         wanted = _rounded_down(int(room_bytes * (1 - _MARGIN)))
         if pool == HOST:

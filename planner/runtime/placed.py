@@ -58,7 +58,7 @@ def compile_placed(
     parts = [_parts(DeviceWriter(graph, program, d, devices, calls, many), halves) for d in elsewhere.values()]
     passes = [_Pass(graph, devices, steps, [part.passes[i] for part in parts]) for i, steps in enumerate(halves)]
 
-    run_forward: Callable[..., Any] = assembled.forward  # with the copies of the pass besides
+    run_forward: Callable[..., Any] = assembled.forward  # including the copies of the pass
     run_backward: Callable[..., Any] = assembled.backward
 
     def forward(static: Sequence[Any]) -> tuple[Any, tuple[Any, ...], list[Any]]:

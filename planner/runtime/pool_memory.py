@@ -16,7 +16,7 @@ from planner.runtime.measure import Isolated, Memory, Step, measure_memory, run_
 
 def measured_peak(captured: Capture, executor: Step, step: TrainingStep, batch: Batch) -> Memory:
     """Return the memory of one run of `executor` with real tensors; the captured `step` and `batch` are restored."""
-    # Autograd makes the gradient of the loss while the step runs: it is measured, not assumed.
+    # Autograd makes the gradient of the loss while the step runs: it is measured.
     tangent = sum(captured.graph.tensors[s.tensor].size_bytes for s in captured.program.sources if s.is_tangent)
     with preserve_training_state(step, batch, written=written_tensors(captured, step, batch)):
         device = next(step.parameters()).device
@@ -34,7 +34,7 @@ def other_peaks_measured(captured: Capture, executor: Executor, step: TrainingSt
     """
     if executor.devices is None:
         return {}
-    cpu_allocations(lambda _: None)  # the profiler begins in this thread, or complains
+    cpu_allocations(lambda _: None)  # the profiler starts in this thread, or raises
     isolated, found = Isolated(executor, step, batch), {}
     with preserve_training_state(step, batch, written=written_tensors(captured, step, batch)):
         for pool, place in zip(executor.devices.pools[1:], executor.devices.places[1:], strict=True):
@@ -58,7 +58,7 @@ def _cpu_peak(executor: Executor, pool: str, place: torch.device, run: Callable[
 
 def _cuda_peak(executor: Executor, pool: str, place: torch.device, run: Callable[[], object]) -> int:
     del executor, pool
-    run()  # libraries allocate what they keep for the device's thread
+    run()  # libraries allocate their workspaces for the device's thread
     torch.cuda.synchronize(place)
     torch.cuda.reset_peak_memory_stats(place)
     before = torch.cuda.memory_allocated(place)

@@ -34,9 +34,9 @@ class RandomState:
         """Return whether both states give the same random numbers."""
         if not isinstance(other, RandomState):
             return NotImplemented
-        if self.copy.device.type != "cpu":  # its state is a tensor on the CPU, which is not what the budget counts
+        if self.copy.device.type != "cpu":  # its state is a tensor on the CPU, which the budget does not count
             return torch.equal(self.copy.get_state(), other.copy.get_state())
-        with disable_current_modes() if is_in_torch_dispatch_mode() else nullcontext():  # it is no part of the step
+        with disable_current_modes() if is_in_torch_dispatch_mode() else nullcontext():  # it is not part of the step
             return self._next_numbers() == other._next_numbers()
 
     __hash__ = None  # type: ignore[assignment]

@@ -34,7 +34,7 @@ def return_large_blocks() -> None:
     By default it keeps freed blocks of up to 32 MB in a fragmented heap: a process then holds a quarter more than its tensors
     need. Allocating a block again costs time, so this is only for steps that need the memory. The first call logs a message.
     """
-    global _returns_large_blocks  # as the C library's own setting, one for the process
+    global _returns_large_blocks  # per process, like the C library's own setting
     if (libc := _glibc()) is not None:
         libc.mallopt(_MMAP_THRESHOLD, _LARGE_BYTES)
         libc.malloc_trim(0)
@@ -58,7 +58,7 @@ def large_blocks_returned() -> Iterator[None]:
     libc.malloc_trim(0)
     try:
         yield
-    finally:  # with what the C library comes to by itself, once large blocks have been freed
+    finally:  # with the value that the C library reaches by itself once large blocks have been freed
         libc.malloc_trim(0)
         libc.mallopt(_MMAP_THRESHOLD, _MOST_MMAP_THRESHOLD_BYTES)
         libc.mallopt(_TRIM_THRESHOLD, 2 * _MOST_MMAP_THRESHOLD_BYTES)

@@ -60,7 +60,7 @@ class Pass:
             raise StoppedError
 
 
-LOOK_S = 0.2  # how often a thread that waits looks whether the others are alive
+LOOK_S = 0.2  # interval at which a waiting thread checks that the others are alive
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +136,7 @@ class Transfer:
         assert at is not None
         self._layout, values = _fitting(source, at, len(target))
         channel.copy(values, target[: len(values)], self._events)
-        del self._source, self._target, source, target, values  # gone before anybody goes on
+        del self._source, self._target, source, target, values  # released before others continue
         self._done.set()
 
     def _note(self, tensor: torch.Tensor) -> None:
@@ -153,7 +153,7 @@ class Channel:
     def copy(self, source: torch.Tensor, target: torch.Tensor, after: "list[torch.cuda.Event]") -> None:
         """Copy uint8[n] to uint8[n], and wait for the end."""
         if not (source.is_cuda or target.is_cuda):
-            # As arrays: PyTorch would let a team of threads loose on each copy.
+            # As arrays: PyTorch would use several threads for each copy.
             np.copyto(target.numpy(), source.numpy())
             return
         if self._stream is None:

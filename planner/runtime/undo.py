@@ -47,7 +47,7 @@ class _Undo:
         self._generators: list[torch.Generator] = drawn_from
         self._increment = int(versions_follow)
         self._code = code
-        self._unused: list[_HostCopies] = []  # of steps that are over: to allocate takes longer than to copy
+        self._unused: list[_HostCopies] = []  # of finished steps: allocating takes longer than copying
 
     def forward(self, static: Sequence[Any]) -> _Returned:
         (loss, extras, alive), before = self._forward(static)

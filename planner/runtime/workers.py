@@ -9,7 +9,7 @@ import torch
 
 from graphs.errors import CopyError
 
-_LOOK_S = 0.2  # how often who waits for a thread looks whether it is alive
+_LOOK_S = 0.2  # interval at which waiters check that a thread is alive
 
 
 class Job(Protocol):
@@ -53,7 +53,7 @@ class Worker:
             self._jobs.put(job)
 
     def _start(self) -> None:
-        self._jobs: SimpleQueue[Job | None] = SimpleQueue()  # with what a dead thread has left goes its memory
+        self._jobs: SimpleQueue[Job | None] = SimpleQueue()  # the jobs of a dead thread are dropped with their memory
         thread = threading.Thread(target=_work, args=(self._jobs,), name=f"planner: {self._name}", daemon=True)
         try:
             thread.start()
@@ -67,7 +67,7 @@ class Worker:
             self._jobs.put(counted)
             while not counted.known.wait(_LOOK_S) and thread.is_alive():
                 pass
-            torch.set_num_threads(torch.get_num_threads())  # new threads begin with what was set last, by whomever
+            torch.set_num_threads(torch.get_num_threads())  # new threads inherit the value that was set last, by any thread
 
 
 class _Threads:
@@ -79,7 +79,7 @@ class _Threads:
         self.known = threading.Event()
 
     def make(self) -> None:
-        torch.get_num_threads()  # a thread that has never asked takes the number of the others when it first computes
+        torch.get_num_threads()  # a thread that has never asked takes the others' number when it first computes
         torch.set_num_threads(self._count)
         self.known.set()
 
@@ -87,4 +87,4 @@ class _Threads:
 def _work(jobs: "SimpleQueue[Job | None]") -> None:
     while (job := jobs.get()) is not None:
         job.make()
-        del job  # it is not held until the next comes
+        del job  # not held until the next one arrives

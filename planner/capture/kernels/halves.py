@@ -40,8 +40,8 @@ from planner.torch_private.inductor import (
     separate_kernels,
 )
 
-# What makes the code around kernels a list of launches. Memory is taken and given back as a schedule says, so that Inductor need
-# not do so; neither changes a kernel's arithmetic.
+# Settings that make the code around kernels a list of launches. A schedule allocates and frees memory, so Inductor need not;
+# the arithmetic of kernels does not change.
 _PLAIN_CODE = {
     "allow_buffer_reuse": False,
     "graph_partition": False,
@@ -50,7 +50,7 @@ _PLAIN_CODE = {
     "triton.cudagraphs": False,
 }
 
-# Part of the keys of Inductor's cache: what is kept there was generated with all that is changed in here.
+# Part of the keys of Inductor's cache: cached code was generated with all changes made here.
 _GENERATED = "planner: kernels apart, with what one thread may write over"
 
 _NOTHING = "the step computes nothing that Inductor could compile: plan with kernels='eager'"

@@ -85,8 +85,8 @@ def _shared_by_threads(read: Dep, together: Sequence[BaseSchedulerNode]) -> bool
     own in-place inputs Inductor emits a barrier there, ``tl.debug_barrier()``.
     """
     if isinstance(together[0].scheduler.get_backend(together[0].get_device()), CppScheduling):
-        return False  # one thread reads all that it writes over
-    sizes: list[Any] = [node.group[1] for node in together]  # elements, and elements that each is reduced from
+        return False  # one thread reads all elements that it overwrites
+    sizes: list[Any] = [node.group[1] for node in together]  # output elements, and the elements reduced to each
     return int(read.get_numel()) < max(int(math.prod(each)) for each in sizes)
 
 

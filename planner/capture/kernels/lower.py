@@ -50,7 +50,7 @@ def lower_step(
     lowering = _Lowering(halves, statics, generator)
     returned, gradients = lowering.read_step()
     trained, values = [tensor for tensor, _ in gradients], [value for _, value in gradients]
-    # An output must not hold itself through its own backward pass.
+    # A saved output would keep itself alive through its own backward pass.
     loss, *extras = returned
     detached = [Call("detach", (extra,)) for extra in extras]
     return lowering.finish([loss, *detached], values, trained, signature, provenance)
@@ -83,10 +83,10 @@ class _Lowering:
         self.wrapper = Wrapper()
         self.generator = generator
         self.constants: dict[str, torch.Tensor] = {}
-        self.static: dict[int, int] = {}  # values that are there throughout, and their tensors
-        self.known: dict[int, Ref] = {}  # those tensors, and their values
+        self.static: dict[int, int] = {}  # static values, and their tensors
+        self.known: dict[int, Ref] = {}  # static tensors, and their values
         self.tensors = statics.tensors
-        self.tensor_of: dict[int, int] = {}  # of values
+        self.tensor_of: dict[int, int] = {}  # by number of a value
         placeholders = halves.joint.graph_module.graph.find_nodes(op="placeholder")
         self.inputs: dict[AOTInput, torch.Tensor] = {
             node.meta["desc"]: node.meta["val"] for node in placeholders if isinstance(node.meta.get("val"), torch.Tensor)
@@ -104,7 +104,7 @@ class _Lowering:
     def read_backward(self, saved: Mapping[str, Argument]) -> list[tuple[AOTOutput, torch.Tensor | None, Argument]]:
         """Read the backward pass; return its results."""
         half = self.halves.backward
-        # What is saved of a parameter may be a copy in another layout, which kernels of this pass rely on.
+        # A saved parameter may be a copy in another layout, which kernels of this pass rely on.
         inputs = [saved[name] if name in saved else self._incoming(name, desc) for name, desc in half.inputs]
         made = self._read(half, inputs, Phase.BACKWARD)
         return [(desc, fake, value) for (_, desc, fake), value in zip(half.outputs, made, strict=True)]
@@ -207,7 +207,7 @@ class _Lowering:
         written = {value for group in groups for value in group.writes if value in self.static}
         names = _unique_names(groups)
         followed = {i for group in groups for i in group.follows}
-        marks: dict[int, int] = {}  # what says that an op is done
+        marks: dict[int, int] = {}  # tensors that mark an op as done
         ops, calls, timed = [], [], 0
         for i, (group, name) in enumerate(zip(groups, names, strict=True)):
             chosen = any(is_chosen_by_timing(launch.target, self.statics.device) for launch in group.launches)
@@ -236,7 +236,7 @@ class _Lowering:
                     outputs=tuple(outputs),
                     time_s=0.0,
                     phase=group.launches[-1].phase,
-                    # What reads what the step overwrites is right only before the write.
+                    # Readers of memory that the step overwrites are valid only before the write.
                     recomputable=not (group.once or group.random or chosen or written.intersection(group.reads | group.writes)),
                     random=group.random,
                     mutates=tuple(self.static[v] for v in sorted(group.writes) if v in self.static),

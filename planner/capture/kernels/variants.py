@@ -15,7 +15,7 @@ from torch import fx
 from planner.torch_private.capture import functorch_config, inductor_config
 from planner.torch_private.inductor import CustomPartitionerFn, default_partition
 
-_BUDGET = 0.8  # of the bytes that min-cut would keep, by PyTorch's estimate
+_BUDGET = 0.8  # of the bytes that min-cut would save, by PyTorch's estimate
 
 
 class Variant(StrEnum):

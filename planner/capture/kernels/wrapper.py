@@ -17,8 +17,8 @@ from planner.capture.kernels.writes import Kernels, Writes
 from planner.passes.program import Argument, Call, Path, Ref, Shared, Statement, read_by
 
 _IGNORED = ("args.clear", "assert_size_stride", "assert_alignment", "torch.cuda.set_device")
-_SETUP = ("get_raw_stream",)  # its result is no tensor, and is asked for at each step
-_REDUCTIONS = ("sum", "prod", "amin", "amax")  # methods that return memory of their own
+_SETUP = ("get_raw_stream",)  # its result is no tensor, and is computed at each step
+_REDUCTIONS = ("sum", "prod", "amin", "amax")  # methods that return new memory
 
 
 @dataclass(slots=True)
@@ -121,17 +121,17 @@ class _Reader:
         self.expressions = Expressions(namespace, constants, wrapper.names, self._refuse)
         self.phase = phase
         self.body = next(s for s in ast.walk(module) if isinstance(s, ast.FunctionDef) and s.name == "call").body
-        self.bound = self.expressions.bound  # what the variables of the module stand for
-        self.parts = self.expressions.parts  # and their items
-        self.allocated: dict[int, Call] = {}  # values that are written to by nobody yet, and how they are allocated
-        self.layouts: dict[str, tuple[Any, Any]] = {}  # sizes and strides of what is allocated, by variable
-        self.over: dict[str, dict[str, None]] = {}  # for variables the inputs of their kernel that they may be written over
+        self.bound = self.expressions.bound  # the values of the module's variables
+        self.parts = self.expressions.parts  # and of their items
+        self.allocated: dict[int, Call] = {}  # values without a writer so far, and the calls that allocate them
+        self.layouts: dict[str, tuple[Any, Any]] = {}  # sizes and strides of allocated buffers, by variable
+        self.over: dict[str, dict[str, None]] = {}  # by output variable, the inputs of its kernel that it may overwrite
 
     def read(self, inputs: Sequence[Argument]) -> list[Argument]:
         statements = list(self._flat(self.body))
         self.items = items(statements)
         for read, made in filter(None, (noted(s.value) for s in statements if isinstance(s, ast.Expr))):
-            self.over.setdefault(made, {})[read] = None  # Inductor generates a kernel several times, and says so each time
+            self.over.setdefault(made, {})[read] = None  # Inductor generates a kernel several times
         for statement in statements:
             match statement:
                 case ast.Assign(targets=[ast.Tuple(elts=names)], value=ast.Name(id="args")):
@@ -157,7 +157,7 @@ class _Reader:
         match value:
             case ast.Call(func=ast.Name(id=function), args=[shape, stride, dtype]) if function.startswith("empty_strided"):
                 self._allocate(name, value, shape, stride, dtype)
-            # With room behind each row, for products of padded matrices.
+            # With padding after each row, for products of padded matrices.
             case ast.Call(
                 func=ast.Attribute(value=ast.Call(func=ast.Name(id=function), args=[_, _, dtype]), attr="as_strided"),
                 args=[shape, stride],
@@ -204,7 +204,7 @@ class _Reader:
                 launch.writes.add(value)
         called = self.expressions.call(call)
         for value in read_by(called):
-            if value in self.allocated:  # nobody has written to it, nor does this: what is in it does not matter
+            if value in self.allocated:  # nothing has written to it, nor does this call: its contents do not matter
                 self._make(value, launch)
             elif value not in launch.makes:
                 launch.reads.add(value)
@@ -257,7 +257,7 @@ class _Reader:
         if methods is None:
             return self.kernels.called(call)
         reductions = [method for method in methods if method in _REDUCTIONS]
-        reduces = len(reductions) > 0 and {*_REDUCTIONS, "view", "to"}.issuperset(methods)  # what parts left in a workspace
+        reduces = len(reductions) > 0 and {*_REDUCTIONS, "view", "to"}.issuperset(methods)  # partial results in a workspace
         if not reduces and not (len(methods) == 1 and _is_in_place(methods[0])):
             self._refuse(ast.Expr(call))
         return (reductions or methods)[0], Writes()

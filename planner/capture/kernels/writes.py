@@ -12,7 +12,7 @@ import torch
 from graphs.errors import TraceError
 from planner.torch_private.core import OpOverload, OpOverloadPacket
 
-# Arguments of Triton kernels that Inductor generates: results, results that take the place of an input, workspaces.
+# Arguments of Triton kernels that Inductor generates: results, in-place results, workspaces.
 _WRITTEN = re.compile(r"(out_ptr|in_out_ptr|ws_ptr|sem_ptr)\d*$")
 _MUTATED = re.compile(r"'mutated_arg_names': (\[[^\]]*\])")
 
@@ -69,7 +69,7 @@ class Kernels:
             target: Any = reduce(getattr, attributes, self._namespace[first])
         except (KeyError, AttributeError):
             target = None
-        # Of some ops only the name is written, without the overload.
+        # Some ops are written by name only, without the overload.
         overloads = [getattr(target, each) for each in target.overloads()] if isinstance(target, OpOverloadPacket) else [target]
         writes = {_of_op(op) if isinstance(op, OpOverload) else None for op in overloads}
         found = writes.pop()
@@ -87,10 +87,10 @@ def _of_source(name: str, how: str, args: list[ast.expr]) -> Writes:
         case "cpp_pybinding", [types, *_]:
             signature: list[str] = ast.literal_eval(types)
             written = (i for i, declared in enumerate(signature) if "*" in declared and not declared.startswith("const "))
-        # Those that a model brings along say not what they write to, and are refused.
+        # Triton kernels of the model itself do not declare their writes, and are refused.
         case "triton", [ast.Constant(value=kernel), ast.Constant(value=str(source)), *_] if mutated := _MUTATED.search(source):
             names = set(ast.literal_eval(mutated[1]))
-            # There are others where it scans: what two elements are combined by.
+            # Kernels with scans have further functions: those that combine two elements.
             function = next(f for f in ast.parse(source).body if isinstance(f, ast.FunctionDef) and f.name == kernel)
             parameters = [parameter.arg for parameter in function.args.args]
             written = (i for i, p in enumerate(parameters) if p in names or _WRITTEN.match(p))

@@ -148,7 +148,7 @@ class _Lowering:
                 gradients.append((self.statics.find(desc.grad_of), self.values[value]))
             elif isinstance(value, fx.Node):
                 returned.append(self.values[value])
-        # An output must not hold itself through its own backward pass.
+        # A saved output would keep itself alive through its own backward pass.
         return [*returned[:1], *(Call(torch.ops.aten.detach.default, (extra,)) for extra in returned[1:])], gradients
 
     def _input(self, node: fx.Node) -> None:
@@ -270,7 +270,7 @@ class _Lowering:
                 outputs=tuple(t for t, _ in results),
                 time_s=0.0,
                 phase=phase,
-                # What is computed from an input that the step overwrites is right only before the write.
+                # Values computed from an input that the step overwrites are valid only before the write.
                 recomputable=not mutates and not self.written.intersection(inputs) and repeatable,
                 random=is_random(node),
                 mutates=mutates,

@@ -30,14 +30,14 @@ class References:
         """Return the call that makes a view, or the base if the view is the same."""
         base = node.args[0]
         if node.target is torch.ops.aten.detach.default:
-            return self._value(base)  # nothing is recorded where a program runs
+            return self._value(base)  # nothing is recorded when a program runs
         if node.target is torch.ops.aten.t.default and isinstance(base, fx.Node) and base.target is torch.ops.aten.t.default:
             return self._value(base.args[0])
         return self.call(node)
 
     def call(self, node: fx.Node) -> Call:
         """Return the call of `node`."""
-        # An ignored input may be gone by the time the op is executed; only the static ones cannot.
+        # An ignored input may be freed when the op is executed; only static ones cannot.
         gone = {arg for arg in ignored_inputs(node) if arg.op != "placeholder"}
         strides = read_strides(node)
         args = [None if isinstance(arg, fx.Node) and arg in gone else self._value(arg, strides) for arg in node.args]

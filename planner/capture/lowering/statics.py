@@ -37,7 +37,7 @@ class StaticTensors:
         for name, parameter in step.named_parameters(remove_duplicate=False):
             self.add(Kind.PARAMETER, name, parameter)
         for name, buffer in step.named_buffers(remove_duplicate=False):
-            if not is_sparse(buffer):  # what it is made of is added where the step reads it
+            if not is_sparse(buffer):  # its parts are added when the step reads it
                 self.add(Kind.BUFFER, name, buffer)
         for index, leaf in enumerate(leaves(batch)):
             if isinstance(leaf, torch.Tensor):
@@ -47,7 +47,7 @@ class StaticTensors:
         """Add `value` under the name `name`, and return its id."""
         if id(value) not in self._by_object:
             cdata = storage(value)
-            # An input may be a slice of a data set: only its own bytes are the step's.
+            # An input may be a slice of a data set: only its own bytes count.
             size = value.numel() * value.element_size() if kind is Kind.INPUT else value.untyped_storage().nbytes()
             size = 0 if cdata in self._in_storage else allocated_bytes(size, self.device)
             self._by_object[id(value)] = self._append(kind, name, size, value)

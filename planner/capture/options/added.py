@@ -28,7 +28,7 @@ class Additions:
         self._ops: list[Op] = []
         self._calls: list[OpCalls] = []
         self._nodes: list[fx.Node | None] = []
-        self._tensors: dict[int, Tensor] = {}  # new ones
+        self._tensors: dict[int, Tensor] = {}  # added ones
         self._makers: dict[int, list[int]] = {}
 
     def add_tensor(self, name: str, value: torch.Tensor, kind: Kind = Kind.ACTIVATION) -> int:

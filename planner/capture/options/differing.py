@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from graphs.ir import Graph
 from planner.passes.program import Argument, Program, read_by
 
-_NAMED = 3  # more are counted
+_NAMED = 3  # more are only counted
 
 
 def differing(graph: Graph, program: Program, tensors: Iterable[int]) -> str:

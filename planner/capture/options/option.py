@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from planner.capture.lowering.lower import Capture
     from planner.capture.replay import RealStep
 
-# Of options whose ops call what eager PyTorch calls.
+# For options whose ops call operators of eager PyTorch.
 EAGER_KERNELS = MappingProxyType(
     {Feature.INDUCTOR: "it is found among the kernels of eager PyTorch; leave it out, or take kernels='eager'"}
 )

@@ -52,7 +52,7 @@ def with_graph(capture: Capture, graph: Graph) -> Capture:
     place = {op.name: op.id for op in capture.graph.ops}
     held = [place[op.name] for op in graph.ops if op.name in place]
     program = capture.program
-    # Those of the program keep their tensors.
+    # Ops of the program keep their tensors.
     calls = tuple(c if (c := program.calls[op]).composed is None else c.renumbered(moved) for op in held)
     return replace(capture, graph=graph, program=replace(program, calls=calls), nodes=tuple(capture.nodes[op] for op in held))
 

@@ -16,7 +16,7 @@ class Total(Enum):
 
     SUM = auto()
     PRODUCT = auto()  # a product of matrices that contracts the rows
-    COUNT = auto()  # of rows, or of weights 1: exact in any order
+    COUNT = auto()  # of rows, or of unit weights: exact in any order
 
 
 Made = Rows | Total

@@ -20,10 +20,10 @@ from planner.passes.program import Path
 
 aten = torch.ops.aten
 
-# What writes a product where it belongs, and what adds it to what is there.
+# Variants of products that write to an output, and that accumulate into it.
 _INTO: Mapping[Any, Any] = {aten.mm.default: aten.mm.out, aten.addmm.default: aten.addmm.out, aten.bmm.default: aten.bmm.out}
 _ONTO: Mapping[Any, Any] = {aten.mm.default: aten.addmm.out, aten.bmm.default: aten.baddbmm.out}
-# Position of the argument that says the shape of the result.
+# Position of the argument with the shape of the result.
 _SHAPED: Mapping[Any, int] = {
     aten.view.default: 1,
     aten._unsafe_view.default: 1,

@@ -22,7 +22,7 @@ from planner.capture.options.differing import differing
 from planner.capture.rewrites.outputs import storage
 
 COUNTS = (2, 4, 8, 16)
-TARGET = "chunks"  # the first word of what the ops call
+TARGET = "chunks"  # the prefix of the ops' targets
 
 
 @dataclass(frozen=True, slots=True)

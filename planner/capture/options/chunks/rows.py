@@ -10,7 +10,7 @@ from torch import fx
 
 aten = torch.ops.aten
 
-# Views that order the elements as they were: rows are found again by what comes before them in memory.
+# Views that keep the order of elements: rows are identified by the number of elements before them.
 _RESHAPING = frozenset({aten.view.default, aten._unsafe_view.default, aten.reshape.default})
 _SAME = frozenset({aten.alias.default, aten.detach.default})
 

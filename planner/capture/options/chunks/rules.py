@@ -31,7 +31,7 @@ def by_rows(asked: Asked) -> ByRows:
     raise NotByRowsError
 
 
-# Without the tag of operators that go element by element, which not all have.
+# Elementwise operators without the tag.
 _ELEMENTWISE = frozenset({aten._to_copy.default, aten.masked_fill.Tensor, aten.hardswish_backward.default})
 
 
@@ -149,8 +149,8 @@ def _add(asked: Asked, added: fx.Node, made: Rows) -> None:
 
 
 _COUNTING = (torch.float32, torch.float64)
-_MOST_COUNTED = 2**24  # whole numbers below are exact in float32
-_NONE, _MEAN = 0, 1  # of ``reduction``: a loss for each row, or one of all
+_MOST_COUNTED = 2**24  # integers below are exact in float32
+_NONE, _MEAN = 0, 1  # of ``reduction``: a loss per row, or the mean
 _REDUCTION = 3
 
 
@@ -251,8 +251,8 @@ _RULES: Mapping[Any, Callable[[Asked], ByRows]] = {
     aten.cat.default: _joined,
 }
 
-# What adds up and divides, and what adds up alone.
+# Ops that sum and divide, by the op that only sums.
 MEANS: Mapping[Any, Any] = {aten.mean.default: aten.sum.default, aten.mean.dim: aten.sum.dim_IntList}
 
-# What makes the same everywhere, in the shape that its second argument says.
+# Ops with constant results in the shape of their second argument.
 CONSTANTS = frozenset({aten.new_zeros.default, aten.new_ones.default})

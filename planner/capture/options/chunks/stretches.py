@@ -27,8 +27,8 @@ aten = torch.ops.aten
 
 # Products of matrices, with the position of the first one.
 _PRODUCTS: Mapping[Any, int] = {aten.mm.default: 0, aten.addmm.default: 1, aten.bmm.default: 0, aten.baddbmm.default: 1}
-_LONG = 1.25  # times the elements of the rows that the first product reads
-# A stretch of which no op holds a fourth of what the op holds that holds most in the step does not set the peak.
+_LONG = 1.25  # times the row length of the first product's input
+# A stretch none of whose ops holds a fourth of the largest op's memory does not determine the peak.
 _SHARE = 0.25
 
 
@@ -89,7 +89,7 @@ class Finder:
         taken: set[int] = set()
         most = max(self._held(op.id) for op in self.graph.ops)
         products = [node for node, op in self.op_of.items() if node.target in _PRODUCTS]
-        for node in sorted(products, key=lambda node: -fake(node).numel()):  # the longest rows begin a stretch of their own
+        for node in sorted(products, key=lambda node: -fake(node).numel()):  # the longest rows first
             op = self.op_of[node]
             if op in taken or self.graph.ops[op].phase is not Phase.FORWARD:
                 continue

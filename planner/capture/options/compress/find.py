@@ -24,7 +24,7 @@ from planner.passes.program import Ref
 
 _LEAST_ELEMENTS = 2048
 _LEAST_SHARE = 1 / 100  # of the largest tensor that can be compressed
-_MOST_READ = 3  # of what one op reads so many tensors may be restored ones, the largest
+_MOST_READ = 3  # of the inputs of one op so many may be restored, the largest first
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 

@@ -66,7 +66,7 @@ class Noise:
 
 def seed_of(values: torch.Tensor, number: int) -> torch.Tensor:
     """Return the seed of op `number` on `values`: an integer on the same device, from all of their bits."""
-    # Sums of words of 64 bits are many times as fast as sums of shorter ones; what is left of the last word counts by itself.
+    # Sums of 64-bit words are many times as fast as sums of shorter words; the remainder is added separately.
     size = values.element_size()
     whole = values.numel() * size // 8 * 8 // size
     total = values[:whole].view(torch.int64).sum()
@@ -96,7 +96,7 @@ class Uniform:
 
     def pack(self, rows: torch.Tensor, noise: Noise, codes: torch.Tensor, limits: torch.Tensor) -> None:
         """Write codes and limits; see ``Form.pack``."""
-        # On a CPU aminmax takes ten times as long.
+        # On a CPU, aminmax takes ten times as long.
         least, largest = rows.amin(dim=1, keepdim=True), rows.amax(dim=1, keepdim=True)
         limits.copy_(torch.cat((least, largest), dim=1))
         steps = 2**self.bits - 1
@@ -140,6 +140,6 @@ class Float8:
         return codes.view(torch.float8_e4m3fn).to(torch.float32).mul_(scale)
 
 
-_LEAST = 2.0**-100  # what is smaller may come back as zero
+_LEAST = 2.0**-100  # smaller numbers may be restored as zero
 
 FORMS: Mapping[str, Form] = MappingProxyType({**{str(bits): Uniform(bits) for bits in (1, 2, 4, 8)}, "float8": Float8()})

@@ -8,7 +8,7 @@ import torch
 from graphs.errors import TraceError
 from planner.capture.options.compress.forms import GROUP, Form, Noise, seed_of
 
-_LEAST_SLICE, _MOST_SLICES = 2**16, 8  # numbers that are worked on at a time, and into how many parts a tensor is split
+_LEAST_SLICE, _MOST_SLICES = 2**16, 8  # least elements of a slice, and most slices of a tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ class Keep:
         for groups, elements in layout.slices():
             rows = flat[elements].to(torch.float32)
             if missing := -rows.numel() % GROUP:
-                rows = torch.cat((rows, rows[-1:].expand(missing)))  # within the range of its group
+                rows = torch.cat((rows, rows[-1:].expand(missing)))  # padding within the range of its group
             rows = rows.view(-1, GROUP)
             layout.form.pack(rows, Noise(seed, groups.start), codes[groups], limits[groups])
         return (kept,)

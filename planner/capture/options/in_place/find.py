@@ -59,7 +59,7 @@ class _Finding:
         if node is None or [path for _, path in calls.outputs] != [()] or op.random or op.mutates:
             return None
         target, call = node.target, calls.call
-        # Where something else is called, or arguments are laid out anew, it is not this kernel on these tensors.
+        # With another target or copied arguments, it is not this kernel on these tensors.
         as_it_is = call.target is target and not is_laid_out(call) and not ignored_inputs(node)
         if not isinstance(target, OpOverload) or not as_it_is:
             return None
@@ -72,7 +72,7 @@ class _Finding:
                 continue
             reference = self.capture.values[value]
             if o in self.capture.graph.kept and not isinstance(reference, Ref):
-                continue  # what the caller gets is no view
+                continue  # results for the caller are no views
             if (out := with_out(target)) is not None:
                 return o, t, Call(out[0], call.args, {**call.kwargs, out[1]: reference})
             if node.args[0] is value and (function := working_in_place(target)) is not None:

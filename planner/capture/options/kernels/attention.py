@@ -17,9 +17,9 @@ from planner.capture.rewrites.outputs import fake
 aten = torch.ops.aten
 
 _HALF = (torch.bfloat16, torch.float16)
-_TILE = 32  # rows of the memory-efficient kernel's logarithms are padded to it
+_TILE = 32  # tile that the rows of the memory-efficient kernel's logsumexp are padded to
 
-# The ops, and what each calls its mask.
+# The ops, and the name of each one's mask argument.
 _FORWARD = {
     aten._scaled_dot_product_flash_attention_for_cpu.default: "attn_mask",
     aten._scaled_dot_product_flash_attention.default: None,
@@ -173,7 +173,7 @@ def _efficient(asked: Asked, before: Asked) -> Bundle:
 
     def backward_by(gradient: torch.Tensor, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
         query, key, value, out, kept = given
-        seed = torch.zeros((), dtype=torch.long, device=query.device)  # nothing is dropped
+        seed = torch.zeros((), dtype=torch.long, device=query.device)  # no dropout
         found: tuple[torch.Tensor, ...] = aten._scaled_dot_product_efficient_attention_backward.default(
             gradient, query, key, value, None, out, kept, seed, seed, 0.0, [True, True, True, False], causal, scale=scale
         )
@@ -196,7 +196,7 @@ def _flash(asked: Asked, before: Asked) -> Bundle:
 
     def backward_by(gradient: torch.Tensor, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
         query, key, value, out, kept = given
-        seed = torch.zeros((), dtype=torch.long, device=query.device)  # nothing is dropped
+        seed = torch.zeros((), dtype=torch.long, device=query.device)  # no dropout
         found: tuple[torch.Tensor, ...] = aten._scaled_dot_product_flash_attention_backward.default(
             gradient, query, key, value, out, kept, None, None, rows, keys, 0.0, causal, seed, seed, scale=scale
         )
@@ -216,6 +216,6 @@ def _both(asked: Asked, before: Asked, name: str, logarithms: Own, forward_by: A
             (asked[0], query, key, value, out, logarithms),
             asked.results,
             backward_by,
-            repeatable=False,  # gradients are added up in no particular order
+            repeatable=False,  # gradients are accumulated in no fixed order
         ),
     )

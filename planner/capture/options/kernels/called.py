@@ -39,5 +39,5 @@ def _as_laid_out(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     strides = zip(value.shape, value.stride(), like.stride(), strict=True)
     if value.untyped_storage().nbytes() != like.untyped_storage().nbytes() or any(s != t for n, s, t in strides if n > 1):
         return value.new_empty_strided(like.shape, like.stride()).copy_(value)
-    # Where a dimension has one element its stride says nothing, but kernels are chosen by it.
+    # The stride of a dimension with one element is arbitrary, but it influences the choice of kernels.
     return value if value.stride() == like.stride() else value.as_strided(like.shape, like.stride())

@@ -16,7 +16,7 @@ aten = torch.ops.aten
 
 _NATIVE_DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 _INPUT, _MASK = (0,), 10
-_STRIDE, _PADDING, _DILATION, _TRANSPOSED, _OUTPUT_PADDING, _GROUPS = range(6)  # of what follows the tensors
+_STRIDE, _PADDING, _DILATION, _TRANSPOSED, _OUTPUT_PADDING, _GROUPS = range(6)  # positions after the tensors
 
 
 def ways(asked: Asked) -> Iterator[Bundle]:
@@ -48,7 +48,7 @@ def _backward_ways(asked: Asked) -> Iterator[Bundle]:
     gradient, x, weight, bias_sizes, *geometry = (asked[i] for i in range(_MASK))
     mask = asked[_MASK]
     given = (gradient, x, weight, bias_sizes, *geometry)
-    # Some algorithms of cuDNN add up in no particular order.
+    # Some algorithms of cuDNN accumulate in no fixed order.
     repeatable = asked.device != "cuda" or torch.backends.cudnn.deterministic
     if mask[0] and mask[1]:
         yield _one_at_a_time(asked, given, mask, repeatable=repeatable)
@@ -71,7 +71,7 @@ def _one_at_a_time(asked: Asked, given: tuple[Any, ...], mask: list[bool], *, re
     others = tuple(result for result in asked.results if result.path != _INPUT)
 
     def input_alone(gradient: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor]:
-        like = gradient.new_empty(()).expand(fake(x).shape)  # of which the kernel reads the shape alone
+        like = gradient.new_empty(()).expand(fake(x).shape)  # the kernel reads only its shape
         found = aten.convolution_backward.default(gradient, like, weight, bias_sizes, *geometry, [True, False, False])
         return (found[0],)
 
@@ -145,7 +145,7 @@ def _is_image(value: object) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() == 4
 
 
-# How cuDNN chooses: the algorithm that is fastest where it is tried first, or one that makes the same bits each time.
+# Ways in which cuDNN chooses: the fastest algorithm by timing, or a deterministic one.
 _CUDNN = {
     "benchmark": {"enabled": True, "benchmark": True, "deterministic": False},
     "deterministic": {"enabled": True, "benchmark": False, "deterministic": True},

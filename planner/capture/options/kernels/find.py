@@ -22,7 +22,7 @@ from planner.capture.options.kernels.way import Asked, Bundle, Calls, Own, Resul
 from planner.capture.rewrites.outputs import storage
 from planner.passes.program import Ref
 
-TARGET = "kernels"  # the first word of what the ops call
+TARGET = "kernels"  # the prefix of the ops' targets
 
 KINDS: Mapping[str, Callable[[Asked], Iterator[Bundle]]] = MappingProxyType(
     {"convolutions": convolution.ways, "attention": attention.ways, "in place": in_place.ways}

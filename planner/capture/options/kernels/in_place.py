@@ -132,7 +132,7 @@ def _written_over(row: list[Asked]) -> tuple[tuple[fx.Node, ...], Any]:
     def value(arg: fx.Node) -> fx.Node:
         if arg in given:
             return given[arg]
-        if arg not in made:  # a view of what is made inside
+        if arg not in made:  # a view of a tensor made inside
             made[arg] = graph.call_function(called(arg.target), *fx.map_arg((arg.args, arg.kwargs), value))
         return made[arg]
 

@@ -70,7 +70,7 @@ class Way:
     always_exact: bool = False
 
 
-Bundle = tuple[Way, ...]  # of use together only, or one by itself
+Bundle = tuple[Way, ...]  # alternatives that are useful only together, or a single one
 
 
 class Calls:

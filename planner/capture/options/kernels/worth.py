@@ -7,9 +7,9 @@ from graphs.ir import Graph, Op
 from planner.capture.lowering.lower import Capture
 from planner.capture.options.kernels.called import Called
 
-FASTER = 0.1  # of the time of what is replaced: times are measured, and the best of many is better by chance
+FASTER = 0.1  # of the replaced time: measurements vary, and the best of many is better by chance
 _SHARE_S = 1e-4  # of the step
-_SHARE_BYTES = 0.01  # of what the op holds that holds most
+_SHARE_BYTES = 0.01  # of the memory of the largest op
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ def needless(capture: Capture) -> frozenset[int]:
     measured = graph.provenance.get("times") == "measured"
     for op, call in zip(graph.ops, capture.program.calls, strict=True):
         if measured and isinstance(call.composed, Called) and call.composed.way.always_exact and not op.exact:
-            found.add(op.id)  # a kernel that does not read before it writes: its result is wrong
+            found.add(op.id)  # the kernel does not read before it writes: its result is wrong
     for replaced, offers in _offers(capture, found):
         taken = [_offer(graph, replaced)]
         for offer in sorted(offers, key=lambda offer: (offer.time_s, offer.held_bytes)):

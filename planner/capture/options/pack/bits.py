@@ -13,11 +13,11 @@ _SPREAD = 0x8040201008040201 - 2**64  # as a signed number
 _LOWEST = 0x0101010101010101
 _WORD = 8
 
-# An eighth of the elements are worked on at a time; on a CPU no more than its cache holds.
+# An eighth of the elements are processed at a time; on a CPU at most as many as fit into its cache.
 _PARTS = 8
 _IN_CACHE = 2**18
 
-# Called with room for some truth values, and which they are: the first, and the one behind the last.
+# Called with an output of truth values, and their range: the first, and the end.
 Write = Callable[[torch.Tensor, int, int], object]
 
 

@@ -16,10 +16,10 @@ from planner.capture.rewrites.outputs import fake
 
 aten = torch.ops.aten
 
-Arguments = tuple[Any, ...]  # of the kernel, behind the gradient and what it reads
+Arguments = tuple[Any, ...]  # of the kernel, after the gradient and its input
 
 
-# Called with some of the gradient that comes in, a zero, room for as much, and arguments: what goes out.
+# Called with a part of the incoming gradient, a zero, an output of the same size, and arguments; returns the result.
 Answer = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Arguments], torch.Tensor]
 
 
@@ -66,8 +66,8 @@ def _sixth(part: torch.Tensor, _: torch.Tensor, room: torch.Tensor, __: Argument
     return torch.mul(part, 1 / 6, out=room)
 
 
-# What is no number is on the same side here as in the kernel. Those of hardtanh, hardshrink and softshrink are not among them:
-# on a CPU these let a gradient pass there or not by whether the element is computed in a vector or by itself.
+# NaN is on the same side here as in the kernel. hardtanh, hardshrink and softshrink are excluded: on a CPU, whether a gradient
+# passes at NaN depends on whether the element is processed in a vector or alone.
 COMPARISONS: Mapping[Any, Comparison] = MappingProxyType(
     {
         aten.threshold_backward.default: Comparison(_at_most, _zero, _same),
@@ -168,8 +168,8 @@ def _is_alike(finder: Finder, node: fx.Node) -> bool:
     assert isinstance(gradient, fx.Node) and isinstance(x, fx.Node)
     dtypes = {fake(value).dtype for value in (gradient, x, node)}
     dense = is_dense(fake(node)) and same_layout(fake(x), fake(node)) and same_layout(fake(gradient), fake(node))
-    # Kernels of the CPU give what is no number bits that depend on whether it is computed in a vector or by itself: this one
-    # in bfloat16, products in any half; and in float64 a sixth is not that of the kernel.
+    # On a CPU, the bits of NaN depend on whether the element is processed in a vector or alone: for this kernel in bfloat16, for
+    # products in any half precision; and in float64 a sixth differs from that of the kernel.
     if node.target is not aten.threshold_backward.default:
         return dense and dtypes == {torch.float32}
     rounded = finder.device == "cpu" and torch.bfloat16 in dtypes

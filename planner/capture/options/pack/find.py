@@ -26,7 +26,7 @@ KINDS: tuple[Callable[[Finder], None], ...] = (
 def packed(capture: Capture) -> Capture:
     """Return `capture` with ops that pack large tensors read in the backward pass; their times are not measured."""
     finder = Finder(capture, spared={*comparisons.COMPARISONS, *results.ACTIVATIONS, *shapes.WRITING})
-    with disable_current_modes():  # what is added is fake in the way of what was captured
+    with disable_current_modes():  # added ops get fake values as in the capture
         for offer in KINDS:
             offer(finder)
     return finder.captured()

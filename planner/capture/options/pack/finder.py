@@ -13,9 +13,9 @@ from planner.capture.options.added import Additions
 from planner.capture.rewrites.outputs import fake, storage
 from planner.passes.program import Composed, Ref
 
-TARGET = "pack"  # the first word of what the ops call
+TARGET = "pack"  # the prefix of the ops' targets
 
-# What is smaller is not worth an op of its own, unless the step has only such.
+# Smaller tensors are not worth an op, unless the step has only such.
 LEAST_BYTES = 2**20
 
 

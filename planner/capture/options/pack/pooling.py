@@ -13,8 +13,8 @@ from planner.capture.rewrites.outputs import fake
 
 aten = torch.ops.aten
 
-_PARTS = 8  # of a batch, which are worked on one after another
-_VALUES = 256  # of a byte
+_PARTS = 8  # of a batch, processed one after another
+_VALUES = 256  # of one byte
 
 
 @dataclass(frozen=True, slots=True)

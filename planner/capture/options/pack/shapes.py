@@ -14,8 +14,8 @@ from planner.capture.rewrites.outputs import fake
 
 aten = torch.ops.aten
 
-# For each kernel the one that writes its gradient to where it is told, and by what name. Each is called with the gradient that
-# comes in and the tensor, first.
+# For each kernel its variant with an output argument, and the argument's name. Each is called with the incoming gradient and
+# the tensor first.
 WRITING: Mapping[Any, tuple[Callable[..., Any], str]] = MappingProxyType(
     {
         aten.max_pool2d_with_indices_backward.default: (aten.max_pool2d_with_indices_backward.grad_input, "grad_input"),

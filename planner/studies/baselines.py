@@ -30,7 +30,7 @@ from planner.torch_private.capture import functorch_config, inductor_config
 from solvers.baselines.common.torch_ops import base_name
 from solvers.baselines.sac import LISTS, SacRule, SaveList, save_lists
 
-# Fractions of the Memory Budget API by backend; Inductor compiles for a minute or more, each time.
+# Fractions of the Memory Budget API by backend; Inductor compiles for a minute or more each time.
 BUDGETS = MappingProxyType({"aot_eager": (1.0, 0.75, 0.5, 0.25, 0.0), "inductor": (1.0, 0.5, 0.0)})
 
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -74,7 +74,7 @@ def baseline_methods(
     sacs = [partial(sac, rule) for rule in SacRule if not targets or any(map(LISTS[rule].has, targets))]
     sacs += [partial(sac, save_list=known) for known in unnamed_lists(targets)]
     sacs += [partial(sac, save=save)] if save else []
-    useless = [sac(rule) for rule in SacRule if targets and not any(map(LISTS[rule].has, targets))]  # they say so
+    useless = [sac(rule) for rule in SacRule if targets and not any(map(LISTS[rule].has, targets))]  # their steps raise
     return [
         eager(),
         *(checkpoint_blocks(**choice) for choice in choices),
@@ -227,7 +227,7 @@ def _wrapped(modules: Sequence[nn.Module], wrap: Wrap) -> Iterator[None]:
 
 def _contexts(saves: SaveList, saved: set[str]) -> Contexts:
     """Return the contexts of SAC for one region; targets whose outputs are saved are added to `saved`."""
-    # The policy is asked again while recomputing by torch 2.11.
+    # Torch 2.11 calls the policy again during recomputation.
     counts = {(half, again): count() for half in saves.halved for again in (False, True)}
 
     def policy(context: SelectiveCheckpointContext, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:

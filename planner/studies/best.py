@@ -7,7 +7,7 @@ from graphs.units import format_bytes
 from planner.studies.comparison_rows import OPTIMUM, PEAK_OF, Row, RunBy
 from solvers.result import Reason
 
-# Kinds whose members differ in what they evict.
+# Kinds whose members differ in their eviction rule.
 HEURISTICS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "dtr": ("dtr", "dtr-full", "dtr-local", "lru", "largest", "msps", "dtr-random"),
@@ -24,8 +24,8 @@ WHY_NOT = MappingProxyType(
     }
 )
 NOT_TRIED = "not tried"
-PLAIN = "eager"  # PyTorch without any of them
-# What is said of a kind none of whose members found anything: what came nearest.
+PLAIN = "eager"  # PyTorch without a memory-saving method
+# Reasons for a kind without results, in order of how close it came.
 _NEAREST = (Reason.TIME, Reason.THRASHING, Reason.MEMORY, Reason.SIZE, Reason.INAPPLICABLE)
 
 

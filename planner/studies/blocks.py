@@ -31,7 +31,7 @@ def block_choices(model: nn.Module) -> list[Choice]:
         found.setdefault(_not_layers(blocks(model, level)), {"level": level})
     for depth in range(1, _depth(model) + 1):
         found.setdefault(frozenset(_at_depth(model, depth)), {"depth": depth})
-    found.pop(frozenset(), None)  # blocks of single layers hold nothing that could be let go
+    found.pop(frozenset(), None)  # blocks of single layers hold nothing to discard
     return list(found.values()) or [{"level": 1}]
 
 

@@ -21,10 +21,10 @@ from solvers.request import Request
 from solvers.result import Status
 from solvers.tolerance import Tolerance
 
-BETWEEN = 5  # budgets between the least and what eager PyTorch needs
-CHEAP = 0.1  # overhead that is recommended where nothing is known of a device
+BETWEEN = 5  # budgets between the least one and eager PyTorch's peak
+CHEAP = 0.1  # overhead that is recommended if nothing is known about a device
 _TOLERANCE = 0.005
-_PRECISION = 0.02  # of the bracket of the least budget
+_PRECISION = 0.02  # relative precision of the bracket of the least budget
 # Shares of the time limit.
 _ORDER, _LEAST, _CURVE = 0.1, 0.25, 0.3
 _OPTION_LEAST = 0.5  # of the time of one option; the rest is for its solve
@@ -143,7 +143,7 @@ class _Analysis:
         _solve(known, budget_bytes, clock.part(max(0.1, left(clock))), self.should_stop)
         price = _price(known, budget_bytes, self.summary.time_s)
         if price.overhead is None or (alone.overhead is not None and alone.overhead < price.overhead):
-            price = replace(price, overhead=alone.overhead)  # what fits without an option fits with it
+            price = replace(price, overhead=alone.overhead)  # a schedule without an option is valid with it
         exact = all(op.exact for op in offered) and not option_called(name).lossy
         return OptionAdvice(
             name=name,

@@ -11,7 +11,7 @@ from typing import Any
 from graphs.errors import PlannerError
 from planner.studies.jobs import POLL_S, Done, Job, Task, Workers
 
-_CONNECT_S = 10.0  # until a scheduler must have answered, and until it must have a worker
+_CONNECT_S = 10.0  # seconds until a scheduler must have answered, and until it must have a worker
 
 
 @contextmanager
@@ -25,7 +25,7 @@ def on_cluster(job: Job[Task, Done], address: str) -> Iterator[Workers[Task, Don
         import distributed
     except ImportError as error:
         raise PlannerError("clusters need dask: pip install 'remat-planner[cluster]'") from error
-    for name in ("distributed", "distributed.client"):  # what goes wrong is told in our words
+    for name in ("distributed", "distributed.client"):  # the command prints its own messages
         logging.getLogger(name).setLevel(logging.CRITICAL)
     try:
         client = distributed.Client(address, timeout=_CONNECT_S, set_as_default=False)
@@ -64,7 +64,7 @@ def _end(client: Any, stop: Any) -> None:
         if client.status == "running":
             stop.set()
     except OSError:
-        pass  # the scheduler has gone: so have its tasks
+        pass  # the scheduler is gone, and its tasks with it
     finally:
         client.close()
 
@@ -88,7 +88,7 @@ class _WorkerWatch:
             raise TimeoutError
 
 
-# In a worker.
+# Runs in a worker.
 
 
 def _run(job: Job[Task, Done], task: Task, stop: str) -> Done:

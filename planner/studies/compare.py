@@ -26,7 +26,7 @@ from solvers.result import Status
 from solvers.tolerance import Tolerance
 
 _DEFAULTS = StudySettings()
-_SHORTEST_S = 1.0  # for a row, where the time for all is up
+_SHORTEST_S = 1.0  # seconds for a row after the total time has run out
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ class SolveRow:
         limit_s = self.time_limit_s if task.time_limit_s is None else task.time_limit_s
         row = replace(self.row(task.run_by, task.method, task.budget, task.budget_bytes, status="error"), time_limit_s=limit_s)
         try:
-            # What only recomputes does so in the program alone, whose schedules are schedules with all choices as well.
+            # Methods that only recompute solve the program alone; its schedules are also schedules with options.
             graph = self.graph if SOLVERS[task.method].copies else without_options(self.graph)
             tolerance, clock = Tolerance.of(self.tolerance), WallClock(limit_s)
             result = solve(Request(graph, task.budget_bytes, tolerance, clock, should_stop=should_stop))
@@ -206,7 +206,7 @@ def compare(
     judge = judge_of(graph, settings.model, tolerance=settings.tolerance, time_limit_s=settings.time_limit_s, recorded=recorded)
     tasks = tasks_for(judge, budgets, methods, RunBy.SIMULATOR)
     places = {task.key: place for place, task in enumerate(tasks)}
-    kept = open_rows(folder, graph, recorded, order=lambda row: places.get(row.key, -1))  # others come first
+    kept = open_rows(folder, graph, recorded, order=lambda row: places.get(row.key, -1))  # other rows come first
     absent = set(missing(kept, places, graph.time_s))
     waiting = [task for task in tasks if task.key in absent]
     done = len(tasks) - len(waiting)

@@ -32,7 +32,7 @@ from planner.studies.settings import StudySettings
 from solvers.registry import SOLVERS
 from solvers.result import Reason
 
-_TOGETHER = 8  # of PyTorch's methods are run before they are timed, and meet the optimum
+_TOGETHER = 8  # of PyTorch's methods are prepared before they are timed and compared with the optimum
 _EAGER = eager().name
 
 
@@ -115,7 +115,7 @@ def compare_measured(
     for start in range(0, len(untried), _TOGETHER):
         comparison.stock(untried[start : start + _TOGETHER])
     met = {m.name for m in stock if m not in untried and (RunBy.EXECUTOR, OPTIMUM, f"{PEAK_OF}{m.name}") in kept}
-    # Timed again beside the optimum, another one may turn out to be the best.
+    # Timed again with the optimum, another one may turn out to be the fastest.
     while baselines := [m for m in stock if m.name not in met and m.name in _best_of_pytorch(list(kept))][:_TOGETHER]:
         comparison.at_equal_memory(baselines)
         met.update(m.name for m in baselines)
@@ -204,7 +204,7 @@ class _Comparison:
         for one in solve_tasks(self._judge, tasks, jobs=self._settings.jobs, should_stop=self._should_stop):
             solved.append(one)
             self._say(f"solved {one.row.method} at {one.row.budget}")
-        return [] if self._should_stop() else solved  # ended early, they are not what they could be
+        return [] if self._should_stop() else solved  # results of stopped solves are dropped
 
     def _enter_schedule(self, solved: Solved) -> _Entry:
         row, schedule = solved.row, solved.schedule

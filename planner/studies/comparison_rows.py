@@ -15,7 +15,7 @@ from solvers.registry import SOLVERS
 from solvers.result import relative_gap
 
 OPTIMUM = "windows"  # the method whose bound holds for all
-PEAK_OF = "peak of "  # begins the budget that is what another method was measured to take
+PEAK_OF = "peak of "  # prefix of budgets that are the measured peak of another method
 
 Key: TypeAlias = tuple[str, str, str]
 
@@ -23,9 +23,9 @@ Key: TypeAlias = tuple[str, str, str]
 class RunBy(StrEnum):
     """The executor of a method's step."""
 
-    SIMULATOR = "simulator"  # not run: its schedule was judged
+    SIMULATOR = "simulator"  # not run: its schedule was simulated
     EXECUTOR = "executor"  # its schedule was replayed with real tensors
-    TORCH = "torch"  # PyTorch has the method itself
+    TORCH = "torch"  # PyTorch implements the method itself
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

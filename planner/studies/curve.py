@@ -20,10 +20,10 @@ from solvers.request import Request
 from solvers.result import Result, status_of
 from solvers.tolerance import Tolerance
 
-_LEAST_S, _LEAST_SHARE = 5.0, 0.1  # at most, and of the time: for the least feasible budget, where the grid begins
-_ORDER_SHARE = 0.25  # of the time: for an order of the ops
+_LEAST_S, _LEAST_SHARE = 5.0, 0.1  # in seconds, and as a share of the time: for the least feasible budget, where the grid begins
+_ORDER_SHARE = 0.25  # share of the time for an order of the ops
 _DEFAULTS = StudySettings()
-_WITH_OPTIONS = 0.6  # of the time, where the same budgets are solved without them after that
+_WITH_OPTIONS = 0.6  # share of the time with options; the same budgets are then solved without them
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,10 +14,10 @@ from graphs.units import format_bytes
 from solvers.clock import Clock, left
 from solvers.result import Result, Status, relative_gap, status_of
 
-_ANY_BUDGET = math.inf  # a bound found here holds everywhere
-_FIRST_ROUND = 0.5  # of the time that is left: for one turn of each budget
-_SHORTEST_S = 0.5  # of a turn
-_LONGER = 1.5  # times the last: a turn begins anew, and what is not longer finds nothing more
+_ANY_BUDGET = math.inf  # a bound at this budget holds everywhere
+_FIRST_ROUND = 0.5  # share of the remaining time for one turn of each budget
+_SHORTEST_S = 0.5  # seconds of a turn
+_LONGER = 1.5  # times the last one: a turn restarts, and finds nothing more in the same time
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +76,8 @@ class Frontier:
     def __init__(self, graph: Graph, tolerance: float) -> None:
         self.graph = graph
         self.tolerance = tolerance
-        self.infeasible_bytes = -1  # nothing fits into this much
-        # With other ways to compute an op, or other devices, a step may take less than its program.
+        self.infeasible_bytes = -1  # proved infeasible up to this budget
+        # With alternative ops or devices, a step may take less time than its program.
         least_s = graph.time_s if without_copies(graph)[0].plain else 0.0
         self.bounds: list[tuple[float, float]] = [(_ANY_BUDGET, least_s)]
         self.schedules: list[tuple[float, int, Schedule]] = []

@@ -22,7 +22,7 @@ Task = TypeVar("Task")
 Done = TypeVar("Done")
 Returned = TypeVar("Returned")
 Given = ParamSpec("Given")
-# What is done with a task: can be pickled; the second argument is polled, and once True it ends with what it has.
+# The work on a task, picklable; the second argument is polled, and once True the work ends with its results so far.
 Job: TypeAlias = Callable[[Task, Callable[[], bool]], Done]
 
 
@@ -87,7 +87,7 @@ def _workers(
     if jobs < 1:
         raise PlannerError(f"jobs is {jobs!r}: must be at least 1")
     if cluster is not None:
-        from planner.studies.cluster import on_cluster  # which needs an extra
+        from planner.studies.cluster import on_cluster  # needs an extra
 
         return on_cluster(job, cluster)
     return _here(job, should_stop) if jobs == 1 else _beside(job, jobs)
@@ -110,7 +110,7 @@ class _InThisProcess(Executor):
 
 @contextmanager
 def _beside(job: Job[Task, Done], jobs: int) -> Iterator[Workers[Task, Done]]:
-    # Spawned, not forked: solvers have threads. Its state is not ours, so all it needs is passed.
+    # Spawned, not forked: solvers have threads. A process does not inherit state, so all it needs is passed.
     context = multiprocessing.get_context("spawn")
     stop = context.Event()
     executor = _Undisturbed(jobs, mp_context=context, initializer=_begin, initargs=(job, stop))
@@ -136,7 +136,7 @@ class _Undisturbed(ProcessPoolExecutor):
             signal.signal(signal.SIGINT, before)
 
 
-# In the process beside.
+# In the worker process.
 
 _given: tuple[Job[Any, Any], Event] | None = None
 

@@ -20,9 +20,9 @@ from solvers.request import Request
 from solvers.result import Result, Status
 from solvers.tolerance import Tolerance
 
-# As tolerances: the first schedule will do; that which decides comes before.
+# Tolerances: any schedule is accepted; the callback ends the solve earlier.
 _ANY_GAP, _CLOSE_GAP = 1e6, 1e-4
-_GUESS_S = 5.0  # for each solve of a guess
+_GUESS_S = 5.0  # seconds for each solve of a guess
 
 
 def max_batch(

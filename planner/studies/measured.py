@@ -19,15 +19,15 @@ from planner.runtime.measure import Step, StepOutcome
 from planner.studies.baselines import Method
 from planner.studies.blocks import InapplicableError
 
-_ROUNDINGS = 3  # of the parameters that are tried
-_MARGIN = 10.0  # a method rounds at every op, not the parameters alone
+_ROUNDINGS = 3  # of the parameters
+_MARGIN = 10.0  # a method rounds at every op, not only parameters
 
 
 class Exactness(StrEnum):
     """Loss and gradients of a method, compared with those of eager PyTorch."""
 
-    IDENTICAL = "identical"  # to the last bit
-    ROUNDED = "rounded"  # to at least half of the digits, or as other roundings of the parameters change them
+    IDENTICAL = "identical"  # bit-identical
+    ROUNDED = "rounded"  # to at least half of the digits, or within the effect of rounding the parameters
     WRONG = "wrong"
 
 
@@ -118,7 +118,7 @@ class Benchmark:
         reference = self._reference
         if self._host is not None:
             self._host.peak_bytes = self._host.used_bytes
-        found = measure.outcome(step, model, batch, seed=self._seed)  # what is compiled, is compiled here
+        found = measure.outcome(step, model, batch, seed=self._seed)  # compilation happens here
         with preserve_training_state(model, batch):
             isolated = measure.Isolated(step, model, batch)
             memory = measure.measure_memory(isolated, batch, static_bytes=self._static_bytes, device=self._device)

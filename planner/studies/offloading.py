@@ -21,7 +21,7 @@ from planner.runtime.measure import Step
 from planner.studies.baselines import Method
 from planner.torch_private.core import current_autograd_node
 
-_STASH, _LEAST_BYTES = 5, 1024  # of torchtune's OffloadActivations
+_STASH, _LEAST_BYTES = 5, 1024  # values of torchtune's OffloadActivations
 
 
 def offloading_methods(channels: Channels) -> list[Method]:
@@ -85,7 +85,7 @@ class _Hooks:
         with torch.no_grad():
             tensor = tensor.detach()
             if tensor.nbytes < tensor.untyped_storage().nbytes():
-                tensor = tensor.clone()  # of a part of a storage no more than that is sent
+                tensor = tensor.clone()  # of a slice of a storage, only the slice is copied
         host, copy = self._channels.out(tensor)
         sent = _Sent(host, tensor, copy)
         self._stash.append(sent)

@@ -16,7 +16,7 @@ from graphs.errors import PlannerError
 
 Item = TypeVar("Item")
 
-# What is printed there goes to the standard error, so that what is yielded is alone.
+# Output of print goes to stderr, so that stdout carries only the results.
 _CHILD = """
 import os, pickle, sys
 out = os.fdopen(os.dup(1), "wb")
@@ -66,7 +66,7 @@ def stream(
         if limit_s is not None:
             timer.start()
         try:
-            with suppress(BrokenPipeError), process.stdin:  # one that has ended already says why by its exit code
+            with suppress(BrokenPipeError), process.stdin:  # a process that has ended is reported by its exit code
                 process.stdin.write(pickle.dumps((function, arguments)))
             yield from _received(process.stdout)
             code = process.wait()
@@ -87,5 +87,5 @@ def _received(pipe: Any) -> Iterator[Any]:
     while True:
         try:
             yield pickle.load(pipe)
-        except (EOFError, pickle.UnpicklingError):  # the end, or the middle of what it was killed in
+        except (EOFError, pickle.UnpicklingError):  # the end, or a truncated message of a killed process
             return

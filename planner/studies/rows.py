@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 Row = TypeVar("Row", bound="DataclassInstance")
 Key = tuple[object, ...]
-FIRST, _LAST = -1, 1  # places of columns
+FIRST, _LAST = -1, 1  # positions of columns
 
 
 def key(said: str = "", *, summary: str = "first") -> Any:
@@ -150,9 +150,9 @@ def read_csv(path: Path, columns: Sequence[str]) -> list[dict[str, str]]:
     import pandas as pd
 
     try:
-        # Read by its Python engine, pandas tells a cell that is not there from an empty one; the header is a row like others.
+        # With its Python engine, pandas distinguishes a missing cell from an empty one; the header is read as a row.
         table = pd.read_csv(path, header=None, dtype=str, keep_default_na=False, encoding="utf-8", engine="python")
-    except ValueError as error:  # of pandas' parser, or of the encoding
+    except ValueError as error:  # from pandas' parser, or from decoding
         raise OutputError(f"{path} is damaged ({str(error).strip()}): delete it") from None
     header, *rows = table.itertuples(index=False, name=None)
     if header != tuple(columns):

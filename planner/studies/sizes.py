@@ -11,9 +11,9 @@ from solvers.result import Result
 
 OPTIMAL = "windows"
 BATCH = "batch"
-# Name in the tables and in the registry. What one of them fits, those after it are asked beyond only.
+# Names in the tables and in the registry. Sizes that fit for a method are skipped for the methods after it.
 METHODS = (("keep everything", "keep-everything"), ("checkpoint every block", "checkpoint-blocks"), ("optimal", OPTIMAL))
-# Batches whose graphs give the first guess: large enough for the fixed costs of kernels to matter little.
+# Batches whose graphs give the first guess: large enough that fixed costs of kernels matter little.
 BATCHES = (8, 16)
 
 

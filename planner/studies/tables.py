@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 Item = TypeVar("Item")
 
-# How values are written whose names end so.
+# Formats by the suffix of a name.
 UNITS: Mapping[str, Callable[[Any], str]] = MappingProxyType(
     {"_bytes": format_bytes, "_s": format_seconds, "gap": format_ratio, "overhead": format_ratio, "ratio": "{:.3f}x".format}
 )

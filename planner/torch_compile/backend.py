@@ -25,7 +25,7 @@ from planner.profiling.devices import DEVICES, DeviceSpec, find_device, get_devi
 from planner.progress import LoggingView, Stage, Stages
 from planner.progress.describe import saved_line
 from planner.solving import summarize
-from planner.torch_compile import polyfills as polyfills  # Dynamo knows them from here on
+from planner.torch_compile import polyfills as polyfills  # registers them with Dynamo
 from planner.torch_compile.backend_settings import BackendSettings, settings_of
 from planner.torch_compile.joint_capture import capture_joint
 from planner.torch_compile.planned_graph import PlannedGraph, device_of
@@ -43,7 +43,7 @@ from planner.torch_private.capture import (
 )
 from planner.torch_private.core import pytree
 
-_BUDGETS: dict[int, SharedBudget] = {}  # by call of torch.compile, as long as what it compiled is there
+_BUDGETS: dict[int, SharedBudget] = {}  # by torch.compile call, as long as its compiled code exists
 
 
 def planner(module: fx.GraphModule, inputs: Sequence[Any], *, options: Mapping[str, object] | None = None) -> Callable[..., Any]:
@@ -64,7 +64,7 @@ def planner(module: fx.GraphModule, inputs: Sequence[Any], *, options: Mapping[s
     budget = _budget(settings_of(options))
     if budget.settings.run.kernels == "inductor":
         return _compile_kernels(module, inputs, budget)
-    # As training loops do it: backward() is called outside autocast.
+    # As in training loops: backward() is called outside autocast.
     with functorch_config.patch(backward_pass_autocast="off"), ops_as_eager():
         return _compile(module, inputs, budget)
 
@@ -188,7 +188,7 @@ def _as_eager(joint: fx.GraphModule, forward_outputs: int) -> Graph:
     """Return a joint graph as eager PyTorch runs it, each op measured by itself, as with ``kernels="eager"``."""
     where = device_of(joint)
     known = None if where.type == "cpu" else find_device(torch.cuda.get_device_name(where))
-    fallback = known or get_device("cpu" if where.type == "cpu" else "h100")  # for ops that do not run on made-up values
+    fallback = known or get_device("cpu" if where.type == "cpu" else "h100")  # for ops that do not run on synthetic values
     return capture_joint(copy.deepcopy(joint), fallback, measure=True, forward_outputs=forward_outputs).graph
 
 
@@ -224,7 +224,7 @@ def _runs_as_eager(translator: InstructionTranslatorBase) -> bool:
     return getattr(made_by, "compiler_fn", None) is planner and options.get("kernels") != "inductor"
 
 
-dynamo_as_eager_where(_runs_as_eager, ExitStack())  # before Dynamo is done with a frame no backend is asked
+dynamo_as_eager_where(_runs_as_eager, ExitStack())  # earlier than any backend is called for a frame
 
 
 def _device(joint: fx.GraphModule, roofline: str | None) -> DeviceSpec:

@@ -31,8 +31,8 @@ from planner.torch_compile.rest_of_step import kept_bytes
 from planner.torch_private.capture import SavedForBackwardsAOTOutput, TangentAOTInput
 from planner.torch_private.core import backward_retains_graph
 
-# Both empty the list of their arguments, of which the last ones of a backward pass are what its forward pass has handed
-# over besides tensors: what is on the host, and copies that may be under way.
+# Both passes empty their argument lists. The last arguments of a backward pass are the non-tensor results of its forward
+# pass: tensors on the host, and copies under way.
 Forward = Callable[[list[Any]], tuple[list[Any], list[Any]]]
 Backward = Callable[[list[Any]], Any]
 
@@ -81,8 +81,8 @@ class PlannedGraph:
         self.checked: Mapping[int, str] = {}
         self.lean: Schedule | None = None
         self.watch: Callable[[list[Any]], Callable[[list[Any], torch.Tensor], None]] | None = None
-        self._handing_over: set[int] = set()  # plans whose forward passes hand over more than tensors
-        self._writing_over: set[int] = set()  # plans whose backward passes write over what was saved for them
+        self._handing_over: set[int] = set()  # plans whose forward passes return more than tensors
+        self._writing_over: set[int] = set()  # plans whose backward passes overwrite saved tensors
         self._passes: list[Passes] = []
 
     def passes(self, schedule: Schedule) -> Passes:
@@ -92,11 +92,11 @@ class PlannedGraph:
         """
         graph, program = self.captured.graph, self.captured.program
         code = compile_schedule(graph, program, schedule, self._channels, static_given_up=True)
-        # What a backward pass would need to undo the forward pass is handed over only where copies are.
+        # With copies, the forward pass also returns what a failed backward pass needs to undo it.
         compiled = any(calls.launches for calls in program.calls)
         code = undoing(graph, program, code, in_backward=compiled and self._channels is not None)
         position = {t: i for i, t in enumerate(self.slots)}
-        among = [t in position for t in code.saved]  # the others are on the host
+        among = [t in position for t in code.saved]  # others are on the host
         later = [i for i, reads in enumerate(code.backward_reads) if reads]
 
         def forward(args: list[Any]) -> tuple[list[Any], list[Any]]:
@@ -188,9 +188,9 @@ class PlannedGraph:
         except Exception as error:
             self._memory(number).raise_if_out_of_memory(error, "forward")
             raise
-        plan, nothing = torch.empty((number, 0)), torch.empty(0)  # take no memory, whatever a shape says
+        plan, nothing = torch.empty((number, 0)), torch.empty(0)  # empty in memory, whatever their shape
         if handed_over:
-            # Autograd holds the storage for as long as a backward pass may come, whichever tensors it makes of it.
+            # Autograd keeps the storage until no backward pass can follow, even if it makes other tensors of it.
             plan.untyped_storage().handed_over = handed_over  # type: ignore[attr-defined]
             self._handing_over.add(number)
         if self.checked:
@@ -220,7 +220,7 @@ class PlannedGraph:
         if (unseen := getattr(plan.untyped_storage(), "unseen", None)) is not None:
             unseen.check(tensor for _, tensor in self._inputs(args))
         args += handed_over
-        del plan, handed_over  # with what is on the host, unless the backward pass may come again
+        del plan, handed_over  # frees tensors on the host, unless the backward pass may run again
         try:
             return self._passes[number].backward(args)
         except Exception as error:

@@ -8,7 +8,7 @@ from planner.torch_private.capture import substitute_in_graph
 from planner.torch_private.core import detect_is_causal_mask
 
 _written = detect_is_causal_mask
-# Another object: what is substituted below would be this one too.
+# A separate object, since the substitution below would replace it too.
 _as_written = FunctionType(_written.__code__, _written.__globals__, _written.__name__, _written.__defaults__)
 
 

@@ -15,7 +15,7 @@ from graphs.simulate import simulate
 from solvers.clock import WallClock
 from solvers.eviction.least_peak import least_evicting_schedule
 
-_TRIES = 5  # of bytes to be left for the rest, on the way to the most
+_TRIES = 5  # bisection steps for the bytes left for the rest
 _TRY_S = 2.0
 
 

@@ -62,7 +62,7 @@ class SharedBudget:
         self._runs: list[_Run] = []
         self._planned: set[tuple[PlannedGraph, ...]] = set()  # steps whose graphs are planned together
         self._learning = True
-        self._largest_bytes = 0  # the peak of a step without recomputation
+        self._largest_bytes = 0  # peak of a step without recomputation
         self._known: dict[PlannedGraph, Seen] = {}
 
     def offered(self, captured: Capture, device: torch.device) -> tuple[Capture, Channels | None]:
@@ -126,7 +126,7 @@ class SharedBudget:
         except InfeasibleError as error:
             if not self._runs:
                 raise
-            if any(run.graph.lean is None for run in self._runs):  # taken for the last one; from the next step on it keeps less
+            if any(run.graph.lean is None for run in self._runs):  # planned as the last graph; from the next step on it keeps less
                 peak_bytes = solving.summarize(captured).keep_everything_peak_bytes
                 graph.lean = lean_schedule(captured, graph.tangents, peak_bytes, time_limit_s=self.limit_s)
                 graph.schedule = graph.lean or keeping_all(captured)
@@ -184,7 +184,7 @@ class SharedBudget:
         if step in self._planned:
             self._learning = False
         elif not self._learning:
-            self._learning = True  # another step than before: look at the next one like it
+            self._learning = True  # the step has changed: observe the next one
         else:
             self._planned.add(step)
             if len(runs) > 1 or runs[0].graph.lean is not None:

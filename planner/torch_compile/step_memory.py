@@ -79,10 +79,10 @@ def beside(runs: Sequence[Seen], index: int, kept_bytes: Sequence[int]) -> int:
     made = _union(run.made for run in runs)
     static = _union(s for run in runs for s in (run.inputs, run.held))
     there = sum(size for s, size in static.items() if s not in own and s not in made)
-    # What an earlier graph made and this one reads is counted by both.
+    # Tensors made by an earlier graph and read by this one are counted twice.
     earlier = _union(run.made for run in runs[:index])
     there += sum(kept_bytes[:index]) - sum(size for s, size in earlier.items() if s in own)
-    # Backward: later graphs have left gradients, for parameters and for what earlier graphs made.
+    # Backward: later graphs have made gradients of parameters and of earlier graphs' outputs.
     grads = _union(run.trained for run in runs[index + 1 :])
     later, read = (_union(run.inputs for run in some) for some in (runs[index + 1 :], runs))
     waiting = sum(size for s, size in earlier.items() if s in later or s not in read)

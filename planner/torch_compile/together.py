@@ -15,8 +15,8 @@ from planner.torch_compile.step_memory import Seen, beside
 from solvers.clock import WallClock
 from solvers.eviction.least_peak import least_evicting_schedule
 
-_HALVINGS = 4  # on the way to how much the graphs may keep
-_WITNESS_S = 2.0  # for showing that a graph fits
+_HALVINGS = 4  # bisection steps for the share that graphs may keep
+_WITNESS_S = 2.0  # seconds to show that a graph fits
 
 
 class Together:
@@ -100,7 +100,7 @@ class Together:
         kept = dict.fromkeys(self._graphs, 0)
         found: dict[PlannedGraph, Schedule] = {}
         repeated = len(self._order) > len(self._graphs)
-        for _ in range(1 + repeated):  # a graph that runs again is beside itself
+        for _ in range(1 + repeated):  # a graph that runs several times coexists with itself
             for graph in self._graphs:
                 room = self._room(graph, kept)
                 schedule = lean_schedule(graph.captured.graph, graph.tangents, room, time_limit_s=self._limit_s)

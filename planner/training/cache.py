@@ -15,7 +15,7 @@ from planner.budgets import allowed_overhead, budget_in_bytes
 from planner.plans.document import read_plan, write_plan
 from planner.plans.plan import Plan
 
-# In a plan's provenance: the peak that budgets are shares of, in bytes, where it is not that of its own graph.
+# In a plan's provenance: the peak in bytes that shares refer to, if it is not that of its own graph.
 SHARES_OF = "shares_of_bytes"
 
 
@@ -61,7 +61,7 @@ class PlanCache:
         """Store `plan`. Warn, and do not raise, if that fails."""
         try:
             if path.is_symlink() or (path.exists() and not path.is_file() and not path.is_dir()):
-                path.unlink()  # nothing is written to where it leads
+                path.unlink()  # the target of a link is not overwritten
             write_plan(plan, path)
         except (OSError, OutputError) as error:
             warnings.warn(f"the plan is not kept: {error}", stacklevel=3)
@@ -86,7 +86,7 @@ def _check_budget(plan: Plan, budget: str | int) -> None:
     if type(whole_bytes) is not int or whole_bytes < plan.graph.static_bytes:
         raise FormatError(f"its budget is a share of {whole_bytes!r} B, which is no peak of this step")
     if allowed_overhead(budget) is not None:
-        return  # its budget is what was found, and the file is named after what was asked for
+        return  # its budget was found, and its file is named after the requested overhead
     asked_bytes = budget_in_bytes(budget, whole_bytes)
     if plan.budget_bytes != asked_bytes:
         raise BudgetError(f"its budget is {plan.budget_bytes} B, and {asked_bytes} B was asked for")

@@ -28,10 +28,10 @@ from planner.runtime.release import release_unused
 from planner.torch_private.core import TorchDispatchMode, pytree
 
 _MOST_TURNS = 9
-_TURNS_S = 0.5  # for turns of both, in all; one at least
-# What is captured may take that much more than eager PyTorch, and that much at least, before somebody is told.
+_TURNS_S = 0.5  # seconds for turns of both in all; at least one turn
+# A captured step may take this ratio, and this many seconds, more than eager PyTorch before a warning.
 _MUCH = 1.5
-_ROUNDING = 0.05  # of the largest element: half precision, added up in parts, is far from it
+_ROUNDING = 0.05  # of the largest element: partial sums in half precision are far below
 _MORE_THAN_PREDICTED = 3.0  # of a gradient error
 _LEAST_S, _LEAST_BYTES = 0.02, 32 * 2**20
 
@@ -63,7 +63,7 @@ def compare_with_eager(
     device = next(step.parameters()).device
     if failure := why_it_does_not_fit(captured.graph, device):
         return EagerComparison(failure=failure, reference=beside)
-    undone, written = UndoWrites(), written_tensors(captured, step, batch)  # kernels that Inductor compiled tell nobody
+    undone, written = UndoWrites(), written_tensors(captured, step, batch)  # Inductor's kernels write unseen
     try:
         plain = outcome(reference, step, batch, written=written, undone=undone)
     except Exception as error:  # noqa: BLE001  # whatever stops PyTorch, the plan is good all the same
@@ -141,7 +141,7 @@ def _compared_times(steps: Mapping[str, Isolated], step: TrainingStep, batch: Ba
     parameters = list(step.parameters())
     begin = time.perf_counter()
     found = turn_times(steps, batch, parameters=parameters, repeats=1)
-    turn_s = (time.perf_counter() - begin) / 2  # the first of the two was to warm up
+    turn_s = (time.perf_counter() - begin) / 2  # the first of the two was a warm-up
     if (turns := min(_MOST_TURNS, int(_TURNS_S / turn_s))) > 1:
         found = turn_times(steps, batch, parameters=parameters, repeats=turns)
     return median(found["plain"]), *ratio_in_turns(found["planned"], found["plain"])
@@ -178,7 +178,7 @@ def _first_differing_op(captured: Capture, step: TrainingStep, batch: Batch) -> 
     if first is None:
         return None
     culprit = graph.ops[first]
-    module = "" if culprit.module == "model" else culprit.module.removeprefix("model.")  # as the user knows it
+    module = "" if culprit.module == "model" else culprit.module.removeprefix("model.")  # as in the user's code
     return DifferingOp(culprit.name, culprit.target, module)
 
 

@@ -41,9 +41,9 @@ from planner.training.step import Improving, PlannedStep
 if TYPE_CHECKING:
     from planner.capture.kernels.variants import Variant  # importing Inductor takes a second
 
-# How often a budget is lowered by what a measured peak is above it.
+# How often a budget is lowered by the excess of the measured peak.
 _CORRECTIONS = 2
-# Typical seconds of stages, for the estimate of the time left: so many steps, and turns with eager PyTorch.
+# Typical seconds of stages, for the estimate of the time left: numbers of steps, and of turns with eager PyTorch.
 _CHECK_STEPS, _COMPARE_STEPS, _COMPARE_S = 1.5, 9.0, 0.5
 
 
@@ -129,7 +129,7 @@ class Compiler:
                 plan = replace(plan, budget_bytes=wanted_bytes, measured_peak_bytes=peak_bytes)
                 plan = self._compared(captured, batch, plan, executor)
                 return self._step(captured, plan, executor, budget, solved_bytes=solved_bytes)
-            del executor  # with what its recording holds
+            del executor  # with the memory of its recording
             over = over_budget(plan, peak_bytes, wanted_bytes)
             if left:
                 try:
@@ -160,7 +160,7 @@ class Compiler:
     def _rehearses(self, graph: Graph) -> bool:
         """Return whether planning runs a step to measure its peak."""
         if not self._swaps or type(self.wrapper.ranks) is not SingleProcess:
-            return True  # a plan that takes too much would stay
+            return True  # a plan over the budget would stay
         return not why_it_does_not_fit(graph, next(self.wrapper.module.parameters()).device)
 
     @property

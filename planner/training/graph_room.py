@@ -9,7 +9,7 @@ from planner.choices import with_recorded
 from planner.plans.plan import Plan
 from planner.runtime.graph_pool import pool_bytes
 
-_TRIES = 6  # solves: segments are coarse, so that a plan that takes less need not keep less
+_TRIES = 6  # solves: segments are coarse, so a plan with a lower peak may keep the same memory
 
 
 def with_room_for_pool(graph: Graph, plan: Plan, library_bytes: int, solve: Callable[[int], Plan]) -> Plan:

@@ -26,13 +26,13 @@ from planner.search import Search
 from planner.solving import judged_on
 
 _TIMED_STEPS = 3
-_GAIN = 0.002  # of the step: what a plan must be faster by to be swapped in while the solve goes on or at its end
-# A process is started at once where so much is lost in a step to what is not optimal yet, or may not be; else once as much
-# has been lost in all as starting it costs.
+_GAIN = 0.002  # of the step: gain that a plan must have to be swapped in, during the solve and at its end
+# A process is started at once if a step loses this much to suboptimality, proved or possible; otherwise once the total loss
+# is as large as the cost of the start.
 _LOST_AT_ONCE_S, _LOST_IN_ALL_S = 0.005, 0.5
 _POLL_S = 0.2
-_SOLVES: WeakSet[BackgroundSolve] = WeakSet()  # that were started here
-_FIRST_SHARED = 2  # step before which several processes first exchange what they know
+_SOLVES: WeakSet[BackgroundSolve] = WeakSet()  # started in this process
+_FIRST_SHARED = 2  # step before which several processes first exchange their state
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,10 +84,10 @@ class Improvement:
         self._solved_bytes, self._search, self._make_executor = solved_bytes, search, make_executor
         self._solve: BackgroundSolve | None = None
         self._candidate: Plan | None = None
-        self._is_solved = plan.status == "optimal"  # with the costs that are known
+        self._is_solved = plan.status == "optimal"  # at the known costs
         self._timer: OpTimer | None = None
-        self._before: Swap | None = None  # to go back to
-        if finds and executor.channels is None:  # else the time of an op would include waiting for copies
+        self._before: Swap | None = None  # the plan to return to
+        if finds and executor.channels is None:  # otherwise op times would include waits for copies
             self._timer = OpTimer(executor, steps=_TIMED_STEPS)
         self._watch = PeakWatch(executor) if plan.measured_peak_bytes is None else None
 
@@ -98,7 +98,7 @@ class Improvement:
             steps: how many have been trained: a solve begins once it pays.
         """
         self._take_times()
-        others = any(solve.is_running for solve in _SOLVES)  # of other sizes, or models: one after the other
+        others = any(solve.is_running for solve in _SOLVES)  # for other sizes or models: one solve at a time
         if not self._is_solved and self._solve is None and not others and self._is_worth_it(steps):
             self._start()
         return self._better()
@@ -186,7 +186,7 @@ class Improvement:
         try:
             self._solve = BackgroundSolve(self._search.job(self._captured.graph, self._solved_bytes))
             _SOLVES.add(self._solve)
-        except OSError:  # no process can be started: the plan that is there is good all the same
+        except OSError:  # no process can be started: the current plan stays
             self._is_solved = True
 
     def _end_solve(self) -> None:
@@ -205,14 +205,14 @@ class Improvement:
         if self._solve is not None:
             self._receive(0.0)
         plan = self._candidate
-        if plan is None or self._watch is not None:  # one plan after the other
+        if plan is None or self._watch is not None:  # one swap at a time
             return None
         self._candidate = None
         gain = 1 - plan.time_s / self.plan.time_s
         fits = self._executor.earlier_gradients.fit_beside(with_recorded(self._captured.graph, plan.settings), plan.schedule)
         if gain >= _GAIN and fits and (self._search.any_rounding or rounds_alike(self._captured.graph, self.plan, plan)):
             return plan
-        if plan.bound_s is not None:  # proved of this plan, too
+        if plan.bound_s is not None:  # the bound also holds for this plan
             bound_s = min(plan.bound_s, self.plan.time_s)
             self.plan = replace(self.plan, bound_s=max(bound_s, self.plan.bound_s or 0.0))
         return None
@@ -274,7 +274,7 @@ class Consultation:
         if over and max(over) > 0:
             return self.improvement.take_back(max(over))
         found, in_use = self._ranks.share(lambda: (find(), self.improvement.plan))
-        if not self._alone:  # the costs that one has measured are all's; a peak is of one's own
+        if not self._alone:  # measured costs are shared by all processes; the peak is per process
             measured = self.improvement.plan.measured_peak_bytes
             self.improvement.plan = replace(in_use, measured_peak_bytes=measured)
         return None if found is None else self.improvement.adopt(found)

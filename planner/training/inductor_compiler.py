@@ -15,7 +15,7 @@ from planner.training.cache import SHARES_OF
 from planner.training.compiler import Compiler
 from planner.training.step import PlannedStep
 
-_WORTH_IT = 0.01  # of the step: what recomputation must cost for other kernels to be compiled
+_WORTH_IT = 0.01  # of the step: cost of recomputation from which other variants are compiled
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class InductorCompiler(Compiler):
         """
         whole_bytes = summarize(captured.graph).keep_everything_peak_bytes
         if is_share(budget):
-            # Of the peak of eager PyTorch, whose kernels are measured for that.
+            # Shares refer to the peak of eager PyTorch, whose kernels are measured for that.
             eager = replace(self, trace=replace(self.trace, options=(), measure_link=False)).profile(
                 self._captured(batch, None), batch
             )
@@ -63,7 +63,7 @@ class InductorCompiler(Compiler):
             try:
                 other = _shares_of(whole_bytes, self.profile(self._other(variant, captured, batch), batch))
                 with warnings.catch_warnings():
-                    warnings.simplefilter("ignore", EagerWarning)  # one that differs is not taken
+                    warnings.simplefilter("ignore", EagerWarning)  # a variant that differs is rejected
                     step = comparing.solve(other, batch, budget_bytes)
             except (BudgetError, LimitError, TraceError):
                 continue
@@ -89,7 +89,7 @@ def _shares_of(whole_bytes: int, captured: Capture) -> Capture:
 def _others(graph: Graph) -> list[Variant]:
     """Return the variants that may be faster than the default one with this `graph`."""
     found = [Variant.KEEP]
-    if not any(op.random for op in graph.ops):  # with a budget, PyTorch draws other numbers in the backward pass
+    if not any(op.random for op in graph.ops):  # with a memory budget, PyTorch draws other numbers in the backward pass
         found.insert(0, Variant.BUDGET)
     if any(not (op.recomputable or op.mutates or op.random) for op in graph.ops):
         found.insert(0, Variant.WHOLE)

@@ -24,9 +24,9 @@ from planner.training.optimizers import optimizer_kind
 from planner.training.step import PlannedStep
 
 _MOST_PLANS = 32
-_MANY_SIZES = 8  # besides the first, before somebody is told
-_SIDE_LIMIT_S = 5.0  # to solve for a size that is not the first
-Key = tuple[tuple[Hashable, ...], Shapes]  # all but the sizes, the sizes
+_MANY_SIZES = 8  # apart from the first, before a warning
+_SIDE_LIMIT_S = 5.0  # for the solve of a size other than the first
+Key = tuple[tuple[Hashable, ...], Shapes]  # everything but the sizes, and the sizes
 _LIMIT_S = signature(compile).parameters["time_limit_s"].default
 _BUDGETS = {"budget", "max_overhead"}
 _OPTIONS = {p.name for p in signature(compile).parameters.values() if p.kind is Parameter.KEYWORD_ONLY} - _BUDGETS
@@ -130,7 +130,7 @@ class BatchPlans:
         if any(kind == key[0] for kind, _ in self._uses):
             return self._side_step(make, options, batch)
         made = make(**{"on_progress": on_progress, **options})
-        self._budget = made.plan.budget_bytes  # where it is a share, of the first batch's peak
+        self._budget = made.plan.budget_bytes  # a share refers to the first batch's peak
         return made
 
     def _side_step(self, make: Callable[..., PlannedStep], options: Mapping[str, Any], batch: Batch) -> PlannedStep:

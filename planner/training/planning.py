@@ -99,7 +99,7 @@ class Planning:
         if choices is None or choices.host_bytes is None:
             return None, self.solve
         channels = self.wrapper.channels(choices.host_bytes)
-        host_bytes = int(channels.memory.capacity_bytes)  # of which as much may be free as before: earlier plans have taken it
+        host_bytes = int(channels.memory.capacity_bytes)  # the buffers of earlier plans count as free
         return channels, replace(self.solve, choices=replace(choices, host_bytes=host_bytes))
 
     def _compiler(self, channels: Channels | None, solve: SolveSettings) -> Compiler:
@@ -108,7 +108,7 @@ class Planning:
             from planner.training.inductor_compiler import InductorCompiler  # importing Inductor takes a second
 
             make = InductorCompiler
-        first = self.wrapper.ranks.is_first  # of several processes, the first one reports
+        first = self.wrapper.ranks.is_first  # of several processes, only the first one reports
         return make(
             self.wrapper,
             self.loss_fn,

@@ -51,7 +51,7 @@ def advise(
         time_limit_s: for trace and analysis together; the analysis has at least 20 s.
         on_activity: called with a line about what is being done.
         on_progress: progress of the trace, as in ``planner.trace``.
-        should_stop: polled; when it returns True, what is known so far is returned.
+        should_stop: polled; when it returns True, the results so far are returned.
 
     Raises:
         TraceError: as ``planner.trace``.

@@ -34,8 +34,8 @@ class Ended:
     """The result of a background solve.
 
     Attributes:
-        plan: the best that was found; None if there is none.
-        failure: why there is none.
+        plan: the best plan; None if none was found.
+        failure: the reason if there is no plan.
     """
 
     plan: Plan | None = None

@@ -90,7 +90,7 @@ def budget_in_bytes(budget: str | int, peak_bytes: int) -> int:
         peak_bytes: the predicted peak of plain eager PyTorch, which shares are shares of.
 
     Raises:
-        BudgetError: it cannot be read, is not above zero, or only a device or a solve tells what it comes to.
+        BudgetError: it cannot be read, is not above zero, or its bytes depend on a device or a solve.
     """
     if is_auto(budget):
         raise BudgetError(

@@ -55,10 +55,10 @@ class Choices:
 
     Attributes:
         options: names in ``planner.capture.options.OPTIONS``.
-        link_bytes_per_s: in each direction; None: what is known of the device that a graph is for.
-        host_bytes: of the host's memory that a step may take; None where no option copies.
-        exact: offer only ops that differ from the program in not a bit.
-        host_budget: what `host_bytes` was read from.
+        link_bytes_per_s: rate in each direction; None: the known rate of the graph's device.
+        host_bytes: host memory that a step may use; None if no option transfers tensors.
+        exact: True to offer only ops with the bits of the program.
+        host_budget: the text that `host_bytes` was read from.
     """
 
     options: tuple[str, ...]
@@ -99,7 +99,7 @@ class Choices:
         """Return `graph` with these options.
 
         Raises:
-            MismatchError: its provenance has a link that cannot be.
+            MismatchError: the link in its provenance is impossible.
             GraphError: it was traced without one of them, or one cannot be added to it.
         """
         around = None
@@ -127,7 +127,7 @@ class Choices:
         """Return the link to plan with, for a graph of this provenance.
 
         Raises:
-            MismatchError: it has one that cannot be.
+            MismatchError: the link in the provenance is impossible.
         """
         if self.link_bytes_per_s is not None:
             return KnownLink(Link.even(self.link_bytes_per_s), LinkSource.GIVEN)
@@ -149,13 +149,14 @@ def choices_of(
 
     Args:
         options: names in ``planner.capture.options.OPTIONS``.
-        link: bytes a second in each direction, or ``25GB/s``; None: what was measured or is published of a graph's device,
-            else ``LINK``.
-        host_budget: bytes, ``64GB``, or ``50%`` of the host's memory that is free; None: half of that.
-        exact: offer only ops of these options that differ from the program in not a bit.
+        link: bytes per second in each direction, or ``25GB/s``; None: the measured or published rate of a graph's device, else
+            ``LINK``.
+        host_budget: bytes, ``64GB``, or ``50%`` of the free host memory; None: half of that.
+        exact: offer only ops of these options with the bits of the program.
 
     Raises:
-        PlannerError: there is no such option; the link or the memory cannot be read; or they are given without an option.
+        PlannerError: there is no such option; the link or the memory cannot be read; or they are given without an option that
+            needs them.
     """
     if isinstance(options, str):
         raise PlannerError(f"options is {options!r}: must be a list of names, [{options!r}]")
@@ -183,7 +184,7 @@ def recorded_link(settings: Mapping[str, object]) -> KnownLink | None:
     """Return the link in the settings of a plan; None if no option of the plan transfers tensors.
 
     Raises:
-        MismatchError: they cannot be what a solve has recorded.
+        MismatchError: the settings are none that a solve records.
     """
     if Need.LINK not in needs(recorded_options(settings)):
         return None
@@ -199,7 +200,7 @@ def with_recorded(graph: Graph, settings: Mapping[str, object]) -> Graph:
     """Return `graph` with exactly the options in the settings of a plan.
 
     Raises:
-        MismatchError: they cannot be what a solve has recorded.
+        MismatchError: the settings are none that a solve records.
         GraphError: there is no such option, or it cannot be added to this graph, or the graph was traced without it.
     """
     names, only = recorded_options(settings), _recorded_exact(settings)

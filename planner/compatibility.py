@@ -16,9 +16,9 @@ class Conflict:
     """Two things that exclude each other.
 
     Attributes:
-        one: the name of an option of a graph, or a feature.
+        one: name of a graph option, or a feature.
         other: a feature.
-        reason: why, and what to do.
+        reason: the reason, and advice.
     """
 
     one: str
@@ -85,10 +85,10 @@ def check_compatible(asked: Collection[str]) -> None:
     """Raise if two requested things exclude each other.
 
     Args:
-        asked: names of options of a graph, without what stands behind a colon, and features.
+        asked: names of graph options, without numbers, and features.
 
     Raises:
-        UsageError: there are two that do not; says why, and what to do.
+        UsageError: two exclude each other; with the reason and advice.
     """
     for one in conflicts():
         if one.one in asked and one.other in asked:

@@ -38,10 +38,10 @@ def least_memory(
     its budget is decided. The result is as reproducible as the solves are.
 
     Args:
-        graph: in the order that is solved, with its options.
+        graph: the graph in the order to solve, with its options.
         max_overhead: 0 or more, as a fraction of the step that keeps everything.
         solve_at: solves `graph` for a budget.
-        clock: what the whole search may spend.
+        clock: the limit of the whole search.
         on_progress, should_stop: as in ``planner.solve``; once it stops, the least budget so far is the answer.
         precision: stop when the bracket of the budget is at most this part of it.
 

@@ -26,7 +26,7 @@ def check_plan(graph: Graph, plan: Plan) -> Simulation:
     """Return the judge's simulation of `plan` on `graph`, after checking that the plan agrees with it.
 
     Raises:
-        MismatchError: the plan is for another graph, for this one with other times or sizes, or was edited.
+        MismatchError: the plan is for another graph, or for this one with other times or sizes, or was edited.
         ScheduleError: its schedule does not run on the graph.
     """
     check_same_graph(plan.graph, found := summarize(graph))
@@ -53,7 +53,7 @@ def check_with_its_graph(plan: Plan, plan_path: str | os.PathLike[str]) -> None:
     """Check `plan`, read from `plan_path`, if its graph's file still exists.
 
     Raises:
-        MismatchError, ScheduleError: what it says is not what its schedule does.
+        MismatchError, ScheduleError: the plan disagrees with its schedule.
     """
     path = graph_path(plan, plan_path)
     if path is None or not path.is_file():
@@ -73,11 +73,11 @@ def check_sizes(graph: Graph, plan: Plan) -> None:
     """Check `plan` on the graph of a captured step, whose times and workspaces are not measured.
 
     Args:
-        graph: with the options that `plan` was solved with where they are found in the step, without the others.
+        graph: with the options of `plan` that are found in a step, without the others.
 
     Raises:
-        MismatchError: the plan is for another graph; its peak, or that without recomputation, is lower than what tensors
-            take without any workspace; or its times and its bound contradict each other or the schedule.
+        MismatchError: the plan is for another graph; its peak, or that without recomputation, is below the tensors' own memory;
+            or its times and its bound contradict each other or the schedule.
         ScheduleError: its schedule does not run on the graph.
     """
     offered = with_recorded(graph, plan.settings)

@@ -24,8 +24,8 @@ class RealStep:
     Attributes:
         static: the static tensors, in the order of the program's sources.
         device: the device of the static tensors.
-        order: ids of the ops in the order of execution: program order, with optional ops as soon as their inputs exist, without
-            those that call an op of the program on other tensors (``equivalent_ops``).
+        order: ids of the ops in execution order: program order, with optional ops as soon as their inputs exist, without those
+            that call an op of the program on other tensors (``equivalent_ops``).
     """
 
     def __init__(self, capture: Capture, static: Sequence[torch.Tensor], written: Sequence[torch.Tensor]) -> None:

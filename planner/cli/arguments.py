@@ -244,7 +244,7 @@ def print_text(text: str, *, beside: Sequence[str | None] = ()) -> None:
     """Print a result as text; unprintable characters in names are escaped.
 
     Args:
-        beside: the files that were written. Where one of them is the standard output, nothing else goes there.
+        beside: the written files. If one of them is the standard output, the text is not printed there.
     """
     print(visible_lines(text), file=_report_to(beside))
 

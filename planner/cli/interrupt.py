@@ -14,8 +14,8 @@ class StopOnInterrupt:
     """A context manager and predicate: the first Ctrl-C makes it return True, the second ends the process at once.
 
     Args:
-        progress: where to say that the solve is being ended.
-        ending: what it is ended with.
+        progress: the view for the note that the solve is being ended.
+        ending: how it is ended, for the note.
     """
 
     def __init__(self, progress: LineView, *, ending: str = "with the best schedule found so far") -> None:

@@ -17,10 +17,10 @@ class Baseline:
     """A step that runs by another schedule than the plan's.
 
     Attributes:
-        name: for people.
+        name: name for display.
         peak_bytes, time_s: as the judge predicts them.
         recomputed: executions beyond the first of each op.
-        times_s, memory_bytes: for each execution, when it begins and what is in memory during it.
+        times_s, memory_bytes: start of each execution, and memory during it.
     """
 
     name: str

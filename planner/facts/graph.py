@@ -57,10 +57,9 @@ class OptionFacts:
     """The gain from an option that a graph was traced with.
 
     Attributes:
-        ops, inexact_ops: its optional ops, or those of the program that may write over an input; and those of them that may
-            differ from the program.
-        least_budget_bytes: no schedule with it needs less, of those in the order of ops that a solve with it takes.
-        least_budget_found_bytes: a schedule with it is known for so much.
+        ops, inexact_ops: number of its optional ops, or of ops that may overwrite inputs; and number of those that are not exact.
+        least_budget_bytes: lower bound on the budget with it, for schedules in the order that a solve uses.
+        least_budget_found_bytes: budget of the best schedule known with it.
     """
 
     ops: int
@@ -74,12 +73,12 @@ class DeviceFacts:
     """The gain from another device that the ops of a graph were measured on.
 
     Attributes:
-        ops, inexact_ops: of the program that may run there; and those of them that may differ from what they make here.
-        time_s, here_s: seconds of all of these, there and here.
-        bytes_per_s, latency_s: of copies from and to it.
-        capacity_bytes: of its memory; None for no limit.
-        least_budget_bytes, least_budget_found_bytes: no budget of the main device with it is below the former, and the latter is
-            known to do; None where no op may run there.
+        ops, inexact_ops: number of ops of the program that may run there; and number of those that are not exact there.
+        time_s, here_s: total seconds of these ops there, and on the main device.
+        bytes_per_s, latency_s: rate and latency of transfers.
+        capacity_bytes: size of its memory; None for no limit.
+        least_budget_bytes, least_budget_found_bytes: lower bound on the main device's budget with it, and the budget of the best
+            schedule known; None if no op may run there.
     """
 
     ops: int
@@ -128,11 +127,11 @@ def graph_facts(graph: Graph, *, exact: bool = False) -> GraphFacts:
     """Return the facts about `graph`, the largest ops and tensors first: those of its program, and the gains from its options.
 
     Args:
-        exact: count only what differs from the program in not a bit.
+        exact: count only exact ops.
 
     Raises:
-        MismatchError: its provenance has other devices that cannot be.
-        GraphError: these are not those of its ops.
+        MismatchError: the devices in its provenance are impossible.
+        GraphError: the devices do not match its ops.
     """
     graph = holding_ops(graph, exact_ops(graph)) if exact else graph
     summary = summarize(graph)
@@ -188,7 +187,7 @@ def _device_facts(graph: Graph, device: OtherDevice) -> DeviceFacts:
     """Return the facts about running ops of the program of `graph` on `device`.
 
     Raises:
-        GraphError: it has not a time, or None, for each of them.
+        GraphError: it lacks a time, or None, for one of the ops.
     """
     offered = movable(graph, device)
     proved_bytes, found_bytes = None, None

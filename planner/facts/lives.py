@@ -15,8 +15,8 @@ class Moment:
 
     Attributes:
         start_s, end_s: seconds since the step began.
-        size_bytes: in use, static bytes included.
-        op: what is executed or issued; None while the computation waits.
+        size_bytes: bytes in use, static memory included.
+        op: the op that is executed or issued; None while the computation waits.
     """
 
     start_s: float
@@ -30,8 +30,8 @@ class Life:
     """A tensor in memory, from an execution that makes it until it is freed.
 
     Attributes:
-        tensor: what is in memory.
-        maker: the op that was executed for it.
+        tensor: the tensor.
+        maker: the op that was executed to make it.
         born, dies: the first moment with it, and the first without it.
         last_reader: the op that reads it last in this life; None if none does.
     """

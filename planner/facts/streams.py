@@ -15,9 +15,9 @@ class Stream:
     """A stream, and its executions.
 
     Attributes:
-        executions: in order.
-        busy_s: seconds of all of them.
-        made_bytes: of their outputs; of copies, what they carry.
+        executions: its executions, in order.
+        busy_s: total seconds of its executions.
+        made_bytes: bytes of their outputs, or of the copied tensors.
     """
 
     name: str
@@ -32,8 +32,8 @@ class Wait:
 
     Attributes:
         start_s, end_s: seconds since the step began.
-        awaited: the execution on another stream with whose end it ends.
-        following: the op that is executed then, or the tensor whose memory can go then; None at the end of the step.
+        awaited: the execution on another stream that ends the wait.
+        following: the op that is executed next, or the tensor that can be freed; None at the end of the step.
     """
 
     start_s: float
@@ -52,9 +52,9 @@ class Trip:
     """A tensor of the device that is copied to another pool.
 
     Attributes:
-        copy: what is there.
-        out: the execution that makes it.
-        back: those that make the tensor of it on the device, in order.
+        copy: the tensor in the other pool.
+        out: the execution that offloads it.
+        back: the executions that reload it, in order.
     """
 
     tensor: Tensor

@@ -20,11 +20,11 @@ class Execution:
     """One execution of an op.
 
     Attributes:
-        op: what is executed.
+        op: the op.
         step: index in the schedule.
         start_s, end_s: seconds since the step began.
-        memory_bytes: in use on the device during it, static bytes included.
-        again: what it is executed for, itself or what it stands for, was executed before.
+        memory_bytes: bytes in use on the device during it, static memory included.
+        again: True if the op, or one that it replaces, was executed before.
     """
 
     op: Op
@@ -41,9 +41,9 @@ class Burst:
 
     Attributes:
         start_s: seconds since the step began.
-        time_s, ops: of all of them.
+        time_s, ops: total seconds, and number of ops.
         modules: blocks they belong to, in order of appearance.
-        reader: the op that is executed for the first time behind them; None at the end of the step.
+        reader: the op that is executed for the first time after them; None at the end of the step.
     """
 
     start_s: float
@@ -77,10 +77,10 @@ class Timeline:
     """The timeline of `plan` on `graph`, which has the options that the plan was solved with.
 
     Attributes:
-        simulation: what the judge says of the schedule.
+        simulation: the judge's simulation of the schedule.
 
     Raises:
-        MismatchError: the plan is for another graph, or says what its schedule does not do.
+        MismatchError: the plan is for another graph, or disagrees with its schedule.
         ScheduleError: the plan's schedule does not run on the graph.
     """
 

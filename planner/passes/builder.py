@@ -22,8 +22,8 @@ class Pass:
     """A runnable pass.
 
     Attributes:
-        module: whose code is that of the pass.
-        run: called with its parameters.
+        module: the module with the code of the pass.
+        run: function of its parameters.
         lines: for each line of a step, the position of that step in the schedule.
     """
 
@@ -36,15 +36,15 @@ class PassBuilder:
     """A builder of a pass, call by call.
 
     Attributes:
-        tensors: for each tensor in memory the node that holds it.
-        step: position of the step in the schedule that what comes is of; None for what is of none.
+        tensors: for each tensor in memory its node.
+        step: position in the schedule of the step that is being built; None outside of steps.
     """
 
     def __init__(self, program: Program, names: Mapping[str, object] = MappingProxyType({})) -> None:
         """Start a pass of `program`.
 
         Args:
-            names: of objects, in the source.
+            names: names of objects in the source.
         """
         self.tensors: dict[int, fx.Node] = {}
         self.step: int | None = None
@@ -78,7 +78,7 @@ class PassBuilder:
         """Add a parameter that is a list of `tensors`, followed by `others`, by name; return the nodes of the others.
 
         Args:
-            emptied: the pass empties the list, so that nothing but its own variables holds what is in it.
+            emptied: True if the pass empties the list, so that only its own variables hold the items.
         """
         nodes = [self._graph.placeholder(f"t{tensor}") for tensor in tensors]
         for tensor, node in zip(tensors, nodes, strict=True):
@@ -96,7 +96,7 @@ class PassBuilder:
         """Return the node or argument for `value` in the graph.
 
         Args:
-            own: what stands for tensors in place of those in memory.
+            own: nodes of tensors that replace those in memory.
         """
         match value:
             case fx.Node():

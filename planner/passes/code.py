@@ -28,9 +28,9 @@ class Parameter:
     """A parameter of a pass.
 
     Attributes:
-        name: of it.
-        unpacked: the placeholders of its items, where it is a list; None where it is a placeholder itself.
-        emptied: whether the list is emptied before anything else happens.
+        name: name of the parameter.
+        unpacked: placeholders of its items if it is a list; None if it is a placeholder itself.
+        emptied: True if the list is emptied first.
     """
 
     name: str
@@ -46,7 +46,7 @@ class StraightLine(CodeGen):
     """A generator of the code of a pass.
 
     Attributes:
-        steps: for each line of the source that is of a step, its position in the schedule.
+        steps: for each line of a step, its position in the schedule.
     """
 
     def __init__(self, parameters: Sequence[Parameter], names: Mapping[str, object]) -> None:

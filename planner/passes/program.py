@@ -28,7 +28,7 @@ class Call:
     """A target applied to arguments: the call of an op or, as an argument, a view.
 
     Attributes:
-        target: what is called; a name calls that method of the first argument.
+        target: the function; a string names a method of the first argument.
         args, kwargs: references, calls, and lists and tuples of them; anything else is a constant.
     """
 
@@ -160,7 +160,7 @@ class Statement:
 
     Attributes:
         value: a call; None for a tensor that only marks that an op is done.
-        outputs: for each tensor that it makes its id and where it stands in the value.
+        outputs: for each tensor that it makes, its id and its path in the value.
     """
 
     value: Call | None
@@ -172,15 +172,14 @@ class OpCalls:
     """The calls that execute one op.
 
     Attributes:
-        statements: in order. An op of eager PyTorch has one; Inductor's allocate their outputs, and launch kernels.
+        statements: the statements, in order. An op of eager PyTorch has one; Inductor's allocate outputs, and launch kernels.
         random_state: id of the tensor that holds the generator's state as it was before the first
             execution; None for an op that draws nothing.
-        redraw: the call that draws from the generator ``Program.own_generator``; None where no kernel does.
-        composed: what is called, where that runs several operators; None where it is one.
-        over: ids of outputs and of the inputs that they may be written over, with the call that makes the output then, in
-            place of that of its statement.
-        launches: whether these are launches of Inductor's kernels.
-        after_forward: what is executed in place of the one statement once the forward pass has ended; None for the same.
+        redraw: the call that draws from ``Program.own_generator``; None if no kernel does.
+        composed: the function, if it runs several operators; None for a single one.
+        over: pairs of an output and an input that it may overwrite, with the call that does so.
+        launches: True if these are launches of Inductor's kernels.
+        after_forward: replacement for the single statement once the forward pass has ended; None if it is the same.
     """
 
     statements: tuple[Statement, ...]
@@ -243,13 +242,13 @@ class Program:
         sources: one per static tensor that an op or an output reads.
         loss: value of the loss.
         extras: values of the other returned tensors.
-        gradients: for each parameter or input that gets one: its static tensor id, the value.
+        gradients: for each parameter or input with a gradient, its static tensor id and the gradient's value.
         constants: tensors that are part of the step, by name.
-        generator: what random ops draw from.
-        own_generator: what those draw from that are executed again (``capture.rewrites.reproducible_random``).
+        generator: generator of the random ops.
+        own_generator: generator of recomputed random ops (``capture.rewrites.reproducible_random``).
         guard: makes the context that the passes run in; None for none.
         aligned: static tensors that kernels for CUDA expect to begin at a multiple of 16 bytes.
-        names: of some targets, for people to read.
+        names: names of some targets, for display.
     """
 
     calls: tuple[OpCalls, ...]
@@ -269,7 +268,7 @@ class Program:
 
         Args:
             step: module whose parameters and buffers the sources name.
-            leaves: of the batch.
+            leaves: leaves of the batch.
         """
         # Looked up each time, since parameters may be replaced; get_parameter would take longer than some steps.
         owners: dict[str, Any] = {"": step}

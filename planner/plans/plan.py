@@ -24,11 +24,11 @@ class GraphSummary:
     Attributes:
         fingerprint: ``Graph.fingerprint``.
         ops, tensors: how many the program has.
-        static_bytes: bytes in memory throughout.
+        static_bytes: bytes of static memory.
         keep_everything_peak_bytes: peak without recomputation.
         time_s: seconds of the step without recomputation.
         provenance: ``Graph.provenance``.
-        optional_ops, optional_tensors: how many it has besides the program's.
+        optional_ops, optional_tensors: number of ops and tensors besides the program's.
     """
 
     fingerprint: str
@@ -48,20 +48,19 @@ class Plan:
 
     Attributes:
         graph: the graph it is for.
-        schedule: what to do.
-        budget_bytes: what the user allowed, static bytes included.
+        schedule: the schedule.
+        budget_bytes: the user's budget, static memory included.
         peak_bytes, time_s: predicted for the schedule (``simulate``).
         bound_s: no schedule within the budget is faster than this, of those that first execute the ops in the same order
             (or of the narrower class that `settings` name as ``schedules``); None if unknown.
         status: ``OPTIMAL`` or ``FEASIBLE``, as in ``solvers.result.Status``.
         solver, seconds, settings, versions: how it was found.
-        measured_peak_bytes: of one step with real tensors; None if none was run.
-        graph_file: where the graph is, relative to the folder of the plan's file; None if it is in no file.
+        measured_peak_bytes: measured peak of one step; None if none was run.
+        graph_file: path of the graph, relative to the folder of the plan's file; None if it is in no file.
         eager: how a step by this plan compares with plain eager PyTorch; None if that was not tried.
-        pool_peaks_bytes: predicted for each other pool than the device, by name; empty where there is none.
-        differs: what may differ from the program, by the options that the user has named; empty for not a bit.
-        gradient_error: predicted, where an option is lossy: the root of the gradients' variance over their squared norm. None
-            where none is.
+        pool_peaks_bytes: predicted peaks of the other pools, by name.
+        differs: results that may differ from the program, by options that the user has named; empty if bit-identical.
+        gradient_error: predicted error for lossy options: the root of the gradients' variance over their squared norm; else None.
         source: the graph itself, if it is in memory; not part of files, of pickles and of comparisons.
     """
 
@@ -131,7 +130,7 @@ class Plan:
 
         Raises:
             FormatError: the file holds no plan that this planner reads.
-            MismatchError: the graph is there, but the plan says what its schedule does not do.
+            MismatchError: the graph exists, but the plan disagrees with its schedule.
         """
         from planner.plan_files import load
 
@@ -141,7 +140,7 @@ class Plan:
         """Return a ``matplotlib.figure.Figure`` of memory over the step, with keeping everything and checkpointing blocks.
 
         Args:
-            graph: what the plan was solved for; needed where the plan does not hold it (`source`).
+            graph: the graph that the plan was solved for; required if the plan does not hold it (`source`).
 
         Raises:
             PlannerError: the graph is not known, or matplotlib is not installed.

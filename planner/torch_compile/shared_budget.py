@@ -126,7 +126,7 @@ class SharedBudget:
         except InfeasibleError as error:
             if not self._runs:
                 raise
-            if any(run.graph.lean is None for run in self._runs):  # planned as the last graph; from the next step on it keeps less
+            if any(run.graph.lean is None for run in self._runs):  # assumed to be the last graph; keeps less from now on
                 peak_bytes = solving.summarize(captured).keep_everything_peak_bytes
                 graph.lean = lean_schedule(captured, graph.tangents, peak_bytes, time_limit_s=self.limit_s)
                 graph.schedule = graph.lean or keeping_all(captured)

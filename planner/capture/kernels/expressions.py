@@ -24,8 +24,8 @@ class Expressions:
     """The reader of expressions in the code of a module.
 
     Attributes:
-        bound: what its variables stand for.
-        parts: what the items of those of its variables stand for that are taken apart, by variable and subscript.
+        bound: values of the module's variables.
+        parts: values of the items of unpacked variables, by variable and subscript.
     """
 
     def __init__(

@@ -65,10 +65,10 @@ class Half:
     """The compiled forward or backward pass.
 
     Attributes:
-        source: of the module that Inductor generated.
-        namespace: what that module defines, as Inductor loaded it: a kernel that tunes itself does so once for all its callers.
-        inputs: name and descriptor of each input; what the forward pass saved has none.
-        outputs: name, descriptor and fake value of each output; None and None for those that are not there.
+        source: the module that Inductor generated.
+        namespace: the names that this module defines, as Inductor loaded it: kernels are autotuned once for all callers.
+        inputs: name and descriptor of each input; saved tensors have no descriptor.
+        outputs: name, descriptor and fake value of each output; None and None for missing ones.
         constants: tensors that are part of it, by name.
     """
 
@@ -117,10 +117,10 @@ def compile_halves(
     """Return `module`, captured by Dynamo, as compiled by Inductor; called in its tracing context.
 
     Args:
-        stack: open for as long as what is compiled is needed to be compiled again.
-        args, kwargs: what the module is called with.
-        variant: how.
-        export: what makes the joint graph.
+        stack: kept open as long as the halves may be compiled again.
+        args, kwargs: arguments of the module.
+        variant: the variant to compile.
+        export: the function that makes the joint graph.
     """
     found: dict[bool, Half] = {}
     extra = create_compiler_config_extra(module)

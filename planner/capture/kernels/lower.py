@@ -39,12 +39,12 @@ def lower_step(
     """Return a whole step as ops, each one or several launches of kernels.
 
     Args:
-        statics: the tensors that are there throughout.
-        signature: of the step.
-        generator: what random ops draw from.
+        statics: the static tensors.
+        signature: signature of the step.
+        generator: generator of the random ops.
 
     Raises:
-        TraceError: the step is none that is trained, or Inductor's code does something that no static graph can hold.
+        TraceError: the graph is no training step, or Inductor's code contains something that no static graph can hold.
     """
     check_outputs(halves.joint.graph_module.graph)
     lowering = _Lowering(halves, statics, generator)

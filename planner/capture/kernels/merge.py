@@ -17,8 +17,8 @@ class Group:
 
     Attributes:
         launches: in order.
-        once: whether they must not be executed again.
-        follows: positions of groups that must be executed before, though nothing of theirs is read.
+        once: True if they must not be executed again.
+        follows: positions of groups that must be executed before, though none of their values is read.
     """
 
     launches: list[Launch]
@@ -56,7 +56,7 @@ def grouped(launches: Sequence[Launch], static: Container[int]) -> list[Group]:
     """Return `launches` grouped to ops, in order.
 
     Args:
-        static: numbers of the values that are there throughout, which any op may write to.
+        static: numbers of the static values, which any op may write to.
     """
     groups: list[Group | None] = [Group([launch]) for launch in launches]
     for position, launch in enumerate(launches):

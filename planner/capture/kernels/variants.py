@@ -22,10 +22,10 @@ class Variant(StrEnum):
     """A variant of the compilation of a step.
 
     Attributes:
-        DEFAULT: as ``torch.compile`` does: the forward pass hands on as few bytes as can be at no cost (min-cut).
-        WHOLE: the same, with concatenations made whole.
-        BUDGET: with an ``activation_memory_budget`` of 0.8, and concatenations made whole.
-        KEEP: the forward pass hands on what autograd would save, and concatenations are made whole.
+        DEFAULT: as ``torch.compile`` does: the forward pass saves as few bytes as possible at no cost (min-cut).
+        WHOLE: the same, with each concatenation made by one kernel.
+        BUDGET: with an ``activation_memory_budget`` of 0.8, and each concatenation made by one kernel.
+        KEEP: the forward pass saves what autograd would, and each concatenation is made by one kernel.
     """
 
     DEFAULT = "default"

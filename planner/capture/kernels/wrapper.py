@@ -26,7 +26,7 @@ class Value:
     """An owner of memory: a buffer, or the result of a call.
 
     Attributes:
-        shape, dtype: where they are known before it is made, for people to read.
+        shape, dtype: for display, if known before the value is made.
     """
 
     shape: tuple[int, ...] = ()
@@ -38,15 +38,14 @@ class Launch:
     """One call.
 
     Attributes:
-        target: what is called, for people to read.
+        target: name of the function, for display.
         phase: the part of the step that it belongs to.
         statements: allocations and calls; their tensors are numbers of values.
         makes: numbers of the values that it makes.
-        reads: numbers of those that it reads.
-        writes: numbers of those that were there before, which it writes to.
-        random: whether it draws from the generator.
-        over: numbers of values that it makes and of those that it may write them over, with the call for it, in place of the
-            one that allocates.
+        reads: numbers of the values that it reads.
+        writes: numbers of the existing values that it writes.
+        random: True if it draws from the generator.
+        over: pairs of a value that it makes and one that it may overwrite, by number, with the call in place of the allocation.
     """
 
     target: str
@@ -63,10 +62,10 @@ class Wrapper:
     """The launches of one or several modules, one after the other.
 
     Attributes:
-        values: by number.
-        launches: in order.
-        names: of what they call, in the module.
-        guard: makes the context that they are in; None for none.
+        values: the values, by number.
+        launches: the launches, in order.
+        names: names of the launched functions in the module.
+        guard: the call that makes their context; None without one.
     """
 
     def __init__(self) -> None:
@@ -91,16 +90,16 @@ class Wrapper:
         """Add the launches of a module.
 
         Args:
-            source: of the module, which is `phase` of a step.
-            namespace: what it defines.
-            inputs: what its inputs stand for; None for those that are no tensors.
-            constants: what the tensors stand for that are part of it, by name.
+            source: source of the module, which is the `phase` of a step.
+            namespace: the names that the module defines.
+            inputs: values of its inputs; None for inputs that are no tensors.
+            constants: values of its constant tensors, by name.
 
         Returns:
-            What it returns.
+            The values that the module returns.
 
         Raises:
-            TraceError: it does something that no static graph can hold.
+            TraceError: the code contains something that no static graph can hold.
         """
         return _Reader(self, ast.parse(source), namespace, constants, phase).read(inputs)
 

@@ -22,9 +22,9 @@ class Writes:
     """The writes of a call.
 
     Attributes:
-        positions, keywords: of the arguments that it writes to.
-        returns: position of the argument that it returns, None where what it returns is new.
-        random: whether it draws from the generator.
+        positions, keywords: the arguments that it writes.
+        returns: position of the argument that it returns; None if the result is new.
+        random: True if it draws from the generator.
     """
 
     positions: frozenset[int] = frozenset()
@@ -56,7 +56,7 @@ class Kernels:
         """Return the target of `call` as text, and its writes.
 
         Raises:
-            TraceError: it is not known what it writes to.
+            TraceError: the writes are unknown.
         """
         match call.func:
             case ast.Name(id=name) | ast.Attribute(value=ast.Name(id=name), attr="run") if name in self._compiled:

@@ -30,14 +30,13 @@ class Capture:
     """A captured training step: its graph (without op times yet) and its program.
 
     Attributes:
-        graph, program: op by op.
-        signature: what it is called with, and what it returns.
-        nodes: for each op the node it was captured as, with its fake values; None for ops that
-            save the generator's state.
-        guards: what must be as it was for the program to be right; None for what is never executed, or checked by others.
-        conditions: what must hold of the data for this to be the step; None if nothing need.
-        values: what stands for each node in the calls of ops.
-        whole: both passes as PyTorch itself runs the same kernels, called as the step is; None for those of eager PyTorch.
+        graph, program: the ops, and their calls.
+        signature: structure of its arguments and results.
+        nodes: for each op its captured node, with fake values; None for ops that save the generator's state.
+        guards: conditions under which the program is valid; None if it is never executed, or checked elsewhere.
+        conditions: conditions on the data; None if there are none.
+        values: argument of calls for each node.
+        whole: both passes run by PyTorch with the same kernels, called as the step is; None for eager PyTorch's kernels.
     """
 
     graph: Graph
@@ -62,11 +61,11 @@ def lower(
     """Lower a joint graph whose outputs are explicit (``fix_outputs``).
 
     Args:
-        statics: the tensors that are there throughout.
-        signature: of the step.
-        generator: what random ops draw from.
-        forward_outputs: how many of its outputs are of the forward pass, of one of several graphs of a model. Its program returns
-            what AOTAutograd expects: all these, the first in place of a loss; and a value, or None, for each other output.
+        statics: the static tensors.
+        signature: signature of the step.
+        generator: generator of the random ops.
+        forward_outputs: number of outputs of the forward pass, for one of several graphs of a model. Its program returns what
+            AOTAutograd expects: all these, the first in place of a loss; and a value, or None, for each other output.
 
     Raises:
         TraceError: an op that no static graph can hold (dynamic shapes, control flow, partial aliases).

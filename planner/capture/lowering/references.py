@@ -20,7 +20,7 @@ class References:
     """A converter of nodes to calls.
 
     Attributes:
-        values: for each node that has been reached, what stands for its value.
+        values: the value of each visited node.
     """
 
     def __init__(self) -> None:

@@ -23,7 +23,7 @@ class StaticTensors:
     """The static memory: each storage is counted once, under its first name.
 
     Args:
-        device: whose allocator holds it.
+        device: the device of the allocator.
     """
 
     def __init__(self, step: nn.Module, batch: Batch, device: torch.device) -> None:

@@ -31,7 +31,7 @@ def register(option: Option) -> None:
     """Add `option` to the registry.
 
     Raises:
-        UsageError: there is one of this name.
+        UsageError: the name is taken.
     """
     if option.name in _registered:
         raise UsageError(f"there is an option {option.name!r} already: give the new one another name")
@@ -109,7 +109,7 @@ def check_complete(names: Sequence[str]) -> None:
     """Raise if a name is not that of an option, or lacks the number that the option needs.
 
     Raises:
-        UsageError: there is such a name.
+        UsageError: a name is no option, or lacks its number.
     """
     check_options(names)
     for name, number in map(parsed, names):
@@ -135,7 +135,7 @@ def check_traced(names: Sequence[str]) -> None:
     """Raise if a name is not that of an option found when a step is traced.
 
     Raises:
-        UsageError: there is such a name.
+        UsageError: a name is no such option.
     """
     check_options(names)
     if others := [name for name in names if parsed(name)[0] not in traced_options(names)]:
@@ -148,12 +148,11 @@ def with_options(
     """Return `graph` with the options `names`, and without the others that it was traced with.
 
     Args:
-        surroundings: for those that need to know the machine.
-        only: names of ops: of those that were found when it was traced there are no others; None for all.
+        surroundings: properties of the machine, for options that need them.
+        only: names of the traced optional ops to keep; None for all.
 
     Raises:
-        UsageError: there is no such option, or it does not say the number that it needs; the graph was traced without it; or
-            nothing is said of the machine.
+        UsageError: there is no such option, its number is missing, the graph was traced without it, or it needs `surroundings`.
         GraphError: it cannot be added to this graph.
     """
     check_complete(names)

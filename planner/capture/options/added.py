@@ -18,8 +18,8 @@ class Additions:
     """A collection of optional ops, and of tensors that only these make, for a capture.
 
     Attributes:
-        capture: without them.
-        tensor_of: by storage of a fake value of `capture`, its tensor.
+        capture: the capture without the additions.
+        tensor_of: the tensors of `capture`, by the storages of their fake values.
     """
 
     def __init__(self, capture: Capture) -> None:
@@ -55,12 +55,12 @@ class Additions:
         """Add an op without a measured time; return its id.
 
         Args:
-            called: what computes it.
-            arguments: what that is called with.
-            like: an op of the program, in whose phase and module it is.
+            called: the function that computes it.
+            arguments: arguments of `called`.
+            like: an op of the program with the same phase and module.
             name, target, replaces, recomputable, differs: as in ``Op``; `target` begins with the name of an option.
             inputs: tensors that `arguments` read, perhaps with repetition.
-            outputs: tensors that it makes, in the order in which `called` returns them.
+            outputs: tensors that it makes, in the order of the results of `called`.
         """
         number = len(self.capture.graph.ops) + len(self._ops)
         op = Op(
@@ -85,7 +85,7 @@ class Additions:
         """Add an alternative for `op` of the program that reads other tensors; return its id.
 
         Args:
-            instead: what it reads in place of tensors that `op` reads.
+            instead: replacements for tensors that `op` reads.
             name, target: as in ``add_op``.
         """
         number, calls = len(self.capture.graph.ops) + len(self._ops), self.capture.program.calls[op.id]

@@ -23,12 +23,13 @@ class StepOption(Option):
     """An option that is found in a captured step: its graph then contains it.
 
     Attributes:
-        apply: returns the step with its ops, which call what they are named by: ``NAME.more``. Their times are not measured.
-        settle: returns an op of it, measured, with what differs of its outputs, by whether each was equal to the program's; None
-            where it is known of each beforehand.
-        needless: returns the ids of its ops that are of no use, of a step with times.
-        measure: returns the graph of a step with what its ops use of a limited resource, by the step on real tensors, or
-            modelled where that is None; None where they use none.
+        apply: returns the step with its ops, whose targets begin with the option's name: ``NAME.more``. Their times are not
+            measured.
+        settle: returns a measured op with its differences, given which outputs were bit-identical; None if they are known
+            beforehand.
+        needless: returns the ids of its useless ops in a step with times.
+        measure: returns the graph of a step with the uses of a limited resource, measured on the real step, or modelled if that
+            is None; None if its ops use none.
     """
 
     apply: "Callable[[Capture], Capture]"

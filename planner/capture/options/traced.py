@@ -61,7 +61,7 @@ def with_traced(capture: Capture, names: Sequence[str]) -> Capture:
     """Return `capture` with those of the options `names` that are found in a step; their times are not measured.
 
     Raises:
-        UsageError: there is no such choice, or it does not go with the kernels that were captured.
+        UsageError: there is no such option, or it does not go with the captured kernels.
     """
     check_options(names)
     if not (wanted := step_options(names)):

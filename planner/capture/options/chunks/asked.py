@@ -27,11 +27,11 @@ class ByRows:
     """An op that is computed by rows.
 
     Attributes:
-        reads: for each argument that has the rows, where; what is not there is read whole.
-        makes: for each item of the value, what it is; of a value that is one tensor, for that.
-        mean: the first item is the mean that the second one is the weight of: the chunks make the sum.
-        elements: what is made is divided by so many, those of all rows: the chunks make it undivided; 0 for not divided.
-        reduction: position of the argument that says whether it is divided; None where the op itself does.
+        reads: positions of rows, by argument; other arguments are read whole.
+        makes: form of each item of the value, or of the single tensor.
+        mean: the first item is a mean, whose weight is the second one: the chunks make the sum.
+        elements: number of elements of all rows that the result is divided by; the chunks do not divide. 0 without division.
+        reduction: position of the argument that selects division; None if the op always divides.
     """
 
     reads: Mapping[fx.Node, Rows]
@@ -47,9 +47,9 @@ class Asked:
 
     Attributes:
         node: the op.
-        rows: how many there are.
-        known: where the rows are in arguments.
-        inside: those that are made row by row: they have the rows nowhere else.
+        rows: number of rows.
+        known: positions of rows, by argument.
+        inside: arguments that are made by rows: they have the rows nowhere else.
     """
 
     node: fx.Node

@@ -41,10 +41,10 @@ class Result:
     """A combined result of the chunks.
 
     Attributes:
-        node, path: where the program makes it, as in ``Statement.outputs``.
-        made: row by row, or added up.
-        mean: it is the mean with the next result as its weight.
-        elements: of which it is the mean; 0 if it is none.
+        node, path: position in the program, as in ``Statement.outputs``.
+        made: positions of its rows, or a total.
+        mean: True if it is a mean, whose weight is the next result.
+        elements: number of elements of the mean; 0 otherwise.
     """
 
     node: fx.Node
@@ -72,8 +72,8 @@ class Given:
     """An input of the chunks.
 
     Attributes:
-        node: outside of the stretch.
-        rows: where it has the rows, of which each chunk gets some; None for what each reads whole.
+        node: a node outside of the stretch.
+        rows: positions of the rows that are split into chunks; None if each chunk reads the whole.
     """
 
     node: fx.Node
@@ -84,8 +84,8 @@ class InChunks:
     """A stretch computed in chunks of rows.
 
     Attributes:
-        given: what it is called with, in order.
-        results: what it returns, in order.
+        given: inputs, in order.
+        results: outputs, in order.
     """
 
     def __init__(
@@ -130,8 +130,8 @@ class Body:
 
     Attributes:
         nodes: the ops, in order.
-        given: what they read.
-        results: what is read of what they make.
+        given: their inputs.
+        results: their outputs that are read elsewhere.
     """
 
     def __init__(self, stretch: Stretch, nodes: Sequence[fx.Node], results: Sequence[Result]) -> None:

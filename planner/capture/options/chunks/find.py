@@ -122,7 +122,7 @@ def settle(capture: Capture, op: Op, equal: Sequence[bool]) -> Op:
     been equal by chance.
 
     Args:
-        equal: for each output whether it was equal to the program's to the last bit, on the device that runs the step.
+        equal: for each output, True if it was bit-identical on the device of the step.
     """
     composed = capture.program.calls[op.id].composed
     assert isinstance(composed, InChunks)

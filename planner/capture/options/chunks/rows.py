@@ -52,7 +52,7 @@ def rows_behind(shape: Sequence[int], before: int, rows: int) -> Rows:
     """Return the fewest dimensions of `shape` that contain `rows` rows, after dimensions with `before` elements.
 
     Raises:
-        NotByRowsError: there are none.
+        NotByRowsError: there are no such dimensions.
     """
     seen = 1
     for first, size in enumerate(shape):

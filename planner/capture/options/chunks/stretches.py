@@ -37,11 +37,11 @@ class Stretch:
     """The ops of one pass that are computed by rows.
 
     Attributes:
-        rows: how many.
-        longest: elements of a row that is short.
-        ops: by id.
+        rows: number of rows.
+        longest: most elements of a short row.
+        ops: the ops by id.
         before: the stretch of the forward pass whose values it reads; None for one of the forward pass.
-        calls: what each op is.
+        calls: row-by-row form of each op.
     """
 
     rows: int
@@ -54,7 +54,7 @@ class Stretch:
         """Return the position of the rows in the value of `node`; None if it is made outside, or summed before.
 
         Raises:
-            NotByRowsError: it is added up here, or a view shows rows in another way.
+            NotByRowsError: it is summed here, or a view changes the rows.
         """
         source, item = (node.args[0], node.args[1]) if node.target is operator.getitem else (node, 0)
         assert isinstance(source, fx.Node) and isinstance(item, int)
@@ -244,7 +244,7 @@ class Finder:
         """Raise unless rows are read by rows, and nothing outside reads long rows, or other results before the last op.
 
         Raises:
-            NotByRowsError: it is not so.
+            NotByRowsError: a condition does not hold.
         """
         last = max(stretch.ops)
         for op, node in stretch.ops.items():

@@ -49,7 +49,7 @@ class Kept:
 
     Attributes:
         tensor: its id.
-        ops: by form, the op that keeps it, and the one that makes of that what is read.
+        ops: by form, the op that compresses it, and the one that restores it.
     """
 
     tensor: int

@@ -67,8 +67,8 @@ class Keep:
     """The compression of a tensor to bytes.
 
     Attributes:
-        layout: of the tensor.
-        number: of the op; another one rounds otherwise.
+        layout: layout of the tensor.
+        number: number of the op, which seeds the rounding.
     """
 
     layout: Layout
@@ -98,7 +98,7 @@ class Keep:
         """Return `value`, compressed.
 
         Raises:
-            TraceError: its elements lie otherwise than they did when the step was captured.
+            TraceError: its layout differs from the captured one.
         """
         layout = self.layout
         if value.stride() != layout.like.stride() or value.storage_offset():

@@ -13,9 +13,9 @@ class Called:
     """The computation of tensors of the program by other kernels.
 
     Attributes:
-        way: how.
-        fakes: what it is called with, as fake tensors.
-        bundle: name of the ops that are of use together only.
+        way: the alternative.
+        fakes: the inputs as fake tensors.
+        bundle: name shared by ops that are useful only together.
     """
 
     way: Way

@@ -23,10 +23,11 @@ class _Into:
     """The in-place form of an op.
 
     Attributes:
-        target: what is called.
-        out: name of the argument that says where to; "" where it is the first one, by itself.
-        positions: of the arguments that may be overwritten.
-        dim: position of the dimension, which must be the last one: a row is read before it is written; None where elements are.
+        target: the function to call.
+        out: name of the output argument; "" if the first argument is overwritten.
+        positions: positions of the arguments that may be overwritten.
+        dim: position of the dimension argument, which must be the last dimension: a row is read before it is written; None for
+            elementwise ops.
     """
 
     target: Any

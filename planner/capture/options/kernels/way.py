@@ -50,14 +50,14 @@ class Way:
     """An op to be added.
 
     Attributes:
-        name: what it does otherwise, such as ``native``.
-        nodes: the ops of the program that it stands for; of a helper, the one that it is a part of.
+        name: a word for the difference, such as ``native``.
+        nodes: the ops of the program that it replaces; for a helper, the op that it is part of.
         reads: values of the program, or tensors that another op of the bundle makes.
-        makes: in the order in which `compute` returns them.
-        compute: called with what `reads` says.
-        repeatable: whether it makes the same bits each time, as the ops do that it stands for.
-        helper: it makes a part of what the program makes and stands for nothing: what stands for the op makes the rest.
-        always_exact: it makes the bits of the program, or is wrong.
+        makes: results in the order of `compute`.
+        compute: function of `reads`.
+        repeatable: True if its bits are deterministic, like those of the replaced ops.
+        helper: True if it only makes a part of the results, and the alternative for the op makes the rest.
+        always_exact: True if its bits are those of the program, unless it is wrong.
     """
 
     name: str
@@ -111,10 +111,10 @@ class Asked:
     """An op of the program that alternatives are sought for.
 
     Attributes:
-        node: as it was captured.
-        op: the same in the graph.
-        results: what it makes that the program has as tensors.
-        calls: it and all others.
+        node: the captured node.
+        op: the op of the graph.
+        results: its results that are tensors of the program.
+        calls: all ops.
     """
 
     node: fx.Node
@@ -150,7 +150,7 @@ class Asked:
         op.
 
         Args:
-            more: of ``Way``.
+            more: other attributes of ``Way``.
         """
         return Way(name, (self.node,), reads_of(arguments), self.results, calling(target, arguments, self.results), **more)
 

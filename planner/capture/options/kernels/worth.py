@@ -18,9 +18,9 @@ class _Offer:
 
     Attributes:
         ops: ids.
-        time_s: of all.
-        held_bytes: what the largest has in memory while it is executed.
-        exact: whether they make the bits of the program.
+        time_s: total time.
+        held_bytes: memory of the largest op during its execution.
+        exact: True if they have the bits of the program.
     """
 
     ops: tuple[int, ...]

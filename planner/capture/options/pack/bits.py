@@ -53,7 +53,7 @@ def pack(write: Write, count: int, size: int, like: torch.Tensor) -> torch.Tenso
     """Return `count` truth values as bits, on the device of `like`.
 
     Args:
-        write: what writes them, some at a time.
+        write: writes a part of the truth values.
         size: how many at a time, whole bytes of bits.
     """
     packed = like.new_empty(bytes_of(count), dtype=torch.uint8)

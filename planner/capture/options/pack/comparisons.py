@@ -28,8 +28,8 @@ class Comparison:
     """The computation of a gradient from a comparison.
 
     Attributes:
-        ask: called with what the kernel reads, room for truth values, and its arguments, it writes the answers.
-        yes, no: the gradient where the answer is that.
+        ask: writes the truth values, given the kernel's input, an output and the kernel's arguments.
+        yes, no: the gradient for each answer.
     """
 
     ask: Callable[[torch.Tensor, torch.Tensor, Arguments], object]
@@ -82,9 +82,9 @@ class Ask:
     """The packing of a kernel's input to the bits that its gradient needs.
 
     Attributes:
-        x: fake.
-        comparison, arguments: of the kernel.
-        size: how many are worked on at a time.
+        x: fake input.
+        comparison, arguments: the kernel's comparison and arguments.
+        size: number of elements processed at a time.
     """
 
     x: torch.Tensor
@@ -113,8 +113,8 @@ class FromBits:
 
     Attributes:
         gradient, packed, result: fake.
-        comparison, arguments: of the kernel.
-        size: how many are worked on at a time.
+        comparison, arguments: the kernel's comparison and arguments.
+        size: number of elements processed at a time.
     """
 
     gradient: torch.Tensor

@@ -23,8 +23,8 @@ class Finder:
     """A search in a capture that adds ops to it.
 
     Attributes:
-        capture: without what is added.
-        device: the kind of device that is planned for, ``cpu`` or ``cuda``.
+        capture: the capture without the added ops.
+        device: type of the device that is planned for, ``cpu`` or ``cuda``.
     """
 
     def __init__(self, capture: Capture, spared: Collection[Any]) -> None:
@@ -82,13 +82,13 @@ class Finder:
         """Add an op.
 
         Args:
-            called: what computes it, exactly.
-            reads: what that is called with: nodes of the program, or tensors.
-            like: the op that it is about.
-            of: name of the op or tensor that it is about.
-            does: what it does with that, in a word.
-            makes: a tensor.
-            stands_in: whether it may be executed in place of `like`.
+            called: computes the op exactly.
+            reads: arguments of `called`: nodes of the program, or tensors.
+            like: the op that it belongs to.
+            of: name of the op or tensor that it belongs to.
+            does: a word for its work.
+            makes: the tensor that it makes.
+            stands_in: True if it is an alternative for `like`.
         """
         self._additions.add_op(
             called,

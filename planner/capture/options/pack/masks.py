@@ -16,7 +16,7 @@ class PackBits:
 
     Attributes:
         mask: fake.
-        size: how many are worked on at a time.
+        size: number of elements processed at a time.
     """
 
     mask: torch.Tensor

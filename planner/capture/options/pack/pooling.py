@@ -25,11 +25,11 @@ class Windows:
     plus `width` times `down` for each row below that, plus columns.
 
     Attributes:
-        width: of a plane.
-        stride, padding: by how much windows lie apart, and before the plane.
-        down: by how much the rows of a window do.
-        columns: of the plane, that a window spans; at most `width` times `down`.
-        rows: of a window.
+        width: width of a plane.
+        stride, padding: distance of windows, and padding before the plane.
+        down: distance of the rows of a window.
+        columns: columns of the plane that a window spans; at most `width` times `down`.
+        rows: rows of a window.
     """
 
     width: int
@@ -80,7 +80,7 @@ class ToPlaces:
 
     Attributes:
         indices, places: fake.
-        windows: of the pooling.
+        windows: windows of the pooling.
     """
 
     indices: torch.Tensor
@@ -107,9 +107,9 @@ class FromPlaces:
     """The gradient of max-pooling by the program's kernel, on one part of the batch after another.
 
     Attributes:
-        whole: the kernel on all of it.
+        whole: the kernel on the whole batch.
         places: fake.
-        windows: of the pooling.
+        windows: windows of the pooling.
     """
 
     whole: OfShape

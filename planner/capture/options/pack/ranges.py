@@ -22,9 +22,9 @@ class Positions:
     """The positions that a kernel returns along a dimension.
 
     Attributes:
-        path: of the positions in the kernel's value, as in ``Statement.outputs``.
-        argument: position of the argument that is the dimension.
-        default: what it is where it is not given; None counts through all elements.
+        path: path of the positions in the kernel's value, as in ``Statement.outputs``.
+        argument: position of the dimension argument.
+        default: the default dimension; None counts through all elements.
     """
 
     path: Path

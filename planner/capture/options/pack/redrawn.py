@@ -19,7 +19,7 @@ class Redraw:
 
     Attributes:
         state, mask: fake.
-        probability: of an element to be left out.
+        probability: probability that an element is dropped.
     """
 
     state: torch.Tensor

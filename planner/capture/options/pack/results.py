@@ -21,9 +21,10 @@ class Activation:
     """An activation whose gradient depends on whether its input is in a range.
 
     Attributes:
-        forward: its kernel.
-        arguments: how many arguments, behind what it reads, that and its gradient have in common.
-        says: called with these and a type, whether of each element of that type the result is in the range where the element is.
+        forward: kernel of the activation.
+        arguments: number of arguments after the input that it shares with its gradient.
+        says: given these arguments and a dtype, True if for each element of that dtype the result is in the range exactly if the
+            input is.
     """
 
     forward: Any
@@ -60,7 +61,7 @@ class FromResult:
     Attributes:
         gradient, result: fake.
         target: the kernel.
-        arguments: of it, behind these.
+        arguments: its further arguments.
     """
 
     gradient: torch.Tensor

@@ -32,8 +32,8 @@ class OfShape:
     Attributes:
         gradient, result: fake.
         indices: fake, for max-pooling.
-        target: the kernel in the program.
-        arguments: of it, behind the gradient and the tensor; `indices` come last.
+        target: kernel of the program.
+        arguments: its arguments after the gradient and the tensor; `indices` come last.
     """
 
     gradient: torch.Tensor

@@ -18,8 +18,8 @@ class Search:
     """The solves of a step.
 
     Attributes:
-        settings: of each solve.
-        run: when the first plan is good enough, and which better ones take its place.
+        settings: settings of each solve.
+        run: quality of the first plan, and rules for its replacement.
     """
 
     settings: SolveSettings

@@ -26,9 +26,9 @@ class Wait:
     """The quality that a plan must have before ``planner.compile`` returns; it fits in any case.
 
     Attributes:
-        gap: of the plan; None: any.
-        seconds: of solving, after which any gap will do; None: as long as it takes.
-        work: of solving (``solvers.clock.WorkClock``), in place of seconds.
+        gap: required gap; None for any.
+        seconds: time limit after which any gap is accepted; None for no limit.
+        work: work limit (``solvers.clock.WorkClock``), in place of seconds.
     """
 
     gap: float | None = _GAP
@@ -67,11 +67,11 @@ class TraceSettings:
     """Settings of capture and measurement: arguments of ``planner.trace``.
 
     Attributes:
-        name: of the model, for messages.
-        options: those that are found in the step.
+        name: name of the model, for messages.
+        options: options to find in the step.
 
     Raises:
-        UsageError: there is no such option, or something does not go with a roofline.
+        UsageError: there is no such option, or a setting conflicts with a roofline.
     """
 
     optimizer: str = "none"
@@ -98,8 +98,8 @@ class SolveSettings:
     """Settings of a solve: arguments of ``planner.solve``.
 
     Attributes:
-        choices: options of the graph, and what they need to know; None for recomputation only.
-        params: of the solver, an object of its class of parameters; None for its defaults.
+        choices: options of the graph and their settings; None for recomputation only.
+        params: parameters of the solver, of its own class; None for its defaults.
 
     Raises:
         PlannerError: no such solver, it does not take these options, or a limit is not above zero.
@@ -152,7 +152,7 @@ class RunSettings:
     """Settings of how a planned step runs, and when its plan is replaced: arguments of ``planner.compile``.
 
     Raises:
-        UsageError, PlannerError: a setting has a value that it cannot have, or two do not go together.
+        UsageError, PlannerError: a setting has an invalid value, or two exclude each other.
     """
 
     kernels: str = "eager"

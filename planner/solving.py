@@ -202,9 +202,9 @@ def order_for(graph: Graph, solver: str, *, reorder: bool | None, clock: Clock |
     """Return `graph` in the order of ops in which `solver` solves it at several budgets.
 
     Args:
-        reorder: True: the best order that is found; False: program order; None: for the solver ``windows`` the best order if
-            its peak is lower, for others program order.
-        clock: what looking for an order may spend.
+        reorder: True: the best order found; False: program order; None: for the solver ``windows`` the best order if its peak is
+            lower, for others program order.
+        clock: limit of the search for an order.
     """
     if reorder:
         return reordered(graph, clock)
@@ -249,7 +249,7 @@ def check_same_graph(planned: GraphSummary, found: GraphSummary) -> None:
     """Raise if a plan is for another graph.
 
     Raises:
-        MismatchError: the fingerprints differ; says what else does.
+        MismatchError: the fingerprints differ; with other differences.
     """
     if planned.fingerprint == found.fingerprint:
         return

@@ -66,7 +66,7 @@ def trace(
             is executed.
         passes: how often each distinct op is timed, unless it takes long.
         measure_link: also measure transfers to host memory and back, for the option ``offload``.
-        name: of the model, for messages.
+        name: name of the model, for messages.
         options: options to find in the step and add to the graph: ``chunks``, ``pack``, ``kernels``, ``in-place``, ``compress``.
         other_devices: also measure the ops on these, for the option ``placement``: ``cpu:2`` (two threads), ``cuda:1``.
         on_progress: called with each ``planner.progress.Progress``. None: log to the logger ``planner``.
@@ -121,8 +121,8 @@ def capture_step(workload: Workload, settings: TraceSettings, *, variant: "Varia
     """Return the step with the sizes of its shapes and without times: nothing is executed.
 
     Args:
-        workload: what is trained.
-        settings: of these the optimizer, `accumulate` and the name count.
+        workload: the training step.
+        settings: settings, of which the optimizer, `accumulate` and the name are used.
         variant: how Inductor compiles its kernels; None for those of eager PyTorch.
     """
     optimizer, accumulate, name = settings.optimizer, settings.accumulate, settings.name
@@ -149,8 +149,8 @@ def profiled(
 
     Args:
         captured: what ``capture_step`` returned for `workload`.
-        settings: of these `passes`, `options`, `measure_link` and `other_devices` count.
-        on_op: told how many of the ops are measured, and of how many.
+        settings: settings, of which `passes`, `options`, `measure_link` and `other_devices` are used.
+        on_op: called with the number of measured ops, and of all ops.
     """
     step, passes = TrainingStep(workload.model, workload.loss_fn), settings.passes
     static = real_static(captured, step, workload.batch)
@@ -186,7 +186,7 @@ def as_recorded(captured: Capture, provenance: Mapping[str, object], options: Se
 
     Args:
         captured: what ``capture_step`` returned.
-        options: that the plan was made with.
+        options: options of the plan.
     """
     captured = mark_recorded_ops(with_recorded_sizes(captured, provenance), provenance)
     prepare_for_tight_memory(captured.graph, torch.device(str(captured.graph.provenance["device"])))

@@ -24,9 +24,9 @@ class OpCall:
     Attributes:
         op: the op.
         reads: ids of the arguments of the function, in order.
-        calls: of the op.
-        identity: equal for ops that call the same, with tensors numbered in order of appearance.
-        is_shared: True if other captures that have the same identity call the same.
+        calls: its calls.
+        identity: equal for ops with the same calls, with tensors numbered in order of appearance.
+        is_shared: True if the identity has the same meaning in other captures.
     """
 
     op: Op
@@ -61,7 +61,7 @@ class _Identity:
     """A numbering of tensors that identifies equal calls.
 
     Attributes:
-        is_shared: True if what it has said so far holds in other captures too.
+        is_shared: True if the identities so far have the same meaning in other captures.
     """
 
     def __init__(self, program: Program) -> None:

@@ -16,12 +16,13 @@ class Beside:
     """Facts about the other streams and pools of a plan; empty if the plan uses only the computation stream and the device.
 
     Attributes:
-        in_short: a sentence behind those on the computation.
+        in_short: a sentence to follow those on the computation.
         facts: tiles.
-        said: the sums in sentences.
-        streams: rows of name, executions, bytes, busy seconds, their share of the step, and this as a number of percents.
-        waits: the longest, in order: when, how long, until the end of what, before what; `waits_left_out` more are there.
-        trips: the largest: size, tensor, block, pool, when, back when; `trips_left_out` more are there.
+        said: the totals as sentences.
+        streams: rows of name, executions, bytes, busy seconds, their share of the step as text, and the share in percent as a
+            number.
+        waits: the longest, in order: start, duration, awaited execution, next op; `waits_left_out` are omitted.
+        trips: the largest: size, tensor, block, pool, departure, return; `trips_left_out` are omitted.
     """
 
     in_short: str = ""

@@ -14,8 +14,8 @@ class CurvePoint:
 
     Attributes:
         budget_bytes: the budget.
-        overhead: of the best schedule; None if none is known.
-        bound_overhead: no schedule has less; None if unknown.
+        overhead: overhead of the best schedule; None if none is known.
+        bound_overhead: lower bound on the overhead; None if unknown.
         options: the graph options it was solved with, "" for none.
     """
 

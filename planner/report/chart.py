@@ -55,8 +55,8 @@ class Key:
     """An entry of the legend.
 
     Attributes:
-        color: in CSS.
-        text: what it stands for.
+        color: CSS colour.
+        text: its meaning.
         group: index of its group of modules; None for other marks.
         kind: ``area``, ``line`` (dashed) or ``dots``.
     """

@@ -249,7 +249,7 @@ def provenance_lines(provenance: Mapping[str, object]) -> list[tuple[str, str]]:
     """Return the provenance of a graph as names and values.
 
     Raises:
-        MismatchError: it has a link to the host that cannot be.
+        MismatchError: the link to the host in it is impossible.
     """
 
     def text(name: str, value: object) -> str:

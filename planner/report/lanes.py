@@ -21,9 +21,9 @@ class Bar:
         lane: its name, for people.
         start_s, end_s: seconds since the step began.
         title, said: the op, and its facts.
-        purpose: what it is for; "" if nothing follows.
-        step: of the schedule, of an execution; None for a wait.
-        reader_s: when the op begins that it is for.
+        purpose: the op that it serves; "" if there is none.
+        step: position in the schedule of an execution; None for a wait.
+        reader_s: when the op that it serves begins.
     """
 
     lane: str

@@ -34,13 +34,13 @@ class DevicePeak:
 
     Attributes:
         device: its index.
-        peak_bytes: sum of the sizes that were asked for, at the peak.
-        end_bytes: the same when the snapshot was taken.
-        reserved_bytes: of all segments when the snapshot was taken.
-        actions: of the allocator, that were recorded.
-        at_action: after which of them the peak was; None if it was there before the first.
-        holders: who held what at the peak, the largest first.
-        out_of_memory_bytes: what was asked for last that did not fit; None if all did.
+        peak_bytes: sum of the requested sizes at the peak.
+        end_bytes: sum of the requested sizes when the snapshot was taken.
+        reserved_bytes: bytes of all segments when the snapshot was taken.
+        actions: number of recorded actions of the allocator.
+        at_action: the action after which the peak occurred; None if it was before the first.
+        holders: holders of memory at the peak, the largest first.
+        out_of_memory_bytes: the last request that failed; None if there was none.
     """
 
     device: int

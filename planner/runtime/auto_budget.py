@@ -32,10 +32,10 @@ def auto_budget_bytes(
 
     Args:
         device: a CUDA device or the CPU.
-        static: tensors that are already in memory and count in the budget: parameters, buffers, gradients, optimizer state.
-            What is not allocated yet (optimizer state before the first step) is so left room for.
-        inputs: likewise; of a slice of a data set only the slice counts.
-        other_static_bytes: of memory that is in no plan, and will be allocated.
+        static: tensors in memory that count in the budget: parameters, buffers, gradients, optimizer state. Room is left for
+            missing ones (optimizer state before the first step).
+        inputs: tensors of the batch; of a slice of a data set only the slice counts.
+        other_static_bytes: bytes outside of the plan that will be allocated.
 
     Raises:
         BudgetError: nothing is left.

@@ -38,9 +38,9 @@ class Segment:
 
     Attributes:
         number: unique among the segments of an allocator, in the order in which they were reserved.
-        size_bytes: of the segment.
-        stream: whose blocks lie in it.
-        pool: that it belongs to.
+        size_bytes: its size.
+        stream: stream of its blocks.
+        pool: its pool.
         small: True if it holds blocks of up to 1 MiB.
     """
 
@@ -56,9 +56,9 @@ class Block:
     """A part of a segment, in use or free.
 
     Attributes:
-        segment, offset: where it lies.
-        size_bytes: rounded; what counts as allocated.
-        requested_bytes: as it was asked for; 0 while it is free.
+        segment, offset: its position.
+        size_bytes: rounded size, which counts as allocated.
+        requested_bytes: requested size; 0 while it is free.
         in_use: True if it was handed out.
     """
 
@@ -98,9 +98,9 @@ class CachingAllocator:
 
     Attributes:
         allocated: bytes of blocks in use, rounded.
-        requested: bytes of blocks in use, as they were asked for.
+        requested: requested bytes of blocks in use.
         reserved: bytes of segments.
-        segments: that are reserved, by number.
+        segments: reserved segments, by number.
     """
 
     def __init__(self, capacity_bytes: int | None = None, *, released: Callable[[Segment], object] = lambda _: None) -> None:

@@ -41,7 +41,7 @@ class Channels(Protocol):
     """The channels of a compiled schedule. Copies run in the order of issue, separately for each direction.
 
     Attributes:
-        memory: of the host.
+        memory: the host memory.
     """
 
     memory: HostMemory
@@ -53,27 +53,28 @@ class Channels(Protocol):
             after: the copy that makes `tensor`, if it may be under way.
 
         Returns:
-            What is on the host once the copy has ended; and the copy, which is to be waited for before `tensor` goes.
+            The tensor on the host, valid once the copy has ended; and the copy, which must be waited for before `tensor` is
+            freed.
 
         Raises:
-            CopyError: there is no room on the host, or nothing that copies.
+            CopyError: there is no room on the host, or no thread to copy.
         """
 
     def back(self, host: HostTensor) -> tuple[torch.Tensor, Any]:
         """Allocate memory on the device, and issue the copy of `host` into it.
 
         Returns:
-            What is there once the copy has ended; and the copy, which is to be waited for before the tensor is read, or goes.
+            The tensor, valid once the copy has ended; and the copy, which must be waited for before the tensor is read or freed.
 
         Raises:
-            CopyError: there is nothing that copies.
+            CopyError: there is no thread to copy.
         """
 
     def again(self, tensor: torch.Tensor, host: HostTensor, *, out: bool) -> Any:
         """Issue a copy to the host or back whose memory exists on both sides: nothing is allocated.
 
         Returns:
-            The copy, an ``Issued``, which is to be waited for before either goes.
+            The copy, an ``Issued``, which must be waited for before either side is freed.
         """
 
     def wait(self, copy: Any) -> None:
@@ -131,7 +132,7 @@ class ThreadCopy:
 
         Args:
             after: the copies that make `source`.
-            behind: others that use `target`.
+            behind: other copies that use `target`.
         """
         self._name = name
         # As arrays: PyTorch would use several threads for each copy.

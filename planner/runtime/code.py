@@ -32,11 +32,11 @@ class Code:
 
     Attributes:
         forward, backward: the two passes; `static` are the tensors of ``Program.sources``, in order.
-        backward_reads: for each source whether the backward pass reads it.
-        saved: ids of the tensors in the list of those that the forward pass saves.
-        returned: positions in that list of those that the caller gets too, and may write to.
-        source: of both passes, for reading.
-        lines: the steps of the lines of the passes.
+        backward_reads: for each source, True if the backward pass reads it.
+        saved: ids of the tensors in the list that the forward pass saves.
+        returned: positions in that list of tensors that the caller gets too, and may overwrite.
+        source: source of both passes, for display.
+        lines: steps of the lines of the passes.
     """
 
     forward: Forward
@@ -60,7 +60,7 @@ def compile_schedule(
     """Compile `schedule`, which must be valid on `graph` (``simulate``), with transfers by `channels` if it has any.
 
     Args:
-        tick: called behind each execution of an op, with its id.
+        tick: called with the id of each op after its execution.
         static_given_up: the passes empty the lists of static tensors too, and free these after they are read for the last time.
     """
     cut = boundary(graph, schedule)
@@ -87,7 +87,7 @@ def assemble(
     """Return both passes as `writer` writes them; `halves` are their steps.
 
     Args:
-        names: of objects, in the source.
+        names: names of objects in the source.
         static_given_up: as in ``compile_schedule``.
     """
     graph, program = writer.graph, writer.program

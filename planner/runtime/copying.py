@@ -26,7 +26,7 @@ class UnderWay(Generic[C]):
     for each other. These are the waits in ``graphs.clocks``.
 
     Attributes:
-        issued: by tensor on the device, in the order of issue.
+        issued: the copies of each tensor on the device, in the order of issue.
     """
 
     def __init__(self) -> None:
@@ -136,8 +136,8 @@ def check_runnable(graph: Graph, program: Program) -> None:
     """Raise for a graph with options that cannot be run.
 
     Raises:
-        GraphError: it has others than round trips to the host, ops on other devices, and ops on the compute stream that `program`
-            has calls of.
+        GraphError: an option is neither offloading, nor placement on other devices, nor an op on the compute stream with calls in
+            `program`.
     """
     without_copies(without_computed(graph))
     unknown = [op.name for op in graph.ops[len(program.calls) :] if op.stream == COMPUTE]

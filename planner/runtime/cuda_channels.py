@@ -94,8 +94,8 @@ class _Part:
     """Copies launched outside a CUDA graph, or within one.
 
     Attributes:
-        reached: the streams that copies were issued on.
-        over: it has ended, and the stream that computes has waited for its copies.
+        reached: streams with issued copies.
+        over: True if it has ended, and the computation has waited for its copies.
     """
 
     def __init__(self) -> None:
@@ -121,9 +121,9 @@ class StreamCopy:
     """A copy as seen by the computation.
 
     Attributes:
-        event: behind it.
-        tensor: what it uses on the device, until somebody has waited for it.
-        part: that it belongs to.
+        event: recorded after the copy.
+        tensor: its tensor on the device, held until the copy is waited for.
+        part: the part of the pass that it belongs to.
     """
 
     def __init__(self, event: torch.cuda.Event, tensor: torch.Tensor, computing: torch.cuda.Stream, part: _Part) -> None:

@@ -21,7 +21,7 @@ class CudaGraphs:
     """A recorder of functions as CUDA graphs that share a memory pool, to be replayed in the order of recording.
 
     Args:
-        device: that all of it happens on.
+        device: the device.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -43,7 +43,7 @@ class CudaGraphs:
         """Capture the launches of `function`.
 
         Returns:
-            What it returned, empty until the first replay; and the replay, on the stream that is current then.
+            The result, empty until the first replay; and the function that replays it on the current stream.
 
         Raises:
             TraceError: it cannot be captured.

@@ -48,7 +48,7 @@ def other_devices(
         static: its static tensors, in the order of the program's sources.
 
     Raises:
-        GraphError: there is no such device, one is named twice, or a kernel is none of eager PyTorch's.
+        GraphError: there is no such device, one is named twice, or a kernel is not eager PyTorch's.
     """
     if len(set(names)) < len(names):
         raise GraphError(f"other devices are {', '.join(names)}: name each once (threads of a CPU tell them apart: cpu:1, cpu:2)")

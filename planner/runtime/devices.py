@@ -24,8 +24,8 @@ class Devices:
     """The main device, whose thread calls the step, and the other devices of a graph with placement.
 
     Attributes:
-        pools: of the graph, the main device's first.
-        places: where PyTorch makes tensors, for each of them.
+        pools: pools of the graph, the main device's first.
+        places: torch devices of the pools.
     """
 
     def __init__(self, graph: Graph, main: torch.device) -> None:
@@ -59,9 +59,9 @@ class Devices:
         """Run one pass: all parts concurrently until all have ended; return the result of `main`, which runs in this thread.
 
         Args:
-            parts: by stream, of the other devices.
-            channels: by stream, the copies that it makes, in order.
-            copies: how many there are.
+            parts: work of the other devices, by stream.
+            channels: the copies that each channel makes, in order, by stream.
+            copies: number of copies.
 
         Raises:
             DeviceError: an op has failed on another device.
@@ -130,9 +130,9 @@ class _Job:
     """The work of one thread in one pass.
 
     Attributes:
-        thread: that does it.
-        ended: it has, one way or the other.
-        what: it is, for messages.
+        thread: its thread.
+        ended: set when the work has ended, with or without an error.
+        what: description for messages.
     """
 
     def __init__(self, run: Callable[[], object], under: Pass, what: str) -> None:

@@ -18,7 +18,7 @@ class EarlierGradients:
     """A check that raises before a pass if earlier gradients would take it over the budget.
 
     Attributes:
-        budget_bytes: of the plan; None as long as the step is not trained, and nothing is refused.
+        budget_bytes: budget of the plan; None before training, when nothing is checked.
     """
 
     def __init__(self, graph: Graph, schedule: Schedule) -> None:

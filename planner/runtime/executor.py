@@ -46,14 +46,14 @@ class Executor:
     everything, except for ops that are marked as different.
 
     Attributes:
-        device: where the model is.
-        channels: by which the schedule copies to the host and back; None where the graph does not offer that.
-        devices: that it runs on, where the graph offers others than the main one; None where it does not.
-        launched: both passes as the schedule says.
-        code: both passes as they are run.
-        memory: what they hold.
-        earlier_gradients: what may lie beside them.
-        check_writes: find writes to what the backward pass reads that autograd does not see.
+        device: device of the model.
+        channels: channels for transfers to and from the host; None if the graph offers none.
+        devices: devices of a placed graph; None if there is only the main one.
+        launched: both passes of the schedule.
+        code: both passes as they run.
+        memory: description of their memory.
+        earlier_gradients: the check of earlier gradients.
+        check_writes: True to detect writes to saved tensors that autograd does not see.
     """
 
     def __init__(
@@ -67,10 +67,10 @@ class Executor:
         """Compile `schedule` for the captured step of `model`.
 
         Args:
-            channels: to copy by; None for its own, where the graph offers copies.
+            channels: channels to copy by; None for its own, if the graph offers transfers.
 
         Raises:
-            GraphError: the captured graph has choices that are not run.
+            GraphError: the captured graph has options that cannot be run.
             ScheduleError: the schedule does not run on the captured graph.
         """
         check_runnable(capture.graph, capture.program)
@@ -158,7 +158,7 @@ class Executor:
         """Return the leaves of a batch, after checking that the step was planned for it.
 
         Raises:
-            MismatchError: as calling the step does.
+            MismatchError: as in a call of the step.
             PlannerError: it is called under a transform of ``torch.func``.
         """
         check_no_transform("a planned step is called")
@@ -243,7 +243,7 @@ class Executor:
         copied first.
 
         Raises:
-            PlannerError: it comes again, and the plan copies to the host, or runs on other devices.
+            PlannerError: it may run again, and the plan uses transfers to the host or other devices.
         """
         alive: list[Any] = ctx.alive
         if not backward_retains_graph():
@@ -355,7 +355,7 @@ def open_channels(device: torch.device, host_bytes: int | None, *, timed: bool =
     """Return channels between `device` and `host_bytes` of host memory, None for no limit. Several executors may share them.
 
     Args:
-        timed: so that copies know when they ended (``planner.runtime.channels.Issued``).
+        timed: True if copies record when they end (``planner.runtime.channels.Issued``).
     """
     if device.type == "cuda":
         return CudaChannels(device, host_bytes, timed=timed)

@@ -12,7 +12,7 @@ def pool_bytes(graph: Graph, schedule: Schedule, workspace_bytes: int) -> int:
     A capture allocates as the passes do, in the order of the schedule, from private segments.
 
     Args:
-        workspace_bytes: that libraries take in the pool for each capture (``planner.runtime.libraries``).
+        workspace_bytes: bytes of library workspaces in the pool for each capture (``planner.runtime.libraries``).
     """
     allocator = CachingAllocator()
     blocks: dict[int, Block] = {}

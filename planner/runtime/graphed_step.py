@@ -38,7 +38,7 @@ class Recorder(Protocol):
         """Call `function` once, and record it.
 
         Returns:
-            What it returned; and what does the same again, from the same tensors into the same tensors.
+            The result, and a function that repeats the work from the same tensors into the same tensors.
         """
 
     def held_bytes(self) -> int:
@@ -63,8 +63,8 @@ def record(captured: Capture, executor: Executor, step: TrainingStep, batch: Bat
     """Replace the passes of `executor` by recordings of `recorder`; `step`, batch and random state are restored.
 
     Args:
-        captured: what `executor` runs (``recordable``).
-        step: what was captured.
+        captured: the capture that `executor` runs (``recordable``).
+        step: the captured step.
         batch: real tensors, to warm up with.
     """
     static = real_static(captured, step, batch)
@@ -112,7 +112,7 @@ class Recording:
         """Replay the forward pass on `static`.
 
         Raises:
-            MismatchError: a parameter or buffer is not where it was when the step was recorded.
+            MismatchError: a parameter or buffer has moved since the step was recorded.
         """
         for i in self._in_place:
             if static[i].data_ptr() != self._static[i].data_ptr():
@@ -135,7 +135,7 @@ class Recording:
         """Replay the backward pass of the last forward pass.
 
         Raises:
-            PlannerError: it is that of an earlier one.
+            PlannerError: it belongs to an earlier forward pass.
         """
         if alive != [self._turn]:
             raise PlannerError(

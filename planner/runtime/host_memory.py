@@ -33,9 +33,9 @@ class Buffer:
     """Bytes on the host.
 
     Attributes:
-        size_bytes: as it was asked for.
+        size_bytes: requested size.
         values: uint8[size_bytes].
-        used_by: the copies that were issued with it.
+        used_by: copies issued with it.
     """
 
     size_bytes: int
@@ -50,8 +50,8 @@ class HostMemory:
     freed when another size needs the room.
 
     Attributes:
-        peak_bytes: most in use at once so far.
-        allocated_bytes: of all buffers, in use or not.
+        peak_bytes: peak of the buffers in use.
+        allocated_bytes: bytes of all buffers, in use or not.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class HostMemory:
         """Initialize with at most `capacity_bytes`; None for no limit.
 
         Args:
-            lock: page-locks so many bytes at an address, and returns what undoes that before they go.
+            lock: page-locks memory given by address and size, and returns the function that unlocks it before it is freed.
         """
         self.capacity_bytes = math.inf if capacity_bytes is None else capacity_bytes
         self.peak_bytes = self.allocated_bytes = self._used_bytes = 0
@@ -83,7 +83,7 @@ class HostMemory:
 
         Raises:
             OutOfMemoryError: the host has no such memory.
-            CopyError: the step may not take as much.
+            CopyError: the limit of the step is exceeded.
         """
         with self._taking:
             self._collect()

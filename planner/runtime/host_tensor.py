@@ -9,8 +9,8 @@ class HostTensor:
     """A host copy of a tensor's whole storage. Its buffer is returned when it dies.
 
     Attributes:
-        values: uint8, of the storage.
-        copies: those that were issued with it, the one that makes it first.
+        values: the bytes of the storage, uint8.
+        copies: copies issued with it, the one that fills it first.
     """
 
     __slots__ = ("_buffer", "_device", "_dtype", "_layout", "_memory", "copies", "values")

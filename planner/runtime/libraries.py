@@ -16,7 +16,8 @@ def warm_up_libraries(device: torch.device) -> int:
     """Make libraries allocate their workspaces for both passes of a step on the current stream of `device`.
 
     Returns:
-        The most bytes that a call in this process has found missing: 0 on the CPU, and where all was there before the first.
+        The most bytes that a call in this process has allocated: 0 on the CPU, or if all workspaces existed before the first
+        call.
     """
     if device.type != "cuda":
         return 0

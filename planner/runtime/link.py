@@ -92,7 +92,7 @@ class _Copies:
         """Return the seconds of each of `count` consecutive copies: out, back, or both at once; a list for each direction.
 
         Args:
-            compute: run, again and again, while they are made.
+            compute: run repeatedly during the copies.
         """
         copies: dict[bool, list[Issued]] = {direction: [] for direction in (True, False) if (out, back)[not direction]}
         for _ in range(count + 1):

@@ -28,10 +28,10 @@ class Memory:
     """Memory of one forward and backward pass.
 
     Attributes:
-        peak_bytes: most in use at once (CUDA: allocated), static bytes included, and not what libraries keep.
-        reserved_bytes: most held by the CUDA allocator; None on the CPU.
+        peak_bytes: peak in use (CUDA: allocated), static memory included, without library workspaces.
+        reserved_bytes: peak of the CUDA allocator's reserved memory; None on the CPU.
         timeline: (seconds, bytes) after each event of the CPU allocator; empty on CUDA.
-        library_bytes: that libraries keep on the device besides (``planner.runtime.libraries``); 0 on the CPU.
+        library_bytes: workspaces of libraries on the device (``planner.runtime.libraries``); 0 on the CPU.
     """
 
     peak_bytes: int
@@ -44,7 +44,7 @@ def measure_memory(step: "Step | Isolated", batch: Batch, *, static_bytes: int, 
     """Run `step` forward and backward once, and record the allocator: tensors and workspaces.
 
     Args:
-        static_bytes: of parameters, buffers, inputs and optimizer state, which are there before.
+        static_bytes: bytes of parameters, buffers, inputs and optimizer state, which are allocated before.
     """
     batch = detach_batch(batch)
     held: list[object] = []
@@ -157,9 +157,9 @@ def outcome(
     """Run `step` forward and backward and return its outcome; `model` and `batch` are restored.
 
     Args:
-        seed: of the random state that it is run from; None: the one that is there.
+        seed: seed of the random state; None for the current state.
         written: as in ``planner.capture.frontend.preserved_state.preserve_training_state``.
-        undone: finds that, where it is not known.
+        undone: mode that finds written tensors if they are unknown.
     """
     with preserve_training_state(step if isinstance(step, nn.Module) else model, batch, written=written), undone or nullcontext():
         if seed is not None:

@@ -22,7 +22,7 @@ class OpTimer:
     """A timer of the ops of an executor in its next steps, without synchronizing the device; then the executor is restored.
 
     Attributes:
-        done: True once so many steps have been timed.
+        done: True once all steps have been timed.
     """
 
     def __init__(self, executor: Executor, *, steps: int) -> None:
@@ -87,8 +87,8 @@ class PeakWatch:
     """A measurement of the peak of an executor's next step; then the executor is restored.
 
     Attributes:
-        peak_bytes: the peak, static memory included; None until the step is over, and where a profiler of the user runs.
-        done: True once there is nothing left to wait for.
+        peak_bytes: the peak, static memory included; None until the step is over, and if the user's profiler runs.
+        done: True once the measurement is over.
     """
 
     def __init__(self, executor: Executor) -> None:

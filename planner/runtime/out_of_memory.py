@@ -28,11 +28,11 @@ class PlannedMemory:
     """The predicted memory of a planned step.
 
     Attributes:
-        graph: that was planned.
-        lines: of the code that runs it.
-        place: returns the device of a pool of the graph, by name.
-        missing_bytes: returns the static bytes that are not in memory yet, as the optimizer's state before its first step.
-        afterwards: what the error says of the model.
+        graph: the planned graph.
+        lines: lines of its code.
+        place: returns the device of a pool, by name.
+        missing_bytes: returns the static bytes that are not allocated yet, such as the optimizer's state before its first step.
+        afterwards: sentence of the error on the state of the model.
     """
 
     graph: Graph
@@ -82,8 +82,8 @@ class PlannedMemory:
         """Return a budget that should work, if there is one, and advice.
 
         Args:
-            peak_bytes: of the plan, in the `pool`.
-            room_bytes: what the step holds there before the op, and what is free.
+            peak_bytes: peak of the plan in the `pool`.
+            room_bytes: memory that the step holds there before the op, and free memory.
         """
         if room_bytes >= peak_bytes:  # the memory is free, but fragmented
             room_bytes = peak_bytes - max(failure.asked_bytes or 0, peak_bytes // 20)

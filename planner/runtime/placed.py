@@ -43,10 +43,10 @@ def compile_placed(
     """Compile `schedule`, which must be valid on `graph` (``simulate``), a graph with placement, for `devices`.
 
     Args:
-        channels: by which it copies to the host and back, if at all.
+        channels: channels for transfers to and from the host, if there are any.
 
     Raises:
-        GraphError: it executes an op where it cannot be called.
+        GraphError: it executes an op on a device where it cannot run.
     """
     elsewhere = {pool.owner: d for d, pool in enumerate(devices.pools) if d}
     executed = (graph.ops[op] for op in sorted({*schedule.computed}))
@@ -84,8 +84,8 @@ class _Copy:
     """A copy within a pass.
 
     Attributes:
-        number: position among those of the pass.
-        target: tensor that it makes.
+        number: its position among the copies of the pass.
+        target: the tensor that it makes.
     """
 
     number: int

@@ -30,7 +30,7 @@ def other_peaks_measured(captured: Capture, executor: Executor, step: TrainingSt
     Each pool is measured in its own run: allocations are seen in the device's thread, by one profiler at a time.
 
     Args:
-        captured, step: what was captured; it and `batch` are afterwards as they were.
+        captured, step: the capture, and the captured step; it and `batch` are restored.
     """
     if executor.devices is None:
         return {}

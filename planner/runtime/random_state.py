@@ -15,7 +15,7 @@ class RandomState:
     """A saved state.
 
     Attributes:
-        copy: a generator that nobody draws from; ``Generator.get_state`` would allocate a tensor.
+        copy: a generator without draws; ``Generator.get_state`` would allocate a tensor.
     """
 
     copy: torch.Generator

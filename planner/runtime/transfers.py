@@ -29,8 +29,8 @@ class Pass:
     """The shared state of the threads of one pass.
 
     Attributes:
-        copies: in the order of issue.
-        error: the first that any of them met.
+        copies: the copies, in the order of issue.
+        error: the first error on any thread.
     """
 
     def __init__(self, copies: int, look: Callable[[], object]) -> None:
@@ -87,7 +87,8 @@ class Transfer:
         """Provide `tensor` as the source of the copy.
 
         Args:
-            made_by: the copy that fills `tensor`, if it may be under way; that of a transfer is what it has taken.
+            made_by: the copy that fills `tensor`, if it may be under way; for a transfer, the one that fills its allocated
+                memory.
         """
         self._source, self._made_by = tensor, made_by
         self._note(tensor)
@@ -124,7 +125,7 @@ class Transfer:
         """Execute the copy in the thread of `channel`.
 
         Raises:
-            CopyError: more has come than there was to come, or what was to come from the host has not.
+            CopyError: the tensor does not fit the planned bytes, or its copy from the host has failed.
             StoppedError: the pass has failed.
         """
         self._under.wait(self._sent)
@@ -169,7 +170,7 @@ def copied(tensor: torch.Tensor, size_bytes: int, device: torch.device) -> torch
     """Return a copy of `tensor` on `device`, as a step makes it if `size_bytes` are planned for it.
 
     Raises:
-        CopyError: it does not fit into these.
+        CopyError: it does not fit.
     """
     at, values = _fitting(tensor, _layout(tensor), size_bytes)
     target = torch.empty(size_bytes, dtype=torch.uint8, device=device)

@@ -24,9 +24,8 @@ def undoing(graph: Graph, program: Program, code: Code, *, versions_follow: bool
     In the backward pass, later writes and draws by others are kept.
 
     Args:
-        versions_follow: whether the caller increments the versions of what the forward pass has written once it has returned.
-        in_backward: whether a backward pass that raises undoes what the forward pass has done; it is handed over for that
-            with what is saved.
+        versions_follow: True if the caller increments the versions of written tensors after the forward pass.
+        in_backward: True if a failed backward pass also undoes the forward pass; the copies are then kept with the saved tensors.
     """
     if not any(op.mutates or op.random for op in graph.ops):
         return code
@@ -84,7 +83,7 @@ class _Before:
     """The values and autograd versions of some tensors before the step, and the random states.
 
     Attributes:
-        copies: what they held.
+        copies: the values.
     """
 
     def __init__(self, tensors: list[torch.Tensor], generators: list[torch.Generator], unused: "list[_HostCopies]") -> None:

@@ -22,7 +22,7 @@ class UnseenWrites:
         """Raise if the checksums of the same `tensors` have changed. Writes that autograd sees are left to autograd.
 
         Raises:
-            PlannerError: one has other bits; names it.
+            PlannerError: a tensor has changed; with its name.
         """
         for (name, version, before), tensor in zip(self._known, tensors, strict=True):
             if version == _version(tensor) and not torch.equal(before, checksum(tensor)):

@@ -16,7 +16,7 @@ class Job(Protocol):
     """A job that runs once.
 
     Attributes:
-        thread: that does it; whoever waits looks whether it is alive.
+        thread: its thread, which waiters check for being alive.
     """
 
     thread: threading.Thread | None
@@ -32,8 +32,7 @@ class Worker:
         """Initialize with a `name`, and what it `does` for messages.
 
         Args:
-            threads: that its operators run on (``torch.set_num_threads``, which each thread has of its own); None: as many as
-                those of any new thread.
+            threads: number of operator threads (``torch.set_num_threads``, per thread); None for the default of new threads.
         """
         self._name, self._does, self._threads = name, does, threads
         self._thread: threading.Thread | None = None

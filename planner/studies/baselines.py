@@ -42,8 +42,8 @@ class Method:
     """A method to run a training step.
 
     Attributes:
-        name: that of the policy in the registry that imitates it, where there is one, and its options.
-        prepare: a model and its loss function to a step; raises ModelError where the method does not apply.
+        name: name of the corresponding policy in the registry, if there is one, with its options.
+        prepare: function from a model and its loss function to a step; raises ModelError if the method does not apply.
     """
 
     name: str
@@ -66,9 +66,9 @@ def baseline_methods(
     """Return every method for `model`: checkpointing and SAC with each choice of blocks, SAC with each of its lists.
 
     Args:
-        budgets: by backend of ``torch.compile``, the fractions of the Memory Budget API.
+        budgets: fractions of the Memory Budget API, by backend of ``torch.compile``.
         save: targets of ops, such as ``aten.mm.default`` or ``mm``: SAC with this list as well.
-        targets: of the ops of the forward pass: SAC with all lists of kinds that are among them, not only those with names.
+        targets: targets of the forward ops: SAC with all lists of kinds among them, not only the named ones.
     """
     choices = block_choices(model)
     sacs = [partial(sac, rule) for rule in SacRule if not targets or any(map(LISTS[rule].has, targets))]
@@ -113,10 +113,10 @@ def sac(
     Its steps raise InapplicableError if no op in the blocks is in the save list.
 
     Args:
-        rule: what is saved, as in ``solvers.baselines.sac``; for the rule ``sac`` all kinds there. Every second op is
-            counted in each block, as torchtitan does.
+        rule: the saved ops, as in ``solvers.baselines.sac``; for the rule ``sac`` all kinds there. Every second op is counted per
+            block, as in torchtitan.
         save: targets of ops, such as ``aten.mm.default`` or ``mm``, instead.
-        save_list: what is saved, instead.
+        save_list: a save list instead.
     """
     saves = save_list or (SaveList(",".join(save), frozenset(save)) if save else LISTS[rule])
     name = f"{rule}{f' {saves.name}' if save or save_list else ''}{_at(level, depth)}"
@@ -171,7 +171,7 @@ def memory_budget(fraction: float, backend: str = "aot_eager", *, eager_random: 
     Args:
         fraction: from 0 to 1; 1 is ``torch.compile`` by default.
         backend: ``aot_eager``, or ``inductor``, which needs a C++ compiler for the CPU.
-        eager_random: random numbers are those of eager PyTorch, also in Inductor, so that gradients can be compared with its.
+        eager_random: True to draw eager PyTorch's random numbers, also with Inductor, so that gradients are comparable.
     """
 
     def prepare(model: nn.Module, loss_fn: LossFn | None) -> Step:

@@ -51,13 +51,13 @@ def advise_graph(
 
     Args:
         graph: traced with those of the options that are found in the step itself.
-        available_bytes: what a step may use on the device; None if unknown.
+        available_bytes: bytes that a step may use on the device; None if unknown.
         device: its name, for people.
-        options: to try, each alone; None for ``options_to_try``.
-        link, host_budget: for those that copy, as in ``planner.solve``.
-        time_limit_s: for all of it.
-        on_activity: told what is being done.
-        should_stop: polled; once True, what is known so far is the answer.
+        options: options to try, each alone; None for ``options_to_try``.
+        link, host_budget: for options with transfers, as in ``planner.solve``.
+        time_limit_s: total time limit.
+        on_activity: called with each activity.
+        should_stop: polled; once True, the results so far are returned.
 
     Raises:
         UsageError: an option cannot be tried alone, or the graph was traced without it.

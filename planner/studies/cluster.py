@@ -19,7 +19,7 @@ def on_cluster(job: Job[Task, Done], address: str) -> Iterator[Workers[Task, Don
     """Yield the workers for `job` on the cluster at `address`. Each worker receives the job once, and no files.
 
     Raises:
-        PlannerError: the cluster cannot be reached, has no workers, loses them, or they are of another make.
+        PlannerError: the cluster cannot be reached, has no workers, loses them, or they run other versions.
     """
     try:
         import distributed

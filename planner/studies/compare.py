@@ -58,13 +58,13 @@ class SolveRow:
     """Solver of tasks, as a job for ``planner.studies.jobs``.
 
     Attributes:
-        graph: what is solved.
-        model: what it is called.
-        base_peak_bytes: of the step without recomputation.
-        tolerance, time_limit_s: for each solve.
-        seed: of the graph's weights and batch.
-        commit, machine: what rows are made with and on; None for the machine that solves them.
-        recorded: of the choices that the graph was given, for the settings of rows.
+        graph: the graph to solve.
+        model: name of the model.
+        base_peak_bytes: peak of the step without recomputation.
+        tolerance, time_limit_s: settings of each solve.
+        seed: seed of the graph's weights and batch.
+        commit, machine: provenance of the rows; None for the machine that solves them.
+        recorded: settings of the graph's options, for the rows.
     """
 
     graph: Graph
@@ -185,18 +185,18 @@ def compare(
     Args:
         budgets: in bytes or as text, as in ``planner.solving.solve``.
         methods: names in ``solvers.registry``.
-        folder: is made; rows that are in its CSV are not computed again.
-        settings: of all solves. The optimum comes first, then what is fast, and methods that solve large programs last: they
-            share the time that is left. Methods that only recompute leave the options of the graph.
-        on_row: told each new row, how many are done, and of how many.
-        should_stop: polled; once True, no more is begun, and rows under way are not kept.
+        folder: created if missing; rows in its CSV are not computed again.
+        settings: settings of all solves. The optimum comes first, then fast methods; methods that solve large programs share the
+            remaining time. Methods that only recompute ignore the options of the graph.
+        on_row: called with each new row, the number of finished rows, and the number of all rows.
+        should_stop: polled; once True, no solve is started, and unfinished rows are dropped.
 
     Returns:
-        The rows asked for that are known, those of the CSV included.
+        The requested rows that are known, including those of the CSV.
 
     Raises:
         BudgetError: a budget cannot be read, or there is none.
-        OutputError: the CSV is of another graph or other choices, or of another make.
+        OutputError: the CSV is of another graph, other options, or another version.
         UsageError: no such method, or options out of range.
     """
     choices = settings.choices
@@ -273,7 +273,7 @@ def solve_tasks(judge: SolveRow, tasks: Sequence[Task], *, jobs: int, should_sto
     """Yield the result of each task as soon as it is known; `jobs` tasks run at a time.
 
     Raises:
-        PlannerError: `jobs` is out of range, or what runs them was lost.
+        PlannerError: `jobs` is out of range, or a process was lost.
     """
     waiting = iter(tasks)
     return run(judge, lambda: next(waiting, None), should_stop, jobs=min(jobs, max(1, len(tasks))))

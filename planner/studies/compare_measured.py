@@ -76,18 +76,18 @@ def compare_measured(
     Schedules are found by several processes at a time; then one step runs at a time.
 
     Args:
-        workload: what is trained.
+        workload: the training step.
         captured: its step, with the times that schedules are found for; see ``profiled``.
         budgets, methods: as in ``planner.studies.compare``.
         stock: PyTorch's own, as in ``planner.studies.baselines``.
-        folder: is made; rows that are in its CSV are not made again.
-        settings: of all solves and measurements.
-        channels: by which schedules and `stock` copy, with choices; the host's memory is counted there.
-        on_activity: told what is being done.
-        should_stop: polled; once True, no more is begun, and what is under way is not kept.
+        folder: created if missing; rows in its CSV are not made again.
+        settings: settings of all solves and measurements.
+        channels: channels for transfers of schedules and `stock`; they count the host memory.
+        on_activity: called with each activity.
+        should_stop: polled; once True, nothing is started, and unfinished rows are dropped.
 
     Returns:
-        The rows that are known, those of the CSV included.
+        The known rows, including those of the CSV.
 
     Raises:
         BudgetError, OutputError, PlannerError: as in ``planner.studies.compare``.

@@ -90,13 +90,13 @@ def open_rows(
     """Return the rows in ``rows.csv`` of `folder`, all of one graph and one profile.
 
     Args:
-        folder: where it is.
-        graph: that they are of.
-        recorded: of the choices that it was given, which are among the settings of every row.
-        order: what rows are sorted by; None: as they are added.
+        folder: folder of the CSV.
+        graph: the graph of the rows.
+        recorded: settings of its options, which are among the settings of every row.
+        order: sort key of rows; None: in the order of addition.
 
     Raises:
-        OutputError: the CSV is of another graph or other choices, or of another make.
+        OutputError: the CSV is of another graph, other options, or another version.
     """
     kept = KeptRows(folder / "rows.csv", Row, order)
     if any(row.fingerprint != graph.fingerprint for row in kept):
@@ -115,7 +115,7 @@ def missing(kept: KeptRows[Row], keys: Iterable[Key], base_s: float) -> list[Key
     """Return those of `keys` that there are no rows of; `base_s` is the time of the step without recomputation.
 
     Raises:
-        OutputError: there are some, and the rows that are there are of other times of the ops: the ops were measured again.
+        OutputError: rows are missing, and the existing ones have other op times: the ops were measured again.
     """
     found = [key for key in keys if key not in kept]
     if found and (others := {row.base_s for row in kept} - {base_s}):

@@ -31,13 +31,13 @@ class Curve:
     """Overhead against budget.
 
     Attributes:
-        graph: what was planned.
-        points: by budget, least first; times and bounds never rise from one to the next.
-        least: what is known of the least feasible budget; None where the budgets were given.
-        complete: False when it was stopped before every budget had its turn.
-        reordered: whether schedules and bounds are those of another order of the ops than the program's.
-        options: what the graph was given, by name.
-        without: the same budgets without these, None where there are none.
+        graph: the planned graph.
+        points: results by budget, least first; times and bounds never increase.
+        least: bracket of the least feasible budget; None if the budgets were given.
+        complete: False if it was stopped before every budget had its turn.
+        reordered: True if schedules and bounds are those of another order than the program's.
+        options: names of the graph's options.
+        without: the same budgets without options; None if there are none.
     """
 
     graph: GraphSummary
@@ -84,21 +84,20 @@ def curve(
     does a proof that nothing fits; a budget that is settled by the others is not solved.
 
     Args:
-        graph: what is planned.
+        graph: the graph to plan.
         budgets: how many, evenly spaced from the least feasible one to the peak without recomputation;
             or the budgets themselves, in bytes or as text (``8GB``, ``60%`` of that peak).
-        settings: of all solves. Every budget is solved for a short time first, and those with a gap again for longer, as far as
-            the time for all of them goes. With `choices` the budgets are solved without them, too; no schedule of that is
-            better then.
+        settings: settings of all solves. Every budget is solved for a short time first, and those with a gap again for longer,
+            within the total time limit. With `choices`, the budgets are solved without them too, and the better schedule counts.
         solver: a name in ``solvers.registry``.
         reorder: True: in the best order of the ops that is found; False: in program order; None: with the solver ``windows`` in
             the best order if its peak is lower. All budgets are solved in the same order.
-        on_activity: told what is being done.
-        should_stop: polled; once True, what is known so far is the answer.
+        on_activity: called with each activity.
+        should_stop: polled; once True, the results so far are returned.
 
     Raises:
         BudgetError: a budget cannot be read, or there is none.
-        PlannerError: no such solver, or it takes no choices; options out of range, a solve failed, or what runs it was lost.
+        PlannerError: no such solver, or it takes no options; settings out of range, a solve failed, or its process was lost.
     """
     get_solver(solver)
     clock, choices = WallClock(settings.total_time_limit_s), settings.choices

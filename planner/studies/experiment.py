@@ -18,12 +18,12 @@ class Study(Generic[Case, Row]):
 
     Attributes:
         row: the dataclass of its rows, as in ``planner.studies.rows``.
-        run: yields rows of a case, which is given with those of its rows that are known.
-        whole: the rows of a case are made together: kept all or none, and not made again where there are some.
-        again: says of the rows of a whole case that they are to be made again all the same.
-        order: what rows are sorted by; None: as they are made.
-        pages, figures: what is made of the rows, by name of the file.
-        failures: a line for each thing in the rows that must not be.
+        run: yields the rows of a case, given its known rows.
+        whole: True if the rows of a case are made together: stored all or none, and not made again if there are some.
+        again: returns whether the rows of a whole case are to be made again.
+        order: sort key of rows; None: in the order of addition.
+        pages, figures: functions of the rows, by file name.
+        failures: returns a line for each violation in the rows.
         file: the name of the CSV.
     """
 
@@ -49,9 +49,9 @@ class Study(Generic[Case, Row]):
         """Run the cases missing in `kept`; yield rows once they are stored.
 
         Args:
-            kept: of this study.
-            cases: by what the keys of their rows begin with.
-            cluster: the address of a Dask scheduler, whose workers run the cases; None: they are run here.
+            kept: rows of this study.
+            cases: cases by the prefixes of their rows' keys.
+            cluster: address of a Dask scheduler, whose workers run the cases; None: they run here.
 
         Raises:
             PlannerError: a case cannot be run, or the cluster cannot be reached or was lost.

@@ -25,12 +25,12 @@ class Point:
     """The known result at one budget. Unknown values are None.
 
     Attributes:
-        budget_bytes: static bytes included.
+        budget_bytes: the budget, static memory included.
         status: as in ``solvers.result.Status``.
-        schedule: the fastest that is known to fit; it may have been found for another budget.
-        peak_bytes, time_s: of the schedule.
-        bound_s: no schedule (of the class the solver searches) within the budget is faster.
-        seconds: of the solve at this budget; None where the answers at others were enough, or none was begun.
+        schedule: the fastest schedule known to fit, found at any budget.
+        peak_bytes, time_s: peak and time of the schedule.
+        bound_s: lower bound on the time within the budget, for the class of schedules that the solver searches.
+        seconds: duration of the solve at this budget; None if results at other budgets sufficed, or none was started.
     """
 
     budget_bytes: int
@@ -126,12 +126,12 @@ class Turns:
     there is time for turns longer than the last.
 
     Args:
-        known: what is known of the graph.
+        known: results on the graph.
         budgets: all of them.
-        clock: what all turns may take together.
-        time_limit_s: what one turn may take.
-        jobs: turns at a time.
-        on_activity: told what is being done.
+        clock: limit of all turns.
+        time_limit_s: limit of one turn.
+        jobs: number of parallel turns.
+        on_activity: called with each activity.
     """
 
     def __init__(

@@ -31,10 +31,10 @@ class Workers(Generic[Task, Done]):
     """An executor for the tasks of a job.
 
     Attributes:
-        submit: gives it a task.
-        count: tasks that it does at a time.
-        stop: has the tasks under way end with what they have.
-        check: raises ``PlannerError`` where they will not end any more.
+        submit: starts a task.
+        count: number of parallel tasks.
+        stop: tells running tasks to end with their results so far.
+        check: raises ``PlannerError`` if running tasks will not end.
     """
 
     submit: Callable[[Task], Future[Done]]
@@ -56,11 +56,11 @@ def run(
     After a stop, running tasks end with what they have.
 
     Args:
-        job: what is done with each.
-        take: names the next task; None when there is none left.
+        job: the work on each task.
+        take: returns the next task; None if there is none left.
         should_stop: polled.
-        jobs: tasks at a time: one is done in this process, several in processes beside it.
-        cluster: address of the scheduler of a Dask cluster that does them instead, as many at a time as it has threads.
+        jobs: number of parallel tasks: one runs in this process, several run in other processes.
+        cluster: address of the scheduler of a Dask cluster that runs them instead, one per thread.
 
     Raises:
         PlannerError: `jobs` is out of range; a process or the cluster was lost, or cannot be reached.

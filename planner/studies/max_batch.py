@@ -38,10 +38,10 @@ def max_batch(
     extrapolation; around it real graphs decide.
 
     Args:
-        graph_of: the graph of a size in units. MemoryError: it cannot be measured at this size, the lines must do.
-        wanted: what is asked for.
-        on_activity: told what is being done.
-        should_stop: polled; once True, the largest sizes so far are the answer.
+        graph_of: returns the graph of a size in units. MemoryError: it cannot be measured at this size, and is extrapolated.
+        wanted: the request.
+        on_activity: called with each activity.
+        should_stop: polled; once True, the largest sizes so far are returned.
 
     Raises:
         InfeasibleError: proved: not even the least size fits.

@@ -37,15 +37,15 @@ class Measured:
 
     Attributes:
         method: its name.
-        peak_bytes: of tensors and workspaces (CUDA: allocated, and what its CUDA graphs keep besides), static bytes included.
-        reserved_bytes: what the CUDA allocator held; None on the CPU.
-        host_bytes: most on the host of what was copied there; None where nothing was to be.
-        exactness: of loss and gradients.
+        peak_bytes: peak of tensors and workspaces (CUDA: allocated, plus the pools of CUDA graphs), static memory included.
+        reserved_bytes: reserved bytes of the CUDA allocator; None on the CPU.
+        host_bytes: peak of offloaded tensors on the host; None without offloading.
+        exactness: exactness of loss and gradients.
         loss_error: distance from eager's loss, over its absolute value.
         gradient_error: Euclidean distance from eager's gradients, all in one vector, over their length.
         differences: names of all that is not equal to eager's to the last bit, buffers and random state included.
         error: why the method does not run on this model and machine.
-        applies: False where that is because it is not for such a model.
+        applies: False if the method is not for such a model.
     """
 
     method: str
@@ -68,9 +68,9 @@ class Benchmark:
 
     Args:
         workload: real tensors; its model in the mode it is trained in.
-        seed: of the random state that loss and gradients are compared from.
-        extra_bytes: of what is not made here but counts: optimizer state, gradients of earlier batches.
-        host: the memory that all methods copy to; None where none does.
+        seed: seed of the random state for the comparison of loss and gradients.
+        extra_bytes: bytes that count but are not allocated here: optimizer state, gradients of earlier batches.
+        host: the host memory that all methods offload to; None without offloading.
     """
 
     def __init__(self, workload: Workload, *, seed: int = 0, extra_bytes: int = 0, host: HostMemory | None = None) -> None:

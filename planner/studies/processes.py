@@ -44,13 +44,13 @@ def stream(
     Workers of a cluster may start such a process, unlike a pool.
 
     Args:
-        function: is imported there by its name.
-        arguments: that it is called with; can be pickled, as what it yields.
-        variables: of its environment, in place of this one's.
-        limit_s: how long it may take.
+        function: imported there by its name.
+        arguments: its arguments, picklable like its results.
+        variables: environment variables that differ from this process's.
+        limit_s: time limit.
 
     Raises:
-        ProcessError: it did not end well. What it yielded before has been yielded.
+        ProcessError: it failed; earlier results have been yielded.
     """
     with tempfile.TemporaryFile() as errors:
         began = time.monotonic()

@@ -36,8 +36,8 @@ def column(said: str = "", *, default: object = MISSING, summary: str = "first",
     """Declare a column that is required unless it has a `default`.
 
     Args:
-        said: what is in it; its unit is the end of its name.
-        default: where it is not given.
+        said: description; the unit is the end of the column's name.
+        default: value if it is not given.
         summary: the function of pandas that sums up several rows of it, as in ``summarize``.
         place: FIRST: among the columns of the key, though it tells no rows apart.
     """
@@ -92,9 +92,9 @@ class KeptRows(Generic[Row]):
     """The rows of a CSV by their keys. The file is complete after every change.
 
     Args:
-        path: of the CSV, which need not be there.
+        path: path of the CSV, which may be missing.
         kind: the dataclass of its rows.
-        order: what rows are sorted by; None: as they were added.
+        order: sort key of rows; None: in the order of addition.
 
     Raises:
         OutputError: the CSV has other columns, or is damaged.

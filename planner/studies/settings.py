@@ -11,15 +11,15 @@ class StudySettings:
     """Settings of a study of many budgets or methods.
 
     Attributes:
-        model: what the graph is called, in rows.
+        model: name of the graph in rows.
         tolerance: on gaps, relative to the whole step.
         time_limit_s: seconds for each solve.
         total_time_limit_s: seconds for all of them.
-        choices: options that the graph is given.
+        choices: options of the graph.
         jobs: processes that solve at the same time. With more than one, the main module is imported in each: a script needs
             ``if __name__ == "__main__":``.
         cluster: address of a Dask scheduler, whose workers solve instead.
-        repeats, seed: of steps that are measured: how many are timed, and of their weights.
+        repeats, seed: number of timed steps, and seed of the weights.
     """
 
     model: str = ""

@@ -22,15 +22,14 @@ class LargestSize:
     """The largest size that one method fits into the budget.
 
     Attributes:
-        method: for people.
+        method: name for display.
         size: None if not even the least fits.
         at_limit: `size` is the largest that was allowed; larger ones may fit.
-        undecided: the least size for which neither a schedule nor a proof that there is none was found
-            in time; None if there is none such.
+        undecided: least size that was not decided in time; None if there is none.
         complete: False when the search was stopped: larger sizes may fit.
-        extrapolated: the graph of `size` was not captured but read off a line or curve through others.
-        result: the schedule at `size`; where there is none, why.
-        keep_everything_time_s: of the step at `size` without recomputation.
+        extrapolated: True if the graph of `size` was extrapolated from others, not captured.
+        result: the schedule at `size`, or the reason if there is none.
+        keep_everything_time_s: time of the step at `size` without recomputation.
     """
 
     method: str
@@ -70,19 +69,18 @@ class Wanted:
     """The request. Sizes are multiples of `unit`; fields marked "in units" are counted in it.
 
     Attributes:
-        budget_bytes: of the whole step, static bytes included.
+        budget_bytes: budget of the whole step, static memory included.
         max_overhead: as a fraction of the step without recomputation; None: any.
         limit: the largest to consider, in units.
-        first: what to begin with, in units.
-        tolerance: on the gap of the schedule in the answer.
-        time_limit_s: for each solve.
-        reorder: solve the optimal schedule in another order of the ops if one lowers the peak; what is done by hand is in
-            program order in any case.
+        first: the first size to try, in units.
+        tolerance: tolerance on the gap of the returned schedule.
+        time_limit_s: time limit of each solve.
+        reorder: True to reorder ops for the optimal schedule if that lowers the peak; manual methods keep program order.
         varies: the name of the size.
-        unit: what sizes are multiples of.
+        unit: sizes are multiples of it.
         samples: in units, the sizes whose graphs give the first guess: two for a straight line, three for a square.
-        choices: that the optimal schedule is given in one more row.
-        guesses: in units, by name of the method, the size to try first; of others the guess is had from the samples.
+        choices: options of the optimal schedule in an additional row.
+        guesses: first size to try in units, by name of the method; others are guessed from the samples.
     """
 
     budget_bytes: int

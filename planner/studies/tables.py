@@ -31,12 +31,12 @@ class Column:
     """A column of a table.
 
     Attributes:
-        title: in the header.
-        value: the name of an attribute of what has a line, or a function of it; None: the attribute that is named like the title.
-        form: how a value is written: a function, or a format such as ``{:.2f}``; None: by the unit that its name ends with.
-        missing: what is written where the value is None.
-        at: of a line that has several rows (``side_by_side``), the one whose value it is; ALL: of all of them together; None:
-            any, for they agree in it.
+        title: title in the header.
+        value: name of an attribute of a line's item, or a function of it; None: the attribute named like the title.
+        form: format of a value: a function, or a string such as ``{:.2f}``; None: by the unit at the end of its name.
+        missing: text for None.
+        at: for a line of several rows (``side_by_side``), the row of the value; ALL: all rows together; None: any row, since they
+            agree.
     """
 
     title: str

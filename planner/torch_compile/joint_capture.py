@@ -40,15 +40,14 @@ def capture_joint(
 
     Args:
         module: the joint graph.
-        device: whose times are modelled.
-        measure: run each op on the device it is on, instead.
-        forward_outputs: how many of its outputs are of the forward pass.
-        options: choices besides recomputing that are found in the graph. What they round counts as rounded, for nothing is
-            compared.
+        device: device for modelled times.
+        measure: True to execute each op on its own device instead.
+        forward_outputs: number of outputs of the forward pass.
+        options: options to find in the graph. Ops that may round count as rounding, since nothing is compared.
         on_op: as in ``planner.profiling.profile.profile``.
 
     Raises:
-        TraceError: shapes that are not known yet, or an op that no static graph can hold.
+        TraceError: shapes are dynamic, or an op cannot be in a static graph.
     """
     placeholders = module.graph.find_nodes(op="placeholder")
     values = [node.meta["val"] for node in placeholders]

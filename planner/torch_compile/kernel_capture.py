@@ -35,11 +35,11 @@ def capture_kernels(module: fx.GraphModule, inputs: Sequence[Any], options: Sequ
     """Return `module` as the kernels that Inductor compiles, with the time and memory of each op.
 
     Args:
-        module, inputs: what Dynamo captured, real tensors.
-        options: choices that are found in what was captured.
+        module, inputs: the module captured by Dynamo, and its real inputs.
+        options: options to find in the capture.
 
     Raises:
-        TraceError: Inductor's code is none that can be planned.
+        TraceError: Inductor's code cannot be planned.
     """
     context = TracingContext.try_get()
     assert context is not None

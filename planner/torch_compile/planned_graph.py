@@ -43,7 +43,7 @@ class Passes:
 
     Attributes:
         forward, backward: the passes.
-        lines: of the code that runs them.
+        lines: lines of their code.
     """
 
     forward: Forward
@@ -55,15 +55,15 @@ class PlannedGraph:
     """A graph of a compiled model.
 
     Attributes:
-        captured: what is planned of it.
-        eager: the same as eager PyTorch runs it, where it is planned with other kernels and a budget is a share of its peak.
-        tangents: its static tensors that are gradients of its outputs.
-        outputs: how many tensors the forward pass returns besides what it saves.
-        slots: a tensor for each place among what is saved: all that some schedule may save.
-        checked: by tensor, names of inputs that are looked at for writes that autograd does not see.
-        lean: a schedule that keeps little between the passes; None as long as none was looked for.
-        watch: called with what a forward pass gets; returns what is to be called with what it returns, and with the
-            tensor that dies with what it saves.
+        captured: the capture to plan.
+        eager: the same graph with eager PyTorch's kernels, if it is planned with others and the budget is a share of its peak.
+        tangents: static tensors that are gradients of its outputs.
+        outputs: number of results of the forward pass, without saved tensors.
+        slots: a tensor for each slot of the saved tensors: all that some schedule may save.
+        checked: names of inputs that are checked for writes that autograd does not see, by tensor.
+        lean: a schedule that keeps little between the passes; None until one is computed.
+        watch: called with the inputs of a forward pass; returns a function of its results and of a tensor that dies with the
+            saved ones.
     """
 
     def __init__(self, module: fx.GraphModule, captured: Capture, channels: Channels | None, *, outputs: int) -> None:
@@ -203,8 +203,7 @@ class PlannedGraph:
         """Run the backward pass for AOTAutograd; `args` is emptied.
 
         Raises:
-            PlannerError: hooks have put other tensors in the place of those that were saved; or the backward pass is to come
-                again, and writes over what it reads.
+            PlannerError: hooks have replaced saved tensors; or the backward pass may run again, and overwrites its inputs.
         """
         plan = args.pop(len(self.slots))
         number, handed_over = plan.shape[0], getattr(plan.untyped_storage(), "handed_over", [])

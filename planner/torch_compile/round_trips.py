@@ -20,7 +20,7 @@ class RoundTrips:
     """The channels of one ``torch.compile`` call.
 
     Attributes:
-        host_bytes: of the host's memory, for all graphs together.
+        host_bytes: host memory for all graphs together.
     """
 
     def __init__(self, choices: Choices) -> None:
@@ -57,9 +57,9 @@ def host_room(order: Sequence[G], graph: G, taken: Mapping[G, tuple[int, int]], 
 
     Args:
         order: the graphs of a step in the order of their forward passes; one may come several times.
-        graph: the one in question.
-        taken: by graph what a plan takes at its peak, and between its passes; those not here take nothing.
-        whole_bytes: for all of them.
+        graph: the graph in question.
+        taken: host memory of a plan at its peak, and between its passes, by graph; missing graphs use none.
+        whole_bytes: host memory for all graphs.
     """
     room, before, own = whole_bytes, 0, 0
     for run in order:

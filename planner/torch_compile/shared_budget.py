@@ -49,8 +49,8 @@ class SharedBudget:
     """The memory on the device and the host that one ``torch.compile`` call may use.
 
     Attributes:
-        settings: of that call.
-        budget: in bytes once it is known, where it is ``auto``.
+        settings: settings of that call.
+        budget: the budget; ``auto`` is replaced by bytes once known.
     """
 
     def __init__(self, settings: BackendSettings) -> None:
@@ -80,12 +80,12 @@ class SharedBudget:
         """Plan a graph that was just reached.
 
         Args:
-            inputs: what it will be called with.
+            inputs: its inputs.
             model: parameters and buffers that it and others may read.
             more: another graph follows in the same step.
 
         Raises:
-            InfeasibleError, LimitError: nothing fits, beside what the graphs before it keep.
+            InfeasibleError, LimitError: nothing fits, given the memory that earlier graphs keep.
         """
         self._learning = True
         if is_auto(self.budget):

@@ -18,11 +18,11 @@ class Seen:
     """The storages that one forward pass of a graph met.
 
     Attributes:
-        inputs: what it read: parameters, buffers, inputs.
-        trained: those of `inputs` that will have a ``grad``, and are no other graph's outputs.
-        held: what autograd held for ops that are in no graph.
-        made: what it returned, without its inputs.
-        identities: keep the identity of a storage from being given to another one.
+        inputs: storages that it read: parameters, buffers, inputs.
+        trained: storages of `inputs` that will have a ``grad``, and are no other graph's outputs.
+        held: storages that autograd held for ops outside of graphs.
+        made: storages of its results, without its inputs.
+        identities: references that keep the ids of storages from being reused.
     """
 
     inputs: Storages
@@ -72,8 +72,8 @@ def beside(runs: Sequence[Seen], index: int, kept_bytes: Sequence[int]) -> int:
 
     Args:
         runs: the forward passes of a step, in order.
-        index: of the one in question.
-        kept_bytes: of each run before it, what its plan keeps between the passes, besides what is static.
+        index: index of the forward pass in question.
+        kept_bytes: for each earlier run, the bytes that its plan keeps between the passes, without static memory.
     """
     own = runs[index].inputs
     made = _union(run.made for run in runs)

@@ -24,12 +24,12 @@ class Together:
 
     Args:
         order: the graphs in the order of their forward passes; one may come several times.
-        seen: what each of these passes met.
+        seen: storages that each of these passes met.
         whole_bytes: the budget.
-        leaving: a schedule of a graph within a budget that leaves so much of it between the passes, given one that does, and
-            what it may take of the host's memory.
-        host_bytes: of the host's memory, for all of them.
-        limit_s: seconds for each graph.
+        leaving: returns a schedule of a graph that leaves part of a budget free between the passes, given one that does, and its
+            host memory.
+        host_bytes: host memory for all of them.
+        limit_s: time limit for each graph.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Together:
         """Set the plan of each graph.
 
         Raises:
-            InfeasibleError: no plans are found that fit beside each other; says what each keeps.
+            InfeasibleError: no plans fit together; with what each keeps.
         """
         most = {graph: kept_bytes(graph.captured.graph, keeping_all(graph.captured.graph)) for graph in self._graphs}
         kept, known = self._shares(most)

@@ -32,7 +32,7 @@ def module_of(graph: fx.Graph, codegen: CodeGen, title: str, attributes: Mapping
     the function.
 
     Args:
-        attributes: what ``get_attr`` gets.
+        attributes: values of ``get_attr``.
     """
     graph.set_codegen(codegen)
     graph._co_fields = {"co_filename": title, "co_firstlineno": 1, "co_name": "forward"}

@@ -19,7 +19,7 @@ def with_auto_resolved(
     Args:
         wrapper: how the model is trained; of several processes the least budget counts, and all of them call this.
         batch: inputs and targets.
-        optimizer: whose state is already in memory, as far as it is; None before its first step.
+        optimizer: the optimizer, whose allocated state counts; None before its first step.
 
     Raises:
         BudgetError: nothing is left, or several processes share the memory of a CPU.

@@ -51,13 +51,13 @@ def compare_with_eager(
     With Inductor's kernels, the reference is PyTorch's own run of them in place of `step`.
 
     Args:
-        captured: what `step` was captured as.
-        planned: runs it by a plan.
+        captured: the capture of `step`.
+        planned: the step that runs by a plan.
         step: model and loss function, as they are called in eager mode.
         batch: real tensors.
-        known: of the same plan, found before. Where the bits are equal, then as now, its time and peak are kept.
-        allowed: that it differs, by options that the user has named: how much is found out, but not where it begins.
-        lossy: that the gradients do so by more than rounding: their error is measured.
+        known: an earlier comparison of the same plan. If the bits are equal in both, its time and peak are reused.
+        allowed: True if differences are allowed by the user's options: their size is measured, but not where they begin.
+        lossy: True if gradients may differ by more than rounding: their error is measured.
     """
     reference, beside = (step, "eager") if captured.whole is None else (captured.whole, "torch.compile")
     device = next(step.parameters()).device

@@ -56,10 +56,10 @@ class Compiler:
         loss_fn: as in ``compile``.
         trace: how steps are captured and measured.
         search: how graphs are solved for a budget.
-        recorder: makes what records a step, to be replayed; None: steps run op by op.
-        compare_eager: whether steps are run beside eager PyTorch.
-        channels: by which all its steps copy to the host and back; None where no graph offers that.
-        stages: what planning is reported to.
+        recorder: makes the recorder of a step that is replayed; None: steps run op by op.
+        compare_eager: True to compare steps with eager PyTorch.
+        channels: channels for transfers to and from the host in all its steps; None if no graph offers them.
+        stages: receiver of progress reports.
     """
 
     wrapper: Unwrapped
@@ -206,11 +206,11 @@ class Compiler:
         """Return the step of a plan that was loaded from the cache or received from another rank.
 
         Args:
-            improves: better plans are found on another rank while the step trains.
+            improves: True if another rank searches for better plans while the step trains.
 
         Raises:
             MismatchError, ScheduleError: it is not one for this step.
-            BudgetError: its measured peak is over its budget here, or it takes more of the host's memory than it may.
+            BudgetError: its measured peak is over its budget here, or it exceeds the host memory.
         """
         check_same_graph(plan.graph, summarize(with_recorded(captured.graph, plan.settings)))
         host_bytes = plan.pool_peaks_bytes.get(HOST, 0)

@@ -35,7 +35,7 @@ class DynamicStep(PlannedStep):
 
         Args:
             make: a planned step for a batch of another size and a budget in bytes.
-            max_plans: how many are kept; the one that was used longest ago goes first.
+            max_plans: number of cached plans; the least recently used one is dropped first.
         """
         super().__init__(first.plan, first._run, first.measured)
         self._budget_bytes = first.plan.budget_bytes

@@ -18,11 +18,11 @@ def with_room_for_pool(graph: Graph, plan: Plan, library_bytes: int, solve: Call
     First the budget is lowered by the excess, then bisected between budgets known to be too small and too large.
 
     Args:
-        library_bytes: that libraries take in the pool (``pool_bytes``).
+        library_bytes: bytes of library workspaces in the pool (``pool_bytes``).
         solve: solves `graph` for a budget.
 
     Raises:
-        InfeasibleError: none is found; says which budget has room for the plan that came closest.
+        InfeasibleError: none is found; with the budget that has room for the closest plan.
     """
     budget_bytes, low_bytes = plan.budget_bytes, graph.static_bytes
     high_bytes, closest, closest_bytes = plan.peak_bytes, plan, _kept_bytes(graph, plan, library_bytes)

@@ -40,8 +40,8 @@ class Swap:
     """A plan that replaces another.
 
     Attributes:
-        plan, executor: what runs from now on.
-        graph: with the costs that it was solved with.
+        plan, executor: the new plan and its executor.
+        graph: the graph with the costs that it was solved with.
         reason: in words, for ``PlannedStep.history``.
     """
 
@@ -57,7 +57,7 @@ class Improvement:
     If several processes train, one of them finds plans for all; each has an object of this class.
 
     Attributes:
-        plan: the one in use, as far as is known of it by now.
+        plan: the current plan, with all that is known of it.
     """
 
     def __init__(
@@ -75,9 +75,9 @@ class Improvement:
 
         Args:
             captured: the profiled step.
-            solved_bytes: the budget that it was solved for; below that of the plan where its peak was above its prediction.
+            solved_bytes: the budget that it was solved for; below the plan's budget if its peak was above its prediction.
             make_executor: an executor for a plan.
-            finds: whether better plans are looked for here, and not by another process.
+            finds: True if better plans are searched for here, and not by another process.
         """
         self.plan = plan
         self._captured, self._executor = captured, executor
@@ -95,7 +95,7 @@ class Improvement:
         """Return a plan that is to replace the current one, if one has been found.
 
         Args:
-            steps: how many have been trained: a solve begins once it pays.
+            steps: number of trained steps: a solve starts once it pays.
         """
         self._take_times()
         others = any(solve.is_running for solve in _SOLVES)  # for other sizes or models: one solve at a time
@@ -141,7 +141,7 @@ class Improvement:
         """Return to the plan before the one that exceeded the budget; lower the solved budget by `over_bytes`.
 
         Raises:
-            InfeasibleError: it was the first plan, and none is found that takes as much less.
+            InfeasibleError: it was the first plan, and none is found with the lower budget.
         """
         if self._watch is not None:
             self._watch.stop()
@@ -244,7 +244,7 @@ class Consultation:
     A single process decides before every step. Several processes exchange their state before steps 2, 4, 8 and so on.
 
     Attributes:
-        improvement: of this process.
+        improvement: that of this process.
     """
 
     def __init__(self, ranks: SingleProcess, improvement: Improvement) -> None:

@@ -39,7 +39,7 @@ class InductorCompiler(Compiler):
         variants are compiled and planned, and each that gives the same bits is timed against ``torch.compile``.
 
         Raises:
-            InfeasibleError, LimitError, BudgetError: the first variant does not fit, and no other does.
+            InfeasibleError, LimitError, BudgetError: no variant fits; raised for the first one.
         """
         whole_bytes = summarize(captured.graph).keep_everything_peak_bytes
         if is_share(budget):

@@ -74,11 +74,11 @@ class BatchPlans:
 
         Args:
             loss_fn, accumulate: as in ``planner.compile``, the same in every call.
-            optimizer: whose memory counts, unless the options name another.
+            optimizer: the optimizer, whose memory counts, unless the options name another.
             on_progress: shows how the first size is planned, unless the options name another.
 
         Raises:
-            PlannerError: that memory is not known, or the processes' batches differ; or what ``planner.compile`` raises.
+            PlannerError: its memory is unknown, or the processes' batches differ; or as in ``planner.compile``.
         """
         key = self._key(batch)
         self._check_same(key, batch)
@@ -164,7 +164,7 @@ def check_options(options: Mapping[str, Any]) -> None:
     """Raise unless ``planner.compile`` has these keyword arguments, apart from the budget.
 
     Raises:
-        PlannerError: it has not.
+        PlannerError: an argument is unknown.
     """
     if unknown := options.keys() - _OPTIONS:
         raise PlannerError(f"unknown option {min(unknown)!r} of planner.compile: choose of {', '.join(sorted(_OPTIONS))}")

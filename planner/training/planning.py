@@ -146,7 +146,7 @@ def check_trains(what: str) -> None:
     """Raise if no training is possible here.
 
     Args:
-        what: is done, for the message: ``planner.compile is called``.
+        what: the action, for the message: ``planner.compile is called``.
 
     Raises:
         PlannerError: gradients are turned off, or a transform of torch.func is active.
@@ -161,7 +161,7 @@ def _planned(compiler: Compiler, batch: Batch, budget: str | int, made_with: Map
     """Return the step for batches like `batch`, from the cache if it is there.
 
     Args:
-        made_with: settings that plans depend on; another plan is made for others.
+        made_with: settings that plans depend on.
     """
     wrapper, cache = compiler.wrapper, compiler.search.run.cache
     plans = wrapper.ranks.each(lambda: None if cache is None else PlanCache(cache))

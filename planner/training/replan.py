@@ -25,7 +25,7 @@ class ReplannedStep(PlannedStep):
         Args:
             make: a planned step for a batch and a budget.
             batch, budget: as in ``planner.compile``. A share is of the first plan's peak.
-            max_plans: how many are kept; the one that was used longest ago goes first.
+            max_plans: number of cached plans; the least recently used one is dropped first.
         """
         first = make(batch, budget)
         super().__init__(first.plan, first._run, first.measured)

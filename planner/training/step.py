@@ -40,10 +40,10 @@ class PlanUse:
     """A plan, and when it came into use.
 
     Attributes:
-        plan: as it was then.
+        plan: the plan at that time.
         step: number of the first step that ran by it, from 1.
-        seconds: since the step was made.
-        reason: why it took the place of the one before.
+        seconds: seconds since the step was made.
+        reason: why it replaced the one before.
     """
 
     plan: Plan
@@ -76,8 +76,8 @@ class PlannedStep:
         """Run `plan` by calling `run`.
 
         Args:
-            refreshed: makes the step that a batch says anew how lossy it may be; None where nothing is lossy.
-            improving: finds better plans; None where the plan stays.
+            refreshed: makes a step after measuring sensitivity on a batch; None if nothing is lossy.
+            improving: the search for better plans; None if the plan stays.
         """
         self.plan = plan
         self.measured = measured
@@ -179,7 +179,7 @@ class PlannedStep:
 
         Raises:
             OutputError: a file cannot be written.
-            PlannerError: the plan was loaded from a cache, so that the times of its ops are not known.
+            PlannerError: the plan was loaded from a cache, so that op times are unknown.
         """
         if self.measured is None:
             raise PlannerError(

@@ -137,7 +137,7 @@ class SolveSettings:
 
     @property
     def traced_options(self) -> tuple[str, ...]:
-        """Those options that are found in the step when it is traced."""
+        """The options that are found in the step when it is traced."""
         return traced_options(self.options)
 
     @property

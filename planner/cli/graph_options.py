@@ -1,4 +1,4 @@
-"""``planner options``: list the options that a schedule may use besides recomputation."""
+"""``planner options``: list the options that a schedule may use in addition to recomputation."""
 
 import argparse
 

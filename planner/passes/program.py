@@ -1,7 +1,7 @@
 """The calls that execute the ops of a graph, as data.
 
 A graph describes a training step; its program says how to run it. Arguments of calls are references to tensors, views of them,
-and constants. A view is a call itself, made again wherever it is read, so that only the base holds a storage.
+and constants. A view is a call itself, repeated wherever it is read, so that only the base holds a storage.
 """
 
 import operator

@@ -126,7 +126,7 @@ class Plan:
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> "Plan":
-        """Return the plan in the file `path`, with its graph if that is still where the plan says.
+        """Return the plan in the file `path`, with its graph if the graph's file still exists.
 
         Raises:
             FormatError: the file holds no plan that this planner reads.
@@ -172,7 +172,7 @@ class Plan:
 
     @property
     def lossy(self) -> str:
-        """Predicted and measured error of the gradients in words; "" where no option is lossy."""
+        """Predicted and measured error of the gradients in words; "" if no option is lossy."""
         if self.gradient_error is None:
             return ""
         found = None if self.eager is None else self.eager.gradient_error

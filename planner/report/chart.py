@@ -1,6 +1,6 @@
 """The figures of the report page, drawn by Bokeh: memory over the step, other streams, and the trade-off curve.
 
-The page gets the moments and lives themselves; ``page.js`` adds them up for what is in view, so that zooming shows every op.
+The page gets the moments and lives themselves; ``page.js`` adds up those in view, so that zooming shows every op.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -264,7 +264,7 @@ class _Drawing:
         self.roots.append(plot)
 
     def arguments(self) -> dict[str, Any]:
-        """Return what ``page.js`` is called with."""
+        """Return the arguments of the function in ``page.js``."""
         return {"lanes": None, **self.handles, "themed": self.themed, "data": self._data()}
 
     def _data(self) -> dict[str, Any]:

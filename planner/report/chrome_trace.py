@@ -19,8 +19,8 @@ _WAITING_ROW = 5
 def chrome_trace(timeline: Timeline) -> str:
     """Return the trace as JSON in the Trace Event Format: complete events (X), counters (C) and names (M), in microseconds.
 
-    The computation has a row for each phase, one for what is recomputed and one for where it waits; each other stream
-    has a row, and each pool a counter.
+    The computation has a row for each phase, one for recomputed ops and one for waits; each other stream has a row, and each pool
+    a counter.
     """
     graph = timeline.graph
     rows = _rows(graph)

@@ -43,7 +43,7 @@ _ISO_MEMORY = (
 
 
 def write_report(rows: Sequence[Row], folder: Path) -> None:
-    """Write ``table.md``, ``overhead.png`` and ``memory.png``, and ``measured.png`` where something was measured.
+    """Write ``table.md``, ``overhead.png`` and ``memory.png``, and ``measured.png`` if there are measurements.
 
     Raises:
         PlannerError: matplotlib is not installed.

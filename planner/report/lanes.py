@@ -1,4 +1,4 @@
-"""Bars on lanes for all that a plan does besides executing each op once: recomputations, transfers and waits."""
+"""Bars on lanes for all that a plan does in addition to executing each op once: recomputations, transfers and waits."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""``budget="auto"``: the memory that a step may use on its device, from what the device has free."""
+"""``budget="auto"``: the memory that a step may use on its device, from the free memory."""
 
 import logging
 from collections.abc import Iterable

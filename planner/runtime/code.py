@@ -1,8 +1,8 @@
 """Compilation of a schedule to the two passes that run it.
 
-The passes contain the calls of the schedule in its order, and free where it frees. The forward pass ends with the first execution
-of its last op; what is alive then and not returned, and the copies that may be under way, are handed to the backward pass in a
-list, which the backward pass empties before it begins, so that nothing but its own variables keeps a tensor in memory.
+The passes contain the calls and the frees of the schedule in its order. The forward pass ends with the first execution of its
+last op. Tensors that are alive then and not returned, and copies under way, are passed to the backward pass in a list. The
+backward pass empties the list first, so that only its own variables keep tensors in memory.
 """
 
 from collections import Counter

@@ -165,7 +165,7 @@ class HostMemory:
 
 
 def ended(copy: Copy) -> None:
-    """Wait for `copy`, and ignore its failure: whoever needs its result raises."""
+    """Wait for `copy`, and ignore its failure: the reader of its result raises."""
     try:
         copy.finish()
     except CopyError:

@@ -36,7 +36,7 @@ def undoing(graph: Graph, program: Program, code: Code, *, versions_follow: bool
 
 
 class _Undo:
-    """Both passes with rollback, by host copies of what the forward pass overwrites: mostly small running statistics."""
+    """The two passes with rollback, by host copies of what the forward pass overwrites: mostly small running statistics."""
 
     def __init__(self, graph: Graph, program: Program, code: Code, *, versions_follow: bool) -> None:
         overwritten = {t for op in graph.ops for t in op.mutates}

@@ -112,7 +112,7 @@ def open_rows(
 
 
 def missing(kept: KeptRows[Row], keys: Iterable[Key], base_s: float) -> list[Key]:
-    """Return those of `keys` that there are no rows of; `base_s` is the time of the step without recomputation.
+    """Return those of `keys` without rows; `base_s` is the time of the step without recomputation.
 
     Raises:
         OutputError: rows are missing, and the existing ones have other op times: the ops were measured again.
@@ -128,7 +128,7 @@ def missing(kept: KeptRows[Row], keys: Iterable[Key], base_s: float) -> list[Key
 
 
 def simulated(rows: Sequence[Row]) -> list[Row]:
-    """Return the rows of all methods at the same budgets by simulation, or of replayed schedules where there are no others."""
+    """Return the rows of all methods at the same budgets by simulation; if there are none, those of replayed schedules."""
     at_budgets = [row for row in rows if row.run_by != RunBy.TORCH and not row.budget.startswith(PEAK_OF)]
     return [row for row in at_budgets if row.run_by == RunBy.SIMULATOR] or at_budgets
 

@@ -39,7 +39,7 @@ def stream(
     variables: Mapping[str, str] = MappingProxyType({}),
     limit_s: float | None = None,
 ) -> Iterator[Item]:
-    """Yield what `function`, called in a new process, yields; the process ends with it.
+    """Yield the results of `function`, called in a new process; the process ends with it.
 
     Workers of a cluster may start such a process, unlike a pool.
 

@@ -140,7 +140,7 @@ class KeptRows(Generic[Row]):
 
 
 def read_csv(path: Path, columns: Sequence[str]) -> list[dict[str, str]]:
-    """Return the rows of a CSV as text by column; none where there is no file.
+    """Return the rows of a CSV as text by column; an empty list if there is no file.
 
     Raises:
         OutputError: it has other columns, or is no CSV.

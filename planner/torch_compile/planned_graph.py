@@ -256,7 +256,7 @@ def _made_forward(graph: Graph) -> list[int]:
 
 
 def _like(graph: fx.Graph, value: object) -> fx.Node | None:
-    """Return a node that stands for a tensor like `value`; None if `value` is no tensor."""
+    """Return a node with the metadata of a tensor like `value`; None if `value` is no tensor."""
     if not isinstance(value, fx.Node):
         return None
     node = graph.call_function(torch.ops.aten.empty.memory_format, ([0],))

@@ -102,7 +102,7 @@ def _failure(error: Exception, device: torch.device) -> str:
 def _own_error(
     plain: StepOutcome, reference: Step, step: TrainingStep, batch: Batch, written: Sequence[torch.Tensor]
 ) -> float | None:
-    """Return the gradient error of a second run of eager PyTorch; None where it has the bits of the first."""
+    """Return the gradient error of a second run of eager PyTorch; None if it has the bits of the first."""
     again = outcome(reference, step, batch, written=written, undone=UndoWrites())
     return plain.gradient_error(again) if plain.differences(again) else None
 

@@ -72,7 +72,7 @@ class Compiler:
     stages: Stages = field(default_factory=Stages)
 
     def capture(self, batch: Batch) -> Capture:
-        """Return the step on `batch`: nothing is executed, and sizes are what its shapes say."""
+        """Return the step on `batch` with the sizes of its shapes; nothing is executed."""
         return self._captured(batch, None)
 
     def captured_for(self, plan: Plan, captured: Capture, batch: Batch) -> Capture:

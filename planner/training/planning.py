@@ -158,7 +158,7 @@ def check_trains(what: str) -> None:
 
 
 def _planned(compiler: Compiler, batch: Batch, budget: str | int, made_with: Mapping[str, object]) -> PlannedStep:
-    """Return the step for batches like `batch`, from the cache if it is there.
+    """Return the step for batches like `batch`, from the cache if possible.
 
     Args:
         made_with: settings that plans depend on.

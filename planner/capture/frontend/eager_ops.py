@@ -131,8 +131,8 @@ def _whole_where(wanted: Callable[[InstructionTranslatorBase], bool], decompose:
 def not_compiling(informed: Collection[str] = ()) -> Iterator[list[str]]:
     """Answer no to models that ask whether they are compiled, so that they run the same code as in eager PyTorch.
 
-    Libraries ask to leave out what no compiler could follow (a check whether a mask masks anything), and then compute with
-    numbers that round differently, or with masks that eager PyTorch does without. PyTorch itself gets the true answer.
+    Libraries ask in order to leave out operations that no compiler can follow (a check whether a mask masks anything), and then
+    compute numbers that round differently, or masks that eager PyTorch does not need. PyTorch itself gets the true answer.
 
     Args:
         informed: modules that get the true answer too, with their question, as in ``ASKING_FOR_COMPILERS``.

@@ -1,4 +1,4 @@
-"""Requests to the rules of chunked ops, and their answers: which arguments are read by rows, and what is made of them."""
+"""Requests to the rules of chunked ops, and their answers: which arguments are read by rows, and the form of the results."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -22,7 +22,7 @@ _SPREAD, _FIRST, _SECOND = (number - 2**32 if number >= 2**31 else number for nu
 class Form(Protocol):
     """A compressed form of groups of numbers.
 
-    Each group has `code_bytes` for its numbers, and so many `limits` of the tensor's type.
+    Each group has `code_bytes` for its numbers, and `limits` numbers of the tensor's dtype.
     """
 
     @property

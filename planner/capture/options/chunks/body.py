@@ -60,7 +60,7 @@ class Result:
         return found
 
     def make(self, like: torch.Tensor) -> torch.Tensor:
-        """Return an output tensor; sums of half-precision numbers that have few elements use float32."""
+        """Return an output tensor, zeroed for totals; sums of half-precision numbers use float32."""
         value = self.value
         dtype = torch.float32 if self.made is Total.SUM and value.dtype in _HALF else value.dtype
         room = like.new_empty_strided(value.shape, value.stride(), dtype=dtype)

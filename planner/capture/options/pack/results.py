@@ -23,8 +23,7 @@ class Activation:
     Attributes:
         forward: kernel of the activation.
         arguments: number of arguments after the input that it shares with its gradient.
-        says: given these arguments and a dtype, True if for each element of that dtype the result is in the range exactly if the
-            input is.
+        says: given these arguments and a dtype, returns whether each result is in the range exactly if its input is.
     """
 
     forward: Any

@@ -25,7 +25,7 @@ from graphs.synthetic.random_graphs import random_training_step
 from graphs.synthetic.small import training_chain
 from graphs.synthetic.transformer import TransformerSize, transformer
 from planner.report.comparisons import write_report
-from planner.studies.comparison_rows import Row
+from planner.studies.comparison_rows import ComparisonRow
 from planner.studies.rows import read_rows
 from solvers.registry import SOLVERS
 
@@ -129,7 +129,7 @@ def make(suite: str, out: Path, *, fresh: bool, cluster: str | None) -> list[str
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Make what is missing; 1 if a comparison failed."""
-    parser = command_line(__doc__, Row, out="results/compare")
+    parser = command_line(__doc__, ComparisonRow, out="results/compare")
     add_names(parser, "--suites", SUITES, default="exact,h200,cpu")
     parser.add_argument("--cluster", metavar="ADDRESS", help="of a Dask scheduler, whose workers solve")
     options = parser.parse_args(arguments)
@@ -140,7 +140,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for suite in options.suites:
         if options.tables_only:
             for file in sorted((options.out / suite).glob("*/rows.csv")):
-                write_report(read_rows(file, Row), file.parent)
+                write_report(read_rows(file, ComparisonRow), file.parent)
         else:
             failed += make(suite, options.out, fresh=options.fresh, cluster=options.cluster)
     write_text(options.out / "summary.md", summary_text(options.out))

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from planner.report.comparisons import LEGEND, IsoMemoryPair, cell_text, iso_memory_pairs, simulated_table
 from planner.studies.best import HEURISTICS, NOT_TRIED, best_measured, best_schedule, kind_of, of_kind, why_none, why_not_measured
-from planner.studies.comparison_rows import Row, simulated
+from planner.studies.comparison_rows import ComparisonRow, simulated
 from planner.studies.rows import read_rows
 from planner.studies.tables import as_markdown
 
@@ -59,11 +59,11 @@ def summary_text(folder: Path) -> str:
     return "\n\n".join(part.rstrip() for part in parts) + "\n"
 
 
-def _models(folder: Path) -> dict[str, list[Row]]:
-    return {file.parent.name: read_rows(file, Row) for file in sorted(folder.glob("*/rows.csv"))}
+def _models(folder: Path) -> dict[str, list[ComparisonRow]]:
+    return {file.parent.name: read_rows(file, ComparisonRow) for file in sorted(folder.glob("*/rows.csv"))}
 
 
-def _overheads(name: str, rows: Sequence[Row], budget: str) -> tuple[str, ...]:
+def _overheads(name: str, rows: Sequence[ComparisonRow], budget: str) -> tuple[str, ...]:
     """The line of one budget: cells of the table that the comparison itself has, and the best heuristics."""
     judged = simulated(rows)
     header, *lines = simulated_table(judged)
@@ -83,14 +83,14 @@ def _overheads(name: str, rows: Sequence[Row], budget: str) -> tuple[str, ...]:
     return name, budget, *marked, line.get("bound", NOT_TRIED)
 
 
-def _ratios(name: str, rows: Sequence[Row], budget: str) -> tuple[str, ...]:
+def _ratios(name: str, rows: Sequence[ComparisonRow], budget: str) -> tuple[str, ...]:
     """For each kind of method the ratio of the optimal schedule's time to the best that fits `budget`."""
     budget_bytes = next((row.budget_bytes or 0 for row in rows if row.budget == budget), 0)
     pairs = iso_memory_pairs(rows)
     return name, budget, *(_ratio(kind, rows, pairs, budget_bytes) for kind in BASELINES)
 
 
-def _ratio(kind: str, rows: Sequence[Row], pairs: Sequence[IsoMemoryPair], budget_bytes: int) -> str:
+def _ratio(kind: str, rows: Sequence[ComparisonRow], pairs: Sequence[IsoMemoryPair], budget_bytes: int) -> str:
     baselines = of_kind([pair.baseline for pair in pairs], kind)
     best = best_measured(baselines, budget_bytes)
     if best is None and kind in HEURISTICS:  # those that found no schedule have no pair
@@ -101,7 +101,7 @@ def _ratio(kind: str, rows: Sequence[Row], pairs: Sequence[IsoMemoryPair], budge
     return "" if ratio is None else f"{ratio:.2f} ({best.method})"
 
 
-def _tally(models: Mapping[str, Sequence[Row]]) -> str:
+def _tally(models: Mapping[str, Sequence[ComparisonRow]]) -> str:
     """How often the optimal schedule was not slower than one whose gradients are right, by kind of method."""
     lost: dict[str, list[bool]] = {}
     for pair in (pair for rows in models.values() for pair in iso_memory_pairs(rows)):

@@ -16,7 +16,7 @@ from statistics import median
 import torch
 
 from benchmarks.command import carry_out, command_line, one_thread
-from benchmarks.compiled_case import ATEN, OURS, REFERENCE, Row, Settings, compare_compiled
+from benchmarks.compiled_case import ATEN, OURS, REFERENCE, CompiledRow, Settings, compare_compiled
 from benchmarks.models import huggingface_models as hf
 from graphs.units import format_bytes, format_seconds
 from planner import options
@@ -48,7 +48,7 @@ HUGGING_FACE: dict[str, Callable[[], Workload]] = {
 MODELS = ZOO | HUGGING_FACE
 
 
-def measure(name: str, known: Sequence[Row], *, settings: Settings, device: torch.device) -> list[Row]:
+def measure(name: str, known: Sequence[CompiledRow], *, settings: Settings, device: torch.device) -> list[CompiledRow]:
     """Return the rows of one model; what was compiled for it is forgotten."""
     torch.manual_seed(settings.seed)
     workload = MODELS[name]()
@@ -60,7 +60,7 @@ def measure(name: str, known: Sequence[Row], *, settings: Settings, device: torc
     return rows
 
 
-def _say(row: Row) -> None:
+def _say(row: CompiledRow) -> None:
     found = row.error or f"{row.measured_peak_bytes} bytes, {row.bits} {row.variant}"
     print(f"{row.model}: {row.method} {row.budget}: {found}", file=sys.stderr, flush=True)
 
@@ -80,7 +80,7 @@ Each setting of `activation_memory_budget`, and the plan over Inductor's kernels
 """
 
 
-def table(rows: Sequence[Row]) -> str:
+def table(rows: Sequence[CompiledRow]) -> str:
     """Return what is reached in all, each method at each budget, and plans within the peaks of PyTorch's Memory Budget API."""
     return "\n".join(
         (
@@ -95,7 +95,7 @@ def table(rows: Sequence[Row]) -> str:
     )
 
 
-def summary(rows: Sequence[Row]) -> Iterator[str]:
+def summary(rows: Sequence[CompiledRow]) -> Iterator[str]:
     """Yield what plans over Inductor's kernels reach in all, and what each misses."""
     ours = [row for row in rows if row.method == OURS and row.measured_peak_bytes is not None]
     counted = f"of {len(ours)} plans over Inductor's kernels"
@@ -128,12 +128,12 @@ def _spread(ratios: Iterable[float | None]) -> str:
     return f"median {median(known):.3f}x, worst {max(known):.3f}x" if known else "nothing measured"
 
 
-def _named(rows: Sequence[Row]) -> str:
+def _named(rows: Sequence[CompiledRow]) -> str:
     named = (f"{row.model} {row.budget or row.method}" for row in rows)
     return f" ({', '.join(named)})" if rows else ""
 
 
-def _budgets(rows: Sequence[Row]) -> Iterator[tuple[str, ...]]:
+def _budgets(rows: Sequence[CompiledRow]) -> Iterator[tuple[str, ...]]:
     """Yield a line for each model and method, with a cell for each budget."""
     budgets = list(dict.fromkeys(row.budget for row in rows if row.budget and not row.peer))
     yield ("model", REFERENCE, "kernels", *budgets)
@@ -148,11 +148,11 @@ def _budgets(rows: Sequence[Row]) -> Iterator[tuple[str, ...]]:
             yield (model, taken, "none", *("" for _ in budgets))
 
 
-def _taken(row: Row) -> str:
+def _taken(row: CompiledRow) -> str:
     return f"{format_seconds(row.time_s or 0.0)}, {format_bytes(row.measured_peak_bytes or 0)}"
 
 
-def _cell(row: Row, reference: Row) -> str:
+def _cell(row: CompiledRow, reference: CompiledRow) -> str:
     if row.ratio is None:
         if row.least_bytes is None:
             return row.error
@@ -165,12 +165,12 @@ def _cell(row: Row, reference: Row) -> str:
 class _Peak:
     """A setting of the Memory Budget API, the reference, and the plan for as much memory; None where the setting does not run."""
 
-    row: Row
-    reference: Row
-    plan: Row | None
+    row: CompiledRow
+    reference: CompiledRow
+    plan: CompiledRow | None
 
 
-def _peaks(rows: Sequence[Row]) -> Iterator[_Peak]:
+def _peaks(rows: Sequence[CompiledRow]) -> Iterator[_Peak]:
     found = {(row.model, row.peer or row.method): row for row in rows if row.peer or row.method == REFERENCE}
     for row in rows:
         if row.method.startswith("memory-budget"):
@@ -201,7 +201,7 @@ _PEAKS = (
 
 def main(words: Sequence[str] | None = None) -> int:
     """Measure the models that are not there; write rows and table."""
-    parser = command_line(__doc__, Row, models=MODELS, out="results/compiled")
+    parser = command_line(__doc__, CompiledRow, models=MODELS, out="results/compiled")
     best = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", choices=("cpu", "cuda"), default=best, help="where to train (default here: %(default)s)")
     parser.add_argument("--repeats", type=options.count, default=31, help="turns that are timed (default: %(default)s)")
@@ -213,7 +213,7 @@ def main(words: Sequence[str] | None = None) -> int:
             models.remove(name)
             print(f"{name} is left out: transformers is not installed (pip install transformers)", file=sys.stderr)
     run = partial(measure, settings=Settings(repeats=arguments.repeats), device=torch.device(arguments.device))
-    study = Study(Row, run, order=listed(model=MODELS), pages={"table.md": table})
+    study = Study(CompiledRow, run, order=listed(model=MODELS), pages={"table.md": table})
     return carry_out(study, arguments, {(name,): name for name in models})
 
 

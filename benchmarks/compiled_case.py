@@ -34,7 +34,7 @@ _LEAST_S = 5.0  # for finding the least budget that would do, of each graph
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row(Made):
+class CompiledRow(Made):
     """One method at one budget."""
 
     model: str = key()
@@ -88,7 +88,9 @@ class Settings:
     seed: int = 0
 
 
-def compare_compiled(workload: Workload, name: str, settings: Settings, *, on_row: Callable[[Row], None]) -> list[Row]:
+def compare_compiled(
+    workload: Workload, name: str, settings: Settings, *, on_row: Callable[[CompiledRow], None]
+) -> list[CompiledRow]:
     """Return the rows of one model; the reference alone, with its error, where ``torch.compile`` does not run.
 
     Args:
@@ -117,25 +119,25 @@ def compare_compiled(workload: Workload, name: str, settings: Settings, *, on_ro
 class _Comparison:
     """Ways to run the step of one model, and what is known of them."""
 
-    def __init__(self, workload: Workload, name: str, settings: Settings, on_row: Callable[[Row], None]) -> None:
+    def __init__(self, workload: Workload, name: str, settings: Settings, on_row: Callable[[CompiledRow], None]) -> None:
         self._workload = workload
         self._settings = settings
         self._on_row = on_row
         self._benchmark = Benchmark(workload, seed=settings.seed)
         self._models = {ATEN: KeptCaptures(workload.model), OURS: KeptCaptures(workload.model)}
-        self._rows: list[tuple[Row, str]] = []  # and what each is timed as
-        self._planned: dict[tuple[str, int], tuple[Row, str]] = {}
+        self._rows: list[tuple[CompiledRow, str]] = []  # and what each is timed as
+        self._planned: dict[tuple[str, int], tuple[CompiledRow, str]] = {}
         self._least: dict[str, int] = {}
         device = next(workload.model.parameters()).device
         self.on_cuda = device.type == "cuda"
-        self._blank = Row(model=name, method="", budget="", seed=settings.seed, **provenance(device))
+        self._blank = CompiledRow(model=name, method="", budget="", seed=settings.seed, **provenance(device))
 
-    def enter(self, method: Method) -> Row:
+    def enter(self, method: Method) -> CompiledRow:
         """Run what PyTorch has itself."""
         row = _with(replace(self._blank, method=method.name), self._benchmark.enter(method))
         return self._add(row, method.name)
 
-    def refer_to(self, row: Row) -> None:
+    def refer_to(self, row: CompiledRow) -> None:
         """Compare what is entered from here on with the method of `row`."""
         self._benchmark.compare_with(row.method)
         self._rows = [(replace(r, bits="") if r == row else r, name) for r, name in self._rows]
@@ -147,7 +149,7 @@ class _Comparison:
         row, name = self._planned[method, budget_bytes]
         self._add(replace(row, budget=budget), name)
 
-    def timed(self) -> list[Row]:
+    def timed(self) -> list[CompiledRow]:
         """Return all rows, with the times of what runs: the reference, and all for one budget, take turns."""
         rows = [row for row, _ in self._rows]
         groups: dict[str, list[int]] = {}
@@ -161,12 +163,12 @@ class _Comparison:
                 rows[i] = _timed(rows[i], times[self._rows[i][1]], times)
         return rows
 
-    def _add(self, row: Row, name: str) -> Row:
+    def _add(self, row: CompiledRow, name: str) -> CompiledRow:
         self._rows.append((row, name))
         self._on_row(row)
         return row
 
-    def _plan(self, method: str, budget_bytes: int) -> tuple[Row, str]:
+    def _plan(self, method: str, budget_bytes: int) -> tuple[CompiledRow, str]:
         model, limit_s = self._models[method], self._settings.time_limit_s
         row = replace(self._blank, method=method, budget_bytes=budget_bytes)
         name = f"{method} {format_bytes(budget_bytes)}"
@@ -204,7 +206,7 @@ def _as_method(name: str, step: PlannedStep) -> Method:
     return Method(name, lambda *_: step)
 
 
-def _timed(row: Row, own: Sequence[float], times: Mapping[str, Sequence[float]]) -> Row:
+def _timed(row: CompiledRow, own: Sequence[float], times: Mapping[str, Sequence[float]]) -> CompiledRow:
     """Return `row` with its `own` times; others on the machine disturb all steps of a turn alike, so ratios are taken there."""
 
     def ratio(other: str) -> float:
@@ -214,7 +216,7 @@ def _timed(row: Row, own: Sequence[float], times: Mapping[str, Sequence[float]])
     return replace(row, time_s=median(own), ratio=ratio(REFERENCE), peer_ratio=peer_ratio, repeats=len(own))
 
 
-def _with(row: Row, measured: Measured) -> Row:
+def _with(row: CompiledRow, measured: Measured) -> CompiledRow:
     if measured.error is not None:
         return replace(row, error=measured.error)
     return replace(row, measured_peak_bytes=measured.peak_bytes, bits=str(measured.exactness))

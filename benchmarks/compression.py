@@ -52,7 +52,7 @@ _CLASSES, _NOISE = 10, 3.0
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class LearningCase:
     """A model and what it learns.
 
     Attributes:
@@ -87,17 +87,17 @@ def noisy_classes(like: Batch, count: int, seed: int) -> Iterator[Batch]:
 # So small that 300 steps of all curves take one to two minutes, with most activations above the 2048 elements from which on a
 # tensor can be kept compressed.
 CASES = {
-    "gpt2": Case(
+    "gpt2": LearningCase(
         Recipe(partial(build, "gpt2", layers=2, width=64, heads=4, vocab=_VOCAB, batch=8, seq=32), "adamw", rate=1e-3), patterns
     ),
-    "resnet18": Case(
+    "resnet18": LearningCase(
         Recipe(partial(build, "resnet18", width=8, size=32, classes=_CLASSES, batch=32), "adamw", rate=3e-3), noisy_classes
     ),
 }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row(Made):
+class CurveRow(Made):
     """One step of one curve, beside the same step of the exact one."""
 
     model: str = key()
@@ -126,7 +126,7 @@ class Curve:
     error: float
 
 
-def train(case: tuple[str, Case], known: Sequence[Row], *, steps: int, seed: int) -> Iterator[Row]:
+def train(case: tuple[str, LearningCase], known: Sequence[CurveRow], *, steps: int, seed: int) -> Iterator[CurveRow]:
     """Yield the rows of one model, `steps` for each of BITS and OTHER_WEIGHTS."""
     name, learned = case
     torch.manual_seed(seed)
@@ -138,7 +138,7 @@ def train(case: tuple[str, Case], known: Sequence[Row], *, steps: int, seed: int
         curve = begun[bits]
         for step, turn in enumerate(turns):
             (loss, time_s, _), (exact_loss, exact_s, _) = turn[bits], turn[EXACT]
-            yield Row(
+            yield CurveRow(
                 model=name,
                 bits=bits,
                 step=step,
@@ -197,7 +197,7 @@ def smoothed(losses: Sequence[float]) -> list[float]:
     return [(sums[end] - sums[end - count]) / count for end in range(count, len(sums))]
 
 
-def largest_difference(curve: Sequence[Row]) -> float:
+def largest_difference(curve: Sequence[CurveRow]) -> float:
     """Return the most that the smoothed loss is from the smoothed exact one, as a part of that."""
     pairs = zip(smoothed([row.loss for row in curve]), smoothed([row.exact_loss for row in curve]), strict=True)
     return max(abs(loss - exact) / exact for loss, exact in pairs)
@@ -208,7 +208,7 @@ def label(bits: str) -> str:
     return f"{bits} bits" if bits in BITS else bits
 
 
-def failures(rows: Sequence[Row]) -> list[str]:
+def failures(rows: Sequence[CurveRow]) -> list[str]:
     """Return what must not be, a line each: a first loss that is not the exact one, and losses that are no finite numbers."""
     said = []
     for (model, bits), curve in by(rows, "model", "bits").items():
@@ -230,7 +230,7 @@ part of the exact one. Times are those of forward and backward pass, as multiple
 """
 
 
-def table(rows: Sequence[Row]) -> str:
+def table(rows: Sequence[CurveRow]) -> str:
     """Return a line for each model and bits, and what they were made with."""
     one, steps = rows[0], max(row.step for row in rows) + 1
     ends = sorted({-(-steps * third // 3) for third in (1, 2, 3)})
@@ -250,13 +250,13 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join((_HEAD, markdown(side_by_side(rows, "step", "model", "bits"), columns), about))
 
 
-def _loss_after(end: int, curve: SideBySide[Row]) -> str:
+def _loss_after(end: int, curve: SideBySide[CurveRow]) -> str:
     part = list(curve.values())[:end]
     loss, exact = (smoothed([getattr(row, name) for row in part])[-1] for name in ("loss", "exact_loss"))
     return f"{loss:.3f} ({exact:.3f})"
 
 
-def plot(rows: Sequence[Row], path: Path) -> None:
+def plot(rows: Sequence[CurveRow], path: Path) -> None:
     """Draw the smoothed losses of each model, exact and in each number of bits.
 
     Raises:
@@ -279,13 +279,13 @@ def plot(rows: Sequence[Row], path: Path) -> None:
 
 def main(words: Sequence[str] | None = None) -> int:
     """Train the models that are missing; write rows, table and figure. 1 if a loss is not what it must be."""
-    parser = command_line(__doc__, Row, models=CASES, out="results/compression")
+    parser = command_line(__doc__, CurveRow, models=CASES, out="results/compression")
     parser.add_argument("--steps", type=options.count, default=300, help="of each curve (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of weights, data and random state (default: %(default)s)")
     arguments = parser.parse_args(words)
     one_thread()
     study = Study(
-        Row,
+        CurveRow,
         partial(train, steps=arguments.steps, seed=arguments.seed),
         order=listed(model=CASES),
         pages={"table.md": table},

@@ -44,7 +44,7 @@ _CHECKS = 500
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row(Made):
+class ExecutorRow(Made):
     """A model."""
 
     model: str = key()
@@ -56,7 +56,7 @@ class Row(Made):
     repeats: int = column("steps that are timed of each")
 
 
-def measure(name: str, known: Sequence[Row], *, repeats: int) -> Iterator[Row]:
+def measure(name: str, known: Sequence[ExecutorRow], *, repeats: int) -> Iterator[ExecutorRow]:
     """Yield the row of a model."""
     torch.manual_seed(0)
     model, loss_fn, batch = MODELS[name]()
@@ -70,7 +70,7 @@ def measure(name: str, known: Sequence[Row], *, repeats: int) -> Iterator[Row]:
             steps["lite"] = lite
         times = turn_times(steps, batch, parameters=list(model.parameters()), repeats=repeats)
     ratios = {step: median(a / b for a, b in zip(times[step], times["eager"], strict=True)) for step in steps}
-    yield Row(
+    yield ExecutorRow(
         model=name,
         ops=len(captured.graph.ops),
         eager_s=median(times["eager"]),
@@ -114,12 +114,12 @@ TABLE = (
 
 def main(words: Sequence[str] | None = None) -> int:
     """Measure what is missing; write rows and table."""
-    parser = command_line(__doc__, Row, models=MODELS, out="results/executor")
+    parser = command_line(__doc__, ExecutorRow, models=MODELS, out="results/executor")
     parser.add_argument("--repeats", type=options.count, default=40, help="steps timed of each (default: %(default)s)")
     arguments = parser.parse_args(words)
     one_thread()
     study = Study(
-        Row,
+        ExecutorRow,
         partial(measure, repeats=arguments.repeats),
         order=listed(model=MODELS),
         pages={"table.md": partial(markdown, columns=TABLE)},

@@ -24,7 +24,7 @@ from benchmarks.first_step_run import (
     RAN,
     UNCAPPED,
     WAYS,
-    Row,
+    FirstStepRow,
     train,
 )
 from graphs.units import format_bytes, format_ratio, format_seconds
@@ -38,7 +38,7 @@ START_S = 2.0  # that planning may take besides the capture and some steps
 _LIMIT_S = 600.0
 
 
-def train_model(model: str, known: Sequence[Row]) -> Iterator[Row]:
+def train_model(model: str, known: Sequence[FirstStepRow]) -> Iterator[FirstStepRow]:
     """Yield the rows of one model that are not `known`; only the first where eager PyTorch cannot train it."""
     ways = {row.way: row for row in known}
     uncapped = ways.get(UNCAPPED)
@@ -64,9 +64,9 @@ def train_model(model: str, known: Sequence[Row]) -> Iterator[Row]:
     yield from (train_in_process(model, way, capped) for way in WAYS if way != UNCAPPED and way not in ways)
 
 
-def train_in_process(model: str, way: str, about: Mapping[str, object]) -> Row:
+def train_in_process(model: str, way: str, about: Mapping[str, object]) -> FirstStepRow:
     """Return the row of a process that trains `model` in one way; `about` is what all rows have in common, by column."""
-    row = replace(Row(model=model, way=way, status=FAILED), **about)  # type: ignore[arg-type]
+    row = replace(FirstStepRow(model=model, way=way, status=FAILED), **about)  # type: ignore[arg-type]
     variables = {**ALONE, "THP_MEM_ALLOC_ENABLE": str(int(way == LARGE_PAGES))}
     try:
         (row,) = stream(train, CASES[model], row, variables=variables, limit_s=_LIMIT_S)
@@ -97,11 +97,11 @@ def environment() -> dict[str, object]:
 class Trained:
     """The rows of one model. All are there."""
 
-    uncapped: Row
-    planned: Row
-    large_pages: Row
-    eager: Row
-    checkpointing: Row
+    uncapped: FirstStepRow
+    planned: FirstStepRow
+    large_pages: FirstStepRow
+    eager: FirstStepRow
+    checkpointing: FirstStepRow
 
     @property
     def model(self) -> str:
@@ -109,7 +109,7 @@ class Trained:
         return self.uncapped.model
 
     @property
-    def plans(self) -> tuple[Row, Row]:
+    def plans(self) -> tuple[FirstStepRow, FirstStepRow]:
         """The rows of planned steps."""
         return self.planned, self.large_pages
 
@@ -145,13 +145,13 @@ class Trained:
         return None if taken is None or allowed is None else taken - allowed
 
 
-def by_model(rows: Sequence[Row]) -> list[Trained]:
+def by_model(rows: Sequence[FirstStepRow]) -> list[Trained]:
     """Return the models whose rows are all there."""
     groups = ({row.way: row for row in own} for own in by(rows, "model").values())
     return [Trained(*(found[way] for way in WAYS)) for found in groups if len(found) == len(WAYS)]
 
 
-def failures(rows: Sequence[Row]) -> list[str]:
+def failures(rows: Sequence[FirstStepRow]) -> list[str]:
     """Return a line for each model that eager PyTorch cannot train, or a plan cannot under the cap, or not to the same bits."""
     bad = [row for row in rows if row.way == UNCAPPED and row.status != RAN]
     lines = [f"{row.model}: eager PyTorch without a cap: {row.status}: {row.message}" for row in bad]
@@ -163,7 +163,7 @@ def failures(rows: Sequence[Row]) -> list[str]:
     return lines
 
 
-def table(rows: Sequence[Row]) -> str:
+def table(rows: Sequence[FirstStepRow]) -> str:
     """Return what was checked, how each model trained, and what its processes took, with the method and what it was made with."""
     models = by_model(rows)
     if not models:
@@ -198,7 +198,7 @@ _LEGEND = (
 )
 
 
-def _step(row: Row, uncapped: Row) -> str:
+def _step(row: FirstStepRow, uncapped: FirstStepRow) -> str:
     """Return the seconds of a step and the multiple of eager PyTorch's, or why there are none."""
     if row.status != RAN:
         return row.status
@@ -271,7 +271,7 @@ def _seconds(time_s: float | None) -> str:
     return "-" if time_s is None else format_seconds(time_s)
 
 
-def _ended_early(models: Sequence[Trained]) -> list[Row]:
+def _ended_early(models: Sequence[Trained]) -> list[FirstStepRow]:
     """Return the rows that did not run for another reason than that eager PyTorch needs more than the cap."""
     capped = [row for trained in models for row in (*trained.plans, trained.eager, trained.checkpointing)]
     return [
@@ -281,7 +281,7 @@ def _ended_early(models: Sequence[Trained]) -> list[Row]:
     ]
 
 
-def _made_with(rows: Sequence[Row]) -> str:
+def _made_with(rows: Sequence[FirstStepRow]) -> str:
     return (
         f"Seed {said(rows, 'seed')}; {said(rows, 'machine')}; torch {said(rows, 'torch')}, transformers "
         f"{said(rows, 'transformers')}; commit {said(rows, 'commit')}."
@@ -289,7 +289,7 @@ def _made_with(rows: Sequence[Row]) -> str:
 
 
 STUDY = Study(
-    Row,
+    FirstStepRow,
     train_model,
     whole=False,
     order=listed(model=CASES, way=WAYS),
@@ -300,7 +300,7 @@ STUDY = Study(
 
 def main(words: Sequence[str] | None = None) -> int:
     """Train what is not in the CSV; write rows and table. 1 if a plan did not do what it must."""
-    parser = command_line(__doc__, Row, models=CASES, out="results/first_step")
+    parser = command_line(__doc__, FirstStepRow, models=CASES, out="results/first_step")
     arguments = parser.parse_args(words)
     if sys.platform != "linux":
         parser.error(f"memory is capped and measured as on Linux, and this is {sys.platform}")
@@ -308,7 +308,7 @@ def main(words: Sequence[str] | None = None) -> int:
     return carry_out(STUDY, arguments, {(model,): model for model in arguments.models}, say=_line)
 
 
-def _line(row: Row) -> str:
+def _line(row: FirstStepRow) -> str:
     return f"{row.model}, {row.way}: {row.status} {row.message}".strip()
 
 

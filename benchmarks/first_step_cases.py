@@ -20,7 +20,7 @@ _RATE = 0.01
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class FirstStepCase:
     """A model, and how it is trained in less memory.
 
     Attributes:
@@ -38,9 +38,9 @@ class Case:
     steps: int = 5
 
     @staticmethod
-    def of(make: Callable[[], Workload], checkpointing: Callable[[Workload], Step], **settings: Any) -> "Case":
+    def of(make: Callable[[], Workload], checkpointing: Callable[[Workload], Step], **settings: Any) -> "FirstStepCase":
         """Return the case of a model that is trained by SGD."""
-        return Case(Recipe(make, "sgd", rate=_RATE), checkpointing, **settings)
+        return FirstStepCase(Recipe(make, "sgd", rate=_RATE), checkpointing, **settings)
 
 
 def by_blocks(workload: Workload, **choice: int) -> Step:
@@ -127,15 +127,15 @@ _HF_T5 = partial(
 )
 _HF_VIT = partial(image_model, "ViTConfig", "ViTForImageClassification", batch=36, size=128, patch_size=8, **_NARROW)
 
-CASES: Mapping[str, Case] = {
-    "gpt2": Case.of(_GPT2, by_blocks, share=0.6),  # half is too little for its loss over 50257 tokens
-    "llama": Case.of(_LLAMA, by_blocks),
-    "vit": Case.of(_VIT, by_blocks),
-    "resnet50": Case.of(_RESNET50, partial(by_blocks, level=2), planning_steps=DISTINCT_STEPS),
-    "unet": Case.of(_UNET, partial(by_blocks, depth=1), planning_steps=DISTINCT_STEPS),
-    "lstm": Case.of(_LSTM, by_blocks, planning_steps=DISTINCT_STEPS),
-    "hf-gpt2": Case.of(_HF_GPT2, by_its_own_method),
-    "hf-bert": Case.of(_HF_BERT, by_its_own_method),
-    "hf-t5": Case.of(_HF_T5, by_its_own_method),
-    "hf-vit": Case.of(_HF_VIT, by_its_own_method),
+CASES: Mapping[str, FirstStepCase] = {
+    "gpt2": FirstStepCase.of(_GPT2, by_blocks, share=0.6),  # half is too little for its loss over 50257 tokens
+    "llama": FirstStepCase.of(_LLAMA, by_blocks),
+    "vit": FirstStepCase.of(_VIT, by_blocks),
+    "resnet50": FirstStepCase.of(_RESNET50, partial(by_blocks, level=2), planning_steps=DISTINCT_STEPS),
+    "unet": FirstStepCase.of(_UNET, partial(by_blocks, depth=1), planning_steps=DISTINCT_STEPS),
+    "lstm": FirstStepCase.of(_LSTM, by_blocks, planning_steps=DISTINCT_STEPS),
+    "hf-gpt2": FirstStepCase.of(_HF_GPT2, by_its_own_method),
+    "hf-bert": FirstStepCase.of(_HF_BERT, by_its_own_method),
+    "hf-t5": FirstStepCase.of(_HF_T5, by_its_own_method),
+    "hf-vit": FirstStepCase.of(_HF_VIT, by_its_own_method),
 }

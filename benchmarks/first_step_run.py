@@ -13,7 +13,7 @@ import torch
 
 import planner
 from benchmarks.command import one_thread
-from benchmarks.first_step_cases import Case
+from benchmarks.first_step_cases import FirstStepCase
 from benchmarks.process_memory import DataWatch, limit_data, reset_highest_rss, status_bytes
 from benchmarks.training_loop import Loop, batches
 from graphs.errors import PlannerError
@@ -37,7 +37,7 @@ _CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row(Made):
+class FirstStepRow(Made):
     """One way to train one model, in a process of its own."""
 
     model: str = key()
@@ -74,7 +74,7 @@ class Row(Made):
     transformers: str = made("its version")
 
 
-def train(case: Case, row: Row) -> Iterator[Row]:
+def train(case: FirstStepCase, row: FirstStepRow) -> Iterator[FirstStepRow]:
     """Train a model in the way of `row`, in this process, perhaps under a cap of its memory; yield the row once it is whole."""
     one_thread()
     yield Run(case, row).run()
@@ -88,7 +88,7 @@ class Run:
         row: what is known before.
     """
 
-    def __init__(self, case: Case, row: Row) -> None:
+    def __init__(self, case: FirstStepCase, row: FirstStepRow) -> None:
         self._case = case
         self._row = row
         torch.manual_seed(SEED)
@@ -102,7 +102,7 @@ class Run:
         imported_bytes = ready_bytes - before_bytes - sum(tensor.size_bytes for tensor in static)
         self._note(ready_rss_bytes=ready_bytes, library_rss_bytes=max(0, imported_bytes), steps=self._case.steps, seed=SEED)
 
-    def run(self) -> Row:
+    def run(self) -> FirstStepRow:
         """Train; return the row."""
         if self._row.way != UNCAPPED:
             assert self._row.room_bytes is not None

@@ -74,7 +74,7 @@ SUITES: Mapping[str, Suite] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row(Solved):
+class OffloadRow(Solved):
     """One method at one budget."""
 
     suite: str = key()
@@ -91,7 +91,7 @@ class Row(Solved):
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class OffloadCase:
     """One model on one device: `make` returns the step, timed, without `choices`; each solve has the limit."""
 
     suite: str
@@ -102,7 +102,7 @@ class Case:
     limit_s: float = LIMIT_S
 
 
-def solve(case: Case, known: Sequence[Row]) -> Iterator[Row]:
+def solve(case: OffloadCase, known: Sequence[OffloadRow]) -> Iterator[OffloadRow]:
     """Yield the missing rows. First executions come in program order throughout, so that one bound holds for all."""
     there = {(row.budget, row.method) for row in known}
     wanted = [pair for budget in case.budgets for method in METHODS if (pair := (budget, method)) not in there]
@@ -116,7 +116,7 @@ def solve(case: Case, known: Sequence[Row]) -> Iterator[Row]:
     peak_bytes = summarize(graph).keep_everything_peak_bytes
     for budget, method in wanted:
         budget_bytes = budget_bytes_of(budget, least_bytes, peak_bytes)
-        row = Row(
+        row = OffloadRow(
             suite=case.suite,
             model=case.model,
             budget=budget,
@@ -158,12 +158,12 @@ def budget_bytes_of(budget: str, least_bytes: int | None, peak_bytes: int) -> in
     return least_bytes + round(float(share[:-1]) / 100 * (peak_bytes - least_bytes))
 
 
-def table(rows: Sequence[Row]) -> str:
+def table(rows: Sequence[OffloadRow]) -> str:
     """Return for each suite the overhead of each method over the step that keeps everything, and what holds of its rows."""
     return "\n".join(_of_suite(suite, own) for suite, own in by(rows, "suite").items())
 
 
-def _of_suite(suite: str, rows: Sequence[Row]) -> str:
+def _of_suite(suite: str, rows: Sequence[OffloadRow]) -> str:
     cases = side_by_side(rows, "method", "model", "budget")
     others = [method for method in METHODS if method not in OURS and any(method in found for found in cases)]
     columns = (
@@ -179,7 +179,7 @@ def _of_suite(suite: str, rows: Sequence[Row]) -> str:
     return f"## {suite}\n\nThe link: {rows[0].link}.\n\n{markdown(cases, columns)}\n{bullets(_holds(cases))}\n"
 
 
-def below_bound(rows: Iterable[Row]) -> list[Row]:
+def below_bound(rows: Iterable[OffloadRow]) -> list[OffloadRow]:
     """Return rows of methods whose schedule takes less than the bound on all of them."""
     bounds = ((found, found[BOTH].bound_s) for found in side_by_side(rows, "method", "model", "budget") if BOTH in found)
     return [
@@ -190,7 +190,7 @@ def below_bound(rows: Iterable[Row]) -> list[Row]:
     ]
 
 
-def _holds(cases: Iterable[Mapping[str, Row]]) -> Iterator[str]:
+def _holds(cases: Iterable[Mapping[str, OffloadRow]]) -> Iterator[str]:
     """Yield sentences on all cases in which both were solved for."""
     both = [found for found in cases if BOTH in found]
     tight = sum((gap := found[BOTH].gap) is not None and gap <= GAP + _FLOATING for found in both)
@@ -206,7 +206,7 @@ def _holds(cases: Iterable[Mapping[str, Row]]) -> Iterator[str]:
             yield f"{what}, there {median(ratios):.2f} of the time of both in the median, {max(ratios):.2f} at most."
 
 
-def _worse(found: Mapping[str, Row]) -> bool:
+def _worse(found: Mapping[str, OffloadRow]) -> bool:
     alone = [found[method].time_s for method in (RECOMPUTE, OFFLOAD) if method in found]
     best = min((time_s for time_s in alone if time_s is not None), default=None)
     both_s = found[BOTH].time_s
@@ -214,7 +214,7 @@ def _worse(found: Mapping[str, Row]) -> bool:
 
 
 STUDY = Study(
-    Row,
+    OffloadRow,
     solve,
     whole=False,
     order=listed(suite=SUITES, model=MODELS, budget=("60%", "50%", "40%", *_BETWEEN), method=METHODS),
@@ -224,7 +224,7 @@ STUDY = Study(
 
 def main(words: Sequence[str] | None = None) -> int:
     """Solve what is missing; write rows and table."""
-    parser = command_line(__doc__, Row, models=MODELS, out="results/offload")
+    parser = command_line(__doc__, OffloadRow, models=MODELS, out="results/offload")
     add_names(parser, "--suites", SUITES)
     arguments = parser.parse_args(words)
     cases = {}
@@ -234,7 +234,7 @@ def main(words: Sequence[str] | None = None) -> int:
         assert choices is not None
         for model in [model for model in arguments.models if model in suite.budgets]:
             make = partial(Tracing(TraceSettings(roofline=suite.device)).graph, parse_spec(MODELS[model]))
-            cases[name, model] = Case(name, model, make, choices, suite.budgets[model])
+            cases[name, model] = OffloadCase(name, model, make, choices, suite.budgets[model])
     return carry_out(STUDY, arguments, cases)
 
 

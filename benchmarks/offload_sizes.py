@@ -29,7 +29,7 @@ LIMIT_S = 20.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row(Made):
+class LargestSizeRow(Made):
     """The largest size of a model by one method."""
 
     model: str = key()
@@ -48,7 +48,7 @@ class Row(Made):
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class SizeCase:
     """A model, an option of it, and what its values are multiples of; where the model gives one, the search begins there."""
 
     spec: str
@@ -58,15 +58,17 @@ class Case:
 
 _GPT2 = "zoo:gpt2,layers=24,width=1024,heads=16,dtype=bfloat16"
 _LLAMA = "zoo:llama,layers=16,width=2048"
-CASES: Mapping[str, Case] = {
-    "gpt2-medium at seq 1024": Case(f"{_GPT2},seq=1024,batch=64", "batch", 8),
-    "gpt2-medium at batch 8": Case(f"{_GPT2},batch=8,seq=8192", "seq", 1024),
-    "llama-16 at seq 4096": Case(f"{_LLAMA},seq=4096,batch=8", "batch", 2),
-    "llama-16 at batch 1": Case(f"{_LLAMA},batch=1,seq=32768", "seq", 4096),
+CASES: Mapping[str, SizeCase] = {
+    "gpt2-medium at seq 1024": SizeCase(f"{_GPT2},seq=1024,batch=64", "batch", 8),
+    "gpt2-medium at batch 8": SizeCase(f"{_GPT2},batch=8,seq=8192", "seq", 1024),
+    "llama-16 at seq 4096": SizeCase(f"{_LLAMA},seq=4096,batch=8", "batch", 2),
+    "llama-16 at batch 1": SizeCase(f"{_LLAMA},batch=1,seq=32768", "seq", 4096),
 }
 
 
-def search(name: str, known: Sequence[Row], *, budget: str = BUDGET, limit_s: float = LIMIT_S) -> Iterator[Row]:
+def search(
+    name: str, known: Sequence[LargestSizeRow], *, budget: str = BUDGET, limit_s: float = LIMIT_S
+) -> Iterator[LargestSizeRow]:
     """Yield a row for each method on one case."""
     case = CASES[name]
     sizes = SizedModel(
@@ -83,7 +85,7 @@ def search(name: str, known: Sequence[Row], *, budget: str = BUDGET, limit_s: fl
         choices=choices_of(["offload"], LINK, HOST),
     )
     for answer in max_batch(sizes.graph, wanted):
-        yield Row(
+        yield LargestSizeRow(
             model=name,
             varies=case.varies,
             unit=case.unit,
@@ -109,13 +111,17 @@ TABLE = (
     Column("not decided", "undecided", "{:,}"),
 )
 STUDY = Study(
-    Row, search, order=listed(model=CASES), pages={"max_batch.md": partial(markdown, columns=TABLE)}, file="max_batch.csv"
+    LargestSizeRow,
+    search,
+    order=listed(model=CASES),
+    pages={"max_batch.md": partial(markdown, columns=TABLE)},
+    file="max_batch.csv",
 )
 
 
 def main(words: Sequence[str] | None = None) -> int:
     """Search what is missing; write rows and table, after each model anew."""
-    arguments = command_line(__doc__, Row, models=CASES, out="results/offload").parse_args(words)
+    arguments = command_line(__doc__, LargestSizeRow, models=CASES, out="results/offload").parse_args(words)
     return carry_out(STUDY, arguments, {(name,): name for name in arguments.models})
 
 

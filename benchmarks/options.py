@@ -69,7 +69,7 @@ class Offer(Made):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row(Solved):
+class OptionsRow(Solved):
     """One set of options at one budget."""
 
     model: str = key()
@@ -110,7 +110,7 @@ def faithful_of(offers: Sequence[Offer]) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True)
-class Case:
+class OptionsCase:
     """One model on one device.
 
     Attributes:
@@ -152,7 +152,7 @@ class Case:
         return with_options(self.ordered, ()) if choices is None else choices.offered(self.ordered)
 
 
-def solve(case: Case, known: Sequence[Row]) -> Iterator[Row]:
+def solve(case: OptionsCase, known: Sequence[OptionsRow]) -> Iterator[OptionsRow]:
     """Yield the missing rows of a model, which is traced if there are any."""
     there = {(row.options, row.budget) for row in known}
     offers = [offer for offer in case.known_offers.of(case.model) if offer.option in case.names]
@@ -166,10 +166,10 @@ def solve(case: Case, known: Sequence[Row]) -> Iterator[Row]:
         yield from (_solved(case, some, graph, budget) for budget in missing)
 
 
-def _solved(case: Case, some: Sequence[str], graph: Graph, budget: str) -> Row:
+def _solved(case: OptionsCase, some: Sequence[str], graph: Graph, budget: str) -> OptionsRow:
     choices, limit, traced = _choices(some), case.clock(), case.traced
     peak_bytes = summarize(traced).keep_everything_peak_bytes
-    row = Row(
+    row = OptionsRow(
         model=case.model,
         options=set_name(some),
         budget=budget,
@@ -202,7 +202,7 @@ H200. Options that offer nothing on a model are in none of its sets.
 """
 
 
-def table(rows: Iterable[Row], offers: Iterable[Offer], specs: Mapping[str, str]) -> str:
+def table(rows: Iterable[OptionsRow], offers: Iterable[Offer], specs: Mapping[str, str]) -> str:
     """Return a section for each model of `specs` that was run, and the names of those that were not."""
     rows_of, offers_of = by(rows, "model"), by(offers, "model")
     run = [model for model in specs if model in offers_of]
@@ -212,7 +212,7 @@ def table(rows: Iterable[Row], offers: Iterable[Offer], specs: Mapping[str, str]
     return "\n".join((_HEAD, *gaps, *sections, *([f"Not run: {', '.join(missing)}.\n"] if missing else [])))
 
 
-def _gaps(rows: Mapping[str, Sequence[Row]], offers: Mapping[str, Sequence[Offer]]) -> list[str]:
+def _gaps(rows: Mapping[str, Sequence[OptionsRow]], offers: Mapping[str, Sequence[Offer]]) -> list[str]:
     """Say how near to their bounds the solves of all models come with all options together but lossy ones, if there are any."""
     together = {model: set_name(faithful_of(own)) for model, own in offers.items()}
     solves = (row for model, name in together.items() for row in rows.get(model, ()) if row.options == name)
@@ -223,7 +223,7 @@ def _gaps(rows: Mapping[str, Sequence[Row]], offers: Mapping[str, Sequence[Offer
     return [f"All options together but lossy ones: of {len(found)} budgets with a schedule {', '.join(within)}.\n"]
 
 
-def _section(model: str, spec: str, rows: Sequence[Row], offers: Sequence[Offer]) -> str:
+def _section(model: str, spec: str, rows: Sequence[OptionsRow], offers: Sequence[Offer]) -> str:
     bits = {offer.option: offer.bits for offer in offers}
     sets = sets_of(offers)
     lossy = [some for some in sets if any(bits[name] is Bits.LOSSY for name in some)]
@@ -236,7 +236,7 @@ def _section(model: str, spec: str, rows: Sequence[Row], offers: Sequence[Offer]
     return "\n\n".join((*(part.strip() for part in parts), bullets(_holds(rows))))
 
 
-def _lines(sets: Collection[tuple[str, ...]], bits: Mapping[str, Bits], found: Mapping[tuple[str, str], Row]) -> str:
+def _lines(sets: Collection[tuple[str, ...]], bits: Mapping[str, Bits], found: Mapping[tuple[str, str], OptionsRow]) -> str:
     """Return a table with a line for each of `sets`."""
     lines = [("options", "bits", *BUDGETS)]
     for some in sets:
@@ -246,7 +246,7 @@ def _lines(sets: Collection[tuple[str, ...]], bits: Mapping[str, Bits], found: M
     return as_markdown(lines)
 
 
-def _cell(row: Row | None) -> str:
+def _cell(row: OptionsRow | None) -> str:
     if row is None:
         return "not run"
     if row.budget == LEAST and row.budget_bytes is not None and row.proved_bytes is not None:
@@ -255,10 +255,10 @@ def _cell(row: Row | None) -> str:
     return row.overhead_text + ("" if row.gap is None else f" ({format_ratio(row.gap)})")
 
 
-def worse(rows: Iterable[Row], share: float) -> list[tuple[Row, Row]]:
+def worse(rows: Iterable[OptionsRow], share: float) -> list[tuple[OptionsRow, OptionsRow]]:
     """Return pairs of rows for one budget: of a set, and of one that contains it and does worse by a share of the other's."""
 
-    def is_worse(row: Row, than: Row) -> bool:
+    def is_worse(row: OptionsRow, than: OptionsRow) -> bool:
         # Of the least budget bytes are compared, else times.
         own, other = (r.budget_bytes if r.budget == LEAST else r.time_s for r in (row, than))
         if other is None or (own is None and row.budget == LEAST):
@@ -269,10 +269,10 @@ def worse(rows: Iterable[Row], share: float) -> list[tuple[Row, Row]]:
     return [(a, b) for a in there for b in there if _contains(b, a) and is_worse(b, a)]
 
 
-def below_bound(rows: Iterable[Row]) -> list[tuple[Row, Row]]:
+def below_bound(rows: Iterable[OptionsRow]) -> list[tuple[OptionsRow, OptionsRow]]:
     """Return pairs of rows for one budget: of a set, and of one that contains it and whose bound its schedule is below."""
 
-    def is_below(row: Row, bounded: Row) -> bool:
+    def is_below(row: OptionsRow, bounded: OptionsRow) -> bool:
         if row.budget == LEAST:
             found, proved = row.budget_bytes, bounded.proved_bytes
             return found is not None and proved is not None and found < proved
@@ -283,11 +283,11 @@ def below_bound(rows: Iterable[Row]) -> list[tuple[Row, Row]]:
     return [(a, b) for a in there for b in there if (a is b or _contains(b, a)) and is_below(a, b)]
 
 
-def _contains(row: Row, other: Row) -> bool:
+def _contains(row: OptionsRow, other: OptionsRow) -> bool:
     return (row.model, row.budget) == (other.model, other.budget) and row.names > other.names
 
 
-def _holds(rows: Sequence[Row]) -> Iterator[str]:
+def _holds(rows: Sequence[OptionsRow]) -> Iterator[str]:
     """Yield sentences on the rows of one model."""
     at_shares = [row for row in rows if row.budget != LEAST]
     infeasible = sum(row.status == Status.INFEASIBLE for row in at_shares)
@@ -306,7 +306,7 @@ def _holds(rows: Sequence[Row]) -> Iterator[str]:
     yield f"Limit of each solve: {', '.join(f'{limit} ({names[limit]})' if len(limits) > 1 else limit for limit in limits)}."
 
 
-def _value(row: Row) -> str:
+def _value(row: OptionsRow) -> str:
     """Return what is compared with other sets, to more digits than a cell has."""
     if row.budget == LEAST:
         return f"{row.budget_bytes:,} B"
@@ -318,7 +318,7 @@ def _listed(option: str) -> int:
     return tuple(OPTIONS).index(option.partition(":")[0])
 
 
-def _place(row: Row) -> tuple[int, list[int], int]:
+def _place(row: OptionsRow) -> tuple[int, list[int], int]:
     """Return the place of a row among others: small sets come first."""
     some = sorted(map(_listed, row.names))
     return tuple(MODELS).index(row.model), [len(some), *some], BUDGETS.index(row.budget)
@@ -330,7 +330,7 @@ def _place_of_offer(offer: Offer) -> tuple[int, int]:
 
 def main(words: Sequence[str] | None = None) -> int:
     """Make what is missing; write rows and tables."""
-    parser = command_line(__doc__, Row, models=(*MODELS, *MEASURED), out="results/options")
+    parser = command_line(__doc__, OptionsRow, models=(*MODELS, *MEASURED), out="results/options")
     parser.add_argument("--options", type=options.names, default=",".join(NAMES), help="with commas (default: %(default)s)")
     parser.add_argument("--seconds", type=options.duration, default=LIMIT_S, help="for each solve (default: %(default)g)")
     parser.add_argument("--work", type=options.work, help="instead of seconds, units of work: a busy machine changes no row")
@@ -348,9 +348,9 @@ def main(words: Sequence[str] | None = None) -> int:
         offers.drop([offer for model in arguments.models for offer in offers.of(model)])
     models = [model for model in arguments.models if model in MODELS]
     names = arguments.options
-    cases = {(model,): Case(model, partial(trace, model, names), names, clock, offers) for model in models}
+    cases = {(model,): OptionsCase(model, partial(trace, model, names), names, clock, offers) for model in models}
     pages = {"table.md": lambda rows: table(rows, offers, MODELS)}
-    return carry_out(Study(Row, solve, whole=False, order=_place, pages=pages), arguments, cases) or code
+    return carry_out(Study(OptionsRow, solve, whole=False, order=_place, pages=pages), arguments, cases) or code
 
 
 if __name__ == "__main__":

@@ -69,7 +69,7 @@ def bits_of(ops: Iterable[Op]) -> Bits:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row(Made):
+class ErrorRow(Made):
     """One plan with an option beside the step that keeps everything."""
 
     model: str = key()
@@ -118,7 +118,7 @@ class _Step:
         least_bytes = least_budget(order.graph, clock=clock()).found_bytes
         return cls(captured, workload, keeping, _outcome(keeping, workload), order, least_bytes)
 
-    def row(self, blank: Row, clock: Callable[[], Clock]) -> Row:
+    def row(self, blank: ErrorRow, clock: Callable[[], Clock]) -> ErrorRow:
         """Return what a plan for the budget of `blank` comes to."""
         model, loss_fn, batch = self.workload
         row = replace(blank, budget_bytes=budget_bytes_of(blank.budget, self.least_bytes, blank.base_peak_bytes))
@@ -146,7 +146,7 @@ class _Step:
         )
 
 
-def measure_errors(case: tuple[str, str, Callable[[], Clock]], known: Sequence[Row]) -> Iterator[Row]:
+def measure_errors(case: tuple[str, str, Callable[[], Clock]], known: Sequence[ErrorRow]) -> Iterator[ErrorRow]:
     """Yield a row for each budget; one row without a budget where nothing that the option offers is inexact.
 
     Args:
@@ -159,7 +159,7 @@ def measure_errors(case: tuple[str, str, Callable[[], Clock]], known: Sequence[R
     workload = MEASURED[model]()
     captured = tracing.capture_profiled(workload, TraceSettings(passes=_REPEATS, options=(option,)))
     bits, peak_bytes = bits_of(captured.graph.ops), summarize(captured.graph).keep_everything_peak_bytes
-    row = Row(model=model, option=option, bits=bits, budget="", base_peak_bytes=peak_bytes, **provenance())
+    row = ErrorRow(model=model, option=option, bits=bits, budget="", base_peak_bytes=peak_bytes, **provenance())
     if bits is Bits.EXACT:
         yield row
         return
@@ -188,7 +188,7 @@ vector, over its length. Peaks are shares of the peak without, times multiples o
 """
 
 
-def _share(name: str) -> Callable[[Row], float | None]:
+def _share(name: str) -> Callable[[ErrorRow], float | None]:
     return lambda row: None if (peak := getattr(row, name)) is None else peak / row.base_peak_bytes
 
 
@@ -206,7 +206,7 @@ TABLE = (
 )
 
 
-def error_table(rows: Iterable[Row]) -> str:
+def error_table(rows: Iterable[ErrorRow]) -> str:
     """Return errors of options that round, then of lossy ones; and of which models nothing was measured."""
     found = by(rows, "bits")
     parts = [_HEAD]
@@ -220,4 +220,4 @@ def error_table(rows: Iterable[Row]) -> str:
     return "\n\n".join(part.strip() for part in parts) + "\n"
 
 
-ERRORS = Study(Row, measure_errors, order=listed(model=MEASURED), pages={"errors.md": error_table}, file="errors.csv")
+ERRORS = Study(ErrorRow, measure_errors, order=listed(model=MEASURED), pages={"errors.md": error_table}, file="errors.csv")

@@ -107,7 +107,7 @@ MODELS: Mapping[str, Callable[[], Step]] = {"chain": chain, "mlp": mlp, "resnet"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row(Made):
+class PlacementRow(Made):
     """One method on one pair of devices."""
 
     model: str = key()
@@ -199,7 +199,7 @@ def executed(step: Step, pair: Pair, graph: Graph, schedule: Schedule) -> dict[s
     }
 
 
-def compare(name: str, pair: str, step: Step, devices: Pair, budgets: Sequence[str], *, limit_s: float) -> Iterator[Row]:
+def compare(name: str, pair: str, step: Step, devices: Pair, budgets: Sequence[str], *, limit_s: float) -> Iterator[PlacementRow]:
     """Yield the rows of one model, whose `step` is given, on one pair of devices."""
     peak_bytes = summarize(devices.main).keep_everything_peak_bytes
     for budget in budgets:
@@ -213,7 +213,7 @@ def compare(name: str, pair: str, step: Step, devices: Pair, budgets: Sequence[s
             result = get_solver(solver)(request)
             optional = [op for i in (result.schedule.computed if result.schedule else ()) if (op := graph.ops[i]).optional]
             placed = sum(bool(op.replaces) for op in optional)
-            row = Row(
+            row = PlacementRow(
                 model=name,
                 pair=pair,
                 ops=len(devices.main.ops),
@@ -247,12 +247,12 @@ def _status(result: Result) -> str:
     return result.status
 
 
-def table(rows: Sequence[Row]) -> str:
+def table(rows: Sequence[PlacementRow]) -> str:
     """Return the time of each method, and what the best for both side by side gains over the serial optimum."""
     return markdown(side_by_side(rows, "method", "model", "pair", "budget"), TABLE)
 
 
-def _gain(found: Mapping[str, Row]) -> float | None:
+def _gain(found: Mapping[str, PlacementRow]) -> float | None:
     serial_s, best_s = (found[method].counted_s if method in found else None for method in (SERIAL, BEST))
     return None if serial_s is None or best_s is None else serial_s / best_s - 1
 
@@ -267,7 +267,7 @@ TABLE = (
 )
 
 
-def measure(case: tuple[str, str], known: Sequence[Row]) -> Iterator[Row]:
+def measure(case: tuple[str, str], known: Sequence[PlacementRow]) -> Iterator[PlacementRow]:
     """Yield the rows of a model and a pair of devices, where there are not all."""
     name, pair = case
     if len(known) == len(BUDGETS) * len(METHODS):
@@ -278,7 +278,7 @@ def measure(case: tuple[str, str], known: Sequence[Row]) -> Iterator[Row]:
 
 
 STUDY = Study(
-    Row,
+    PlacementRow,
     measure,
     whole=False,
     order=listed(pair=PAIRS, model=MODELS, budget=BUDGETS, method=METHODS),
@@ -288,7 +288,7 @@ STUDY = Study(
 
 def main(words: Sequence[str] | None = None) -> int:
     """Solve what is missing, and write rows and table, after each row anew."""
-    arguments = command_line(__doc__, Row, models=MODELS, out="results/placement").parse_args(words)
+    arguments = command_line(__doc__, PlacementRow, models=MODELS, out="results/placement").parse_args(words)
     one_thread()
     return carry_out(STUDY, arguments, {(name, pair): (name, pair) for pair in PAIRS for name in arguments.models})
 

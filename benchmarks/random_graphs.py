@@ -13,6 +13,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
+from graphs.errors import PlannerError
 from graphs.ir import Graph, Phase
 from graphs.options.surroundings import Link, OtherDevice, Surroundings
 from graphs.schedule import schedule_of
@@ -87,7 +88,10 @@ def solved(case: tuple[str, int]) -> Row:
     """Return the row of one graph."""
     graph, budget_bytes, limit = graph_of(*case)
     request = Request(graph, budget_bytes, Tolerance.of(TOLERANCE), WorkClock(limit))
-    result = get_solver("windows")(request)
+    try:
+        result = get_solver("windows")(request)
+    except PlannerError:
+        return Row(*case, len(graph.ops), budget_bytes, "error", "", "", "", 0)
     steps = 0 if result.schedule is None else len(result.schedule.steps)
     time_s, bound_s, peak_bytes = ("" if x is None else repr(x) for x in (result.time_s, result.bound_s, result.peak_bytes))
     return Row(*case, len(graph.ops), budget_bytes, str(result.status), time_s, bound_s, peak_bytes, steps)

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from benchmarks.command import add_names, carry_out, command_line
-from benchmarks.solve_case import Row, make_graph, solve_case
+from benchmarks.solve_case import SolverRow, make_graph, solve_case
 from benchmarks.solve_suites import PUBLISHED, SUITES, Instance, Landmarks
 from benchmarks.solve_table import growth_plot, solves_plot, table
 from graphs.io.formats import read_graph
@@ -19,7 +19,7 @@ from planner.studies.processes import stream
 from solvers.result import Status
 
 
-def solve_instance(instance: Instance, known: Sequence[Row]) -> Iterator[Row]:
+def solve_instance(instance: Instance, known: Sequence[SolverRow]) -> Iterator[SolverRow]:
     """Yield the rows of `instance` that are not `known`.
 
     Times are worth comparing only of solves that end: what a solver did not end within the limit is not run again.
@@ -38,7 +38,7 @@ def solve_instance(instance: Instance, known: Sequence[Row]) -> Iterator[Row]:
                 if marks is None:
                     list(stream(make_graph, instance.make, made))
                     marks = Landmarks(read_graph(made))
-                case = Row(
+                case = SolverRow(
                     suite=instance.suite,
                     graph=instance.graph,
                     budget=budget.label,
@@ -54,14 +54,14 @@ def solve_instance(instance: Instance, known: Sequence[Row]) -> Iterator[Row]:
                     yield row
 
 
-def all_solved(rows: Iterable[Row], solvers: Sequence[str]) -> bool:
+def all_solved(rows: Iterable[SolverRow], solvers: Sequence[str]) -> bool:
     """Return whether each of `solvers` ended its first run by itself, of the `rows` at one budget."""
     ended = (Status.OPTIMAL, Status.INFEASIBLE)
     return all(row.status in ended for row in rows if row.run == 1 and row.solver in solvers)
 
 
 STUDY = Study(
-    Row,
+    SolverRow,
     solve_instance,
     whole=False,
     pages={"table.md": table},
@@ -71,7 +71,7 @@ STUDY = Study(
 
 def main(words: Sequence[str] | None = None) -> int:
     """Solve what is not in the CSV yet, then make the table and the plots."""
-    parser = command_line(__doc__, Row, out="results/solve")
+    parser = command_line(__doc__, SolverRow, out="results/solve")
     parser.add_argument("--instances", type=Path, default=Path("../shared/instances"), help="folder of public instances")
     add_names(parser, "--suites", SUITES)
     parser.add_argument("--cluster", metavar="ADDRESS", help="of a Dask scheduler, whose workers solve: one thread each")
@@ -89,7 +89,7 @@ def main(words: Sequence[str] | None = None) -> int:
     return carry_out(STUDY, arguments, cases, say=_line, cluster=arguments.cluster)
 
 
-def _line(row: Row) -> str:
+def _line(row: SolverRow) -> str:
     return f"{row.suite}, {row.graph}, {row.budget}, {row.solver}, {row.run}: {row.status}, {row.seconds:.2f} s"
 
 

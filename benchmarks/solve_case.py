@@ -21,7 +21,7 @@ TOLERANCE = 1e-3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class SolverRow:
     """One solve."""
 
     suite: str = key()
@@ -56,7 +56,7 @@ def make_graph(make: Callable[[], Graph], file: Path) -> Iterator[None]:
     yield
 
 
-def solve_case(case: Row, file: Path) -> Iterator[Row]:
+def solve_case(case: SolverRow, file: Path) -> Iterator[SolverRow]:
     """Solve `case`, whose graph is in `file`, and yield it with what came of it; in a process of its own."""
     graph = read_graph(file)
     first_s: float | None = None

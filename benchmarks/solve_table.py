@@ -8,7 +8,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter
 
-from benchmarks.solve_case import TOLERANCE, Row
+from benchmarks.solve_case import TOLERANCE, SolverRow
 from planner.report.plots import COLORS, save_figure
 from planner.studies.rows import frame, summarize
 from planner.studies.tables import Column, by, markdown, of_frame, said
@@ -34,7 +34,7 @@ NOTE = {
 }
 
 
-def table(rows: Sequence[Row]) -> str:
+def table(rows: Sequence[SolverRow]) -> str:
     """Return the rows as Markdown: for each suite what they say together, and a table."""
     parts = ["# The windows solver\n"]
     for suite, group in medians(rows).groupby("suite", sort=False):
@@ -43,9 +43,9 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join([*parts, made_with(rows)])
 
 
-def medians(rows: Sequence[Row]) -> pd.DataFrame:
+def medians(rows: Sequence[SolverRow]) -> pd.DataFrame:
     """Return a row for each solve: medians of the times of its runs, the most of their memory, else what its first run says."""
-    solves = summarize(frame(rows), Row, SOLVE).rename(columns={"run": "runs"})
+    solves = summarize(frame(rows), SolverRow, SOLVE).rename(columns={"run": "runs"})
     over = {name: solves[f"{name}_s"] / solves["base_s"] - 1 for name in ("time", "bound")}
     return solves.assign(overhead=over["time"], bound=over["bound"], cost=solves["time_s"] / solves["reference_time_s"])
 
@@ -148,7 +148,7 @@ def median_note(solves: pd.DataFrame) -> str:
     return f" Times are medians of {most} runs; what was not solved within the limit was run once." if most > 1 else ""
 
 
-def made_with(rows: Sequence[Row]) -> str:
+def made_with(rows: Sequence[SolverRow]) -> str:
     """Return on what, with what and at which commits the rows were made."""
     versions = sorted({part for row in rows for part in row.versions.split(", ") if part}, key=str.lower)
     limits = ", ".join(f"{suite} {max(row.time_limit_s for row in own):g} s" for suite, own in by(rows, "suite").items())
@@ -165,7 +165,7 @@ def largest(values: "pd.Series[int]") -> str:
     return "-" if values.isna().all() else f"{values.max():,}"
 
 
-def growth_plot(rows: Sequence[Row], path: Path) -> None:
+def growth_plot(rows: Sequence[SolverRow], path: Path) -> None:
     """Draw the time of a solve, and rows and columns of its largest program, against the ops of the graph."""
     grown = [row for row in rows if row.suite == "growth"]
     if not grown:
@@ -189,7 +189,7 @@ def growth_plot(rows: Sequence[Row], path: Path) -> None:
     save_figure(figure, path)
 
 
-def solves_plot(rows: Sequence[Row], path: Path) -> None:
+def solves_plot(rows: Sequence[SolverRow], path: Path) -> None:
     """Draw each solve by its ops and seconds, and what part of a suite is solved after how many seconds."""
     solves = medians(rows)
     figure = Figure(figsize=(9, 4.5), layout="constrained")

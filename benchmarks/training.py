@@ -58,7 +58,7 @@ RECIPES = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row(Made):
+class TrainingRow(Made):
     """One step of one loop. Peaks and times are of two passes from the same beginning: to measure a peak takes time."""
 
     model: str = key()
@@ -79,7 +79,7 @@ class Row(Made):
     keeping_s: float = column("what it says of one that keeps everything")
 
 
-def train(name: str, known: Sequence[Row], *, device: torch.device, steps: int) -> Iterator[Row]:
+def train(name: str, known: Sequence[TrainingRow], *, device: torch.device, steps: int) -> Iterator[TrainingRow]:
     """Yield the rows of one model: first eager's loop alone is run, then the planned one, then both in turn."""
     recipe = RECIPES[device.type][name]
     torch.manual_seed(SEED)
@@ -103,7 +103,7 @@ def train(name: str, known: Sequence[Row], *, device: torch.device, steps: int) 
         seen = zip(alone[way].steps, together[way].steps, strict=True)
         for i, ((loss, peak_bytes), (loss_again, time_s, loop_s)) in enumerate(seen):
             last = i == steps - 1
-            yield Row(
+            yield TrainingRow(
                 model=name,
                 loop=way,
                 step=i,
@@ -174,8 +174,8 @@ class Pair:
     """The two loops of one model, step by step."""
 
     model: str
-    eager: tuple[Row, ...]
-    planned: tuple[Row, ...]
+    eager: tuple[TrainingRow, ...]
+    planned: tuple[TrainingRow, ...]
 
     @property
     def peak_bytes(self) -> int:
@@ -183,7 +183,7 @@ class Pair:
         return max(row.peak_bytes for row in self.eager)
 
     @property
-    def over(self) -> list[Row]:
+    def over(self) -> list[TrainingRow]:
         """Steps that took more than their budget."""
         return [row for row in self.planned if row.peak_bytes > row.budget_bytes]
 
@@ -204,7 +204,7 @@ class Pair:
         return all(row.loss == row.loss_again and row.state == row.state_again for row in self.eager)
 
     @property
-    def plan(self) -> Row:
+    def plan(self) -> TrainingRow:
         """Any step of the planned loop: what the plan is, is the same in all of them."""
         return self.planned[0]
 
@@ -219,13 +219,13 @@ class Pair:
         return median(of(own) / of(other) for own, other in zip(self.planned, self.eager, strict=True))
 
 
-def pairs(rows: Sequence[Row]) -> dict[str, Pair]:
+def pairs(rows: Sequence[TrainingRow]) -> dict[str, Pair]:
     """Return the loops by model."""
     loops = by(rows, "model", "loop")
     return {model: Pair(model, *(tuple(loops[model, loop]) for loop in (EAGER, PLANNED))) for model in by(rows, "model")}
 
 
-def failures(rows: Sequence[Row]) -> list[str]:
+def failures(rows: Sequence[TrainingRow]) -> list[str]:
     """Return what must not be, a line each: peaks over the budget, losses and parameters that are not eager's."""
     said = []
     for model, pair in pairs(rows).items():
@@ -260,7 +260,7 @@ TABLE = (
 )
 
 
-def table(rows: Sequence[Row]) -> str:
+def table(rows: Sequence[TrainingRow]) -> str:
     """Return the loops of each model in a line, and what they were made with; times as multiples of eager PyTorch's."""
     found = pairs(rows).values()
     notes = [
@@ -276,7 +276,7 @@ def table(rows: Sequence[Row]) -> str:
 
 def main(words: Sequence[str] | None = None) -> int:
     """Train the models that are missing; write rows and table. 1 if a step did what it must not."""
-    parser = command_line(__doc__, Row, models=RECIPES["cpu"], out="results/training")
+    parser = command_line(__doc__, TrainingRow, models=RECIPES["cpu"], out="results/training")
     best = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", choices=tuple(RECIPES), default=best, help="where to train (default here: %(default)s)")
     parser.add_argument("--steps", type=options.count, default=50, help="of each loop (default: %(default)s)")
@@ -286,7 +286,7 @@ def main(words: Sequence[str] | None = None) -> int:
         repeatable()
     arguments.out /= arguments.device
     run = partial(train, device=torch.device(arguments.device), steps=arguments.steps)
-    study = Study(Row, run, order=listed(model=RECIPES["cpu"]), pages={"table.md": table}, failures=failures)
+    study = Study(TrainingRow, run, order=listed(model=RECIPES["cpu"]), pages={"table.md": table}, failures=failures)
     return carry_out(study, arguments, {(name,): name for name in arguments.models})
 
 

@@ -37,7 +37,7 @@ RAN, REFUSED, FAILED, MISSING = "ran", "refused", "failed", "missing"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row(Made):
+class TriedRow(Made):
     """One way to train one model."""
 
     source: str = key("where the model is from")
@@ -76,14 +76,14 @@ class Trial:
         repeats: steps timed of each way, in turn.
     """
 
-    def __init__(self, make: Callable[[], Workload], row: Row, *, repeats: int) -> None:
+    def __init__(self, make: Callable[[], Workload], row: TriedRow, *, repeats: int) -> None:
         self._make = make
         self._row = row
         self._repeats = repeats
-        self._rows: dict[str, Row] = {}
+        self._rows: dict[str, TriedRow] = {}
         self._runners: dict[str, Runner] = {}
 
-    def run(self) -> Iterator[Row]:
+    def run(self) -> Iterator[TriedRow]:
         """Train it in every way; then all that ran take turns for their times. Yields rows as they are known, perhaps twice."""
         plain = self._fresh()
         self._batch = plain.batch
@@ -109,7 +109,7 @@ class Trial:
         workload = self._fresh()
         return Runner(workload, whole_step(workload))
 
-    def _planned(self, way: str, budget_bytes: int) -> Iterator[Row]:
+    def _planned(self, way: str, budget_bytes: int) -> Iterator[TriedRow]:
         """Yield what comes from the first plan on that fits, and by the last one that is found."""
         workload, first = self._fresh(), f"{way}{FIRST}"
         untrained = Runner(workload, whole_step(workload)).state()
@@ -132,7 +132,7 @@ class Trial:
         else:
             yield self._known(way, self._rows[first])
 
-    def _checkpointed(self) -> Iterator[Row]:
+    def _checkpointed(self) -> Iterator[TriedRow]:
         """Yield what comes of the blocks that take the least memory, and of a plan for as much; nothing where none saves any."""
         found: list[tuple[int, Runner]] = []
         for level in range(1, block_levels(self._fresh().model) + 1):
@@ -152,7 +152,7 @@ class Trial:
         yield self._measured(CHECKPOINTING, self._row, lambda: runner)
         yield from self._planned(AT_ITS_PEAK, peak_bytes)
 
-    def _measured(self, way: str, row: Row, make: Callable[[], Runner]) -> Row:
+    def _measured(self, way: str, row: TriedRow, make: Callable[[], Runner]) -> TriedRow:
         try:
             runner = make()
             outcome = runner.train(self._batch)
@@ -171,7 +171,7 @@ class Trial:
             row = _failed(row, error)
         return self._known(way, row)
 
-    def _timed(self) -> Iterator[Row]:
+    def _timed(self) -> Iterator[TriedRow]:
         steps = {way: runner.step for way, runner in self._runners.items()}
         parameters = [parameter for runner in self._runners.values() for parameter in runner.parameters]
         times = turn_times(steps, self._batch, parameters=parameters, repeats=self._repeats)
@@ -181,7 +181,7 @@ class Trial:
                 row = replace(row, ratio_of_checkpointing=_ratio(times[way], times[CHECKPOINTING]))
             yield self._known(way, row)
 
-    def _known(self, way: str, row: Row) -> Row:
+    def _known(self, way: str, row: TriedRow) -> TriedRow:
         self._rows[way] = replace(row, way=way)
         return self._rows[way]
 
@@ -196,7 +196,7 @@ def _ratio(times: Sequence[float], others: Sequence[float]) -> float:
     return median(own / other for own, other in zip(times, others, strict=True))
 
 
-def _failed(row: Row, error: Exception) -> Row:
+def _failed(row: TriedRow, error: Exception) -> TriedRow:
     line = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     line = line.replace(f"{Path(__file__).parent.parent}{os.sep}", "")  # the same wherever the repository lies
     if isinstance(error, PlannerError):
@@ -221,10 +221,10 @@ def sources() -> dict[str, Mapping[str, Callable[[], Workload]]]:
     }
 
 
-def try_model(source: str, model: str, repeats: int) -> Iterator[Row]:
+def try_model(source: str, model: str, repeats: int) -> Iterator[TriedRow]:
     """Yield the rows of one model, whatever comes of it."""
     one_thread()
-    row = Row(source=source, model=model, way=EAGER, status=RAN)
+    row = TriedRow(source=source, model=model, way=EAGER, status=RAN)
     try:
         yield from Trial(sources()[source][model], row, repeats=repeats).run()
     except Exception as error:  # noqa: BLE001 (whatever it is, it is a row)

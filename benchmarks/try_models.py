@@ -23,7 +23,7 @@ from benchmarks.try_model import (
     PLANNED,
     RAN,
     SHARES,
-    Row,
+    TriedRow,
     sources,
     try_model,
 )
@@ -38,7 +38,7 @@ PACKAGES = ("transformers", "timm", "torchvision", "diffusers", "peft")
 _LIMIT_S = 600.0
 
 
-def try_one(case: tuple[str, str], known: Sequence[Row], *, repeats: int) -> Iterator[Row]:
+def try_one(case: tuple[str, str], known: Sequence[TriedRow], *, repeats: int) -> Iterator[TriedRow]:
     """Yield the rows of one model, by a process of its own."""
     source, model = case
     rows, about = {}, {**provenance(), **{package: _version(package) for package in PACKAGES}}
@@ -46,7 +46,7 @@ def try_one(case: tuple[str, str], known: Sequence[Row], *, repeats: int) -> Ite
         for row in stream(try_model, source, model, repeats, variables=ALONE, limit_s=_LIMIT_S):
             rows[row.way] = row
     except ProcessError as error:
-        rows["process"] = Row(source=source, model=model, way="process", status=FAILED, message=str(error))
+        rows["process"] = TriedRow(source=source, model=model, way="process", status=FAILED, message=str(error))
     yield from (replace(row, **about) for row in rows.values())
 
 
@@ -57,22 +57,22 @@ def _version(package: str) -> str:
         return "not installed"
 
 
-def plans(rows: Iterable[Row]) -> list[Row]:
+def plans(rows: Iterable[TriedRow]) -> list[TriedRow]:
     """Return those rows that are steps by a plan."""
     return [row for row in rows if row.way.startswith(PLANNED) and row.status == RAN]
 
 
-def over(row: Row) -> bool:
+def over(row: TriedRow) -> bool:
     """Return whether a plan took more than its budget, with what kernels take for themselves."""
     return (row.peak_bytes or 0) > (row.budget_bytes or 0)
 
 
-def over_in_storages(row: Row) -> bool:
+def over_in_storages(row: TriedRow) -> bool:
     """Return whether a plan took more than its budget in storages."""
     return (row.storages_bytes or 0) > (row.budget_bytes or 0)
 
 
-def summary(rows: Sequence[Row]) -> Iterator[str]:
+def summary(rows: Sequence[TriedRow]) -> Iterator[str]:
     """Yield what all models say together, in sentences."""
     planned = plans(rows)
     tried, models = (len({(row.source, row.model) for row in some}) for some in (rows, planned))
@@ -103,7 +103,7 @@ def summary(rows: Sequence[Row]) -> Iterator[str]:
 def _first_known(title: str, name: str) -> Column:
     """Return the column of what all rows of a model say that know it."""
 
-    def known(found: Mapping[str, Row]) -> object:
+    def known(found: Mapping[str, TriedRow]) -> object:
         return next((value for row in found.values() if (value := getattr(row, name)) is not None), None)
 
     return Column(title, known, unit_of(name), at=ALL)
@@ -114,7 +114,7 @@ def _ran(title: str, way: str, name: str, form: str | None = None) -> Column:
     return Column(title, lambda row: getattr(row, name) if row.status == RAN else None, form or unit_of(name), at=way)
 
 
-def _counted(title: str, counts: Callable[[Row], bool]) -> Column:
+def _counted(title: str, counts: Callable[[TriedRow], bool]) -> Column:
     """Return the column of how many plans are as they should be."""
     return Column(title, lambda found: f"{sum(map(counts, planned := plans(found.values())))} of {len(planned)}", at=ALL)
 
@@ -136,7 +136,7 @@ TABLE = (
 )
 
 
-def table(rows: Sequence[Row]) -> str:
+def table(rows: Sequence[TriedRow]) -> str:
     """Return all of it, as Markdown."""
     without = [row for row in rows if row.status != RAN and row.way != CHECKPOINTING]
     refused = bullets(f"{row.source}/{row.model}, {row.way}: {row.status}: {row.message}" for row in without)
@@ -159,7 +159,7 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join((*parts, about))
 
 
-def failures(rows: Sequence[Row]) -> Iterator[str]:
+def failures(rows: Sequence[TriedRow]) -> Iterator[str]:
     """Yield what must not be: results that are not eager's though eager repeats itself, peaks over the budget, crashes."""
     unsteady = {row.model for row in rows if row.way == EAGER and row.different}
     for row in plans(rows):
@@ -176,12 +176,12 @@ def failures(rows: Sequence[Row]) -> Iterator[str]:
 def main(words: Sequence[str] | None = None) -> int:
     """Try what is not in the CSV; write rows and table after each model. 1 if a plan did what it must not."""
     names = [f"{source}/{model}" for source, models in sources().items() for model in models]
-    parser = command_line(__doc__, Row, models=names, out="results/models")
+    parser = command_line(__doc__, TriedRow, models=names, out="results/models")
     parser.add_argument("--repeats", type=options.count, default=9, help="steps timed of each way (default: %(default)s)")
     arguments = parser.parse_args(words)
     one_thread()
     study = Study(
-        Row,
+        TriedRow,
         partial(try_one, repeats=arguments.repeats),
         again=lambda rows: any(row.status == MISSING for row in rows),
         order=lambda row: names.index(f"{row.source}/{row.model}"),
@@ -192,7 +192,7 @@ def main(words: Sequence[str] | None = None) -> int:
     return carry_out(study, arguments, cases, say=_line)
 
 
-def _line(row: Row) -> str:
+def _line(row: TriedRow) -> str:
     found = f"{row.different} results are not eager's" if row.status == RAN else f"{row.status}: {row.message}"
     return f"{row.source}/{row.model}, {row.way}: {found}"
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from graphs.ir import Graph
     from planner.choices import Choices
     from planner.progress import LineView
-    from planner.studies.comparison_rows import Row
+    from planner.studies.comparison_rows import ComparisonRow
 
 _ROW_S, _TOTAL_S = 60.0, 40.0
 
@@ -95,7 +95,7 @@ def run(arguments: argparse.Namespace) -> int:
     from planner.report.comparisons import table_text, write_report
     from planner.report.plots import new_figure
     from planner.studies.compare import cut_short, methods_named
-    from planner.studies.comparison_rows import Row
+    from planner.studies.comparison_rows import ComparisonRow
     from planner.studies.rows import read_rows
 
     if arguments.measure and arguments.model.endswith(".json"):
@@ -119,7 +119,7 @@ def run(arguments: argparse.Namespace) -> int:
             rows = _measure(arguments, methods, choices, progress, interrupt)
         else:
             rows = _simulate(arguments, methods, choices, progress, interrupt)
-    known = read_rows(folder / "rows.csv", Row)
+    known = read_rows(folder / "rows.csv", ComparisonRow)
     if known:
         write_report(known, folder)
     if arguments.json:
@@ -139,7 +139,7 @@ def _simulate(
     choices: "Choices | None",
     progress: "LineView",
     should_stop: "Callable[[], bool]",
-) -> "list[Row]":
+) -> "list[ComparisonRow]":
     from planner.studies.compare import compare
     from planner.studies.settings import StudySettings
 
@@ -170,7 +170,7 @@ def _measure(
     choices: "Choices | None",
     progress: "LineView",
     should_stop: "Callable[[], bool]",
-) -> "list[Row]":
+) -> "list[ComparisonRow]":
     from planner.workload.workload import parse_spec
 
     spec = parse_spec(arguments.model)

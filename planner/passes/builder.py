@@ -88,9 +88,10 @@ class PassBuilder:
         self._parameters.append(Parameter(name, [*nodes, *more], emptied))
         return more
 
-    def is_read(self, tensor: int) -> bool:
-        """Return whether any node reads the parameter of `tensor`."""
-        return any(node.users for node in self._graph.find_nodes(op="placeholder") if node.meta.get(VARIABLE) == f"t{tensor}")
+    @property
+    def read(self) -> set[str]:
+        """The variables of parameters that any node reads."""
+        return {variable(node) for node in self._graph.find_nodes(op="placeholder") if node.users}
 
     def value(self, value: Argument, own: Mapping[int, fx.Node] = MappingProxyType({})) -> Any:
         """Return the node or argument for `value` in the graph.

@@ -12,52 +12,41 @@ import torch
 
 LOCK = threading.RLock()
 
+Draw = Callable[..., Any]
 
-def draw_once(draw: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+
+def draw_once(draw: Draw, /, *args: Any, **kwargs: Any) -> Any:
     """Draw for an op that is executed once."""
     with LOCK:
         return draw(*args, **kwargs)
 
 
-def draw_first(state: torch.Tensor, generator: torch.Generator, draw: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """Draw for the first time, from `generator`, and save its state."""
+def draw_first(
+    state: torch.Tensor, generator: torch.Generator, own: torch.Generator | None, draw: Draw, /, *args: Any, **kwargs: Any
+) -> Any:
+    """Draw for the first time and save the `state` of `generator`, which advances also if `draw` draws from `own`."""
     with LOCK:
         # The state saved before is outdated: others may have drawn since.
         state.copy_(generator.get_state())
-        return draw(*args, **kwargs)
-
-
-def draw_again(state: torch.Tensor, generator: torch.Generator, draw: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """Draw again from `generator`, and restore it afterwards; for kernels that take no other generator."""
-    with LOCK:
-        now = generator.clone_state()
-        try:
-            generator.set_state(state)
+        if own is None:
             return draw(*args, **kwargs)
-        finally:
-            generator.set_state(now.get_state())
-
-
-def draw_first_from(
-    own: torch.Generator,
-    state: torch.Tensor,
-    generator: torch.Generator,
-    draw: Callable[..., Any],
-    /,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    """Draw for the first time from `own` in the state of `generator`; save that state, and advance `generator` by the draw."""
-    with LOCK:
-        state.copy_(generator.get_state())
         own.set_state(state)
         drawn = draw(*args, **kwargs)
         generator.set_state(own.get_state())
         return drawn
 
 
-def draw_again_from(own: torch.Generator, state: torch.Tensor, draw: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """Draw again from `own` in the saved state."""
+def draw_again(
+    state: torch.Tensor, generator: torch.Generator, own: torch.Generator | None, draw: Draw, /, *args: Any, **kwargs: Any
+) -> Any:
+    """Draw again from `state`, by `own`; without it by `generator`, which is restored afterwards."""
     with LOCK:
-        own.set_state(state)
-        return draw(*args, **kwargs)
+        if own is not None:
+            own.set_state(state)
+            return draw(*args, **kwargs)
+        now = generator.clone_state()
+        try:
+            generator.set_state(state)
+            return draw(*args, **kwargs)
+        finally:
+            generator.set_state(now.get_state())

@@ -7,7 +7,7 @@ from graphs.ir import Graph
 from graphs.overwriting import Overwriting, Pairs
 from graphs.schedule import Compute, Free, Step
 from planner.passes.builder import PassBuilder
-from planner.passes.draws import draw_again, draw_again_from, draw_first, draw_first_from, draw_once
+from planner.passes.draws import draw_again, draw_first, draw_once
 from planner.passes.program import Call, OpCalls, Program, Ref, Statement
 
 
@@ -90,14 +90,11 @@ class Writer:
 
     def _draw(self, op: int, calls: OpCalls, state: int) -> Call:
         """Return the call of a random op: each execution draws the same numbers."""
-        generator, own = self.program.generator, self.program.own_generator
         if op not in self._repeated:
             return _drawn(draw_once, (), calls.call)
-        if calls.redraw is not None:
-            if op in self._done:
-                return _drawn(draw_again_from, (own, Ref(state)), calls.redraw)
-            return _drawn(draw_first_from, (own, Ref(state), generator), calls.redraw)
-        return _drawn(draw_again if op in self._done else draw_first, (Ref(state), generator), calls.call)
+        own = None if calls.redraw is None else self.program.own_generator
+        draw = draw_again if op in self._done else draw_first
+        return _drawn(draw, (Ref(state), self.program.generator, own), calls.redraw or calls.call)
 
 
 def _drawn(draw: Callable[..., object], given: tuple[object, ...], call: Call) -> Call:

@@ -26,8 +26,8 @@ from planner.capture.rewrites.explicit_generators import preserve_generator_stat
 from planner.passes.program import Path
 from planner.profiling.allocator import Mark, segment_peaks
 from planner.profiling.devices import DEVICES, DeviceSpec, find_device, get_device, op_time_s, workspace_bytes
+from planner.profiling.isolated_op import IsolatedOp, OpFunction
 from planner.profiling.kernel_settings import SETTINGS, format_settings, kernel_settings
-from planner.profiling.op_call import OpCall, OpFunction
 from planner.profiling.roofline import modelled_composed
 from planner.profiling.sizes import ALLOCATED, with_sizes
 from planner.profiling.synthetic_inputs import TensorSpec
@@ -75,7 +75,7 @@ class MeasuredOp:
         time_s, rise_bytes, outputs, repeats: the measurements; `rise_bytes` is the rise of memory while it runs.
     """
 
-    call: OpCall
+    call: IsolatedOp
     run: OpFunction
     inputs: Mapping[int, torch.Tensor | TensorSpec]
     time_s: float = 0.0
@@ -196,7 +196,7 @@ class _Profiler:
         new: dict[_Key, MeasuredOp] = {}
         calls = []
         for op in self.capture.graph.ops:
-            if (call := OpCall.of(self.capture, op)) is not None:
+            if (call := IsolatedOp.of(self.capture, op)) is not None:
                 calls.append(call)
             # A recomputed random op sets the generator to the saved state: only a real one is valid.
             states = [t for t in op.outputs if self.capture.graph.tensors[t].kind is Kind.RANDOM_STATE]
@@ -230,15 +230,15 @@ class _Profiler:
 
     def measured_op(self, op: Op) -> MeasuredOp:
         """Return `op` as a function, with inputs of measured layouts."""
-        call = OpCall.of(self.capture, op)
+        call = IsolatedOp.of(self.capture, op)
         assert call is not None
         return self._executable(call)
 
-    def _executable(self, call: OpCall) -> MeasuredOp:
+    def _executable(self, call: IsolatedOp) -> MeasuredOp:
         inputs = {t: value for t in (*call.reads, *call.op.inputs) if (value := self._layouts[t]) is not None}
         return MeasuredOp(call, call.load(self.capture.program), inputs)
 
-    def _measure_call(self, call: OpCall, new: dict[_Key, MeasuredOp]) -> None:
+    def _measure_call(self, call: IsolatedOp, new: dict[_Key, MeasuredOp]) -> None:
         specs = tuple(TensorSpec.of(v) if isinstance(v, torch.Tensor) else v for v in (self._layouts[t] for t in call.reads))
         key = (call.identity, specs, self.device, *self._settings)
         self.keys[call.op.id] = key
@@ -251,7 +251,7 @@ class _Profiler:
         for t, spec in zip(call.op.outputs, outputs, strict=True):
             self._layouts.setdefault(t, spec)
 
-    def _execute_or_model(self, key: _Key, call: OpCall, new: dict[_Key, MeasuredOp]) -> tuple[TensorSpec | None, ...]:
+    def _execute_or_model(self, key: _Key, call: IsolatedOp, new: dict[_Key, MeasuredOp]) -> tuple[TensorSpec | None, ...]:
         measured = self._executable(call)
         try:
             self._run_and_time(measured)
@@ -305,7 +305,7 @@ class _Profiler:
         for measured, rise in zip(ops, segment_peaks(run, self.device)[1::2], strict=True):
             measured.rise_bytes = rise
 
-    def _modelled(self, call: OpCall, error: Exception) -> OpCost:
+    def _modelled(self, call: IsolatedOp, error: Exception) -> OpCost:
         """Return a modelled cost for an op that failed."""
         model = self.model or self._device_model(call, error)
         op, node = call.op, self.capture.nodes[call.op.id]
@@ -327,7 +327,7 @@ class _Profiler:
         outputs = tuple(TensorSpec.smallest(_pick(node.meta["val"], path)) for path in paths)
         return OpCost(op_time_s(*target), workspace_bytes(*target), outputs, repeats=not is_custom(self.capture, op))
 
-    def _device_model(self, call: OpCall, error: Exception) -> DeviceSpec:
+    def _device_model(self, call: IsolatedOp, error: Exception) -> DeviceSpec:
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
         found = get_device("cpu") if self.device.type == "cpu" else find_device(name)
         if found is None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from graphs.units import format_bytes
 from planner.report.plots import add_legend, new_figure, save_figure, set_title, shades, size_unit
 from planner.studies.best import kind_of
-from planner.studies.comparison_rows import Row, RunBy, bound_of, methods_of, simulated
+from planner.studies.comparison_rows import ComparisonRow, RunBy, bound_of, methods_of, simulated
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -32,7 +32,7 @@ _OUTLIER = 1.75  # times the overhead that nearly all highlighted points stay be
 Point: TypeAlias = tuple[float, float]
 
 
-def plot_overhead(rows: Sequence[Row], path: Path) -> None:
+def plot_overhead(rows: Sequence[ComparisonRow], path: Path) -> None:
     """Plot step time against simulated peak memory: a line or a point for each method, and the bound as a shaded area.
 
     Raises:
@@ -54,7 +54,7 @@ def plot_overhead(rows: Sequence[Row], path: Path) -> None:
     save_figure(figure, path)
 
 
-def plot_measured(rows: Sequence[Row], path: Path) -> None:
+def plot_measured(rows: Sequence[ComparisonRow], path: Path) -> None:
     """Plot measured step time against measured peak; a cross marks wrong gradients.
 
     Raises:
@@ -75,7 +75,7 @@ def plot_measured(rows: Sequence[Row], path: Path) -> None:
     save_figure(figure, path)
 
 
-def plot_memory(rows: Sequence[Row], path: Path) -> None:
+def plot_memory(rows: Sequence[ComparisonRow], path: Path) -> None:
     """Plot the peak memory of each method at each budget, with the budget as a line; rings are measured peaks.
 
     Raises:
@@ -106,7 +106,9 @@ def plot_memory(rows: Sequence[Row], path: Path) -> None:
     save_figure(figure, path)
 
 
-def _draw(axes: "Axes", rows: Sequence[Row], point: Callable[[Row], Point | None], scale: float, *, linewidth: float) -> None:
+def _draw(
+    axes: "Axes", rows: Sequence[ComparisonRow], point: Callable[[ComparisonRow], Point | None], scale: float, *, linewidth: float
+) -> None:
     """Draw a line for each method: our methods thick, well-known ones coloured, all others gray, PyTorch's own hollow.
 
     Single points far above all highlighted methods are drawn as arrows at the upper edge.
@@ -151,17 +153,17 @@ def _edge(series: Mapping[tuple[bool, str], set[Point]]) -> float:
     return 1 + edge if highest > _FAR * edge > 0 else math.inf
 
 
-def _simulated_point(row: Row) -> Point | None:
+def _simulated_point(row: ComparisonRow) -> Point | None:
     return (row.peak_bytes, row.time_s / row.base_s) if row.peak_bytes and row.time_s else None
 
 
-def _measured_point(row: Row) -> Point | None:
+def _measured_point(row: ComparisonRow) -> Point | None:
     if row.measured_peak_bytes is None or row.measured_ratio is None:
         return None
     return row.measured_peak_bytes, row.measured_ratio
 
 
-def _memory_axis(set_label: Callable[[str], object], rows: Sequence[Row]) -> float:
+def _memory_axis(set_label: Callable[[str], object], rows: Sequence[ComparisonRow]) -> float:
     """Label an axis of memory with its unit, and return the bytes of the unit."""
     scale, unit = size_unit(rows[0].base_peak_bytes)
     set_label(f"peak memory in {unit}")

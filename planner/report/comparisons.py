@@ -9,7 +9,7 @@ from graphs.io.files import write_text
 from graphs.units import format_bytes
 from planner.report.comparison_plots import plot_measured, plot_memory, plot_overhead
 from planner.studies.best import NOT_TRIED, WHY_NOT, tuned_table
-from planner.studies.comparison_rows import OPTIMUM, PEAK_OF, Row, RunBy, bound_of, methods_of, simulated
+from planner.studies.comparison_rows import OPTIMUM, PEAK_OF, ComparisonRow, RunBy, bound_of, methods_of, simulated
 from planner.studies.tables import as_markdown, by
 from planner.visible import visible
 from solvers.result import Reason, Status, relative_gap
@@ -42,7 +42,7 @@ _ISO_MEMORY = (
 )
 
 
-def write_report(rows: Sequence[Row], folder: Path) -> None:
+def write_report(rows: Sequence[ComparisonRow], folder: Path) -> None:
     """Write ``table.md``, ``overhead.png`` and ``memory.png``, and ``measured.png`` if there are measurements.
 
     Raises:
@@ -55,7 +55,7 @@ def write_report(rows: Sequence[Row], folder: Path) -> None:
         plot_measured(rows, folder / "measured.png")
 
 
-def table_text(rows: Sequence[Row]) -> str:
+def table_text(rows: Sequence[ComparisonRow]) -> str:
     """Return a page of tables: schedules by simulation and, if steps were run, measurements at each budget and at equal peaks."""
     first = rows[0]
     parts = [f"# {visible(first.model) or 'A comparison'}"]
@@ -79,7 +79,7 @@ def table_text(rows: Sequence[Row]) -> str:
     return "\n\n".join(part.rstrip() for part in parts) + "\n"
 
 
-def simulated_table(rows: Sequence[Row]) -> list[tuple[str, ...]]:
+def simulated_table(rows: Sequence[ComparisonRow]) -> list[tuple[str, ...]]:
     """Return the table of overheads by budget and method; the least is in bold, the bound is the last column."""
     header, *lines = _by_budget(rows, cell_text, lambda row: row.overhead, 4)
     budgets = sorted({row.budget_bytes or 0 for row in rows}, reverse=True)
@@ -92,8 +92,8 @@ class IsoMemoryPair:
     """A baseline at its own peak memory, and the optimal schedule for the same memory (None if it did not run)."""
 
     name: str
-    baseline: Row
-    ours: Row | None
+    baseline: ComparisonRow
+    ours: ComparisonRow | None
 
     @property
     def ratio(self) -> float | None:
@@ -108,7 +108,7 @@ class IsoMemoryPair:
         return self.ratio is not None and self.ratio > 1 and self.baseline.exactness != "wrong"
 
 
-def iso_memory_pairs(rows: Sequence[Row]) -> list[IsoMemoryPair]:
+def iso_memory_pairs(rows: Sequence[ComparisonRow]) -> list[IsoMemoryPair]:
     """Return a pair for each method that PyTorch runs, and for each schedule that was compared at its own peak."""
     ours = {row.budget.removeprefix(PEAK_OF): row for row in rows if row.budget.startswith(PEAK_OF)}
     names = {row.method if row.run_by == RunBy.TORCH else f"{row.method} at {row.budget}": row for row in rows}
@@ -154,14 +154,14 @@ def _why(pair: IsoMemoryPair) -> str:
     return "by simulation the schedule is optimal: the rest is the executor, and noise"
 
 
-def cell_text(row: Row) -> str:
+def cell_text(row: ComparisonRow) -> str:
     """Return the text of a table cell for a simulated row."""
     if row.overhead is not None:
         return f"{row.overhead:.2%}"
     return WHY_NOT[Reason(row.reason)] if row.reason else row.status
 
 
-def measured_text(row: Row) -> str:
+def measured_text(row: ComparisonRow) -> str:
     """Return the text of a table cell for a measured row."""
     if row.exactness == "wrong":
         return "wrong"
@@ -170,7 +170,7 @@ def measured_text(row: Row) -> str:
     return f"{row.measured_ratio:.2f}x, {row.measured_memory}"
 
 
-def _sound_ratio(row: Row) -> float | None:
+def _sound_ratio(row: ComparisonRow) -> float | None:
     return None if row.exactness == "wrong" else row.measured_ratio
 
 
@@ -179,7 +179,10 @@ def _bold(text: str, *, best: bool) -> str:
 
 
 def _by_budget(
-    rows: Sequence[Row], text: Callable[[Row], str], value: Callable[[Row], float | None], digits: int
+    rows: Sequence[ComparisonRow],
+    text: Callable[[ComparisonRow], str],
+    value: Callable[[ComparisonRow], float | None],
+    digits: int,
 ) -> list[tuple[str, ...]]:
     """Return table cells by budget (largest first) and method; the least values, rounded to `digits`, are in bold."""
     methods, lines = methods_of(rows), []
@@ -197,7 +200,7 @@ def _by_budget(
     return [("budget", *methods), *lines]
 
 
-def _bound_text(rows: Sequence[Row], budget_bytes: int) -> str:
+def _bound_text(rows: Sequence[ComparisonRow], budget_bytes: int) -> str:
     if any(row.method == OPTIMUM and row.budget_bytes == budget_bytes and row.status == Status.INFEASIBLE for row in rows):
         return "infeasible"
     bound_s = bound_of(rows, budget_bytes)

@@ -115,12 +115,12 @@ def assemble(
     gradients = tuple(gradient for _, gradient in program.gradients)
     if static_given_up:
         second.free_read(static, gradients)
-    backward = second.finish(gradients, title)
+    backward, read = second.finish(gradients, title), second.read
 
     return Code(
         forward.run,
         backward.run,
-        backward_reads=tuple(second.is_read(tensor) for tensor in static),
+        backward_reads=tuple(f"t{tensor}" in read for tensor in static),
         saved=tuple(alive),
         returned=tuple(i for i, t in enumerate(alive) if t in graph.kept),
         source=f"{forward.module.code}\n{backward.module.code}",

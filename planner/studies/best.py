@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 
 from graphs.units import format_bytes
-from planner.studies.comparison_rows import OPTIMUM, PEAK_OF, Row, RunBy
+from planner.studies.comparison_rows import OPTIMUM, PEAK_OF, ComparisonRow, RunBy
 from solvers.result import Reason
 
 # Kinds whose members differ in their eviction rule.
@@ -29,7 +29,7 @@ PLAIN = "eager"  # PyTorch without a memory-saving method
 _NEAREST = (Reason.TIME, Reason.THRASHING, Reason.MEMORY, Reason.SIZE, Reason.INAPPLICABLE)
 
 
-def kind_of(row: Row) -> str:
+def kind_of(row: ComparisonRow) -> str:
     """Return the kind of a row's method: heuristics of one system, save lists of SAC, or fractions of the memory budget."""
     first, *options = row.method.split()
     if row.run_by != RunBy.TORCH:
@@ -39,7 +39,7 @@ def kind_of(row: Row) -> str:
     return "sac" if first.startswith("sac") else first
 
 
-def of_kind(rows: Sequence[Row], kind: str) -> list[Row]:
+def of_kind(rows: Sequence[ComparisonRow], kind: str) -> list[ComparisonRow]:
     """Return the rows of `kind`; if SAC runs, its rows include checkpointing, which is SAC with an empty save list."""
     own = [row for row in rows if kind_of(row) == kind]
     if kind == "sac" and any(row.measured_ratio is not None for row in own):
@@ -47,23 +47,23 @@ def of_kind(rows: Sequence[Row], kind: str) -> list[Row]:
     return own
 
 
-def best_schedule(rows: Iterable[Row], budget_bytes: int) -> Row | None:
+def best_schedule(rows: Iterable[ComparisonRow], budget_bytes: int) -> ComparisonRow | None:
     """Return the fastest simulated schedule of `rows` that fits, whatever budget it was found for; None if none fits."""
     fits = [row for row in rows if row.peak_bytes is not None and row.peak_bytes <= budget_bytes]
     return min(fits, key=lambda row: row.time_s or 0.0, default=None)
 
 
-def best_measured(rows: Iterable[Row], budget_bytes: int) -> Row | None:
+def best_measured(rows: Iterable[ComparisonRow], budget_bytes: int) -> ComparisonRow | None:
     """Return the fastest step of `rows` whose measured peak fits and whose gradients are right; None if there is none."""
     ran = [row for row in rows if row.measured_ratio is not None and row.measured_peak_bytes is not None]
     fits = [row for row in ran if (row.measured_peak_bytes or 0) <= budget_bytes and row.exactness != "wrong"]
     return min(fits, key=lambda row: row.measured_ratio or 0.0, default=None)
 
 
-def undominated(rows: Sequence[Row]) -> list[Row]:
+def undominated(rows: Sequence[ComparisonRow]) -> list[ComparisonRow]:
     """Return measured steps that no correct step of the same kind dominates in time and peak."""
 
-    def beaten(row: Row, other: Row) -> bool:
+    def beaten(row: ComparisonRow, other: ComparisonRow) -> bool:
         if other.exactness == "wrong" or kind_of(other) != kind_of(row):
             return False
         mine, theirs = _measures(row), _measures(other)
@@ -73,11 +73,11 @@ def undominated(rows: Sequence[Row]) -> list[Row]:
     return [row for row in ran if not any(beaten(row, other) for other in ran if other is not row)]
 
 
-def _measures(row: Row) -> tuple[float, float]:
+def _measures(row: ComparisonRow) -> tuple[float, float]:
     return row.measured_ratio or 0.0, row.measured_peak_bytes or 0
 
 
-def why_none(rows: Iterable[Row]) -> str:
+def why_none(rows: Iterable[ComparisonRow]) -> str:
     """Return in a word or two why none of `rows` has a result."""
     rows = list(rows)
     if not rows:
@@ -88,7 +88,7 @@ def why_none(rows: Iterable[Row]) -> str:
     return WHY_NOT[min(reasons, key=_NEAREST.index)]
 
 
-def tuned_table(rows: Sequence[Row]) -> list[tuple[str, ...]]:
+def tuned_table(rows: Sequence[ComparisonRow]) -> list[tuple[str, ...]]:
     """Return a table of PyTorch's methods at the optimum's budgets: the fastest step of each kind whose measured peak fits."""
     optima = [
         row for row in rows if row.run_by == RunBy.EXECUTOR and row.method == OPTIMUM and not row.budget.startswith(PEAK_OF)
@@ -110,7 +110,7 @@ def tuned_table(rows: Sequence[Row]) -> list[tuple[str, ...]]:
     return [("budget", "optimal schedule", *kinds), *lines]
 
 
-def _step_text(kind: str, row: Row, least: float) -> str:
+def _step_text(kind: str, row: ComparisonRow, least: float) -> str:
     """Return measured time and peak of a step with its options as text, in bold if it reads like the `least` time."""
     time = f"{row.measured_ratio:.2f}x"
     options = row.method if kind == "sac" else row.method.partition(" ")[2]
@@ -122,7 +122,7 @@ def mark(text: str, least: str) -> str:
     return f"**{text}**" if text == least else text
 
 
-def why_not_measured(kind: Sequence[Row], budget_bytes: int) -> str:
+def why_not_measured(kind: Sequence[ComparisonRow], budget_bytes: int) -> str:
     """Return why no step of a kind was measured to fit with right gradients."""
     peaks = [row.measured_peak_bytes for row in kind if row.measured_peak_bytes is not None]
     if peaks:

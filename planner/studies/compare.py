@@ -15,7 +15,7 @@ from planner.budgets import budget_in_bytes
 from planner.capture.options import with_options
 from planner.runtime.machine import commit, machine
 from planner.solving import summarize
-from planner.studies.comparison_rows import OPTIMUM, Key, Row, RunBy, missing, open_rows
+from planner.studies.comparison_rows import OPTIMUM, ComparisonRow, Key, RunBy, missing, open_rows
 from planner.studies.jobs import run
 from planner.studies.settings import StudySettings
 from planner.visible import visible
@@ -49,7 +49,7 @@ class Task:
 class Solved:
     """The result of a task: its row, and the schedule that was found."""
 
-    row: Row
+    row: ComparisonRow
     schedule: Schedule | None
 
 
@@ -103,9 +103,9 @@ class SolveRow:
         )
         return Solved(row, result.schedule)
 
-    def row(self, run_by: RunBy, method: str, budget: str, budget_bytes: int | None, *, status: str) -> Row:
+    def row(self, run_by: RunBy, method: str, budget: str, budget_bytes: int | None, *, status: str) -> ComparisonRow:
         """Return a row before anything is solved or measured."""
-        return Row(
+        return ComparisonRow(
             model=self.model,
             fingerprint=self.graph.fingerprint,
             run_by=str(run_by),
@@ -175,9 +175,9 @@ def compare(
     folder: Path,
     settings: StudySettings = _DEFAULTS,
     *,
-    on_row: Callable[[Row, int, int], None] | None = None,
+    on_row: Callable[[ComparisonRow, int, int], None] | None = None,
     should_stop: Callable[[], bool] | None = None,
-) -> list[Row]:
+) -> list[ComparisonRow]:
     """Solve `graph` by every method at every budget, and keep the rows in ``rows.csv`` in `folder`.
 
     All methods execute ops for the first time in program order, so that the bound of ``windows`` holds for all.
@@ -264,7 +264,7 @@ def _shares(task: Task) -> bool:
     return task.method == OPTIMUM or SOLVERS[task.method].large_programs
 
 
-def cut_short(row: Row) -> bool:
+def cut_short(row: ComparisonRow) -> bool:
     """Return whether a method was stopped by its time limit before it finished."""
     return row.seconds is not None and row.seconds >= row.time_limit_s and row.status != Status.OPTIMAL
 

@@ -25,7 +25,7 @@ from planner.solving import check_same_graph, summarize
 from planner.studies.baselines import Method, eager
 from planner.studies.best import HEURISTICS, undominated
 from planner.studies.compare import Solved, SolveRow, Task, judge_of, solve_tasks, tasks_for
-from planner.studies.comparison_rows import OPTIMUM, PEAK_OF, Row, RunBy, missing, open_rows
+from planner.studies.comparison_rows import OPTIMUM, PEAK_OF, ComparisonRow, RunBy, missing, open_rows
 from planner.studies.measured import Benchmark, Measured
 from planner.studies.rows import KeptRows
 from planner.studies.settings import StudySettings
@@ -70,7 +70,7 @@ def compare_measured(
     channels: Channels | None = None,
     on_activity: Callable[[str], None],
     should_stop: Callable[[], bool],
-) -> list[Row]:
+) -> list[ComparisonRow]:
     """Measure every method at every budget, and PyTorch's; keep the rows in ``rows.csv`` in `folder`.
 
     Schedules are found by several processes at a time; then one step runs at a time.
@@ -122,7 +122,7 @@ def compare_measured(
     return list(kept)
 
 
-def _best_of_pytorch(rows: Sequence[Row]) -> set[str]:
+def _best_of_pytorch(rows: Sequence[ComparisonRow]) -> set[str]:
     return {row.method for row in undominated([row for row in rows if row.run_by == RunBy.TORCH])}
 
 
@@ -131,7 +131,7 @@ class _Entry:
     """A participant: its row so far, and the name that its step is timed by."""
 
     name: str
-    row: Row
+    row: ComparisonRow
 
     @property
     def runs(self) -> bool:
@@ -147,7 +147,7 @@ class _Comparison:
         captured: Capture,
         offered: Capture,
         judge: SolveRow,
-        kept: KeptRows[Row],
+        kept: KeptRows[ComparisonRow],
         settings: StudySettings,
         channels: Channels | None,
         on_activity: Callable[[str], None],
@@ -240,7 +240,7 @@ class _Comparison:
         self._kept.add(*timed)
 
 
-def _with(row: Row, measured: Measured) -> Row:
+def _with(row: ComparisonRow, measured: Measured) -> ComparisonRow:
     if measured.error is not None:
         return replace(row, message=measured.error)
     return replace(
@@ -253,7 +253,7 @@ def _with(row: Row, measured: Measured) -> Row:
     )
 
 
-def _timed(row: Row, times: Sequence[float], eager_times: Sequence[float]) -> Row:
+def _timed(row: ComparisonRow, times: Sequence[float], eager_times: Sequence[float]) -> ComparisonRow:
     """Return the row with its times; the ratio is taken per turn, since other load on the machine affects both steps alike."""
     ratio = median(own / eagers for own, eagers in zip(times, eager_times, strict=True))
     return replace(row, measured_s=median(times), eager_s=median(eager_times), measured_ratio=ratio, repeats=len(times))

@@ -29,7 +29,7 @@ class RunBy(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class ComparisonRow:
     """One method at one budget."""
 
     model: str = column("the graph's name", place=FIRST)
@@ -85,8 +85,8 @@ def open_rows(
     folder: Path,
     graph: Graph,
     recorded: Mapping[str, object] | None = None,
-    order: Callable[[Row], Any] | None = None,
-) -> KeptRows[Row]:
+    order: Callable[[ComparisonRow], Any] | None = None,
+) -> KeptRows[ComparisonRow]:
     """Return the rows in ``rows.csv`` of `folder`, all of one graph and one profile.
 
     Args:
@@ -98,7 +98,7 @@ def open_rows(
     Raises:
         OutputError: the CSV is of another graph, other options, or another version.
     """
-    kept = KeptRows(folder / "rows.csv", Row, order)
+    kept = KeptRows(folder / "rows.csv", ComparisonRow, order)
     if any(row.fingerprint != graph.fingerprint for row in kept):
         raise OutputError(f"{kept.path} holds rows of another graph: choose another folder, or delete it")
     given = dict(recorded or {})
@@ -111,7 +111,7 @@ def open_rows(
     return kept
 
 
-def missing(kept: KeptRows[Row], keys: Iterable[Key], base_s: float) -> list[Key]:
+def missing(kept: KeptRows[ComparisonRow], keys: Iterable[Key], base_s: float) -> list[Key]:
     """Return those of `keys` without rows; `base_s` is the time of the step without recomputation.
 
     Raises:
@@ -127,19 +127,19 @@ def missing(kept: KeptRows[Row], keys: Iterable[Key], base_s: float) -> list[Key
     return found
 
 
-def simulated(rows: Sequence[Row]) -> list[Row]:
+def simulated(rows: Sequence[ComparisonRow]) -> list[ComparisonRow]:
     """Return the rows of all methods at the same budgets by simulation; if there are none, those of replayed schedules."""
     at_budgets = [row for row in rows if row.run_by != RunBy.TORCH and not row.budget.startswith(PEAK_OF)]
     return [row for row in at_budgets if row.run_by == RunBy.SIMULATOR] or at_budgets
 
 
-def methods_of(rows: Sequence[Row]) -> list[str]:
+def methods_of(rows: Sequence[ComparisonRow]) -> list[str]:
     """Return the methods in `rows`: the registry's in its order, then others."""
     there = dict.fromkeys(row.method for row in rows)
     return [name for name in SOLVERS if name in there] + [name for name in there if name not in SOLVERS]
 
 
-def bound_of(rows: Sequence[Row], budget_bytes: int) -> float | None:
+def bound_of(rows: Sequence[ComparisonRow], budget_bytes: int) -> float | None:
     """Return the best proved bound on the step's time at `budget_bytes`: one found at a larger budget holds too."""
     proofs = [row for row in rows if row.method == OPTIMUM and row.budget_bytes and row.budget_bytes >= budget_bytes]
     bounds = [row.bound_s for row in proofs if row.bound_s is not None]

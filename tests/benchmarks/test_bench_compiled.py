@@ -11,7 +11,7 @@ import torch
 import planner
 from benchmarks import compiled
 from benchmarks.compiled import MODELS, main, summary, table
-from benchmarks.compiled_case import ATEN, OURS, PEAK_OF, REFERENCE, Row, Settings, compare_compiled
+from benchmarks.compiled_case import ATEN, OURS, PEAK_OF, REFERENCE, CompiledRow, Settings, compare_compiled
 from benchmarks.kept_captures import KeptCaptures
 from planner.models import build
 from planner.studies.baselines import memory_budget
@@ -21,7 +21,7 @@ COMMITTED = Path(__file__).parents[2] / "results" / "compiled"
 HALF = memory_budget(0.5, "inductor").name
 TINY = partial(build, "gpt2", layers=2, width=32, heads=4, vocab=97, seq=24, batch=8)
 
-BLANK = Row(
+BLANK = CompiledRow(
     model="net",
     method=REFERENCE,
     budget="",
@@ -36,13 +36,13 @@ BLANK = Row(
 )
 
 
-def plan(budget: str, budget_bytes: int, ratio: float, *, method: str = OURS) -> Row:
+def plan(budget: str, budget_bytes: int, ratio: float, *, method: str = OURS) -> CompiledRow:
     taken = {"predicted_peak_bytes": budget_bytes, "measured_peak_bytes": budget_bytes, "gap": 0.001, "bits": "identical"}
     made = {"variant": "keep", "plan_s": 12.0, "compile_s": 9.0}
     return replace(BLANK, method=method, budget=budget, budget_bytes=budget_bytes, ratio=ratio, **taken, **made)  # type: ignore[arg-type]
 
 
-def none(budget: str, budget_bytes: int, least_bytes: int | None) -> Row:
+def none(budget: str, budget_bytes: int, least_bytes: int | None) -> CompiledRow:
     row = replace(plan(budget, budget_bytes, 1.0), predicted_peak_bytes=None, measured_peak_bytes=None, time_s=None, ratio=None)
     return replace(row, bits="", variant="", least_bytes=least_bytes, error="it cannot be")
 
@@ -133,7 +133,7 @@ def test_models_that_are_there_are_not_made_again(
 ) -> None:
     made = []
 
-    def measure(name: str, known: object, **_: object) -> list[Row]:
+    def measure(name: str, known: object, **_: object) -> list[CompiledRow]:
         made.append(name)
         return [replace(row, model=name) for row in ROWS]
 
@@ -143,12 +143,12 @@ def test_models_that_are_there_are_not_made_again(
     main([*words, "vit,hf-bert"])
     said = capsys.readouterr()
     assert "hf-bert is left out: transformers is not installed" in said.err
-    assert said.out == (tmp_path / "table.md").read_text() == table(read_rows(tmp_path / "rows.csv", Row))
+    assert said.out == (tmp_path / "table.md").read_text() == table(read_rows(tmp_path / "rows.csv", CompiledRow))
     main([*words, "gpt2,vit"])
     assert made == ["vit", "gpt2"]
     main([*words, "vit", "--fresh"])
     assert made == ["vit", "gpt2", "vit"]
-    rows = read_rows(tmp_path / "rows.csv", Row)
+    rows = read_rows(tmp_path / "rows.csv", CompiledRow)
     assert rows == [replace(row, model=name) for name in ("gpt2", "vit") for row in ROWS]  # in the order of the models
 
 
@@ -157,7 +157,7 @@ def test_models_that_are_there_are_not_made_again(
 def test_a_tiny_model_goes_all_the_way_through() -> None:
     torch.manual_seed(0)
     settings = Settings(shares=(1.0, 0.7, 0.01), fractions=(0.5,), time_limit_s=5.0, repeats=2)
-    seen: list[Row] = []
+    seen: list[CompiledRow] = []
     rows = compare_compiled(TINY(), "tiny", settings, on_row=seen.append)
     assert [(row.method, row.budget) for row in rows] == [
         (REFERENCE, ""),
@@ -193,7 +193,7 @@ def test_a_tiny_model_goes_all_the_way_through() -> None:
 
 
 def test_the_committed_table_is_what_the_rows_say() -> None:
-    rows = read_rows(COMMITTED / "rows.csv", Row)
+    rows = read_rows(COMMITTED / "rows.csv", CompiledRow)
     assert (COMMITTED / "table.md").read_text() == table(rows)
     assert {row.model for row in rows} <= set(MODELS)
     ours = [row for row in rows if row.method == OURS and row.measured_peak_bytes is not None]

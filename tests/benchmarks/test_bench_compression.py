@@ -13,8 +13,8 @@ from benchmarks.compression import (
     BITS,
     CASES,
     OTHER_WEIGHTS,
-    Case,
-    Row,
+    CurveRow,
+    LearningCase,
     failures,
     largest_difference,
     noisy_classes,
@@ -41,15 +41,17 @@ def points(like: Batch, count: int, seed: int) -> Iterator[Batch]:
         yield x, x[:, :10].argmax(1)
 
 
-CASE = Case(Recipe(partial(build, "mlp", layers=2, width=32, batch=256, classes=10, dropout=0.1), "adamw", rate=1e-2), points)
+CASE = LearningCase(
+    Recipe(partial(build, "mlp", layers=2, width=32, batch=256, classes=10, dropout=0.1), "adamw", rate=1e-2), points
+)
 
 
 @pytest.fixture(scope="module")
-def trained() -> list[Row]:
+def trained() -> list[CurveRow]:
     return list(train(("mlp", CASE), (), steps=STEPS, seed=SEED))
 
 
-def test_curves_begin_alike_need_less_memory_and_part(trained: list[Row]) -> None:
+def test_curves_begin_alike_need_less_memory_and_part(trained: list[CurveRow]) -> None:
     assert failures(trained) == []
     found = by(trained, "model", "bits")
     assert list(found) == [("mlp", bits) for bits in (*BITS, OTHER_WEIGHTS)]
@@ -66,7 +68,7 @@ def test_curves_begin_alike_need_less_memory_and_part(trained: list[Row]) -> Non
     assert other[0].loss != other[0].exact_loss and other[0].error == 0
 
 
-def test_exact_losses_are_those_of_a_plain_loop(trained: list[Row]) -> None:
+def test_exact_losses_are_those_of_a_plain_loop(trained: list[CurveRow]) -> None:
     torch.manual_seed(SEED)
     model, loss_fn, batch = CASE.recipe.make()
     optimizer = torch.optim.AdamW(model.parameters(), lr=CASE.recipe.rate)
@@ -82,7 +84,7 @@ def test_exact_losses_are_those_of_a_plain_loop(trained: list[Row]) -> None:
     assert losses == [row.exact_loss for row in trained[:STEPS]]
 
 
-def test_first_losses_that_are_not_exact_and_losses_without_end_are_noticed(trained: list[Row]) -> None:
+def test_first_losses_that_are_not_exact_and_losses_without_end_are_noticed(trained: list[CurveRow]) -> None:
     spoiled = [replace(trained[0], loss=trained[0].loss + 1), replace(trained[1], loss=math.nan), *trained[2:]]
     assert [said.partition(" is ")[0] for said in failures(spoiled)] == [
         "mlp, 8 bits: the loss of the first step",
@@ -90,7 +92,7 @@ def test_first_losses_that_are_not_exact_and_losses_without_end_are_noticed(trai
     ]
 
 
-def test_smoothed_losses_and_their_largest_difference(trained: list[Row]) -> None:
+def test_smoothed_losses_and_their_largest_difference(trained: list[CurveRow]) -> None:
     assert smoothed([1.0, 2.0, 6.0]) == [3.0]
     assert smoothed([0.0] * 20 + [20.0] * 2) == [0.0, 1.0, 2.0]
     curve = [replace(trained[0], step=i, loss=2.0 - (i == 21), exact_loss=2.0) for i in range(22)]
@@ -110,11 +112,11 @@ def test_tokens_follow_from_a_period_and_images_from_their_class() -> None:
 
 
 def test_the_committed_table_is_what_its_rows_say(tmp_path: Path) -> None:
-    rows = read_rows(COMMITTED / "rows.csv", Row)
+    rows = read_rows(COMMITTED / "rows.csv", CurveRow)
     assert {row.model for row in rows} == set(CASES)
     assert table(rows) == (COMMITTED / "table.md").read_text()
     assert failures(rows) == []
-    KeptRows(tmp_path / "rows.csv", Row).add(*rows[:5])
-    assert read_rows(tmp_path / "rows.csv", Row) == rows[:5]
+    KeptRows(tmp_path / "rows.csv", CurveRow).add(*rows[:5])
+    assert read_rows(tmp_path / "rows.csv", CurveRow) == rows[:5]
     plot(rows, tmp_path / "curves.png")
     assert (tmp_path / "curves.png").stat().st_size > 0

@@ -21,7 +21,7 @@ from benchmarks.first_step_run import (
     REFUSED,
     UNCAPPED,
     WAYS,
-    Row,
+    FirstStepRow,
     captures_timed,
     digest,
     first_line,
@@ -41,12 +41,14 @@ COMMITTED = Path(__file__).parents[2] / "results" / "first_step"
 MB = 10**6
 
 
-def rows_of(model: str) -> list[Row]:
+def rows_of(model: str) -> list[FirstStepRow]:
     """Made-up rows of a model that meets both limits exactly."""
     about = {"eager_peak_bytes": 1000 * MB, "static_bytes": 100 * MB, "eager_growth_bytes": 1100 * MB, "planning_steps": 3}
     versions = {"machine": "a machine", "commit": "abc", "torch": "2.13", "transformers": "5", "steps": 5, "seed": 0}
     uncapped = replace(
-        Row(model=model, way=UNCAPPED, status=RAN, digest="d", step_s=2.0, training_rss_bytes=1400 * MB), **about, **versions
+        FirstStepRow(model=model, way=UNCAPPED, status=RAN, digest="d", step_s=2.0, training_rss_bytes=1400 * MB),
+        **about,
+        **versions,
     )
     planned = replace(
         uncapped,
@@ -75,7 +77,7 @@ def rows_of(model: str) -> list[Row]:
     return [uncapped, planned, large_pages, eager, replace(uncapped, way=CHECKPOINTING, step_s=2.6)]
 
 
-def changed(way: str, **values: object) -> list[Row]:
+def changed(way: str, **values: object) -> list[FirstStepRow]:
     return [replace(row, **values) if row.way == way else row for row in rows_of("a")]  # type: ignore[arg-type]
 
 
@@ -96,7 +98,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @linux
 def test_a_model_is_planned_and_trained_under_a_cap_that_eager_does_not_fit(folder: Path) -> None:
-    rows = read_rows(folder / "rows.csv", Row)
+    rows = read_rows(folder / "rows.csv", FirstStepRow)
     (trained,) = by_model(rows)
     uncapped, planned, large_pages = trained.uncapped, trained.planned, trained.large_pages
     assert [(row.model, row.way) for row in rows] == [(first_step_tiny.NAME, way) for way in WAYS]
@@ -130,10 +132,10 @@ def test_rows_that_are_there_are_not_made_again(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     use_tiny(monkeypatch)
-    before = read_rows(folder / "rows.csv", Row)
+    before = read_rows(folder / "rows.csv", FirstStepRow)
     monkeypatch.setattr(first_step, "train_in_process", lambda *_: pytest.fail("a row is made again"))
     assert main(["--out", str(folder)]) == 0
-    assert read_rows(folder / "rows.csv", Row) == before
+    assert read_rows(folder / "rows.csv", FirstStepRow) == before
     assert capsys.readouterr().out == (folder / "table.md").read_text() == table(before)
 
 
@@ -141,7 +143,7 @@ def test_rows_that_are_there_are_not_made_again(
 def test_only_missing_rows_are_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[tuple[str, str]] = []
 
-    def train_in_process(model: str, way: str, about: object) -> Row:
+    def train_in_process(model: str, way: str, about: object) -> FirstStepRow:
         made.append((model, way))
         return next(row for row in rows_of(model) if row.way == way)
 
@@ -151,7 +153,7 @@ def test_only_missing_rows_are_made(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     words = ["--models", "vit,gpt2", "--out", str(tmp_path)]
     assert main(words) == 0
     assert made == [(model, way) for model in ("vit", "gpt2") for way in WAYS]
-    assert [row.model for row in read_rows(tmp_path / "rows.csv", Row)] == ["gpt2"] * len(WAYS) + ["vit"] * len(WAYS)
+    assert [row.model for row in read_rows(tmp_path / "rows.csv", FirstStepRow)] == ["gpt2"] * len(WAYS) + ["vit"] * len(WAYS)
     made.clear()
     lines = (tmp_path / "rows.csv").read_text().splitlines(keepends=True)
     (tmp_path / "rows.csv").write_text("".join(line for line in lines if not line.startswith("gpt2,planned,")))
@@ -166,9 +168,9 @@ def test_only_missing_rows_are_made(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_a_model_that_eager_cannot_train_is_a_failure_and_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[str] = []
 
-    def train_in_process(model: str, way: str, about: object) -> Row:
+    def train_in_process(model: str, way: str, about: object) -> FirstStepRow:
         made.append(way)
-        return Row(model=model, way=way, status=FAILED, message="ModuleNotFoundError: No module named 'transformers'")
+        return FirstStepRow(model=model, way=way, status=FAILED, message="ModuleNotFoundError: No module named 'transformers'")
 
     monkeypatch.setattr(first_step, "train_in_process", train_in_process)
     monkeypatch.setattr(first_step, "environment", dict)
@@ -290,7 +292,7 @@ def test_layers_of_an_lstm_are_one_module_that_has_no_blocks() -> None:
 
 @pytest.mark.skipif(not COMMITTED.exists(), reason="the benchmark has not been run")
 def test_the_committed_rows_keep_every_promise() -> None:
-    rows = read_rows(COMMITTED / "rows.csv", Row)
+    rows = read_rows(COMMITTED / "rows.csv", FirstStepRow)
     assert failures(rows) == []
     assert [trained.model for trained in by_model(rows)] == list(CASES)
     assert all(trained.eager.status == OUT_OF_MEMORY for trained in by_model(rows))

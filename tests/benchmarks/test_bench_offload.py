@@ -15,8 +15,8 @@ from benchmarks.offload import (
     OURS,
     RECOMPUTE,
     SUITES,
-    Case,
-    Row,
+    OffloadCase,
+    OffloadRow,
     Suite,
     below_bound,
     budget_bytes_of,
@@ -33,18 +33,18 @@ from planner.workload.workload import parse_spec
 RESULTS = Path(__file__).parents[2] / "results" / "offload"
 
 
-def case(*budgets: str) -> Case:
+def case(*budgets: str) -> OffloadCase:
     choices = choices_of(["offload"], "2GB/s", "1GB")
     assert choices is not None
-    return Case("suite", "step", partial(random_training_step, 5, 20), choices, budgets, limit_s=1.0)
+    return OffloadCase("suite", "step", partial(random_training_step, 5, 20), choices, budgets, limit_s=1.0)
 
 
 @pytest.fixture(scope="module")
-def rows() -> list[Row]:
+def rows() -> list[OffloadRow]:
     return list(solve(case("60%", "1%"), ()))
 
 
-def test_both_are_no_worse_than_either_and_rows_say_how_each_ended(rows: list[Row]) -> None:
+def test_both_are_no_worse_than_either_and_rows_say_how_each_ended(rows: list[OffloadRow]) -> None:
     assert [(row.budget, row.method) for row in rows] == [(budget, way) for budget in ("60%", "1%") for way in METHODS]
     found = {row.method: row for row in rows[: len(METHODS)]}
     recomputing, offloading, both = (found[way] for way in OURS)
@@ -60,12 +60,12 @@ def test_both_are_no_worse_than_either_and_rows_say_how_each_ended(rows: list[Ro
     assert "Slower than either alone: 0." in text and "Methods below the bound: 0." in text
 
 
-def test_what_is_known_is_not_solved_again(rows: list[Row]) -> None:
+def test_what_is_known_is_not_solved_again(rows: list[OffloadRow]) -> None:
     known = [row for row in rows if (row.budget, row.method) != ("60%", RECOMPUTE)]
     assert [row.method for row in solve(case("60%", "1%"), known)] == [RECOMPUTE]
 
 
-def test_a_schedule_below_the_bound_is_named(rows: list[Row]) -> None:
+def test_a_schedule_below_the_bound_is_named(rows: list[OffloadRow]) -> None:
     found = {row.method: row for row in rows if row.budget == "60%"}
     wrong = replace(found[RECOMPUTE], time_s=0.9 * (found[BOTH].bound_s or 0.0))
     assert below_bound([wrong, found[BOTH]]) == [wrong]
@@ -100,7 +100,7 @@ def test_its_models_can_be_read() -> None:
 
 
 def test_the_committed_rows_hold_what_is_promised() -> None:
-    rows = read_rows(RESULTS / "rows.csv", Row)
+    rows = read_rows(RESULTS / "rows.csv", OffloadRow)
     assert {row.model for row in rows if row.suite == "h200-50GB/s"} == set(SUITES["h200-50GB/s"].budgets)
     assert (RESULTS / "table.md").read_text() == table(rows)
     assert not below_bound(rows)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import offload_sizes
-from benchmarks.offload_sizes import CASES, STUDY, TABLE, Case, search
+from benchmarks.offload_sizes import CASES, STUDY, TABLE, SizeCase, search
 from planner.studies.sizes import METHODS
 from planner.studies.tables import markdown
 from planner.workload.workload import parse_spec
@@ -16,7 +16,7 @@ RESULTS = Path(__file__).parents[2] / "results" / "offload"
 
 @pytest.mark.slow
 def test_offload_fits_no_less_and_rows_say_at_what_price(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(offload_sizes, "CASES", {"small": Case("zoo:mlp,layers=4,width=32,classes=8", "batch", 64)})
+    monkeypatch.setattr(offload_sizes, "CASES", {"small": SizeCase("zoo:mlp,layers=4,width=32,classes=8", "batch", 64)})
     rows = list(search("small", (), budget="1MB", limit_s=3.0))
     assert [row.method for row in rows] == [*(method for method, _ in METHODS), "with offload"]
     sizes = [row.size or 0 for row in rows]

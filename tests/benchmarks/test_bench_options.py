@@ -14,9 +14,9 @@ from benchmarks.options import (
     MODELS,
     NAMES,
     NONE,
-    Case,
     Offer,
-    Row,
+    OptionsCase,
+    OptionsRow,
     below_bound,
     sets_of,
     solve,
@@ -41,20 +41,20 @@ def offer(option: str, ops: int, bits: Bits) -> Offer:
     return Offer(model="step", option=option, ops=ops, bits=bits)
 
 
-def key(row: Row) -> tuple[str, str, str]:
+def key(row: OptionsRow) -> tuple[str, str, str]:
     return row.model, row.options, row.budget
 
 
 @pytest.fixture(scope="module")
-def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
+def case(tmp_path_factory: pytest.TempPathFactory) -> OptionsCase:
     workload = build("mlp", batch=64, width=32, layers=2, classes=2000)
     traced = tracing.trace(*workload, roofline="h200", options=["chunks"])
     offers = KeptRows(tmp_path_factory.mktemp("options") / "offers.csv", Offer)
-    return Case("step", lambda: traced, ("offload", "chunks"), partial(WorkClock, 3.0), offers)
+    return OptionsCase("step", lambda: traced, ("offload", "chunks"), partial(WorkClock, 3.0), offers)
 
 
 @pytest.fixture(scope="module")
-def rows(case: Case) -> list[Row]:
+def rows(case: OptionsCase) -> list[OptionsRow]:
     return list(solve(case, ()))
 
 
@@ -74,7 +74,7 @@ def test_what_differs_by_more_than_rounding_is_lossy() -> None:
     assert bits_of([rounding, lossy]) is Bits.LOSSY
 
 
-def test_a_set_is_solved_at_each_budget_and_none_is_worse_than_a_smaller_one(case: Case, rows: list[Row]) -> None:
+def test_a_set_is_solved_at_each_budget_and_none_is_worse_than_a_smaller_one(case: OptionsCase, rows: list[OptionsRow]) -> None:
     assert [(o.option, o.bits) for o in case.offers] == [("offload", Bits.EXACT), ("chunks", Bits.ROUNDING)]
     sets = (NONE, "offload", "chunks", "offload+chunks")
     assert [key(row) for row in rows] == [("step", name, budget) for name in sets for budget in BUDGETS]
@@ -97,13 +97,13 @@ def test_a_set_is_solved_at_each_budget_and_none_is_worse_than_a_smaller_one(cas
     assert f"Limit of each solve: {rows[0].limit} (none; offload; offload + chunks), 60 s (chunks)." in several
 
 
-def test_what_is_known_is_not_solved_again_and_what_was_not_run_is_said(case: Case, rows: list[Row]) -> None:
+def test_what_is_known_is_not_solved_again_and_what_was_not_run_is_said(case: OptionsCase, rows: list[OptionsRow]) -> None:
     missing = rows[5]
     assert [key(row) for row in solve(case, [row for row in rows if row != missing])] == [key(missing)]
     assert "| not run |" in table([row for row in rows if row != missing], case.offers, SPECS)
 
 
-def test_what_is_worse_and_what_is_wrong_is_named(rows: list[Row]) -> None:
+def test_what_is_worse_and_what_is_wrong_is_named(rows: list[OptionsRow]) -> None:
     found = {key(row)[1:]: row for row in rows}
     chunks, both = found["chunks", "50%"], found["offload+chunks", "50%"]
     assert chunks.time_s is not None and both.time_s is not None
@@ -121,7 +121,7 @@ def test_what_is_worse_and_what_is_wrong_is_named(rows: list[Row]) -> None:
     assert below_bound([least, replace(more, proved_bytes=(least.budget_bytes or 0) + 1)])
 
 
-def test_lossy_options_have_a_table_of_their_own(rows: list[Row]) -> None:
+def test_lossy_options_have_a_table_of_their_own(rows: list[OptionsRow]) -> None:
     text = table(rows, [offer("offload", 1, Bits.EXACT), offer("chunks", 1, Bits.LOSSY)], SPECS)
     faithful, lossy = text.split("With a lossy option:")
     assert "| offload |" in faithful and "| chunks |" not in faithful
@@ -171,7 +171,7 @@ def test_its_models_can_be_read_and_all_options_are_asked_for() -> None:
 
 
 def test_the_committed_rows_hold_what_is_promised() -> None:
-    rows, offers = read_rows(RESULTS / "rows.csv", Row), read_rows(RESULTS / "offers.csv", Offer)
+    rows, offers = read_rows(RESULTS / "rows.csv", OptionsRow), read_rows(RESULTS / "offers.csv", Offer)
     assert (RESULTS / "table.md").read_text() == table(rows, offers, MODELS)
     assert (RESULTS / "errors.md").read_text() == error_table(ERRORS.kept(RESULTS))
     assert not below_bound(rows)

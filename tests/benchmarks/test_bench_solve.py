@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks import solve_suites
 from benchmarks.solve import STUDY, all_solved, main, solve_instance
-from benchmarks.solve_case import Row
+from benchmarks.solve_case import SolverRow
 from benchmarks.solve_suites import Instance, between, of_peak
 from benchmarks.solve_table import against_reference, growth_plot, medians, solved, solves_plot, table
 from graphs.errors import OutputError
@@ -31,8 +31,8 @@ def row(
     bound_s: float = 11.0,
     ops: int = 40,
     status: str = "optimal",
-) -> Row:
-    return Row(
+) -> SolverRow:
+    return SolverRow(
         suite=suite,
         graph=graph,
         budget="least + 0.5",
@@ -60,7 +60,7 @@ def row(
 
 
 @pytest.fixture
-def kept(tmp_path: Path) -> KeptRows[Row]:
+def kept(tmp_path: Path) -> KeptRows[SolverRow]:
     """A graph solved by both solvers three times, one the reference does not solve, growth, and one with no schedule."""
     kept = STUDY.kept(tmp_path)
     for run, seconds in enumerate((0.1, 0.3, 0.2), 1):
@@ -75,7 +75,7 @@ def kept(tmp_path: Path) -> KeptRows[Row]:
     return kept
 
 
-def test_rows_are_read_as_they_were_written(kept: KeptRows[Row], tmp_path: Path) -> None:
+def test_rows_are_read_as_they_were_written(kept: KeptRows[SolverRow], tmp_path: Path) -> None:
     again = STUDY.kept(tmp_path)
     assert list(again) == list(kept)
     assert again.of("growth", "gpt2-100", "least + 0.5", "windows", 1)[0].model_rows == 10_000
@@ -88,13 +88,13 @@ def test_rows_of_other_columns_are_refused(tmp_path: Path) -> None:
         STUDY.kept(tmp_path)
 
 
-def test_only_what_both_solved_is_run_again(kept: KeptRows[Row]) -> None:
+def test_only_what_both_solved_is_run_again(kept: KeptRows[SolverRow]) -> None:
     assert all_solved(kept.of("reference", "small", "least + 0.5"), ("windows", "checkmate"))
     assert not all_solved(kept.of("reference", "large", "least + 0.5"), ("windows", "checkmate"))
     assert all_solved(kept.of("moccasin", "vgg", "least + 0.5"), ("windows",))
 
 
-def test_medians(kept: KeptRows[Row]) -> None:
+def test_medians(kept: KeptRows[SolverRow]) -> None:
     solves = medians(tuple(kept))
     small = solves[solves["graph"] == "small"]
     assert small["seconds"].tolist() == pytest.approx([0.2, 20.0])
@@ -103,13 +103,13 @@ def test_medians(kept: KeptRows[Row]) -> None:
     assert solved(solves).tolist() == [True, True, True, False, True, True, True, False, True]
 
 
-def test_pairs_against_the_reference(kept: KeptRows[Row]) -> None:
+def test_pairs_against_the_reference(kept: KeptRows[SolverRow]) -> None:
     pairs = against_reference(medians(tuple(kept))).set_index("graph")
     assert pairs["ended"].to_dict() == {"small": True, "large": False}
     assert pairs["agree"].to_dict() == {"small": True, "large": False}
 
 
-def test_table(kept: KeptRows[Row]) -> None:
+def test_table(kept: KeptRows[SolverRow]) -> None:
     text = table(tuple(kept))
     assert "The reference solved 1 of 2 within its limit of 60 s, and took 100 times as long in the median" in text
     assert "costs agree in 1 of 1" in text
@@ -122,7 +122,7 @@ def test_table(kept: KeptRows[Row]) -> None:
     assert "highs 1.15.1, Python 3.11.7" in text
 
 
-def test_plots_from_the_csv_alone(kept: KeptRows[Row], tmp_path: Path) -> None:
+def test_plots_from_the_csv_alone(kept: KeptRows[SolverRow], tmp_path: Path) -> None:
     rows = tuple(kept)
     growth_plot(rows, tmp_path / "growth.png")
     solves_plot(rows, tmp_path / "solves.png")

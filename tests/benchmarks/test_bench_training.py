@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from benchmarks import training
-from benchmarks.training import EAGER, PLANNED, Row, failures, half_or_half_way, main, pairs, table, train
+from benchmarks.training import EAGER, PLANNED, TrainingRow, failures, half_or_half_way, main, pairs, table, train
 from benchmarks.training_loop import Recipe, batches
 from planner import tracing
 from planner.capture.step import TrainingStep
@@ -43,11 +43,11 @@ def _quick() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def trained(_quick: None) -> list[Row]:
+def trained(_quick: None) -> list[TrainingRow]:
     return [row for name in RECIPES for row in train(name, (), device=CPU, steps=3)]
 
 
-def test_planned_loops_are_eager_ones_in_less_memory(trained: list[Row]) -> None:
+def test_planned_loops_are_eager_ones_in_less_memory(trained: list[TrainingRow]) -> None:
     assert failures(trained) == []
     assert [(row.model, row.loop, row.step) for row in trained] == [
         (model, loop, step) for model in RECIPES for loop in (EAGER, PLANNED) for step in range(3)
@@ -95,7 +95,7 @@ def test_a_random_state_that_moved_is_noticed(monkeypatch: pytest.MonkeyPatch) -
     assert "random state" in states
 
 
-def test_one_bad_row_is_named(trained: list[Row]) -> None:
+def test_one_bad_row_is_named(trained: list[TrainingRow]) -> None:
     at = next(i for i, row in enumerate(trained) if row.loop == PLANNED and row.step == 1)
     row = trained[at]
 
@@ -110,7 +110,7 @@ def test_one_bad_row_is_named(trained: list[Row]) -> None:
     assert changed(loss_again=float("nan")) == ["gpt2: the losses of 1 of 3 steps are not eager's"]
 
 
-def test_eager_that_does_not_repeat_itself_is_said(trained: list[Row]) -> None:
+def test_eager_that_does_not_repeat_itself_is_said(trained: list[TrainingRow]) -> None:
     rows = [replace(row, loss_again=2.0) if row.loop == EAGER and row.model == "gpt2" else row for row in trained]
     assert failures(rows) == ["gpt2: the losses of 3 of 3 steps are not eager's; but eager PyTorch does not repeat itself either"]
 
@@ -135,12 +135,12 @@ def test_the_files_hold_what_was_seen(tmp_path: Path, capsys: pytest.CaptureFixt
     finally:
         torch.set_num_threads(threads)
     said = capsys.readouterr()
-    rows = read_rows(tmp_path / "cpu" / "rows.csv", Row)
+    rows = read_rows(tmp_path / "cpu" / "rows.csv", TrainingRow)
     assert failures(rows) == []
     assert said.out == (tmp_path / "cpu" / "table.md").read_text() == table(rows)
 
 
-def test_a_failure_is_the_exit_code(trained: list[Row], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_is_the_exit_code(trained: list[TrainingRow], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(training, "one_thread", lambda: None)
     monkeypatch.setattr(training, "train", lambda *_, **__: [replace(row, budget_bytes=1) for row in trained])
     assert main(["--models", "gpt2", "--device", "cpu", "--out", str(tmp_path)]) == 1
@@ -153,7 +153,7 @@ def test_a_model_that_is_not_there_is_one_error(capsys: pytest.CaptureFixture[st
 
 
 def test_the_committed_rows_keep_every_promise() -> None:
-    rows = read_rows(COMMITTED / "rows.csv", Row)
+    rows = read_rows(COMMITTED / "rows.csv", TrainingRow)
     assert failures(rows) == []
     assert {(model, len(pair.planned)) for model, pair in pairs(rows).items()} == {("gpt2", 50), ("resnet50", 50)}
     assert (COMMITTED / "table.md").read_text() == table(rows)

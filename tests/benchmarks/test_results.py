@@ -11,7 +11,7 @@ from benchmarks import compare
 from benchmarks.compare import FOR_SMALL_GRAPHS
 from benchmarks.compare_summary import BUDGETS, summary_text
 from planner.report.comparisons import table_text
-from planner.studies.comparison_rows import OPTIMUM, Row, RunBy, bound_of, simulated
+from planner.studies.comparison_rows import OPTIMUM, ComparisonRow, RunBy, bound_of, simulated
 from planner.studies.rows import read_rows
 from solvers.registry import SOLVERS
 from solvers.result import Reason, Status
@@ -32,7 +32,7 @@ def file(request: pytest.FixtureRequest) -> Path:
     return Path(request.param)
 
 
-def found(rows: list[Row]) -> list[Row]:
+def found(rows: list[ComparisonRow]) -> list[ComparisonRow]:
     return [row for row in rows if row.time_s is not None]
 
 
@@ -44,7 +44,7 @@ def test_every_suite_is_there() -> None:
 
 
 def test_no_method_is_below_the_bound(file: Path) -> None:
-    rows = read_rows(file, Row)
+    rows = read_rows(file, ComparisonRow)
     checked = found(rows)
     assert checked
     for row in checked:
@@ -55,7 +55,7 @@ def test_no_method_is_below_the_bound(file: Path) -> None:
 
 
 def test_the_optimum_is_above_no_other_exact_method_by_more_than_its_gap(file: Path) -> None:
-    rows = simulated(read_rows(file, Row))
+    rows = simulated(read_rows(file, ComparisonRow))
     for optimum in [row for row in rows if row.method == OPTIMUM and row.time_s is not None]:
         assert optimum.time_s is not None and optimum.bound_s is not None
         gap = optimum.time_s / optimum.bound_s - 1
@@ -67,12 +67,12 @@ def test_the_optimum_is_above_no_other_exact_method_by_more_than_its_gap(file: P
 
 
 def test_exact_methods_are_compared_where_they_end() -> None:
-    rows = [row for path in FILES if path.parent.parent.name == "exact" for row in read_rows(path, Row)]
+    rows = [row for path in FILES if path.parent.parent.name == "exact" for row in read_rows(path, ComparisonRow)]
     assert sum(row.method in EXACT and row.status == Status.OPTIMAL for row in rows) >= 8
 
 
 def test_why_a_cell_is_empty_is_in_its_row(file: Path) -> None:
-    rows = read_rows(file, Row)
+    rows = read_rows(file, ComparisonRow)
     assert all((row.status == Status.LIMIT) == bool(row.reason) for row in rows if row.run_by != RunBy.TORCH)
     # On a network of convolutions there is no attention to save.
     if file.parent.name in ("resnet50", "unet", "mobilenet_v2"):
@@ -83,7 +83,7 @@ def test_why_a_cell_is_empty_is_in_its_row(file: Path) -> None:
 
 def test_every_method_was_tried_at_every_budget_and_given_time() -> None:
     for path in [path for path in FILES if path.parent.parent.name == "h200"]:
-        rows = read_rows(path, Row)
+        rows = read_rows(path, ComparisonRow)
         there, budgets = {(row.method, row.budget) for row in rows}, {row.budget for row in rows}
         assert budgets >= set(BUDGETS)
         tried = {name for name, entry in SOLVERS.items() if not entry.offloads} - FOR_SMALL_GRAPHS
@@ -92,7 +92,7 @@ def test_every_method_was_tried_at_every_budget_and_given_time() -> None:
 
 
 def test_a_unet_is_checkpointed_by_its_blocks() -> None:
-    rows = {row.key[1:]: row for row in read_rows(FOLDER / "h200" / "unet" / "rows.csv", Row)}
+    rows = {row.key[1:]: row for row in read_rows(FOLDER / "h200" / "unet" / "rows.csv", ComparisonRow)}
     row = rows["checkpoint-blocks", "70%"]
     assert json.loads(row.settings) == {"depth": 1}
     assert row.peak_bytes is not None and row.overhead is not None
@@ -101,7 +101,7 @@ def test_a_unet_is_checkpointed_by_its_blocks() -> None:
 
 
 def test_the_table_is_what_the_rows_say(file: Path) -> None:
-    assert (file.parent / "table.md").read_text() == table_text(read_rows(file, Row))
+    assert (file.parent / "table.md").read_text() == table_text(read_rows(file, ComparisonRow))
     for name in ("overhead.png", "memory.png"):
         assert 0 < (file.parent / name).stat().st_size < 100_000
 
@@ -112,7 +112,7 @@ def test_the_summary_is_what_the_rows_say() -> None:
 
 def test_what_was_measured_is_complete_and_like_eager() -> None:
     for file in [path for path in FILES if path.parent.parent.name == "cpu"]:
-        rows = read_rows(file, Row)
+        rows = read_rows(file, ComparisonRow)
         for row in [row for row in rows if row.run_by == RunBy.EXECUTOR and row.time_s is not None]:
             assert row.exactness in ("identical", "rounded"), (file, row.key)
             assert row.measured_s is not None and row.eager_s is not None and math.isfinite(row.measured_s / row.eager_s)
@@ -122,7 +122,7 @@ def test_what_was_measured_is_complete_and_like_eager() -> None:
 
 def test_the_memory_budget_is_shown_to_be_wrong_with_dropout() -> None:
     file = FOLDER / "cpu" / "gpt2-dropout" / "rows.csv"
-    wrong = [row.method for row in read_rows(file, Row) if row.exactness == "wrong"]
+    wrong = [row.method for row in read_rows(file, ComparisonRow) if row.exactness == "wrong"]
     assert wrong
     assert all(name.startswith("memory-budget 0.") for name in wrong)
     assert "| wrong |" in (file.parent / "table.md").read_text()

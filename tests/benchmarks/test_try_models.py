@@ -16,7 +16,7 @@ from benchmarks.models import handwritten
 from benchmarks.models.parts import Residual
 from benchmarks.runner import whole_step
 from benchmarks.storages import LiveStorages
-from benchmarks.try_model import AT_ITS_PEAK, CHECKPOINTING, EAGER, FAILED, FIRST, MISSING, PLANNED, RAN, REFUSED, Row, Trial
+from benchmarks.try_model import AT_ITS_PEAK, CHECKPOINTING, EAGER, FAILED, FIRST, MISSING, PLANNED, RAN, REFUSED, Trial, TriedRow
 from benchmarks.try_models import failures, main, table, try_one
 from planner.models import Workload
 from planner.runtime.measure import loss_of
@@ -35,8 +35,8 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(try_model, "SHARES", (0.5,))
 
 
-def tried(make: Callable[[], Workload]) -> dict[str, Row]:
-    row = Row(source="tests", model="tiny", way=EAGER, status=RAN)
+def tried(make: Callable[[], Workload]) -> dict[str, TriedRow]:
+    row = TriedRow(source="tests", model="tiny", way=EAGER, status=RAN)
     return {row.way: row for row in Trial(make, row, repeats=1).run()}
 
 
@@ -122,10 +122,10 @@ def test_storages_count_from_their_first_op_until_they_are_freed() -> None:
     assert storages.peak_bytes > 16000
 
 
-def rows() -> list[Row]:
+def rows() -> list[TriedRow]:
     """One model that is planned, and one whose eager steps do not repeat themselves."""
     about = {"source": "tests", "model": "one", "way": EAGER, "status": RAN}
-    eager = Row(**about, storages_bytes=90, peak_bytes=100, different=0, ratio=1.0)  # type: ignore[arg-type]
+    eager = TriedRow(**about, storages_bytes=90, peak_bytes=100, different=0, ratio=1.0)  # type: ignore[arg-type]
     planned = replace(eager, way=f"{PLANNED} at 50%", budget_bytes=60, storages_bytes=50, peak_bytes=60, ratio=1.2)
     unsteady = [replace(row, model="other", different=3, first_difference="loss of step 1") for row in (eager, planned)]
     return [eager, planned, *unsteady]
@@ -145,7 +145,7 @@ def test_what_must_not_be_is_said() -> None:
 
 
 def test_the_table_counts() -> None:
-    text = table([*rows(), Row(source="tests", model="last", way=PLANNED, status=REFUSED, message="it branches")])
+    text = table([*rows(), TriedRow(source="tests", model="last", way=PLANNED, status=REFUSED, message="it branches")])
     assert "3 models were tried, and 2 of them planned at 2 budgets" in text and "Of these 2 runs 1 have eager PyTorch's" in text
     assert "planned at 50% of the way from the least budget to the peak: 1.20 times eager's step in the median" in text
     assert "- tests/last, planned: refused: it branches" in text
@@ -155,11 +155,11 @@ def test_models_that_are_in_the_csv_are_not_tried_again(monkeypatch: pytest.Monk
     asked: list[str] = []
     statuses = iter((RAN, MISSING, RAN, RAN, RAN))
 
-    def try_one(case: tuple[str, str], known: object, *, repeats: int) -> list[Row]:
+    def try_one(case: tuple[str, str], known: object, *, repeats: int) -> list[TriedRow]:
         source, model = case
         asked.append(f"{source}/{model}")
         about = {"source": source, "model": model, "way": EAGER, "status": next(statuses)}
-        return [Row(**about, storages_bytes=90, peak_bytes=100, different=0)]  # type: ignore[arg-type]
+        return [TriedRow(**about, storages_bytes=90, peak_bytes=100, different=0)]  # type: ignore[arg-type]
 
     monkeypatch.setattr(try_models, "try_one", try_one)
     monkeypatch.setattr(try_models, "one_thread", lambda: None)
@@ -181,6 +181,6 @@ def test_every_handwritten_model_has_a_loss(make: Callable[[], Workload]) -> Non
 
 
 def test_the_committed_table_is_what_the_rows_say() -> None:
-    rows = read_rows(COMMITTED / "rows.csv", Row)
+    rows = read_rows(COMMITTED / "rows.csv", TriedRow)
     assert (COMMITTED / "table.md").read_text() == table(rows)
     assert list(failures(rows)) == []

@@ -148,6 +148,8 @@ class _Order:
             again = places.runs[maker, device]
             if places.problem.recomputable[again] and self.execute(again, device):
                 return True
+            if (t, device) in self.there and (t, device) in places.static_or_kept:
+                return True  # though something else that was made could not be sent: what is kept is there once
         ways = [
             (places.problem.seconds(i), i)
             for d in range(places.count)

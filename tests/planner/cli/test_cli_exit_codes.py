@@ -17,7 +17,7 @@ from planner.cli.main import main
 from planner.plans.document import read_plan, write_plan
 from planner.running import RunReport
 from planner.solving import solve
-from planner.studies.comparison_rows import Row
+from planner.studies.comparison_rows import ComparisonRow
 from planner.studies.rows import read_rows
 from tests.support.command import Said, call, refused, run_report
 from tests.support.command_process import PATIENCE_S, ROOT, WITH_ENDLESS_SOLVER, start
@@ -160,7 +160,7 @@ def test_an_interrupted_comparison_says_so_and_goes_on_later(plan_file: Path, tm
     out, err = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 130, err
     assert "with the rows that are done, to go on with the others next time" in err
-    assert [row.method for row in read_rows(folder / "rows.csv", Row)] == ["keep-everything"]
+    assert [row.method for row in read_rows(folder / "rows.csv", ComparisonRow)] == ["keep-everything"]
     assert "keep-everything" in out
     assert main([str(word) for word in (*asked, "--methods", "keep-everything,chen-sqrt")]) == 0
-    assert [row.method for row in read_rows(folder / "rows.csv", Row)] == ["keep-everything", "chen-sqrt"]
+    assert [row.method for row in read_rows(folder / "rows.csv", ComparisonRow)] == ["keep-everything", "chen-sqrt"]

@@ -25,7 +25,7 @@ from planner.plans.document import plan_to_dict, read_plan, write_plan
 from planner.plans.plan import Plan
 from planner.progress import LineView
 from planner.solving import solve
-from planner.studies.comparison_rows import Row
+from planner.studies.comparison_rows import ComparisonRow
 from planner.studies.rows import columns_of
 from planner.visible import visible, visible_lines
 from tests.support.command import Said, call, refused
@@ -285,7 +285,12 @@ def test_a_comparison_refuses_its_folder_before_it_starts(graph_file: Path, caps
 
 
 def test_rows_that_are_no_csv_are_one_error(graph_file: Path, tmp_path: Path, capsys: Any) -> None:
-    for content in (b"\xff\xfe", b"a\0b\n" * 3, b"x" * 200_000 + b"\n", ",".join(columns_of(Row)).encode() + b"\na,b\n"):
+    for content in (
+        b"\xff\xfe",
+        b"a\0b\n" * 3,
+        b"x" * 200_000 + b"\n",
+        ",".join(columns_of(ComparisonRow)).encode() + b"\na,b\n",
+    ):
         (tmp_path / "rows.csv").write_bytes(content)
         refused(call(capsys, "compare", graph_file, "-o", tmp_path, "--methods", "keep-everything"), 1, "rows.csv", "delete it")
 

@@ -7,7 +7,7 @@ import pytest
 
 from planner.report import comparison_plots
 from planner.report.plots import add_legend, new_figure, set_title, shades, size_unit, spread_out, time_unit
-from planner.studies.comparison_rows import Row
+from planner.studies.comparison_rows import ComparisonRow
 from planner.studies.rows import read_rows
 
 pytest.importorskip("matplotlib")
@@ -76,7 +76,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def test_ours_stands_in_front_and_the_axis_is_theirs(drawn: list[Any]) -> None:
-    rows = read_rows(RESULTS / "cpu" / "gpt2" / "rows.csv", Row)
+    rows = read_rows(RESULTS / "cpu" / "gpt2" / "rows.csv", ComparisonRow)
     comparison_plots.plot_overhead(rows, Path("overhead.png"))
     (axes,) = drawn[0].axes
     lines = {str(line.get_label()): line for line in axes.get_lines()}
@@ -90,7 +90,7 @@ def test_ours_stands_in_front_and_the_axis_is_theirs(drawn: list[Any]) -> None:
 
 
 def test_methods_are_named_for_people(drawn: list[Any]) -> None:
-    comparison_plots.plot_memory(read_rows(RESULTS / "cpu" / "gpt2" / "rows.csv", Row), Path("memory.png"))
+    comparison_plots.plot_memory(read_rows(RESULTS / "cpu" / "gpt2" / "rows.csv", ComparisonRow), Path("memory.png"))
     (axes,) = drawn[0].axes
     names = [label.get_text() for label in axes.get_xticklabels()]
     assert names[0] == "remat-planner" and "keep everything" in names and "windows" not in names

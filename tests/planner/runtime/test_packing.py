@@ -88,7 +88,7 @@ def test_a_mask_is_drawn_from_the_state_that_dropout_drew_from() -> None:
     state = next(t.id for t in graph.tensors if t.name == "native_dropout_state")
     for kind, again in (("mask_drawn_again", True), ("from_bits", False)):
         executor = Executor(capture, packing(graph, does(graph, kind)), workload.model, workload.loss_fn)
-        assert (f"draw_first_from(own_generator, t{state}, generator, " in executor.code.source) is again
+        assert (f"draw_first(t{state}, generator, own_generator, " in executor.code.source) is again
 
 
 def test_solved_plans_are_exact() -> None:

@@ -16,7 +16,7 @@ from planner.choices import choices_of
 from planner.cli.main import main
 from planner.report.comparisons import cell_text, table_text, write_report
 from planner.studies.compare import Shares, Task, compare, cut_short, methods_named
-from planner.studies.comparison_rows import OPTIMUM, Row, RunBy, bound_of
+from planner.studies.comparison_rows import OPTIMUM, ComparisonRow, RunBy, bound_of
 from planner.studies.rows import columns_of, read_rows, write_rows
 from planner.studies.settings import StudySettings
 from solvers.clock import WorkClock
@@ -32,18 +32,18 @@ def graph() -> Graph:
 
 
 @pytest.fixture(scope="module")
-def rows(graph: Graph, tmp_path_factory: pytest.TempPathFactory) -> list[Row]:
+def rows(graph: Graph, tmp_path_factory: pytest.TempPathFactory) -> list[ComparisonRow]:
     return compare(graph, ["100%", "75%", "65%"], METHODS, tmp_path_factory.mktemp("rows"), StudySettings(model="three layers"))
 
 
-def test_every_method_at_every_budget(rows: list[Row]) -> None:
+def test_every_method_at_every_budget(rows: list[ComparisonRow]) -> None:
     assert len(rows) == 3 * len(METHODS)
     assert {row.method for row in rows} == set(METHODS)
     assert all(row.time_s is None or row.peak_bytes is not None for row in rows)
     assert all(row.message for row in rows if row.time_s is None)
 
 
-def test_no_method_is_below_the_bound_and_none_is_better_than_the_optimum(rows: list[Row]) -> None:
+def test_no_method_is_below_the_bound_and_none_is_better_than_the_optimum(rows: list[ComparisonRow]) -> None:
     for row in rows:
         bound_s = bound_of(rows, row.budget_bytes)
         assert bound_s is not None
@@ -85,7 +85,7 @@ def test_where_time_is_up_the_last_rows_are_tried_for_a_moment_and_said_to_be_cu
     graph = transformer(TransformerSize(layers=6))
     found = compare(graph, ["70%"], ["windows", "checkmate", "lru"], tmp_path, StudySettings(total_time_limit_s=1.5))
     assert [row.method for row in found] == ["windows", "checkmate", "lru"]
-    assert [row.method for row in read_rows(tmp_path / "rows.csv", Row)] == ["windows", "checkmate", "lru"]
+    assert [row.method for row in read_rows(tmp_path / "rows.csv", ComparisonRow)] == ["windows", "checkmate", "lru"]
     checkmate = found[1]
     assert (checkmate.time_limit_s, checkmate.reason) == (1.0, Reason.TIME)
     assert [row.method for row in found if cut_short(row)] == ["checkmate"]
@@ -120,16 +120,16 @@ def test_all_methods_offload_where_the_graph_offers_it(tmp_path: Path) -> None:
 
 def test_rows_that_are_known_are_not_computed_again(graph: Graph, tmp_path: Path) -> None:
     first = compare(graph, ["80%"], ["windows", "keep-everything"], tmp_path)
-    write_rows(tmp_path / "rows.csv", Row, [replace(row, message="marked") for row in first])
-    new: list[Row] = []
+    write_rows(tmp_path / "rows.csv", ComparisonRow, [replace(row, message="marked") for row in first])
+    new: list[ComparisonRow] = []
     again = compare(graph, ["80%", "70%"], ["windows", "lru"], tmp_path, on_row=lambda row, done, count: new.append(row))
     assert [(row.method, row.budget) for row in new] == [("windows", "70%"), ("lru", "80%"), ("lru", "70%")]
     assert [row.message for row in again if row.budget == "80%" and row.method == "windows"] == ["marked"]
-    assert len(read_rows(tmp_path / "rows.csv", Row)) == 5
+    assert len(read_rows(tmp_path / "rows.csv", ComparisonRow)) == 5
     assert len(again) == 4
 
 
-def test_two_at_a_time_find_the_same(graph: Graph, rows: list[Row], tmp_path: Path) -> None:
+def test_two_at_a_time_find_the_same(graph: Graph, rows: list[ComparisonRow], tmp_path: Path) -> None:
     beside = compare(
         graph, ["75%"], ["keep-everything", "chen-sqrt", "lru"], tmp_path, StudySettings(model="three layers", jobs=2)
     )
@@ -138,7 +138,7 @@ def test_two_at_a_time_find_the_same(graph: Graph, rows: list[Row], tmp_path: Pa
 
 
 def test_a_stopped_comparison_goes_on_later(graph: Graph, tmp_path: Path) -> None:
-    done: list[Row] = []
+    done: list[ComparisonRow] = []
     compare(
         graph,
         ["80%"],
@@ -151,12 +151,12 @@ def test_a_stopped_comparison_goes_on_later(graph: Graph, tmp_path: Path) -> Non
     assert {row.method for row in compare(graph, ["80%"], ["keep-everything", "lru"], tmp_path)} == {"keep-everything", "lru"}
 
 
-def test_rows_are_read_as_they_were_written(rows: list[Row], tmp_path: Path) -> None:
-    write_rows(tmp_path / "rows.csv", Row, rows)
-    assert read_rows(tmp_path / "rows.csv", Row) == rows
+def test_rows_are_read_as_they_were_written(rows: list[ComparisonRow], tmp_path: Path) -> None:
+    write_rows(tmp_path / "rows.csv", ComparisonRow, rows)
+    assert read_rows(tmp_path / "rows.csv", ComparisonRow) == rows
 
 
-def test_the_table_has_the_best_in_bold_and_the_bound_last(rows: list[Row]) -> None:
+def test_the_table_has_the_best_in_bold_and_the_bound_last(rows: list[ComparisonRow]) -> None:
     text = table_text(rows)
     lines = [line for line in text.splitlines() if line.startswith("| ")]
     assert lines[0] == "| budget | windows | keep-everything | chen-sqrt | rotor | dtr | lru | bound |"
@@ -165,7 +165,7 @@ def test_the_table_has_the_best_in_bold_and_the_bound_last(rows: list[Row]) -> N
     assert table_text(rows) == text
 
 
-def test_what_a_cell_says(rows: list[Row]) -> None:
+def test_what_a_cell_says(rows: list[ComparisonRow]) -> None:
     row = next(row for row in rows if row.time_s is None)
     said = {reason: cell_text(replace(row, reason=str(reason), message="it thrashes at the limit")) for reason in Reason}
     assert said == {
@@ -178,12 +178,14 @@ def test_what_a_cell_says(rows: list[Row]) -> None:
     assert cell_text(replace(row, status="infeasible", reason="")) == "infeasible"
 
 
-def test_table_and_figures_are_written(rows: list[Row], tmp_path: Path) -> None:
+def test_table_and_figures_are_written(rows: list[ComparisonRow], tmp_path: Path) -> None:
     write_report(rows, tmp_path)
     assert {file.name for file in tmp_path.iterdir()} == {"table.md", "overhead.png", "memory.png"}
 
 
-@pytest.mark.parametrize("text", ["", "a,b\n1,2\n", ",".join(columns_of(Row)) + "\n" + "x," * (len(columns_of(Row)) - 1) + "x\n"])
+@pytest.mark.parametrize(
+    "text", ["", "a,b\n1,2\n", ",".join(columns_of(ComparisonRow)) + "\n" + "x," * (len(columns_of(ComparisonRow)) - 1) + "x\n"]
+)
 def test_other_csvs_are_refused(graph: Graph, tmp_path: Path, text: str) -> None:
     (tmp_path / "rows.csv").write_text(text)
     with pytest.raises(OutputError, match=r"rows.csv (has other columns|is damaged)"):
@@ -197,7 +199,7 @@ def test_rows_of_another_profile_are_not_mixed_with_new_ones(graph: Graph, tmp_p
     assert compare(slower, ["80%"], ["keep-everything"], tmp_path) == before
     with pytest.raises(OutputError, match=r"its ops were measured again, for no graph.json is beside it"):
         compare(slower, ["80%", "60%"], ["keep-everything"], tmp_path)
-    assert read_rows(tmp_path / "rows.csv", Row) == before
+    assert read_rows(tmp_path / "rows.csv", ComparisonRow) == before
 
 
 def test_rows_of_another_graph_are_refused(graph: Graph, tmp_path: Path) -> None:
@@ -257,7 +259,7 @@ def test_the_command_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 @pytest.mark.filterwarnings("error")
-def test_figures_where_no_method_fits(rows: list[Row], tmp_path: Path) -> None:
+def test_figures_where_no_method_fits(rows: list[ComparisonRow], tmp_path: Path) -> None:
     none = [replace(row, time_s=None, peak_bytes=None, bound_s=None, status="infeasible") for row in rows]
     write_report(none, tmp_path)
     assert (tmp_path / "overhead.png").exists()

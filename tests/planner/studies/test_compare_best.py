@@ -20,7 +20,7 @@ from planner.studies.best import (
     why_none,
 )
 from planner.studies.compare import compare
-from planner.studies.comparison_rows import Row, RunBy
+from planner.studies.comparison_rows import ComparisonRow, RunBy
 from planner.studies.rows import write_rows
 from planner.studies.settings import StudySettings
 from solvers.registry import SOLVERS
@@ -35,16 +35,18 @@ def graph() -> Graph:
 
 
 @pytest.fixture(scope="module")
-def rows(graph: Graph, tmp_path_factory: pytest.TempPathFactory) -> list[Row]:
+def rows(graph: Graph, tmp_path_factory: pytest.TempPathFactory) -> list[ComparisonRow]:
     return compare(graph, ["70%", "60%", "50%"], METHODS, tmp_path_factory.mktemp("rows"), StudySettings(model="two layers"))
 
 
 @pytest.fixture
-def row(rows: list[Row]) -> Row:
+def row(rows: list[ComparisonRow]) -> ComparisonRow:
     return rows[0]
 
 
-def step(row: Row, method: str, ratio: float | None, peak: int | None, exactness: str = "identical", reason: str = "") -> Row:
+def step(
+    row: ComparisonRow, method: str, ratio: float | None, peak: int | None, exactness: str = "identical", reason: str = ""
+) -> ComparisonRow:
     """A row of what PyTorch ran."""
     return replace(
         row,
@@ -62,7 +64,7 @@ def step(row: Row, method: str, ratio: float | None, peak: int | None, exactness
     )
 
 
-def test_what_does_not_apply_says_so_and_is_not_out_of_memory(rows: list[Row]) -> None:
+def test_what_does_not_apply_says_so_and_is_not_out_of_memory(rows: list[ComparisonRow]) -> None:
     # A synthetic graph has neither modules nor ops with PyTorch's names.
     for method in ("checkpoint-blocks", "sac"):
         own = [row for row in rows if row.method == method]
@@ -81,14 +83,14 @@ def test_what_needs_more_is_out_of_memory(tmp_path: Path) -> None:
     assert cells["keep-everything", "90%"] == cells["keep-everything", "30%"] == cells["dtr", "30%"] == "OOM"
 
 
-def test_a_row_that_is_not_there_was_not_tried(rows: list[Row]) -> None:
+def test_a_row_that_is_not_there_was_not_tried(rows: list[ComparisonRow]) -> None:
     some = [row for row in rows if (row.method, row.budget) != ("dtr", "60%")]
     header, *lines = simulated_table(some)
     assert [line[header.index("dtr")] == "not tried" for line in lines] == [False, True, False]
     assert why_none([]) == "not tried"
 
 
-def test_every_heuristic_is_of_a_kind(row: Row) -> None:
+def test_every_heuristic_is_of_a_kind(row: ComparisonRow) -> None:
     evicting = ("solvers.baselines.dtr", "solvers.baselines.megengine")
     assert {name for kind in HEURISTICS.values() for name in kind} == {
         name for name, entry in SOLVERS.items() if entry.module in evicting
@@ -99,7 +101,7 @@ def test_every_heuristic_is_of_a_kind(row: Row) -> None:
     assert kind_of(replace(row, run_by="torch", method="memory-budget 0.50 inductor")) == "memory-budget inductor"
 
 
-def test_the_best_heuristic_is_the_fastest_that_fits(rows: list[Row]) -> None:
+def test_the_best_heuristic_is_the_fastest_that_fits(rows: list[ComparisonRow]) -> None:
     kind = [row for row in rows if row.method in HEURISTICS["dtr"]]
     budgets = sorted({row.budget_bytes or 0 for row in rows})
     times = []
@@ -116,15 +118,15 @@ def test_the_best_heuristic_is_the_fastest_that_fits(rows: list[Row]) -> None:
     assert times == sorted(times, reverse=True)  # with more memory never slower
 
 
-def test_a_schedule_for_less_memory_serves_where_its_own_kind_fails_with_more(row: Row) -> None:
+def test_a_schedule_for_less_memory_serves_where_its_own_kind_fails_with_more(row: ComparisonRow) -> None:
     small = replace(row, method="lru", budget="50%", budget_bytes=50, time_s=2.0, peak_bytes=50)
     large = replace(row, method="lru", budget="70%", budget_bytes=70, time_s=None, peak_bytes=None, reason="thrashing")
     assert best_schedule([small, large], 70) is small
     assert best_schedule([small, large], 40) is None
 
 
-def test_the_summary_names_the_best_heuristics(rows: list[Row], tmp_path: Path) -> None:
-    write_rows(tmp_path / "h200" / "two-layers" / "rows.csv", Row, rows)
+def test_the_summary_names_the_best_heuristics(rows: list[ComparisonRow], tmp_path: Path) -> None:
+    write_rows(tmp_path / "h200" / "two-layers" / "rows.csv", ComparisonRow, rows)
     lines = [line.strip("| ").split(" | ") for line in summary_text(tmp_path).splitlines() if line.startswith("| ")]
     cells = dict(zip(lines[0], lines[2], strict=True))
     assert (cells["model"], cells["budget"], cells["chen-sqrt"]) == ("two-layers", "70%", "not tried")
@@ -136,7 +138,7 @@ def test_the_summary_names_the_best_heuristics(rows: list[Row], tmp_path: Path) 
         assert cells[f"{kind} (best)"].strip("*") == f"{cell_text(best)} ({best.method})"
 
 
-def test_what_reads_the_same_is_as_good(row: Row) -> None:
+def test_what_reads_the_same_is_as_good(row: ComparisonRow) -> None:
     base = replace(row, base_s=1.0, budget_bytes=10, peak_bytes=10, bound_s=1.0)
     table = simulated_table(
         [
@@ -148,7 +150,7 @@ def test_what_reads_the_same_is_as_good(row: Row) -> None:
     assert table[1][1:4] == ("**10.00%**", "**10.00%**", "10.02%")
 
 
-def test_of_a_kind_what_is_beaten_in_time_and_memory_is_left_out(row: Row) -> None:
+def test_of_a_kind_what_is_beaten_in_time_and_memory_is_left_out(row: ComparisonRow) -> None:
     a = step(row, "sac", 1.2, 80)
     b = step(row, "sac-attention depth 1", 1.3, 60)
     beaten = step(row, "sac every second convolution", 1.3, 80)
@@ -159,7 +161,7 @@ def test_of_a_kind_what_is_beaten_in_time_and_memory_is_left_out(row: Row) -> No
     assert undominated([a, replace(a, method="sac level 2")]) == [a]
 
 
-def test_pytorchs_own_methods_are_tuned_for_each_budget(row: Row) -> None:
+def test_pytorchs_own_methods_are_tuned_for_each_budget(row: ComparisonRow) -> None:
     optimum = replace(row, run_by=str(RunBy.EXECUTOR), method="windows", measured_ratio=1.2, measured_peak_bytes=60)
     found = [
         replace(optimum, budget="70%", budget_bytes=70),

@@ -32,7 +32,7 @@ from planner.studies.baselines import (
 )
 from planner.studies.best import HEURISTICS
 from planner.studies.compare_measured import compare_measured, profiled
-from planner.studies.comparison_rows import OPTIMUM, Row, RunBy
+from planner.studies.comparison_rows import OPTIMUM, ComparisonRow, RunBy
 from planner.studies.rows import read_rows, write_rows
 from planner.studies.settings import StudySettings
 from planner.tracing import trace
@@ -57,7 +57,9 @@ def tight() -> int:
     return between(trace(*mlp(), passes=1))
 
 
-def measure(folder: Path, *, stock: tuple[Method, ...] = (), done: list[str] | None = None, stop_after: int = 10**9) -> list[Row]:
+def measure(
+    folder: Path, *, stock: tuple[Method, ...] = (), done: list[str] | None = None, stop_after: int = 10**9
+) -> list[ComparisonRow]:
     said = [] if done is None else done
     built = mlp()
     return compare_measured(
@@ -79,11 +81,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def rows(folder: Path) -> dict[tuple[str, str, str], Row]:
+def rows(folder: Path) -> dict[tuple[str, str, str], ComparisonRow]:
     return {row.key: row for row in measure(folder, stock=STOCK)}
 
 
-def test_every_method_is_measured(rows: dict[tuple[str, str, str], Row]) -> None:
+def test_every_method_is_measured(rows: dict[tuple[str, str, str], ComparisonRow]) -> None:
     for method in ("windows", "dtr"):
         row = rows[RunBy.EXECUTOR, method, str(tight())]
         assert row.exactness == "identical"
@@ -96,7 +98,7 @@ def test_every_method_is_measured(rows: dict[tuple[str, str, str], Row]) -> None
     assert "needs" in kept.message
 
 
-def test_what_pytorch_runs_is_measured(rows: dict[tuple[str, str, str], Row]) -> None:
+def test_what_pytorch_runs_is_measured(rows: dict[tuple[str, str, str], ComparisonRow]) -> None:
     assert rows[RunBy.TORCH, "checkpoint-blocks", ""].exactness == "identical"
     failed = rows[RunBy.TORCH, "auto-sac", ""]
     assert failed.status == "error"
@@ -104,7 +106,7 @@ def test_what_pytorch_runs_is_measured(rows: dict[tuple[str, str, str], Row]) ->
     assert "Auto-SAC is not available" in failed.message
 
 
-def test_each_baseline_meets_the_optimum_at_its_own_peak(rows: dict[tuple[str, str, str], Row]) -> None:
+def test_each_baseline_meets_the_optimum_at_its_own_peak(rows: dict[tuple[str, str, str], ComparisonRow]) -> None:
     baselines = [row for row in rows.values() if row.run_by == RunBy.TORCH and row.status == "ran"]
     baselines.append(rows[RunBy.EXECUTOR, "dtr", str(tight())])
     for baseline in baselines:
@@ -142,7 +144,7 @@ def test_of_a_kind_only_what_is_not_beaten_meets_the_optimum(tmp_path: Path) -> 
     assert "## PyTorch's own, tuned for each budget" in table_text(found)
 
 
-def test_wrong_gradients_are_shown_and_never_best(rows: dict[tuple[str, str, str], Row]) -> None:
+def test_wrong_gradients_are_shown_and_never_best(rows: dict[tuple[str, str, str], ComparisonRow]) -> None:
     wrong = rows[RunBy.TORCH, "memory-budget 0.25 aot_eager", ""]
     assert wrong.exactness == "wrong"
     assert measured_text(wrong) == "wrong"
@@ -154,7 +156,7 @@ def test_wrong_gradients_are_shown_and_never_best(rows: dict[tuple[str, str, str
     assert "**" in cells[wrong.method][5]
 
 
-def test_where_the_optimum_is_slower_is_said(rows: dict[tuple[str, str, str], Row]) -> None:
+def test_where_the_optimum_is_slower_is_said(rows: dict[tuple[str, str, str], ComparisonRow]) -> None:
     found = list(rows.values())
     slow = [replace(row, measured_ratio=9.0 if row.method == OPTIMUM else 1.0) for row in found]
     said = iso_memory_note(iso_memory_pairs(slow))
@@ -164,9 +166,11 @@ def test_where_the_optimum_is_slower_is_said(rows: dict[tuple[str, str, str], Ro
     assert iso_memory_note(iso_memory_pairs(fast)) == "Nowhere was the optimal schedule slower."
 
 
-def test_rows_that_are_known_are_not_measured_again(rows: dict[tuple[str, str, str], Row], folder: Path) -> None:
+def test_rows_that_are_known_are_not_measured_again(rows: dict[tuple[str, str, str], ComparisonRow], folder: Path) -> None:
     write_rows(
-        folder / "rows.csv", Row, [replace(row, message="marked") for row in rows.values() if row.method != "checkpoint-blocks"]
+        folder / "rows.csv",
+        ComparisonRow,
+        [replace(row, message="marked") for row in rows.values() if row.method != "checkpoint-blocks"],
     )
     said: list[str] = []
     again = {row.key: row for row in measure(folder, stock=STOCK, done=said)}
@@ -185,18 +189,20 @@ def test_a_stopped_comparison_keeps_nothing_half_done(tmp_path: Path) -> None:
     assert {row.method for row in found} == set(METHODS)
 
 
-def test_times_of_another_graph_are_refused(folder: Path, rows: dict[tuple[str, str, str], Row]) -> None:
+def test_times_of_another_graph_are_refused(folder: Path, rows: dict[tuple[str, str, str], ComparisonRow]) -> None:
     other = workload.load(workload.parse_spec(SPEC.replace("batch=512", "batch=500")))
     with pytest.raises(MismatchError, match="another graph"):
         profiled(other, folder, TraceSettings())
 
 
-def test_tables_and_figures_are_made_of_the_csv(rows: dict[tuple[str, str, str], Row], folder: Path, tmp_path: Path) -> None:
+def test_tables_and_figures_are_made_of_the_csv(
+    rows: dict[tuple[str, str, str], ComparisonRow], folder: Path, tmp_path: Path
+) -> None:
     text = table_text(list(rows.values()))
     assert "## Measured" in text and "## At equal peak" in text
     assert "| auto-sac | does not run: Auto-SAC is not available" in text
-    write_rows(tmp_path / "rows.csv", Row, list(rows.values()))
-    write_report(read_rows(tmp_path / "rows.csv", Row), tmp_path)
+    write_rows(tmp_path / "rows.csv", ComparisonRow, list(rows.values()))
+    write_report(read_rows(tmp_path / "rows.csv", ComparisonRow), tmp_path)
     assert (tmp_path / "table.md").read_text() == text
     assert {file.name for file in tmp_path.iterdir()} == {"rows.csv", "table.md", "overhead.png", "memory.png", "measured.png"}
 
@@ -207,7 +213,7 @@ def test_with_copies_to_the_host(tmp_path: Path, capsys: pytest.CaptureFixture[s
     words = ["--measure", "--budgets", "75%,100%", "--methods", ",".join(methods), "--jobs", "1", "--quiet", *asked]
     assert main(["compare", SPEC, *words, "-o", str(tmp_path)]) == 0
     assert " on the host" in capsys.readouterr().out
-    rows = {row.key: row for row in read_rows(tmp_path / "rows.csv", Row)}
+    rows = {row.key: row for row in read_rows(tmp_path / "rows.csv", ComparisonRow)}
     for name in methods[2:]:
         row = rows[RunBy.TORCH, name, ""]
         assert row.exactness == "identical" and (row.measured_host_bytes or 0) > 0

@@ -38,7 +38,7 @@ def test_a_committed_table_is_written_back_to_the_byte(path: Path, tmp_path: Pat
 
 @pytest.mark.parametrize("path", COMPARED, ids=lambda path: str(path.parent.relative_to(RESULTS)))
 def test_a_committed_comparison_is_written_back_to_the_byte(path: Path, tmp_path: Path) -> None:
-    write_rows(tmp_path / "again.csv", comparison_rows.Row, read_rows(path, comparison_rows.Row))
+    write_rows(tmp_path / "again.csv", comparison_rows.ComparisonRow, read_rows(path, comparison_rows.ComparisonRow))
     assert (tmp_path / "again.csv").read_bytes() == path.read_bytes()
 
 

@@ -18,7 +18,7 @@ OpFunction = Callable[..., tuple[torch.Tensor | None, ...]]
 
 
 @dataclass(frozen=True, slots=True)
-class OpCall:
+class IsolatedOp:
     """The calls of one op.
 
     Attributes:
@@ -36,7 +36,7 @@ class OpCall:
     is_shared: bool
 
     @classmethod
-    def of(cls, capture: Capture, op: Op) -> "OpCall | None":
+    def of(cls, capture: Capture, op: Op) -> "IsolatedOp | None":
         """Return the call of `op`; None if nothing is called, such as for the unused state of a generator."""
         program = capture.program
         calls = program.calls[op.id]

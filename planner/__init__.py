@@ -39,11 +39,11 @@ __all__ = [
 
 
 def _refuse_shadows() -> None:
-    """Raise if Python would import somebody else's `graphs` or `solvers`, which are common names, in place of ours."""
+    """Raise if Python would import another package named `graphs` or `solvers`, which are common names."""
     here = Path(__file__).resolve().parent.parent
     for name in ("graphs", "solvers"):
         spec = find_spec(name)
-        # A folder without __init__.py has no origin, but places to look for modules in.
+        # A namespace package (a folder without __init__.py) has no origin, only search locations.
         folders = [Path(folder).resolve() for folder in (spec and spec.submodule_search_locations) or ()]
         if folders == [here / name]:
             continue

@@ -1,4 +1,4 @@
-"""Advice on the budget of a model: its step is traced, and the graph says the rest."""
+"""Advice on the budget of a model from the graph of its step."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ from planner.studies.advice import Advice
 from planner.studies.budget_analysis import advise_graph
 from planner.tracing import trace
 
-_LEAST_S = 20.0  # for the analysis, however long the trace took
+_LEAST_S = 20.0  # for the analysis, even after a long trace
 
 
 def advise(
@@ -39,9 +39,9 @@ def advise(
     on_progress: View | None = None,
     should_stop: Callable[[], bool] | None = None,
 ) -> Advice:
-    """Find out what the step of `model` needs, what less memory costs, and which budget to take; ``print`` the result.
+    """Return the memory that the step of `model` needs, the cost of smaller budgets, and the budget to choose.
 
-    The step is traced, then solved for a short time at several budgets, and once with each option.
+    ``print`` shows the result. The step is traced, then solved for a short time at several budgets, and once with each option.
 
     Args:
         model, loss_fn, batch, optimizer, accumulate, roofline, passes, name: as in ``planner.trace``.
@@ -51,7 +51,7 @@ def advise(
         time_limit_s: for trace and analysis together; the analysis has at least 20 s.
         on_activity: called with a line about what is being done.
         on_progress: progress of the trace, as in ``planner.trace``.
-        should_stop: polled; when it returns True, what is known so far is returned.
+        should_stop: polled; when it returns True, the results so far are returned.
 
     Raises:
         TraceError: as ``planner.trace``.
@@ -94,7 +94,7 @@ def _options_to_try(roofline: str | None) -> tuple[str, ...]:
 
 
 def _available(model: nn.Module, batch: Batch, roofline: str | None) -> tuple[str, int | None]:
-    """The device, and what a step may use there; with a roofline, of a device that nothing else uses."""
+    """Return the device, and the bytes that a step may use on it; a device modelled by a roofline is otherwise unused."""
     if roofline is not None:
         known = get_device(roofline)
         reserve = reserve_bytes("cpu" if roofline == "cpu" else "cuda", known.memory_bytes)

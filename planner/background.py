@@ -1,4 +1,4 @@
-"""A solve in a process of its own, so that training goes on beside it. Never imports torch."""
+"""A solve in a separate process, concurrent with training. Never imports torch."""
 
 import os
 import threading
@@ -13,7 +13,7 @@ from planner.settings import SolveSettings
 from planner.solving import solve_graph
 from solvers.child_process import ChildProcess, connection_to_parent, description
 
-_NICE = 10  # steps of priority below the training that it runs beside
+_NICE = 10  # steps of lower priority than the training process
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +31,11 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The end of a solve.
+    """The result of a background solve.
 
     Attributes:
-        plan: the best that was found; None if there is none.
-        failure: why there is none.
+        plan: the best plan; None if none was found.
+        failure: the reason if there is no plan.
     """
 
     plan: Plan | None = None
@@ -43,21 +43,21 @@ class Ended:
 
 
 class BackgroundSolve:
-    """A solve that runs in a process of its own.
+    """A solve that runs in a separate process.
 
     Attributes:
         ended: its end; None while it runs.
     """
 
     def __init__(self, job: Job) -> None:
-        """Start it.
+        """Start the process.
 
         Raises:
             OSError: no process can be started.
         """
         self.ended: Ended | None = None
         self._process = ChildProcess(__name__)
-        self._end = weakref.finalize(self, self._process.end)  # also where nobody waits for it any more
+        self._end = weakref.finalize(self, self._process.end)  # also if the object is collected before the end
         self._process.send(job)
 
     @property
@@ -66,7 +66,7 @@ class BackgroundSolve:
         return self.ended is None and self._process.is_running
 
     def receive(self, most_s: float = 0.0) -> Plan | None:
-        """Return the latest plan that is better than those before, waiting for so many seconds for one; None if there is none."""
+        """Return the latest plan that is better than those before, waiting up to `most_s` seconds; None if there is none."""
         latest: Plan | None = None
         while self.ended is None:
             try:
@@ -84,20 +84,20 @@ class BackgroundSolve:
         return latest
 
     def stop(self) -> None:
-        """End the process; what it has not told is lost."""
+        """End the process; results that it has not sent are lost."""
         if self.ended is None:
             self.ended = Ended(failure="it was stopped")
             self._end()
 
 
 def main() -> None:
-    """Solve the job that comes over the standard input, a socket, and send back each better plan, and the end."""
+    """Solve the job received over the standard input, a socket; send back each better plan, and the end."""
     connection = connection_to_parent()
     os.nice(_NICE)
     try:
         job: Job = connection.recv()
     except (EOFError, OSError):
-        return  # nobody wants it any more
+        return  # the receiver has gone
 
     def send(plan: Plan) -> None:
         try:
@@ -108,7 +108,7 @@ def main() -> None:
     def listen() -> None:
         with suppress(EOFError, OSError):
             connection.recv()
-        os._exit(0)  # whoever has started this is gone
+        os._exit(0)  # the parent process has gone
 
     threading.Thread(target=listen, daemon=True).start()
     try:
@@ -119,4 +119,4 @@ def main() -> None:
         ended = Ended(failure=description(error))
     with suppress(OSError):
         connection.send(ended)
-    os._exit(0)  # whatever threads HiGHS has left behind
+    os._exit(0)  # ends threads that HiGHS may have left running

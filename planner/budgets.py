@@ -1,8 +1,8 @@
-"""Budgets as users write them, and the bytes they come to. Never imports torch.
+"""Budgets as users write them, and their values in bytes. Never imports torch.
 
-A budget is an amount of memory (``8GB``, ``7.5GiB``, whole bytes), a share of the predicted peak of plain eager PyTorch
-(``60%`` or the float 0.6), or ``auto``: what the device has free. In place of one, the overhead that a plan may have can be
-given: the budget is then the least memory at that price, and travels as the text that ``at_overhead`` returns.
+A budget is an amount of memory (``8GB``, ``7.5GiB``, whole bytes), a share of the predicted peak of plain eager PyTorch (``60%``
+or the float 0.6), or ``auto``: the free memory of the device. Alternatively, the allowed overhead of a plan can be given: the
+budget is then the least memory with that overhead, encoded as the text that ``at_overhead`` returns.
 """
 
 import math
@@ -16,7 +16,7 @@ _WRITTEN = "'8GB', '7.5GiB', '60%'"
 
 
 def read_budget(budget: str | float) -> str | int:
-    """Return `budget`, a fraction (0.6) as the share that it is (``60%``).
+    """Return `budget`, with a fraction (0.6) converted to a share (``60%``).
 
     Raises:
         BudgetError: a float is not above 0 and at most 1.
@@ -32,7 +32,7 @@ def read_budget(budget: str | float) -> str | int:
 
 
 def budget_or_overhead(budget: str | float | None, max_overhead: str | float | None) -> str | int:
-    """Return the budget (``read_budget``), or the text that stands for the least memory at `max_overhead`.
+    """Return the budget (``read_budget``), or the text for the least memory at `max_overhead`.
 
     Raises:
         BudgetError: both are given or neither is, the budget is a float that is no share, or the overhead is not a fraction of
@@ -51,7 +51,7 @@ def budget_or_overhead(budget: str | float | None, max_overhead: str | float | N
 
 
 def at_overhead(max_overhead: str | float) -> str:
-    """Return the text that stands for the least memory at which a step takes at most `max_overhead` longer (0.1 or ``10%``).
+    """Return the text for the least memory at which a step takes at most `max_overhead` longer (0.1 or ``10%``).
 
     Raises:
         BudgetError: it is not a fraction of 0 or more.
@@ -66,19 +66,19 @@ def at_overhead(max_overhead: str | float) -> str:
 
 
 def allowed_overhead(budget: str | int) -> float | None:
-    """Return the overhead that `budget` stands for; None if it is a budget."""
+    """Return the overhead that `budget` encodes; None if it is a budget."""
     if isinstance(budget, str) and budget.startswith(_AT_OVERHEAD):
         return float(budget.removeprefix(_AT_OVERHEAD))
     return None
 
 
 def is_auto(budget: str | int | None) -> bool:
-    """True if the budget is what the device has free."""
+    """Return whether the budget is the free memory of the device."""
     return isinstance(budget, str) and budget.strip().lower() == AUTO
 
 
 def is_share(budget: str | int) -> bool:
-    """True if the budget is a share of the peak of eager PyTorch."""
+    """Return whether the budget is a share of the peak of eager PyTorch."""
     return isinstance(budget, str) and budget.strip().endswith("%")
 
 
@@ -90,7 +90,7 @@ def budget_in_bytes(budget: str | int, peak_bytes: int) -> int:
         peak_bytes: the predicted peak of plain eager PyTorch, which shares are shares of.
 
     Raises:
-        BudgetError: it cannot be read, is not above zero, or only a device or a solve tells what it comes to.
+        BudgetError: it cannot be read, is not above zero, or its bytes depend on a device or a solve.
     """
     if is_auto(budget):
         raise BudgetError(
@@ -107,6 +107,6 @@ def budget_in_bytes(budget: str | int, peak_bytes: int) -> int:
 
 
 def cache_key(budget: str | int) -> str | int:
-    """Return what kept plans are found by: bytes, however they are written; shares and overheads stay as they are."""
+    """Return the key of cached plans: bytes, however they are written; shares and overheads are unchanged."""
     known = is_share(budget) or (isinstance(budget, str) and allowed_overhead(budget) is not None)
     return budget if known else budget_in_bytes(budget, 0)

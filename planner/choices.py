@@ -1,4 +1,4 @@
-"""What users say of the choices that a graph is given: which, over what link, with how much of the host's memory."""
+"""Options of a graph as users choose them, with the link and the host memory for transfers."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -17,30 +17,30 @@ from planner.capture.options import check_complete, needing, needs, with_options
 from planner.profiling.link import format_rate, measured_link, published_link
 from planner.profiling.other_devices import DEVICES_KEY, decode_devices, encode_devices
 
-# What PCIe 4, or 5 beside a training step that uses memory itself, carries in each direction.
+# The rate per direction of PCIe 4, or of PCIe 5 during a training step that uses memory itself.
 LINK = "25GB/s"
-_HOST_SHARE = 0.5  # of the memory that is free
+_HOST_SHARE = 0.5  # of the free memory
 
 
 class LinkSource(StrEnum):
-    """Where the figures of a link are from; the first that is there counts."""
+    """The source of a link's figures; the first available one is used."""
 
     GIVEN = "given"  # by the user
-    MEASURED = "measured"  # beside the step, on its device
-    PUBLISHED = "published"  # by the maker of the device, times the part that a step reaches
+    MEASURED = "measured"  # during the step, on its device
+    PUBLISHED = "published"  # by the vendor, times the fraction that a step reaches
     DEFAULT = "default"
 
 
 @dataclass(frozen=True, slots=True)
 class KnownLink:
-    """A link, and where its figures are from."""
+    """A link and the source of its figures."""
 
     link: Link
     source: LinkSource
 
     @property
     def recorded(self) -> dict[str, object]:
-        """As the settings of plans have it."""
+        """The link in the form of plan settings."""
         return {**asdict(self.link), "source": str(self.source)}
 
     def __str__(self) -> str:
@@ -51,14 +51,14 @@ class KnownLink:
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """Options of a graph by name, and what was said of the machine for them.
+    """Options of a graph by name, and the machine's properties that they need.
 
     Attributes:
         options: names in ``planner.capture.options.OPTIONS``.
-        link_bytes_per_s: in each direction; None: what is known of the device that a graph is for.
-        host_bytes: of the host's memory that a step may take; None where no option copies.
-        exact: offer only ops that differ from the program in not a bit.
-        host_budget: what `host_bytes` was read from.
+        link_bytes_per_s: rate in each direction; None: the known rate of the graph's device.
+        host_bytes: host memory that a step may use; None if no option transfers tensors.
+        exact: True to offer only ops with the bits of the program.
+        host_budget: the text that `host_bytes` was read from.
     """
 
     options: tuple[str, ...]
@@ -69,37 +69,37 @@ class Choices:
 
     @property
     def measures_link(self) -> bool:
-        """Whether the link is to be measured where a step is profiled: something copies, and nobody said what it carries."""
+        """True if the link is to be measured during profiling: an option transfers tensors, and no rate was given."""
         return self.host_bytes is not None and self.link_bytes_per_s is None
 
     @property
     def shares_host(self) -> bool:
-        """Whether the host's memory is a share of what is free, so that it is another amount each time."""
+        """True if the host memory is a share of what is free, which changes from run to run."""
         share = self.host_budget is None or (isinstance(self.host_budget, str) and self.host_budget.strip().endswith("%"))
         return self.host_bytes is not None and share
 
     @property
     def places(self) -> bool:
-        """Whether ops may run on other devices."""
+        """True if ops may run on other devices."""
         return Need.DEVICES in needs(self.options)
 
     @property
     def named(self) -> str:
-        """In a sentence."""
+        """The names of the options, for a sentence."""
         return ", ".join(self.options)
 
     @property
     def asked(self) -> dict[str, object]:
-        """As JSON has what was asked for."""
+        """The choices in the form of JSON output."""
         copying = {"link_bytes_per_s": self.link_bytes_per_s, "host_budget_bytes": self.host_bytes}
         said = {"options": list(self.options), **({"exact": True} if self.exact else {})}
         return {**said, **(copying if self.host_bytes is not None else {})}
 
     def offered(self, graph: Graph) -> Graph:
-        """`graph` with these options.
+        """Return `graph` with these options.
 
         Raises:
-            MismatchError: its provenance has a link that cannot be.
+            MismatchError: the link in its provenance is impossible.
             GraphError: it was traced without one of them, or one cannot be added to it.
         """
         around = None
@@ -108,7 +108,7 @@ class Choices:
         return with_options(graph, self.options, around, exact_ops(graph) if self.exact else None)
 
     def recorded(self, graph: Graph) -> dict[str, object]:
-        """As the settings of plans have it, for a graph with these options: which ops are exact is known where they ran."""
+        """Return the choices in the form of plan settings, for a graph with these options."""
         said: dict[str, object] = {"options": list(self.options)}
         if self.exact:
             said["exact"] = exact_ops(graph)
@@ -119,15 +119,15 @@ class Choices:
         return {**said, "link": self.link(graph.provenance).recorded, "host_budget_bytes": self.host_bytes}
 
     def _devices(self, provenance: Mapping[str, object]) -> tuple[OtherDevice, ...]:
-        """That ops may run on, of those that a graph of this provenance was traced with."""
+        """Return the devices for ops among those that a graph of this provenance was traced with."""
         known = decode_devices(provenance) if self.places else ()
         return tuple(device.exactly for device in known) if self.exact else known
 
     def link(self, provenance: Mapping[str, object]) -> KnownLink:
-        """The link to plan with, for a graph of this provenance.
+        """Return the link to plan with, for a graph of this provenance.
 
         Raises:
-            MismatchError: it has one that cannot be.
+            MismatchError: the link in the provenance is impossible.
         """
         if self.link_bytes_per_s is not None:
             return KnownLink(Link.even(self.link_bytes_per_s), LinkSource.GIVEN)
@@ -145,17 +145,18 @@ def choices_of(
     *,
     exact: bool = False,
 ) -> Choices | None:
-    """What was asked for; None for a graph as it is.
+    """Return the choices from user arguments; None without options.
 
     Args:
         options: names in ``planner.capture.options.OPTIONS``.
-        link: bytes a second in each direction, or ``25GB/s``; None: what was measured or is published of a graph's device,
-            else ``LINK``.
-        host_budget: bytes, ``64GB``, or ``50%`` of the host's memory that is free; None: half of that.
-        exact: offer only ops of these options that differ from the program in not a bit.
+        link: bytes per second in each direction, or ``25GB/s``; None: the measured or published rate of a graph's device, else
+            ``LINK``.
+        host_budget: bytes, ``64GB``, or ``50%`` of the free host memory; None: half of that.
+        exact: offer only ops of these options with the bits of the program.
 
     Raises:
-        PlannerError: there is no such option; the link or the memory cannot be read; or they are given without an option.
+        PlannerError: there is no such option; the link or the memory cannot be read; or they are given without an option that
+            needs them.
     """
     if isinstance(options, str):
         raise PlannerError(f"options is {options!r}: must be a list of names, [{options!r}]")
@@ -175,15 +176,15 @@ def choices_of(
         host_budget = int(_HOST_SHARE * free_bytes)
     host_bytes = parse_budget(host_budget, peak_bytes=free_bytes) if isinstance(host_budget, str) else host_budget
     rate = None if link is None else parse_rate(link) if isinstance(link, str) else float(link)
-    Surroundings(Link.even(1.0 if rate is None else rate), host_bytes)  # refused before anything is traced or measured
+    Surroundings(Link.even(1.0 if rate is None else rate), host_bytes)  # raise before anything is traced or measured
     return Choices(tuple(options), rate, host_bytes, exact, asked)
 
 
 def recorded_link(settings: Mapping[str, object]) -> KnownLink | None:
-    """The link that the settings of a plan name; None where they name no option that copies.
+    """Return the link in the settings of a plan; None if no option of the plan transfers tensors.
 
     Raises:
-        MismatchError: they cannot be what a solve has recorded.
+        MismatchError: the settings are none that a solve records.
     """
     if Need.LINK not in needs(recorded_options(settings)):
         return None
@@ -196,10 +197,10 @@ def recorded_link(settings: Mapping[str, object]) -> KnownLink | None:
 
 
 def with_recorded(graph: Graph, settings: Mapping[str, object]) -> Graph:
-    """`graph` with the options that the settings of a plan name, and no others that it was traced with.
+    """Return `graph` with exactly the options in the settings of a plan.
 
     Raises:
-        MismatchError: they cannot be what a solve has recorded.
+        MismatchError: the settings are none that a solve records.
         GraphError: there is no such option, or it cannot be added to this graph, or the graph was traced without it.
     """
     names, only = recorded_options(settings), _recorded_exact(settings)
@@ -213,7 +214,7 @@ def with_recorded(graph: Graph, settings: Mapping[str, object]) -> Graph:
 
 
 def recorded_options(settings: Mapping[str, object]) -> tuple[str, ...]:
-    """The options that the settings of a plan name.
+    """Return the options in the settings of a plan.
 
     Raises:
         MismatchError: they are no names.
@@ -225,7 +226,7 @@ def recorded_options(settings: Mapping[str, object]) -> tuple[str, ...]:
 
 
 def _recorded_exact(settings: Mapping[str, object]) -> tuple[str, ...] | None:
-    """Names of the ops that were offered, where only exact ones were."""
+    """Return the names of the exact ops that were offered; None if all ops were."""
     names = settings.get("exact")
     if names is None:
         return None

@@ -1,4 +1,4 @@
-"""What goes with what: one table of the combinations that are refused, with why and what to do. Never imports torch.
+"""Compatibility of options and features: one table of refused combinations, with reasons and advice. Never imports torch.
 
 ``planner options`` prints it, and ``docs/options/index.md`` shows it. What each solver takes is in its registry.
 """
@@ -13,12 +13,12 @@ from planner.capture.options import OPTIONS
 
 @dataclass(frozen=True, slots=True)
 class Conflict:
-    """Two things that do not go together.
+    """Two things that exclude each other.
 
     Attributes:
-        one: the name of an option of a graph, or a feature.
+        one: name of a graph option, or a feature.
         other: a feature.
-        reason: why, and what to do.
+        reason: the reason, and advice.
     """
 
     one: str
@@ -71,7 +71,7 @@ _OF_FEATURES = (
 
 
 def conflicts() -> tuple[Conflict, ...]:
-    """Return the table: what each option of a graph refuses, then what does not go together of features."""
+    """Return the table: conflicts of each graph option, then those between features."""
     refused = (
         Conflict(option.name, feature, option.refused[feature])
         for feature in Feature
@@ -82,13 +82,13 @@ def conflicts() -> tuple[Conflict, ...]:
 
 
 def check_compatible(asked: Collection[str]) -> None:
-    """Refuse things that do not go together.
+    """Raise if two requested things exclude each other.
 
     Args:
-        asked: names of options of a graph, without what stands behind a colon, and features.
+        asked: names of graph options, without numbers, and features.
 
     Raises:
-        UsageError: there are two that do not; says why, and what to do.
+        UsageError: two exclude each other; with the reason and advice.
     """
     for one in conflicts():
         if one.one in asked and one.other in asked:
@@ -96,7 +96,7 @@ def check_compatible(asked: Collection[str]) -> None:
 
 
 def table() -> list[tuple[str, str, str]]:
-    """Return the conflicts as rows for people: what does not go together, and why; equal reasons are one row."""
+    """Return the conflicts as rows of text: what excludes each other, and why; equal reasons share a row."""
     rows: dict[tuple[str, str], list[str]] = {}
     for one in conflicts():
         rows.setdefault((one.other, one.reason), []).append(one.one)

@@ -1,4 +1,4 @@
-"""Facts about this installation, machine and model that tell whether a step can be planned here."""
+"""Facts about the installation, machine and model that show whether a step can be planned."""
 
 import platform
 import sys
@@ -122,7 +122,7 @@ def _captured(model: ModelSpec) -> Iterator[Fact]:
 
 def _graph(model: ModelSpec) -> Graph:
     """Return the graph of `model`, with times by a roofline."""
-    with suppress(TraceError):  # a step may branch on what is in its batch, which fake tensors do not know
+    with suppress(TraceError):  # a step may branch on data, whose values fake tensors do not have
         return Tracing(TraceSettings(roofline="cpu")).graph(model)
     return trace(*Tracing().load(model), roofline="cpu")
 

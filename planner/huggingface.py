@@ -27,7 +27,7 @@ _BAR_EVERY_S = 0.2  # the shortest time between two updates of one stage
 class PlannedTrainerMixin:
     """A mixin before a subclass of ``Trainer``: ``class Mine(PlannedTrainerMixin, Seq2SeqTrainer): ...``.
 
-    Training steps run as planned; evaluation and all else are the trainer's. A ``compute_loss`` of the next class is part of the
+    Training steps are planned; evaluation and all else are the trainer's. A ``compute_loss`` of the next class is part of the
     plan; it must call the model once, with named arguments.
     """
 

@@ -1,4 +1,4 @@
-"""The memory of a step that keeps everything, as eager PyTorch does, and whether it is free."""
+"""The memory of a step that keeps everything, as eager PyTorch does, compared with the free memory."""
 
 import torch
 

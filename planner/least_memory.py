@@ -1,4 +1,4 @@
-"""The least memory at which a step takes no longer than it may: bisection over budgets. Never imports torch."""
+"""The least memory within an allowed overhead: bisection over budgets. Never imports torch."""
 
 import math
 from collections.abc import Callable
@@ -31,17 +31,17 @@ def least_memory(
     should_stop: Callable[[], bool] | None = None,
     precision: float = PRECISION,
 ) -> Result:
-    """Return the fastest schedule found at the least budget where a step takes at most ``1 + max_overhead`` times its program.
+    """Return the fastest schedule at the least budget where a step takes at most ``1 + max_overhead`` times its program.
 
-    A budget is taken when a schedule within the price is found there, and the next one is below that schedule's peak. It is
-    refused when the bound, or the best schedule at the end of the solve, is over the price. Each solve ends as soon as its
-    budget is decided. The result is as reproducible as the solves are.
+    A budget is accepted when a schedule within the allowed time is found; the next budget is below that schedule's peak. It is
+    rejected when the bound, or the best schedule at the end of the solve, exceeds the allowed time. Each solve ends as soon as
+    its budget is decided. The result is as reproducible as the solves are.
 
     Args:
-        graph: in the order that is solved, with its options.
+        graph: the graph in the order to solve, with its options.
         max_overhead: 0 or more, as a fraction of the step that keeps everything.
         solve_at: solves `graph` for a budget.
-        clock: what the whole search may spend.
+        clock: the limit of the whole search.
         on_progress, should_stop: as in ``planner.solve``; once it stops, the least budget so far is the answer.
         precision: stop when the bracket of the budget is at most this part of it.
 
@@ -79,7 +79,7 @@ def least_memory(
 
 
 class _Decision:
-    """Tells a solve to end once it is known whether a schedule within the price exists."""
+    """A callback that ends a solve once it is known whether a schedule within the allowed time exists."""
 
     def __init__(
         self, limit_s: float, on_progress: Callable[[SolveProgress], None] | None, should_stop: Callable[[], bool] | None

@@ -132,7 +132,7 @@ class _TrainingStepModule(nn.Module):
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Return the values that the module logs instead of logging them."""
+        """Collect the values that the module logs instead of logging them; yield them."""
         vars(self.module)["log"] = self._logs.log
         try:
             yield

@@ -1,4 +1,4 @@
-"""Amounts that users write, as the command reads them."""
+"""Parsers of command-line arguments: amounts, budgets, names and files."""
 
 import argparse
 import math
@@ -15,7 +15,7 @@ _DURATION = re.compile(r"([0-9]*\.?[0-9]+)\s*([a-z]*)")
 
 
 def budget(text: str) -> str:
-    """`text`, if it is an amount of memory; what a percentage refers to is known only later."""
+    """Return `text` if it is an amount of memory; percentages are resolved later."""
     try:
         budget_in_bytes(text, 10**15)
     except BudgetError as error:
@@ -24,7 +24,7 @@ def budget(text: str) -> str:
 
 
 def rate(text: str) -> float:
-    """Bytes a second."""
+    """Return a rate in bytes per second."""
     try:
         return parse_rate(text)
     except BudgetError as error:
@@ -32,36 +32,36 @@ def rate(text: str) -> float:
 
 
 def solver(text: str) -> str:
-    """Name of a solver."""
+    """Return the name of a solver."""
     if text not in SOLVERS:
         raise argparse.ArgumentTypeError(f"there is no solver {text!r}: planner solvers lists them all")
     return text
 
 
 def names(text: str) -> tuple[str, ...]:
-    """Names of options of a graph, separated by commas."""
+    """Return names of graph options from comma-separated text."""
     return tuple(part.strip() for part in text.split(","))
 
 
 def size(text: str) -> int:
-    """Bytes, from an amount of memory that is no percentage."""
+    """Return an amount of memory in bytes; percentages raise."""
     if text.strip().endswith("%"):
         raise argparse.ArgumentTypeError(f"{text!r} is a part of a peak that changes with the batch: write 80GB or 79GiB")
     return parse_budget(budget(text), peak_bytes=0)
 
 
 def budgets(text: str) -> int | tuple[str, ...]:
-    """How many budgets, or the budgets themselves, separated by commas."""
+    """Return a number of budgets, or budgets from comma-separated text."""
     return count(text.strip()) if text.strip().isdecimal() else budget_list(text)
 
 
 def budget_list(text: str) -> tuple[str, ...]:
-    """Budgets, separated by commas."""
+    """Return budgets from comma-separated text."""
     return tuple(budget(part.strip()) for part in text.split(","))
 
 
 def duration(text: str) -> float:
-    """Seconds above 0, from ``90``, ``90s``, ``10m`` or ``1.5h``."""
+    """Return seconds above 0 from ``90``, ``90s``, ``10m`` or ``1.5h``."""
     match = _DURATION.fullmatch(text.strip().lower())
     if match is None or match[2] not in _UNITS_S or not 0 < (time_s := float(match[1]) * _UNITS_S[match[2]]) < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r} is not a time above 0: write seconds, or 90s, 10m, 1.5h")
@@ -69,7 +69,7 @@ def duration(text: str) -> float:
 
 
 def fraction(text: str) -> float:
-    """A fraction, 0 or more, from ``0.001`` or ``0.1%``."""
+    """Return a fraction of 0 or more from ``0.001`` or ``0.1%``."""
     try:
         return parse_fraction(text)
     except BudgetError as error:
@@ -77,7 +77,7 @@ def fraction(text: str) -> float:
 
 
 def work(text: str) -> float:
-    """A number above 0, of units of work."""
+    """Return a number of work units above 0."""
     try:
         value = float(text)
     except ValueError:
@@ -88,26 +88,26 @@ def work(text: str) -> float:
 
 
 def count(text: str) -> int:
-    """A whole number above 0."""
+    """Return an integer above 0."""
     if not text.isdecimal() or not 0 < int(text) < 10**6:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 to 999999")
     return int(text)
 
 
 def seed(text: str) -> int:
-    """A whole number, 0 or more, that torch takes as a seed."""
+    """Return a seed: an integer of 0 or more that torch accepts."""
     if not text.isdecimal() or not int(text) < 2**63:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 to 2^63 - 1")
     return int(text)
 
 
 def output(text: str) -> str:
-    """A file to write; ``-`` is the standard output, as elsewhere."""
+    """Return the path of an output file; ``-`` is the standard output."""
     return "/dev/stdout" if text == "-" else text
 
 
 def model(text: str) -> ModelSpec:
-    """What is trained."""
+    """Return the specification of a model."""
     try:
         return parse_spec(text)
     except ModelError as error:

@@ -1,4 +1,4 @@
-"""Whether what a plan says is what its schedule does: files are edited, and graphs traced again. Never imports torch."""
+"""Checks of a plan's claims against its schedule, since files are edited and graphs traced again. Never imports torch."""
 
 import math
 import os
@@ -18,15 +18,15 @@ from planner.plans.plan import GraphSummary, Plan
 from planner.solving import check_same_graph, other_peaks, summarize
 from solvers.result import Status, is_within
 
-_ROUNDING = 1e-9  # relative, on sums of seconds
-_BOUND_ROUNDING = 1e-4  # likewise, on what solvers of linear programs prove
+_ROUNDING = 1e-9  # relative tolerance of sums of seconds
+_BOUND_ROUNDING = 1e-4  # relative tolerance of bounds from linear programs
 
 
 def check_plan(graph: Graph, plan: Plan) -> Simulation:
-    """What the judge says of the schedule of `plan` on `graph`, which is what the plan says.
+    """Return the judge's simulation of `plan` on `graph`, after checking that the plan agrees with it.
 
     Raises:
-        MismatchError: the plan is for another graph, for this one with other times or sizes, or was edited.
+        MismatchError: the plan is for another graph, or for this one with other times or sizes, or was edited.
         ScheduleError: its schedule does not run on the graph.
     """
     check_same_graph(plan.graph, found := summarize(graph))
@@ -50,10 +50,10 @@ def check_plan(graph: Graph, plan: Plan) -> Simulation:
 
 
 def check_with_its_graph(plan: Plan, plan_path: str | os.PathLike[str]) -> None:
-    """Check `plan`, read from `plan_path`, where the graph it was solved for still is where it says.
+    """Check `plan`, read from `plan_path`, if its graph's file still exists.
 
     Raises:
-        MismatchError, ScheduleError: what it says is not what its schedule does.
+        MismatchError, ScheduleError: the plan disagrees with its schedule.
     """
     path = graph_path(plan, plan_path)
     if path is None or not path.is_file():
@@ -73,11 +73,11 @@ def check_sizes(graph: Graph, plan: Plan) -> None:
     """Check `plan` on the graph of a captured step, whose times and workspaces are not measured.
 
     Args:
-        graph: with the options that `plan` was solved with where they are found in the step, without the others.
+        graph: with the options of `plan` that are found in a step, without the others.
 
     Raises:
-        MismatchError: the plan is for another graph; its peak, or that without recomputation, is lower than what tensors
-            take without any workspace; or its times and its bound contradict each other or the schedule.
+        MismatchError: the plan is for another graph; its peak, or that without recomputation, is below the tensors' own memory;
+            or its times and its bound contradict each other or the schedule.
         ScheduleError: its schedule does not run on the graph.
     """
     offered = with_recorded(graph, plan.settings)
@@ -99,7 +99,7 @@ def check_sizes(graph: Graph, plan: Plan) -> None:
                 f"the plan says {what} of {_exact(said_bytes)}, but its tensors alone take {_exact(least_bytes)}: its file was "
                 "edited; solve again"
             )
-    stood_for = any(offered.ops[op].replaces for op in plan.schedule.computed)  # in more time than the program's ops, or less
+    stood_for = any(offered.ops[op].replaces for op in plan.schedule.computed)  # other times than the program has
     wrong = _other_peaks(plan, offered, found)
     wrong += [] if stood_for else _time_differences(plan, plan.recomputed + plan.copied)
     if wrong := [*wrong, *_bound_differences(plan, plan.time_s)]:
@@ -107,7 +107,7 @@ def check_sizes(graph: Graph, plan: Plan) -> None:
 
 
 def planned_graph(graph: Graph, plan: Plan) -> Graph:
-    """Return `graph` with the options that `plan` was solved with, if it does not offer them already.
+    """Return `graph` with the options that `plan` was solved with, unless it has them already.
 
     Raises:
         MismatchError: the settings of the plan are none that a solve records.
@@ -118,12 +118,12 @@ def planned_graph(graph: Graph, plan: Plan) -> Graph:
 
 
 def graph_path(plan: Plan, plan_path: str | os.PathLike[str]) -> Path | None:
-    """Where `plan`, read from `plan_path`, says that its graph is; None if it does not say."""
+    """Return the path of the graph of `plan`, which was read from `plan_path`; None if the plan has none."""
     return None if plan.graph_file is None else Path(plan_path).resolve().parent / plan.graph_file
 
 
 def figure_differences(plan: Plan, simulation: Simulation) -> list[str]:
-    """What `plan` says that is not so, by the `simulation` of its schedule."""
+    """Return the claims of `plan` that disagree with the `simulation` of its schedule."""
     found = []
     if plan.peak_bytes != simulation.peak_bytes:
         found.append(f"a peak of {_exact(plan.peak_bytes)}, but its schedule takes {_exact(simulation.peak_bytes)}")
@@ -142,7 +142,7 @@ def _other_peaks(plan: Plan, graph: Graph, simulation: Simulation) -> list[str]:
 
 
 def _time_differences(plan: Plan, again: int) -> list[str]:
-    """What is wrong with the times that `plan` says of a schedule which executes so many ops again, or copies."""
+    """Return errors in the times of `plan`, whose schedule has `again` recomputations and transfers."""
     said = f"a step time of {plan.time_s!r} s, and {plan.graph.time_s!r} s without recomputation"
     if plan.time_s < plan.graph.time_s * (1 - _ROUNDING):
         return [said]
@@ -152,7 +152,7 @@ def _time_differences(plan: Plan, again: int) -> list[str]:
 
 
 def _bound_differences(plan: Plan, time_s: float) -> list[str]:
-    """What `plan` says of how fast a schedule could be that is not so, where its own takes `time_s`."""
+    """Return errors in the bound of `plan`, whose schedule takes `time_s`."""
     found = []
     if plan.bound_s is not None and plan.bound_s > time_s * (1 + _BOUND_ROUNDING):
         found.append(
@@ -185,5 +185,5 @@ def _same_time(one_s: float, other_s: float) -> bool:
 
 
 def _exact(size_bytes: int) -> str:
-    """To the byte: two sizes that differ must not read the same."""
+    """Return a size to the byte, so that different sizes read differently."""
     return f"{format_bytes(size_bytes)} ({size_bytes:,} B)" if size_bytes >= 1000 else f"{size_bytes} B"

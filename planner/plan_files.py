@@ -1,4 +1,4 @@
-"""Plans in files, with the graphs that they name: what ``Plan.save`` and ``Plan.load`` do. Never imports torch."""
+"""Plans in files, with the graphs that they name, for ``Plan.save`` and ``Plan.load``. Never imports torch."""
 
 import os
 from dataclasses import replace
@@ -13,7 +13,7 @@ from planner.plans.plan import Plan
 
 
 def save(plan: Plan, path: str | os.PathLike[str], graph: str | os.PathLike[str] | None) -> None:
-    """Write `plan`, as ``Plan.save`` says."""
+    """Write `plan` to a file; see ``Plan.save``."""
     if graph is not None:
         if plan.source is None:
             raise PlannerError("the plan does not hold its graph, so that it cannot be written: only the plan can (graph=None)")
@@ -23,9 +23,9 @@ def save(plan: Plan, path: str | os.PathLike[str], graph: str | os.PathLike[str]
 
 
 def naming(plan: Plan, path: str | os.PathLike[str], graph: str | os.PathLike[str]) -> Plan:
-    """Return `plan`, to be written to `path`, with the file `graph` of its graph: as seen from the plan's folder.
+    """Return `plan`, to be written to `path`, with the file `graph` of its graph relative to the plan's folder.
 
-    Where the plan goes down a pipe, to wherever, the file is named in full.
+    If the plan is written to a pipe, the path is absolute.
     """
     full = Path(graph).resolve()
     near = Path(os.path.relpath(full, Path(path).resolve().parent)) if is_replaced(path) else full
@@ -33,7 +33,7 @@ def naming(plan: Plan, path: str | os.PathLike[str], graph: str | os.PathLike[st
 
 
 def load(path: str | os.PathLike[str]) -> Plan:
-    """Return the plan in the file `path`, as ``Plan.load`` says."""
+    """Return the plan in the file `path`; see ``Plan.load``."""
     plan = read_plan(path)
     where = graph_path(plan, path)
     if where is None or not where.is_file():

@@ -1,4 +1,4 @@
-"""A plan executed with real tensors: what it promises beside what is measured."""
+"""Execution of a plan with real tensors, with predictions and measurements."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -34,33 +34,32 @@ _PLANNED, _KEEPING, _EAGER, _EAGER_AGAIN = "the plan", "keeping everything", "ea
 
 @dataclass(frozen=True, slots=True)
 class RunReport:
-    """A plan's promises beside what was measured.
+    """The predictions of a plan, and its measurements.
 
     Attributes:
-        budget_bytes, predicted_peak_bytes, predicted_time_s, predicted_ratio: from the plan.
-        measured_peak_bytes: of tensors and workspaces (CUDA: allocated), static bytes included;
-            optimizer state and old gradients are added as planned, they are not made here.
-        reserved_bytes: what the CUDA allocator held; None on the CPU.
-        library_bytes: workspaces that libraries keep on the device, which are not in the peak; 0 on the CPU.
-        predicted_host_bytes, measured_host_bytes: most on the host of what was copied there; None for a plan without copies.
+        budget_bytes, predicted_peak_bytes, predicted_time_s, predicted_ratio: predictions of the plan.
+        measured_peak_bytes: peak of tensors and workspaces (CUDA: allocated), static memory included; optimizer state and earlier
+            gradients are added as planned, since they are not allocated here.
+        reserved_bytes: bytes reserved by the CUDA allocator; None on the CPU.
+        library_bytes: workspaces of libraries on the device, which are not in the peak; 0 on the CPU.
+        predicted_host_bytes, measured_host_bytes: peak of offloaded tensors on the host; None for a plan without transfers.
         measured_time_s: median of a forward and backward pass.
         measured_ratio, predicted_ratio: time as a multiple of keeping everything in this executor.
         eager_ratio: time of plain PyTorch as a multiple of the same.
-        overhead, spread: time beyond plain PyTorch's as a part of that, the median of turns that both took, and half of the range
-            in which the middle half of the turns lies.
-        identical: loss, all gradients, buffers and random state equal those of keeping everything.
-        differences: what does not, and by how much where the plan may differ.
-        eager_differences: what is not equal to plain eager PyTorch, likewise.
-        differs: what may differ, by the options that the plan was solved with.
-        predicted_gradient_error: of a lossy plan, the error of the gradients as a part of their norm; None for others.
-        measured_gradient_error: the same, measured; also where eager PyTorch does not repeat its bits.
-        eager_error: the same of two runs of plain eager PyTorch, where the plan differs from it; None where they have the same
-            bits.
+        overhead, spread: time relative to plain PyTorch, minus 1: the median over turns, and half of the interquartile range.
+        identical: True if loss, all gradients, buffers and random state are bit-identical to keeping everything.
+        differences: results that differ from keeping everything, with the size of the difference if the plan may differ.
+        eager_differences: results that differ from plain eager PyTorch, in the same form.
+        differs: results that may differ, by the plan's options.
+        predicted_gradient_error: relative error of the gradients of a lossy plan; None for others.
+        measured_gradient_error: the measured error; also if eager PyTorch is not deterministic.
+        eager_error: the error between two runs of plain eager PyTorch, if the plan differs from it; None if they are
+            bit-identical.
         not_compared: why the plan was not compared with keeping everything and plain PyTorch: they do not fit into the free
-            memory. What comes of the comparison is None then: measured_ratio, eager_ratio, overhead, spread, identical,
-            differences, eager_differences, measured_gradient_error, eager_error. Empty if it was.
+            memory. Then these are None: measured_ratio, eager_ratio, overhead, spread, identical, differences, eager_differences,
+            measured_gradient_error, eager_error. Empty if it was compared.
         timeline: (seconds, bytes) at each event of the CPU allocator.
-        predicted_pools_bytes, measured_pools_bytes: most in the memory of each other device, by its name.
+        predicted_pools_bytes, measured_pools_bytes: peak in the memory of each other device, by its name.
     """
 
     budget_bytes: int
@@ -91,7 +90,7 @@ class RunReport:
 
     @property
     def is_exact(self) -> bool | None:
-        """True if the bits are those of eager PyTorch, or differ no more than its own do; None where nothing was compared."""
+        """True if the bits are those of eager PyTorch, or differ no more than between its own runs; None without comparison."""
         if self.identical is None:
             return None
         same = self.identical and not self.eager_differences
@@ -108,15 +107,15 @@ def run(
     seed: int = 0,
     on_progress: View | None = None,
 ) -> RunReport:
-    """Execute `plan` with real tensors and measure its peak, time and bits; `model` is afterwards as before.
+    """Execute `plan` with real tensors and measure its peak, time and bits; `model` is restored.
 
-    The step is compared with keeping everything and with plain eager PyTorch where these fit into the free memory.
+    The step is compared with keeping everything and with plain eager PyTorch if these fit into the free memory.
 
     Args:
         plan: for the graph of this model and batch.
         model, loss_fn, batch: as in ``planner.trace``.
         repeats: timed steps of each, in turns.
-        seed: of the random state that the compared steps begin with.
+        seed: seed of the random state in which the compared steps begin.
         on_progress: called with each ``planner.progress.Progress``. None: log to the logger ``planner``.
 
     Raises:
@@ -197,7 +196,7 @@ def _captured(plan: Plan, model: nn.Module, loss_fn: LossFn | None, batch: Batch
 
 
 def _compared(report: RunReport, outcomes: Mapping[str, measure.StepOutcome], times: Mapping[str, Sequence[float]]) -> RunReport:
-    """Return `report` with what comes of the comparison."""
+    """Return `report` with the results of the comparison."""
     result, kept, eager, much = outcomes[_PLANNED], outcomes[_KEEPING], outcomes[_EAGER], bool(report.differs)
     again = outcomes.get(_EAGER_AGAIN, eager)
     eager_error = eager.gradient_error(again) if eager.differences(again) else None
@@ -218,6 +217,6 @@ def _compared(report: RunReport, outcomes: Mapping[str, measure.StepOutcome], ti
 
 
 def _differences(wanted: measure.StepOutcome, found: measure.StepOutcome, *, much: bool) -> tuple[str, ...]:
-    """What is not equal to the last bit, and by how much if `much`."""
+    """Return the results that are not bit-identical; with `much`, also by how much they differ."""
     names = wanted.differences(found)
     return tuple(str(wanted.difference(name, found)) for name in names) if much else names

@@ -1,4 +1,4 @@
-"""Solves of a step: until the plan is good enough to begin with, and then while it trains."""
+"""Solves of a step: the first plan, and the search for better ones while it trains."""
 
 import time
 from dataclasses import dataclass, field, replace
@@ -18,8 +18,8 @@ class Search:
     """The solves of a step.
 
     Attributes:
-        settings: of each solve.
-        run: when the first plan is good enough, and which better ones take its place.
+        settings: settings of each solve.
+        run: quality of the first plan, and rules for its replacement.
     """
 
     settings: SolveSettings
@@ -27,11 +27,11 @@ class Search:
 
     @property
     def any_rounding(self) -> bool:
-        """True if plans may take each other's place that round otherwise."""
+        """True if a plan may be replaced by one that rounds differently."""
         return self.run.swap == "any"
 
     def first_plan(self, graph: Graph, budget: str | int, stage: StageReport | None = None) -> Plan:
-        """Return a plan that is good enough to begin with; the solve is reported to `stage`, if there is one.
+        """Return the first plan that is good enough; the solve is reported to `stage`, if there is one.
 
         Raises:
             InfeasibleError, LimitError, BudgetError: as ``planner.solve``.
@@ -62,5 +62,5 @@ class Search:
         return solve_graph(graph, budget, settings, on_progress=note, should_stop=stop)
 
     def job(self, graph: Graph, budget_bytes: int) -> Job:
-        """Return the solve that goes on beside the training, until its tolerance or its time limit."""
+        """Return the background solve, which runs until its tolerance or its time limit."""
         return Job(graph, budget_bytes, self.settings)

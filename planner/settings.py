@@ -1,4 +1,4 @@
-"""Settings that travel together: how a step is traced, solved and run, checked once when they are made. Never imports torch."""
+"""Settings of tracing, solving and running a step, validated once when they are made. Never imports torch."""
 
 import math
 import os
@@ -18,7 +18,7 @@ KERNELS = ("eager", "inductor")
 SWAPS = ("exact", "any", "never")
 
 _WAIT = re.compile(r"(\d+(?:\.\d+)?)\s*(%|s|m|work)")
-_GAP, _SECONDS = 0.01, 3.0  # what is waited for by default, whichever comes first
+_GAP, _SECONDS = 0.01, 3.0  # the default quality to wait for, whichever is reached first
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,9 +26,9 @@ class Wait:
     """The quality that a plan must have before ``planner.compile`` returns; it fits in any case.
 
     Attributes:
-        gap: of the plan; None: any.
-        seconds: of solving, after which any gap will do; None: as long as it takes.
-        work: of solving (``solvers.clock.WorkClock``), in place of seconds.
+        gap: required gap; None for any.
+        seconds: time limit after which any gap is accepted; None for no limit.
+        work: work limit (``solvers.clock.WorkClock``), in place of seconds.
     """
 
     gap: float | None = _GAP
@@ -37,12 +37,12 @@ class Wait:
 
     @property
     def reproducible(self) -> bool:
-        """True if the same costs lead to the same plan on every run: it depends on no clock, and is not replaced later."""
+        """True if the same costs lead to the same plan on every run: no clock is involved, and the plan is not replaced."""
         return self.seconds is None
 
     @staticmethod
     def of(value: "Wait | str | float | None") -> "Wait":
-        """Read what users write: seconds as a number or ``10s``; a gap as ``1%``; ``20 work``; None for the default.
+        """Return the quality from user input: seconds as a number or ``10s``; a gap as ``1%``; ``20 work``; None for the default.
 
         Raises:
             PlannerError: it is none of these.
@@ -64,14 +64,14 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class TraceSettings:
-    """How a step is captured and measured: arguments of ``planner.trace``.
+    """Settings of capture and measurement: arguments of ``planner.trace``.
 
     Attributes:
-        name: of the model, for messages.
-        options: those that are found in the step.
+        name: name of the model, for messages.
+        options: options to find in the step.
 
     Raises:
-        UsageError: there is no such option, or something does not go with a roofline.
+        UsageError: there is no such option, or a setting conflicts with a roofline.
     """
 
     optimizer: str = "none"
@@ -95,11 +95,11 @@ class TraceSettings:
 
 @dataclass(frozen=True, slots=True)
 class SolveSettings:
-    """How a graph is solved: arguments of ``planner.solve``.
+    """Settings of a solve: arguments of ``planner.solve``.
 
     Attributes:
-        choices: options of the graph, and what they need to know; None for recomputation only.
-        params: of the solver, an object of its class of parameters; None for its defaults.
+        choices: options of the graph and their settings; None for recomputation only.
+        params: parameters of the solver, of its own class; None for its defaults.
 
     Raises:
         PlannerError: no such solver, it does not take these options, or a limit is not above zero.
@@ -122,7 +122,7 @@ class SolveSettings:
             )
 
     def clock(self) -> Clock:
-        """Return a clock that starts now, for the limit of work if there is one, else for that of time."""
+        """Return a clock that starts now, for the work limit if there is one, else for the time limit."""
         what, limit, unit = "time", self.time_limit_s, "seconds"
         if self.work_limit is not None:
             what, limit, unit = "work", self.work_limit, "a number"
@@ -137,22 +137,22 @@ class SolveSettings:
 
     @property
     def traced_options(self) -> tuple[str, ...]:
-        """Those of them that are found in the step when it is traced."""
+        """The options that are found in the step when it is traced."""
         return traced_options(self.options)
 
     @property
     def features(self) -> set[str]:
-        """What of these settings not everything goes with (``planner.compatibility``)."""
+        """The features in these settings that may exclude others (``planner.compatibility``)."""
         names = {name for name, _ in map(parsed, self.options)}
         return names | {Feature.HOST_SHARE} if self.choices is not None and self.choices.shares_host else names
 
 
 @dataclass(frozen=True, slots=True)
 class RunSettings:
-    """How a planned step runs, and when its plan is replaced: arguments of ``planner.compile``.
+    """Settings of how a planned step runs, and when its plan is replaced: arguments of ``planner.compile``.
 
     Raises:
-        UsageError, PlannerError: a setting has a value that it cannot have, or two do not go together.
+        UsageError, PlannerError: a setting has an invalid value, or two exclude each other.
     """
 
     kernels: str = "eager"
@@ -176,7 +176,7 @@ class RunSettings:
 
     @property
     def features(self) -> set[str]:
-        """What of these settings not everything goes with (``planner.compatibility``)."""
+        """The features in these settings that may exclude others (``planner.compatibility``)."""
         given = {
             Feature.INDUCTOR: self.kernels == "inductor",
             Feature.CUDA_GRAPH: self.cuda_graph,
@@ -187,5 +187,5 @@ class RunSettings:
 
     @property
     def goes_on(self) -> bool:
-        """True if better plans are looked for while the step trains."""
+        """True if the search for better plans continues while the step trains."""
         return self.swap != "never" and not self.wait.reproducible

@@ -33,12 +33,12 @@ from solvers.tolerance import WIDENING, Tolerance
 from solvers.windows.strategies.offloaded_orders import least_offloaded
 
 Tell = Callable[[SolveProgress], None]  # called as a solve advances
-Stop = Callable[[], bool]  # polled: whether a solve is to end
+Stop = Callable[[], bool]  # polled: returns True to end a solve
 
-# Other solvers stand for what others do: in program order, unless they are told otherwise.
+# Other solvers are baselines: in program order, unless requested otherwise.
 _REORDERED = frozenset({"windows"})
-_REORDER_SHARE = 0.25  # of the limit: what looking for an order of the ops may spend before many budgets are solved
-_WOULD_DO = 5.0  # of the clock, for finding a budget that would do, where none that was given does
+_REORDER_SHARE = 0.25  # of the limit: time to search for an order of the ops before many budgets are solved
+_WOULD_DO = 5.0  # of the clock, to find a feasible budget if the requested one is not
 
 
 def solve(
@@ -154,7 +154,7 @@ def solve_graph(
 
 
 def _solved(run: Solver, request: Request, settings: SolveSettings) -> Solved:
-    """Return the answer to `request` in the order, or the best of the orders, that `settings` ask for."""
+    """Return the result of `request` in the requested order of ops, or the best of several orders."""
     if settings.reorder:
         return solve_reordered(run, request)
     if settings.reorder is None and settings.solver in _REORDERED:
@@ -171,7 +171,7 @@ def _least_memory(
     on_progress: Tell | None,
     should_stop: Stop | None,
 ) -> Result:
-    """Return the schedule of least memory that takes no longer than keeping everything by more than `overhead`."""
+    """Return the schedule of least memory whose overhead over keeping everything is at most `overhead`."""
     order = order_for(graph, settings.solver, reorder=settings.reorder, clock=clock.part(_REORDER_SHARE * clock.limit))
 
     def solve_at(budget_bytes: int, clock: Clock, tell: Tell | None, stop: Stop | None) -> Result:
@@ -182,14 +182,14 @@ def _least_memory(
 
 
 def _as_executed(graph: Graph, result: Result) -> Schedule | None:
-    """Return the schedule of `result` as a step runs it, where that needs no more than the budget."""
+    """Return the schedule of `result` as a step runs it, if that fits the budget; else None."""
     if result.schedule is None or (schedule := as_executed(graph, result.schedule)) is result.schedule:
         return result.schedule
     return schedule if simulate(graph, schedule).peak_bytes <= result.budget_bytes else result.schedule
 
 
 def offered_to(solver: str, graph: Graph, choices: Choices) -> Graph:
-    """`graph` with `choices`.
+    """Return `graph` with `choices`.
 
     Raises:
         PlannerError: `solver` takes no graph that has some.
@@ -199,12 +199,12 @@ def offered_to(solver: str, graph: Graph, choices: Choices) -> Graph:
 
 
 def order_for(graph: Graph, solver: str, *, reorder: bool | None, clock: Clock | None = None) -> Reordering:
-    """Return `graph` in the one order in which `solver` is to solve it at several budgets.
+    """Return `graph` in the order of ops in which `solver` solves it at several budgets.
 
     Args:
-        reorder: True: the best order that is found; False: program order; None: for the solver ``windows`` the best order if
-            its peak is lower, for others program order.
-        clock: what looking for an order may spend.
+        reorder: True: the best order found; False: program order; None: for the solver ``windows`` the best order if its peak is
+            lower, for others program order.
+        clock: limit of the search for an order.
     """
     if reorder:
         return reordered(graph, clock)
@@ -215,7 +215,7 @@ def order_for(graph: Graph, solver: str, *, reorder: bool | None, clock: Clock |
 
 
 def summarize(graph: Graph) -> GraphSummary:
-    """What a plan says about the graph it is for: of its program as eager PyTorch runs it, whatever else it offers.
+    """Return the summary of a graph for its plans: its program as eager PyTorch runs it, without options.
 
     Raises:
         GraphError: its sizes or times sum to more than can be counted.
@@ -236,7 +236,7 @@ def summarize(graph: Graph) -> GraphSummary:
 
 
 def eager_peak_bytes(eager: Graph, planned: Graph) -> int:
-    """Return the predicted peak of plain eager PyTorch, which shares are shares of, for a step that runs other kernels.
+    """Return the predicted peak of plain eager PyTorch, to which shares refer, for a step with other kernels.
 
     Args:
         eager: the step as eager PyTorch runs it.
@@ -246,10 +246,10 @@ def eager_peak_bytes(eager: Graph, planned: Graph) -> int:
 
 
 def check_same_graph(planned: GraphSummary, found: GraphSummary) -> None:
-    """Refuse a plan for another graph.
+    """Raise if a plan is for another graph.
 
     Raises:
-        MismatchError: the fingerprints differ; says what else does.
+        MismatchError: the fingerprints differ; with other differences.
     """
     if planned.fingerprint == found.fingerprint:
         return
@@ -264,11 +264,11 @@ def check_same_graph(planned: GraphSummary, found: GraphSummary) -> None:
 
 
 def _what_would_do(graph: Graph, budget_bytes: int, clock: Clock, should_stop: Stop | None) -> str:
-    """Budgets that are known to do: where a single op refutes `budget_bytes`, as otherwise the solver has said what is known;
-    and with round trips to the host, where `graph` offers none.
+    """Return a message with budgets that are known to be feasible; "" if none is known.
 
-    It takes up to some seconds, of those that are left: worth it here, where a person is told, and not in solvers, which are
-    asked many times.
+    They are searched if a single op refutes `budget_bytes` (otherwise the solver has reported what is known), and with offloading
+    if `graph` does not offer it. The search takes up to a few seconds of the remaining time: worth it for a user, not in solvers,
+    which are called many times.
     """
     if left(clock) <= 0:
         return ""
@@ -281,7 +281,7 @@ def _what_would_do(graph: Graph, budget_bytes: int, clock: Clock, should_stop: S
         least_bytes = simulate(graph, known).peak_bytes
         said = f" A schedule is known for {format_bytes(least_bytes)}."
     if graph.plain:
-        whole = OFFLOAD.added_to(graph, Surroundings(Link.even(1.0)))  # whatever the link, and the host
+        whole = OFFLOAD.added_to(graph, Surroundings(Link.even(1.0)))  # for any link and host
         sending = least_offloaded(whole, limited, should_stop=should_stop)
         if sending.peak_bytes < least_bytes:
             _, host_bytes = simulate(whole, sending.schedule).pool_peaks_bytes
@@ -322,9 +322,9 @@ def _plan_from(result: Result, summary: GraphSummary, graph: Graph) -> Plan:
 
 
 def judged_on(graph: Graph, plan: Plan) -> Plan:
-    """Return `plan` with the time and the peak that its schedule has on `graph`: the same step, with other costs.
+    """Return `plan` with the time and the peak of its schedule on `graph`: the same step with other costs.
 
-    How far it is from optimal is not known there, but that all ops of a program take their time once.
+    The only bound known there is that all ops of the program are executed once.
     """
     found = simulate(graph, plan.schedule)
     return replace(
@@ -340,5 +340,5 @@ def judged_on(graph: Graph, plan: Plan) -> Plan:
 
 
 def other_peaks(graph: Graph, simulation: Simulation) -> dict[str, int]:
-    """Most bytes by pool, of the pools besides the device's, by the `simulation` of a schedule."""
+    """Return the peak bytes of the pools other than the device, by the `simulation` of a schedule."""
     return {pool.name: peak for pool, peak in zip(graph.pools[1:], simulation.pool_peaks_bytes[1:], strict=True)}

@@ -1,4 +1,4 @@
-"""From a model to a graph: a training step traced, its ops measured or modelled."""
+"""Tracing of a model's training step to a graph, with measured or modelled ops."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -66,7 +66,7 @@ def trace(
             is executed.
         passes: how often each distinct op is timed, unless it takes long.
         measure_link: also measure transfers to host memory and back, for the option ``offload``.
-        name: of the model, for messages.
+        name: name of the model, for messages.
         options: options to find in the step and add to the graph: ``chunks``, ``pack``, ``kernels``, ``in-place``, ``compress``.
         other_devices: also measure the ops on these, for the option ``placement``: ``cpu:2`` (two threads), ``cuda:1``.
         on_progress: called with each ``planner.progress.Progress``. None: log to the logger ``planner``.
@@ -96,7 +96,7 @@ def trace_workload(workload: Workload, settings: TraceSettings, on_progress: Vie
 
 
 def _modelled(workload: Workload, settings: TraceSettings, device: DeviceSpec) -> Capture:
-    """Return the step with the times that a roofline gives."""
+    """Return the step with times modelled by a roofline."""
     captured = capture(
         *workload,
         optimizer=settings.optimizer,
@@ -109,7 +109,7 @@ def _modelled(workload: Workload, settings: TraceSettings, device: DeviceSpec) -
 
 
 def capture_profiled(workload: Workload, settings: TraceSettings, stages: Stages | None = None) -> Capture:
-    """Return the step as ``trace`` measures it, with the program that executes it; progress is reported to `stages`."""
+    """Return the step measured as by ``trace``, with its program; progress is reported to `stages`."""
     stages = stages or Stages()
     with stages.stage(Stage.CAPTURE):
         captured = capture_step(workload, settings)
@@ -118,11 +118,11 @@ def capture_profiled(workload: Workload, settings: TraceSettings, stages: Stages
 
 
 def capture_step(workload: Workload, settings: TraceSettings, *, variant: "Variant | None" = None) -> Capture:
-    """Return the step with the sizes that its shapes say, and no times: nothing is executed.
+    """Return the step with the sizes of its shapes and without times: nothing is executed.
 
     Args:
-        workload: what is trained.
-        settings: of these the optimizer, `accumulate` and the name count.
+        workload: the training step.
+        settings: settings, of which the optimizer, `accumulate` and the name are used.
         variant: how Inductor compiles its kernels; None for those of eager PyTorch.
     """
     optimizer, accumulate, name = settings.optimizer, settings.accumulate, settings.name
@@ -143,14 +143,14 @@ def profiled(
 ) -> Capture:
     """Return `captured` with measured times, workspaces and sizes, and with the options that are found in it.
 
-    Ops are measured one at a time (``profiling.profile``). Some options need the whole step, executed with everything kept: to
-    find out which of their ops are exact, and how lossy others are. Where it does not fit into what is free, ops that may round
-    count as rounding, and what is modelled of the lossy ones counts.
+    Ops are measured one at a time (``profiling.profile``). Some options need one execution of the whole step that keeps
+    everything, to find which of their ops are exact and how lossy others are. If that does not fit into the free memory, ops that
+    may round count as rounding, and modelled errors are used for lossy ones.
 
     Args:
         captured: what ``capture_step`` returned for `workload`.
-        settings: of these `passes`, `options`, `measure_link` and `other_devices` count.
-        on_op: told how many of the ops are measured, and of how many.
+        settings: settings, of which `passes`, `options`, `measure_link` and `other_devices` are used.
+        on_op: called with the number of measured ops, and of all ops.
     """
     step, passes = TrainingStep(workload.model, workload.loss_fn), settings.passes
     static = real_static(captured, step, workload.batch)
@@ -172,7 +172,7 @@ def profiled(
 
 
 def _compared(captured: Capture, step: TrainingStep, batch: Batch) -> Capture:
-    """Return `captured` with what is found out about its optional ops by executing the whole step, where that fits."""
+    """Return `captured` with the exactness of its optional ops, found by executing the whole step if that fits."""
     if not (needs_comparison(captured) or needs_measuring(captured)):
         return captured
     executed = RealStep.of(captured, step, batch)
@@ -186,7 +186,7 @@ def as_recorded(captured: Capture, provenance: Mapping[str, object], options: Se
 
     Args:
         captured: what ``capture_step`` returned.
-        options: that the plan was made with.
+        options: options of the plan.
     """
     captured = mark_recorded_ops(with_recorded_sizes(captured, provenance), provenance)
     prepare_for_tight_memory(captured.graph, torch.device(str(captured.graph.provenance["device"])))

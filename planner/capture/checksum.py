@@ -4,7 +4,7 @@ from functools import cache
 
 import torch
 
-_BLOCK_ELEMENTS = 2**16  # at a time, so that a checksum takes some MB, whatever the size of the tensor
+_BLOCK_ELEMENTS = 2**16  # at a time, so that a checksum needs a few MB for any tensor
 _FACTOR = 6364136223846793005  # odd, so that no bit of an earlier block is lost
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -24,12 +24,14 @@ class RealStep:
     Attributes:
         static: the static tensors, in the order of the program's sources.
         device: the device of the static tensors.
-        order: ids of the ops in the order of execution: program order, with optional ops as soon as their inputs exist, without
-            those that call an op of the program on other tensors (``equivalent_ops``).
+        order: ids of the ops in execution order: program order, with optional ops as soon as their inputs exist, without those
+            that call an op of the program on other tensors (``equivalent_ops``).
     """
 
     def __init__(self, capture: Capture, static: Sequence[torch.Tensor], written: Sequence[torch.Tensor]) -> None:
-        """Create the step of `capture` on its `static` tensors in the order of the program's sources; it writes to `written`."""
+        """Initialize with the `static` tensors of `capture`, in the order of the program's sources; the step writes to
+        `written`.
+        """
         self.capture = capture
         self.static = list(static)
         self._written = written
@@ -48,7 +50,7 @@ class RealStep:
         return cls(capture, real_static(capture, step, batch), written_tensors(capture, step, batch))
 
     def run(self, look: Callable[[Op], Call | None]) -> None:
-        """Execute the step, and behind each op the call that `look` returns for it, if it does, before anything is freed."""
+        """Execute the step; after each op call what `look` returns for it, if anything, before tensors are freed."""
         graph, program = self.capture.graph, self.capture.program
         builder, writer = PassBuilder(program), Writer(graph, program)
         builder.tensor_list("static", [source.tensor for source in program.sources])

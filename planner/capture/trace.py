@@ -45,12 +45,12 @@ def capture(
 
     Args:
         loss_fn: a function from the model's output to the loss, or None if the model returns it: see ``TrainingStep``.
-        batch: tensors (or nested lists, tuples and dicts of them), real or fake: a sequence of positional arguments, or a
-            position, or a mapping of what is given by name.
+        batch: real or fake tensors, or nested lists, tuples and dicts of them: a sequence of positional arguments, or a mapping
+            of named ones.
         optimizer: a name in ``graphs.optimizers``: its state counts as static bytes.
         accumulate: count gradients of earlier batches as memory too.
         as_on_cuda: choose the kernels that CUDA would (attention), to plan without a GPU.
-        name: of the model, for the provenance.
+        name: name of the model, for the provenance.
 
     Raises:
         TraceError: the step cannot be captured as one static graph, or has no scalar loss to train on.
@@ -85,14 +85,14 @@ def capture_kernels(
     accumulate: bool = False,
     name: str = "",
 ) -> Capture:
-    """Capture one training step of `model` as the kernels that Inductor compiles it to.
+    """Capture one training step of `model` as the kernels that Inductor compiles.
 
     Args:
         model, loss_fn, batch, optimizer, accumulate, name: as in ``capture``; nothing is fake.
-        variant: the layout of the optimizer's kernels.
+        variant: the variant of Inductor's compilation.
 
     Raises:
-        TraceError: as in ``capture``; or Inductor does not compile the step, or its code is none that can be planned.
+        TraceError: as in ``capture``; or Inductor cannot compile the step, or its code cannot be planned.
     """
     from planner.capture.kernels.halves import compile_halves  # importing Inductor takes a second
     from planner.capture.kernels.lower import lower_step
@@ -123,7 +123,7 @@ def _step(model: nn.Module, loss_fn: LossFn | None, batch: Batch, optimizer: str
 
 
 def _statics(step: TrainingStep, batch: Batch, device: torch.device, optimizer: str, *, accumulate: bool) -> StaticTensors:
-    """Return the tensors that are in memory throughout the step; `device` is the one that is planned for."""
+    """Return the static tensors of the step; `device` is the one that is planned for."""
     statics = StaticTensors(step, batch, device)
     trained = [allocated_bytes(p.nbytes, device) for p in step.parameters() if p.requires_grad]
     trained_bytes = sum(trained)

@@ -1,4 +1,4 @@
-"""``planner advise``: a model in, which budget to take out."""
+"""``planner advise``: advise which budget to choose for a model."""
 
 import argparse
 
@@ -49,7 +49,7 @@ def add(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Trace, solve, and print the advice. Returns the exit code."""
+    """Trace, solve, and print the advice; return the exit code."""
     from dataclasses import asdict
 
     from planner.cli.interrupt import StopOnInterrupt

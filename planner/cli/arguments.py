@@ -1,6 +1,6 @@
 """Arguments, output and exit codes that the commands share.
 
-What a command needs is imported when it runs: ``--help`` answers at once.
+Commands import their needs when they run, so that ``--help`` answers at once.
 """
 
 import argparse
@@ -29,7 +29,7 @@ DONE, FAILED, USAGE, INFEASIBLE, LIMIT = 0, 1, 2, 3, 4
 OVER_BUDGET, DIFFERENT = 5, 6  # of a plan that was run
 INTERRUPTED = 130
 
-JOBS = 2  # at a time, unless the user says otherwise
+JOBS = 2  # default number of parallel solves
 
 MODEL_HELP = (
     "zoo:NAME or path/to/file.py:function, arguments after commas; the function returns (model, loss_fn, batch), and the step "
@@ -38,10 +38,10 @@ MODEL_HELP = (
 
 
 class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, as all errors of the command."""
+    """A parser that reports errors in one line, as all commands do."""
 
     def error(self, message: str) -> NoReturn:
-        """Print the error and where help is, and exit."""
+        """Print the error and a pointer to the help, and exit."""
         complain(f"{message} (see {self.prog} --help)")
         raise SystemExit(USAGE)
 
@@ -57,12 +57,12 @@ class Command(Protocol):
         ...
 
     def run(self, arguments: argparse.Namespace) -> int:
-        """Do what it says. Returns the exit code."""
+        """Run the command; return the exit code."""
         ...
 
 
 def add_command(commands: Commands, name: str, summary: str, epilog: str) -> Parser:
-    """The parser of a command called `name`; `epilog` has its examples."""
+    """Add and return the parser of a command called `name`; `epilog` has its examples."""
     parser = commands.add_parser(
         name,
         help=summary,
@@ -75,12 +75,12 @@ def add_command(commands: Commands, name: str, summary: str, epilog: str) -> Par
 
 
 def add_quiet(parser: Parser) -> None:
-    """Let progress be turned off."""
+    """Add the option that turns progress off."""
     parser.add_argument("--quiet", action="store_true", help="show no progress")
 
 
 def add_solver(parser: Parser) -> None:
-    """Let the method be chosen."""
+    """Add the option for the solver."""
     parser.add_argument(
         "--solver",
         type=options.solver,
@@ -92,7 +92,7 @@ def add_solver(parser: Parser) -> None:
 
 
 def add_workers(parser: Parser, *, said: str) -> None:
-    """Add the options for how many are solved at a time, or where; `said` is what they are."""
+    """Add the options for the number of parallel solves, or for a cluster; `said` describes the solves."""
     workers = parser.add_mutually_exclusive_group()
     workers.add_argument("--jobs", type=options.count, metavar="N", help=f"{said} at a time (default: {JOBS})")
     workers.add_argument(
@@ -103,7 +103,7 @@ def add_workers(parser: Parser, *, said: str) -> None:
 
 
 def add_reorder(parser: Parser, *, default: bool | None, said: str) -> None:
-    """Add the option for another order of the ops; `said` is what the help says of the default."""
+    """Add the option for reordering ops; `said` is the help on its default."""
     parser.add_argument(
         "--reorder",
         action=argparse.BooleanOptionalAction,
@@ -113,12 +113,12 @@ def add_reorder(parser: Parser, *, default: bool | None, said: str) -> None:
 
 
 def add_traced_options(parser: Parser) -> None:
-    """Let options be chosen that are found when a step is traced."""
+    """Add the choice among options that are found when a step is traced."""
     _add_options(parser, traced_options(tuple(OPTIONS)), "what to look for besides recomputation, and add to the graph")
 
 
 def add_choices(parser: Parser) -> None:
-    """Let options be chosen, and describe the machine for them."""
+    """Add the choice of options, and the description of the machine for them."""
     _add_options(parser, tuple(OPTIONS), "what the schedule may do besides recomputing")
     parser.add_argument(
         "--exact",
@@ -139,13 +139,13 @@ def _add_options(parser: Parser, offered: Sequence[str], said: str) -> None:
 
 
 def table_of(described: Mapping[str, str]) -> str:
-    """Return names and their descriptions in two columns."""
+    """Return names and their descriptions as text in two columns."""
     width = max(map(len, described))
     return "\n".join(f"  {name:<{width}}  {text}" for name, text in described.items())
 
 
 def add_copying(parser: Parser) -> None:
-    """Add the options that describe the machine where tensors are copied."""
+    """Add the options that describe the machine for transfers."""
     parser.add_argument(
         "--link",
         type=options.rate,
@@ -162,7 +162,7 @@ def add_copying(parser: Parser) -> None:
 
 
 def add_how_to_trace(parser: Parser) -> None:
-    """Options of what a step is traced on, and with."""
+    """Add the options on how a step is traced: device, optimizer and so on."""
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where to measure the ops (default: cpu)")
     where.add_argument("--roofline", choices=tuple(DEVICES), help="model this device instead: nothing is run or allocated")
@@ -178,13 +178,13 @@ def add_how_to_trace(parser: Parser) -> None:
 
 
 def tracing(arguments: argparse.Namespace) -> Tracing:
-    """Return what the options of ``add_how_to_trace`` say."""
+    """Return the settings from the options of ``add_how_to_trace``."""
     settings = TraceSettings(
         roofline=arguments.roofline,
         optimizer=arguments.optimizer,
         accumulate=arguments.accumulate,
         passes=arguments.passes,
-        options=traced_options(getattr(arguments, "options", ())),  # of commands that have them
+        options=traced_options(getattr(arguments, "options", ())),  # for commands that have them
     )
     return Tracing(settings, device=arguments.device, seed=arguments.seed)
 
@@ -197,7 +197,7 @@ def trace_model(
     measure_link: bool = False,
     other_devices: tuple[str, ...] = (),
 ) -> "Graph":
-    """Build and trace `model`, as the options of ``add_how_to_trace`` say; the rest as in ``tracing.trace``."""
+    """Build and trace `model` with the options of ``add_how_to_trace``; see ``tracing.trace`` for the others."""
     progress.say(f"building {model}")
     how = tracing(arguments)
     settings = replace(how.settings, measure_link=measure_link, other_devices=other_devices)
@@ -205,7 +205,7 @@ def trace_model(
 
 
 def print_written(graph: "Graph", arguments: argparse.Namespace) -> None:
-    """Say what graph was written where."""
+    """Print which graph was written to which file."""
     from graphs.units import format_bytes, format_seconds
     from planner.solving import summarize
 
@@ -236,15 +236,15 @@ def print_written(graph: "Graph", arguments: argparse.Namespace) -> None:
 
 
 def print_json(data: dict[str, object], *, beside: Sequence[str | None] = ()) -> None:
-    """Print a result for machines; `beside` as in ``print_text``."""
+    """Print a result as JSON; `beside` as in ``print_text``."""
     print(json.dumps(data, indent=2), file=_report_to(beside))
 
 
 def print_text(text: str, *, beside: Sequence[str | None] = ()) -> None:
-    """Print a result for people: what names in it are not printable is escaped.
+    """Print a result as text; unprintable characters in names are escaped.
 
     Args:
-        beside: the files that were written. Where one of them is the standard output, nothing else goes there.
+        beside: the written files. If one of them is the standard output, the text is not printed there.
     """
     print(visible_lines(text), file=_report_to(beside))
 
@@ -256,6 +256,6 @@ def _report_to(beside: Sequence[str | None]) -> TextIO | None:
 
 
 def complain(error: object) -> None:
-    """Say what is wrong, in one line."""
+    """Print an error to stderr in one line."""
     message = visible(" ".join(str(error).split("\n")))
     print(f"planner: error: {message}", file=sys.stderr, flush=True)

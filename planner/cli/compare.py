@@ -1,4 +1,4 @@
-"""``planner compare``: a model or a graph in, what every method makes of it out."""
+"""``planner compare``: compare all methods on a model or a graph."""
 
 import argparse
 import math
@@ -87,7 +87,7 @@ def add(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Compute the rows that are missing, then write table and figures. Returns the exit code."""
+    """Compute the missing rows, then write table and figures; return the exit code."""
     from graphs.io.files import check_folder
     from planner.choices import choices_of
     from planner.cli.interrupt import StopOnInterrupt
@@ -108,7 +108,7 @@ def run(arguments: argparse.Namespace) -> int:
         return _usage("--measure measures on this machine, and --cluster would use others: leave one of them out")
     choices = choices_of(arguments.options, arguments.link, arguments.host_budget, exact=arguments.exact)
     methods = methods_named(arguments.methods, offload=choices is not None and choices.host_bytes is not None)
-    new_figure()  # without matplotlib there is no use in computing
+    new_figure()  # without matplotlib no computation is useful
     folder = Path(arguments.output)
     check_folder(folder)
     with (

@@ -1,4 +1,4 @@
-"""``planner curve``: a graph in, overhead against budget out."""
+"""``planner curve``: compute overhead against budget for a graph."""
 
 import argparse
 import math
@@ -72,7 +72,7 @@ def add(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Solve at every budget, and write and draw what was found if asked to. Returns the exit code."""
+    """Solve at every budget, and write and plot the curve if requested; return the exit code."""
     from graphs.io.files import check_writable, write_text
     from graphs.io.formats import read_graph
     from planner.choices import choices_of

@@ -1,4 +1,4 @@
-"""``planner doctor``: whether planning can work here, and for a model."""
+"""``planner doctor``: check whether planning can work on this machine, and for a model."""
 
 import argparse
 from dataclasses import asdict
@@ -19,7 +19,7 @@ def add(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print what is found. Returns the exit code."""
+    """Print the findings; return the exit code."""
     from planner.doctor import facts
 
     found = list(facts(arguments.model))

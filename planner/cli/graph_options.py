@@ -1,4 +1,4 @@
-"""``planner options``: what a schedule may do besides recomputing."""
+"""``planner options``: list the options that a schedule may use in addition to recomputation."""
 
 import argparse
 
@@ -21,7 +21,7 @@ def add(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the list, and what does not go together. Returns the exit code."""
+    """Print the list of options, and which of them exclude each other; return the exit code."""
     described = {name: option.description for name, option in OPTIONS.items()}
     if arguments.json:
         print_json(dict(described))

@@ -1,4 +1,4 @@
-"""``planner import``: a graph of another planner in, one of this out."""
+"""``planner import``: convert another planner's graph."""
 
 import argparse
 from pathlib import Path
@@ -26,7 +26,7 @@ def add(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Read, and write as a graph of this planner. Returns the exit code."""
+    """Read the file, and write it as a graph; return the exit code."""
     from graphs.importers import import_graph
     from graphs.io.files import check_writable
     from graphs.io.formats import write_graph

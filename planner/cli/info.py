@@ -1,4 +1,4 @@
-"""``planner info``: what a graph or a plan holds."""
+"""``planner info``: describe a graph or a plan."""
 
 import argparse
 
@@ -23,7 +23,7 @@ def add(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print what the file holds. Returns the exit code."""
+    """Print the contents of the file; return the exit code."""
     from planner.facts.graph import graph_facts
     from planner.plans.document import read_graph_or_plan
     from planner.plans.plan import Plan

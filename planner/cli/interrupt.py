@@ -1,4 +1,4 @@
-"""Ctrl-C as a request: the solve ends with the best it has."""
+"""Ctrl-C as a request to end the solve with the best result so far."""
 
 import os
 import signal
@@ -7,15 +7,15 @@ from typing import Self
 
 from planner.progress import LineView
 
-INTERRUPTED = 130  # exit code of what a SIGINT ended
+INTERRUPTED = 130  # exit code after SIGINT
 
 
 class StopOnInterrupt:
-    """While entered, the first Ctrl-C makes this object answer True; the second ends the process at once.
+    """A context manager and predicate: the first Ctrl-C makes it return True, the second ends the process at once.
 
     Args:
-        progress: where to say that the solve is being ended.
-        ending: what it is ended with.
+        progress: the view for the note that the solve is being ended.
+        ending: how it is ended, for the note.
     """
 
     def __init__(self, progress: LineView, *, ending: str = "with the best schedule found so far") -> None:
@@ -32,7 +32,7 @@ class StopOnInterrupt:
         signal.signal(signal.SIGINT, self._before)
 
     def __call__(self) -> bool:
-        """Whether to stop. Also says so, once: a signal handler must not write."""
+        """Return whether to stop. The first time, also print a note: a signal handler must not write."""
         if self._requested and not self._said:
             self._said = True
             self._progress.note(f"interrupted: ending {self._ending}; Ctrl-C again to quit at once")

@@ -1,7 +1,7 @@
-"""The command: arguments in, results on stdout, progress and errors on stderr.
+"""The command line: arguments in, results on stdout, progress and errors on stderr.
 
-What a command needs is imported when it runs: ``--help`` answers at once, and only ``trace``, ``advise``,
-``run`` and ``max-batch`` load torch.
+Commands import their needs when they run: ``--help`` answers at once, and only ``trace``, ``advise``, ``run`` and ``max-batch``
+load torch.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from planner.cli.arguments import DONE, FAILED, INFEASIBLE, INTERRUPTED, LIMIT, 
 from planner.missing_packages import how_to_install
 from planner.runtime.allocator_failure import allocator_failure
 
-# In the order in which they are listed.
+# In the order of the help.
 _COMMANDS: dict[str, Command] = {
     "trace": trace,
     "advise": advise,
@@ -52,7 +52,7 @@ _COMMANDS: dict[str, Command] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; `argv` without the program's name. Returns the exit code."""
+    """Run the command; `argv` excludes the program's name. Return the exit code."""
     try:
         code = _run(argv)
         if sys.stdout is not None:
@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         code = INTERRUPTED
     except BrokenPipeError:
-        # Whoever read the output has read enough.
+        # The reader of the output has closed the pipe.
         code = FAILED
         _close_stdout()
     except InfeasibleError as error:
@@ -103,13 +103,13 @@ def _run(argv: Sequence[str] | None) -> int:
             parser.print_help()
             return DONE
     except SystemExit as end:
-        # Where argparse has answered already: --help, a usage error.
+        # argparse has answered already: --help, or a usage error.
         return end.code if isinstance(end.code, int) else DONE
     return _COMMANDS[arguments.command].run(arguments)
 
 
 def build_parser() -> Parser:
-    """The whole command line."""
+    """Return the parser of the whole command line."""
     parser = Parser(
         prog="planner",
         description="Find the fastest training step that fits a memory budget, with a proof of how far from optimal it can be.",
@@ -134,7 +134,7 @@ def _show_version() -> None:
 
 
 def _close_stdout() -> None:
-    """Keep what is still buffered from being written, and complained about, on the way out."""
+    """Redirect stdout to the null device, so that buffered output raises no error at exit."""
     try:
         descriptor = sys.stdout.fileno()
     except (AttributeError, OSError, ValueError):  # there is none, or it is no file

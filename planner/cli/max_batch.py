@@ -1,4 +1,4 @@
-"""``planner max-batch``: a model and a budget in, the largest batches out, or the largest of another size."""
+"""``planner max-batch``: find the largest batch, or another size, that fits a budget."""
 
 import argparse
 from contextlib import suppress
@@ -80,7 +80,7 @@ def add(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Search, and print an answer for each method. Returns the exit code."""
+    """Search, and print an answer for each method; return the exit code."""
     from planner.choices import choices_of
     from planner.cli.interrupt import StopOnInterrupt
     from planner.progress import LineView
@@ -123,7 +123,7 @@ def _search(
     progress: "LineView",
     should_stop: "Callable[[], bool]",
 ) -> "tuple[LargestSize, ...]":
-    """Search among graphs that are traced as `how` says."""
+    """Search among graphs that are traced with the settings `how`."""
     from planner.studies.max_batch import max_batch
     from planner.studies.sizes import BATCH, samples_for
 
@@ -148,9 +148,9 @@ def _modelled_and_measured(
     progress: "LineView",
     should_stop: "Callable[[], bool]",
 ) -> "tuple[LargestSize, ...]":
-    """Search with modelled times first, which takes seconds; then measure at the sizes that were found, and next to them.
+    """Search with modelled times first, which takes seconds; then measure at the sizes that were found, and near them.
 
-    Measuring a step of a size that fills the memory of a CPU takes minutes. An interrupt then leaves what was modelled.
+    Measuring a step that fills the memory of a CPU takes minutes. After an interrupt the modelled result is returned.
     """
     from graphs.errors import InfeasibleError, LimitError
 

@@ -1,4 +1,4 @@
-"""``planner run``: a plan and its model in, what was measured out."""
+"""``planner run``: run a plan on its model, and measure it."""
 
 import argparse
 from typing import TYPE_CHECKING
@@ -47,7 +47,7 @@ def add(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run and measure, and print both beside what was predicted. Returns the exit code."""
+    """Run and measure; print predictions and measurements; return the exit code."""
     from planner.plan_check import check_with_its_graph
     from planner.plans.document import read_plan
     from planner.progress import LineView
@@ -84,7 +84,7 @@ def _model_of(plan: "Plan") -> ModelSpec:
 
 
 def _verdict(report: "RunReport") -> int:
-    """Wrong results weigh more than too much memory; what the plan says that differs is not wrong."""
+    """Return the exit code: wrong results take precedence over excess memory; differences stated in the plan are not wrong."""
     if not report.differs and report.is_exact is False:
         return DIFFERENT
     return OVER_BUDGET if report.measured_peak_bytes > report.budget_bytes else DONE

@@ -1,4 +1,4 @@
-"""``planner show``: a plan in, a page to look at out."""
+"""``planner show``: write the report page of a plan."""
 
 import argparse
 from pathlib import Path
@@ -33,7 +33,7 @@ def add(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write what is asked for. Returns the exit code."""
+    """Write the requested files; return the exit code."""
     from graphs.io.files import check_writable, write_text
     from graphs.io.formats import read_graph
     from planner.facts.timeline import Timeline
@@ -71,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _graph_of(plan: "Plan", plan_path: str) -> Path:
-    """The file of the graph that `plan` was solved for."""
+    """Return the file of the graph that `plan` was solved for."""
     from planner.plan_check import graph_path
 
     path = graph_path(plan, plan_path)

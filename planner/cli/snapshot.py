@@ -1,4 +1,4 @@
-"""``planner snapshot``: a memory snapshot of PyTorch in, who held what at the peak out."""
+"""``planner snapshot``: show what held memory at the peak of a PyTorch memory snapshot."""
 
 import argparse
 from dataclasses import asdict
@@ -32,7 +32,7 @@ def add(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print what the snapshot says. Returns the exit code."""
+    """Print the contents of the snapshot; return the exit code."""
     from planner.plans.document import read_plan
     from planner.report.snapshot import read_snapshot
 

@@ -1,4 +1,4 @@
-"""``planner solve``: a graph and a budget in, a plan out."""
+"""``planner solve``: solve a graph for a budget."""
 
 import argparse
 from pathlib import Path
@@ -99,7 +99,7 @@ def add(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Solve, and write the plan if asked to. Returns the exit code."""
+    """Solve, and write the plan if requested; return the exit code."""
     from graphs.io.files import check_writable
     from graphs.io.formats import read_graph
     from planner.cli.interrupt import StopOnInterrupt

@@ -1,4 +1,4 @@
-"""``planner solvers``: every method that solves or compares, by name."""
+"""``planner solvers``: list all solvers and baselines by name."""
 
 import argparse
 
@@ -18,7 +18,7 @@ def add(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the list. Returns the exit code."""
+    """Print the list; return the exit code."""
     if arguments.json:
         print_json({name: {"description": entry.description, "kind": _kind(entry)} for name, entry in SOLVERS.items()})
         return DONE
@@ -30,7 +30,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _kind(entry: Entry) -> str:
-    """Return what the method plans."""
+    """Return what the method plans: recomputation, transfers or placement."""
     if entry.only_places:
         return "devices"
     if entry.offloads:

@@ -1,4 +1,4 @@
-"""``planner trace``: a model and a batch in, a graph out."""
+"""``planner trace``: trace a model on a batch to a graph."""
 
 import argparse
 
@@ -52,7 +52,7 @@ def add(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Trace, and write the graph. Returns the exit code."""
+    """Trace, and write the graph; return the exit code."""
     from graphs.io.files import check_writable
     from graphs.io.formats import write_graph
     from planner.capture.options import check_traced

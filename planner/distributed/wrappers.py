@@ -55,7 +55,7 @@ class Unwrapped:
         return nullcontext()
 
     def capture(self, loss_fn: LossFn | None, batch: Batch, settings: TraceSettings, variant: "Variant | None" = None) -> Capture:
-        """The step, with all memory that this process holds throughout. Called inside ``opened``.
+        """Return the captured step, with all static memory of this process. Called inside ``opened``.
 
         Args:
             loss_fn, batch, settings, variant: as in ``planner.tracing.capture_step``.
@@ -83,7 +83,7 @@ class Replicated(Unwrapped):
         return _other_parameters(self.module)
 
     def capture(self, loss_fn: LossFn | None, batch: Batch, settings: TraceSettings, variant: "Variant | None" = None) -> Capture:
-        """The step, with the buckets in which gradients are sent; earlier gradients may lie in them."""
+        """Return the captured step, with the buckets in which gradients are sent; earlier gradients may lie in them."""
         in_buckets = self._model.gradient_as_bucket_view
         accumulate = settings.accumulate and not in_buckets
         captured = super().capture(loss_fn, batch, replace(settings, accumulate=accumulate), variant)
@@ -136,7 +136,7 @@ class Sharded(Unwrapped):
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """Gather the parameters; they are resharded at the end."""
+        """Gather the parameters inside the context, and reshard them at its end."""
         self._gather()
         try:
             with _without_hooks(self._units):
@@ -145,7 +145,7 @@ class Sharded(Unwrapped):
             self._reshard()
 
     def capture(self, loss_fn: LossFn | None, batch: Batch, settings: TraceSettings, variant: "Variant | None" = None) -> Capture:
-        """The step on whole parameters, beside this rank's shards: of optimizer state there is no more.
+        """Return the captured step on whole parameters, with this rank's shards, and the optimizer state of the shards only.
 
         Earlier gradients are whole until they are sent (``set_requires_gradient_sync(False)``).
         """

@@ -1,4 +1,4 @@
-"""Plain ways to run a step, judged beside a plan: keep everything, and checkpoint every block."""
+"""Baselines of a plan by simulation: keep everything, and checkpoint every block."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,10 +17,10 @@ class Baseline:
     """A step that runs by another schedule than the plan's.
 
     Attributes:
-        name: for people.
+        name: name for display.
         peak_bytes, time_s: as the judge predicts them.
         recomputed: executions beyond the first of each op.
-        times_s, memory_bytes: for each execution, when it begins and what is in memory during it.
+        times_s, memory_bytes: start of each execution, and memory during it.
     """
 
     name: str
@@ -34,8 +34,8 @@ class Baseline:
 def baselines(graph: Graph, plan: Plan) -> tuple[Baseline, ...]:
     """Return keeping everything, and checkpointing blocks if the model has blocks.
 
-    Of the ways to divide the model in blocks it is the fastest that fits the budget of `plan`, or the one of the least peak if
-    none fits. Graph options are left out, as eager PyTorch has none.
+    Of all divisions into blocks, the fastest that fits the budget of `plan` is chosen, or the one with the lowest peak if none
+    fits. Graph options are disabled, as in eager PyTorch.
     """
     program = without_options(graph).out_of_place()
     kept = _judged("keep everything", program, keep_everything(program))

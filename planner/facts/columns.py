@@ -1,4 +1,4 @@
-"""The step in columns of equal time: what is in a pool in each."""
+"""Memory of a pool over the step, in columns of equal time."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ COLUMNS = 720
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """So many bytes in a pool from `start_s` to `end_s`, by the clock of the stream that owns it."""
+    """Bytes in a pool from `start_s` to `end_s`, by the clock of the stream that owns it."""
 
     start_s: float
     end_s: float
@@ -22,18 +22,18 @@ class Stretch:
 
 
 def stretches(timeline: Timeline, pool: Pool) -> tuple[Stretch, ...]:
-    """What is in `pool` over the step, without gaps; what takes no time is there too, for it may be the most."""
+    """Return the bytes in `pool` over the step, without gaps; stretches of zero duration are included."""
     return tuple(_stretches(timeline, pool))
 
 
 def left_bytes(timeline: Timeline, pool: Pool) -> int:
-    """What is in `pool` when the step is over."""
+    """Return the bytes in `pool` at the end of the step."""
     left = (timeline.graph.tensors[t] for t in live_after(timeline.graph, timeline.plan.schedule.steps))
     return timeline.graph.static_bytes_by_pool[pool.name] + sum(t.size_bytes for t in left if t.pool == pool.name)
 
 
 def memory_columns(timeline: Timeline, pool: Pool, count: int = COLUMNS) -> list[int]:
-    """The most bytes in `pool` in each of `count` equal parts of the step."""
+    """Return the peak bytes in `pool` in each of `count` equal parts of the step."""
     columns = [0] * count
     found = stretches(timeline, pool)
     for stretch, (first, last) in zip(found, _spans(timeline, ((s.start_s, s.end_s) for s in found), count), strict=True):
@@ -43,7 +43,7 @@ def memory_columns(timeline: Timeline, pool: Pool, count: int = COLUMNS) -> list
 
 
 def _spans(timeline: Timeline, times_s: Iterable[tuple[float, float]], count: int) -> list[tuple[float, float]]:
-    """Where times begin and end, in columns; evenly where no op has a time."""
+    """Return the column positions of time intervals; they are evenly spaced if all ops take no time."""
     times = list(times_s)
     if not timeline.time_s:
         each = count / max(1, len(times))
@@ -75,7 +75,7 @@ def _stretches(timeline: Timeline, pool: Pool) -> Iterator[Stretch]:
 
 
 def _taken_bytes(graph: Graph, op: Op, pool: Pool) -> int:
-    """What an execution of `op` takes of `pool`: its outputs there, and its workspace in the first pool of its stream."""
+    """Return the bytes that `op` allocates in `pool`: outputs there, and the workspace in the first pool of its stream."""
     outputs_bytes = sum(graph.tensors[t].size_bytes for t in op.outputs if graph.tensors[t].pool == pool.name)
     works_in = next((own for own in graph.pools if own.owner == op.stream), None)
     return outputs_bytes + (op.workspace_bytes if works_in == pool else 0)

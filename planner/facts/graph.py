@@ -1,4 +1,4 @@
-"""What is known of a graph, and of the devices that its ops were measured on, before it is planned."""
+"""Facts about a graph before planning, and about the devices its ops were measured on."""
 
 import math
 from collections.abc import Mapping
@@ -28,7 +28,7 @@ _FINDING = 1.0  # units of work, for schedules that need little memory
 
 @dataclass(frozen=True, slots=True)
 class OpFacts:
-    """What one op holds at once: inputs that the step made, outputs, workspace, and their sum."""
+    """The memory of one op: inputs that the step made, outputs, workspace, and their sum in bytes."""
 
     name: str
     target: str
@@ -43,7 +43,7 @@ class OpFacts:
 
 @dataclass(frozen=True, slots=True)
 class TensorFacts:
-    """One tensor, and the op that makes it."""
+    """One tensor and its producer."""
 
     name: str
     size_bytes: int
@@ -54,13 +54,12 @@ class TensorFacts:
 
 @dataclass(frozen=True, slots=True)
 class OptionFacts:
-    """What an option that a graph was traced with offers on it.
+    """The gain from an option that a graph was traced with.
 
     Attributes:
-        ops, inexact_ops: its optional ops, or those of the program that may write over an input; and those of them that may
-            differ from the program.
-        least_budget_bytes: no schedule with it needs less, of those in the order of ops that a solve with it takes.
-        least_budget_found_bytes: a schedule with it is known for so much.
+        ops, inexact_ops: number of its optional ops, or of ops that may overwrite inputs; and number of those that are not exact.
+        least_budget_bytes: lower bound on the budget with it, for schedules in the order that a solve uses.
+        least_budget_found_bytes: budget of the best schedule known with it.
     """
 
     ops: int
@@ -71,15 +70,15 @@ class OptionFacts:
 
 @dataclass(frozen=True, slots=True)
 class DeviceFacts:
-    """What another device that the ops of a graph were measured on offers.
+    """The gain from another device that the ops of a graph were measured on.
 
     Attributes:
-        ops, inexact_ops: of the program that may run there; and those of them that may differ from what they make here.
-        time_s, here_s: seconds of all of these, there and here.
-        bytes_per_s, latency_s: of copies from and to it.
-        capacity_bytes: of its memory; None for no limit.
-        least_budget_bytes, least_budget_found_bytes: no budget of the main device with it is below the former, and the latter is
-            known to do; None where no op may run there.
+        ops, inexact_ops: number of ops of the program that may run there; and number of those that are not exact there.
+        time_s, here_s: total seconds of these ops there, and on the main device.
+        bytes_per_s, latency_s: rate and latency of transfers.
+        capacity_bytes: size of its memory; None for no limit.
+        least_budget_bytes, least_budget_found_bytes: lower bound on the main device's budget with it, and the budget of the best
+            schedule known; None if no op may run there.
     """
 
     ops: int
@@ -95,14 +94,14 @@ class DeviceFacts:
 
 @dataclass(frozen=True, slots=True)
 class GraphFacts:
-    """What ``planner info`` says about a graph.
+    """The facts that ``planner info`` prints about a graph.
 
-    No schedule that first executes the ops in the order which a solve finds for them (``solvers.order.reorder``) needs less
-    than `least_budget_bytes`: `least_budget_op` sets it, `least_budget_reason` says how. In that order, keeping
-    everything takes `reordered_peak_bytes`. No schedule at all needs less than `least_budget_any_order_bytes`.
-    A schedule is known for `least_budget_found_bytes`. With round trips to the host these are `least_budget_offload_bytes`
-    and `least_budget_offload_found_bytes`, the latter with `least_budget_offload_host_bytes` there. `traced` has each of the
-    options that the graph was traced with, alone; `placement` the other devices, by name.
+    No schedule that first executes the ops in the order that a solve finds (``solvers.order.reorder``) needs less than
+    `least_budget_bytes`; `least_budget_op` sets this bound, and `least_budget_reason` explains it. In that order, keeping
+    everything needs `reordered_peak_bytes`. In any order, no schedule needs less than `least_budget_any_order_bytes`. A schedule
+    is known for `least_budget_found_bytes`. With offloading the bounds are `least_budget_offload_bytes` and
+    `least_budget_offload_found_bytes`, the latter with `least_budget_offload_host_bytes` on the host. `traced` has each of the
+    options that the graph was traced with, alone; `placement` has the other devices, by name.
     """
 
     summary: GraphSummary
@@ -125,14 +124,14 @@ class GraphFacts:
 
 
 def graph_facts(graph: Graph, *, exact: bool = False) -> GraphFacts:
-    """Return the facts of `graph`, with the largest ops and tensors first: those of its program, and what its options could gain.
+    """Return the facts about `graph`, the largest ops and tensors first: those of its program, and the gains from its options.
 
     Args:
-        exact: count only what differs from the program in not a bit.
+        exact: count only exact ops.
 
     Raises:
-        MismatchError: its provenance has other devices that cannot be.
-        GraphError: these are not those of its ops.
+        MismatchError: the devices in its provenance are impossible.
+        GraphError: the devices do not match its ops.
     """
     graph = holding_ops(graph, exact_ops(graph)) if exact else graph
     summary = summarize(graph)
@@ -168,7 +167,7 @@ def graph_facts(graph: Graph, *, exact: bool = False) -> GraphFacts:
 
 
 def _here(graph: Graph) -> Graph:
-    """Return `graph` with what was found when it was traced alone."""
+    """Return `graph` with only the options that were found when it was traced."""
     return without_placement(without_copies(graph)[0])
 
 
@@ -185,10 +184,10 @@ def _option_facts(graph: Graph) -> OptionFacts:
 
 
 def _device_facts(graph: Graph, device: OtherDevice) -> DeviceFacts:
-    """Return what `device` offers the ops of the program of `graph`.
+    """Return the facts about running ops of the program of `graph` on `device`.
 
     Raises:
-        GraphError: it has not a time, or None, for each of them.
+        GraphError: it lacks a time, or None, for one of the ops.
     """
     offered = movable(graph, device)
     proved_bytes, found_bytes = None, None
@@ -209,7 +208,7 @@ def _device_facts(graph: Graph, device: OtherDevice) -> DeviceFacts:
 
 
 def _least_with(graph: Graph) -> tuple[int, int]:
-    """Return what no budget of a graph with choices is below, and one that is known to do."""
+    """Return a lower bound on the budget of a graph with options, and a feasible budget."""
     order = with_pass_ends(reordered(graph).graph).graph
     proved_bytes = least_budget_bound(order).budget_bytes
     known = least_known(order, WorkClock(_FINDING), proved_bytes=proved_bytes)

@@ -1,4 +1,4 @@
-"""What is in the memory of the device over the step: moments, and the tensors that live from one to another."""
+"""Device memory over the step: moments, and the lives of tensors."""
 
 from dataclasses import dataclass
 
@@ -11,12 +11,12 @@ from planner.facts.timeline import Timeline
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """A time in which the memory of the device does not change.
+    """A time interval in which the device memory does not change.
 
     Attributes:
         start_s, end_s: seconds since the step began.
-        size_bytes: in use, static bytes included.
-        op: what is executed or issued; None while the computation waits.
+        size_bytes: bytes in use, static memory included.
+        op: the op that is executed or issued; None while the computation waits.
     """
 
     start_s: float
@@ -27,11 +27,11 @@ class Moment:
 
 @dataclass(frozen=True, slots=True)
 class Life:
-    """A tensor in memory, from one execution that makes it until it is freed.
+    """A tensor in memory, from an execution that makes it until it is freed.
 
     Attributes:
-        tensor: what is in memory.
-        maker: the op that was executed for it.
+        tensor: the tensor.
+        maker: the op that was executed to make it.
         born, dies: the first moment with it, and the first without it.
         last_reader: the op that reads it last in this life; None if none does.
     """
@@ -47,7 +47,7 @@ class Life:
 class Lives:
     """The moments of a step in order, and the lives in order of birth.
 
-    What a moment holds besides static bytes and lives is the workspace of its op.
+    A moment holds static memory, lives, and the workspace of its op.
 
     Attributes:
         at_step: for each step of the schedule, its moment, or the next one if it has none.
@@ -65,7 +65,7 @@ def lives_of(timeline: Timeline) -> Lives:
 
 @dataclass(slots=True)
 class _Open:
-    """A life that has not ended."""
+    """A life that has not ended yet."""
 
     maker: Op
     born: int
@@ -73,7 +73,7 @@ class _Open:
 
 
 class _Following:
-    """A schedule, followed step by step."""
+    """A schedule that is followed step by step."""
 
     def __init__(self, timeline: Timeline) -> None:
         self.timeline, self.graph = timeline, timeline.graph
@@ -114,11 +114,11 @@ class _Following:
         if op.overwrites:
             freed = self._freed_behind(index)
             for t in (read for _, read in op.overwrites if read in freed):
-                self.end(t)  # its memory is that of the output now
+                self.end(t)  # its memory now belongs to the output
         for t in op.outputs:
             if tensors[t].pool != DEVICE:
                 continue
-            if t in self.open:  # there twice while the op runs
+            if t in self.open:  # in memory twice while the op runs
                 self.lives.append(Life(tensors[t], op, now, now + 1, None))
             else:
                 self.open[t] = _Open(op, now)
@@ -135,7 +135,7 @@ class _Following:
         self.lives.append(Life(tensor, life.maker, life.born, len(self.moments), life.last_reader))
 
     def _freed_behind(self, index: int) -> set[int]:
-        """Return what is freed between step `index` and the next execution."""
+        """Return the tensors freed between step `index` and the next execution."""
         freed = set()
         for step in self.steps[index + 1 :]:
             if not isinstance(step, Free):

@@ -1,4 +1,4 @@
-"""What PyTorch's caching allocator reserves for a plan on a CUDA device, by simulation."""
+"""Simulation of the memory that PyTorch's caching allocator reserves for a plan on a CUDA device."""
 
 from graphs.pools import DEVICE
 from graphs.schedule import Compute
@@ -9,8 +9,8 @@ from planner.runtime.caching_allocator import Block, CachingAllocator
 def reserved_bytes(timeline: Timeline) -> tuple[int, ...]:
     """Return the bytes reserved after each step of the schedule, in a first step from an empty device.
 
-    Static tensors are allocated first. Nothing is known, and the answer is empty, on a CPU, and where other streams or writes
-    over inputs make the order of allocations another one.
+    Static tensors are allocated first. The result is empty on a CPU, and if other streams or in-place writes change the order of
+    allocations.
     """
     graph = timeline.graph
     device = str(graph.provenance.get("device", "cpu"))

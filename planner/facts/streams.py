@@ -1,4 +1,4 @@
-"""What is beside the computation in a plan: the other streams, where one waits for another, and what goes to other memories."""
+"""The other streams of a plan, the waits between streams, and the transfers to other pools."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,12 +12,12 @@ from planner.facts.timeline import Execution, Timeline
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """A queue, and what runs on it.
+    """A stream, and its executions.
 
     Attributes:
-        executions: in order.
-        busy_s: seconds of all of them.
-        made_bytes: of their outputs; of copies, what they carry.
+        executions: its executions, in order.
+        busy_s: total seconds of its executions.
+        made_bytes: bytes of their outputs, or of the copied tensors.
     """
 
     name: str
@@ -28,12 +28,12 @@ class Stream:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """A time in which a stream does nothing because another is not done.
+    """A time in which a stream is idle because another one is not done.
 
     Attributes:
         start_s, end_s: seconds since the step began.
-        awaited: the execution on another stream with whose end it ends.
-        following: the op that is executed then, or the tensor whose memory can go then; None at the end of the step.
+        awaited: the execution on another stream that ends the wait.
+        following: the op that is executed next, or the tensor that can be freed; None at the end of the step.
     """
 
     start_s: float
@@ -43,18 +43,18 @@ class Wait:
 
     @property
     def time_s(self) -> float:
-        """How long it is."""
+        """The duration in seconds."""
         return self.end_s - self.start_s
 
 
 @dataclass(frozen=True, slots=True)
 class Trip:
-    """A tensor of the device copied to another memory.
+    """A tensor of the device that is copied to another pool.
 
     Attributes:
-        copy: what is there.
-        out: the execution that makes it.
-        back: those that make the tensor of it on the device, in order.
+        copy: the tensor in the other pool.
+        out: the execution that offloads it.
+        back: the executions that reload it, in order.
     """
 
     tensor: Tensor
@@ -64,7 +64,7 @@ class Trip:
 
 
 def streams(timeline: Timeline) -> tuple[Stream, ...]:
-    """All of the graph, the computation first."""
+    """Return all streams of the graph, the computation first."""
     found = []
     for name in timeline.graph.streams:
         own = tuple(execution for execution in timeline.executions if execution.op.stream == name)
@@ -74,16 +74,16 @@ def streams(timeline: Timeline) -> tuple[Stream, ...]:
 
 
 def waits(timeline: Timeline, stream: str) -> tuple[Wait, ...]:
-    """Where `stream` waits, in order; at the end for the last stream. With its executions this is the whole step."""
+    """Return the waits of `stream` in order; together with its executions they cover the step."""
     return tuple(_waits(timeline, stream))
 
 
 def _waits(timeline: Timeline, stream: str) -> Iterator[Wait]:
     graph, schedule = timeline.graph, timeline.plan.schedule
-    ending: dict[float, list[Execution]] = {}  # what was issued on other streams, by when it ends
+    ending: dict[float, list[Execution]] = {}  # executions on other streams, by end time
 
     def awaited(end_s: float, tensors: set[int]) -> Execution:
-        """Of what ends then, the one that has to do with `tensors`; the last of several."""
+        """Return the execution that ends at `end_s` and uses `tensors`; the last if there are several."""
         own = [execution for execution in ending[end_s] if tensors.intersection(execution.op.inputs + execution.op.outputs)]
         return (own or ending[end_s])[-1]
 
@@ -105,11 +105,11 @@ def _waits(timeline: Timeline, stream: str) -> Iterator[Wait]:
 
 
 def trips(timeline: Timeline) -> tuple[Trip, ...]:
-    """What is copied from the device to other memories, in order."""
+    """Return the transfers from the device to other pools, in order."""
     graph = timeline.graph
     found: list[tuple[Tensor, Tensor, Execution]] = []
     back: list[list[Execution]] = []
-    there: dict[int, int] = {}  # by tensor in another memory, which trip made it last
+    there: dict[int, int] = {}  # by tensor in another pool, the trip that made it last
     for execution in timeline.executions:
         for source, made in _copied(graph, execution.op):
             if source.pool == DEVICE:
@@ -122,6 +122,6 @@ def trips(timeline: Timeline) -> tuple[Trip, ...]:
 
 
 def _copied(graph: Graph, op: Op) -> Iterator[tuple[Tensor, Tensor]]:
-    """What a transfer takes from or to the device, and what it makes of it in the other memory."""
+    """Yield the device tensor that a transfer copies, and the tensor in the other pool."""
     if op.is_transfer and DEVICE in graph.ends(op):
         yield graph.tensors[op.inputs[0]], graph.tensors[op.outputs[0]]

@@ -1,4 +1,4 @@
-"""A plan followed on its graph step by step: what is in memory when, and what is recomputed."""
+"""A plan followed on its graph step by step: memory over time, and recomputations."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -20,11 +20,11 @@ class Execution:
     """One execution of an op.
 
     Attributes:
-        op: what is executed.
+        op: the op.
         step: index in the schedule.
         start_s, end_s: seconds since the step began.
-        memory_bytes: in use on the device during it, static bytes included.
-        again: what it is executed for, itself or what it stands for, was executed before.
+        memory_bytes: bytes in use on the device during it, static memory included.
+        again: True if the op, or one that it replaces, was executed before.
     """
 
     op: Op
@@ -37,13 +37,13 @@ class Execution:
 
 @dataclass(frozen=True, slots=True)
 class Burst:
-    """Recomputations that follow each other.
+    """A run of consecutive recomputations.
 
     Attributes:
         start_s: seconds since the step began.
-        time_s, ops: of all of them.
+        time_s, ops: total seconds, and number of ops.
         modules: blocks they belong to, in order of appearance.
-        reader: the op that is executed for the first time behind them; None at the end of the step.
+        reader: the op that is executed for the first time after them; None at the end of the step.
     """
 
     start_s: float
@@ -55,7 +55,7 @@ class Burst:
 
 @dataclass(frozen=True, slots=True)
 class ModuleCost:
-    """The recomputations of one block: how often which targets, and how long it takes."""
+    """The recomputations of one block: their targets and their total time."""
 
     module: str
     ops: int
@@ -65,7 +65,7 @@ class ModuleCost:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A tensor that is in memory at the peak, the op of the program that makes it, and since when it is there."""
+    """A tensor in memory at the peak, the op of the program that makes it, and since when it is there."""
 
     tensor: Tensor
     op: Op
@@ -74,13 +74,13 @@ class Held:
 
 @dataclass(frozen=True)
 class Timeline:
-    """`plan` on `graph`, which has the options that the plan was solved with.
+    """The timeline of `plan` on `graph`, which has the options that the plan was solved with.
 
     Attributes:
-        simulation: what the judge says of the schedule.
+        simulation: the judge's simulation of the schedule.
 
     Raises:
-        MismatchError: the plan is for another graph, or says what its schedule does not do.
+        MismatchError: the plan is for another graph, or disagrees with its schedule.
         ScheduleError: the plan's schedule does not run on the graph.
     """
 
@@ -93,7 +93,7 @@ class Timeline:
 
     @cached_property
     def clocks(self) -> Clocks:
-        """When each step begins and ends."""
+        """The start and end of each step."""
         return run_clocks(self.graph, self.plan.schedule)
 
     @cached_property
@@ -112,17 +112,17 @@ class Timeline:
 
     @cached_property
     def computed(self) -> tuple[Execution, ...]:
-        """Those of the computation; the others are beside it."""
+        """The executions on the computation stream."""
         return tuple(execution for execution in self.executions if execution.op.stream == COMPUTE)
 
     @cached_property
     def time_s(self) -> float:
-        """Seconds of the whole step."""
+        """The duration of the step in seconds."""
         return self.simulation.time_s
 
     @cached_property
     def reached_s(self) -> tuple[float, ...]:
-        """For each step, when the computation comes to it, in whose order memory of the device is taken."""
+        """For each step, the time at which the computation reaches it; device memory is allocated in this order."""
         return tuple(start_s for start_s, _ in passages(self.graph, self.plan.schedule, self.clocks, COMPUTE))
 
     @cached_property
@@ -137,7 +137,7 @@ class Timeline:
 
     @cached_property
     def held(self) -> tuple[Held, ...]:
-        """What the step itself has in memory at the peak, outputs included, largest first."""
+        """The tensors of the step in memory at the peak, outputs included, largest first."""
         live = live_after(self.graph, self.plan.schedule.steps[: self.simulation.peak_step + 1])
         made = ((self.graph.tensors[t], step) for t, step in live.items())
         held = [Held(t, self.graph.ops[t.producers[0]], self.reached_s[step]) for t, step in made if t.pool == DEVICE]
@@ -162,7 +162,7 @@ class Timeline:
 
     @cached_property
     def module_costs(self) -> tuple[ModuleCost, ...]:
-        """What recomputation costs, by block, the dearest first."""
+        """The cost of recomputation by block, the most expensive first."""
         again: dict[str, list[Op]] = {}
         for execution in self.computed:
             if execution.again:
@@ -172,17 +172,17 @@ class Timeline:
 
 
 def block(module: str) -> str:
-    """The part of a model that a module belongs to: its path up to the first number, ``h.3`` of ``h.3.attn.out``."""
+    """Return the block that a module belongs to: its path up to the first number, ``h.3`` for ``h.3.attn.out``."""
     parts = module.removeprefix("model.").split(".")
     numbers = [i for i, part in enumerate(parts) if part.isdecimal()]
     return ".".join(parts[: numbers[0] + 1]) if numbers else parts[0]
 
 
 def module_of(op: Op) -> str:
-    """The module that an op was called in; what is called, where that is not known."""
+    """Return the module that an op was called in; its target if the module is unknown."""
     return op.module.removeprefix("model.") or op.target
 
 
 def _targets(ops: Iterable[Op]) -> tuple[str, ...]:
-    """The names of what is called, the most frequent first."""
+    """Return the names of the ops' targets, the most frequent first."""
     return tuple(name for name, _ in Counter(op.target.removeprefix("aten.").split(".")[0] for op in ops).most_common())

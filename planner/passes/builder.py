@@ -1,4 +1,4 @@
-"""One pass of calls as an FX graph."""
+"""Construction of one pass of calls as an FX graph."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,11 +19,11 @@ _ALIGNMENT = 16
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """A pass that runs.
+    """A runnable pass.
 
     Attributes:
-        module: whose code is that of the pass.
-        run: called with its parameters.
+        module: the module with the code of the pass.
+        run: function of its parameters.
         lines: for each line of a step, the position of that step in the schedule.
     """
 
@@ -33,18 +33,18 @@ class Pass:
 
 
 class PassBuilder:
-    """Builds a pass, call after call.
+    """A builder of a pass, call by call.
 
     Attributes:
-        tensors: for each tensor in memory the node that holds it.
-        step: position of the step in the schedule that what comes is of; None for what is of none.
+        tensors: for each tensor in memory its node.
+        step: position in the schedule of the step that is being built; None outside of steps.
     """
 
     def __init__(self, program: Program, names: Mapping[str, object] = MappingProxyType({})) -> None:
-        """Build a pass of `program`.
+        """Start a pass of `program`.
 
         Args:
-            names: of objects, in the source.
+            names: names of objects in the source.
         """
         self.tensors: dict[int, fx.Node] = {}
         self.step: int | None = None
@@ -62,7 +62,7 @@ class PassBuilder:
         return self._graph.placeholder(name)
 
     def attribute(self, name: str) -> fx.Node:
-        """What stands for one of ``names`` that the graph, which may be there for longer, does not hold."""
+        """Return the node of one of ``names``, a global that the graph itself does not hold."""
         if name not in self._attributes:
             self._attributes[name] = self._graph.get_attr(name)
         return self._attributes[name]
@@ -75,10 +75,10 @@ class PassBuilder:
     def tensor_list(
         self, name: str, tensors: Sequence[int], others: Sequence[str] = (), *, emptied: bool = False
     ) -> list[fx.Node]:
-        """Add a parameter that is a list of `tensors`, and of `others` behind them, by name; return what stands for the others.
+        """Add a parameter that is a list of `tensors`, followed by `others`, by name; return the nodes of the others.
 
         Args:
-            emptied: the pass empties the list, so that nothing but its own variables holds what is in it.
+            emptied: True if the pass empties the list, so that only its own variables hold the items.
         """
         nodes = [self._graph.placeholder(f"t{tensor}") for tensor in tensors]
         for tensor, node in zip(tensors, nodes, strict=True):
@@ -90,14 +90,14 @@ class PassBuilder:
 
     @property
     def read(self) -> set[str]:
-        """The variables of parameters that anything reads."""
+        """The variables of parameters that any node reads."""
         return {variable(node) for node in self._graph.find_nodes(op="placeholder") if node.users}
 
     def value(self, value: Argument, own: Mapping[int, fx.Node] = MappingProxyType({})) -> Any:
-        """What stands for `value` in the graph.
+        """Return the node or argument for `value` in the graph.
 
         Args:
-            own: what stands for tensors in place of those in memory.
+            own: nodes of tensors that replace those in memory.
         """
         match value:
             case fx.Node():
@@ -117,25 +117,20 @@ class PassBuilder:
         return value
 
     def call(self, call: Call, name: str = "made", own: Mapping[int, fx.Node] = MappingProxyType({})) -> fx.Node:
-        """Make a call, in a line of its own.
-
-        Args:
-            name: of the variable, where what it returns is read.
-            own: as in ``value``.
-        """
+        """Add a call on its own line; `name` is that of its variable, if the result is read."""
         args = tuple(self.value(arg, own) for arg in call.args)
         kwargs = {key: self.value(arg, own) for key, arg in call.kwargs.items()}
         kind = "call_method" if isinstance(call.target, str) else "call_function"
         return self._noted(self._graph.create_node(kind, call.target, args, kwargs, name))
 
     def hold(self, call: Call, name: str) -> fx.Node:
-        """Make a call, and hold what it returns until it is freed, or the pass ends."""
+        """Add a call, and hold its result until it is freed or the pass ends."""
         node = self.call(call, name)
         node.meta[VARIABLE] = node.name
         return node
 
     def execute(self, statements: Sequence[Statement], wanted: Collection[int]) -> None:
-        """Execute an op, and hold those of the tensors that it makes that are `wanted`; the others go when it is done."""
+        """Execute an op, and hold those of its outputs that are `wanted`; the others are freed when it is done."""
         own: dict[int, fx.Node] = {}
         for i, statement in enumerate(statements):
             later = {t for other in statements[i + 1 :] for t in read_by(other.value)}
@@ -154,12 +149,12 @@ class PassBuilder:
                 self.free(node)
 
     def rebind(self, tensor: int, call: Call) -> None:
-        """Let `tensor` be what `call` returns."""
+        """Replace `tensor` by the result of `call`."""
         self.tensors[tensor] = self.call(call, f"t{tensor}")
         self.tensors[tensor].meta[VARIABLE] = f"t{tensor}"
 
     def free(self, node: fx.Node) -> None:
-        """Let nothing hold the value of `node` from here on."""
+        """Free the value of `node` from here on."""
         self._noted(self._graph.create_node("call_function", free, (node,), {}, "free"))
 
     def free_tensor(self, tensor: int) -> None:
@@ -167,8 +162,8 @@ class PassBuilder:
         self.free(self.tensors.pop(tensor))
 
     def free_read(self, tensors: Sequence[int], returned: Argument) -> None:
-        """Free each of `tensors`, static ones, behind the line that reads it last, where `returned` does not."""
-        last: dict[str, tuple[fx.Node, fx.Node]] = {}  # by variable, what holds it then, and the line
+        """Free each of the static `tensors` after its last use, unless `returned` contains it."""
+        last: dict[str, tuple[fx.Node, fx.Node]] = {}  # by variable, the node that holds it, and the line
         for node in self._graph.nodes:
             if not node.meta.get(INLINE):
                 last.update({variable(read): (read, node) for read in _read_in_line(node)})
@@ -179,7 +174,7 @@ class PassBuilder:
                     self.free(found[0])
 
     def finish(self, returned: Argument, title: str) -> Pass:
-        """Return the pass, which returns `returned`; tracebacks call it `title`."""
+        """Return the pass, with `returned` as its result and `title` as its name in tracebacks."""
         self.step = None
         self._graph.output(self.value(returned))
         attributes = {name: self._names[name] for name in self._attributes}
@@ -190,11 +185,11 @@ class PassBuilder:
         return Pass(module, run, {(file, number): step for number, step in codegen.steps.items()})
 
     def _item(self, made: fx.Node, path: Path) -> fx.Node:
-        """The item of `made` at `path`."""
+        """Return the item of `made` at `path`."""
         return self.call(item(made, path), "item")
 
     def _held(self, tensor: int) -> fx.Node:
-        """What holds a tensor: a static one is aligned before it is first read, where kernels expect that."""
+        """Return the node that holds a tensor; a static tensor is aligned before its first use if kernels expect that."""
         if tensor in self._unaligned:
             self._unaligned.remove(tensor)
             self.rebind(tensor, Call(aligned, (self.tensors[tensor],)))
@@ -214,7 +209,7 @@ class PassBuilder:
 
 
 def _read_in_line(node: fx.Node) -> Iterator[fx.Node]:
-    """Yield what the line of `node` reads, by the views in it too."""
+    """Yield the nodes that the line of `node` reads, including those of inlined views."""
     for read in node.all_input_nodes:
         if read.meta.get(INLINE):
             yield from _read_in_line(read)
@@ -223,7 +218,7 @@ def _read_in_line(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def aligned(value: torch.Tensor) -> torch.Tensor:
-    """`value`, or a copy of it where it does not begin at a multiple of 16 bytes, as kernels for CUDA expect."""
+    """Return `value`, or a copy if it does not start at a multiple of 16 bytes, as CUDA kernels expect."""
     return value if value.data_ptr() % _ALIGNMENT == 0 else value.clone()
 
 

@@ -1,8 +1,7 @@
-"""Straight-line Python for the graph of a pass: a line for each call, and a ``del`` where a tensor is freed.
+"""Generation of straight-line Python for a pass: a line for each call, and a ``del`` for each freed tensor.
 
-FX's own code frees each value after its last use, and looks up ``torch.ops.aten.mm.default`` at each call. Here a schedule says
-where a tensor is freed, by a node that calls ``free``; targets and constants are globals; and views stand inside the calls that
-read them.
+FX's own code frees each value after its last use, and looks up ``torch.ops.aten.mm.default`` at each call. Here a schedule frees
+tensors, by nodes that call ``free``; targets and constants are globals; and views are inlined into the calls that read them.
 """
 
 import keyword
@@ -19,8 +18,8 @@ from torch import fx
 from planner.torch_private.core import OpOverload
 from planner.torch_private.fx import CodeGen
 
-# In the meta of nodes: whether it stands inside the line that reads it, the step that it is of, and the variable that it is held
-# in until it is freed, though nothing reads it.
+# Keys of node.meta: True if the node is inlined into its reader; the step of the node; and the variable that holds it until it
+# is freed, even if nothing reads it.
 INLINE, STEP, VARIABLE = "inline", "step", "variable"
 
 
@@ -29,9 +28,9 @@ class Parameter:
     """A parameter of a pass.
 
     Attributes:
-        name: of it.
-        unpacked: the placeholders of its items, where it is a list; None where it is a placeholder itself.
-        emptied: whether the list is emptied before anything else happens.
+        name: name of the parameter.
+        unpacked: placeholders of its items if it is a list; None if it is a placeholder itself.
+        emptied: True if the list is emptied first.
     """
 
     name: str
@@ -40,24 +39,24 @@ class Parameter:
 
 
 def free(value: object) -> None:
-    """Hold `value` until here: what schedules free. It is written as ``del``."""
+    """Mark the end of `value`'s life in the graph; the generated code is a ``del``."""
 
 
 class StraightLine(CodeGen):
-    """Writes the graph of a pass.
+    """A generator of the code of a pass.
 
     Attributes:
-        steps: for each line of the source that is of a step, its position in the schedule.
+        steps: for each line of a step, its position in the schedule.
     """
 
     def __init__(self, parameters: Sequence[Parameter], names: Mapping[str, object]) -> None:
-        """`names` are those of some targets and constants."""
+        """Initialize with `names` for some targets and constants."""
         super().__init__()
         self.steps: dict[int, int] = {}
         self._parameters, self._names = parameters, names
 
     def source(self, nodes: Iterable[fx.Node]) -> tuple[str, dict[str, Any]]:
-        """As ``CodeGen``."""
+        """Return the source of ``forward`` and its globals; see ``CodeGen``."""
         nodes = list(nodes)
         taken = {variable(node) for node in nodes if node.op != "get_attr" and not node.meta.get(INLINE)}
         written = _Globals(self._names, taken | {parameter.name for parameter in self._parameters})
@@ -76,17 +75,17 @@ class StraightLine(CodeGen):
 
 
 class _Globals:
-    """Writes nodes, and names what they call and are given."""
+    """Code of nodes, and the global names of their targets and constants."""
 
     def __init__(self, names: Mapping[str, object], taken: Collection[str]) -> None:
-        """`names` are wanted for some objects, those `taken` for none."""
+        """Initialize with preferred `names` of objects, and the names `taken`."""
         self.values: dict[str, Any] = {}
         self._taken = taken
         self._wanted = {id(value): name for name, value in names.items() if value is not None}
         self._names: dict[int, str] = {}
 
     def line(self, node: fx.Node) -> str | None:
-        """The line of a node; None where it has none."""
+        """Return the line of a node; None if it has none."""
         if node.op in ("placeholder", "get_attr") or node.meta.get(INLINE):
             return None
         if node.op == "output":
@@ -99,7 +98,7 @@ class _Globals:
         return f"{variable(node)} = {self.call(node)}" if is_held else self.call(node)
 
     def call(self, node: fx.Node) -> str:
-        """What computes a node."""
+        """Return the expression that computes a node."""
         if node.target is operator.getitem:
             return f"{self.expression(node.args[0])}[{self._subscript(node.args[1])}]"
         args = [self.expression(arg) for arg in node.args]
@@ -107,7 +106,7 @@ class _Globals:
         return f"{target}({', '.join([*args, *(f'{name}={self.expression(arg)}' for name, arg in node.kwargs.items())])})"
 
     def expression(self, value: Any) -> str:
-        """An argument."""
+        """Return the expression of an argument."""
         match value:
             case fx.Node(op="get_attr", target=str(name)):
                 return self._name(getattr(value.graph.owning_module, name), name)
@@ -132,19 +131,19 @@ class _Globals:
             number = 2
             while name in self.values or name in self._taken:
                 name, number = f"{wanted}_{number}", number + 1
-            self.values[name] = value  # and held, so that its identity stays its own
+            self.values[name] = value  # held, so that its id stays unique
             self._names[id(value)] = name
         return self._names[id(value)]
 
 
 def variable(node: fx.Node) -> str:
-    """The variable that holds the value of `node`: of a tensor the same, whichever node has made it."""
+    """Return the variable of `node`; all producers of a tensor share it."""
     name: str = node.meta.get(VARIABLE, node.name)
     return name
 
 
 def _name_of(value: Any) -> str:
-    """A name for a target or a constant."""
+    """Return a name for a target or a constant."""
     shown = type(value).__name__
     if isinstance(value, OpOverload | torch.dtype | torch.device | torch.layout | torch.memory_format):
         shown = str(value)

@@ -1,7 +1,7 @@
-"""Random ops of a pass that draw what they drew first whenever they are executed again, whoever else draws meanwhile.
+"""Random ops of a pass: each repeated execution draws the same numbers, even if others draw in between.
 
-Each of these functions is called in place of an op, with the op and its arguments last. All that planned steps draw, they draw
-under one lock. How an op gets a generator of its own: ``planner.capture.rewrites.reproducible_random``.
+Each of these functions is called in place of an op, with the op and its arguments last. All draws of planned steps share one
+lock. ``planner.capture.rewrites.reproducible_random`` gives an op its own generator.
 """
 
 import threading
@@ -16,7 +16,7 @@ Draw = Callable[..., Any]
 
 
 def draw_once(draw: Draw, /, *args: Any, **kwargs: Any) -> Any:
-    """Draw what is not drawn again."""
+    """Draw for an op that is executed once."""
     with LOCK:
         return draw(*args, **kwargs)
 
@@ -24,9 +24,9 @@ def draw_once(draw: Draw, /, *args: Any, **kwargs: Any) -> Any:
 def draw_first(
     state: torch.Tensor, generator: torch.Generator, own: torch.Generator | None, draw: Draw, /, *args: Any, **kwargs: Any
 ) -> Any:
-    """Draw for the first time, and save the `state` of `generator`, which moves on also where `draw` draws from `own`."""
+    """Draw for the first time and save the `state` of `generator`, which advances also if `draw` draws from `own`."""
     with LOCK:
-        # The state that was saved before is that of a moment ago, and others may have drawn since.
+        # The state saved before is outdated: others may have drawn since.
         state.copy_(generator.get_state())
         if own is None:
             return draw(*args, **kwargs)
@@ -39,7 +39,7 @@ def draw_first(
 def draw_again(
     state: torch.Tensor, generator: torch.Generator, own: torch.Generator | None, draw: Draw, /, *args: Any, **kwargs: Any
 ) -> Any:
-    """Draw again from `state`; where no kernel draws from `own`, `generator` is left as it was found."""
+    """Draw again from `state`, by `own`; without it by `generator`, which is restored afterwards."""
     with LOCK:
         if own is not None:
             own.set_state(state)

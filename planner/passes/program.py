@@ -1,7 +1,7 @@
-"""How to execute the ops of a graph: for each op its calls, as data.
+"""The calls that execute the ops of a graph, as data.
 
-A graph says what a training step is; its program says how to run it. Arguments of calls are references to tensors, views of
-these, and constants. A view is a call itself, made again wherever it is read, so that nothing but the base ever holds a storage.
+A graph describes a training step; its program says how to run it. Arguments of calls are references to tensors, views of them,
+and constants. A view is a call itself, repeated wherever it is read, so that only the base holds a storage.
 """
 
 import operator
@@ -25,10 +25,10 @@ class Ref:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A target applied to arguments: what computes an op, or, as an argument, a view.
+    """A target applied to arguments: the call of an op or, as an argument, a view.
 
     Attributes:
-        target: what is called; a name calls that method of the first argument.
+        target: the function; a string names a method of the first argument.
         args, kwargs: references, calls, and lists and tuples of them; anything else is a constant.
     """
 
@@ -39,7 +39,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """The value of a call that each pass makes once, before it is first read."""
+    """The result of a call that each pass makes once, before its first use."""
 
     call: Call
 
@@ -48,7 +48,7 @@ Argument = Any  # a reference, a call, a list or tuple of them, or a constant
 
 
 def leaves_of(value: Argument) -> Iterator[Any]:
-    """Yield the references and constants in `value`, in order; targets of calls are none."""
+    """Yield the references and constants in `value`, in order, without targets of calls."""
     match value:
         case Call(args=args, kwargs=kwargs):
             for each in (*args, *kwargs.values()):
@@ -63,12 +63,12 @@ def leaves_of(value: Argument) -> Iterator[Any]:
 
 
 def read_by(value: Argument) -> list[int]:
-    """Return the tensors that `value` reads, each once, in the order in which it names them."""
+    """Return the tensors that `value` reads, each once, in order of appearance."""
     return list(dict.fromkeys(leaf.tensor for leaf in leaves_of(value) if isinstance(leaf, Ref)))
 
 
 def mapped(value: Argument, leaf: Callable[[Any], Any]) -> Argument:
-    """Return `value` with `leaf` of each of its references and constants in their place."""
+    """Return `value` with each reference and constant replaced by ``leaf`` of it."""
     match value:
         case Call(target=target, args=args, kwargs=kwargs):
             given = tuple(mapped(each, leaf) for each in args)
@@ -83,12 +83,12 @@ def mapped(value: Argument, leaf: Callable[[Any], Any]) -> Argument:
 
 
 def renumbered(value: Argument, numbers: Mapping[int, int]) -> Argument:
-    """Return `value` with other tensors: those of `numbers` in place of what they stand for, the others as they are."""
+    """Return `value` with tensor ids replaced as in `numbers`; others are unchanged."""
     return mapped(value, lambda leaf: Ref(numbers.get(leaf.tensor, leaf.tensor)) if isinstance(leaf, Ref) else leaf)
 
 
 def shown(path: Path) -> str:
-    """Return `path` as people read it: ``[0][2]``."""
+    """Return `path` as text: ``[0][2]``."""
     return "".join(f"[{index}]" for index in path)
 
 
@@ -101,7 +101,7 @@ def item(value: Argument, path: Path) -> Argument:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where a static tensor comes from when the step runs.
+    """The source of a static tensor when the step runs.
 
     Attributes:
         tensor: its id in the graph.
@@ -117,50 +117,50 @@ class Source:
 
     @property
     def is_tangent(self) -> bool:
-        """Whether this is the gradient of the loss."""
+        """True if this is the gradient of the loss."""
         return self.name == TANGENT
 
 
 class Composed(Protocol):
-    """Several operators that are called as one."""
+    """Several operators called as one."""
 
     @property
     def fakes(self) -> tuple[Any, ...]:
-        """What it is called with, as fake tensors."""
+        """The inputs as fake tensors."""
         ...
 
     def __call__(self, *given: Any) -> tuple[Any, ...]:
-        """The outputs of the op."""
+        """Return the outputs of the op."""
         ...
 
 
 @runtime_checkable
 class Repeated(Composed, Protocol):
-    """What does the same time and again, on one part of what it is called with after the other."""
+    """A computation that repeats the same work on consecutive parts of its inputs."""
 
     @property
     def part(self) -> "Repeated":
-        """What it does with one of the parts, of which ``count`` is 1."""
+        """The computation on a single part, whose ``count`` is 1."""
         ...
 
     @property
     def count(self) -> int:
-        """How many parts there are."""
+        """The number of parts."""
         ...
 
     @property
     def alike(self) -> Hashable:
-        """Equal for those that run the same operators on tensors of the same sizes."""
+        """A key that is equal for the same operators on tensors of the same sizes."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Statement:
-    """A value that is computed, and the tensors that its items are.
+    """A computed value, and the tensors in its items.
 
     Attributes:
         value: a call; None for a tensor that only marks that an op is done.
-        outputs: for each tensor that it makes its id and where it stands in the value.
+        outputs: for each tensor that it makes, its id and its path in the value.
     """
 
     value: Call | None
@@ -169,18 +169,17 @@ class Statement:
 
 @dataclass(frozen=True, slots=True)
 class OpCalls:
-    """How one op is executed.
+    """The calls that execute one op.
 
     Attributes:
-        statements: in order. An op of eager PyTorch has one; Inductor's allocate their outputs, and launch kernels.
+        statements: the statements, in order. An op of eager PyTorch has one; Inductor's allocate outputs, and launch kernels.
         random_state: id of the tensor that holds the generator's state as it was before the first
             execution; None for an op that draws nothing.
-        redraw: the call that draws from the generator ``Program.own_generator``; None where no kernel does.
-        composed: what is called, where that runs several operators; None where it is one.
-        over: ids of outputs and of the inputs that they may be written over, with the call that makes the output then, in
-            place of that of its statement.
-        launches: whether these are launches of Inductor's kernels.
-        after_forward: what is executed in place of the one statement once the forward pass has ended; None for the same.
+        redraw: the call that draws from ``Program.own_generator``; None if no kernel does.
+        composed: the function, if it runs several operators; None for a single one.
+        over: pairs of an output and an input that it may overwrite, with the call that does so.
+        launches: True if these are launches of Inductor's kernels.
+        after_forward: replacement for the single statement once the forward pass has ended; None if it is the same.
     """
 
     statements: tuple[Statement, ...]
@@ -193,19 +192,19 @@ class OpCalls:
 
     @property
     def outputs(self) -> tuple[tuple[int, Path], ...]:
-        """The tensors that the statements make, and where each stands in the value of its statement."""
+        """The tensors that the statements make, with their paths in the values."""
         return tuple(output for statement in self.statements for output in statement.outputs)
 
     @property
     def call(self) -> Call:
-        """What is called, of an op of eager PyTorch."""
+        """The single call of an op of eager PyTorch."""
         (statement,) = self.statements
         assert statement.value is not None
         return statement.value
 
     @property
     def is_nothing(self) -> bool:
-        """True if nothing is called."""
+        """True if the op makes no call."""
         return all(statement.value is None for statement in self.statements)
 
     def written_over(self, pairs: Container[tuple[int, int]]) -> tuple[Statement, ...]:
@@ -219,7 +218,7 @@ class OpCalls:
         return tuple(map(changed, self.statements))
 
     def renumbered(self, numbers: Mapping[int, int]) -> "OpCalls":
-        """Return the calls of an op that is the same on other tensors, and writes over none of them."""
+        """Return the calls of the same op on other tensors, without in-place writes."""
 
         def statement(given: Statement) -> Statement:
             outputs = tuple((numbers.get(t, t), path) for t, path in given.outputs)
@@ -230,26 +229,26 @@ class OpCalls:
 
 
 def call_of(call: Call, outputs: Sequence[tuple[int, Path]], **more: Any) -> OpCalls:
-    """Return the calls of an op that is one `call`; `more` are attributes of ``OpCalls``."""
+    """Return the calls of an op with a single `call`; `more` are attributes of ``OpCalls``."""
     return OpCalls((Statement(call, tuple(outputs)),), **more)
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """The calls of a graph's ops and what goes in and out of the step.
+    """The calls of a graph's ops, and the inputs and outputs of the step.
 
     Attributes:
         calls: one per op.
         sources: one per static tensor that an op or an output reads.
         loss: value of the loss.
         extras: values of the other returned tensors.
-        gradients: for each parameter or input that gets one: its static tensor id, the value.
+        gradients: for each parameter or input with a gradient, its static tensor id and the gradient's value.
         constants: tensors that are part of the step, by name.
-        generator: what random ops draw from.
-        own_generator: what those draw from that are executed again (``capture.rewrites.reproducible_random``).
+        generator: generator of the random ops.
+        own_generator: generator of recomputed random ops (``capture.rewrites.reproducible_random``).
         guard: makes the context that the passes run in; None for none.
         aligned: static tensors that kernels for CUDA expect to begin at a multiple of 16 bytes.
-        names: of some targets, for people to read.
+        names: names of some targets, for display.
     """
 
     calls: tuple[OpCalls, ...]
@@ -265,13 +264,13 @@ class Program:
     names: Mapping[str, object] = field(default_factory=dict)
 
     def gather(self, step: Any, leaves: Sequence[object]) -> list[Any]:
-        """The static tensors in the order of `sources`, None for the gradient of the loss.
+        """Return the static tensors in the order of `sources`; None for the gradient of the loss.
 
         Args:
             step: module whose parameters and buffers the sources name.
-            leaves: of the batch.
+            leaves: leaves of the batch.
         """
-        # By name each time, for parameters may be replaced; get_parameter would take longer than some steps.
+        # Looked up each time, since parameters may be replaced; get_parameter would take longer than some steps.
         owners: dict[str, Any] = {"": step}
 
         def owner(path: str) -> Any:

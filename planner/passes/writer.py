@@ -1,4 +1,4 @@
-"""The steps of a schedule, written into passes."""
+"""Writing of the steps of a schedule into passes."""
 
 from collections.abc import Callable, Container, Iterable
 
@@ -12,7 +12,7 @@ from planner.passes.program import Call, OpCalls, Program, Ref, Statement
 
 
 class Writer:
-    """Writes the steps of a schedule into one pass after the other.
+    """A writer of the steps of a schedule into consecutive passes.
 
     Attributes:
         live: ids of the tensors in memory after the steps written so far, in order of appearance.
@@ -26,7 +26,7 @@ class Writer:
         repeated: Container[int] = (),
         tick: Callable[[int], object] | None = None,
     ) -> None:
-        """Write for `graph`.
+        """Initialize for `graph`.
 
         Args:
             repeated: ops that are executed more than once.
@@ -43,11 +43,11 @@ class Writer:
         self._is_after_forward = False
 
     def end_forward(self) -> None:
-        """Write for the backward pass from here on."""
+        """Switch to the backward pass."""
         self._is_after_forward = True
 
     def write(self, builder: PassBuilder, steps: Iterable[Step]) -> None:
-        """Write `steps`, which follow those written before, into the pass that `builder` builds."""
+        """Write `steps`, which follow those written before, into the pass of `builder`."""
         self.builder = builder
         steps = tuple(steps)
         for place, step in enumerate(steps):
@@ -57,7 +57,7 @@ class Writer:
         builder.step = None
 
     def _write(self, step: Step, over: Pairs) -> None:
-        """Write one step; `over` is what its op writes over."""
+        """Write one step; `over` has the in-place writes of its op."""
         self._before(step)
         match step:
             case Compute(op):
@@ -74,7 +74,7 @@ class Writer:
                 raise ScheduleError(f"step {step!r} cannot be executed")
 
     def _before(self, step: Step) -> None:
-        """Write what comes before `step`."""
+        """Write the calls that precede `step`; a hook for subclasses."""
 
     def _compute(self, op: int, wanted: frozenset[int], over: Pairs) -> None:
         """Write an execution of `op`."""
@@ -89,7 +89,7 @@ class Writer:
         self.builder.execute(statements, wanted)
 
     def _draw(self, op: int, calls: OpCalls, state: int) -> Call:
-        """The call of an op that draws: each time what it drew first."""
+        """Return the call of a random op: each execution draws the same numbers."""
         if op not in self._repeated:
             return _drawn(draw_once, (), calls.call)
         own = None if calls.redraw is None else self.program.own_generator

@@ -166,7 +166,7 @@ def plan_from_dict(data: Mapping[str, object], *, source: str = "plan") -> Plan:
 
 
 def read_plan(path: str | os.PathLike[str]) -> Plan:
-    """The plan in the file `path`. Whether it runs on a graph is for ``simulate`` to say.
+    """Return the plan in the file `path`. Whether it is valid on a graph is checked by ``simulate``.
 
     Raises:
         FormatError: the file is not a plan of a version this planner reads.
@@ -175,7 +175,7 @@ def read_plan(path: str | os.PathLike[str]) -> Plan:
 
 
 def write_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
-    """Write `plan` to the file `path`, whole or not at all.
+    """Write `plan` to the file `path` atomically.
 
     Raises:
         FormatError: provenance, settings or versions have no JSON form, or a step has none.
@@ -185,7 +185,7 @@ def write_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
 
 
 def read_graph_or_plan(path: str | os.PathLike[str]) -> Graph | Plan:
-    """What the file `path` holds, for commands that take either.
+    """Return the graph or plan in the file `path`.
 
     Raises:
         FormatError, GraphError: as ``read_graph`` and ``read_plan``.

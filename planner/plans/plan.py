@@ -1,4 +1,4 @@
-"""A schedule together with what it is for and what is promised about it: what ``planner solve`` writes."""
+"""A schedule with its graph, budget and predictions: the output of ``planner solve``."""
 
 import os
 from collections.abc import Mapping
@@ -19,16 +19,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class GraphSummary:
-    """Enough of a graph to say, when a plan meets another one, what differs.
+    """A summary of a graph, sufficient to tell how two graphs differ.
 
     Attributes:
         fingerprint: ``Graph.fingerprint``.
         ops, tensors: how many the program has.
-        static_bytes: bytes in memory throughout.
+        static_bytes: bytes of static memory.
         keep_everything_peak_bytes: peak without recomputation.
         time_s: seconds of the step without recomputation.
         provenance: ``Graph.provenance``.
-        optional_ops, optional_tensors: how many it has besides the program's.
+        optional_ops, optional_tensors: number of ops and tensors besides the program's.
     """
 
     fingerprint: str
@@ -48,20 +48,19 @@ class Plan:
 
     Attributes:
         graph: the graph it is for.
-        schedule: what to do.
-        budget_bytes: what the user allowed, static bytes included.
+        schedule: the schedule.
+        budget_bytes: the user's budget, static memory included.
         peak_bytes, time_s: predicted for the schedule (``simulate``).
         bound_s: no schedule within the budget is faster than this, of those that first execute the ops in the same order
             (or of the narrower class that `settings` name as ``schedules``); None if unknown.
         status: ``OPTIMAL`` or ``FEASIBLE``, as in ``solvers.result.Status``.
         solver, seconds, settings, versions: how it was found.
-        measured_peak_bytes: of one step with real tensors; None if none was run.
-        graph_file: where the graph is, relative to the folder of the plan's file; None if it is in no file.
+        measured_peak_bytes: measured peak of one step; None if none was run.
+        graph_file: path of the graph, relative to the folder of the plan's file; None if it is in no file.
         eager: how a step by this plan compares with plain eager PyTorch; None if that was not tried.
-        pool_peaks_bytes: predicted for each other pool than the device, by name; empty where there is none.
-        differs: what may differ from the program, by the options that the user has named; empty for not a bit.
-        gradient_error: predicted, where an option is lossy: the root of the gradients' variance over their squared norm. None
-            where none is.
+        pool_peaks_bytes: predicted peaks of the other pools, by name.
+        differs: results that may differ from the program, by options that the user has named; empty if bit-identical.
+        gradient_error: predicted error for lossy options: the root of the gradients' variance over their squared norm; else None.
         source: the graph itself, if it is in memory; not part of files, of pickles and of comparisons.
     """
 
@@ -107,7 +106,7 @@ class Plan:
         return "\n".join(line for line in lines if line)
 
     def __getstate__(self) -> list[object]:
-        """Return the fields, but for the graph, which other processes have or do not need."""
+        """Return the fields without the graph, which other processes have or do not need."""
         return [None if one.name == "source" else getattr(self, one.name) for one in fields(self)]
 
     def save(self, path: str | os.PathLike[str], *, graph: str | os.PathLike[str] | None = None) -> None:
@@ -127,21 +126,21 @@ class Plan:
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> "Plan":
-        """Return the plan in the file `path`, with its graph if that is still where the plan says.
+        """Return the plan in the file `path`, with its graph if the graph's file still exists.
 
         Raises:
             FormatError: the file holds no plan that this planner reads.
-            MismatchError: the graph is there, but the plan says what its schedule does not do.
+            MismatchError: the graph exists, but the plan disagrees with its schedule.
         """
         from planner.plan_files import load
 
         return load(path)
 
     def plot(self, graph: Graph | None = None) -> "Figure":
-        """Return a ``matplotlib.figure.Figure`` of memory over the step, beside keeping everything and checkpointing blocks.
+        """Return a ``matplotlib.figure.Figure`` of memory over the step, with keeping everything and checkpointing blocks.
 
         Args:
-            graph: what the plan was solved for; needed where the plan does not hold it (`source`).
+            graph: the graph that the plan was solved for; required if the plan does not hold it (`source`).
 
         Raises:
             PlannerError: the graph is not known, or matplotlib is not installed.
@@ -152,7 +151,7 @@ class Plan:
         return plot(self, graph)
 
     def compare(self, graph: Graph | None = None) -> "PlanComparison":
-        """Return a table of this plan beside keeping everything and checkpointing blocks, as the judge predicts them.
+        """Return a table of this plan, keeping everything and checkpointing blocks, as the judge predicts them.
 
         Args:
             graph: as for ``plot``.
@@ -166,27 +165,27 @@ class Plan:
         return compare(self, graph)
 
     def _repr_html_(self) -> str:
-        """Return the plan for a notebook, with the chart of its memory if the graph is known."""
+        """Return the plan as HTML for a notebook, with the chart of its memory if the graph is known."""
         from planner.report.plan_views import html
 
         return html(self, self.source)
 
     @property
     def lossy(self) -> str:
-        """Predicted and measured error of the gradients in words; "" where no option is lossy."""
+        """Predicted and measured error of the gradients in words; "" if no option is lossy."""
         if self.gradient_error is None:
             return ""
         found = None if self.eager is None else self.eager.gradient_error
         return f"gradient error {self.gradient_error:.2e} predicted, {'not' if found is None else f'{found:.2e}'} measured"
 
     def _step_time(self) -> str:
-        """Return how it compares with eager PyTorch where that was measured, and with keeping everything."""
+        """Return how the step time compares with eager PyTorch, if measured, and with keeping everything."""
         predicted = f"predicted {slower_than('keeping everything', self.overhead)}"
         measured = "" if self.eager is None else self.eager.slowdown
         return f"measured {measured} ({predicted})" if measured else predicted
 
     def _kernels(self) -> str:
-        """Return which were compiled, and for how long; "" for those of eager PyTorch."""
+        """Return which kernels were compiled, and for how long; "" for those of eager PyTorch."""
         found = self.graph.provenance
         if "variant" not in found:
             return ""
@@ -205,7 +204,7 @@ class Plan:
 
     @property
     def copied(self) -> int:
-        """Executions of optional ops: copies to other pools and back, and ops in place of the program's."""
+        """Executions of optional ops: transfers to and from other pools, and alternatives to the program's ops."""
         return sum(op >= self.graph.ops for op in self.schedule.computed)
 
     @property

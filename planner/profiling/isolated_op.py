@@ -24,9 +24,9 @@ class IsolatedOp:
     Attributes:
         op: the op.
         reads: ids of the arguments of the function, in order.
-        calls: of the op.
-        identity: equal for ops that call the same, with tensors numbered in order of appearance.
-        is_shared: True if other captures that have the same identity call the same.
+        calls: its calls.
+        identity: equal for ops with the same calls, with tensors numbered in order of appearance.
+        is_shared: True if the identity has the same meaning in other captures.
     """
 
     op: Op
@@ -58,10 +58,10 @@ class IsolatedOp:
 
 
 class _Identity:
-    """Says which calls are the same.
+    """A numbering of tensors that identifies equal calls.
 
     Attributes:
-        is_shared: True if what it has said so far holds in other captures too.
+        is_shared: True if the identities so far have the same meaning in other captures.
     """
 
     def __init__(self, program: Program) -> None:
@@ -70,11 +70,11 @@ class _Identity:
         self._numbers: dict[int, int] = {}
 
     def number(self, tensor: int) -> int:
-        """In order of appearance."""
+        """Return the number of a tensor, in order of appearance."""
         return self._numbers.setdefault(tensor, len(self._numbers))
 
     def of_statement(self, value: Call | None, outputs: tuple[tuple[int, tuple[int, ...]], ...]) -> Hashable:
-        """Of a statement."""
+        """Return the identity of a statement."""
         return self._of(value), tuple((self.number(tensor), path) for tensor, path in outputs)
 
     def _of(self, value: Argument) -> Hashable:

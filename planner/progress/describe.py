@@ -7,7 +7,7 @@ from planner.progress.stages import Progress, Stage
 
 
 def describe(progress: Progress) -> str:
-    """Return the present activity in one line; schedules as overhead over keeping everything."""
+    """Return the current activity in one line; schedules are shown as overhead over keeping everything."""
     parts = [progress.activity]
     if progress.stage is Stage.SOLVE:
         parts.append("best so far " + ("none yet" if progress.best_s is None else _overhead(progress.best_s, progress.base_s)))

@@ -46,7 +46,7 @@ class NotebookView:
 
 
 def _shown(progress: Progress) -> dict[str, str]:
-    """Return `progress` by MIME type."""
+    """Return the representation of `progress` by MIME type."""
     if progress.event is Event.DONE:
         text, bar = progress.summary, ""
     elif progress.event is Event.FAILED:

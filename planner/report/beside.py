@@ -1,4 +1,4 @@
-"""What a page says of all that is beside the computation: sums, waits, and what goes to other memories, as rows of tables."""
+"""Rows of the report page on transfers: waits of the computation, other streams, and tensors that leave the device."""
 
 import math
 from collections.abc import Iterable
@@ -13,15 +13,16 @@ from planner.report.describe import capacity_text, followed_by, spaced
 
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """Empty where a plan leaves all to the computation and the device.
+    """Facts about the other streams and pools of a plan; empty if the plan uses only the computation stream and the device.
 
     Attributes:
-        in_short: a sentence behind those on the computation.
+        in_short: a sentence to follow those on the computation.
         facts: tiles.
-        said: the sums in sentences.
-        streams: rows of name, executions, bytes, busy seconds, their share of the step, and this as a number of percents.
-        waits: the longest, in order: when, how long, until the end of what, before what; `waits_left_out` more are there.
-        trips: the largest: size, tensor, block, pool, when, back when; `trips_left_out` more are there.
+        said: the totals as sentences.
+        streams: rows of name, executions, bytes, busy seconds, their share of the step as text, and the share in percent as a
+            number.
+        waits: the longest, in order: start, duration, awaited execution, next op; `waits_left_out` are omitted.
+        trips: the largest: size, tensor, block, pool, departure, return; `trips_left_out` are omitted.
     """
 
     in_short: str = ""
@@ -35,7 +36,7 @@ class Beside:
 
 
 def beside(timeline: Timeline, listed: int) -> Beside:
-    """All of it, with at most `listed` rows in a table."""
+    """Return the facts about the other streams and pools, with at most `listed` rows in a table."""
     others = [stream for stream in streams(timeline)[1:] if stream.executions]
     if not others:
         return Beside()
@@ -70,7 +71,7 @@ def beside(timeline: Timeline, listed: int) -> Beside:
 
 
 def travels(timeline: Timeline, held: Iterable[Held]) -> list[str]:
-    """For each of `held` when it goes to another memory, and when it is back; nothing for what stays."""
+    """Return for each of `held` when it leaves the device and when it is back; "" for a tensor that stays."""
     of: dict[int, list[Trip]] = {}
     for trip in trips(timeline):
         of.setdefault(trip.tensor.id, []).append(trip)

@@ -1,4 +1,4 @@
-"""The trade-off curve that ``planner curve -o`` wrote, read again."""
+"""Reader of the trade-off curve that ``planner curve -o`` wrote."""
 
 import csv
 import os
@@ -10,12 +10,12 @@ from graphs.errors import FormatError
 
 @dataclass(frozen=True, slots=True)
 class CurvePoint:
-    """What is known of one budget.
+    """The known overhead and bound at one budget.
 
     Attributes:
         budget_bytes: the budget.
-        overhead: of the best schedule; None if none is known.
-        bound_overhead: no schedule has less; None if unknown.
+        overhead: overhead of the best schedule; None if none is known.
+        bound_overhead: lower bound on the overhead; None if unknown.
         options: the graph options it was solved with, "" for none.
     """
 

@@ -1,6 +1,6 @@
-"""The figures of the report page, drawn by Bokeh: memory over the step, what runs beside it, and the trade-off curve.
+"""The figures of the report page, drawn by Bokeh: memory over the step, other streams, and the trade-off curve.
 
-The page gets the moments and lives themselves; ``page.js`` adds them up for what is in view, so that zooming shows every op.
+The page gets the moments and lives themselves; ``page.js`` adds up those in view, so that zooming shows every op.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -36,11 +36,11 @@ if TYPE_CHECKING:
 _Model = TypeVar("_Model", bound="Model")
 _BINS = 900  # columns of the memory chart at any zoom
 _HEADROOM = 1.08
-_FAR = 2.2  # times the plan's own top: the memory of others is cut off there
-_NEAR_CAPACITY = 4  # times the peak of another pool: a capacity that is further off is not drawn
+_FAR = 2.2  # times the plan's peak: the memory of baselines is cut off there
+_NEAR_CAPACITY = 4  # times the peak of another pool: a capacity further away is not drawn
 _BASELINE_POINTS = 4000
 _MEMORY_HEIGHT, _LANE_HEIGHT, _POOL_HEIGHT, _CURVE_HEIGHT = 340, 28, 120, 280
-_LEFT, _RIGHT = 84, 16  # pixels beside the plots, so that all lie over the same time
+_LEFT, _RIGHT = 84, 16  # pixels left and right of the plots, so that all share one time axis
 _OUTSIDE = "outside modules"
 _BASELINE_COLORS = ("whole", "blocks")
 # Dark to light and on to red, by module in the order of the forward pass: lightness tells them apart without hue.
@@ -55,8 +55,8 @@ class Key:
     """An entry of the legend.
 
     Attributes:
-        color: in CSS.
-        text: what it stands for.
+        color: CSS colour.
+        text: its meaning.
         group: index of its group of modules; None for other marks.
         kind: ``area``, ``line`` (dashed) or ``dots``.
     """
@@ -116,7 +116,7 @@ def charts(timeline: Timeline, curve: Sequence[CurvePoint] = ()) -> Charts:
 
 @dataclass
 class _Drawing:
-    """The figures, drawn one after another; what ``page.js`` needs of them is collected on the way."""
+    """Builder of the figures; collects what ``page.js`` needs of them."""
 
     timeline: Timeline
     roots: "list[figure]" = field(default_factory=list)
@@ -133,7 +133,7 @@ class _Drawing:
         self.groups = tuple(dict.fromkeys(groups.values()))
         self.colors = _colors(len(self.groups))
         self.group_of = {name: self.groups.index(group) for name, group in groups.items()}
-        # Where no op has a time, the step is drawn evenly, by moments.
+        # If all ops take no time, the step is drawn by moments of equal width.
         self.timed = timeline.time_s > 0
         span_s = timeline.time_s if self.timed else float(len(self.lives.moments))
         self.time_scale, self.time_unit = time_unit(span_s) if self.timed else (1.0, "ops")
@@ -155,7 +155,7 @@ class _Drawing:
         plot = self._over_time("memory", _MEMORY_HEIGHT, Range1d(0, top, bounds=(0, top)), f"memory in {self.size_unit}")
         backward = self._time(self.timeline.backward_s)
         plot.add_layout(self._tag(BoxAnnotation(left=backward, level="underlay", line_alpha=0), fill_color="backward"))
-        # page.js fills them in; without a point BokehJS would draw such areas for ever.
+        # page.js fills them in; without a point, BokehJS would never stop drawing such areas.
         bands = ColumnDataSource({"x": [0.0], **{f"y{i}": [0.0] for i in range(len(self.groups) + 3)}})
         names = ("static", *self.groups, "workspace")
         for i in range(len(names)):
@@ -204,7 +204,7 @@ class _Drawing:
         self.handles["lanes"] = plot
 
     def draw_pools(self) -> tuple[str, ...]:
-        """Draw the memory of the pools besides the device that are used. Returns a caption for each."""
+        """Draw the memory of each used pool except the device, and return a caption for each."""
         from bokeh.models import Range1d, Span
 
         peaks = zip(self.timeline.graph.pools[1:], self.timeline.simulation.pool_peaks_bytes[1:], strict=True)
@@ -264,11 +264,11 @@ class _Drawing:
         self.roots.append(plot)
 
     def arguments(self) -> dict[str, Any]:
-        """Return what ``page.js`` is called with."""
+        """Return the arguments of the function in ``page.js``."""
         return {"lanes": None, **self.handles, "themed": self.themed, "data": self._data()}
 
     def _data(self) -> dict[str, Any]:
-        """Moments, lives by group and birth, and bars, as columns; texts are kept once."""
+        """Return moments, tensor lives (by group and birth) and bars as columns; each text is stored once."""
         moments = self.lives.moments
         lives = sorted(self.lives.lives, key=lambda life: (self.group_of[_block(self._home(life))], life.born))
         places = {id(life): place for place, life in enumerate(lives)}
@@ -316,11 +316,11 @@ class _Drawing:
         }
 
     def _home(self, life: Life) -> Op:
-        """Return the first op that makes the tensor: its module is the tensor's, whatever has made it this time."""
+        """Return the first op that makes the tensor: the tensor belongs to that op's module, even if another op recomputes it."""
         return self.timeline.graph.ops[life.tensor.producers[0]]
 
     def _bar_lives(self) -> Iterator[list[Life]]:
-        """For each bar the tensors on the device that it is about: those it makes, or else those it reads."""
+        """Yield for each bar its tensors on the device: the outputs of its op, or else the inputs."""
         by_tensor: dict[int, list[Life]] = {}
         for life in self.lives.lives:
             by_tensor.setdefault(life.tensor.id, []).append(life)
@@ -344,7 +344,7 @@ class _Drawing:
         return time_s / self.time_scale if self.timed else 0.0
 
     def _baseline(self, one: Baseline) -> tuple["np.ndarray[Any, Any]", "np.ndarray[Any, Any]"]:
-        """Its memory over its own time, the most of neighbours where there are many points."""
+        """Return the times and memory of a baseline as a line; many points are thinned to the maxima of neighbours."""
         sizes = np.array(one.memory_bytes) / self.size_scale
         times = np.array(one.times_s) / self.time_scale if self.timed else np.arange(len(sizes), dtype=float)
         firsts = np.arange(0, len(sizes), -(-len(sizes) // _BASELINE_POINTS))
@@ -353,7 +353,7 @@ class _Drawing:
         return np.append(xs, min(end, self.span)), np.append(ys, ys[-1])
 
     def _over_time(self, name: str, height: int, y_range: "Range1d", label: str | None) -> "figure":
-        """A figure over the time of the step, which all of them share."""
+        """Return a new figure over the time of the step; all figures share this axis."""
         from bokeh.models import BoxZoomTool, WheelZoomTool
         from bokeh.plotting import figure
 
@@ -377,7 +377,7 @@ class _Drawing:
         return plot
 
     def _frame(self, plot: "figure") -> None:
-        """Colour what is around the data."""
+        """Set the colours of everything around the data."""
         plot.background_fill_color = plot.border_fill_color = None
         self._tag(plot, outline_line_color="line")
         for axis in plot.axis:
@@ -389,7 +389,7 @@ class _Drawing:
             self._tag(grid, grid_line_color="line")
 
     def _tag(self, model: "_Model", **colors: str) -> "_Model":
-        """Have ``page.js`` give `model` the colours of the page by name, for they are others in the dark."""
+        """Register colours of `model` by name, so that ``page.js`` can set them for the light and the dark theme."""
         model.tags = [colors]
         self.themed.append(model)
         return model
@@ -400,7 +400,7 @@ def _block(op: Op) -> str:
 
 
 def _colors(count: int) -> tuple[str, ...]:
-    """`count` colours of the palette, as far from each other as it has them."""
+    """Return `count` colours of the palette, as far apart as possible."""
     last = len(_PALETTE) - 1
     return tuple(_PALETTE[round(i * last / max(1, count - 1)) if count > 1 else 3] for i in range(count))
 

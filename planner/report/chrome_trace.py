@@ -17,10 +17,10 @@ _WAITING_ROW = 5
 
 
 def chrome_trace(timeline: Timeline) -> str:
-    """The trace as JSON, in the Trace Event Format: complete events (X), counters (C) and names (M); microseconds.
+    """Return the trace as JSON in the Trace Event Format: complete events (X), counters (C) and names (M), in microseconds.
 
-    The computation has a row for each phase, one for what is recomputed and one for where it waits; each other stream
-    has a row, and each pool a counter.
+    The computation has a row for each phase, one for recomputed ops and one for waits; each other stream has a row, and each pool
+    a counter.
     """
     graph = timeline.graph
     rows = _rows(graph)
@@ -37,7 +37,7 @@ def chrome_trace(timeline: Timeline) -> str:
 
 
 def _rows(graph: Graph) -> dict[int, str]:
-    """The names of rows, by number."""
+    """Return the names of rows by their numbers."""
     computed = {**{row: str(phase) for phase, row in _ROWS.items()}, _AGAIN_ROW: "recomputed"}
     if len(graph.streams) == 1:
         return computed
@@ -82,7 +82,7 @@ def _wait(wait: Wait) -> dict[str, object]:
 
 
 def _memory(timeline: Timeline, pool: Pool) -> Iterator[dict[str, object]]:
-    """What is in `pool` from when on, and what is left in it at the end."""
+    """Yield counter events: the bytes in `pool` over time, and at the end of the step."""
     held = ((stretch.start_s, stretch.size_bytes) for stretch in stretches(timeline, pool))
     counts = (*held, (timeline.time_s, left_bytes(timeline, pool)))
     name = "memory" if pool.name == DEVICE else f"memory of {pool.name}"

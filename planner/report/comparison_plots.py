@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _OURS = "windows"
-# What stands in front, how it is called and how it looks: colours that colour-blind readers tell apart (Okabe and Ito).
+# Highlighted methods, their labels and their styles, in colours for colour-blind readers (Okabe and Ito).
 _KNOWN = {
     _OURS: ("remat-planner", "#0072B2", "o"),
     "checkpoint-blocks": ("checkpoint blocks", "#D55E00", "s"),
@@ -24,16 +24,16 @@ _KNOWN = {
     "eager": ("eager", "#000000", "*"),
 }
 _PEOPLE = {"keep-everything": "keep everything", **{method: name for method, (name, _, _) in _KNOWN.items()}}
-# The axis of time ends so many times the highest overhead that stands in front, outliers aside; if another is so far above.
+# The time axis ends at this multiple of the highest highlighted overhead, without outliers; if another is far above.
 _ABOVE, _FAR = 1.1, 1.5
-_OUTLIER = 1.75  # times the overhead that nearly all of what stands in front stays below
+_OUTLIER = 1.75  # times the overhead that nearly all highlighted points stay below
 
 # Memory in bytes, and time as a multiple.
 Point: TypeAlias = tuple[float, float]
 
 
 def plot_overhead(rows: Sequence[ComparisonRow], path: Path) -> None:
-    """Step time against peak memory by simulation: a line or a point for each method, and the bound shaded.
+    """Plot step time against simulated peak memory: a line or a point for each method, and the bound as a shaded area.
 
     Raises:
         PlannerError: matplotlib is not installed.
@@ -55,7 +55,7 @@ def plot_overhead(rows: Sequence[ComparisonRow], path: Path) -> None:
 
 
 def plot_measured(rows: Sequence[ComparisonRow], path: Path) -> None:
-    """Measured step time against measured peak; a cross where loss or gradients are wrong.
+    """Plot measured step time against measured peak; a cross marks wrong gradients.
 
     Raises:
         PlannerError: matplotlib is not installed.
@@ -76,7 +76,7 @@ def plot_measured(rows: Sequence[ComparisonRow], path: Path) -> None:
 
 
 def plot_memory(rows: Sequence[ComparisonRow], path: Path) -> None:
-    """Peak memory of each method at each budget, beside the budget; rings are measured peaks.
+    """Plot the peak memory of each method at each budget, with the budget as a line; rings are measured peaks.
 
     Raises:
         PlannerError: matplotlib is not installed.
@@ -109,9 +109,9 @@ def plot_memory(rows: Sequence[ComparisonRow], path: Path) -> None:
 def _draw(
     axes: "Axes", rows: Sequence[ComparisonRow], point: Callable[[ComparisonRow], Point | None], scale: float, *, linewidth: float
 ) -> None:
-    """Draw a line for each method: ours thick, those that people know in colours, all others in gray; hollow what PyTorch runs.
+    """Draw a line for each method: our methods thick, well-known ones coloured, all others gray, PyTorch's own hollow.
 
-    Where single points are far above all that stands in front, they are drawn at the upper edge, as arrows.
+    Single points far above all highlighted methods are drawn as arrows at the upper edge.
     """
     series: dict[tuple[bool, str], set[Point]] = {}
     for row in rows:
@@ -143,7 +143,7 @@ def _draw(
 
 
 def _edge(series: Mapping[tuple[bool, str], set[Point]]) -> float:
-    """Return where the axis of time ends: some above nearly all that stands in front; infinite if nothing is far above that."""
+    """Return the upper limit of the time axis: slightly above nearly all highlighted points, or infinity without outliers."""
     overheads = sorted(y - 1 for (_, method), points in series.items() for _, y in points if method in _KNOWN)
     highest = max((y - 1 for points in series.values() for _, y in points), default=0.0)
     if not overheads:
@@ -164,7 +164,7 @@ def _measured_point(row: ComparisonRow) -> Point | None:
 
 
 def _memory_axis(set_label: Callable[[str], object], rows: Sequence[ComparisonRow]) -> float:
-    """Name the unit of an axis of memory. Returns its bytes."""
+    """Label an axis of memory with its unit, and return the bytes of the unit."""
     scale, unit = size_unit(rows[0].base_peak_bytes)
     set_label(f"peak memory in {unit}")
     return scale

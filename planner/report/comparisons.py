@@ -1,4 +1,4 @@
-"""What a comparison shows, made from its rows alone: tables here, figures in ``compare_plots``."""
+"""Tables of a comparison, pure functions of its rows; the figures are in ``comparison_plots``."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ LEGEND = (
     "took more time than the method allows; infeasible: proved, no schedule fits; time: nothing was found in the time given; "
     "too large: of more ops than the method takes on; not tried: there is no such row."
 )
-_MESSAGE = 110  # characters of it in a table; rows.csv has all
+_MESSAGE = 110  # characters of a message in a table; rows.csv has all
 _MEASURED = (
     "Time of a step as a multiple of eager PyTorch's in the same turn, median of all turns, and measured peak. Schedules are "
     "replayed by our executor. wrong: loss or gradients are not those of eager PyTorch."
@@ -43,7 +43,7 @@ _ISO_MEMORY = (
 
 
 def write_report(rows: Sequence[ComparisonRow], folder: Path) -> None:
-    """Write ``table.md``, ``overhead.png`` and ``memory.png``, and ``measured.png`` where something was measured.
+    """Write ``table.md``, ``overhead.png`` and ``memory.png``, and ``measured.png`` if there are measurements.
 
     Raises:
         PlannerError: matplotlib is not installed.
@@ -56,7 +56,7 @@ def write_report(rows: Sequence[ComparisonRow], folder: Path) -> None:
 
 
 def table_text(rows: Sequence[ComparisonRow]) -> str:
-    """A page of tables: schedules by simulation and, where steps were run, as measured and at equal peaks."""
+    """Return a page of tables: schedules by simulation and, if steps were run, measurements at each budget and at equal peaks."""
     first = rows[0]
     parts = [f"# {visible(first.model) or 'A comparison'}"]
     if judged := simulated(rows):
@@ -80,7 +80,7 @@ def table_text(rows: Sequence[ComparisonRow]) -> str:
 
 
 def simulated_table(rows: Sequence[ComparisonRow]) -> list[tuple[str, ...]]:
-    """Overhead by budget and method; the least in bold, the bound last."""
+    """Return the table of overheads by budget and method; the least is in bold, the bound is the last column."""
     header, *lines = _by_budget(rows, cell_text, lambda row: row.overhead, 4)
     budgets = sorted({row.budget_bytes or 0 for row in rows}, reverse=True)
     bounds = [_bound_text(rows, budget) for budget in budgets]
@@ -89,7 +89,7 @@ def simulated_table(rows: Sequence[ComparisonRow]) -> list[tuple[str, ...]]:
 
 @dataclass(frozen=True, slots=True)
 class IsoMemoryPair:
-    """A method that takes what memory it takes, and the optimal schedule for as much; None if it did not run."""
+    """A baseline at its own peak memory, and the optimal schedule for the same memory (None if it did not run)."""
 
     name: str
     baseline: ComparisonRow
@@ -97,26 +97,26 @@ class IsoMemoryPair:
 
     @property
     def ratio(self) -> float | None:
-        """The optimal schedule's measured time over the other's."""
+        """The measured time of the optimal schedule, divided by that of the baseline."""
         if self.ours is None or self.ours.measured_ratio is None or self.baseline.measured_ratio is None:
             return None
         return self.ours.measured_ratio / self.baseline.measured_ratio
 
     @property
     def lost(self) -> bool:
-        """Whether the other is faster, and right."""
+        """True if the baseline is faster and its gradients are right."""
         return self.ratio is not None and self.ratio > 1 and self.baseline.exactness != "wrong"
 
 
 def iso_memory_pairs(rows: Sequence[ComparisonRow]) -> list[IsoMemoryPair]:
-    """All that PyTorch runs, and schedules that met the optimum at their own peak."""
+    """Return a pair for each method that PyTorch runs, and for each schedule that was compared at its own peak."""
     ours = {row.budget.removeprefix(PEAK_OF): row for row in rows if row.budget.startswith(PEAK_OF)}
     names = {row.method if row.run_by == RunBy.TORCH else f"{row.method} at {row.budget}": row for row in rows}
     return [IsoMemoryPair(name, row, ours.get(name)) for name, row in names.items() if row.run_by == RunBy.TORCH or name in ours]
 
 
 def iso_memory_table(pairs: Sequence[IsoMemoryPair]) -> list[tuple[str, ...]]:
-    """What each takes beside what the optimal schedule takes at its peak."""
+    """Return the table of pairs: peak and time of each baseline and of the optimal schedule."""
     header = ("method", "gradients", "peak", "time", "optimal schedule: peak", "time", "over the other's")
     return [header, *map(_iso_memory_line, pairs)]
 
@@ -134,7 +134,7 @@ def _iso_memory_line(pair: IsoMemoryPair) -> tuple[str, ...]:
 
 
 def iso_memory_note(pairs: Sequence[IsoMemoryPair]) -> str:
-    """Where the optimal schedule was slower, and what is known of why."""
+    """Return a sentence on where the optimal schedule was slower than a baseline, and why if that is known."""
     lost = [pair for pair in pairs if pair.lost]
     if not lost:
         return "Nowhere was the optimal schedule slower."
@@ -155,14 +155,14 @@ def _why(pair: IsoMemoryPair) -> str:
 
 
 def cell_text(row: ComparisonRow) -> str:
-    """A row in a few characters, by simulation."""
+    """Return the text of a table cell for a simulated row."""
     if row.overhead is not None:
         return f"{row.overhead:.2%}"
     return WHY_NOT[Reason(row.reason)] if row.reason else row.status
 
 
 def measured_text(row: ComparisonRow) -> str:
-    """A row in a few characters, as measured."""
+    """Return the text of a table cell for a measured row."""
     if row.exactness == "wrong":
         return "wrong"
     if row.measured_ratio is None or row.measured_peak_bytes is None:
@@ -184,11 +184,11 @@ def _by_budget(
     value: Callable[[ComparisonRow], float | None],
     digits: int,
 ) -> list[tuple[str, ...]]:
-    """Cells by budget, the largest first, and method; those of the least value, of which `digits` are read, are in bold."""
+    """Return table cells by budget (largest first) and method; the least values, rounded to `digits`, are in bold."""
     methods, lines = methods_of(rows), []
     for budget_bytes, own in sorted(by(rows, "budget_bytes").items(), reverse=True):
         found = {row.method: row for row in reversed(own)}
-        # Rounded as the text has it: what reads the same is as good.
+        # Rounded as in the text: values that read the same are equal.
         values = {method: round(known, digits) for method, row in found.items() if (known := value(row)) is not None}
         least = min(values.values(), default=None)
         cells = (

@@ -1,4 +1,4 @@
-"""What ``planner curve`` and ``planner max-batch`` say: text for people, plain data for machines, a table for files."""
+"""Output of ``planner curve`` and ``planner max-batch``: text, plain data, and tables for files."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -22,7 +22,7 @@ _column = partial(Column, missing=_UNKNOWN)
 
 
 def curve_text(curve: Curve) -> str:
-    """The curve for people: a row per budget, and where it begins; where the graph has options, first without them."""
+    """Return the curve as text: a row per budget, and the least budget; for a graph with options, first without them."""
     if curve.without is None:
         return _part_text(curve)
     parts = ("recomputing only", _part_text(curve.without), "", f"with {', '.join(curve.options)}", _part_text(curve))
@@ -48,7 +48,7 @@ def _part_text(curve: Curve) -> str:
 
 
 def curve_data(curve: Curve) -> dict[str, object]:
-    """The curve as plain data; schedules are left out."""
+    """Return the curve as plain data, without schedules."""
     least = curve.least
     return {
         "holds": "curve",
@@ -66,7 +66,7 @@ def curve_data(curve: Curve) -> dict[str, object]:
 
 
 def curve_frame(curve: Curve) -> "pd.DataFrame":
-    """The curve as a table, for CSV, first without options; an empty cell is unknown, or that there are no options."""
+    """Return the curve as a table for CSV, first without options; unknown values and missing options are empty cells."""
     import pandas as pd
 
     parts = (curve,) if curve.without is None else (curve.without, curve)
@@ -104,7 +104,7 @@ def _least_line(curve: Curve) -> list[str]:
 
 
 def _gaps_line(curve: Curve) -> list[str]:
-    """Which budgets are not solved to the end."""
+    """Return lines that list the budgets that are not solved to optimality."""
     feasible = [format_bytes(point.budget_bytes) for point in curve.points if point.status is Status.FEASIBLE]
     nothing = [format_bytes(point.budget_bytes) for point in curve.points if point.status is Status.LIMIT]
     lines = [f"not proved optimal: {', '.join(feasible)}"] if feasible else []
@@ -122,7 +122,7 @@ def _seconds_line(curve: Curve) -> list[str]:
 
 
 def max_batch_text(answers: Sequence[LargestSize], wanted: Wanted) -> str:
-    """The largest size of each method for people, and what is not known of it."""
+    """Return the largest size of each method as text, with notes on what was not decided."""
     columns = (
         "method",
         Column(visible(wanted.varies), "size", "{:,}", missing="none"),
@@ -142,7 +142,7 @@ def max_batch_text(answers: Sequence[LargestSize], wanted: Wanted) -> str:
 
 
 def max_batch_data(answers: Sequence[LargestSize], wanted: Wanted) -> dict[str, object]:
-    """The same as plain data."""
+    """Return the largest size of each method as plain data."""
     return {
         "holds": "max-batch",
         "budget_bytes": wanted.budget_bytes,

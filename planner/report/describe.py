@@ -1,4 +1,4 @@
-"""Plans and runs as text for people and as plain data for machines, and how such text is laid out."""
+"""Plans and runs as text and as plain data, and the layout of such text."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def plan_data(plan: Plan) -> dict[str, object]:
-    """What ``planner solve`` and ``planner info`` say about a plan, as plain data."""
+    """Return what ``planner solve`` and ``planner info`` print about a plan, as plain data."""
     return {
         "holds": "plan",
         "status": plan.status,
@@ -52,7 +52,7 @@ def plan_data(plan: Plan) -> dict[str, object]:
 
 
 def plan_text(plan: Plan) -> str:
-    """What ``planner solve`` says about a plan, for people."""
+    """Return what ``planner solve`` prints about a plan, as text."""
     peak = plan.graph.keep_everything_peak_bytes
     share = f", {format_ratio(plan.budget_bytes / peak)} of the {format_bytes(peak)} that eager PyTorch needs" if peak else ""
     time_s, ratio = format_seconds(plan.time_s), f"{1 + plan.overhead:.4f}"
@@ -84,7 +84,7 @@ def _copied(plan: Plan) -> str:
 
 
 def _price_lines(settings: Mapping[str, object]) -> list[tuple[str, str]]:
-    """What a budget was found for, where an overhead was given in its place."""
+    """Return the line on the overhead that the budget was derived from; empty if the budget itself was given."""
     overhead, proved_bytes = settings.get("max_overhead"), settings.get("least_budget_proved_bytes")
     if not isinstance(overhead, int | float) or not isinstance(proved_bytes, int):
         return []
@@ -92,7 +92,7 @@ def _price_lines(settings: Mapping[str, object]) -> list[tuple[str, str]]:
 
 
 def _tolerated(plan: Plan) -> str:
-    """The tolerance that the solve ended by, where it says so."""
+    """Return the tolerance of the solve as text; "" if the settings do not contain it."""
     tolerance = plan.settings.get("tolerance")
     return f", tolerance {100 * tolerance:g}%" if isinstance(tolerance, int | float) else ""
 
@@ -105,7 +105,7 @@ def _eager_lines(plan: Plan) -> list[tuple[str, str]]:
 
 
 def plan_info_text(plan: Plan) -> str:
-    """What ``planner info`` says about a plan, for people: also what it is for and how it was found."""
+    """Return what ``planner info`` prints about a plan as text: the plan, its graph and its settings."""
     lines = [
         *provenance_lines(plan.graph.provenance),
         ("graph", f"{plan.graph.ops:,} ops, {plan.graph.tensors:,} tensors, fingerprint {visible(plan.graph.fingerprint)}"),
@@ -116,12 +116,12 @@ def plan_info_text(plan: Plan) -> str:
 
 
 def _plain(settings: Mapping[str, object]) -> list[tuple[str, object]]:
-    """Those for people to read; the parameters of the search are for machines."""
+    """Return the settings for people to read, without nested parameters of the solver."""
     return [(name, value) for name, value in settings.items() if not isinstance(value, Mapping) and name != DEVICES_KEY]
 
 
 def run_data(report: "RunReport") -> dict[str, object]:
-    """What ``planner run`` says, as plain data; the timeline is left out."""
+    """Return what ``planner run`` prints as plain data, without the timeline."""
     return {
         "budget_bytes": report.budget_bytes,
         "predicted_peak_bytes": report.predicted_peak_bytes,
@@ -151,7 +151,7 @@ def run_data(report: "RunReport") -> dict[str, object]:
 
 
 def run_text(report: "RunReport") -> str:
-    """What ``planner run`` says, for people."""
+    """Return what ``planner run`` prints, as text."""
     rows = [
         ("peak memory", format_bytes(report.predicted_peak_bytes), format_bytes(report.measured_peak_bytes)),
         ("step time", format_seconds(report.predicted_time_s), format_seconds(report.measured_time_s)),
@@ -211,14 +211,14 @@ def _beside_eager_itself(report: "RunReport") -> list[str]:
 
 
 def aligned(lines: Iterable[tuple[str, str]]) -> str:
-    """Names and values in two columns."""
+    """Return names and values as text in two columns."""
     pairs = list(lines)
     width = max((len(name) for name, _ in pairs), default=0)
     return "\n".join(f"{name:<{width}}  {value}" for name, value in pairs)
 
 
 def _bound_of(plan: Plan) -> str:
-    """What the bound is a bound of: solvers that search a smaller class of schedules name it in their settings."""
+    """Return for which schedules the bound holds; solvers that search a smaller class name it in their settings."""
     narrower = plan.settings.get("schedules")
     taken = visible(str(narrower)) if narrower else "each op first in program order"
     order = " as reordered" if plan.settings.get("reordered") else ""
@@ -226,7 +226,7 @@ def _bound_of(plan: Plan) -> str:
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: int) -> str:
-    """Rows under a header; the first `numbers` columns are aligned on the right."""
+    """Return rows under a header as text; the first `numbers` columns are right-aligned."""
     cells = [tuple(header), *(tuple(map(visible, row)) for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = (
@@ -240,16 +240,16 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: int)
 
 
 def summary_data(summary: dict[str, object]) -> dict[str, object]:
-    """A graph's summary with its provenance last."""
+    """Return the summary of a graph with its provenance last."""
     provenance = summary.pop("provenance")
     return {**summary, "provenance": provenance}
 
 
 def provenance_lines(provenance: Mapping[str, object]) -> list[tuple[str, str]]:
-    """Where a graph comes from, in names and values.
+    """Return the provenance of a graph as names and values.
 
     Raises:
-        MismatchError: it has a link to the host that cannot be.
+        MismatchError: the link to the host in it is impossible.
     """
 
     def text(name: str, value: object) -> str:
@@ -265,12 +265,12 @@ def provenance_lines(provenance: Mapping[str, object]) -> list[tuple[str, str]]:
 
 
 def spaced(name: str) -> str:
-    """The name of a stream or a pool, for people."""
+    """Return the name of a stream or pool for people, with spaces for underscores."""
     return visible(name).replace("_", " ")
 
 
 def followed_by(wait: "Wait") -> str:
-    """What a wait is over for."""
+    """Return the name of the event that ends a wait."""
     match wait.following:
         case None:
             return "the end of the step"
@@ -281,5 +281,5 @@ def followed_by(wait: "Wait") -> str:
 
 
 def capacity_text(pool: Pool) -> str:
-    """What a pool holds at most, for people."""
+    """Return the capacity of a pool as text."""
     return "without a limit" if pool.capacity_bytes is None else f"of {format_bytes(pool.capacity_bytes)}"

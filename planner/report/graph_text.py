@@ -1,4 +1,4 @@
-"""What is known of a graph, as text for people and as plain data for machines."""
+"""Facts about a graph, as text and as plain data."""
 
 from dataclasses import asdict
 
@@ -13,13 +13,13 @@ _ORDER = "in the order of the ops that a solve takes"
 
 
 def graph_data(facts: GraphFacts) -> dict[str, object]:
-    """The facts of a graph as plain data."""
+    """Return the facts about a graph as plain data."""
     data = asdict(facts)
     return {"holds": "graph", **summary_data(data.pop("summary")), **data}
 
 
 def graph_text(facts: GraphFacts) -> str:
-    """The facts of a graph for people."""
+    """Return the facts about a graph as text."""
     summary = facts.summary
     host = f"{format_bytes(facts.least_budget_offload_host_bytes)} on the host" if facts.least_budget_offload_host_bytes else ""
     times = ", ".join(f"{phase} {format_seconds(time_s)}" for phase, time_s in facts.time_s_by_phase.items() if time_s)
@@ -59,7 +59,7 @@ def graph_text(facts: GraphFacts) -> str:
 
 
 def _option_lines(name: str, facts: OptionFacts) -> list[tuple[str, str]]:
-    """What an option offers, and the least budget with it."""
+    """Return lines on the ops that an option offers, and on the least feasible budget with it."""
     if not facts.ops:
         return [(f"with {name}", "nothing to choose: no op of this step is one that it knows another way for")]
     exactness = f"{facts.inexact_ops:,} of them not exact" if facts.inexact_ops else "all exact"
@@ -71,7 +71,7 @@ def _option_lines(name: str, facts: OptionFacts) -> list[tuple[str, str]]:
 
 
 def _least(facts: GraphFacts) -> str:
-    """The bound on the least budget, and of which schedules it is one."""
+    """Return the lower bound on the least feasible budget as text, with the class of schedules it holds for."""
     least_bytes, anyway_bytes = facts.least_budget_bytes, facts.least_budget_any_order_bytes
     if least_bytes == anyway_bytes:
         return format_bytes(least_bytes)
@@ -85,7 +85,7 @@ def _reordered(facts: GraphFacts) -> str:
 
 
 def _device_lines(name: str, facts: DeviceFacts, ops: int) -> list[tuple[str, str]]:
-    """The device called `name` for people; the program has so many `ops`."""
+    """Return lines on the device `name`; the program has `ops` ops."""
     lines = [("with placement", _device_line(name, facts, ops))]
     if facts.least_budget_bytes is not None and facts.least_budget_found_bytes is not None:
         lines.append(("  least budget", f"no less than {format_bytes(facts.least_budget_bytes)} {_ORDER}"))

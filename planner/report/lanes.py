@@ -1,4 +1,4 @@
-"""What a plan does besides executing each op once: recomputations, transfers and waits, as bars on lanes."""
+"""Bars on lanes for all that a plan does in addition to executing each op once: recomputations, transfers and waits."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -15,15 +15,15 @@ RECOMPUTED, WAITS = "recompute", "wait"
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """A time on a lane.
+    """A bar on a lane.
 
     Attributes:
         lane: its name, for people.
         start_s, end_s: seconds since the step began.
         title, said: the op, and its facts.
-        purpose: what it is for; "" if nothing follows.
-        step: of the schedule, of an execution; None for a wait.
-        reader_s: when the op begins that it is for.
+        purpose: the op that it serves; "" if there is none.
+        step: position in the schedule of an execution; None for a wait.
+        reader_s: when the op that it serves begins.
     """
 
     lane: str
@@ -44,7 +44,7 @@ def bars(timeline: Timeline) -> tuple[Bar, ...]:
 
 
 def lanes(timeline: Timeline, found: Iterable[Bar]) -> tuple[str, ...]:
-    """Return the names of the lanes that have bars of those `found`, from top to bottom."""
+    """Return the names of the lanes that contain any of the bars `found`, from top to bottom."""
     busy = {bar.lane for bar in found}
     return tuple(lane for lane in (RECOMPUTED, WAITS, *map(spaced, timeline.graph.streams[1:])) if lane in busy)
 
@@ -54,13 +54,12 @@ def _shown(execution: Execution) -> bool:
 
 
 def _purposes(timeline: Timeline) -> dict[int, Execution]:
-    """Return for each execution on a lane, by its step, what it is for: the first one on no lane that reads what it makes.
+    """Return the purpose of each execution on a lane, by step: the first execution on no lane that needs its outputs.
 
-    It may read that through others on lanes. Outputs on the device and elsewhere count alike: a copy out is for
-    the op that reads what comes back.
+    The outputs may pass through other executions on lanes: the purpose of an offload is the op that reads the reloaded tensor.
     """
     found: dict[int, Execution] = {}
-    readers: dict[int, Execution] = {}  # by tensor, what reads it next
+    readers: dict[int, Execution] = {}  # by tensor, its next reader
     for execution in reversed(timeline.executions):
         following = [readers.pop(t) for t in execution.op.outputs if t in readers]
         if following and _shown(execution):

@@ -1,4 +1,4 @@
-"""The memory of a plan over its step, as a figure of matplotlib."""
+"""The memory of a plan over its step, as a matplotlib figure."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def plot_plan(timeline: Timeline, others: Sequence[Baseline]) -> "Figure":
-    """Return the figure: memory in use and static memory as areas, `others` as lines, the budget dashed.
+    """Return the figure: memory in use and static memory as areas, the baselines `others` as lines, the budget dashed.
 
     Raises:
         PlannerError: matplotlib is not installed.

@@ -1,4 +1,4 @@
-"""The modules of a model in few groups, to be told apart by colour."""
+"""The modules of a model in a few groups, one colour each."""
 
 from collections.abc import Sequence
 from itertools import groupby
@@ -10,8 +10,7 @@ _REST = "other modules"
 def grouped(names: Sequence[str], most: int = MOST) -> dict[str, str]:
     """Return the group of each of `names`, the blocks of ops in program order: at most `most` groups, in order of appearance.
 
-    Where there are more blocks, neighbours that are numbered alike share a group, ``h.0`` to ``h.3``; what is still too much
-    is one group.
+    If there are too many blocks, numbered neighbours share a group, ``h.0`` to ``h.3``; blocks beyond `most` form one group.
     """
     distinct = list(dict.fromkeys(names))
     if len(distinct) <= most:
@@ -30,7 +29,7 @@ def grouped(names: Sequence[str], most: int = MOST) -> dict[str, str]:
 
 
 def _stem(name: str) -> str:
-    """What numbered blocks share, ``h.`` of ``h.3``; the name itself of others."""
+    """Return the common prefix of numbered blocks, ``h.`` for ``h.3``; other names are returned unchanged."""
     stem, dot, last = name.rpartition(".")
     return f"{stem}{dot}" if last.isdecimal() else name
 

@@ -36,7 +36,7 @@ def page(timeline: Timeline, curve: Sequence[CurvePoint] = ()) -> str:
     costs, bursts = timeline.module_costs, timeline.bursts
     dearest = max((cost.time_s for cost in costs[:1]), default=0.0) or 1e-12
     longest = sorted(sorted(bursts, key=lambda burst: -burst.time_s)[:_LISTED], key=lambda burst: burst.start_s)
-    # Names come from files: none is HTML, and what would drive a terminal is drawn as it is.
+    # Names come from files: they are escaped for HTML, and control characters are made visible.
     made = Environment(autoescape=True, undefined=StrictUndefined, keep_trailing_newline=True, finalize=_shown)
     model = visible(graph.provenance.get("model", "a model"))
     facts = {
@@ -97,7 +97,7 @@ def _facts(timeline: Timeline) -> list[tuple[str, str]]:
 
 
 def _beside_eager(eager: EagerComparison | None) -> list[tuple[str, str]]:
-    """Tiles for what was measured; what differs is said in full, for it is what matters most."""
+    """Return tiles for the comparison with eager PyTorch; differences are written in full."""
     if eager is None:
         return []
     if eager.failure or eager.overhead is None:
@@ -117,7 +117,7 @@ def _proof(gap: float | None) -> str:
 
 
 def _runs(peak: Execution) -> str:
-    """Return what an execution does when it takes its memory: one on another stream takes it when it is issued."""
+    """Return the verb for the execution at the peak: ops on other streams allocate memory when they are issued."""
     if peak.op.stream != COMPUTE:
         return "is issued"
     return "is recomputed" if peak.again else "runs"
@@ -150,7 +150,7 @@ def _held_row(held: Held) -> list[str]:
 
 
 def _listed(names: Iterable[str]) -> str:
-    """The first three, and how many more."""
+    """Return the first three names, and the number of the others."""
     every = list(names)
     more = f" and {len(every) - 3} more" if len(every) > 3 else ""
     return ", ".join(every[:3]) + more

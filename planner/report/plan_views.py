@@ -1,4 +1,4 @@
-"""What ``Plan`` shows of itself: in a figure, in a table and in a notebook."""
+"""Views of ``Plan``: a figure, a table, and HTML for notebooks."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PlanComparison:
-    """A plan beside plain ways to run its step, all as the judge predicts them; it prints as a table.
+    """A plan and its baselines, as the judge predicts them; prints as a table.
 
     Attributes:
         rows: name, peak in bytes, seconds, and recomputed ops of each, the plan first.
@@ -70,7 +70,7 @@ def compare(plan: Plan, graph: Graph | None) -> PlanComparison:
 
 
 def html(plan: Plan, graph: Graph | None) -> str:
-    """Return `plan` for a notebook: its lines, and the chart of its memory if the graph is known."""
+    """Return `plan` as HTML for a notebook: its text, and the chart of its memory if the graph is known."""
     lines = f"<pre>{escape(visible_lines(str(plan)))}</pre>"
     if graph is None:
         return f"<div>{lines}</div>"

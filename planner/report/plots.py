@@ -1,4 +1,4 @@
-"""Figures: pure functions of what was measured."""
+"""Figures as pure functions of measurements."""
 
 import io
 import textwrap
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from planner.studies.curve import Curve
 
 _TITLE_WIDTH, _TITLE_LINES = 90, 3
-# Colours that colour-blind readers tell apart (Okabe and Ito), by what they stand for.
+# Colours for colour-blind readers (Okabe and Ito), by their meaning.
 COLORS = {
     "ours": "#0072B2",
     "whole": "#555555",
@@ -29,13 +29,13 @@ COLORS = {
     "second": "#E69F00",
     "third": "#009E73",
 }
-_SQUASHED = 6  # times the median: a value above that squashes the others
+_SQUASHED = 6  # times the median: a value above that hides the others
 _SIZES = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 _TIMES = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
 
 
 def size_unit(largest_bytes: float) -> tuple[float, str]:
-    """Return the bytes of the unit for an axis of memory, and its name: 16 MB are never 0.016 GB."""
+    """Return the bytes and the name of the unit for an axis of memory, such that 16 MB is not shown as 0.016 GB."""
     return next(((scale, name) for scale, name in _SIZES if largest_bytes >= scale), (1.0, "B"))
 
 
@@ -45,9 +45,9 @@ def time_unit(largest_s: float) -> tuple[float, str]:
 
 
 def plot_memory(reports: "Sequence[RunReport]", path: Path, *, title: str) -> None:
-    """Measured memory over one step, a line for each report, with the budgets as dashed lines.
+    """Plot measured memory over one step, a line for each report, with the budgets as dashed lines.
 
-    The step runs faster or slower from report to report; the axis is the part of it that has passed.
+    Step times differ between reports, so the axis is the fraction of the step.
 
     Raises:
         PlannerError: matplotlib is not installed.
@@ -71,7 +71,7 @@ def plot_memory(reports: "Sequence[RunReport]", path: Path, *, title: str) -> No
 
 
 def check_plot(path: Path) -> None:
-    """Find out, before work is spent, whether a figure can be written to `path`.
+    """Raise if a figure cannot be written to `path`; called before the work begins.
 
     Raises:
         OutputError: the folder is not there or not writable.
@@ -85,7 +85,7 @@ def check_plot(path: Path) -> None:
 
 
 def plot_curve(curve: "Curve", path: Path, *, title: str) -> None:
-    """Overhead against budget; what is below the bound is shaded.
+    """Plot overhead against budget; the area below the bound is shaded.
 
     Raises:
         PlannerError: matplotlib is not installed.
@@ -100,12 +100,12 @@ def plot_curve(curve: "Curve", path: Path, *, title: str) -> None:
         kind = f" with {', '.join(part.options)}" if part.options else ""
         if bounded:
             xs, ys = zip(*bounded, strict=True)
-            # A bound holds at all smaller budgets too: between two points, that of the larger one.
+            # A bound holds at all smaller budgets: between two points, that of the larger one holds.
             label = f"proved impossible in this order{kind}"
             axes.fill_between(xs, ys, step="pre", color=color if part.options else "0.6", alpha=0.3, linewidth=0, label=label)
         if solved:
             xs, ys = zip(*solved, strict=True)
-            # A schedule serves all larger budgets: between two points, that of the smaller one.
+            # A schedule fits all larger budgets: between two points, that of the smaller one holds.
             axes.step(xs, ys, where="post", color=color, marker="o", markersize=5, linewidth=2, label=f"remat-planner{kind}")
     for i, budget in enumerate(p.budget_bytes / scale for p in curve.points if p.status == "infeasible"):
         axes.axvline(budget, color=COLORS["budget"], linestyle=":", linewidth=1.2, label=None if i else "infeasible")
@@ -119,7 +119,7 @@ def plot_curve(curve: "Curve", path: Path, *, title: str) -> None:
 
 
 def spread_out(axes: "Axes", values: Sequence[float]) -> None:
-    """Let the axis of y begin at 0; where one value would squash the rest, make it logarithmic above the median of `values`."""
+    """Start the y axis at 0; if one value is far above the others, make it logarithmic above the median of `values`."""
     positive = sorted(value for value in values if value > 0)
     middle = positive[len(positive) // 2] if positive else 0.0
     if positive and positive[-1] > _SQUASHED * middle:
@@ -133,7 +133,7 @@ def spread_out(axes: "Axes", values: Sequence[float]) -> None:
 
 
 def shades(count: int) -> list[str]:
-    """Return `count` colours from dark to light, for values in an order; lightness alone tells them apart."""
+    """Return `count` colours from dark to light for ordered values; they differ in lightness only."""
     from matplotlib import colormaps
     from matplotlib.colors import to_hex
 
@@ -142,35 +142,35 @@ def shades(count: int) -> list[str]:
 
 
 def add_legend(figure: "Figure", axes: "Axes", *, columns: int = 3) -> None:
-    """Put the legend of `axes` below the figure, where it covers nothing."""
+    """Put the legend of `axes` below the figure."""
     handles, labels = axes.get_legend_handles_labels()
-    if handles:  # nothing is drawn where no method fits
+    if handles:  # nothing is drawn if no method fits
         figure.legend(handles, labels, loc="outside lower center", ncols=columns, fontsize="small", frameon=False)
 
 
 def set_title(axes: "Axes", title: str) -> None:
-    """Write `title`, a name that others gave, as it is: dollars begin no formula, and what is too long is cut."""
+    """Set `title` as plain text: dollar signs start no formula, and long titles are cut."""
     spaced = visible(title).removeprefix("zoo:").replace(",", ", ")
     lines = textwrap.wrap(spaced, _TITLE_WIDTH, max_lines=_TITLE_LINES, placeholder=" ...")
     axes.set_title("\n".join(lines), parse_math=False, usetex=False, fontsize="medium")
 
 
 def save_figure(figure: "Figure", path: Path) -> None:
-    """Write the figure, whole or not at all.
+    """Write the figure atomically.
 
     Raises:
         OutputError: it cannot be written.
     """
     content = io.BytesIO()
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Glyph .* missing from")  # a box is shown for it
+        warnings.filterwarnings("ignore", message="Glyph .* missing from")  # a box is drawn for it
         figure.savefig(content, format=path.suffix.removeprefix(".").lower(), dpi=120)
     write_bytes(path, _reduced(content) if path.suffix.lower() == ".png" else content.getvalue())
 
 
 def _reduced(png: io.BytesIO) -> bytes:
-    """Figures have few colors: a palette makes their files a quarter as large."""
-    from PIL import Image  # matplotlib needs it as well
+    """Return `png` with a palette of 256 colours, about a quarter of the size."""
+    from PIL import Image  # a dependency of matplotlib
 
     reduced = io.BytesIO()
     with Image.open(png) as image:
@@ -179,7 +179,7 @@ def _reduced(png: io.BytesIO) -> bytes:
 
 
 def new_figure() -> "Figure":
-    """A figure of the size that all have.
+    """Return a new figure of the common size.
 
     Raises:
         PlannerError: matplotlib is not installed.

@@ -1,4 +1,4 @@
-"""PyTorch's memory snapshots: what was in memory at the peak, and which line of Python had asked for it.
+"""Reader of PyTorch's memory snapshots: the memory at the peak, and the Python lines that allocated it.
 
 The format is that of ``torch.cuda.memory._snapshot``, pickled by ``_dump_snapshot``: the segments with their blocks as they
 were when it was taken, and for each device the last actions of the allocator before that. Torch is not imported.
@@ -15,13 +15,13 @@ from graphs.errors import FormatError
 
 _UNKNOWN = "unknown (no frames were recorded)"
 _BEFORE = "in memory before the recorded actions"
-# Files of PyTorch and of Python itself: the line that people look for is below theirs.
+# Files of PyTorch and of Python itself: the line of the user is below theirs.
 _LIBRARIES = ("/torch/", "/torch_", "<frozen ", "<string>", "<eval_with_key>")
 
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """What one line of Python, or one FX node, held at the peak: bytes and blocks."""
+    """Bytes and blocks that one line of Python, or one FX node, held at the peak."""
 
     name: str
     size_bytes: int
@@ -30,17 +30,17 @@ class Holder:
 
 @dataclass(frozen=True, slots=True)
 class DevicePeak:
-    """The most memory of one device that the snapshot knows of.
+    """The peak memory of one device in the snapshot.
 
     Attributes:
         device: its index.
-        peak_bytes: sum of the sizes that were asked for, at the peak.
-        end_bytes: the same when the snapshot was taken.
-        reserved_bytes: of all segments when the snapshot was taken.
-        actions: of the allocator, that were recorded.
-        at_action: after which of them the peak was; None if it was there before the first.
-        holders: who held what at the peak, the largest first.
-        out_of_memory_bytes: what was asked for last that did not fit; None if all did.
+        peak_bytes: sum of the requested sizes at the peak.
+        end_bytes: sum of the requested sizes when the snapshot was taken.
+        reserved_bytes: bytes of all segments when the snapshot was taken.
+        actions: number of recorded actions of the allocator.
+        at_action: the action after which the peak occurred; None if it was before the first.
+        holders: holders of memory at the peak, the largest first.
+        out_of_memory_bytes: the last request that failed; None if there was none.
     """
 
     device: int
@@ -60,7 +60,7 @@ class _Block:
 
 
 class _PlainUnpickler(pickle.Unpickler):
-    """Reads containers, numbers and text alone: a pickle that names a class or a function could run anything."""
+    """Unpickler for containers, numbers and text only: other pickles could execute arbitrary code."""
 
     def find_class(self, module_name: str, global_name: str, /) -> NoReturn:
         raise pickle.UnpicklingError(f"it names {module_name}.{global_name}")
@@ -127,7 +127,7 @@ def _peak(device: int, segments: Sequence[Mapping[str, Any]], trace: Sequence[Ma
 
 
 def _blocks_before(segments: Sequence[Mapping[str, Any]], trace: Sequence[Mapping[str, Any]]) -> dict[int, _Block]:
-    """Return what was in memory before the first action, by address: it was freed later, or is there at the end."""
+    """Return the blocks in memory before the first action, by address: those freed later, or still there at the end."""
     found: dict[int, _Block] = {}
     touched: set[int] = set()
     for entry in trace:
@@ -166,7 +166,7 @@ def _holders(blocks: Iterable[_Block]) -> tuple[Holder, ...]:
 
 
 def _holder(frames: Sequence[Mapping[str, Any]]) -> str:
-    """Return the innermost line of the user's own Python, with the FX node where that is known; frames come innermost first."""
+    """Return the innermost line of the user's own Python, with the FX node if known; frames come innermost first."""
     python = [frame for frame in frames if str(frame["filename"]).endswith(".py") or "fx_node_name" in frame]
     own = [frame for frame in python if not any(part in str(frame["filename"]) for part in _LIBRARIES)]
     node = next((str(frame["fx_node_name"]) for frame in frames if "fx_node_name" in frame), "")

@@ -1,4 +1,4 @@
-"""Result tables: rows of what was promised and what was measured, as text."""
+"""Result tables: predicted and measured values as text."""
 
 from typing import TYPE_CHECKING
 
@@ -24,12 +24,12 @@ COLUMNS = (
 
 
 def kept(report: "RunReport") -> bool:
-    """Return whether the run kept what its plan promised: the budget, and, if they were compared, the results bit by bit."""
+    """Return whether the run stayed within its budget and, if results were compared, matched them bit by bit."""
     return report.measured_peak_bytes <= report.budget_bytes and report.is_exact is not False
 
 
 def run_row(plan: Plan, report: "RunReport") -> tuple[str, ...]:
-    """The cells of COLUMNS for one run: times in seconds, then as multiples of keeping everything, as the bound is."""
+    """Return the cells of COLUMNS for one run: times in seconds, then as multiples of keeping everything."""
     return (
         format_bytes(report.budget_bytes),
         f"{100 * report.budget_bytes / plan.graph.keep_everything_peak_bytes:.0f}%",

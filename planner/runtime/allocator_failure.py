@@ -47,7 +47,7 @@ class AllocatorFailure:
 
 
 def allocator_failure(error: BaseException) -> AllocatorFailure | None:
-    """Return the allocation whose failure raised `error`, directly or as a cause; None if memory is not the reason."""
+    """Return the allocation whose failure raised `error`, directly or as a cause; None if the error has another reason."""
     for cause in causes(error):
         if isinstance(cause, OutOfMemoryError):
             inner = None if cause.__cause__ is None else allocator_failure(cause.__cause__)

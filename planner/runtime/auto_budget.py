@@ -1,4 +1,4 @@
-"""``budget="auto"``: the memory that a step may use on its device, from what the device has free."""
+"""``budget="auto"``: the memory that a step may use on its device, from the free memory."""
 
 import logging
 from collections.abc import Iterable
@@ -12,11 +12,11 @@ from planner.capture.lowering.statics import allocated_bytes
 from planner.capture.rewrites.outputs import storage
 from planner.runtime.free_memory import free_bytes
 
-# Left free by device type: bytes, and a share of what is free. CUDA: workspaces of cuBLAS (32 MiB on Hopper for each of two
+# Reserve by device type: bytes, and a share of the free memory. CUDA: workspaces of cuBLAS (32 MiB on Hopper for each of two
 # threads) and kernels that libraries load when they are first called; the caching allocator, which ran steps of several models
-# within 1.00 to 1.07 times their allocated peak. CPU: what Python, solvers and malloc take beside tensors.
+# within 1.00 to 1.07 times their allocated peak. CPU: memory of Python, solvers and malloc apart from tensors.
 _RESERVE = {"cuda": (192 * 2**20, 0.07), "cpu": (128 * 2**20, 0.05)}
-_ROUNDED_TO = 128  # parts of a power of two: nearly the same free memory gives the same budget, and so the same kept plan
+_ROUNDED_TO = 128  # parts of a power of two: nearly the same free memory gives the same budget, and thus the same cached plan
 
 _log = logging.getLogger(__name__)
 
@@ -28,14 +28,14 @@ def auto_budget_bytes(
     *,
     other_static_bytes: int = 0,
 ) -> int:
-    """Return what a step may use on `device`, static memory included: free memory, less a reserve, plus what it already has.
+    """Return the bytes a step may use on `device`, static memory included: free memory less a reserve, plus what it has.
 
     Args:
         device: a CUDA device or the CPU.
-        static: tensors that are already in memory and count in the budget: parameters, buffers, gradients, optimizer state.
-            What is not allocated yet (optimizer state before the first step) is so left room for.
-        inputs: likewise; of a slice of a data set only the slice counts.
-        other_static_bytes: of memory that is in no plan, and will be allocated.
+        static: tensors in memory that count in the budget: parameters, buffers, gradients, optimizer state. Room is left for
+            missing ones (optimizer state before the first step).
+        inputs: tensors of the batch; of a slice of a data set only the slice counts.
+        other_static_bytes: bytes outside of the plan that will be allocated.
 
     Raises:
         BudgetError: nothing is left.
@@ -57,13 +57,13 @@ def auto_budget_bytes(
 
 
 def reserve_bytes(device_type: str, free: int) -> int:
-    """Return how much of `free` bytes to leave for what is outside of a plan."""
+    """Return how much of `free` bytes to reserve for memory outside a plan."""
     fixed, share = _RESERVE[device_type]
     return fixed + int(share * free)
 
 
 def _bytes_on(device: torch.device, static: Iterable[torch.Tensor], inputs: Iterable[torch.Tensor]) -> int:
-    """Bytes of the storages of these tensors on `device`, each counted once, as the static memory of a plan counts them."""
+    """Return the bytes of the storages of these tensors on `device`, each counted once, as in the static memory of a plan."""
     found: dict[int, int] = {}
     held: list[torch.Tensor] = []  # keeps the identities of storages valid
     for tensors, whole in ((static, True), (inputs, False)):

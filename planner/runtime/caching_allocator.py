@@ -1,4 +1,4 @@
-"""PyTorch's caching allocator of a CUDA device, as a pure simulation: where it puts blocks, and what it reserves for them.
+"""A pure simulation of PyTorch's caching allocator on a CUDA device: where blocks are placed, and what is reserved.
 
 The rules are those of ``c10/cuda/CUDACachingAllocator.cpp`` with default settings (no ``expandable_segments``, no
 ``max_split_size_mb``, no rounding to parts of a power of two). No memory is touched and torch is not imported.
@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from itertools import count
 
 BLOCK_BYTES = 512
-_SMALL_BYTES = 2**20  # up to this, blocks come from small segments
+_SMALL_BYTES = 2**20  # up to this size, blocks are in small segments
 _SMALL_SEGMENT_BYTES = 2 * 2**20
 _LARGE_SEGMENT_BYTES = 20 * 2**20
-_LEAST_OWN_SEGMENT_BYTES = 10 * 2**20  # from this on, a segment is as large as its first block
+_LEAST_OWN_SEGMENT_BYTES = 10 * 2**20  # from this size on, a segment is as large as its first block
 _SEGMENT_ROUNDING_BYTES = 2 * 2**20
 
 DEFAULT_POOL = (0, 0)
@@ -21,7 +21,7 @@ PoolId = tuple[int, int]
 
 
 class DeviceFullError(Exception):
-    """No segment can be reserved for a block, even after all unused ones were returned.
+    """The error that no segment can be reserved for a block, even after all unused segments were released.
 
     Attributes:
         asked_bytes: size of the block.
@@ -38,9 +38,9 @@ class Segment:
 
     Attributes:
         number: unique among the segments of an allocator, in the order in which they were reserved.
-        size_bytes: of the segment.
-        stream: whose blocks lie in it.
-        pool: that it belongs to.
+        size_bytes: its size.
+        stream: stream of its blocks.
+        pool: its pool.
         small: True if it holds blocks of up to 1 MiB.
     """
 
@@ -56,9 +56,9 @@ class Block:
     """A part of a segment, in use or free.
 
     Attributes:
-        segment, offset: where it lies.
-        size_bytes: rounded; what counts as allocated.
-        requested_bytes: as it was asked for; 0 while it is free.
+        segment, offset: its position.
+        size_bytes: rounded size, which counts as allocated.
+        requested_bytes: requested size; 0 while it is free.
         in_use: True if it was handed out.
     """
 
@@ -73,7 +73,7 @@ class Block:
 
 @dataclass(slots=True)
 class Level:
-    """A number of bytes and the most that it has been.
+    """A number of bytes, and its peak.
 
     Attributes:
         bytes: now.
@@ -89,22 +89,22 @@ class Level:
         self.peak_bytes = max(self.peak_bytes, self.bytes)
 
     def reset_peak(self) -> None:
-        """Count the peak from now on."""
+        """Reset the peak to the current value."""
         self.peak_bytes = self.bytes
 
 
 class CachingAllocator:
-    """Blocks of one device, by best fit among the free ones of a stream and pool, in segments that are kept.
+    """The blocks of one device: best fit among the free blocks of a stream and pool, in segments that stay reserved.
 
     Attributes:
         allocated: bytes of blocks in use, rounded.
-        requested: bytes of blocks in use, as they were asked for.
+        requested: requested bytes of blocks in use.
         reserved: bytes of segments.
-        segments: that are reserved, by number.
+        segments: reserved segments, by number.
     """
 
     def __init__(self, capacity_bytes: int | None = None, *, released: Callable[[Segment], object] = lambda _: None) -> None:
-        """Of a device of `capacity_bytes`, None for no limit.
+        """Initialize for a device of `capacity_bytes`; None for no limit.
 
         Args:
             released: called with each segment that is returned to the driver.
@@ -133,7 +133,7 @@ class CachingAllocator:
         return block
 
     def free(self, block: Block) -> None:
-        """Take `block` back: it merges with free neighbours in its segment, which stays reserved."""
+        """Free `block`: it merges with free neighbours in its segment, which stays reserved."""
         self.allocated.add(-block.size_bytes)
         self.requested.add(-block.requested_bytes)
         block.in_use, block.requested_bytes = False, 0
@@ -144,7 +144,7 @@ class CachingAllocator:
         self._put(block)
 
     def release_unused(self) -> None:
-        """Return all segments to the driver in which nothing is in use, but for those of pools that are kept."""
+        """Release all segments without used blocks to the driver, except those of kept pools."""
         for key, blocks in self._free.items():
             if key[0] in self._kept_pools:
                 continue
@@ -161,11 +161,11 @@ class CachingAllocator:
         self._kept_pools.add(pool)
 
     def let_pool_go(self, pool: PoolId) -> None:
-        """Let segments of `pool` be returned again."""
+        """Allow segments of `pool` to be released again."""
         self._kept_pools.discard(pool)
 
     def reset_peaks(self) -> None:
-        """Count all peaks from now on."""
+        """Reset all peaks to the current values."""
         for level in (self.allocated, self.requested, self.reserved):
             level.reset_peak()
 
@@ -179,7 +179,7 @@ class CachingAllocator:
         return sum(block.size_bytes for block in blocks if block.segment is segment)
 
     def _best_fit(self, size_bytes: int, stream: int, pool: PoolId, *, small: bool) -> Block | None:
-        """Take out the smallest free block that is large enough, the one at the lowest address among equals."""
+        """Remove and return the smallest free block that is large enough; among equals, the one at the lowest address."""
         blocks = self._free.get((pool, stream, small), [])
         place = bisect_left(blocks, (size_bytes, -1, -1), key=lambda entry: entry[:3])
         return blocks.pop(place)[-1] if place < len(blocks) else None
@@ -199,7 +199,7 @@ class CachingAllocator:
         return self.capacity_bytes is None or self.reserved.bytes + segment_bytes <= self.capacity_bytes
 
     def _split(self, block: Block, size_bytes: int) -> None:
-        """Cut `block` where enough remains: a small block anywhere, a large one where more than 1 MiB does."""
+        """Split `block` if the remainder is usable: any for a small block, more than 1 MiB for a large one."""
         remaining = block.size_bytes - size_bytes
         if remaining < BLOCK_BYTES or (not block.segment.small and remaining <= _SMALL_BYTES):
             return
@@ -241,7 +241,7 @@ def _entry(block: Block) -> tuple[int, int, int, Block]:
 
 
 def _merge(block: Block, neighbour: Block) -> None:
-    """Let `block` cover its free `neighbour` as well."""
+    """Extend `block` over its free `neighbour`."""
     if neighbour is block.before:
         block.offset, block.before = neighbour.offset, neighbour.before
         if block.before is not None:

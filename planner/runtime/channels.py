@@ -1,7 +1,7 @@
-"""Copies between the device and the host beside the computation, one at a time in each direction.
+"""Transfers between the device and the host, concurrent with the computation, one at a time in each direction.
 
-Here the device is a CPU: each direction has a thread, and copies are real, into memory that PyTorch's allocator does not
-count. On CUDA each has a stream (``planner.runtime.cuda_channels``).
+Here the device is a CPU: each direction has a thread, and transfers are real copies into memory that PyTorch's allocator does not
+count. On CUDA each direction has a stream (``planner.runtime.cuda_channels``).
 """
 
 import threading
@@ -18,19 +18,19 @@ from planner.runtime.host_memory import Copy, HostMemory, ended
 from planner.runtime.host_tensor import HostTensor, storage_bytes
 from planner.runtime.workers import Worker
 
-_LOOK_S = 0.2  # how often a waiting thread looks whether the one that copies is alive
+_LOOK_S = 0.2  # interval at which a waiting thread checks that the copying thread is alive
 _OUT, _BACK = "device to host", "host to device"
 
 
 class Issued(Protocol):
-    """A copy that was issued, as the computation knows it."""
+    """A copy that was issued, as seen by the computation."""
 
     @property
     def has_ended(self) -> bool:
-        """Whether nothing of it is left to do."""
+        """True if the copy has finished."""
 
     def seconds_after(self, earlier: Any) -> float:
-        """From the end of `earlier` of the same channels to the end of this one, waiting for both.
+        """Return the seconds between the end of `earlier`, of the same channels, and the end of this copy; wait for both.
 
         Raises:
             CopyError: it has failed.
@@ -38,10 +38,10 @@ class Issued(Protocol):
 
 
 class Channels(Protocol):
-    """What a compiled schedule copies by. What it issues is done in the order of issue, apart for each direction.
+    """The channels of a compiled schedule. Copies run in the order of issue, separately for each direction.
 
     Attributes:
-        memory: of the host.
+        memory: the host memory.
     """
 
     memory: HostMemory
@@ -53,31 +53,32 @@ class Channels(Protocol):
             after: the copy that makes `tensor`, if it may be under way.
 
         Returns:
-            What is on the host once the copy has ended; and the copy, which is to be waited for before `tensor` goes.
+            The tensor on the host, valid once the copy has ended; and the copy, which must be waited for before `tensor` is
+            freed.
 
         Raises:
-            CopyError: there is no room on the host, or nothing that copies.
+            CopyError: there is no room on the host, or no thread to copy.
         """
 
     def back(self, host: HostTensor) -> tuple[torch.Tensor, Any]:
-        """Take memory on the device, and issue the copy of `host` into it.
+        """Allocate memory on the device, and issue the copy of `host` into it.
 
         Returns:
-            What is there once the copy has ended; and the copy, which is to be waited for before the tensor is read, or goes.
+            The tensor, valid once the copy has ended; and the copy, which must be waited for before the tensor is read or freed.
 
         Raises:
-            CopyError: there is nothing that copies.
+            CopyError: there is no thread to copy.
         """
 
     def again(self, tensor: torch.Tensor, host: HostTensor, *, out: bool) -> Any:
-        """Issue a copy, to the `host` or back, of bytes that are on both sides already: it takes no memory.
+        """Issue a copy to the host or back whose memory exists on both sides: nothing is allocated.
 
         Returns:
-            The copy, an ``Issued``, which is to be waited for before either goes.
+            The copy, an ``Issued``, which must be waited for before either side is freed.
         """
 
     def wait(self, copy: Any) -> None:
-        """Let the computation wait for `copy`.
+        """Make the computation wait for `copy`.
 
         Raises:
             CopyError: it has failed.
@@ -92,7 +93,7 @@ class ThreadChannels:
         self._out, self._back = (Worker(name, f"copies from {name}") for name in (_OUT, _BACK))
 
     def out(self, tensor: torch.Tensor, *after: "ThreadCopy") -> tuple[HostTensor, "ThreadCopy"]:
-        """As ``Channels.out``."""
+        """Issue a copy to the host; see ``Channels.out``."""
         source = storage_bytes(tensor)
         host = HostTensor(tensor, self.memory, allocated_bytes(len(source), tensor.device))
         copy = ThreadCopy(_OUT, source, host.values, after, host.waits_for)
@@ -101,7 +102,7 @@ class ThreadChannels:
         return host, copy
 
     def back(self, host: HostTensor) -> tuple[torch.Tensor, "ThreadCopy"]:
-        """As ``Channels.back``."""
+        """Issue a copy to the device; see ``Channels.back``."""
         tensor = host.on_device()
         copy = ThreadCopy(_BACK, host.values, storage_bytes(tensor), host.copies[:1])
         self._back.issue(copy)
@@ -109,7 +110,7 @@ class ThreadChannels:
         return tensor, copy
 
     def again(self, tensor: torch.Tensor, host: HostTensor, *, out: bool) -> "ThreadCopy":
-        """As ``Channels.again``."""
+        """Issue a copy without allocation; see ``Channels.again``."""
         here, there = storage_bytes(tensor), host.values
         copy = ThreadCopy(_OUT, here, there) if out else ThreadCopy(_BACK, there, here)
         (self._out if out else self._back).issue(copy)
@@ -117,24 +118,24 @@ class ThreadChannels:
         return copy
 
     def wait(self, copy: "ThreadCopy") -> None:
-        """As ``Channels.wait``."""
+        """Wait for `copy`; see ``Channels.wait``."""
         copy.finish()
 
 
 class ThreadCopy:
-    """A copy that a thread makes. It holds both sides until it has ended, and nothing then."""
+    """A copy by a thread. It holds both sides until it has ended."""
 
     def __init__(
         self, name: str, source: torch.Tensor, target: torch.Tensor, after: Sequence[Copy] = (), behind: Sequence[Copy] = ()
     ) -> None:
-        """From `source` to `target`, both uint8 and as long.
+        """Initialize a copy from `source` to `target`, both uint8 and of the same length.
 
         Args:
             after: the copies that make `source`.
-            behind: others that use `target`.
+            behind: other copies that use `target`.
         """
         self._name = name
-        # As arrays: PyTorch would let a team of threads loose on each copy.
+        # As arrays: PyTorch would use several threads for each copy.
         self._source, self._target = source.numpy(), target.numpy()
         self._after, self._behind = after, behind
         self._ended = threading.Event()
@@ -142,7 +143,7 @@ class ThreadCopy:
         self.thread: threading.Thread | None = None
 
     def make(self) -> None:
-        """Make it, in the channel's thread."""
+        """Execute the copy in the channel's thread."""
         try:
             for copy in self._after:
                 copy.finish()
@@ -159,21 +160,21 @@ class ThreadCopy:
 
     @property
     def has_ended(self) -> bool:
-        """As ``Issued.has_ended``."""
+        """True if the copy has finished; see ``Issued.has_ended``."""
         return self._ended.is_set()
 
     def seconds_after(self, earlier: "ThreadCopy") -> float:
-        """As ``Issued.seconds_after``."""
+        """Return the seconds since the end of `earlier`; see ``Issued.seconds_after``."""
         earlier.finish()
         self.finish()
         return self._ended_s - earlier._ended_s
 
     def finish(self) -> None:
-        """As ``Copy.finish``."""
+        """Wait for the copy; see ``Copy.finish``."""
         while not self._ended.wait(_LOOK_S):
             if self.thread is not None and not self.thread.is_alive() and not self._ended.is_set():
                 raise CopyError(f"a copy from {self._name} was not made: its thread has died; the step can be tried again")
         if (error := self._error) is not None:
-            # A new one each time, which does not hold the frames of who waited before.
+            # A new one each time, without the frames of earlier waiters.
             said = f"a copy from {self._name} failed: {type(error).__name__}: {error}"
             raise CopyError(str(error) if isinstance(error, CopyError) else said) from error

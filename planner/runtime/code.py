@@ -1,8 +1,8 @@
-"""From a schedule to the two passes that run it.
+"""Compilation of a schedule to the two passes that run it.
 
-The passes contain the calls of the schedule in its order, and free where it frees. The forward pass ends with the first execution
-of its last op; what is alive then and not returned, and the copies that may be under way, are handed to the backward pass in a
-list, which the backward pass empties before it begins, so that nothing but its own variables keeps a tensor in memory.
+The passes contain the calls and the frees of the schedule in its order. The forward pass ends with the first execution of its
+last op. Tensors that are alive then and not returned, and copies under way, are passed to the backward pass in a list. The
+backward pass empties the list first, so that only its own variables keep tensors in memory.
 """
 
 from collections import Counter
@@ -32,11 +32,11 @@ class Code:
 
     Attributes:
         forward, backward: the two passes; `static` are the tensors of ``Program.sources``, in order.
-        backward_reads: for each source whether the backward pass reads it.
-        saved: ids of the tensors in the list of those that the forward pass saves.
-        returned: positions in that list of those that the caller gets too, and may write to.
-        source: of both passes, for reading.
-        lines: the steps of the lines of the passes.
+        backward_reads: for each source, True if the backward pass reads it.
+        saved: ids of the tensors in the list that the forward pass saves.
+        returned: positions in that list of tensors that the caller gets too, and may overwrite.
+        source: source of both passes, for display.
+        lines: steps of the lines of the passes.
     """
 
     forward: Forward
@@ -57,10 +57,10 @@ def compile_schedule(
     tick: Callable[[int], None] | None = None,
     static_given_up: bool = False,
 ) -> Code:
-    """Compile `schedule`, which must be valid on `graph` (``simulate``), and copies by `channels`, if at all.
+    """Compile `schedule`, which must be valid on `graph` (``simulate``), with transfers by `channels` if it has any.
 
     Args:
-        tick: called behind each execution of an op, with its id.
+        tick: called with the id of each op after its execution.
         static_given_up: the passes empty the lists of static tensors too, and free these after they are read for the last time.
     """
     cut = boundary(graph, schedule)
@@ -70,7 +70,7 @@ def compile_schedule(
 
 
 def repeated(graph: Graph, program: Program, schedule: Schedule) -> set[int]:
-    """Ops that are executed more than once, or whose random numbers another op draws again."""
+    """Return the ops that are executed more than once, or whose random numbers are drawn again by another op."""
     times = Counter(step.op for step in schedule.steps if isinstance(step, Compute))
     drawn = {calls.random_state: op for op, calls in enumerate(program.calls)}
     redrawn = {drawn[t] for op in times for t in graph.ops[op].inputs if t in drawn and drawn[t] != op}
@@ -84,10 +84,10 @@ def assemble(
     names: Mapping[str, object] = MappingProxyType({}),
     static_given_up: bool = False,
 ) -> Code:
-    """Return both passes, whose steps are `halves`, as `writer` writes them.
+    """Return both passes as `writer` writes them; `halves` are their steps.
 
     Args:
-        names: of objects, in the source.
+        names: names of objects in the source.
         static_given_up: as in ``compile_schedule``.
     """
     graph, program = writer.graph, writer.program
@@ -99,7 +99,7 @@ def assemble(
     writer.write(first, halves[0])
     later = {t for step in halves[1] if isinstance(step, Compute) for t in graph.ops[step.op].inputs}
     alive = [t for t in writer.live if t not in graph.kept or t in later]
-    # An output must not hold itself through its own backward pass: it is saved as an alias, if at all.
+    # A saved output would keep itself alive through its own backward pass: an alias is saved, if any.
     saved = [Call(torch.ops.aten.detach.default, (Ref(t),)) if t in graph.kept else Ref(t) for t in alive]
     copies = writer.copies
     returned = (program.loss, tuple(program.extras), [*saved, *copies])

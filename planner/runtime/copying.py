@@ -1,4 +1,4 @@
-"""The steps of a schedule that copies: copies are issued where it says, and waited for where they must be."""
+"""Writer of schedules with transfers: copies are issued as scheduled, and waited for when needed."""
 
 from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Generic, TypeVar
@@ -20,13 +20,13 @@ D = TypeVar("D")
 
 
 class UnderWay(Generic[C]):
-    """The copies that were issued and not waited for yet, by whatever stands for one.
+    """The copies that were issued and not waited for yet.
 
-    The computation waits for a copy in before it reads what that makes, and for all that was issued with a tensor before
-    that is freed; copies wait for each other. That is where ``graphs.clocks`` waits.
+    The computation waits for a reload before it reads the tensor, and for all copies of a tensor before it frees it; copies wait
+    for each other. These are the waits in ``graphs.clocks``.
 
     Attributes:
-        issued: by tensor on the device, in the order of issue.
+        issued: the copies of each tensor on the device, in the order of issue.
     """
 
     def __init__(self) -> None:
@@ -35,11 +35,11 @@ class UnderWay(Generic[C]):
 
     @property
     def copies(self) -> tuple[C, ...]:
-        """All of them."""
+        """All copies under way."""
         return tuple(copy for copies in self.issued.values() for copy in copies)
 
     def known_as(self, other: Callable[[C], D]) -> "UnderWay[D]":
-        """The same copies by what `other` says stands for each."""
+        """Return the same copies, each replaced by ``other(copy)``."""
         same: UnderWay[D] = UnderWay()
         for t, copies in self.issued.items():
             for copy in copies:
@@ -50,20 +50,20 @@ class UnderWay(Generic[C]):
         return same
 
     def out(self, t: int, copy: C) -> None:
-        """`copy` reads `t`."""
+        """Record that `copy` reads `t`."""
         self.issued.setdefault(t, []).append(copy)
 
     def back(self, t: int, copy: C) -> None:
-        """`copy` makes `t`."""
+        """Record that `copy` makes `t`."""
         self.issued[t] = [copy]
         self._arriving[t] = copy
 
     def making(self, t: int) -> tuple[C, ...]:
-        """The copy that makes `t`, if it may be under way."""
+        """Return the copy that makes `t`, if it may be under way."""
         return (self._arriving[t],) if t in self._arriving else ()
 
     def before_reading(self, tensors: Iterable[int]) -> list[C]:
-        """What is to be waited for before `tensors` are read."""
+        """Remove and return the copies to wait for before `tensors` are read."""
         waited = []
         for t in tensors:
             if (copy := self._arriving.pop(t, None)) is not None:
@@ -72,13 +72,13 @@ class UnderWay(Generic[C]):
         return waited
 
     def before_freeing(self, t: int) -> list[C]:
-        """What is to be waited for before `t` goes."""
+        """Remove and return the copies to wait for before `t` is freed."""
         self._arriving.pop(t, None)
         return self.issued.pop(t, [])
 
 
 class CopyingWriter(Writer):
-    """Writes steps with round trips to the host (``graphs.options.offload``), by the ``channels`` that passes name."""
+    """A writer of steps with transfers to the host (``graphs.options.offload``), by the ``channels`` of the passes."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class CopyingWriter(Writer):
         repeated: Container[int] = (),
         tick: Callable[[int], object] | None = None,
     ) -> None:
-        """As ``Writer``."""
+        """Initialize the writer; see ``Writer``."""
         super().__init__(graph, program, repeated=repeated, tick=tick)
         self._trips: UnderWay[fx.Node] = UnderWay()
 
@@ -98,7 +98,7 @@ class CopyingWriter(Writer):
         return self._trips.copies
 
     def take_over(self, copies: Sequence[fx.Node]) -> None:
-        """Let `copies`, parameters of the next pass, stand for those that may be under way."""
+        """Replace the copies under way by `copies`, parameters of the next pass."""
         known = dict(zip(self.copies, copies, strict=True))
         self._trips = self._trips.known_as(known.__getitem__)
 
@@ -117,7 +117,7 @@ class CopyingWriter(Writer):
         out = copy.stream == DEVICE_TO_HOST
         after = self._trips.making(source) if out else ()
         both = self.builder.call(Call("out" if out else "back", (self.builder.attribute("channels"), Ref(source), *after)))
-        if target in wanted:  # what is there already is copied once more, and dropped
+        if target in wanted:  # an existing tensor is copied again, and dropped
             self.builder.rebind(target, item(both, (0,)))
         issued = self.builder.hold(item(both, (1,)), "copy")
         self.builder.free(both)
@@ -133,11 +133,11 @@ class CopyingWriter(Writer):
 
 
 def check_runnable(graph: Graph, program: Program) -> None:
-    """Refuse a graph with choices that are not run.
+    """Raise for a graph with options that cannot be run.
 
     Raises:
-        GraphError: it has others than round trips to the host, ops on other devices, and ops on the compute stream that `program`
-            has calls of.
+        GraphError: an option is neither offloading, nor placement on other devices, nor an op on the compute stream with calls in
+            `program`.
     """
     without_copies(without_computed(graph))
     unknown = [op.name for op in graph.ops[len(program.calls) :] if op.stream == COMPUTE]

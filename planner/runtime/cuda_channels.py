@@ -1,7 +1,7 @@
-"""Copies between a CUDA device and the host: a stream for each direction, events, page-locked memory.
+"""Transfers between a CUDA device and the host: a stream for each direction, events, and page-locked memory.
 
-Written with care, and not run on a GPU. What a copy uses on the device is held until the computation waits for it, so that
-the allocator never sees memory that a copy still reads or fills, and no ``record_stream`` is needed.
+Not tested on a GPU. The device memory of a copy is held until the computation waits for the copy: the allocator thus never reuses
+memory that is still read or written, and no ``record_stream`` is needed.
 """
 
 from collections.abc import Iterable, Iterator
@@ -16,10 +16,10 @@ from planner.runtime.host_tensor import HostTensor, storage_bytes
 
 
 class CudaChannels:
-    """Channels of a CUDA device. Copies start no earlier than the present stream comes to where they are issued."""
+    """Channels of a CUDA device. Copies start after the work already issued on the current stream."""
 
     def __init__(self, device: torch.device, capacity_bytes: int | None = None, *, timed: bool = False) -> None:
-        """With `capacity_bytes` of the host's memory, None for no limit; if `timed`, copies know when they ended."""
+        """Initialize with `capacity_bytes` of host memory, None for no limit; if `timed`, copies record when they end."""
         self.memory = HostMemory(capacity_bytes, lock=partial(_page_locked, device))
         self._device, self._timed = device, timed
         self._out, self._back = torch.cuda.Stream(device), torch.cuda.Stream(device)
@@ -27,10 +27,10 @@ class CudaChannels:
 
     @contextmanager
     def captured(self) -> Iterator[None]:
-        """Inside, all is launched that a CUDA graph holds: copies begin in it, and have ended when it ends.
+        """Collect the copies of a CUDA graph capture: they start inside the context, and are joined at its end.
 
-        A capture may wait for nothing that was launched before it, and the streams that it has reached must have come back to
-        the one it began on. What was copied inside needs no waiting outside.
+        A capture may not wait for work launched before it, and the streams that it uses must be joined to the capturing stream.
+        Copies made inside need no waiting outside.
         """
         part = self._part = _Part()
         try:
@@ -44,27 +44,27 @@ class CudaChannels:
             part.over, self._part = True, _Part()
 
     def out(self, tensor: torch.Tensor, *after: "StreamCopy") -> tuple[HostTensor, "StreamCopy"]:
-        """As ``Channels.out``."""
+        """Issue a copy to the host; see ``Channels.out``."""
         source = storage_bytes(tensor)
         host = HostTensor(tensor, self.memory, allocated_bytes(len(source), tensor.device))
         events = [copy.event for copy in after if not copy.part.over]
         return host, self._copied(self._out, source, host.values, [*events, *_events(host.waits_for)], host, tensor)
 
     def back(self, host: HostTensor) -> tuple[torch.Tensor, "StreamCopy"]:
-        """As ``Channels.back``."""
+        """Issue a copy to the device; see ``Channels.back``."""
         tensor = host.on_device()
         made = _events(host.copies[:1])
         return tensor, self._copied(self._back, host.values, storage_bytes(tensor), made, host, tensor)
 
     def again(self, tensor: torch.Tensor, host: HostTensor, *, out: bool) -> "StreamCopy":
-        """As ``Channels.again``."""
+        """Issue a copy without allocation; see ``Channels.again``."""
         here, there = storage_bytes(tensor), host.values
         if out:
             return self._copied(self._out, here, there, (), host, tensor)
         return self._copied(self._back, there, here, (), host, tensor)
 
     def wait(self, copy: "StreamCopy") -> None:
-        """As ``Channels.wait``; the host goes on."""
+        """Make the current stream wait for `copy`, without blocking the host; see ``Channels.wait``."""
         if not copy.part.over:
             torch.cuda.current_stream(self._device).wait_event(copy.event)
         copy.tensor = None
@@ -91,11 +91,11 @@ class CudaChannels:
 
 
 class _Part:
-    """What is launched without a CUDA graph, or in one.
+    """Copies launched outside a CUDA graph, or within one.
 
     Attributes:
-        reached: the streams that copies were issued on.
-        over: it has ended, and the stream that computes has waited for its copies.
+        reached: streams with issued copies.
+        over: True if it has ended, and the computation has waited for its copies.
     """
 
     def __init__(self) -> None:
@@ -104,49 +104,51 @@ class _Part:
 
 
 class _OnStream:
-    """A copy as the host's memory knows it, which holds nothing on the device."""
+    """A copy as seen by the host memory; holds nothing on the device."""
 
     def __init__(self, event: torch.cuda.Event, part: _Part) -> None:
         self.event, self.part = event, part
 
     def finish(self) -> None:
-        """As ``Copy.finish``. What was captured is not there to be waited for: the device is, before memory goes."""
+        """Wait for the copy; see ``Copy.finish``. Captured copies are skipped: the device is synchronized before memory is
+        freed.
+        """
         if not self.part.over:
             self.event.synchronize()
 
 
 class StreamCopy:
-    """A copy as the computation knows it.
+    """A copy as seen by the computation.
 
     Attributes:
-        event: behind it.
-        tensor: what it uses on the device, until somebody has waited for it.
-        part: that it belongs to.
+        event: recorded after the copy.
+        tensor: its tensor on the device, held until the copy is waited for.
+        part: the part of the pass that it belongs to.
     """
 
     def __init__(self, event: torch.cuda.Event, tensor: torch.Tensor, computing: torch.cuda.Stream, part: _Part) -> None:
-        """Of `tensor`, whose memory goes back to the stream `computing`."""
+        """Initialize the copy of `tensor`, whose memory returns to the stream `computing`."""
         self.event, self.part = event, part
         self.tensor: torch.Tensor | None = tensor
         self._computing = computing
 
     def finish(self) -> None:
-        """As ``Copy.finish``: another thread needs what it makes. The computation still has to wait for it."""
+        """Wait for the copy on the host, for another thread; see ``Copy.finish``. The computation still has to wait for it."""
         self.event.synchronize()
 
     @property
     def has_ended(self) -> bool:
-        """As ``Issued.has_ended``."""
+        """True if the copy has finished; see ``Issued.has_ended``."""
         return bool(self.event.query())
 
     def seconds_after(self, earlier: "StreamCopy") -> float:
-        """As ``Issued.seconds_after``; of channels that are timed."""
+        """Return the seconds since the end of `earlier`, for timed channels; see ``Issued.seconds_after``."""
         earlier.event.synchronize()
         self.event.synchronize()
         return float(earlier.event.elapsed_time(self.event)) / 1e3
 
     def __del__(self) -> None:
-        # A step that was dropped half way: its memory is not to be used again before.
+        # For steps that were dropped halfway: their memory must not be reused before the copy ends.
         if self.tensor is not None and not self.part.over:
             self._computing.wait_event(self.event)
 
@@ -156,11 +158,11 @@ def _events(copies: Iterable[Copy]) -> list[torch.cuda.Event]:
 
 
 def _page_locked(device: torch.device, address: int, size_bytes: int) -> "partial[None]":
-    """Page-lock memory, to the byte, which PyTorch's own allocator would round up to a power of two; returns what undoes it."""
+    """Page-lock memory in place, without rounding to a power of two as PyTorch does; return the function that unlocks it."""
     torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(address, size_bytes, 0))
     return partial(_unlock, device, address)
 
 
 def _unlock(device: torch.device, address: int) -> None:
-    torch.cuda.synchronize(device)  # a copy may be under way where a step was dropped
+    torch.cuda.synchronize(device)  # a copy may be under way if a step was dropped
     torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(address))

@@ -1,4 +1,4 @@
-"""CUDA graphs as recordings: what ``torch.cuda.graph`` captures, and how much memory it keeps.
+"""CUDA graphs as recordings: what ``torch.cuda.graph`` captures, and the memory it keeps.
 
 Warm-up, stream and pool are as in ``torch.cuda.make_graphed_callables`` and Inductor's CUDA graph trees.
 """
@@ -18,10 +18,10 @@ _DEFAULT_POOL = (0, 0)
 
 
 class CudaGraphs:
-    """Records functions as CUDA graphs that share a pool of memory, to be replayed in the order in which they were recorded.
+    """A recorder of functions as CUDA graphs that share a memory pool, to be replayed in the order of recording.
 
     Args:
-        device: that all of it happens on.
+        device: the device.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -29,29 +29,29 @@ class CudaGraphs:
         self._stream = torch.cuda.Stream(device)
 
     def warm_up(self, run: Callable[[], object]) -> None:
-        """Call `run` beside the present stream, as it is captured; libraries allocate, and choose their kernels."""
+        """Call `run` on the capture stream, so that libraries allocate their workspaces and choose their kernels."""
         present = torch.cuda.current_stream(self._stream.device)
         self._stream.wait_stream(present)
         try:
             with torch.cuda.stream(self._stream):
                 for _ in range(_WARM_UPS):
                     run()
-        finally:  # where it fails too: what is put back then, and memory that is freed, is used on this stream until here
+        finally:  # also after a failure: memory restored or freed then is used on this stream until here
             present.wait_stream(self._stream)
 
     def record(self, function: Callable[..., T], *args: Any) -> tuple[T, Callable[[], None]]:
-        """Capture what `function` launches.
+        """Capture the launches of `function`.
 
         Returns:
-            What it returned, empty until the first replay; and the replay, on the stream that is current then.
+            The result, empty until the first replay; and the function that replays it on the current stream.
 
         Raises:
             TraceError: it cannot be captured.
         """
         graph = torch.cuda.CUDAGraph()
-        # Other threads may prepare batches meanwhile. A capture that fails leaves its stream the current one.
+        # Other threads may prepare batches meanwhile. A failed capture leaves its stream as the current one.
         capture = torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local")
-        # What cuBLAS works in is to lie in the pool too: elsewhere others may clear it, and the graph would go on using it.
+        # The workspaces of cuBLAS must be in the pool too: elsewhere others may free them while the graph still uses them.
         clear_cublas_workspaces()
         try:
             with torch.cuda.stream(self._stream), capture:
@@ -64,15 +64,15 @@ class CudaGraphs:
         return returned, graph.replay
 
     def held_bytes(self) -> int:
-        """Of the pool, whose memory nobody else gets: fragments and the allocator's rounding included."""
+        """Return the bytes of the private pool, including fragments and rounding."""
         segments = torch.cuda.memory_snapshot()
         return sum(segment["total_size"] for segment in segments if segment["segment_pool_id"] == self._pool)
 
 
 def hidden_pool_bytes(device: torch.device) -> int:
-    """Return what CUDA graphs keep on `device` and the allocator does not count as allocated.
+    """Return the bytes that CUDA graphs keep on `device` and that the allocator does not count as allocated.
 
-    Between replays the tensors inside of a graph are free to the allocator, but their memory is nobody else's.
+    Between replays, tensors inside a graph are free for the allocator, but their memory is reserved for the graph.
     """
     if device.type != "cuda":
         return 0
@@ -81,7 +81,7 @@ def hidden_pool_bytes(device: torch.device) -> int:
 
 
 def _first(error: BaseException) -> BaseException:
-    """What failed before `error`: the end of a capture fails too, and says nothing of the reason."""
+    """Return the first error before `error`: after a failure the end of the capture fails too, without the reason."""
     while error.__context__ is not None and not is_handled_by_a_caller(error.__context__):
         error = error.__context__
     return error

@@ -1,4 +1,4 @@
-"""What the ops of a step take on other devices than its own, and what is copied there, by the means that plans run with."""
+"""Costs of a step's ops on other devices, and of transfers to them, measured with the runtime that plans use."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -39,17 +39,16 @@ def other_devices(
 ) -> tuple[OtherDevice, ...]:
     """Return the devices called `names`, with the time and workspace of each op that can run there.
 
-    Ops are executed one at a time, each distinct one once, as they are when they are profiled: on the step's own device, and on
-    the other one from copies of the same inputs. The fastest of `passes` executions counts, on CUDA the median. An op has no time
-    where it fails, where its result is laid out otherwise or takes more memory than the program's, and where it stays on the main
-    device anyway.
+    Each distinct op is executed once, alone, on the step's own device and, with copies of the same inputs, on the other one. The
+    fastest of `passes` executions counts; on CUDA the median. An op has no time if it fails, if its result has another layout or
+    needs more memory than the program's, or if it must stay on the main device.
 
     Args:
         capture: the profiled step.
         static: its static tensors, in the order of the program's sources.
 
     Raises:
-        GraphError: there is no such device, one is named twice, or a kernel is none of eager PyTorch's.
+        GraphError: there is no such device, one is named twice, or a kernel is not eager PyTorch's.
     """
     if len(set(names)) < len(names):
         raise GraphError(f"other devices are {', '.join(names)}: name each once (threads of a CPU tell them apart: cpu:1, cpu:2)")
@@ -59,7 +58,7 @@ def other_devices(
 
 
 class _Profile:
-    """Of one device."""
+    """The profile of one device."""
 
     def __init__(self, capture: Capture, static: Sequence[torch.Tensor], named: NamedDevice) -> None:
         self._capture, self._static, self._named = capture, static, named
@@ -102,7 +101,7 @@ class _Profile:
         )
 
     def _functions(self) -> dict[int, Callable[..., tuple[Any, ...]]]:
-        """For each op that may be called there a function of its inputs, which returns its outputs."""
+        """Return for each op that can be called on the device a function from its inputs to its outputs."""
         program, functions = self._capture.program, dict[int, Callable[..., tuple[Any, ...]]]()
         stay = fixed(self._graph)
         for op in self._graph.program:
@@ -115,13 +114,13 @@ class _Profile:
         return functions
 
     def _compared(self, op: int, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor | None]) -> bool | None:
-        """Return whether it makes the same bits there; None if it cannot run there."""
+        """Return whether the op has the same bits on the device; None if it cannot run there."""
         try:
             made = self._there(lambda: self._calls[op](*self._copies(op, inputs)))
             room = [self._bytes_there(self._graph.tensors[t].size_bytes) for t in self._graph.ops[op].outputs]
             if not all(self._is_like(a, b, most) for a, b, most in zip(made, outputs, room, strict=True)):
                 return None
-        except (RuntimeError, CopyError, ValueError, TypeError):  # what a kernel that is not there raises, or one that refuses
+        except (RuntimeError, CopyError, ValueError, TypeError):  # the errors of kernels that are missing or refuse
             return None
         return all(a is None or b is None or has_same_values(a.to(b.device), b) for a, b in zip(made, outputs, strict=True))
 
@@ -150,7 +149,7 @@ class _Profile:
         return time.perf_counter() - start
 
     def _workspaces(self, ops: Sequence[tuple[MeasuredOp, tuple[int, ...]]]) -> dict[int, int]:
-        """Return the bytes of each op that it holds there besides its outputs, measured in the device's thread."""
+        """Return the workspace bytes of each op on the device, measured in the device's thread."""
 
         def run(mark: Mark) -> None:
             for measured, _ in ops:
@@ -162,7 +161,7 @@ class _Profile:
                 del made, given, tensors
 
         if self._place.type == "cpu":
-            cpu_allocations(lambda _: None)  # the profiler begins in this thread, or complains
+            cpu_allocations(lambda _: None)  # the profiler starts in this thread, or raises
         rises = self._there(lambda: segment_peaks(run, self._place))[1::2]
         found: dict[int, int] = {}
         for (measured, equal), rise in zip(ops, rises, strict=True):
@@ -171,7 +170,7 @@ class _Profile:
         return found
 
     def _link(self) -> tuple[float, float]:
-        """Bytes a second in the slower direction, and what a copy takes besides, handing it to a thread and back included."""
+        """Return bytes per second in the slower direction, and the latency of a copy in seconds, with the thread handover."""
         channel, here = Channel(), self._here
         large = max(self._copy_s(channel, _LARGE_BYTES, *ends) for ends in ((here, self._place), (self._place, here)))
         small = median(self._copy_s(channel, _SMALL_BYTES, here, self._place, 1) for _ in range(_SMALL_COPIES))
@@ -199,7 +198,7 @@ class _Profile:
         return -(-size_bytes // self._block_bytes) * self._block_bytes
 
     def _there(self, run: Callable[[], Any]) -> Any:
-        """What `run` returns, in the thread of the device."""
+        """Return the result of `run`, called in the thread of the device."""
         call = _Called(run)
         self._worker.issue(call)
         call.ended.wait()
@@ -219,7 +218,7 @@ class _Called:
         self._run = run
 
     def make(self) -> None:
-        """Call it."""
+        """Call the function."""
         try:
             with torch.no_grad():
                 self.value = self._run()

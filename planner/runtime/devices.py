@@ -1,4 +1,4 @@
-"""The devices that a placed step runs on: a thread for each but the main one, and one for each channel between them."""
+"""The devices that a placed step runs on: a thread for each except the main one, and one for each channel."""
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,20 +16,20 @@ from planner.runtime.transfers import LOOK_S, Channel, Pass, StoppedError, Trans
 from planner.runtime.workers import Worker
 
 Result = TypeVar("Result")
-Part = Callable[[Sequence[Transfer]], object]  # what a device does in a pass, with the copies of that pass
+Part = Callable[[Sequence[Transfer]], object]  # the work of a device in a pass, with the copies of that pass
 Around = Callable[[Callable[[], object]], object]
 
 
 class Devices:
-    """The main device, in whose thread a step is called, and the others of a graph with placement.
+    """The main device, whose thread calls the step, and the other devices of a graph with placement.
 
     Attributes:
-        pools: of the graph, the main device's first.
-        places: where PyTorch makes tensors, for each of them.
+        pools: pools of the graph, the main device's first.
+        places: torch devices of the pools.
     """
 
     def __init__(self, graph: Graph, main: torch.device) -> None:
-        """Of `graph`, of which `main` has the parameters. A thread begins when it has something to do.
+        """Initialize for `graph`; `main` has the parameters. Threads start with their first job.
 
         Raises:
             GraphError: a pool has no name of a device of this machine.
@@ -56,12 +56,12 @@ class Devices:
         channels: Mapping[str, Sequence[int]],
         copies: int,
     ) -> Result:
-        """One pass: all parts side by side, until all have ended; what `main`, in this thread, returns.
+        """Run one pass: all parts concurrently until all have ended; return the result of `main`, which runs in this thread.
 
         Args:
-            parts: by stream, of the other devices.
-            channels: by stream, the copies that it makes, in order.
-            copies: how many there are.
+            parts: work of the other devices, by stream.
+            channels: the copies that each channel makes, in order, by stream.
+            copies: number of copies.
 
         Raises:
             DeviceError: an op has failed on another device.
@@ -74,7 +74,7 @@ class Devices:
         }
         wanted |= {stream: partial(self._copy, stream, numbers, under) for stream, numbers in channels.items() if numbers}
         try:
-            with self._issuing:  # passes that several threads begin are in the same order before each worker
+            with self._issuing:  # passes started by several threads have the same order in each worker
                 for stream, run in wanted.items():
                     job = _Job(run, under, self._words(stream))
                     self._workers[stream].issue(job)
@@ -87,16 +87,16 @@ class Devices:
             for job in jobs:
                 job.settle()
             first = under.error if isinstance(error, StoppedError) else None
-            under.error, under.copies = None, ()  # its frames would hold it, and with it all that the step has made
+            under.error, under.copies = None, ()  # its frames would keep it and all tensors of the step alive
             if first is None:
                 raise
-            # A new one, which does not hold the frames of who met it.
+            # A new one, without the frames of the failed thread.
             raise type(first)(str(first)) from first.__cause__
         return result
 
     @contextmanager
     def watched(self, pool: str, around: Around) -> Iterator[None]:
-        """Inside, what the device of `pool` does in a pass is run by `around`, in that device's thread."""
+        """Run the parts of the device of `pool` by `around` in that device's thread, inside the context."""
         stream = next(stream for stream, device in self._named.items() if device.name == pool)
         self._around[stream] = around
         try:
@@ -127,12 +127,12 @@ class Devices:
 
 
 class _Job:
-    """What one thread does in one pass.
+    """The work of one thread in one pass.
 
     Attributes:
-        thread: that does it.
-        ended: it has, one way or the other.
-        what: it is, for messages.
+        thread: its thread.
+        ended: set when the work has ended, with or without an error.
+        what: description for messages.
     """
 
     def __init__(self, run: Callable[[], object], under: Pass, what: str) -> None:
@@ -143,7 +143,7 @@ class _Job:
         self._under = under
 
     def make(self) -> None:
-        """Do it."""
+        """Run the job."""
         try:
             assert self._run is not None
             self._run()
@@ -152,16 +152,16 @@ class _Job:
         except BaseException as error:  # noqa: BLE001  # whoever waits for it hears of it
             self._under.fail(_named_error(error, self.what))
         finally:
-            self._run = None  # with all that it holds
+            self._run = None  # and release all that it holds
             self.ended.set()
 
     @property
     def is_lost(self) -> bool:
-        """Whether its thread has died before it ended."""
+        """True if the thread has died before the job ended."""
         return self.thread is not None and not self.thread.is_alive() and not self.ended.is_set()
 
     def settle(self) -> None:
-        """Return when it has ended, or never will."""
+        """Wait until the job has ended or is lost."""
         while not self.ended.wait(LOOK_S):
             if self.is_lost:
                 return
@@ -185,7 +185,7 @@ def _words(stream: str) -> str:
 
 
 def place_of(device: NamedDevice) -> torch.device:
-    """Where PyTorch makes tensors of `device`.
+    """Return the torch device of `device`.
 
     Raises:
         GraphError: this machine has no such device.

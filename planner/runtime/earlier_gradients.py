@@ -1,4 +1,4 @@
-"""Gradients of earlier steps: memory beside a step that its plan counts only where they are to be accumulated."""
+"""Gradients of earlier steps: memory outside a step's plan, unless gradients are accumulated."""
 
 from collections.abc import Iterable
 
@@ -10,27 +10,27 @@ from graphs.schedule import Schedule, boundary
 from graphs.simulate import simulate
 from graphs.units import format_bytes
 
-# What wrappers hold besides the gradients of the parameters.
+# Memory of wrappers apart from the gradients of parameters.
 BUCKETS, TO_SEND = "gradient_buckets", "gradients_to_send"
 
 
 class EarlierGradients:
-    """Refuses a pass of a step where the gradients that lie beside it would take it over the budget.
+    """A check that raises before a pass if earlier gradients would take it over the budget.
 
     Attributes:
-        budget_bytes: of the plan; None as long as the step is not trained, and nothing is refused.
+        budget_bytes: budget of the plan; None before training, when nothing is checked.
     """
 
     def __init__(self, graph: Graph, schedule: Schedule) -> None:
-        """Look after the step that `schedule` runs on `graph`."""
+        """Initialize for the step that `schedule` runs on `graph`."""
         self.budget_bytes: int | None = None
         gradients = (t for t in graph.tensors if t.kind is Kind.ACCUMULATED_GRADIENT and t.name not in (BUCKETS, TO_SEND))
         self._counted_bytes = sum(t.size_bytes for t in gradients)
         self._peaks_bytes = pass_peaks(graph, schedule)
-        self._most_bytes = [0, 0]  # that has lain beside a forward and a backward pass
+        self._most_bytes = [0, 0]  # in memory during a forward and a backward pass
 
     def before_forward(self, parameters: Iterable[torch.Tensor]) -> int:
-        """Return the bytes of the gradients of `parameters`, as the forward pass begins, that the plan does not count.
+        """Return the bytes of gradients of `parameters` that the plan does not count, when the forward pass begins.
 
         Raises:
             BudgetError: the pass would take more than the budget.
@@ -38,7 +38,7 @@ class EarlierGradients:
         return self._check(0, parameters)
 
     def before_backward(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Look at them again as the backward pass begins.
+        """Check the gradients again when the backward pass begins.
 
         Raises:
             BudgetError: the pass would take more than the budget.
@@ -46,7 +46,7 @@ class EarlierGradients:
         self._check(1, parameters)
 
     def fit_beside(self, graph: Graph, schedule: Schedule) -> bool:
-        """Return whether the gradients that have lain beside the step so far also fit beside it by `schedule`."""
+        """Return whether the largest gradients seen so far also fit with `schedule`."""
         peaks = zip(pass_peaks(graph, schedule), self._most_bytes, strict=True)
         return self.budget_bytes is None or all(peak + beside <= self.budget_bytes for peak, beside in peaks)
 
@@ -67,6 +67,6 @@ class EarlierGradients:
 
 
 def pass_peaks(graph: Graph, schedule: Schedule) -> tuple[int, int]:
-    """Return the most bytes in use on the device in the forward and in the backward pass."""
+    """Return the peak device memory of the forward and of the backward pass, in bytes."""
     memory, cut = simulate(graph, schedule).memory_bytes, boundary(graph, schedule)
     return max(memory[:cut]), max(memory[cut:])

@@ -1,4 +1,4 @@
-"""A planned training step: runs a schedule with real tensors behind an autograd function."""
+"""Execution of a planned training step: a schedule with real tensors behind an autograd function."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -39,21 +39,21 @@ _OTHER_SIZES = (
 
 
 class Executor:
-    """Runs one training step's forward and backward pass as a schedule says.
+    """The executor of one training step's forward and backward passes by a schedule.
 
-    Calling it with a batch returns the loss, in a tuple or dict if the step returns one with further tensors;
-    the loss's ``backward()`` runs the backward pass and accumulates the gradients. Loss, gradients,
-    buffers and random state are those of keeping everything, to the last bit but for what the ops say that they differ in.
+    A call with a batch returns the loss, in a tuple or dict if the step returns further tensors; the loss's ``backward()`` runs
+    the backward pass and accumulates the gradients. Loss, gradients, buffers and random state are bit-identical to keeping
+    everything, except for ops that are marked as different.
 
     Attributes:
-        device: where the model is.
-        channels: by which the schedule copies to the host and back; None where the graph does not offer that.
-        devices: that it runs on, where the graph offers others than the main one; None where it does not.
-        launched: both passes as the schedule says.
-        code: both passes as they are run.
-        memory: what they hold.
-        earlier_gradients: what may lie beside them.
-        check_writes: find writes to what the backward pass reads that autograd does not see.
+        device: device of the model.
+        channels: channels for transfers to and from the host; None if the graph offers none.
+        devices: devices of a placed graph; None if there is only the main one.
+        launched: both passes of the schedule.
+        code: both passes as they run.
+        memory: description of their memory.
+        earlier_gradients: the check of earlier gradients.
+        check_writes: True to detect writes to saved tensors that autograd does not see.
     """
 
     def __init__(
@@ -67,10 +67,10 @@ class Executor:
         """Compile `schedule` for the captured step of `model`.
 
         Args:
-            channels: to copy by; None for its own, where the graph offers copies.
+            channels: channels to copy by; None for its own, if the graph offers transfers.
 
         Raises:
-            GraphError: the captured graph has choices that are not run.
+            GraphError: the captured graph has options that cannot be run.
             ScheduleError: the schedule does not run on the captured graph.
         """
         check_runnable(capture.graph, capture.program)
@@ -97,7 +97,7 @@ class Executor:
         self._tangent = next(i for i, source in enumerate(self.program.sources) if source.is_tangent)
         self._parameters = [i for i, source in enumerate(self.program.sources) if source.kind is Kind.PARAMETER]
         overwritten = {t for op in self.graph.ops for t in op.mutates}
-        # Inductor's kernels write without autograd's knowledge, and its backward pass reads what they wrote.
+        # Inductor's kernels write without autograd's knowledge, and its backward pass reads their results.
         compiled = any(calls.launches for calls in self.program.calls)
         self.code = undoing(capture.graph, capture.program, self.launched, versions_follow=compiled)
         self._compiled = compiled
@@ -116,12 +116,12 @@ class Executor:
         )
 
     def start_training(self, budget_bytes: int, *, check_writes: bool) -> None:
-        """Refuse, from now on, what a training loop must not do: what is measured before is the step alone."""
+        """Enable the checks for a training loop; measurements before are of the step alone."""
         self.earlier_gradients.budget_bytes = budget_bytes
         self.check_writes = check_writes
 
     def ticking(self, tick: Callable[[int], None]) -> Code:
-        """Return both passes with a call of `tick` behind each execution of an op, with its id; on one device only."""
+        """Return both passes with a call of ``tick(op)`` after each execution of an op; on one device only."""
         code = compile_schedule(self.graph, self.program, self.schedule, self.channels, tick=tick)
         return undoing(self.graph, self.program, code, versions_follow=self._compiled)
 
@@ -141,11 +141,11 @@ class Executor:
         return self.run(self.check(*args, **kwargs))
 
     def evaluate(self, *args: object, **kwargs: object) -> Any:
-        """Return what the step returns, computed by eager PyTorch: nothing is kept for a backward pass."""
+        """Return the step's result by eager PyTorch, without saved tensors."""
         return join_returned(*self._step(*args, **kwargs))
 
     def run(self, leaves: Sequence[object]) -> Any:
-        """One forward pass on the leaves of a batch that was checked.
+        """Run one forward pass on the leaves of a batch that was checked.
 
         Raises:
             BudgetError: gradients of an earlier step would take it over the budget; so may ``backward()``.
@@ -155,10 +155,10 @@ class Executor:
         return self.signature.unflatten(results)
 
     def check(self, *args: object, **kwargs: object) -> list[object]:
-        """The leaves of a batch that the step was planned for.
+        """Return the leaves of a batch, after checking that the step was planned for it.
 
         Raises:
-            MismatchError: as calling the step does.
+            MismatchError: as in a call of the step.
             PlannerError: it is called under a transform of ``torch.func``.
         """
         check_no_transform("a planned step is called")
@@ -202,7 +202,7 @@ class Executor:
         return (source for source in self.program.sources if source.kind is Kind.INPUT and not source.is_tangent)
 
     def _check_sizes(self, leaves: Sequence[object]) -> None:
-        """Raise if the batch differs from the planned one in sizes only: a smaller last batch, another length."""
+        """Raise if the batch differs from the planned one in sizes only, such as a smaller last batch or another length."""
         other: list[tuple[str, torch.Tensor, Tensor]] = []
         for source in self._inputs():
             planned, given = self.graph.tensors[source.tensor], leaves[int(source.name)]
@@ -219,10 +219,10 @@ class Executor:
             raise MismatchError(differing, f". {_OTHER_SIZES}")
 
     def save(self, ctx: Any, static: Sequence[Any]) -> None:
-        """Keep what the backward pass reads; autograd checks that nobody has changed it in between.
+        """Save the tensors that the backward pass reads; autograd checks that they are not changed in between.
 
-        Buffers that the step itself overwrites are excepted: a second forward pass may have done so,
-        and the backward pass reads them only where their values do not matter. Where kernels are compiled they do matter.
+        Buffers that the step overwrites are exempt: a second forward pass may have changed them, and the backward pass reads them
+        only where values do not matter. With compiled kernels they do matter.
         """
         increment_version([static[i] for i in self._untold])
         ctx.save_for_backward(*(static[i] for i in self._checked))
@@ -230,20 +230,20 @@ class Executor:
         ctx.unseen = UnseenWrites((self._name(i), static[i]) for i in self._checked) if self.check_writes else None
 
     def look_beside(self, static: Sequence[Any]) -> Callable[[], None]:
-        """Look at the gradients that lie beside the forward pass; return what looks at them before the backward pass."""
+        """Check earlier gradients before the forward pass; return the check before the backward pass."""
         parameters = [static[i] for i in self._parameters]
         if not self.earlier_gradients.before_forward(parameters):
-            return lambda: None  # those that come in between are of others
+            return lambda: None  # gradients added in between belong to other steps
         return lambda: self.earlier_gradients.before_backward(parameters)
 
     def hand_over(self, ctx: Any) -> list[Any]:
-        """Return what the forward pass has left for the backward pass, which empties the list and may write over what is in it.
+        """Return the forward pass's values for the backward pass, which empties the list and may overwrite its contents.
 
-        Where the backward pass comes again (``retain_graph=True``), it is there for that too: all that was saved stays in memory,
-        and what this pass writes over is copied before.
+        If the backward pass may run again (``retain_graph=True``), all saved tensors stay in memory, and overwritten ones are
+        copied first.
 
         Raises:
-            PlannerError: it comes again, and the plan copies to the host, or runs on other devices.
+            PlannerError: it may run again, and the plan uses transfers to the host or other devices.
         """
         alive: list[Any] = ctx.alive
         if not backward_retains_graph():
@@ -261,7 +261,7 @@ class Executor:
         return again
 
     def restore(self, ctx: Any, tangent: torch.Tensor | None) -> list[Any]:
-        """The static tensors for the backward pass.
+        """Return the static tensors for the backward pass.
 
         Raises:
             PlannerError: one was written without autograd's knowledge, and is looked at.
@@ -277,14 +277,14 @@ class Executor:
         return static
 
     def _name(self, index: int) -> str:
-        """Return what the static tensor at `index` is called in messages."""
+        """Return the name of the static tensor at `index` for messages."""
         source = self.program.sources[index]
         if source.kind is Kind.INPUT:
             return f"{self.signature.names[int(source.name)]} of the batch"
         return source.name.removeprefix("model.")
 
     def place_gradients(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-        """`gradients` in the order of the static tensors, None for those that get none."""
+        """Return `gradients` in the order of the static tensors; None for tensors without gradient."""
         placed: list[torch.Tensor | None] = [None] * len(self.program.sources)
         for (tensor, _), gradient in zip(self.program.gradients, gradients, strict=True):
             placed[self._static_order[tensor]] = gradient
@@ -352,10 +352,10 @@ def _channels(graph: Graph, device: torch.device) -> Channels | None:
 
 
 def open_channels(device: torch.device, host_bytes: int | None, *, timed: bool = False) -> Channels:
-    """Channels between `device` and so much of the host's memory, None for no limit. Several executors may share them.
+    """Return channels between `device` and `host_bytes` of host memory, None for no limit. Several executors may share them.
 
     Args:
-        timed: so that copies know when they ended (``planner.runtime.channels.Issued``).
+        timed: True if copies record when they end (``planner.runtime.channels.Issued``).
     """
     if device.type == "cuda":
         return CudaChannels(device, host_bytes, timed=timed)
@@ -371,7 +371,7 @@ def _other_grad(given: torch.Tensor) -> str:
 
 
 def _autocast(device_type: str) -> str:
-    """What autocast does here: "off", or the type it casts to."""
+    """Return the state of autocast: "off", or the dtype it casts to."""
     if not torch.is_autocast_enabled(device_type):
         return "off"
     return f"to {str(torch.get_autocast_dtype(device_type)).removeprefix('torch.')}"

@@ -1,4 +1,4 @@
-"""Free memory of a device, as far as this process may use it."""
+"""Free memory of a device that this process may use."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -69,7 +69,7 @@ def _free_cuda_bytes(device: torch.device) -> int:
 
 
 def _control_group_bytes(process: Path) -> Iterator[int]:
-    """Yield what is left under the limit of each memory control group that the process is in (v1 and v2)."""
+    """Yield the bytes left under the limit of each memory control group of the process (v1 and v2)."""
     paths = {}
     for line in _text(process / "cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
@@ -88,19 +88,19 @@ def _control_group_bytes(process: Path) -> Iterator[int]:
                 yield int(limit) - int(usage) + _reclaimable_bytes(folder, files[2])
 
 
-# Of a group: its limit, its usage, and the prefix of hierarchical entries in memory.stat.
+# Names of a group's limit and usage, and the prefix of hierarchical entries in memory.stat.
 _FILES = {"cgroup": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"), "cgroup2": ("memory.max", "memory.current", "")}
 
 
 def _groups(mounted_at: Path, root: str, path: str) -> list[Path]:
-    """The folders of a control group and all above it, where `root` of the hierarchy is mounted at `mounted_at`."""
+    """Return the folders of a control group and its ancestors; `root` of the hierarchy is mounted at `mounted_at`."""
     parts = Path(path).parts[1:] if root == "/" else Path(path).parts[len(Path(root).parts) :]
     folders = [mounted_at.joinpath(*parts[:depth]) for depth in range(len(parts) + 1)]
     return [folder for folder in folders if folder.is_dir()]
 
 
 def _reclaimable_bytes(folder: Path, prefix: str) -> int:
-    """The file cache of a group, which the kernel drops before it refuses memory."""
+    """Return the bytes of a group's file cache, which the kernel drops before it refuses memory."""
     entries = dict(_GROUP_ENTRY.findall(_text(folder / "memory.stat")))
     return sum(int(entries.get(f"{prefix}{name}", 0)) for name in ("inactive_file", "active_file"))
 

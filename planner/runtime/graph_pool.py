@@ -1,4 +1,4 @@
-"""Prediction of the memory that the pool of CUDA graphs keeps for a schedule: whole segments, and a workspace of its own."""
+"""Prediction of the memory that CUDA graph pools keep for a schedule: whole segments, and their own workspaces."""
 
 from graphs.ir import Graph
 from graphs.pools import DEVICE
@@ -7,12 +7,12 @@ from planner.runtime.caching_allocator import Block, CachingAllocator
 
 
 def pool_bytes(graph: Graph, schedule: Schedule, workspace_bytes: int) -> int:
-    """Return what the pool holds once both passes of `schedule`, which is valid on `graph`, are captured.
+    """Return the bytes of the pool once both passes of `schedule`, which is valid on `graph`, are captured.
 
-    A capture takes memory as the passes do, in the order of the schedule, from segments that nobody else gets.
+    A capture allocates as the passes do, in the order of the schedule, from private segments.
 
     Args:
-        workspace_bytes: that libraries take in the pool for each capture (``planner.runtime.libraries``).
+        workspace_bytes: bytes of library workspaces in the pool for each capture (``planner.runtime.libraries``).
     """
     allocator = CachingAllocator()
     blocks: dict[int, Block] = {}

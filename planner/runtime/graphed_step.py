@@ -1,8 +1,8 @@
-"""A planned step whose two passes are recorded once, and replayed from then on.
+"""A planned step whose two passes are recorded once, and then replayed.
 
-A recording does the same to the same memory each time. So a batch and the gradient of the loss are copied to where it reads
-them, parameters and buffers are read where they are and must stay there, and what is returned are copies: autograd may keep
-a gradient that it is given as ``p.grad``, and the next replay would overwrite it.
+A recording repeats the same work on the same memory. A batch and the gradient of the loss are therefore copied to fixed inputs,
+parameters and buffers must stay where they are, and results are copied out: autograd may keep a returned gradient as ``p.grad``,
+and the next replay would overwrite it.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -29,24 +29,24 @@ T = TypeVar("T")
 
 
 class Recorder(Protocol):
-    """Records functions, to be done again in the order in which they were recorded."""
+    """A recorder of functions, to be replayed in the order of recording."""
 
     def warm_up(self, run: Callable[[], object]) -> None:
-        """Call `run` until nothing in it happens for the first time."""
+        """Call `run` until all one-time work is done."""
 
     def record(self, function: Callable[..., T], *args: Any) -> tuple[T, Callable[[], None]]:
-        """Call `function` once.
+        """Call `function` once, and record it.
 
         Returns:
-            What it returned; and what does the same again, from the same tensors into the same tensors.
+            The result, and a function that repeats the work from the same tensors into the same tensors.
         """
 
     def held_bytes(self) -> int:
-        """Memory that the recordings keep for as long as they are there."""
+        """Return the bytes that the recordings keep."""
 
 
 def recordable(captured: Capture) -> Capture:
-    """`captured` as it is planned where it will be recorded: without what cannot be, and with the copies counted.
+    """Return `captured` as it is planned for recording: without ops that cannot be recorded, and with the copies counted.
 
     Raises:
         TraceError: an op that cannot be recorded; names it.
@@ -60,11 +60,11 @@ def recordable(captured: Capture) -> Capture:
 
 
 def record(captured: Capture, executor: Executor, step: TrainingStep, batch: Batch, recorder: Recorder) -> None:
-    """Let `executor` replay what `recorder` records of its two passes; `step`, batch and random state are left as they were.
+    """Replace the passes of `executor` by recordings of `recorder`; `step`, batch and random state are restored.
 
     Args:
-        captured: what `executor` runs (``recordable``).
-        step: what was captured.
+        captured: the capture that `executor` runs (``recordable``).
+        step: the captured step.
         batch: real tensors, to warm up with.
     """
     static = real_static(captured, step, batch)
@@ -78,7 +78,7 @@ def record(captured: Capture, executor: Executor, step: TrainingStep, batch: Bat
 
 
 class Recording:
-    """Both passes of a step as they were recorded: stands for ``Code.forward`` and ``Code.backward``."""
+    """The recorded passes of a step, in place of ``Code.forward`` and ``Code.backward``."""
 
     def __init__(self, executor: Executor, static: Sequence[torch.Tensor], recorder: Recorder) -> None:
         """Record the passes of `executor`, called with `static`."""
@@ -89,7 +89,7 @@ class Recording:
         self._in_place = [i for i, source in enumerate(sources) if source.kind is not Kind.INPUT]
         overwritten = {t for op in graph.ops for t in op.mutates}
         self._written_back = [i for i in self._copied if sources[i].tensor in overwritten]
-        # Held, so that no other tensor can come to lie at an address that was recorded.
+        # Held, so that no other tensor is allocated at a recorded address.
         self._static = [t.detach() if i in self._in_place else t.detach().clone() for i, t in enumerate(static)]
         self._turn = 0
         forward, backward = code.forward, code.backward
@@ -103,7 +103,7 @@ class Recording:
             *_, alive = forward(self._static)
             backward(self._static, alive)
 
-        recorder.warm_up(both)  # takes all of the host's memory that it needs, which cannot be locked in a capture
+        recorder.warm_up(both)  # allocates all its host memory, which cannot be page-locked in a capture
         (loss, extras, alive), self._replay_forward = recorder.record(forward, self._static)
         self._returned: Sequence[torch.Tensor] = (loss, *extras)
         self._gradients, self._replay_backward = recorder.record(backward, self._static, alive)
@@ -112,7 +112,7 @@ class Recording:
         """Replay the forward pass on `static`.
 
         Raises:
-            MismatchError: a parameter or buffer is not where it was when the step was recorded.
+            MismatchError: a parameter or buffer has moved since the step was recorded.
         """
         for i in self._in_place:
             if static[i].data_ptr() != self._static[i].data_ptr():
@@ -122,12 +122,12 @@ class Recording:
                 )
         for i in self._copied:
             self._static[i].copy_(static[i])
-        copies = _room_for(self._returned)  # where there is none, nothing has been replayed yet
+        copies = _room_for(self._returned)  # if there is none, nothing has been replayed yet
         self._replay_forward()
         for i in self._written_back:
             static[i].copy_(self._static[i])
         self._turn += 1
-        foreach_copy_(copies, list(self._returned))  # a few kernels, however many tensors
+        foreach_copy_(copies, list(self._returned))  # a few kernels for any number of tensors
         loss, *extras = copies
         return loss, tuple(extras), [self._turn]
 
@@ -135,7 +135,7 @@ class Recording:
         """Replay the backward pass of the last forward pass.
 
         Raises:
-            PlannerError: it is that of an earlier one.
+            PlannerError: it belongs to an earlier forward pass.
         """
         if alive != [self._turn]:
             raise PlannerError(
@@ -177,7 +177,7 @@ def _refused(op: Op, why: str) -> TraceError:
 
 
 def _tensors(node: fx.Node) -> Iterator[torch.Tensor]:
-    """What `node` reads and makes, as fake tensors or, where they are constants, as they are."""
+    """Yield the inputs and outputs of `node`: fake tensors, or constants themselves."""
     for value in (node, *node.all_input_nodes):
         constant = value.op == "get_attr" and "val" not in value.meta
         known = getattr(value.graph.owning_module, str(value.target)) if constant else value.meta.get("val")
@@ -185,7 +185,7 @@ def _tensors(node: fx.Node) -> Iterator[torch.Tensor]:
 
 
 def _input_bytes(captured: Capture) -> int:
-    """Of the copies of inputs and of the gradient of the loss."""
+    """Return the bytes of the copies of inputs and of the loss gradient."""
     graph = captured.graph
     inputs = [graph.tensors[source.tensor] for source in captured.program.sources if source.kind is Kind.INPUT]
     device = torch.device(str(graph.provenance["device"]))

@@ -1,4 +1,4 @@
-"""The host's memory that copies of tensors lie in: buffers kept from step to step, counted, and never more than allowed."""
+"""Host memory for transfers: buffers that are reused between steps, counted, and limited."""
 
 import math
 import weakref
@@ -21,7 +21,7 @@ class Copy(Protocol):
     """A copy that was issued, and may be under way."""
 
     def finish(self) -> None:
-        """Return when it has ended.
+        """Wait until the copy has ended.
 
         Raises:
             CopyError: it has failed.
@@ -33,9 +33,9 @@ class Buffer:
     """Bytes on the host.
 
     Attributes:
-        size_bytes: as it was asked for.
+        size_bytes: requested size.
         values: uint8[size_bytes].
-        used_by: the copies that were issued with it.
+        used_by: copies issued with it.
     """
 
     size_bytes: int
@@ -46,21 +46,21 @@ class Buffer:
 class HostMemory:
     """Buffers on the host, taken in the order in which copies are issued.
 
-    A buffer that is given back stays allocated, for the next that is wanted of its size: page-locked memory takes
-    milliseconds to allocate. It goes where another size needs the room.
+    A returned buffer stays allocated for the next request of its size: allocating page-locked memory takes milliseconds. It is
+    freed when another size needs the room.
 
     Attributes:
-        peak_bytes: most in use at once so far.
-        allocated_bytes: of all buffers, in use or not.
+        peak_bytes: peak of the buffers in use.
+        allocated_bytes: bytes of all buffers, in use or not.
     """
 
     def __init__(
         self, capacity_bytes: int | None = None, *, lock: Callable[[int, int], Callable[[], object]] | None = None
     ) -> None:
-        """Of at most `capacity_bytes`, None for what there is.
+        """Initialize with at most `capacity_bytes`; None for no limit.
 
         Args:
-            lock: page-locks so many bytes at an address, and returns what undoes that before they go.
+            lock: page-locks memory given by address and size, and returns the function that unlocks it before it is freed.
         """
         self.capacity_bytes = math.inf if capacity_bytes is None else capacity_bytes
         self.peak_bytes = self.allocated_bytes = self._used_bytes = 0
@@ -68,22 +68,22 @@ class HostMemory:
         self._stay = False
         self._taking = Lock()
         self._unused: defaultdict[int, list[Buffer]] = defaultdict(list)
-        # Tensors give their buffers back when they die, in whatever thread and place that is: nothing is locked there.
+        # Tensors return their buffers when they die, in any thread and at any point: no lock is taken there.
         self._returned: deque[Buffer] = deque()
 
     @property
     def used_bytes(self) -> int:
-        """Of the buffers in use."""
+        """The bytes of buffers in use."""
         with self._taking:
             self._collect()
             return self._used_bytes
 
     def take(self, size_bytes: int) -> Buffer:
-        """A buffer; what was issued with it before may still be under way.
+        """Return a buffer; copies of its previous use may still be under way.
 
         Raises:
             OutOfMemoryError: the host has no such memory.
-            CopyError: the step may not take as much.
+            CopyError: the limit of the step is exceeded.
         """
         with self._taking:
             self._collect()
@@ -94,13 +94,13 @@ class HostMemory:
             return buffer
 
     def give_back(self, buffer: Buffer) -> None:
-        """Let others have `buffer`; from any thread."""
+        """Return `buffer` for reuse; callable from any thread."""
         self._returned.append(buffer)
 
     def let_stay(self) -> None:
-        """From now on all buffers that are taken stay where they are: a recording goes on using those it was recorded with.
+        """Keep all buffers taken from now on allocated, for recordings that use them.
 
-        The unused go first.
+        Unused buffers are freed first.
         """
         with self._taking:
             self._collect()
@@ -141,7 +141,7 @@ class HostMemory:
         return Buffer(size_bytes, values)
 
     def _new(self, size_bytes: int) -> torch.Tensor:
-        # Not PyTorch's allocator: on the CPU that is the device. Whole pages, which can be locked one by one.
+        # Not from PyTorch's allocator, which on the CPU is that of the device. Whole pages, which can be locked one by one.
         pages_bytes = -(-size_bytes // _PAGE_BYTES) * _PAGE_BYTES
         whole = np.empty(pages_bytes + _PAGE_BYTES, dtype=np.uint8)
         start = -whole.ctypes.data % _PAGE_BYTES
@@ -150,7 +150,7 @@ class HostMemory:
         return torch.from_numpy(whole[start : start + size_bytes])
 
     def _release(self, size_bytes: float) -> None:
-        """Let go of unused buffers, the largest first, until so much is free or none is left; of none where they are to stay."""
+        """Free unused buffers, the largest first, until `size_bytes` are free; do nothing if buffers must stay."""
         if self._stay:
             return
         for size in sorted(self._unused, reverse=True):
@@ -165,7 +165,7 @@ class HostMemory:
 
 
 def ended(copy: Copy) -> None:
-    """Wait for `copy`, which may have failed: who needs what it makes hears of that."""
+    """Wait for `copy`, and ignore its failure: the reader of its result raises."""
     try:
         copy.finish()
     except CopyError:

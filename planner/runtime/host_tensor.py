@@ -1,4 +1,4 @@
-"""A tensor's bytes on the host, and how to lay them out again on the device."""
+"""A tensor's bytes on the host, with its layout on the device."""
 
 import torch
 
@@ -6,17 +6,17 @@ from planner.runtime.host_memory import Copy, HostMemory
 
 
 class HostTensor:
-    """A copy on the host of a tensor's whole storage. Its buffer is free again when it dies.
+    """A host copy of a tensor's whole storage. Its buffer is returned when it dies.
 
     Attributes:
-        values: uint8, of the storage.
-        copies: those that were issued with it, the one that makes it first.
+        values: the bytes of the storage, uint8.
+        copies: copies issued with it, the one that fills it first.
     """
 
     __slots__ = ("_buffer", "_device", "_dtype", "_layout", "_memory", "copies", "values")
 
     def __init__(self, tensor: torch.Tensor, memory: HostMemory, size_bytes: int) -> None:
-        """For `tensor`, in `size_bytes` of `memory`; nothing is copied yet.
+        """Take `size_bytes` of `memory` for `tensor`; nothing is copied yet.
 
         Raises:
             CopyError: there is no room.
@@ -30,11 +30,11 @@ class HostTensor:
 
     @property
     def waits_for(self) -> tuple[Copy, ...]:
-        """What was issued with the buffer before this tensor."""
+        """The copies issued with the buffer before this tensor."""
         return tuple(self._buffer.used_by)
 
     def on_device(self) -> torch.Tensor:
-        """A tensor like the one that it is a copy of, in memory of its own, with no values yet."""
+        """Return an uninitialized tensor on the device with the layout of the original."""
         storage = torch.empty(len(self.values), dtype=torch.uint8, device=self._device).untyped_storage()
         return torch.empty(0, dtype=self._dtype, device=self._device).set_(storage, *self._layout)
 
@@ -45,5 +45,5 @@ class HostTensor:
 
 
 def storage_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole storage of `tensor`, as uint8."""
+    """Return the whole storage of `tensor` as a uint8 tensor."""
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())

@@ -1,4 +1,4 @@
-"""Memory that libraries keep on a CUDA device beside a step's tensors: workspaces of cuBLAS, which are in no plan.
+"""Memory that libraries keep on a CUDA device outside any plan: workspaces of cuBLAS.
 
 PyTorch allocates one for each thread and stream that multiplies matrices, and keeps it: 32 MiB each on Hopper. A forward pass
 runs in the caller's thread and a backward pass in autograd's, so that the first step of a process allocates two.
@@ -7,16 +7,17 @@ runs in the caller's thread and a backward pass in autograd's, so that the first
 import torch
 import torch.nn.functional as F
 
-# By device: the most bytes that a pass, and that both passes together, have found missing. Of the process, as workspaces are.
+# By device: the most bytes that a pass, and both passes together, have allocated. Per process, like the workspaces.
 _of_a_pass: dict[torch.device, int] = {}
 _of_both: dict[torch.device, int] = {}
 
 
 def warm_up_libraries(device: torch.device) -> int:
-    """Let libraries allocate what they keep for both passes of a step on the present stream of `device`.
+    """Make libraries allocate their workspaces for both passes of a step on the current stream of `device`.
 
     Returns:
-        The most bytes that a call in this process has found missing: 0 on the CPU, and where all was there before the first.
+        The most bytes that a call in this process has allocated: 0 on the CPU, or if all workspaces existed before the first
+        call.
     """
     if device.type != "cuda":
         return 0
@@ -27,12 +28,12 @@ def warm_up_libraries(device: torch.device) -> int:
         between = torch.cuda.memory_allocated(device)
         torch.autograd.grad(F.linear(factor, factor, factor[0]).sum(), factor)
     after = torch.cuda.memory_allocated(device)
-    # The most: workspaces may be cleared, as before a CUDA graph is captured, and are allocated again.
+    # The maximum: workspaces may be freed, as before a CUDA graph is captured, and allocated again.
     _of_a_pass[device] = max(_of_a_pass.get(device, 0), between - before, after - between)
     _of_both[device] = max(_of_both.get(device, 0), after - before)
     return _of_both[device]
 
 
 def workspace_bytes(device: torch.device) -> int:
-    """Return what libraries keep for one thread and stream, as far as ``warm_up_libraries`` has found it missing."""
+    """Return the bytes that libraries keep for one thread and stream, as measured by ``warm_up_libraries``."""
     return _of_a_pass.get(device, 0)

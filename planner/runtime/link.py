@@ -1,4 +1,4 @@
-"""What copies between the device and the host reach, alone and beside a step, by the means that plans copy with."""
+"""Bandwidth of transfers between the device and the host, alone and during a step, measured with the plans' own channels."""
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -13,23 +13,23 @@ from planner.runtime.channels import Channels, Issued
 from planner.runtime.executor import open_channels
 from planner.runtime.host_tensor import HostTensor
 
-Compute = Callable[[Callable[[], None]], object]  # computes a step, and calls what it is given after each op
+Compute = Callable[[Callable[[], None]], object]  # computes a step, and calls its argument after each op
 
-LARGE_BYTES, SMALL_BYTES = 2**25, 2**12  # the large one takes far longer than starting it, the small one hardly
-_LEAST_COPIES, _MOST_COPIES, _SMALL_COPIES = 8, 256, 32  # one after the other
+LARGE_BYTES, SMALL_BYTES = 2**25, 2**12  # the large copy takes far longer than its start, the small one hardly
+_LEAST_COPIES, _MOST_COPIES, _SMALL_COPIES = 8, 256, 32  # consecutive copies
 _LONGEST_S = 1.0
 
 
 class _AllCopiedError(Exception):
-    """Ends a step that is computed only while copies are made."""
+    """The exception that ends a step computed only while copies run."""
 
 
 def link_beside(capture: Capture, static: Sequence[torch.Tensor], step_s: float) -> LinkProfile:
-    """Return what the link between the host and the device of a step carries, alone and beside the step.
+    """Return the rates of the link between the host and the device of a step, alone and during the step.
 
-    In each direction copies of ``LARGE_BYTES`` follow each other for about as long as the step takes, a second at most;
-    beside the step, its ops are executed one at a time, as they are when they are profiled, until the copies have ended. Then
-    small ones: what they take beyond their bytes is the latency.
+    In each direction, copies of ``LARGE_BYTES`` run for about the time of the step, a second at most. For the second measurement,
+    the step's ops are executed one at a time, as in profiling, until the copies have ended. Small copies then give the latency:
+    their time beyond that of their bytes.
 
     Args:
         capture: the profiled step.
@@ -49,21 +49,21 @@ def link_beside(capture: Capture, static: Sequence[torch.Tensor], step_s: float)
 
     large, small = (_Copies(channels, device, size_bytes) for size_bytes in (LARGE_BYTES, SMALL_BYTES))
     with isolated(device):
-        large.seconds(2, out=True, back=True)  # the first touch memory that nobody has touched
+        large.seconds(2, out=True, back=True)  # first touch of the memory
         each_s = mean(large.seconds(_LEAST_COPIES, out=True, back=False)[0])
         count = int(min(max(_LEAST_COPIES, min(step_s, _LONGEST_S) / each_s), _MOST_COPIES))
         alone, beside = (_rates(large, count, computing) for computing in (None, compute))
-        # Of many, for one that is interrupted takes milliseconds.
+        # The median of many: an interrupted copy takes milliseconds.
         out_s, in_s = (median(small.seconds(_SMALL_COPIES, out=out, back=not out, compute=compute)[0]) for out in (True, False))
     latency_s = max(0.0, out_s - SMALL_BYTES / beside.out_bytes_per_s, in_s - SMALL_BYTES / beside.in_bytes_per_s)
     return LinkProfile(alone, beside, latency_s)
 
 
 def link_alone(device: torch.device) -> LinkRates:
-    """Return what the link between the host and `device` carries while nothing is computed."""
+    """Return the rates of the link between the host and `device` while nothing is computed."""
     large = _Copies(open_channels(device, None, timed=True), device, LARGE_BYTES)
     with isolated(device):
-        large.seconds(2, out=True, back=True)  # the first touch memory that nobody has touched
+        large.seconds(2, out=True, back=True)  # first touch of the memory
         return _rates(large, _LEAST_COPIES, None)
 
 
@@ -76,7 +76,7 @@ def _rates(large: "_Copies", count: int, compute: Compute | None) -> LinkRates:
 
 
 class _Copies:
-    """Copies of one size, out and back, each between memory of its own on the device and on the host."""
+    """Copies of one size in both directions, each with its own memory on the device and on the host."""
 
     def __init__(self, channels: Channels, device: torch.device, size_bytes: int) -> None:
         self._channels = channels
@@ -89,10 +89,10 @@ class _Copies:
         return tensor, host
 
     def seconds(self, count: int, *, out: bool, back: bool, compute: Compute | None = None) -> list[list[float]]:
-        """Of each of `count` copies that follow one: out, back, or both at once; a list for each direction.
+        """Return the seconds of each of `count` consecutive copies: out, back, or both at once; a list for each direction.
 
         Args:
-            compute: run, again and again, while they are made.
+            compute: run repeatedly during the copies.
         """
         copies: dict[bool, list[Issued]] = {direction: [] for direction in (True, False) if (out, back)[not direction]}
         for _ in range(count + 1):

@@ -1,4 +1,4 @@
-"""What a result was made on and with."""
+"""The machine and the commit that a result was made with."""
 
 import platform
 import subprocess
@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def machine() -> str:
-    """The processor's name and how many cores there are."""
+    """Return the processor's name and its number of cores."""
     file = Path("/proc/cpuinfo")
     lines = file.read_text().splitlines() if file.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
@@ -18,7 +18,7 @@ def machine() -> str:
 
 
 def commit() -> str:
-    """The commit that is checked out, and whether what plans are made with was changed since."""
+    """Return the checked-out commit, with a note if the source code has changed since."""
     say = ("git", "-C", str(ROOT))
     try:
         head = subprocess.run((*say, "rev-parse", "--short", "HEAD"), capture_output=True, text=True, check=False)

@@ -1,4 +1,4 @@
-"""What a training step really takes: peak memory, time, and whether its results are the same."""
+"""Measurements of a training step: peak memory, time, and whether its results are identical."""
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -28,10 +28,10 @@ class Memory:
     """Memory of one forward and backward pass.
 
     Attributes:
-        peak_bytes: most in use at once (CUDA: allocated), static bytes included, and not what libraries keep.
-        reserved_bytes: most held by the CUDA allocator; None on the CPU.
+        peak_bytes: peak in use (CUDA: allocated), static memory included, without library workspaces.
+        reserved_bytes: peak of the CUDA allocator's reserved memory; None on the CPU.
         timeline: (seconds, bytes) after each event of the CPU allocator; empty on CUDA.
-        library_bytes: that libraries keep on the device besides (``planner.runtime.libraries``); 0 on the CPU.
+        library_bytes: workspaces of libraries on the device (``planner.runtime.libraries``); 0 on the CPU.
     """
 
     peak_bytes: int
@@ -41,16 +41,16 @@ class Memory:
 
 
 def measure_memory(step: "Step | Isolated", batch: Batch, *, static_bytes: int, device: torch.device) -> Memory:
-    """Run `step` forward and backward once and follow the allocator: tensors and workspaces.
+    """Run `step` forward and backward once, and record the allocator: tensors and workspaces.
 
     Args:
-        static_bytes: of parameters, buffers, inputs and optimizer state, which are there before.
+        static_bytes: bytes of parameters, buffers, inputs and optimizer state, which are allocated before.
     """
     batch = detach_batch(batch)
     held: list[object] = []
 
     def run(_: object = None) -> None:
-        held.append(run_both(step, batch))  # as a training loop holds it
+        held.append(run_both(step, batch))  # as in a training loop
 
     if device.type == "cuda":
         library_bytes = warm_up_libraries(device)
@@ -74,7 +74,7 @@ def measure_memory(step: "Step | Isolated", batch: Batch, *, static_bytes: int, 
 def median_times(
     steps: "Mapping[str, Step] | Mapping[str, Isolated]", batch: Batch, *, parameters: Sequence[nn.Parameter], repeats: int
 ) -> dict[str, float]:
-    """Median seconds of each step; see ``turn_times``."""
+    """Return the median seconds of each step; see ``turn_times``."""
     times = turn_times(steps, batch, parameters=parameters, repeats=repeats)
     return {name: median(values) for name, values in times.items()}
 
@@ -82,7 +82,7 @@ def median_times(
 def turn_times(
     steps: "Mapping[str, Step] | Mapping[str, Isolated]", batch: Batch, *, parameters: Sequence[nn.Parameter], repeats: int
 ) -> dict[str, list[float]]:
-    """Seconds of a forward and backward pass of each step, turn by turn; the steps take turns, after one turn to warm up."""
+    """Return the seconds of forward and backward passes of each step; the steps take turns, after one warm-up turn."""
     device, batch = parameters[0].device, detach_batch(batch)
     inputs = [leaf for leaf in leaves(batch) if isinstance(leaf, torch.Tensor)]
     times: dict[str, list[float]] = {name: [] for name in steps}
@@ -100,9 +100,9 @@ def turn_times(
 
 
 def ratio_in_turns(planned_s: Sequence[float], plain_s: Sequence[float]) -> tuple[float, float]:
-    """Return the median ratio of two steps that took turns, and its spread: half of the range of the middle half of the ratios.
+    """Return the median ratio of two steps that took turns, and its spread: half of the interquartile range.
 
-    Other processes disturb both steps of a turn alike, so that ratios are taken there.
+    Ratios are taken per turn, since other processes disturb both steps of a turn alike.
     """
     ratios = [planned / plain for planned, plain in zip(planned_s, plain_s, strict=True)]
     lower, _, upper = quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else (0.0, 0.0, 0.0)
@@ -111,16 +111,16 @@ def ratio_in_turns(planned_s: Sequence[float], plain_s: Sequence[float]) -> tupl
 
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
-    """All that a training step leaves behind, by name: loss, gradients, buffers, random state."""
+    """All results of a training step by name: loss, gradients, buffers, random state."""
 
     values: Mapping[str, torch.Tensor | None]
 
     def differences(self, other: "StepOutcome") -> tuple[str, ...]:
-        """Names of what is not equal to the last bit."""
+        """Return the names of results that are not bit-identical."""
         return tuple(name for name, value in self.values.items() if not _equal(value, other.values.get(name)))
 
     def gradient_error(self, other: "StepOutcome") -> float:
-        """Norm of the difference of all gradients from those of `other`, as a part of the norm of these."""
+        """Return the norm of the difference of all gradients from those of `other`, relative to the norm of these gradients."""
         squared = [0.0, 0.0]
         for name, wanted in self.values.items():
             given = other.values.get(name)
@@ -131,9 +131,9 @@ class StepOutcome:
         return sqrt(squared[0] / squared[1]) if squared[1] else 0.0
 
     def difference(self, name: str, other: "StepOutcome") -> Difference:
-        """How much `other` differs from this in what is called `name`."""
+        """Return how much `other` differs from this outcome in the result `name`."""
         wanted, given = self.values[name], other.values.get(name)
-        name = name.replace(" model.", " ", 1)  # as the user knows it
+        name = name.replace(" model.", " ", 1)  # as in the user's code
         if wanted is None or given is None or wanted.shape != given.shape or name.endswith("random state"):
             return Difference(name)
         wanted, given = (x.to_dense() if x.layout is not torch.strided else x for x in (wanted, given))
@@ -154,12 +154,12 @@ def outcome(
     written: Iterable[torch.Tensor] = (),
     undone: UndoWrites | None = None,
 ) -> StepOutcome:
-    """Run `step` forward and backward; `model` and `batch` are afterwards as they were.
+    """Run `step` forward and backward and return its outcome; `model` and `batch` are restored.
 
     Args:
-        seed: of the random state that it is run from; None: the one that is there.
+        seed: seed of the random state; None for the current state.
         written: as in ``planner.capture.frontend.preserved_state.preserve_training_state``.
-        undone: finds that, where it is not known.
+        undone: mode that finds written tensors if they are unknown.
     """
     with preserve_training_state(step if isinstance(step, nn.Module) else model, batch, written=written), undone or nullcontext():
         if seed is not None:
@@ -178,13 +178,13 @@ def outcome(
 
 
 class Isolated:
-    """A step whose backward pass ends at the parameters and inputs: no gradient is left there, and nothing behind is run.
+    """A step whose backward pass ends at the parameters and inputs: it sets no ``grad`` and runs nothing beyond.
 
-    An optimizer in the backward pass acts behind them, and so does what made an input that requires grad.
+    Optimizers in the backward pass, and the producers of inputs that require gradients, are thus not run.
     """
 
     def __init__(self, step: Step, model: nn.Module, batch: Batch) -> None:
-        """`step`, which trains `model`, for calls with `batch`."""
+        """Initialize for `step`, which trains `model`, and calls with `batch`."""
         self._step = step
         self._args, self._kwargs = arguments(detach_batch(batch))
         given = enumerate(pytree.tree_leaves((self._args, self._kwargs)))
@@ -193,12 +193,12 @@ class Isolated:
         self._ends: tuple[list[torch.Tensor], bool] | None = None
 
     def run(self) -> tuple[Any, dict[str, torch.Tensor | None]]:
-        """What the step returns, and the gradients of parameters and inputs; None for those that get none."""
+        """Return the step's result, and the gradients of parameters and inputs; None for those without gradient."""
         with torch.enable_grad():  # a step of another size may be planned while it is evaluated
             return self._run()
 
     def _run(self) -> tuple[Any, dict[str, torch.Tensor | None]]:
-        # Containers of its own: a step may take out of them what it reads.
+        # New containers: a step may pop items from them.
         args, kwargs = pytree.tree_map(lambda leaf: leaf, (self._args, self._kwargs))
         returned = self._step(*args, **kwargs)
         loss = loss_of(returned)
@@ -218,13 +218,13 @@ class Isolated:
         named = {id(tensor): name for name, tensor in self._known.items()}
         found: dict[str, torch.Tensor | None] = dict.fromkeys(self._known)
         for tensor, gradient in zip(reached, gradients, strict=True):
-            if id(tensor) in named:  # others were made by the step itself, and nobody else knows them
+            if id(tensor) in named:  # others were made by the step itself, and nothing else refers to them
                 found[named[id(tensor)]] = gradient
         return returned, found
 
 
 def run_both(step: "Step | Isolated", batch: Batch) -> object:
-    """One forward and backward pass: what must be held to hold all that it made."""
+    """Run one forward and backward pass; return what must be held to keep all results alive."""
     if isinstance(step, Isolated):
         return step.run()
     returned = call(step, batch)
@@ -235,9 +235,9 @@ def run_both(step: "Step | Isolated", batch: Batch) -> object:
 
 
 def _ends(loss: torch.Tensor) -> tuple[list[torch.Tensor], bool]:
-    """Where the backward pass ends; and whether it runs others, as checkpoints with ``use_reentrant=True`` do.
+    """Return the tensors where the backward pass ends, and whether it runs nested backward passes.
 
-    Those refuse ``autograd.grad``.
+    Reentrant checkpoints (``use_reentrant=True``) do; they do not support ``autograd.grad``.
     """
     reached: dict[int, torch.Tensor] = {}
     nested = False
@@ -255,7 +255,7 @@ def _ends(loss: torch.Tensor) -> tuple[list[torch.Tensor], bool]:
 
 
 def loss_of(returned: Any) -> torch.Tensor:
-    """The loss among what a step returns."""
+    """Return the loss from the result of a step."""
     loss: torch.Tensor
     match returned:
         case tuple():
@@ -268,13 +268,13 @@ def loss_of(returned: Any) -> torch.Tensor:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for what was begun on `device`: on CUDA a call returns before its work is done."""
+    """Wait for the work launched on `device`; CUDA calls return before their work is done."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def device_name(device: torch.device) -> str:
-    """What is measured on: the GPU and its machine, or the machine and how many of its threads."""
+    """Return the name of the measured device: the GPU and its machine, or the machine and its number of threads."""
     if device.type == "cuda":
         return f"{torch.cuda.get_device_name(device)}; {machine()}"
     threads = torch.get_num_threads()
@@ -282,7 +282,7 @@ def device_name(device: torch.device) -> str:
 
 
 def _copy(value: torch.Tensor | None) -> torch.Tensor | None:
-    """`value` as it is now, on the host: the step that it is compared with may need all of the device."""
+    """Return a copy of `value` on the host, since the other step may need all of the device."""
     return None if value is None else value.detach().to("cpu", copy=True)
 
 

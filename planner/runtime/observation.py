@@ -1,4 +1,4 @@
-"""Measurements in real training steps: the time of each op in context, and the peak of a step. Bits do not change."""
+"""Measurements in real training steps: op times in context, and the peak of a step. Bits do not change."""
 
 import time
 from collections.abc import Sequence
@@ -19,10 +19,10 @@ _Returned = tuple[Any, tuple[Any, ...], list[Any]]
 
 
 class OpTimer:
-    """Times the ops of an executor in its next steps, without waiting for the device; then the executor runs as before.
+    """A timer of the ops of an executor in its next steps, without synchronizing the device; then the executor is restored.
 
     Attributes:
-        done: True once so many steps have been timed.
+        done: True once all steps have been timed.
     """
 
     def __init__(self, executor: Executor, *, steps: int) -> None:
@@ -34,7 +34,7 @@ class OpTimer:
         executor.code = replace(self._timed, forward=self._forward, backward=self._backward)
 
     def times_s(self) -> dict[int, float]:
-        """Return typical seconds by op: on the CPU, where others interrupt, the least; on CUDA the median."""
+        """Return the typical seconds of each op: the minimum on the CPU, where interruptions only add, and the median on CUDA."""
         found: dict[int, list[float]] = {}
         for marks in self._passes:
             for (_, before), (op, after) in pairwise(marks):
@@ -43,7 +43,7 @@ class OpTimer:
         return {op: typical(seconds) for op, seconds in found.items()}
 
     def stop(self) -> None:
-        """Let the executor run as before."""
+        """Restore the executor."""
         self._executor.code = self._plain
 
     def _forward(self, static: Sequence[Any]) -> _Returned:
@@ -84,11 +84,11 @@ def _seconds(before: _Mark, after: _Mark) -> float:
 
 
 class PeakWatch:
-    """Measures the peak of the next step of an executor; then the executor runs as before.
+    """A measurement of the peak of an executor's next step; then the executor is restored.
 
     Attributes:
-        peak_bytes: the peak, static memory included; None until the step is over, and where a profiler of the user runs.
-        done: True once there is nothing left to wait for.
+        peak_bytes: the peak, static memory included; None until the step is over, and if the user's profiler runs.
+        done: True once the measurement is over.
     """
 
     def __init__(self, executor: Executor) -> None:
@@ -99,12 +99,12 @@ class PeakWatch:
         executor.code = replace(self._plain, forward=self._forward, backward=self._backward)
 
     def stop(self) -> None:
-        """Let the executor run as before."""
+        """Restore the executor."""
         self._executor.code = self._plain
         self.done = True
 
     def _forward(self, static: Sequence[Any]) -> _Returned:
-        if self._device.type == "cpu" and profiler_enabled():  # there can be one only
+        if self._device.type == "cpu" and profiler_enabled():  # only one can run
             self.stop()
             return self._plain.forward(static)
         self._executor.code = replace(self._plain, backward=self._backward)  # a second forward pass is not measured
@@ -123,7 +123,7 @@ class PeakWatch:
         return returned[0]
 
     def _rises(self, run: Any) -> tuple[int, int]:
-        """Return by how many bytes memory rises at most while `run` runs, and by how many until its end."""
+        """Return the peak and the final increase of memory, in bytes, while `run` runs."""
         if self._device.type == "cuda":
             with no_collection():
                 torch.cuda.synchronize(self._device)

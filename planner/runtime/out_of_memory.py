@@ -1,4 +1,4 @@
-"""Running out of memory as one clear error: what was asked for, what the plan holds, and which budget would work."""
+"""Out-of-memory errors with the request, the memory of the plan, and a budget that would work."""
 
 import traceback
 from collections.abc import Callable, Iterator
@@ -20,19 +20,19 @@ from planner.runtime.free_memory import free_bytes
 from planner.runtime.step_lines import StepLines
 from solvers.bounds import describe_need, least_budget_bound
 
-_MARGIN = 0.01  # of a budget that is advised: for what no plan counts
+_MARGIN = 0.01  # of an advised budget: for memory outside the plan
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedMemory:
-    """The memory of a planned step, by the judge's prediction.
+    """The predicted memory of a planned step.
 
     Attributes:
-        graph: that was planned.
-        lines: of the code that runs it.
-        place: returns the device of a pool of the graph, by name.
-        missing_bytes: returns the static bytes that are not in memory yet, as the optimizer's state before its first step.
-        afterwards: what the error says of the model.
+        graph: the planned graph.
+        lines: lines of its code.
+        place: returns the device of a pool, by name.
+        missing_bytes: returns the static bytes that are not allocated yet, such as the optimizer's state before its first step.
+        afterwards: sentence of the error on the state of the model.
     """
 
     graph: Graph
@@ -42,7 +42,7 @@ class PlannedMemory:
     afterwards: str = "The model, its gradients and the random state are as before the step."
 
     def raise_if_out_of_memory(self, error: BaseException, which_pass: str) -> None:
-        """Raise the one error for `error` of a pass, if memory is the reason. Nothing holds the tensors of the pass then.
+        """Raise ``OutOfMemoryError`` for `error` of a pass if memory is the reason; the tensors of the pass are released first.
 
         Raises:
             OutOfMemoryError: memory is the reason.
@@ -79,13 +79,13 @@ class PlannedMemory:
         )
 
     def _advice(self, failure: AllocatorFailure, pool: str, peak_bytes: int, room_bytes: int) -> tuple[int | None, str]:
-        """Return a budget that should work, if there is one, and what to do.
+        """Return a budget that should work, if there is one, and advice.
 
         Args:
-            peak_bytes: of the plan, in the `pool`.
-            room_bytes: what the step holds there before the op, and what is free.
+            peak_bytes: peak of the plan in the `pool`.
+            room_bytes: memory that the step holds there before the op, and free memory.
         """
-        if room_bytes >= peak_bytes:  # it is there, but not in one piece
+        if room_bytes >= peak_bytes:  # the memory is free, but fragmented
             room_bytes = peak_bytes - max(failure.asked_bytes or 0, peak_bytes // 20)
         wanted = _rounded_down(int(room_bytes * (1 - _MARGIN)))
         if pool == HOST:
@@ -106,15 +106,15 @@ class PlannedMemory:
 
 
 class StateNotMade:
-    """The static bytes of a graph that come with the first steps: the optimizer's state, and gradients to accumulate in."""
+    """The static bytes of a graph allocated during the first steps: optimizer state, and gradients to accumulate in."""
 
     def __init__(self, graph: Graph, model: nn.Module) -> None:
-        """As long as no parameter of `model` has been written since, no optimizer has made its state."""
+        """Record the versions of `model`'s parameters: while no parameter is written, the optimizer has no state yet."""
         self._sizes, self._model = graph.static_bytes_by_kind, model
         self._versions = self._written()
 
     def __call__(self) -> int:
-        """Return how many there are now."""
+        """Return the number of bytes that are not allocated yet."""
         missing = self._sizes.get(Kind.OPTIMIZER_STATE, 0) if self._written() == self._versions else 0
         if all(parameter.grad is None for parameter in self._model.parameters()):
             missing += self._sizes.get(Kind.ACCUMULATED_GRADIENT, 0)
@@ -126,7 +126,7 @@ class StateNotMade:
 
 @contextmanager
 def reporting(stage: str) -> Iterator[None]:
-    """Inside, running out of memory is one error that names `stage`, as in ``measuring op 'mm_3'``.
+    """Replace memory errors inside the context by one that names `stage`, as in ``measuring op 'mm_3'``.
 
     Raises:
         OutOfMemoryError: an allocation has failed.
@@ -149,7 +149,7 @@ def reporting(stage: str) -> Iterator[None]:
 
 
 def let_go(error: BaseException) -> None:
-    """Clear the frames that `error`, its causes and contexts came through: they hold tensors for as long as it is there."""
+    """Clear the frames of `error`, its causes and contexts: they would keep tensors alive."""
     seen: set[int] = set()
     waiting: list[BaseException | None] = [error]
     while waiting:
@@ -167,25 +167,25 @@ def _named(op: Op | None) -> str:
 
 
 def _pool_of(graph: Graph, op: Op) -> str:
-    """The memory that `op` allocates in."""
+    """Return the pool that `op` allocates in."""
     if op.outputs:
         return graph.tensors[op.outputs[0]].pool
     return next(pool.name for pool in graph.pools if pool.owner == op.stream)
 
 
 def _made_bytes(graph: Graph, op: Op, pool: str) -> int:
-    """Most that `op` allocates in `pool`."""
+    """Return the most bytes that `op` allocates in `pool`."""
     made = [graph.tensors[t].size_bytes for t in op.outputs if graph.tensors[t].pool == pool]
     return sum(made) + op.workspace_bytes
 
 
 def _rounded_down(size_bytes: int) -> int:
-    """`size_bytes` with three digits."""
+    """Return `size_bytes` rounded down to three digits."""
     unit = int(10 ** max(0, len(str(max(size_bytes, 0))) - 3))
     return max(size_bytes, 0) // unit * unit
 
 
 def _exact(size_bytes: int) -> str:
-    """A size of three digits as a budget is written: ``283MB``, ``1.25GB``."""
+    """Return a size of three digits in the form of a budget: ``283MB``, ``1.25GB``."""
     scale, unit = next(((s, u) for s, u in ((10**9, "GB"), (10**6, "MB"), (10**3, "kB")) if size_bytes >= s), (1, "B"))
     return f"{size_bytes / scale:g}{unit}"

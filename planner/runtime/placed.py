@@ -1,13 +1,13 @@
-"""From a schedule on several devices to passes: for each device one for each half, with its part of the steps.
+"""Compilation of a schedule on several devices: for each device and each half a pass with its part of the steps.
 
-A device's part has what it computes, the frees of its memory, and its end of copies: who sends a tensor (``send``), and who takes
-memory for it (``take``), waits for it before it is read (``arrived``), and for all copies of a tensor before it is freed
-(``finish``). ``planner.runtime.devices`` runs the parts side by side. Both passes end when all parts have: no other device is at
-work while the loss is the caller's.
+The part of a device contains its ops, the frees of its memory, and its end of copies: the source sends a tensor (``send``); the
+target allocates memory (``take``), waits for the tensor before it is read (``arrived``), and for all copies of a tensor before it
+is freed (``finish``). ``planner.runtime.devices`` runs the parts concurrently. A pass ends when all its parts have: no other
+device runs while the caller has the loss.
 
-The main device's part has also what goes to the host and comes back (``planner.runtime.copying``). What comes from the host may
-be sent on while it is under way; what comes from another device is waited for before it goes to the host, since nobody here knows
-until then how it is laid out.
+The part of the main device also contains transfers to and from the host (``planner.runtime.copying``). A tensor from the host may
+be sent on while it is under way. A tensor from another device is waited for before it goes to the host, since its layout is
+unknown until then.
 """
 
 import operator
@@ -43,10 +43,10 @@ def compile_placed(
     """Compile `schedule`, which must be valid on `graph` (``simulate``), a graph with placement, for `devices`.
 
     Args:
-        channels: by which it copies to the host and back, if at all.
+        channels: channels for transfers to and from the host, if there are any.
 
     Raises:
-        GraphError: it executes an op where it cannot be called.
+        GraphError: it executes an op on a device where it cannot run.
     """
     elsewhere = {pool.owner: d for d, pool in enumerate(devices.pools) if d}
     executed = (graph.ops[op] for op in sorted({*schedule.computed}))
@@ -58,7 +58,7 @@ def compile_placed(
     parts = [_parts(DeviceWriter(graph, program, d, devices, calls, many), halves) for d in elsewhere.values()]
     passes = [_Pass(graph, devices, steps, [part.passes[i] for part in parts]) for i, steps in enumerate(halves)]
 
-    run_forward: Callable[..., Any] = assembled.forward  # with the copies of the pass besides
+    run_forward: Callable[..., Any] = assembled.forward  # including the copies of the pass
     run_backward: Callable[..., Any] = assembled.backward
 
     def forward(static: Sequence[Any]) -> tuple[Any, tuple[Any, ...], list[Any]]:
@@ -81,11 +81,11 @@ def compile_placed(
 
 @dataclass(frozen=True, slots=True)
 class _Copy:
-    """A copy of a pass.
+    """A copy within a pass.
 
     Attributes:
-        number: position among those of the pass.
-        target: tensor that it makes.
+        number: its position among the copies of the pass.
+        target: the tensor that it makes.
     """
 
     number: int
@@ -93,7 +93,7 @@ class _Copy:
 
 
 class DeviceWriter(CopyingWriter):
-    """Writes what one device does, of one pass after the other."""
+    """A writer of one device's part of each pass."""
 
     def __init__(
         self,
@@ -104,7 +104,7 @@ class DeviceWriter(CopyingWriter):
         calls: Mapping[int, OpCalls],
         repeated: set[int],
     ) -> None:
-        """As ``CopyingWriter``, for the device that is `device` among those; `calls` are of ops on others than the main one."""
+        """Initialize for the device at index `device`; `calls` are of ops on other devices. See ``CopyingWriter``."""
         super().__init__(graph, program, repeated=repeated)
         pool = devices.pools[device]
         self._pools = {pool.name} if device else {pool.name, HOST}
@@ -114,7 +114,7 @@ class DeviceWriter(CopyingWriter):
         self._place = devices.places[device]
 
     def write(self, builder: PassBuilder, steps: Iterable[Step]) -> None:
-        """Write the part of the device in a pass, `steps` of which are of all devices."""
+        """Write the part of the device in a pass; `steps` are those of all devices."""
         self.builder = builder
         self._copies = builder.parameter("copies")
         numbers = 0
@@ -174,7 +174,7 @@ class DeviceWriter(CopyingWriter):
 
 
 class _Pass:
-    """One pass, as it is run: with the parts of the devices but the main one, and the copies of each channel."""
+    """One runnable pass: the parts of the other devices, and the copies of each channel."""
 
     def __init__(
         self, graph: Graph, devices: Devices, steps: Sequence[Step], parts: Sequence[Callable[[list[Any], Any], None]]
@@ -189,14 +189,14 @@ class _Pass:
         self._count = len(copies)
 
     def run(self, main: Callable[[Sequence[Transfer]], Any], states: Sequence[list[Any]]) -> Any:
-        """What `main` returns; `states` are what each other device holds between passes."""
+        """Return the result of `main`; `states` are the values that the other devices hold between passes."""
         wanted: dict[str, Part] = {s: partial(part, state) for (s, part), state in zip(self._parts.items(), states, strict=True)}
         return self._devices.run(main, wanted, self._channels, self._count)
 
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """What one device does: in each pass, called with what it holds between them and the copies; its source and its lines."""
+    """The passes of one device, called with its state and the copies; their source and its lines."""
 
     passes: tuple[Callable[[list[Any], Any], None], ...]
     source: str
@@ -220,7 +220,7 @@ def _parts(writer: DeviceWriter, halves: Halves) -> _Parts:
 
 
 def _moved_calls(graph: Graph, program: Program, devices: Devices, stand_in: Op, device: int) -> OpCalls:
-    """The calls of an op that stands for one of the program, over the tensors of its device."""
+    """Return the calls of an alternative for an op of the program, on the tensors of another device."""
     calls = moved(program, graph.ops[stand_in.replaces[0]], stand_in, devices.places[0], devices.places[device])
     if calls is None:
         raise GraphError(
@@ -232,11 +232,11 @@ def _moved_calls(graph: Graph, program: Program, devices: Devices, stand_in: Op,
 
 
 def moved(program: Program, op: Op, stand_in: Op, here: torch.device, there: torch.device) -> OpCalls | None:
-    """The calls of `op`, of the program, to be made `there` over the tensors that `stand_in` has in place of its own.
+    """Return the calls of `op`, of the program, to run on `there` with the tensors of `stand_in`; None if it cannot be moved.
 
-    Where they name the device, they name the other one there. None where that is not enough: where they name another device
-    than the main one, `here`, or several operators that may; where they read what the op does not, as batch norms with the
-    statistics that they update; or where they read nothing and name no device, and `there` is of another type.
+    Device arguments are replaced. An op cannot be moved if its calls name another device than `here`, the main one; if they read
+    more than the op's inputs, as batch norms with running statistics; or if they read nothing, name no device, and `there` has
+    another type.
     """
     calls = program.calls[op.id]
     if calls.launches or calls.composed is not None or calls.random_state is not None or calls.is_nothing:

@@ -1,4 +1,4 @@
-"""What a step really takes in the memory of its device, and a placed one in those of the devices beside it."""
+"""Measured peaks of a step in its device's memory, and of a placed step in that of other devices."""
 
 from collections.abc import Callable
 
@@ -15,8 +15,8 @@ from planner.runtime.measure import Isolated, Memory, Step, measure_memory, run_
 
 
 def measured_peak(captured: Capture, executor: Step, step: TrainingStep, batch: Batch) -> Memory:
-    """Memory of one run of `executor` with real tensors; `step`, which was captured, and `batch` are afterwards as they were."""
-    # Autograd makes the gradient of the loss while the step runs: it is measured, not assumed.
+    """Return the memory of one run of `executor` with real tensors; the captured `step` and `batch` are restored."""
+    # Autograd makes the gradient of the loss while the step runs: it is measured.
     tangent = sum(captured.graph.tensors[s.tensor].size_bytes for s in captured.program.sources if s.is_tangent)
     with preserve_training_state(step, batch, written=written_tensors(captured, step, batch)):
         device = next(step.parameters()).device
@@ -25,16 +25,16 @@ def measured_peak(captured: Capture, executor: Step, step: TrainingStep, batch: 
 
 
 def other_peaks_measured(captured: Capture, executor: Executor, step: TrainingStep, batch: Batch) -> dict[str, int]:
-    """Most bytes in the memory of each device but the main one during a step, by its name; none where there are no others.
+    """Return the peak bytes in a step of each device except the main one, by name; empty if there are no others.
 
-    Each pool has a run of its own: what its device allocates is seen in that device's thread, and by one profiler at a time.
+    Each pool is measured in its own run: allocations are seen in the device's thread, by one profiler at a time.
 
     Args:
-        captured, step: what was captured; it and `batch` are afterwards as they were.
+        captured, step: the capture, and the captured step; it and `batch` are restored.
     """
     if executor.devices is None:
         return {}
-    cpu_allocations(lambda _: None)  # the profiler begins in this thread, or complains
+    cpu_allocations(lambda _: None)  # the profiler starts in this thread, or raises
     isolated, found = Isolated(executor, step, batch), {}
     with preserve_training_state(step, batch, written=written_tensors(captured, step, batch)):
         for pool, place in zip(executor.devices.pools[1:], executor.devices.places[1:], strict=True):
@@ -58,7 +58,7 @@ def _cpu_peak(executor: Executor, pool: str, place: torch.device, run: Callable[
 
 def _cuda_peak(executor: Executor, pool: str, place: torch.device, run: Callable[[], object]) -> int:
     del executor, pool
-    run()  # libraries allocate what they keep for the device's thread
+    run()  # libraries allocate their workspaces for the device's thread
     torch.cuda.synchronize(place)
     torch.cuda.reset_peak_memory_stats(place)
     before = torch.cuda.memory_allocated(place)

@@ -1,4 +1,4 @@
-"""The state of a random generator, saved and compared without memory from PyTorch's allocator, which the budget counts."""
+"""The state of a random generator, saved and compared without allocations that the budget counts."""
 
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -15,14 +15,14 @@ class RandomState:
     """A saved state.
 
     Attributes:
-        copy: a generator that nobody draws from; ``Generator.get_state`` would allocate a tensor.
+        copy: a generator without draws; ``Generator.get_state`` would allocate a tensor.
     """
 
     copy: torch.Generator
 
     @classmethod
     def of(cls, generator: torch.Generator) -> "RandomState":
-        """Return the state in which `generator` is now."""
+        """Return the current state of `generator`."""
         return cls(generator.clone_state())
 
     def restore(self, generator: torch.Generator) -> None:
@@ -31,18 +31,18 @@ class RandomState:
             generator.set_state(self.copy.get_state())
 
     def __eq__(self, other: object) -> bool:
-        """Return True if all that is drawn from both states is the same."""
+        """Return whether both states give the same random numbers."""
         if not isinstance(other, RandomState):
             return NotImplemented
-        if self.copy.device.type != "cpu":  # its state is a tensor on the CPU, which is not what the budget counts
+        if self.copy.device.type != "cpu":  # its state is a tensor on the CPU, which the budget does not count
             return torch.equal(self.copy.get_state(), other.copy.get_state())
-        with disable_current_modes() if is_in_torch_dispatch_mode() else nullcontext():  # it is no part of the step
+        with disable_current_modes() if is_in_torch_dispatch_mode() else nullcontext():  # it is not part of the step
             return self._next_numbers() == other._next_numbers()
 
     __hash__ = None  # type: ignore[assignment]
 
     def _next_numbers(self) -> bytes:
-        """Return numbers that depend on all of the state: beside the engine, a normal number of each type may wait."""
+        """Return numbers that depend on the whole state, including cached normal numbers of each type."""
         generator = self.copy.clone_state()
         drawn = np.empty(4, dtype=np.int64)
         floats, doubles, integers = (

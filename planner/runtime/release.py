@@ -1,4 +1,4 @@
-"""Return of freed memory to the system: what planning has allocated does not stay with the process."""
+"""Return of freed memory to the system, so that the process does not keep planning's memory."""
 
 import ctypes
 import gc
@@ -20,7 +20,7 @@ _returns_large_blocks = False
 
 
 def release_unused(device: torch.device) -> None:
-    """Give memory that is freed, but held by an allocator, back to the system: that of the C library, and of CUDA's cache."""
+    """Return memory that allocators cache to the system: that of the C library, and of CUDA's caching allocator."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -31,10 +31,10 @@ def release_unused(device: torch.device) -> None:
 def return_large_blocks() -> None:
     """Make the C library return each block of 1 MB or more to the system when it is freed, from now on.
 
-    By default it keeps freed blocks of up to 32 MB for later, in a heap with holes: a process then holds a quarter more than
-    its tensors take. To take a block again costs time, so this is for steps that need the memory. The first call logs that.
+    By default it keeps freed blocks of up to 32 MB in a fragmented heap: a process then holds a quarter more than its tensors
+    need. Allocating a block again costs time, so this is only for steps that need the memory. The first call logs a message.
     """
-    global _returns_large_blocks  # as the C library's own setting, one for the process
+    global _returns_large_blocks  # per process, like the C library's own setting
     if (libc := _glibc()) is not None:
         libc.mallopt(_MMAP_THRESHOLD, _LARGE_BYTES)
         libc.malloc_trim(0)
@@ -49,7 +49,7 @@ def return_large_blocks() -> None:
 
 @contextmanager
 def large_blocks_returned() -> Iterator[None]:
-    """As ``return_large_blocks`` inside: a step that is run once leaves no holes in the heap."""
+    """Return large blocks to the system inside the context, so that a step that runs once leaves no fragmented heap."""
     libc = _glibc()
     if libc is None or _returns_large_blocks:
         yield
@@ -58,7 +58,7 @@ def large_blocks_returned() -> Iterator[None]:
     libc.malloc_trim(0)
     try:
         yield
-    finally:  # with what the C library comes to by itself, once large blocks have been freed
+    finally:  # with the value that the C library reaches by itself once large blocks have been freed
         libc.malloc_trim(0)
         libc.mallopt(_MMAP_THRESHOLD, _MOST_MMAP_THRESHOLD_BYTES)
         libc.mallopt(_TRIM_THRESHOLD, 2 * _MOST_MMAP_THRESHOLD_BYTES)

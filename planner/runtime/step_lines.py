@@ -1,4 +1,4 @@
-"""Which step of a schedule each line of its passes belongs to: an op that fails is found by its traceback."""
+"""The map from lines of passes to steps of a schedule: a failed op is found by its traceback."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

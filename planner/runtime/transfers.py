@@ -1,10 +1,10 @@
 """One pass of a step on several devices, and its copies between their memories.
 
-Each device has a thread that computes there, each channel one that copies. A copy goes when the one has sent it, the other has
-taken memory for it, and the channel has made those before. That is when it goes before ``graphs.clocks``.
+Each device has a thread that computes, each channel one that copies. A copy starts when the source has sent it, the target has
+allocated memory, and the channel's earlier copies are done. ``graphs.clocks`` starts copies at the same events.
 
-What CUDA does is in the order of its streams: who sends or takes leaves an event behind, the channel waits for it, and is done
-when its stream is. Written with care, and not run on a GPU.
+CUDA work runs in stream order: source and target record events, the channel waits for them, and a copy is done when the channel's
+stream is. Not tested on a GPU.
 """
 
 import threading
@@ -22,26 +22,26 @@ from planner.runtime.host_tensor import storage_bytes
 
 
 class StoppedError(Exception):
-    """The pass has failed on another thread, which knows why."""
+    """The error that the pass has failed on another thread, which has the reason."""
 
 
 class Pass:
-    """What the threads of one pass share.
+    """The shared state of the threads of one pass.
 
     Attributes:
-        copies: in the order of issue.
-        error: the first that any of them met.
+        copies: the copies, in the order of issue.
+        error: the first error on any thread.
     """
 
     def __init__(self, copies: int, look: Callable[[], object]) -> None:
-        """With so many `copies`; who waits for long calls `look`, which may raise."""
+        """Initialize with `copies` copies; long waits call `look`, which may raise."""
         self.copies = tuple(Transfer(self) for _ in range(copies))
         self.error: BaseException | None = None
         self._failing = threading.Lock()
         self._look = look
 
     def fail(self, error: BaseException) -> None:
-        """Let all that wait stop, for `error`."""
+        """Record `error`, and stop all waiting threads."""
         with self._failing:
             if self.error is None:
                 self.error = error
@@ -49,7 +49,7 @@ class Pass:
             copy.release()
 
     def wait(self, event: threading.Event) -> None:
-        """Return when `event` has happened.
+        """Wait for `event`.
 
         Raises:
             StoppedError: another thread has failed.
@@ -60,12 +60,12 @@ class Pass:
             raise StoppedError
 
 
-LOOK_S = 0.2  # how often a thread that waits looks whether the others are alive
+LOOK_S = 0.2  # interval at which a waiting thread checks that the others are alive
 
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """How a tensor lies in its storage, in elements."""
+    """The layout of a tensor in its storage, in elements."""
 
     dtype: torch.dtype
     offset: int
@@ -84,24 +84,25 @@ class Transfer:
         self._events: list[torch.cuda.Event] = []
 
     def send(self, tensor: torch.Tensor, made_by: Copy | None = None) -> None:
-        """Let `tensor` be copied.
+        """Provide `tensor` as the source of the copy.
 
         Args:
-            made_by: the copy that fills `tensor`, if it may be under way; that of a transfer is what it has taken.
+            made_by: the copy that fills `tensor`, if it may be under way; for a transfer, the one that fills its allocated
+                memory.
         """
         self._source, self._made_by = tensor, made_by
         self._note(tensor)
         self._sent.set()
 
     def take(self, size_bytes: int, device: torch.device) -> torch.Tensor:
-        """Memory for what comes: uint8[size_bytes], to be held until it has come."""
+        """Return memory for the copy: uint8[size_bytes], to be held until the copy is done."""
         target = self._target = torch.empty(size_bytes, dtype=torch.uint8, device=device)
         self._note(target)
         self._taken.set()
         return target
 
     def arrived(self, taken: torch.Tensor) -> torch.Tensor:
-        """Wait for the copy; what has come, in the memory that was `taken` for it."""
+        """Wait for the copy; return the tensor in the memory that was `taken` for it."""
         self.finish()
         assert self._layout is not None
         made, at = torch.empty(0, dtype=self._layout.dtype, device=taken.device), self._layout
@@ -116,15 +117,15 @@ class Transfer:
         self._under.wait(self._done)
 
     def release(self) -> None:
-        """Let nobody wait for it any more: the pass has failed."""
+        """Release all waiting threads after a failed pass."""
         for event in (self._sent, self._taken, self._done):
             event.set()
 
     def make(self, channel: "Channel") -> None:
-        """Make it, in the thread of `channel`.
+        """Execute the copy in the thread of `channel`.
 
         Raises:
-            CopyError: more has come than there was to come, or what was to come from the host has not.
+            CopyError: the tensor does not fit the planned bytes, or its copy from the host has failed.
             StoppedError: the pass has failed.
         """
         self._under.wait(self._sent)
@@ -136,7 +137,7 @@ class Transfer:
         assert at is not None
         self._layout, values = _fitting(source, at, len(target))
         channel.copy(values, target[: len(values)], self._events)
-        del self._source, self._target, source, target, values  # gone before anybody goes on
+        del self._source, self._target, source, target, values  # released before others continue
         self._done.set()
 
     def _note(self, tensor: torch.Tensor) -> None:
@@ -145,15 +146,15 @@ class Transfer:
 
 
 class Channel:
-    """What copies from one memory to another, one copy at a time."""
+    """A channel between two memories, which makes one copy at a time."""
 
     def __init__(self) -> None:
         self._stream: Any = None
 
     def copy(self, source: torch.Tensor, target: torch.Tensor, after: "list[torch.cuda.Event]") -> None:
-        """Copy uint8[n] to uint8[n]; it has ended when this returns."""
+        """Copy uint8[n] to uint8[n], and wait for the end."""
         if not (source.is_cuda or target.is_cuda):
-            # As arrays: PyTorch would let a team of threads loose on each copy.
+            # As arrays: PyTorch would use several threads for each copy.
             np.copyto(target.numpy(), source.numpy())
             return
         if self._stream is None:
@@ -166,10 +167,10 @@ class Channel:
 
 
 def copied(tensor: torch.Tensor, size_bytes: int, device: torch.device) -> torch.Tensor:
-    """A copy of `tensor` on `device`, as a step makes it where `size_bytes` are planned for it.
+    """Return a copy of `tensor` on `device`, as a step makes it if `size_bytes` are planned for it.
 
     Raises:
-        CopyError: it does not fit into these.
+        CopyError: it does not fit.
     """
     at, values = _fitting(tensor, _layout(tensor), size_bytes)
     target = torch.empty(size_bytes, dtype=torch.uint8, device=device)
@@ -182,10 +183,11 @@ def _layout(tensor: torch.Tensor) -> _Layout:
 
 
 def _fitting(source: torch.Tensor, at: _Layout, room_bytes: int) -> tuple[_Layout, torch.Tensor]:
-    """The bytes to copy of what lies `at` its place in the storage of `source`, and where it lies among these.
+    """Return the layout of the tensor within the bytes to copy, and these bytes.
 
-    That is the whole storage, for views may read more of it than the tensor itself. Kernels of another device may have made a
-    larger one than is planned for, and an input may be a part of a data set: then the part that the tensor covers.
+    The bytes are the whole storage if it fits, since views may read more than the tensor itself. Kernels of another device may
+    have made a larger storage than planned, and an input may be a slice of a data set: then they are the part that the tensor
+    covers.
     """
     whole = storage_bytes(source)
     if len(whole) <= room_bytes:

@@ -1,4 +1,4 @@
-"""A step that fails leaves the model as it was before: what it has written in place is written back."""
+"""Rollback of a failed step: in-place writes are undone, so that the model is as before."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -19,14 +19,13 @@ _Returned = tuple[Any, tuple[Any, ...], list[Any]]
 
 
 def undoing(graph: Graph, program: Program, code: Code, *, versions_follow: bool = False, in_backward: bool = True) -> Code:
-    """`code` which, where a pass raises, puts back what the step has written in place, and the random state.
+    """Return `code` with rollback: if a pass raises, the step's in-place writes and the random state are restored.
 
-    In the backward pass, what others have written or drawn since the forward pass ended stays as it is.
+    In the backward pass, later writes and draws by others are kept.
 
     Args:
-        versions_follow: whether the caller increments the versions of what the forward pass has written once it has returned.
-        in_backward: whether a backward pass that raises undoes what the forward pass has done; it is handed over for that
-            with what is saved.
+        versions_follow: True if the caller increments the versions of written tensors after the forward pass.
+        in_backward: True if a failed backward pass also undoes the forward pass; the copies are then kept with the saved tensors.
     """
     if not any(op.mutates or op.random for op in graph.ops):
         return code
@@ -37,7 +36,7 @@ def undoing(graph: Graph, program: Program, code: Code, *, versions_follow: bool
 
 
 class _Undo:
-    """Both passes, with copies on the host of what the forward pass writes: running statistics, mostly, which are small."""
+    """The two passes with rollback, by host copies of what the forward pass overwrites: mostly small running statistics."""
 
     def __init__(self, graph: Graph, program: Program, code: Code, *, versions_follow: bool) -> None:
         overwritten = {t for op in graph.ops for t in op.mutates}
@@ -47,7 +46,7 @@ class _Undo:
         self._generators: list[torch.Generator] = drawn_from
         self._increment = int(versions_follow)
         self._code = code
-        self._unused: list[_HostCopies] = []  # of steps that are over: to allocate takes longer than to copy
+        self._unused: list[_HostCopies] = []  # of finished steps: allocating takes longer than copying
 
     def forward(self, static: Sequence[Any]) -> _Returned:
         (loss, extras, alive), before = self._forward(static)
@@ -81,10 +80,10 @@ class _Undo:
 
 
 class _Before:
-    """What some tensors held before the step, the versions that autograd knew them by, and the random states.
+    """The values and autograd versions of some tensors before the step, and the random states.
 
     Attributes:
-        copies: what they held.
+        copies: the values.
     """
 
     def __init__(self, tensors: list[torch.Tensor], generators: list[torch.Generator], unused: "list[_HostCopies]") -> None:
@@ -98,17 +97,17 @@ class _Before:
         self._states = self._drawn = [RandomState.of(generator) for generator in generators]
 
     def note_written(self, increment: int) -> None:
-        """Note that the forward pass has written and drawn all that it does, but for an `increment` of the versions."""
+        """Record the versions and random states after the forward pass, apart from a later `increment` of the versions."""
         self._written = [_version(tensor) + increment for tensor in self._tensors]
         self._drawn = [RandomState.of(generator) for generator in self._generators]
 
     def note_drawn(self) -> None:
-        """Note that the backward pass begins: if others have drawn since the forward pass, that is where it leads back to."""
+        """Record the random states at the start of the backward pass if others have drawn since the forward pass."""
         if (now := [RandomState.of(generator) for generator in self._generators]) != self._drawn:
             self._states = self._drawn = now
 
     def write_back(self, *, only_unwritten: bool = False) -> None:
-        """Let the tensors hold it again; if `only_unwritten`, those that nobody has written since the step did."""
+        """Restore the tensors; with `only_unwritten`, only those not written by others since the step."""
         for i, tensor in enumerate(self._tensors):
             if not only_unwritten or _version(tensor) == self._written[i]:
                 self.copies.write_back(i, tensor)
@@ -119,7 +118,7 @@ class _Before:
 
 
 class _HostCopies:
-    """Copies of some tensors, in memory of the host that PyTorch's allocator does not count."""
+    """Copies of some tensors in host memory that PyTorch's allocator does not count."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         places = defaultdict[tuple[torch.device, torch.dtype], list[int]](list)
@@ -142,7 +141,7 @@ class _HostCopies:
             self._values.update(zip(group, parts, strict=True))
 
     def take(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Copy `tensors`, on a GPU with one kernel and one transfer, behind what it was given before."""
+        """Copy `tensors`, on a GPU with one kernel and one transfer, ordered after the work on the stream."""
         with torch.no_grad():
             for group, whole in self._on_gpu:
                 whole.copy_(torch.cat([tensors[i].reshape(-1) for i in group]), non_blocking=True)
@@ -150,7 +149,7 @@ class _HostCopies:
                 foreach_copy_(parts, [tensors[i] for i in group])
 
     def write_back(self, i: int, tensor: torch.Tensor) -> None:
-        """Let `tensor`, which was the one at position `i`, hold what it held."""
+        """Restore `tensor`, which was at position `i`."""
         with torch.no_grad():
             tensor.copy_(self._values[i])
 

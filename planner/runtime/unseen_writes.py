@@ -1,6 +1,6 @@
-"""Writes that autograd does not see, between a forward and a backward pass: through ``.data``, NumPy or DLPack.
+"""Detection of writes that autograd does not see between the passes: through ``.data``, NumPy or DLPack.
 
-Eager PyTorch reads what is in memory then; so does a plan, which may also compute activations from it again.
+Eager PyTorch would read the new values; a plan does too, and may also recompute activations from them.
 """
 
 from collections.abc import Iterable
@@ -12,17 +12,17 @@ from planner.capture.checksum import checksum
 
 
 class UnseenWrites:
-    """Checksums of tensors that a backward pass reads, as its forward pass ends."""
+    """Checksums of tensors that a backward pass reads, taken at the end of the forward pass."""
 
     def __init__(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Take the checksums of `tensors`, each with a name for messages."""
+        """Compute the checksums of `tensors`, each with a name for messages."""
         self._known = [(name, _version(tensor), checksum(tensor)) for name, tensor in tensors]
 
     def check(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Compare them with those of the same `tensors` now. What was written with autograd's knowledge is autograd's to say.
+        """Raise if the checksums of the same `tensors` have changed. Writes that autograd sees are left to autograd.
 
         Raises:
-            PlannerError: one has other bits; names it.
+            PlannerError: a tensor has changed; with its name.
         """
         for (name, version, before), tensor in zip(self._known, tensors, strict=True):
             if version == _version(tensor) and not torch.equal(before, checksum(tensor)):

@@ -1,4 +1,4 @@
-"""Threads beside the one that calls a step, each of which does what it is given one after the other."""
+"""Worker threads, each of which runs its jobs in order."""
 
 import threading
 import weakref
@@ -9,31 +9,30 @@ import torch
 
 from graphs.errors import CopyError
 
-_LOOK_S = 0.2  # how often who waits for a thread looks whether it is alive
+_LOOK_S = 0.2  # interval at which waiters check that a thread is alive
 
 
 class Job(Protocol):
-    """Something to be done once.
+    """A job that runs once.
 
     Attributes:
-        thread: that does it; whoever waits looks whether it is alive.
+        thread: its thread, which waiters check for being alive.
     """
 
     thread: threading.Thread | None
 
     def make(self) -> None:
-        """Do it, in that thread; it raises nothing."""
+        """Run the job in that thread; it raises nothing."""
 
 
 class Worker:
-    """A thread that does jobs in the order of issue; started with the first, and again where it has died."""
+    """A thread that runs jobs in the order of issue; started with the first job, and restarted if it has died."""
 
     def __init__(self, name: str, does: str, threads: int | None = None) -> None:
-        """Of the `name`, which `does` what errors say.
+        """Initialize with a `name`, and what it `does` for messages.
 
         Args:
-            threads: that its operators run on (``torch.set_num_threads``, which each thread has of its own); None: as many as
-                those of any new thread.
+            threads: number of operator threads (``torch.set_num_threads``, per thread); None for the default of new threads.
         """
         self._name, self._does, self._threads = name, does, threads
         self._thread: threading.Thread | None = None
@@ -41,7 +40,7 @@ class Worker:
         self._starting = threading.Lock()
 
     def issue(self, job: Job) -> None:
-        """Have `job` done, behind those before.
+        """Queue `job`.
 
         Raises:
             CopyError: no thread can be started.
@@ -53,7 +52,7 @@ class Worker:
             self._jobs.put(job)
 
     def _start(self) -> None:
-        self._jobs: SimpleQueue[Job | None] = SimpleQueue()  # with what a dead thread has left goes its memory
+        self._jobs: SimpleQueue[Job | None] = SimpleQueue()  # the jobs of a dead thread are dropped with their memory
         thread = threading.Thread(target=_work, args=(self._jobs,), name=f"planner: {self._name}", daemon=True)
         try:
             thread.start()
@@ -67,11 +66,11 @@ class Worker:
             self._jobs.put(counted)
             while not counted.known.wait(_LOOK_S) and thread.is_alive():
                 pass
-            torch.set_num_threads(torch.get_num_threads())  # new threads begin with what was set last, by whomever
+            torch.set_num_threads(torch.get_num_threads())  # new threads inherit the value that was set last, by any thread
 
 
 class _Threads:
-    """Sets the number of threads of the operators of one thread."""
+    """A job that sets the number of operator threads of its thread."""
 
     def __init__(self, count: int) -> None:
         self.thread: threading.Thread | None = None
@@ -79,7 +78,7 @@ class _Threads:
         self.known = threading.Event()
 
     def make(self) -> None:
-        torch.get_num_threads()  # a thread that has never asked takes the number of the others when it first computes
+        torch.get_num_threads()  # a thread that has never asked takes the others' number when it first computes
         torch.set_num_threads(self._count)
         self.known.set()
 
@@ -87,4 +86,4 @@ class _Threads:
 def _work(jobs: "SimpleQueue[Job | None]") -> None:
     while (job := jobs.get()) is not None:
         job.make()
-        del job  # it is not held until the next comes
+        del job  # not held until the next one arrives

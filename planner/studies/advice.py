@@ -1,4 +1,4 @@
-"""Advice on which budget to take. Never imports torch."""
+"""Advice on which budget to choose. Never imports torch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,9 +13,9 @@ class Price:
     """The overhead at a budget.
 
     Attributes:
-        budget_bytes: of the whole step, static memory included.
-        overhead: of the best schedule found, over keeping everything; None if none was found.
-        bound: no schedule in the order of the ops that was tried has a lower overhead; None if nothing is known.
+        budget_bytes: budget of the whole step, static memory included.
+        overhead: overhead of the best schedule over keeping everything; None if none was found.
+        bound: lower bound on the overhead, for the order of ops that was tried; None if unknown.
     """
 
     budget_bytes: int
@@ -31,12 +31,12 @@ class OptionAdvice:
     """The gain from one option alone.
 
     Attributes:
-        name: as ``planner.solve`` takes it.
-        ops: how many it offers; 0 if it found nothing to choose in this step.
-        exact: whether none of them may change a bit of the results.
-        least_proved_bytes, least_found_bytes: no schedule with it needs less (in the order that was tried), and one is known
-            for so much.
-        price: at the middle one of the budgets between.
+        name: name in ``planner.solve``.
+        ops: number of ops that it offers; 0 if it found none in this step.
+        exact: True if none of them may change a bit of the results.
+        least_proved_bytes, least_found_bytes: lower bound on the budget with it (in the order that was tried), and the least
+            feasible budget found.
+        price: overhead at the middle one of the budgets between.
     """
 
     name: str
@@ -52,10 +52,10 @@ class Recommendation:
     """The budget to take.
 
     Attributes:
-        budget_bytes: None where no plan is needed, or none is known to fit.
-        options: to plan with.
-        overhead: of the schedule that was found for it; None where there is none.
-        reason: why, or what to do instead.
+        budget_bytes: None if no plan is needed, or none is known to fit.
+        options: options to plan with.
+        overhead: overhead of the schedule that was found; None if there is none.
+        reason: the reason, or alternatives.
     """
 
     budget_bytes: int | None
@@ -69,15 +69,15 @@ class Advice:
     """The memory that a training step needs, and the budget to take. ``print`` shows it as a table.
 
     Attributes:
-        graph: the step; its ``keep_everything_peak_bytes`` is what plain eager PyTorch needs, as predicted.
-        device: that it was measured on or modelled for.
-        available_bytes: what a step may use there (``budget="auto"``); None if nothing is known of the device.
-        least_proved_bytes, least: no schedule of recomputation needs less (in the order that was tried), and the least that
-            one is known for, with its price.
+        graph: the step; its ``keep_everything_peak_bytes`` is the predicted peak of plain eager PyTorch.
+        device: device that it was measured on or modelled for.
+        available_bytes: bytes that a step may use there (``budget="auto"``); None if nothing is known of the device.
+        least_proved_bytes, least: lower bound on the budget with recomputation only (in the order that was tried), and the least
+            feasible budget found, with its price.
         between: budgets between the least and eager PyTorch's, least first.
-        options: what each would add.
-        recommended: which budget to take.
-        seconds: that the analysis took, without the trace.
+        options: gain of each option.
+        recommended: the budget to choose.
+        seconds: duration of the analysis, without the trace.
     """
 
     graph: GraphSummary

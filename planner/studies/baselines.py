@@ -1,8 +1,7 @@
 """The memory-saving methods that PyTorch ships, applied to a model as PyTorch applies them.
 
-Each is a ``Method``: its ``prepare`` gives a step with the method on: ``loss = step(*batch)[0]``, or ``step(**batch)[0]``,
-then ``loss.backward()``.
-The model is changed while a step's forward pass runs, at most, and settings of PyTorch likewise.
+The ``prepare`` of each ``Method`` returns a step with the method enabled: ``loss = step(*batch)[0]``, or ``step(**batch)[0]``,
+then ``loss.backward()``. The model and PyTorch's settings are changed at most during the forward pass of a step.
 """
 
 import types
@@ -31,7 +30,7 @@ from planner.torch_private.capture import functorch_config, inductor_config
 from solvers.baselines.common.torch_ops import base_name
 from solvers.baselines.sac import LISTS, SacRule, SaveList, save_lists
 
-# Fractions of the Memory Budget API by backend; Inductor compiles for a minute or more, each time.
+# Fractions of the Memory Budget API by backend; Inductor compiles for a minute or more each time.
 BUDGETS = MappingProxyType({"aot_eager": (1.0, 0.75, 0.5, 0.25, 0.0), "inductor": (1.0, 0.5, 0.0)})
 
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -40,11 +39,11 @@ Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """A way to run a training step.
+    """A method to run a training step.
 
     Attributes:
-        name: that of the policy in the registry that imitates it, where there is one, and its options.
-        prepare: a model and its loss function to a step; raises ModelError where the method does not apply.
+        name: name of the corresponding policy in the registry, if there is one, with its options.
+        prepare: function from a model and its loss function to a step; raises ModelError if the method does not apply.
     """
 
     name: str
@@ -52,7 +51,7 @@ class Method:
 
 
 def of_policies(methods: Iterable[Method], policies: Collection[str]) -> list[Method]:
-    """Those that PyTorch has of the `policies`, by their names in the registry; plain PyTorch always, Auto-SAC with ``sac``."""
+    """Return the methods that implement the `policies` of the registry; always plain PyTorch, and Auto-SAC with ``sac``."""
     kinds = {eager().name, *policies, *({auto_sac().name} if SacRule.LISTED in policies else ())}
     return [method for method in methods if method.name.split()[0] in kinds]
 
@@ -64,18 +63,18 @@ def baseline_methods(
     save: Sequence[str] = (),
     targets: Sequence[str] = (),
 ) -> list[Method]:
-    """Every method for `model`: checkpointing and SAC with each choice of blocks, SAC with each of its lists.
+    """Return every method for `model`: checkpointing and SAC with each choice of blocks, SAC with each of its lists.
 
     Args:
-        budgets: by backend of ``torch.compile``, the fractions of the Memory Budget API.
+        budgets: fractions of the Memory Budget API, by backend of ``torch.compile``.
         save: targets of ops, such as ``aten.mm.default`` or ``mm``: SAC with this list as well.
-        targets: of the ops of the forward pass: SAC with all lists of kinds that are among them, not only those with names.
+        targets: targets of the forward ops: SAC with all lists of kinds among them, not only the named ones.
     """
     choices = block_choices(model)
     sacs = [partial(sac, rule) for rule in SacRule if not targets or any(map(LISTS[rule].has, targets))]
     sacs += [partial(sac, save_list=known) for known in unnamed_lists(targets)]
     sacs += [partial(sac, save=save)] if save else []
-    useless = [sac(rule) for rule in SacRule if targets and not any(map(LISTS[rule].has, targets))]  # they say so
+    useless = [sac(rule) for rule in SacRule if targets and not any(map(LISTS[rule].has, targets))]  # their steps raise
     return [
         eager(),
         *(checkpoint_blocks(**choice) for choice in choices),
@@ -87,12 +86,12 @@ def baseline_methods(
 
 
 def eager() -> Method:
-    """Plain PyTorch."""
+    """Return plain PyTorch as a method."""
     return Method("eager", TrainingStep)
 
 
 def checkpoint_blocks(level: int = 1, *, depth: int = 0) -> Method:
-    """``torch.utils.checkpoint`` around every block of `level`, or of `depth`: see ``planner.studies.blocks``."""
+    """Return ``torch.utils.checkpoint`` around every block of `level`, or of `depth`: see ``planner.studies.blocks``."""
 
     def prepare(model: nn.Module, loss_fn: LossFn | None) -> Step:
         step, wrapped = TrainingStep(model, loss_fn), _blocks(model, level, depth)
@@ -109,15 +108,15 @@ def checkpoint_blocks(level: int = 1, *, depth: int = 0) -> Method:
 def sac(
     rule: SacRule = SacRule.LISTED, *, level: int = 1, depth: int = 0, save: Sequence[str] = (), save_list: SaveList | None = None
 ) -> Method:
-    """Selective activation checkpointing around every block of `level`, or of `depth`.
+    """Return selective activation checkpointing around every block of `level`, or of `depth`.
 
-    Its steps raise InapplicableError where no op in the blocks is one of those that are saved.
+    Its steps raise InapplicableError if no op in the blocks is in the save list.
 
     Args:
-        rule: what is saved, as in ``solvers.baselines.sac``; for the rule ``sac`` all kinds there. Every second op is
-            counted in each block, as torchtitan does.
+        rule: the saved ops, as in ``solvers.baselines.sac``; for the rule ``sac`` all kinds there. Every second op is counted per
+            block, as in torchtitan.
         save: targets of ops, such as ``aten.mm.default`` or ``mm``, instead.
-        save_list: what is saved, instead.
+        save_list: a save list instead.
     """
     saves = save_list or (SaveList(",".join(save), frozenset(save)) if save else LISTS[rule])
     name = f"{rule}{f' {saves.name}' if save or save_list else ''}{_at(level, depth)}"
@@ -140,13 +139,13 @@ def sac(
 
 
 def unnamed_lists(targets: Sequence[str]) -> list[SaveList]:
-    """The lists of kinds that are among `targets`, but for those that a rule makes, and the one that saves nothing."""
+    """Return the save lists of kinds among `targets`, except those that a rule already makes and the empty one."""
     named = {_effect(known, targets) for known in LISTS.values()}
     return [known for known in save_lists(targets) if known.ops and _effect(known, targets) not in named]
 
 
 def _effect(save_list: SaveList, targets: Sequence[str]) -> tuple[bool, ...]:
-    """Which of `targets`, in order, a list saves."""
+    """Return for each of `targets`, in order, whether the list saves it."""
     skipped: set[int] = set()
     for half in save_list.halved:
         skipped.update([i for i, target in enumerate(targets) if base_name(target) in half][1::2])
@@ -154,7 +153,7 @@ def _effect(save_list: SaveList, targets: Sequence[str]) -> tuple[bool, ...]:
 
 
 def torch_compile(mode: str | None = None) -> Method:
-    """``torch.compile`` with Inductor, at one of its modes; it draws random numbers of its own."""
+    """Return ``torch.compile`` with Inductor at one of its modes; its random numbers differ from eager PyTorch's."""
 
     def prepare(model: nn.Module, loss_fn: LossFn | None) -> Step:
         compiled: Step = torch.compile(own_code(TrainingStep(model, loss_fn)), mode=mode, fullgraph=True, dynamic=False)
@@ -164,15 +163,15 @@ def torch_compile(mode: str | None = None) -> Method:
 
 
 def memory_budget(fraction: float, backend: str = "aot_eager", *, eager_random: bool = True) -> Method:
-    """``torch.compile`` with ``activation_memory_budget``: `fraction` of the bytes that are saved for the backward.
+    """Return ``torch.compile`` with ``activation_memory_budget``: `fraction` of the bytes of saved tensors.
 
-    A graph that cannot be captured whole is an error, for the rest would run without the budget. Where random ops, such as
-    dropout, are recomputed, gradients are wrong (torch 2.11 to 2.13: other numbers are drawn), whosever numbers they are.
+    A graph break is an error, since the rest would run without the budget. If random ops such as dropout are recomputed,
+    gradients are wrong (torch 2.11 to 2.13 draw different numbers), also with eager PyTorch's random numbers.
 
     Args:
         fraction: from 0 to 1; 1 is ``torch.compile`` by default.
         backend: ``aot_eager``, or ``inductor``, which needs a C++ compiler for the CPU.
-        eager_random: random numbers are those of eager PyTorch, also in Inductor, so that gradients can be compared with its.
+        eager_random: True to draw eager PyTorch's random numbers, also with Inductor, so that gradients are comparable.
     """
 
     def prepare(model: nn.Module, loss_fn: LossFn | None) -> Step:
@@ -188,11 +187,10 @@ def memory_budget(fraction: float, backend: str = "aot_eager", *, eager_random: 
 
 
 def auto_sac() -> Method:
-    """Auto-SAC (``torch.distributed._tools.sac_ilp``): not available.
+    """Return Auto-SAC (``torch.distributed._tools.sac_ilp``) as a method that raises: it is not available.
 
-    The module chooses how much each block discards and leaves it to its user to run that. What it chooses from,
-    times of ops (``RuntimeEstimator``), is taken from CUDA events or from a roofline of a CUDA device, and
-    fitted with pwlf, which is no dependency of PyTorch (torch 2.13).
+    The module decides how much each block discards, and its user must implement that. It needs op times (``RuntimeEstimator``)
+    from CUDA events or from a roofline of a CUDA device, fitted with pwlf, which is no dependency of PyTorch (torch 2.13).
     """
 
     def prepare(model: nn.Module, loss_fn: LossFn | None) -> Step:
@@ -214,7 +212,7 @@ def _at(level: int, depth: int) -> str:
 
 @contextmanager
 def _wrapped(modules: Sequence[nn.Module], wrap: Wrap) -> Iterator[None]:
-    """Inside, the modules' ``forward`` is wrapped; what they are computed again with is the plain one."""
+    """Wrap the modules' ``forward`` inside the context; recomputation calls the plain one."""
     before = [(module, vars(module).get("forward")) for module in modules]
     try:
         for module in modules:
@@ -228,8 +226,8 @@ def _wrapped(modules: Sequence[nn.Module], wrap: Wrap) -> Iterator[None]:
 
 
 def _contexts(saves: SaveList, saved: set[str]) -> Contexts:
-    """What SAC enters in one region; adds the targets whose outputs are saved to `saved`."""
-    # The policy is asked again while recomputing by torch 2.11.
+    """Return the contexts of SAC for one region; targets whose outputs are saved are added to `saved`."""
+    # Torch 2.11 calls the policy again during recomputation.
     counts = {(half, again): count() for half in saves.halved for again in (False, True)}
 
     def policy(context: SelectiveCheckpointContext, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:
@@ -247,9 +245,9 @@ def _contexts(saves: SaveList, saved: set[str]) -> Contexts:
 
 
 def own_code(step: TrainingStep) -> Callable[..., Any]:
-    """`step` as a function with a code object of its own, by which Dynamo knows what it has compiled.
+    """Return `step` as a function with a code object of its own, by which Dynamo identifies compiled functions.
 
-    Otherwise one method would run what was compiled for another.
+    With a shared code object, one method would run what was compiled for another.
     """
 
     def forward(*args: object, **kwargs: object) -> Any:

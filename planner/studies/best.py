@@ -1,4 +1,4 @@
-"""The best that a kind of method does: it is tuned for each budget, as its users would."""
+"""The best result of each kind of method, tuned for each budget."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
@@ -7,7 +7,7 @@ from graphs.units import format_bytes
 from planner.studies.comparison_rows import OPTIMUM, PEAK_OF, ComparisonRow, RunBy
 from solvers.result import Reason
 
-# Kinds whose members differ in what they evict.
+# Kinds whose members differ in their eviction rule.
 HEURISTICS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "dtr": ("dtr", "dtr-full", "dtr-local", "lru", "largest", "msps", "dtr-random"),
@@ -24,13 +24,13 @@ WHY_NOT = MappingProxyType(
     }
 )
 NOT_TRIED = "not tried"
-PLAIN = "eager"  # PyTorch without any of them
-# What is said of a kind none of whose members found anything: what came nearest.
+PLAIN = "eager"  # PyTorch without a memory-saving method
+# Reasons for a kind without results, in order of how close it came.
 _NEAREST = (Reason.TIME, Reason.THRASHING, Reason.MEMORY, Reason.SIZE, Reason.INAPPLICABLE)
 
 
 def kind_of(row: ComparisonRow) -> str:
-    """What a row's method is one of: heuristics of one system, save lists of SAC, fractions of the memory budget."""
+    """Return the kind of a row's method: heuristics of one system, save lists of SAC, or fractions of the memory budget."""
     first, *options = row.method.split()
     if row.run_by != RunBy.TORCH:
         return next((kind for kind, members in HEURISTICS.items() if first in members), row.method)
@@ -40,7 +40,7 @@ def kind_of(row: ComparisonRow) -> str:
 
 
 def of_kind(rows: Sequence[ComparisonRow], kind: str) -> list[ComparisonRow]:
-    """Those of `kind`; of SAC, where it runs, checkpointing too, which is SAC that saves nothing."""
+    """Return the rows of `kind`; if SAC runs, its rows include checkpointing, which is SAC with an empty save list."""
     own = [row for row in rows if kind_of(row) == kind]
     if kind == "sac" and any(row.measured_ratio is not None for row in own):
         own += [row for row in rows if kind_of(row) == "checkpoint-blocks"]
@@ -48,20 +48,20 @@ def of_kind(rows: Sequence[ComparisonRow], kind: str) -> list[ComparisonRow]:
 
 
 def best_schedule(rows: Iterable[ComparisonRow], budget_bytes: int) -> ComparisonRow | None:
-    """Of `rows` the fastest schedule that fits, by simulation; what was found for a smaller budget fits a larger one too."""
+    """Return the fastest simulated schedule of `rows` that fits, whatever budget it was found for; None if none fits."""
     fits = [row for row in rows if row.peak_bytes is not None and row.peak_bytes <= budget_bytes]
     return min(fits, key=lambda row: row.time_s or 0.0, default=None)
 
 
 def best_measured(rows: Iterable[ComparisonRow], budget_bytes: int) -> ComparisonRow | None:
-    """Of `rows` the fastest step that was measured to fit, and whose gradients are right."""
+    """Return the fastest step of `rows` whose measured peak fits and whose gradients are right; None if there is none."""
     ran = [row for row in rows if row.measured_ratio is not None and row.measured_peak_bytes is not None]
     fits = [row for row in ran if (row.measured_peak_bytes or 0) <= budget_bytes and row.exactness != "wrong"]
     return min(fits, key=lambda row: row.measured_ratio or 0.0, default=None)
 
 
 def undominated(rows: Sequence[ComparisonRow]) -> list[ComparisonRow]:
-    """Steps that were measured and that no right one of the same kind beats in both time and peak; wrong ones beat none."""
+    """Return measured steps that no correct step of the same kind dominates in time and peak."""
 
     def beaten(row: ComparisonRow, other: ComparisonRow) -> bool:
         if other.exactness == "wrong" or kind_of(other) != kind_of(row):
@@ -78,7 +78,7 @@ def _measures(row: ComparisonRow) -> tuple[float, float]:
 
 
 def why_none(rows: Iterable[ComparisonRow]) -> str:
-    """Why none of `rows` found anything, in a word or two."""
+    """Return in a word or two why none of `rows` has a result."""
     rows = list(rows)
     if not rows:
         return NOT_TRIED
@@ -89,7 +89,7 @@ def why_none(rows: Iterable[ComparisonRow]) -> str:
 
 
 def tuned_table(rows: Sequence[ComparisonRow]) -> list[tuple[str, ...]]:
-    """PyTorch's own methods at the budgets of the optimal schedule: of each kind the fastest that was measured to fit."""
+    """Return a table of PyTorch's methods at the optimum's budgets: the fastest step of each kind whose measured peak fits."""
     optima = [
         row for row in rows if row.run_by == RunBy.EXECUTOR and row.method == OPTIMUM and not row.budget.startswith(PEAK_OF)
     ]
@@ -111,19 +111,19 @@ def tuned_table(rows: Sequence[ComparisonRow]) -> list[tuple[str, ...]]:
 
 
 def _step_text(kind: str, row: ComparisonRow, least: float) -> str:
-    """Time and peak of a step that was measured, in bold if it reads like the `least` time, and with what options."""
+    """Return measured time and peak of a step with its options as text, in bold if it reads like the `least` time."""
     time = f"{row.measured_ratio:.2f}x"
     options = row.method if kind == "sac" else row.method.partition(" ")[2]
     return f"{mark(time, f'{least:.2f}x')}, {row.measured_memory}{f' ({options})' if options else ''}"
 
 
 def mark(text: str, least: str) -> str:
-    """`text` in bold if it is the `least`: what reads the same is as good."""
+    """Return `text`, in bold if it equals `least`."""
     return f"**{text}**" if text == least else text
 
 
 def why_not_measured(kind: Sequence[ComparisonRow], budget_bytes: int) -> str:
-    """Why no step of a kind was measured to fit with right gradients."""
+    """Return why no step of a kind was measured to fit with right gradients."""
     peaks = [row.measured_peak_bytes for row in kind if row.measured_peak_bytes is not None]
     if peaks:
         return "wrong" if min(peaks) <= budget_bytes else WHY_NOT[Reason.MEMORY]

@@ -1,8 +1,8 @@
-"""Modules of a PyTorch model that may be its blocks, to be checkpointed one by one.
+"""Modules of a PyTorch model that can be checkpointed one by one.
 
-As for graphs (``solvers.baselines.common.blocks``) there are two families. At *level* n they are the numbered modules
-whose path has n numbers, such as ``model.layers.3``; at *depth* n the modules n steps below the model that have others
-inside, such as ``model.stem``, what an ``nn.ModuleList`` holds standing in its place.
+As for graphs (``solvers.baselines.common.blocks``) there are two families. At *level* n, blocks are the numbered modules whose
+path has n numbers, such as ``model.layers.3``. At *depth* n, they are the modules n steps below the model that have submodules,
+such as ``model.stem``; an ``nn.ModuleList`` is replaced by its items.
 """
 
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from graphs.errors import ModelError
 
 
 class InapplicableError(ModelError):
-    """A method is not for such a model."""
+    """The error that a method does not apply to a model."""
 
 
 class Choice(TypedDict, total=False):
@@ -25,13 +25,13 @@ class Choice(TypedDict, total=False):
 
 
 def block_choices(model: nn.Module) -> list[Choice]:
-    """Levels and depths whose blocks differ, level 1 where there are no blocks at all."""
+    """Return the levels and depths whose blocks differ; level 1 if there are none."""
     found: dict[frozenset[nn.Module], Choice] = {}
     for level in range(1, block_levels(model) + 1):
         found.setdefault(_not_layers(blocks(model, level)), {"level": level})
     for depth in range(1, _depth(model) + 1):
         found.setdefault(frozenset(_at_depth(model, depth)), {"depth": depth})
-    found.pop(frozenset(), None)  # blocks of single layers hold nothing that could be let go
+    found.pop(frozenset(), None)  # blocks of single layers hold nothing to discard
     return list(found.values()) or [{"level": 1}]
 
 
@@ -40,14 +40,14 @@ def _not_layers(modules: list[nn.Module]) -> frozenset[nn.Module]:
 
 
 def block_levels(model: nn.Module) -> int:
-    """How deep numbered modules are nested; 0 if there are none."""
+    """Return the nesting depth of numbered modules; 0 if there are none."""
     return max((_numbers(path) for path, _ in _numbered(model)), default=0)
 
 
 def blocks(model: nn.Module, level: int) -> list[nn.Module]:
-    """The numbered modules, such as ``model.layers.3``, whose path has `level` numbers (1 or more).
+    """Return the numbered modules, such as ``model.layers.3``, whose path has `level` numbers (1 or more).
 
-    Where numbered modules are not nested so deep, their last level. No block contains another.
+    If numbered modules are nested less deep, their last level is returned. No block contains another.
 
     Raises:
         InapplicableError: the model has no numbered modules.
@@ -63,7 +63,7 @@ def blocks(model: nn.Module, level: int) -> list[nn.Module]:
 
 
 def blocks_at(model: nn.Module, depth: int) -> list[nn.Module]:
-    """The modules `depth` steps (1 or more) below `model` that are no single layers.
+    """Return the modules `depth` steps (1 or more) below `model` that are not single layers.
 
     Raises:
         InapplicableError: there are none.
@@ -74,7 +74,7 @@ def blocks_at(model: nn.Module, depth: int) -> list[nn.Module]:
 
 
 def checkpointable(modules: list[nn.Module]) -> list[nn.Module]:
-    """`modules` without activations in place: one that is a block by itself could not run again, for its input is gone."""
+    """Return `modules` without in-place activations, which cannot be recomputed as blocks: their input is overwritten."""
     return [module for module in modules if not (_is_layer(module) and getattr(module, "inplace", False))]
 
 
@@ -103,7 +103,7 @@ def _depth(model: nn.Module) -> int:
 
 
 def _called(module: nn.Module) -> Iterator[nn.Module]:
-    """What `module` calls: its children, and in the place of a list what it holds."""
+    """Yield the children of `module`; lists of modules are replaced by their items."""
     for child in module.children():
         if isinstance(child, nn.ModuleList | nn.ModuleDict):
             yield from _called(child)
@@ -112,5 +112,5 @@ def _called(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _is_layer(module: nn.Module) -> bool:
-    """Whether it is one layer of ``torch.nn``, which has nothing inside to be computed again."""
+    """Return whether the module is a single layer of ``torch.nn``."""
     return type(module).__module__.startswith("torch.nn.") and not any(True for _ in module.children())

@@ -1,4 +1,4 @@
-"""What a step needs, what less memory costs, and what each option would add: within one time limit. Never imports torch."""
+"""Analysis of a step within one time limit: its memory, the cost of smaller budgets, the gain of each option. No torch."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -21,17 +21,17 @@ from solvers.request import Request
 from solvers.result import Status
 from solvers.tolerance import Tolerance
 
-BETWEEN = 5  # budgets between the least and what eager PyTorch needs
-CHEAP = 0.1  # overhead that is recommended where nothing is known of a device
+BETWEEN = 5  # budgets between the least one and eager PyTorch's peak
+CHEAP = 0.1  # overhead that is recommended if nothing is known about a device
 _TOLERANCE = 0.005
-_PRECISION = 0.02  # of the bracket of the least budget
+_PRECISION = 0.02  # relative precision of the bracket of the least budget
 # Shares of the time limit.
 _ORDER, _LEAST, _CURVE = 0.1, 0.25, 0.3
 _OPTION_LEAST = 0.5  # of the time of one option; the rest is for its solve
 
 
 def options_to_try(graph: Graph) -> tuple[str, ...]:
-    """The options that advice is given on, of those `graph` was traced with and those that any graph can have."""
+    """Return the options to give advice on: those that `graph` was traced with, and those for any graph."""
     return (*needing(Need.LINK), *(option_called(name).to_try for name in traced_with(graph)))
 
 
@@ -47,17 +47,17 @@ def advise_graph(
     on_activity: Callable[[str], None] | None = None,
     should_stop: Callable[[], bool] | None = None,
 ) -> Advice:
-    """Return what `graph` needs, what less memory costs, and which budget to take.
+    """Return the memory that `graph` needs, the overhead at smaller budgets, and the budget to choose.
 
     Args:
         graph: traced with those of the options that are found in the step itself.
-        available_bytes: what a step may use on the device; None if unknown.
+        available_bytes: bytes that a step may use on the device; None if unknown.
         device: its name, for people.
-        options: to try, each alone; None for ``options_to_try``.
-        link, host_budget: for those that copy, as in ``planner.solve``.
-        time_limit_s: for all of it.
-        on_activity: told what is being done.
-        should_stop: polled; once True, what is known so far is the answer.
+        options: options to try, each alone; None for ``options_to_try``.
+        link, host_budget: for options with transfers, as in ``planner.solve``.
+        time_limit_s: total time limit.
+        on_activity: called with each activity.
+        should_stop: polled; once True, the results so far are returned.
 
     Raises:
         UsageError: an option cannot be tried alone, or the graph was traced without it.
@@ -89,7 +89,7 @@ def advise_graph(
 
 
 class _Analysis:
-    """Finds out what a graph costs at several budgets, within one time limit."""
+    """The analysis of the costs of a graph at several budgets, within one time limit."""
 
     def __init__(self, graph: Graph, clock: Clock, on_activity: Callable[[str], None], should_stop: Callable[[], bool]) -> None:
         self.graph, self.clock, self.tell, self.should_stop = graph, clock, on_activity, should_stop
@@ -107,7 +107,7 @@ class _Analysis:
         return known, least
 
     def solve(self, budgets: Sequence[int]) -> None:
-        """Solve for a short while at each budget; what is found at one counts at all."""
+        """Solve for a short time at each budget; each result is used for all budgets."""
         until = self.clock.now + _CURVE * self.clock.limit
         order = [budgets[i] for i in outside_in(len(budgets))]
         for done, budget_bytes in enumerate(order):
@@ -116,13 +116,13 @@ class _Analysis:
             _solve(self.known, budget_bytes, clock, self.should_stop)
 
     def price(self, budget_bytes: int) -> Price:
-        """Return what is known at a budget."""
+        """Return the known overhead at a budget."""
         return _price(self.known, budget_bytes, self.summary.time_s)
 
     def try_options(
         self, names: Sequence[str], budget_bytes: int, link: str | float | None, host_budget: str | int | None
     ) -> tuple[OptionAdvice, ...]:
-        """Return what each option would add, alone."""
+        """Return the gain of each option alone."""
         found = []
         for done, name in enumerate(names):
             self.tell(f"trying {name}")
@@ -143,7 +143,7 @@ class _Analysis:
         _solve(known, budget_bytes, clock.part(max(0.1, left(clock))), self.should_stop)
         price = _price(known, budget_bytes, self.summary.time_s)
         if price.overhead is None or (alone.overhead is not None and alone.overhead < price.overhead):
-            price = replace(price, overhead=alone.overhead)  # what fits without an option fits with it
+            price = replace(price, overhead=alone.overhead)  # a schedule without an option is valid with it
         exact = all(op.exact for op in offered) and not option_called(name).lossy
         return OptionAdvice(
             name=name,
@@ -156,7 +156,7 @@ class _Analysis:
 
 
 def _solve(known: Frontier, budget_bytes: int, clock: Clock, should_stop: Callable[[], bool]) -> None:
-    """Solve for a budget, unless others have settled it."""
+    """Solve for a budget, unless results at other budgets have settled it."""
     if known.point(budget_bytes, None).status in (Status.OPTIMAL, Status.INFEASIBLE):
         return
     request = Request(known.graph, budget_bytes, Tolerance.of(_TOLERANCE), clock, should_stop=should_stop)

@@ -1,4 +1,4 @@
-"""Jobs on the machines of a Dask cluster, whose scheduler is named by its address."""
+"""Jobs on a Dask cluster, given the address of its scheduler."""
 
 import logging
 import secrets
@@ -11,21 +11,21 @@ from typing import Any
 from graphs.errors import PlannerError
 from planner.studies.jobs import POLL_S, Done, Job, Task, Workers
 
-_CONNECT_S = 10.0  # until a scheduler must have answered, and until it must have a worker
+_CONNECT_S = 10.0  # seconds until a scheduler must have answered, and until it must have a worker
 
 
 @contextmanager
 def on_cluster(job: Job[Task, Done], address: str) -> Iterator[Workers[Task, Done]]:
-    """What does `job` on the cluster whose scheduler is at `address`. The job goes to each worker once; files do not.
+    """Yield the workers for `job` on the cluster at `address`. Each worker receives the job once, and no files.
 
     Raises:
-        PlannerError: the cluster cannot be reached, has no workers, loses them, or they are of another make.
+        PlannerError: the cluster cannot be reached, has no workers, loses them, or they run other versions.
     """
     try:
         import distributed
     except ImportError as error:
         raise PlannerError("clusters need dask: pip install 'remat-planner[cluster]'") from error
-    for name in ("distributed", "distributed.client"):  # what goes wrong is told in our words
+    for name in ("distributed", "distributed.client"):  # the command prints its own messages
         logging.getLogger(name).setLevel(logging.CRITICAL)
     try:
         client = distributed.Client(address, timeout=_CONNECT_S, set_as_default=False)
@@ -59,18 +59,18 @@ def on_cluster(job: Job[Task, Done], address: str) -> Iterator[Workers[Task, Don
 
 
 def _end(client: Any, stop: Any) -> None:
-    """Tell what is under way to end, and part; the scheduler forgets tasks whose client has gone."""
+    """Tell running tasks to stop, and disconnect; the scheduler forgets tasks of a disconnected client."""
     try:
         if client.status == "running":
             stop.set()
     except OSError:
-        pass  # the scheduler has gone: so have its tasks
+        pass  # the scheduler is gone, and its tasks with it
     finally:
         client.close()
 
 
 class _WorkerWatch:
-    """Raises once there has been no worker for so long that none is coming back.
+    """A check that raises if the cluster has had no worker for too long.
 
     Args:
         nthreads: threads by worker.
@@ -88,7 +88,7 @@ class _WorkerWatch:
             raise TimeoutError
 
 
-# In a worker.
+# Runs in a worker.
 
 
 def _run(job: Job[Task, Done], task: Task, stop: str) -> Done:
@@ -98,7 +98,7 @@ def _run(job: Job[Task, Done], task: Task, stop: str) -> Done:
 
 
 class _Flag:
-    """Whether `event` is set, asked of the scheduler only now and then: solvers ask often."""
+    """The state of `event`, polled from the scheduler only at intervals, since solvers ask often."""
 
     def __init__(self, event: Any) -> None:
         self._event = event

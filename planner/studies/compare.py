@@ -26,12 +26,12 @@ from solvers.result import Status
 from solvers.tolerance import Tolerance
 
 _DEFAULTS = StudySettings()
-_SHORTEST_S = 1.0  # for a row, where the time for all is up
+_SHORTEST_S = 1.0  # seconds for a row after the total time has run out
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One method at one budget, what is to run its schedule, and how long it may take (None: as all)."""
+    """One method at one budget, its executor, and its time limit (None: that of the study)."""
 
     run_by: RunBy
     method: str
@@ -41,13 +41,13 @@ class Task:
 
     @property
     def key(self) -> Key:
-        """Of its row."""
+        """The key of its row."""
         return self.run_by, self.method, self.budget
 
 
 @dataclass(frozen=True, slots=True)
 class Solved:
-    """What came of a task: its row, and the schedule that was found."""
+    """The result of a task: its row, and the schedule that was found."""
 
     row: ComparisonRow
     schedule: Schedule | None
@@ -55,16 +55,16 @@ class Solved:
 
 @dataclass(frozen=True, slots=True)
 class SolveRow:
-    """Solves tasks, as a job for ``planner.studies.jobs``.
+    """Solver of tasks, as a job for ``planner.studies.jobs``.
 
     Attributes:
-        graph: what is solved.
-        model: what it is called.
-        base_peak_bytes: of the step without recomputation.
-        tolerance, time_limit_s: for each solve.
-        seed: of the graph's weights and batch.
-        commit, machine: what rows are made with and on; None for the machine that solves them.
-        recorded: of the choices that the graph was given, for the settings of rows.
+        graph: the graph to solve.
+        model: name of the model.
+        base_peak_bytes: peak of the step without recomputation.
+        tolerance, time_limit_s: settings of each solve.
+        seed: seed of the graph's weights and batch.
+        commit, machine: provenance of the rows; None for the machine that solves them.
+        recorded: settings of the graph's options, for the rows.
     """
 
     graph: Graph
@@ -78,12 +78,12 @@ class SolveRow:
     recorded: Mapping[str, object]
 
     def __call__(self, task: Task, should_stop: Callable[[], bool]) -> Solved:
-        """The row of `task`; a method that cannot cope has its reason there, and does not end the others."""
+        """Return the row of `task`; an error of a method is recorded as its reason."""
         solve = get_solver(task.method)
         limit_s = self.time_limit_s if task.time_limit_s is None else task.time_limit_s
         row = replace(self.row(task.run_by, task.method, task.budget, task.budget_bytes, status="error"), time_limit_s=limit_s)
         try:
-            # What only recomputes does so in the program alone, whose schedules are schedules with all choices as well.
+            # Methods that only recompute solve the program alone; its schedules are also schedules with options.
             graph = self.graph if SOLVERS[task.method].copies else without_options(self.graph)
             tolerance, clock = Tolerance.of(self.tolerance), WallClock(limit_s)
             result = solve(Request(graph, task.budget_bytes, tolerance, clock, should_stop=should_stop))
@@ -104,7 +104,7 @@ class SolveRow:
         return Solved(row, result.schedule)
 
     def row(self, run_by: RunBy, method: str, budget: str, budget_bytes: int | None, *, status: str) -> ComparisonRow:
-        """Return what is known of a row before anything is solved or measured."""
+        """Return a row before anything is solved or measured."""
         return ComparisonRow(
             model=self.model,
             fingerprint=self.graph.fingerprint,
@@ -144,16 +144,18 @@ def judge_of(
     machine_name: str | None = None,
     recorded: Mapping[str, object] | None = None,
 ) -> SolveRow:
-    """The judge of `graph`, by default on whatever machine it is called; `recorded` of the choices that the graph was given."""
+    """Return the judge of `graph`; `recorded` has the settings of its options. Rows name `machine_name`, or the solving
+    machine.
+    """
     peak_bytes = summarize(graph).keep_everything_peak_bytes
     return SolveRow(graph, visible(model), peak_bytes, tolerance, time_limit_s, seed, commit(), machine_name, recorded or {})
 
 
 def methods_named(text: str, *, offload: bool = False) -> tuple[str, ...]:
-    """Methods from ``all`` or names separated by commas; the optimum comes first, for its bound.
+    """Return methods from ``all`` or comma-separated names; the optimum comes first, for its bound.
 
-    All are those that recompute and, with `offload`, those that do nothing else than that as well; those that place ops on
-    other devices are not among them.
+    ``all`` means the methods that recompute and, with `offload`, those that only offload; methods that place ops on other devices
+    are excluded.
 
     Raises:
         UsageError: no such method.
@@ -183,18 +185,18 @@ def compare(
     Args:
         budgets: in bytes or as text, as in ``planner.solving.solve``.
         methods: names in ``solvers.registry``.
-        folder: is made; rows that are in its CSV are not computed again.
-        settings: of all solves. The optimum comes first, then what is fast, and methods that solve large programs last: they
-            share the time that is left. Methods that only recompute leave the options of the graph.
-        on_row: told each new row, how many are done, and of how many.
-        should_stop: polled; once True, no more is begun, and rows under way are not kept.
+        folder: created if missing; rows in its CSV are not computed again.
+        settings: settings of all solves. The optimum comes first, then fast methods; methods that solve large programs share the
+            remaining time. Methods that only recompute ignore the options of the graph.
+        on_row: called with each new row, the number of finished rows, and the number of all rows.
+        should_stop: polled; once True, no solve is started, and unfinished rows are dropped.
 
     Returns:
-        The rows asked for that are known, those of the CSV included.
+        The requested rows that are known, including those of the CSV.
 
     Raises:
         BudgetError: a budget cannot be read, or there is none.
-        OutputError: the CSV is of another graph or other choices, or of another make.
+        OutputError: the CSV is of another graph, other options, or another version.
         UsageError: no such method, or options out of range.
     """
     choices = settings.choices
@@ -204,7 +206,7 @@ def compare(
     judge = judge_of(graph, settings.model, tolerance=settings.tolerance, time_limit_s=settings.time_limit_s, recorded=recorded)
     tasks = tasks_for(judge, budgets, methods, RunBy.SIMULATOR)
     places = {task.key: place for place, task in enumerate(tasks)}
-    kept = open_rows(folder, graph, recorded, order=lambda row: places.get(row.key, -1))  # others come first
+    kept = open_rows(folder, graph, recorded, order=lambda row: places.get(row.key, -1))  # other rows come first
     absent = set(missing(kept, places, graph.time_s))
     waiting = [task for task in tasks if task.key in absent]
     done = len(tasks) - len(waiting)
@@ -220,7 +222,7 @@ def compare(
 
 
 def tasks_for(judge: SolveRow, budgets: Sequence[str | int], methods: Sequence[str], run_by: RunBy) -> list[Task]:
-    """Every method at every budget, once.
+    """Return a task for every method at every budget, without duplicates.
 
     Raises:
         BudgetError: a budget cannot be read, or there is none.
@@ -235,7 +237,7 @@ def tasks_for(judge: SolveRow, budgets: Sequence[str | int], methods: Sequence[s
 
 
 class Shares:
-    """Tasks in turn, with their shares of a time limit for all: the optimum, what is fast, then what solves large programs."""
+    """A queue of tasks with shares of a common time limit: the optimum, fast methods, then solvers of large programs."""
 
     def __init__(self, tasks: Sequence[Task], clock: Clock, time_limit_s: float, jobs: int) -> None:
         self._waiting = sorted(tasks, key=lambda task: (task.method != OPTIMUM, SOLVERS[task.method].large_programs))
@@ -244,7 +246,7 @@ class Shares:
         self._jobs = jobs
 
     def take(self) -> Task | None:
-        """Return the next task with its limit: whole seconds where that is a share of the time; None if there is none left."""
+        """Return the next task with its time limit, a share rounded to whole seconds; None if there is none left."""
         if not self._waiting:
             return None
         task = self._waiting.pop(0)
@@ -258,20 +260,20 @@ class Shares:
 
 
 def _shares(task: Task) -> bool:
-    """Whether a task may take all the time it is given."""
+    """Return whether a task may use all the time it is given."""
     return task.method == OPTIMUM or SOLVERS[task.method].large_programs
 
 
 def cut_short(row: ComparisonRow) -> bool:
-    """Return whether a method was ended by its time limit, before it was done."""
+    """Return whether a method was stopped by its time limit before it finished."""
     return row.seconds is not None and row.seconds >= row.time_limit_s and row.status != Status.OPTIMAL
 
 
 def solve_tasks(judge: SolveRow, tasks: Sequence[Task], *, jobs: int, should_stop: Callable[[], bool]) -> Iterator[Solved]:
-    """What comes of each task, as soon as it is known; `jobs` at a time.
+    """Yield the result of each task as soon as it is known; `jobs` tasks run at a time.
 
     Raises:
-        PlannerError: `jobs` is out of range, or what runs them was lost.
+        PlannerError: `jobs` is out of range, or a process was lost.
     """
     waiting = iter(tasks)
     return run(judge, lambda: next(waiting, None), should_stop, jobs=min(jobs, max(1, len(tasks))))

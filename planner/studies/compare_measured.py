@@ -1,9 +1,9 @@
-"""Every method at every budget with real tensors, beside what PyTorch itself has.
+"""Every method at every budget with real tensors, compared with PyTorch's own methods.
 
-Each step is timed in turn with plain PyTorch's. PyTorch's own methods take what memory they take, and so do
-schedules of DTR and MegEngine. Of each kind those that no other of it beats in time and memory meet the optimal
-schedule for as much memory as they were measured to take, in turns as well: of PyTorch's by what was measured, of
-DTR's and MegEngine's heuristics at each budget the one that is fastest by simulation.
+Each step is timed in turn with plain PyTorch's. PyTorch's own methods, DTR and MegEngine choose their memory themselves. Those
+that no method of the same kind dominates in time and memory are compared, again in turns, with the optimal schedule for their
+measured peak: PyTorch's methods by measurements, the heuristics of DTR and MegEngine by the fastest simulated schedule at each
+budget.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,14 +32,14 @@ from planner.studies.settings import StudySettings
 from solvers.registry import SOLVERS
 from solvers.result import Reason
 
-_TOGETHER = 8  # of PyTorch's methods are run before they are timed, and meet the optimum
+_TOGETHER = 8  # of PyTorch's methods are prepared before they are timed and compared with the optimum
 _EAGER = eager().name
 
 
 def profiled(workload: Workload, folder: Path, settings: TraceSettings) -> Capture:
-    """The captured step with the times in ``graph.json`` of `folder`; measured, and written there, if there is none.
+    """Return the captured step with the times in ``graph.json`` of `folder`; without that file, measure and write it.
 
-    A comparison that goes on later goes on with the same times, and the same link to the host if one was measured.
+    A resumed comparison uses the same times, and the same link to the host if one was measured.
 
     Raises:
         MismatchError: the graph in the folder is another.
@@ -76,18 +76,18 @@ def compare_measured(
     Schedules are found by several processes at a time; then one step runs at a time.
 
     Args:
-        workload: what is trained.
+        workload: the training step.
         captured: its step, with the times that schedules are found for; see ``profiled``.
         budgets, methods: as in ``planner.studies.compare``.
         stock: PyTorch's own, as in ``planner.studies.baselines``.
-        folder: is made; rows that are in its CSV are not made again.
-        settings: of all solves and measurements.
-        channels: by which schedules and `stock` copy, with choices; the host's memory is counted there.
-        on_activity: told what is being done.
-        should_stop: polled; once True, no more is begun, and what is under way is not kept.
+        folder: created if missing; rows in its CSV are not made again.
+        settings: settings of all solves and measurements.
+        channels: channels for transfers of schedules and `stock`; they count the host memory.
+        on_activity: called with each activity.
+        should_stop: polled; once True, nothing is started, and unfinished rows are dropped.
 
     Returns:
-        The rows that are known, those of the CSV included.
+        The known rows, including those of the CSV.
 
     Raises:
         BudgetError, OutputError, PlannerError: as in ``planner.studies.compare``.
@@ -115,7 +115,7 @@ def compare_measured(
     for start in range(0, len(untried), _TOGETHER):
         comparison.stock(untried[start : start + _TOGETHER])
     met = {m.name for m in stock if m not in untried and (RunBy.EXECUTOR, OPTIMUM, f"{PEAK_OF}{m.name}") in kept}
-    # Timed again beside the optimum, another one may turn out to be the best.
+    # Timed again with the optimum, another one may turn out to be the fastest.
     while baselines := [m for m in stock if m.name not in met and m.name in _best_of_pytorch(list(kept))][:_TOGETHER]:
         comparison.at_equal_memory(baselines)
         met.update(m.name for m in baselines)
@@ -128,7 +128,7 @@ def _best_of_pytorch(rows: Sequence[ComparisonRow]) -> set[str]:
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """What takes part: the row so far, and the name its step is timed by."""
+    """A participant: its row so far, and the name that its step is timed by."""
 
     name: str
     row: ComparisonRow
@@ -139,7 +139,7 @@ class _Entry:
 
 
 class _Comparison:
-    """Where steps are run, one at a time."""
+    """A comparison whose steps run one at a time."""
 
     def __init__(
         self,
@@ -167,28 +167,28 @@ class _Comparison:
         self._entered: dict[str, _Entry] = {}  # PyTorch's methods, by name
 
     def budget(self, tasks: Sequence[Task]) -> None:
-        """Solve and measure what is to be done at one budget, all in one round; baselines in rounds of their own."""
+        """Solve and measure the missing rows at one budget, all in one round; baselines in rounds of their own."""
         entries = [self._enter_schedule(solved) for solved in self._solve(tasks)]
         baselines = self._best_heuristics(entries)
         self._round([entry for entry in entries if entry.name not in baselines])
         self._at_equal_memory([entry for entry in entries if entry.name in baselines])
 
     def _best_heuristics(self, entries: Sequence[_Entry]) -> set[str]:
-        """Of the schedules of each system that evicts the fastest, by name."""
+        """Return the names of the fastest schedule of each eviction system."""
         found = [entry for entry in entries if entry.runs and entry.row.time_s is not None]
         kinds = {kind: [entry for entry in found if entry.row.method in members] for kind, members in HEURISTICS.items()}
         return {min(kind, key=lambda entry: entry.row.time_s or 0.0).name for kind in kinds.values() if kind}
 
     def stock(self, methods: Sequence[Method]) -> None:
-        """Measure methods that PyTorch has."""
+        """Measure PyTorch's own methods."""
         self._round([self._enter_stock(method) for method in methods if not self._should_stop()])
 
     def at_equal_memory(self, methods: Sequence[Method]) -> None:
-        """Measure methods that PyTorch has beside the optimal schedule for as much memory as each of them takes."""
+        """Measure PyTorch's own methods, each compared with the optimal schedule for its measured peak."""
         self._at_equal_memory([self._enter_stock(method) for method in methods if not self._should_stop()])
 
     def _at_equal_memory(self, baselines: Sequence[_Entry]) -> None:
-        """Each of `baselines` against the optimal schedule for as much memory as it takes."""
+        """Time each of `baselines` in turns with the optimal schedule for its measured peak."""
         peaks = {f"{PEAK_OF}{baseline.name}": baseline.row.measured_peak_bytes or 0 for baseline in baselines if baseline.runs}
         solved = self._solve([Task(RunBy.EXECUTOR, OPTIMUM, budget, peak) for budget, peak in peaks.items()])
         opponents = {entry.row.budget: entry for entry in map(self._enter_schedule, solved)}
@@ -204,7 +204,7 @@ class _Comparison:
         for one in solve_tasks(self._judge, tasks, jobs=self._settings.jobs, should_stop=self._should_stop):
             solved.append(one)
             self._say(f"solved {one.row.method} at {one.row.budget}")
-        return [] if self._should_stop() else solved  # ended early, they are not what they could be
+        return [] if self._should_stop() else solved  # results of stopped solves are dropped
 
     def _enter_schedule(self, solved: Solved) -> _Entry:
         row, schedule = solved.row, solved.schedule
@@ -254,6 +254,6 @@ def _with(row: ComparisonRow, measured: Measured) -> ComparisonRow:
 
 
 def _timed(row: ComparisonRow, times: Sequence[float], eager_times: Sequence[float]) -> ComparisonRow:
-    """Others on the machine disturb both steps of a turn alike, so their ratio is taken there."""
+    """Return the row with its times; the ratio is taken per turn, since other load on the machine affects both steps alike."""
     ratio = median(own / eagers for own, eagers in zip(times, eager_times, strict=True))
     return replace(row, measured_s=median(times), eager_s=median(eager_times), measured_ratio=ratio, repeats=len(times))

@@ -1,4 +1,4 @@
-"""What a comparison knows: a row for each method at each budget, kept in a CSV as soon as it is known."""
+"""Rows of a comparison: one for each method at each budget, stored in a CSV as soon as it is known."""
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,17 +15,17 @@ from solvers.registry import SOLVERS
 from solvers.result import relative_gap
 
 OPTIMUM = "windows"  # the method whose bound holds for all
-PEAK_OF = "peak of "  # begins the budget that is what another method was measured to take
+PEAK_OF = "peak of "  # prefix of budgets that are the measured peak of another method
 
 Key: TypeAlias = tuple[str, str, str]
 
 
 class RunBy(StrEnum):
-    """What a method's step was run by."""
+    """The executor of a method's step."""
 
-    SIMULATOR = "simulator"  # not run: its schedule was judged
+    SIMULATOR = "simulator"  # not run: its schedule was simulated
     EXECUTOR = "executor"  # its schedule was replayed with real tensors
-    TORCH = "torch"  # PyTorch has the method itself
+    TORCH = "torch"  # PyTorch implements the method itself
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,18 +66,18 @@ class ComparisonRow:
 
     @property
     def key(self) -> Key:
-        """What no other row has."""
+        """The unique key of the row."""
         return self.run_by, self.method, self.budget
 
     @property
     def measured_memory(self) -> str:
-        """The measured peak as text, with what was on the host."""
+        """The measured peak as text, with the peak on the host."""
         host = f", {format_bytes(self.measured_host_bytes)} on the host" if self.measured_host_bytes else ""
         return f"{format_bytes(self.measured_peak_bytes or 0)}{host}"
 
     @property
     def overhead(self) -> float | None:
-        """Of the schedule, as a part of the step without recomputation."""
+        """The overhead of the schedule, as a fraction of the step without recomputation."""
         return None if self.time_s is None else relative_gap(self.time_s, self.base_s)
 
 
@@ -90,13 +90,13 @@ def open_rows(
     """Return the rows in ``rows.csv`` of `folder`, all of one graph and one profile.
 
     Args:
-        folder: where it is.
-        graph: that they are of.
-        recorded: of the choices that it was given, which are among the settings of every row.
-        order: what rows are sorted by; None: as they are added.
+        folder: folder of the CSV.
+        graph: the graph of the rows.
+        recorded: settings of its options, which are among the settings of every row.
+        order: sort key of rows; None: in the order of addition.
 
     Raises:
-        OutputError: the CSV is of another graph or other choices, or of another make.
+        OutputError: the CSV is of another graph, other options, or another version.
     """
     kept = KeptRows(folder / "rows.csv", ComparisonRow, order)
     if any(row.fingerprint != graph.fingerprint for row in kept):
@@ -112,10 +112,10 @@ def open_rows(
 
 
 def missing(kept: KeptRows[ComparisonRow], keys: Iterable[Key], base_s: float) -> list[Key]:
-    """Return those of `keys` that there are no rows of; `base_s` is the time of the step without recomputation.
+    """Return those of `keys` without rows; `base_s` is the time of the step without recomputation.
 
     Raises:
-        OutputError: there are some, and the rows that are there are of other times of the ops: the ops were measured again.
+        OutputError: rows are missing, and the existing ones have other op times: the ops were measured again.
     """
     found = [key for key in keys if key not in kept]
     if found and (others := {row.base_s for row in kept} - {base_s}):
@@ -128,7 +128,7 @@ def missing(kept: KeptRows[ComparisonRow], keys: Iterable[Key], base_s: float) -
 
 
 def simulated(rows: Sequence[ComparisonRow]) -> list[ComparisonRow]:
-    """Return the rows of all methods at the same budgets by simulation, or of replayed schedules where there are no others."""
+    """Return the rows of all methods at the same budgets by simulation; if there are none, those of replayed schedules."""
     at_budgets = [row for row in rows if row.run_by != RunBy.TORCH and not row.budget.startswith(PEAK_OF)]
     return [row for row in at_budgets if row.run_by == RunBy.SIMULATOR] or at_budgets
 

@@ -1,4 +1,4 @@
-"""Overhead against budget: a grid of budgets solved side by side, each answer used for all of them. Never imports torch."""
+"""Overhead against budget: a grid of budgets, solved in parallel, each result used for all of them. Never imports torch."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -20,10 +20,10 @@ from solvers.request import Request
 from solvers.result import Result, status_of
 from solvers.tolerance import Tolerance
 
-_LEAST_S, _LEAST_SHARE = 5.0, 0.1  # at most, and of the time: for the least feasible budget, where the grid begins
-_ORDER_SHARE = 0.25  # of the time: for an order of the ops
+_LEAST_S, _LEAST_SHARE = 5.0, 0.1  # in seconds, and as a share of the time: for the least feasible budget, where the grid begins
+_ORDER_SHARE = 0.25  # share of the time for an order of the ops
 _DEFAULTS = StudySettings()
-_WITH_OPTIONS = 0.6  # of the time, where the same budgets are solved without them after that
+_WITH_OPTIONS = 0.6  # share of the time with options; the same budgets are then solved without them
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,13 +31,13 @@ class Curve:
     """Overhead against budget.
 
     Attributes:
-        graph: what was planned.
-        points: by budget, least first; times and bounds never rise from one to the next.
-        least: what is known of the least feasible budget; None where the budgets were given.
-        complete: False when it was stopped before every budget had its turn.
-        reordered: whether schedules and bounds are those of another order of the ops than the program's.
-        options: what the graph was given, by name.
-        without: the same budgets without these, None where there are none.
+        graph: the planned graph.
+        points: results by budget, least first; times and bounds never increase.
+        least: bracket of the least feasible budget; None if the budgets were given.
+        complete: False if it was stopped before every budget had its turn.
+        reordered: True if schedules and bounds are those of another order than the program's.
+        options: names of the graph's options.
+        without: the same budgets without options; None if there are none.
     """
 
     graph: GraphSummary
@@ -49,7 +49,7 @@ class Curve:
     without: "Curve | None" = None
 
     def overhead(self, time_s: float | None) -> float | None:
-        """`time_s` as a fraction above the step without recomputation."""
+        """Return `time_s` as an overhead over the step without recomputation; None if it is unknown."""
         if time_s is None:
             return None
         return time_s / self.graph.time_s - 1 if self.graph.time_s else 0.0
@@ -57,7 +57,7 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class _Solve:
-    """The job: what is solved at every budget, and how."""
+    """The job: the graph, solver and settings for every budget."""
 
     graph: Graph
     solver: str
@@ -84,21 +84,20 @@ def curve(
     does a proof that nothing fits; a budget that is settled by the others is not solved.
 
     Args:
-        graph: what is planned.
+        graph: the graph to plan.
         budgets: how many, evenly spaced from the least feasible one to the peak without recomputation;
             or the budgets themselves, in bytes or as text (``8GB``, ``60%`` of that peak).
-        settings: of all solves. Every budget is solved for a short time first, and those with a gap again for longer, as far as
-            the time for all of them goes. With `choices` the budgets are solved without them, too; no schedule of that is
-            better then.
+        settings: settings of all solves. Every budget is solved for a short time first, and those with a gap again for longer,
+            within the total time limit. With `choices`, the budgets are solved without them too, and the better schedule counts.
         solver: a name in ``solvers.registry``.
         reorder: True: in the best order of the ops that is found; False: in program order; None: with the solver ``windows`` in
             the best order if its peak is lower. All budgets are solved in the same order.
-        on_activity: told what is being done.
-        should_stop: polled; once True, what is known so far is the answer.
+        on_activity: called with each activity.
+        should_stop: polled; once True, the results so far are returned.
 
     Raises:
         BudgetError: a budget cannot be read, or there is none.
-        PlannerError: no such solver, or it takes no choices; options out of range, a solve failed, or what runs it was lost.
+        PlannerError: no such solver, or it takes no options; settings out of range, a solve failed, or its process was lost.
     """
     get_solver(solver)
     clock, choices = WallClock(settings.total_time_limit_s), settings.choices
@@ -121,7 +120,7 @@ def curve(
 
 @dataclass(frozen=True, slots=True)
 class _How:
-    """What ``curve`` was told, apart from the graph and the budgets."""
+    """The arguments of ``curve``, except the graph and the budgets."""
 
     settings: StudySettings
     solver: str
@@ -130,13 +129,13 @@ class _How:
     should_stop: Callable[[], bool]
 
     def tell(self, activity: str) -> None:
-        """Say what is being done."""
+        """Report an activity."""
         if self.on_activity is not None:
             self.on_activity(activity)
 
 
 def _curve(graph: Graph, budgets: int | Sequence[str | int], how: _How, clock: Clock) -> Curve:
-    """As ``curve``, of a graph with the choices that it has."""
+    """Return the curve of a graph whose options are applied already; see ``curve``."""
     summary = summarize(graph)
     how.tell("looking for an order of the ops that needs less memory")
     order = order_for(graph, how.solver, reorder=how.reorder, clock=clock.part(_ORDER_SHARE * clock.limit))
@@ -166,14 +165,14 @@ def _curve(graph: Graph, budgets: int | Sequence[str | int], how: _How, clock: C
 
 
 def _least_in(order: Reordering, how: _How, clock: Clock) -> LeastBudgetBracket:
-    """What is known of the least budget, of the reordered graph."""
+    """Return the bracket of the least feasible budget of the reordered graph."""
     how.tell("looking for the least feasible budget")
     part = clock.part(min(_LEAST_S, _LEAST_SHARE * clock.limit, how.settings.time_limit_s))
     return least_budget(order.graph, clock=part, should_stop=how.should_stop)
 
 
 def _better(point: Point, other: Point, tolerance: float) -> Point:
-    """`point` with the schedule of `other`, which is one of fewer choices, if that is faster."""
+    """Return `point` with the schedule of `other`, which uses fewer options, if that is faster."""
     if other.time_s is None or point.bound_s is None or (point.time_s is not None and point.time_s <= other.time_s):
         return point
     status = status_of(other.time_s, point.bound_s, tolerance)
@@ -181,5 +180,5 @@ def _better(point: Point, other: Point, tolerance: float) -> Point:
 
 
 def _of_source(point: Point, order: Reordering) -> Point:
-    """`point`, found on the reordered graph, with its schedule as one of the original graph."""
+    """Return `point`, found on the reordered graph, with its schedule mapped to the original graph."""
     return point if point.schedule is None else replace(point, schedule=order.schedule_of_source(point.schedule))

@@ -1,4 +1,4 @@
-"""The one way to run an experiment: cases are run, their rows kept, and pages and figures made of the rows alone."""
+"""The experiment engine: cases are run, their rows stored, and pages and figures drawn from the rows alone."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,16 +14,16 @@ Case = TypeVar("Case")
 
 @dataclass(frozen=True, slots=True)
 class Study(Generic[Case, Row]):
-    """An experiment: how a case is run, and what is made of the rows of all of them.
+    """An experiment: how a case is run, and which pages and figures are made from the rows.
 
     Attributes:
         row: the dataclass of its rows, as in ``planner.studies.rows``.
-        run: yields rows of a case, which is given with those of its rows that are known.
-        whole: the rows of a case are made together: kept all or none, and not made again where there are some.
-        again: says of the rows of a whole case that they are to be made again all the same.
-        order: what rows are sorted by; None: as they are made.
-        pages, figures: what is made of the rows, by name of the file.
-        failures: a line for each thing in the rows that must not be.
+        run: yields the rows of a case, given its known rows.
+        whole: True if the rows of a case are made together: stored all or none, and not made again if there are some.
+        again: returns whether the rows of a whole case are to be made again.
+        order: sort key of rows; None: in the order of addition.
+        pages, figures: functions of the rows, by file name.
+        failures: returns a line for each violation in the rows.
         file: the name of the CSV.
     """
 
@@ -46,12 +46,12 @@ class Study(Generic[Case, Row]):
         return KeptRows(folder / self.file, self.row, self.order)
 
     def fill(self, kept: KeptRows[Row], cases: Mapping[Key, Case], cluster: str | None = None) -> Iterator[tuple[Row, ...]]:
-        """Run what is missing among `kept`; yield rows once they are kept.
+        """Run the cases missing in `kept`; yield rows once they are stored.
 
         Args:
-            kept: of this study.
-            cases: by what the keys of their rows begin with.
-            cluster: the address of a Dask scheduler, whose workers run the cases; None: they are run here.
+            kept: rows of this study.
+            cases: cases by the prefixes of their rows' keys.
+            cluster: address of a Dask scheduler, whose workers run the cases; None: they run here.
 
         Raises:
             PlannerError: a case cannot be run, or the cluster cannot be reached or was lost.
@@ -64,13 +64,13 @@ class Study(Generic[Case, Row]):
                 yield rows
 
     def write_pages(self, rows: Sequence[Row], folder: Path) -> None:
-        """Write the pages of `rows` into `folder`, none where there are no rows."""
+        """Write the pages of `rows` into `folder`; none if there are no rows."""
         for name, page in self.pages.items():
             if rows:
                 write_text(folder / name, page(rows))
 
     def draw_figures(self, rows: Sequence[Row], folder: Path) -> None:
-        """Write the figures of `rows` into `folder`, none where there are no rows."""
+        """Write the figures of `rows` into `folder`; none if there are no rows."""
         for name, draw in self.figures.items():
             if rows:
                 draw(rows, folder / name)
@@ -81,7 +81,7 @@ class Study(Generic[Case, Row]):
 
 @dataclass(frozen=True, slots=True)
 class _Job(Generic[Case, Row]):
-    """Runs cases, here or elsewhere; `at_once`: their rows are a tuple, in place of one after the other."""
+    """A picklable job that runs cases; with `at_once`, it returns the rows of a case as one tuple."""
 
     run: Callable[[Case, Sequence[Row]], Iterable[Row]]
     at_once: bool

@@ -1,4 +1,4 @@
-"""Whether something fits, with as little work as will do: few numbers are asked for, and a solve ends once it is known."""
+"""Feasibility tests with little work: few sizes are tried, and a solve ends once the answer is known."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,9 +7,9 @@ from solvers.result import Result, SolveProgress
 
 
 def largest(fits: Callable[[int], bool], *, first: int, limit: int, low: int = 0) -> int:
-    """The largest number from `low` + 1 to `limit` that fits; `low` if none does.
+    """Return the largest number from `low` + 1 to `limit` that fits; `low` if none does.
 
-    If one fits, all smaller ones must. Asks near `first` first, then in steps that double, then bisects.
+    If a number fits, all smaller ones must. The search starts near `first`, doubles its steps, then bisects.
     """
     high, asked, step = limit + 1, min(max(first, low + 1), limit), 1
     begin = low
@@ -30,7 +30,7 @@ def largest(fits: Callable[[int], bool], *, first: int, limit: int, low: int = 0
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What a solver said, and whether that means that it fits; None: it does not mean either."""
+    """The result of a solver, and whether it proves feasibility; `fits` is None if it proves neither."""
 
     fits: bool | None
     result: Result
@@ -38,7 +38,7 @@ class Decision:
 
 @dataclass(slots=True)
 class Enough:
-    """Ends a solve as soon as it is known whether a schedule takes at most `cap_s` (or any time at all)."""
+    """A callback that ends a solve as soon as it is known whether a schedule takes at most `cap_s` (or any time at all)."""
 
     cap_s: float
     any_time: bool
@@ -46,14 +46,14 @@ class Enough:
     known: bool = False
 
     def __call__(self, progress: SolveProgress) -> None:
-        """Look at the progress of the solve."""
+        """Update the answer from the progress of the solve."""
         fast_enough = progress.best_s is not None and (self.any_time or progress.best_s <= self.cap_s)
         self.known = self.known or fast_enough or self.refuted(progress.bound_s)
 
     def refuted(self, bound_s: float | None) -> bool:
-        """Whether the bound leaves no schedule that is fast enough."""
+        """Return whether the bound excludes every schedule that is fast enough."""
         return bound_s is not None and not self.any_time and bound_s > self.cap_s
 
     def reached(self) -> bool:
-        """Whether to end the solve."""
+        """Return whether to end the solve."""
         return self.known or self.should_stop()

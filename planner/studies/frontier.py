@@ -1,4 +1,4 @@
-"""What is known of a graph at several budgets, and which of them is solved next. Never imports torch."""
+"""Results at several budgets, shared among them, and the order in which budgets are solved. Never imports torch."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -14,23 +14,23 @@ from graphs.units import format_bytes
 from solvers.clock import Clock, left
 from solvers.result import Result, Status, relative_gap, status_of
 
-_ANY_BUDGET = math.inf  # a bound found here holds everywhere
-_FIRST_ROUND = 0.5  # of the time that is left: for one turn of each budget
-_SHORTEST_S = 0.5  # of a turn
-_LONGER = 1.5  # times the last: a turn begins anew, and what is not longer finds nothing more
+_ANY_BUDGET = math.inf  # a bound at this budget holds everywhere
+_FIRST_ROUND = 0.5  # share of the remaining time for one turn of each budget
+_SHORTEST_S = 0.5  # seconds of a turn
+_LONGER = 1.5  # times the last one: a turn restarts, and finds nothing more in the same time
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """What is known at one budget. What is unknown is None.
+    """The known result at one budget. Unknown values are None.
 
     Attributes:
-        budget_bytes: static bytes included.
+        budget_bytes: the budget, static memory included.
         status: as in ``solvers.result.Status``.
-        schedule: the fastest that is known to fit; it may have been found for another budget.
-        peak_bytes, time_s: of the schedule.
-        bound_s: no schedule (of the class the solver searches) within the budget is faster.
-        seconds: of the solve at this budget; None where the answers at others were enough, or none was begun.
+        schedule: the fastest schedule known to fit, found at any budget.
+        peak_bytes, time_s: peak and time of the schedule.
+        bound_s: lower bound on the time within the budget, for the class of schedules that the solver searches.
+        seconds: duration of the solve at this budget; None if results at other budgets sufficed, or none was started.
     """
 
     budget_bytes: int
@@ -43,12 +43,12 @@ class Point:
 
     @property
     def gap(self) -> float | None:
-        """As in ``Result.gap``."""
+        """The gap, as in ``Result.gap``."""
         return relative_gap(self.time_s, self.bound_s)
 
 
 def evenly(low_bytes: int, high_bytes: int, count: int) -> tuple[int, ...]:
-    """`count` (1 or more) whole budgets from `low_bytes` to `high_bytes`, both included; fewer where they coincide."""
+    """Return `count` (1 or more) integer budgets from `low_bytes` to `high_bytes`, both included; duplicates are removed."""
     if count == 1:
         return (low_bytes,)
     width = high_bytes - low_bytes
@@ -56,7 +56,7 @@ def evenly(low_bytes: int, high_bytes: int, count: int) -> tuple[int, ...]:
 
 
 def outside_in(count: int) -> Iterator[int]:
-    """0 .. `count` - 1: both ends, then always the middle of what is between two that were named."""
+    """Yield 0 .. `count` - 1: both ends first, then the middles between numbers that were yielded."""
     if count < 1:
         return
     yield count - 1
@@ -71,25 +71,25 @@ def outside_in(count: int) -> Iterator[int]:
 
 
 class Frontier:
-    """All that is known of a graph, whatever the budget it was found at."""
+    """All known results on a graph, whatever the budget they were found at."""
 
     def __init__(self, graph: Graph, tolerance: float) -> None:
         self.graph = graph
         self.tolerance = tolerance
-        self.infeasible_bytes = -1  # nothing fits into this much
-        # With other ways to compute an op, or other devices, a step may take less than its program.
+        self.infeasible_bytes = -1  # proved infeasible up to this budget
+        # With alternative ops or devices, a step may take less time than its program.
         least_s = graph.time_s if without_copies(graph)[0].plain else 0.0
         self.bounds: list[tuple[float, float]] = [(_ANY_BUDGET, least_s)]
         self.schedules: list[tuple[float, int, Schedule]] = []
         self.learn_schedule(keep_everything(without_options(graph)))
 
     def learn_schedule(self, schedule: Schedule) -> None:
-        """A schedule that runs, whatever it was found for."""
+        """Add a feasible schedule, whatever budget it was found for."""
         simulation = simulate(self.graph, schedule)
         self.schedules.append((simulation.time_s, simulation.peak_bytes, schedule))
 
     def learn(self, result: Result) -> None:
-        """What a solve came to."""
+        """Add the result of a solve."""
         if result.status is Status.ERROR:
             raise PlannerError(f"the solver {result.solver} failed: {result.message}")
         if result.status is Status.INFEASIBLE:
@@ -100,7 +100,7 @@ class Frontier:
             self.learn_schedule(result.schedule)
 
     def point(self, budget_bytes: int, seconds: float | None) -> Point:
-        """What is known at a budget."""
+        """Return the known result at a budget."""
         if budget_bytes <= self.infeasible_bytes:
             return Point(budget_bytes, Status.INFEASIBLE, None, None, None, None, seconds)
         bound_s = max(bound_s for at, bound_s in self.bounds if at >= budget_bytes)
@@ -120,18 +120,18 @@ class Turn:
 
 
 class Turns:
-    """Which budget is solved next and for how long, and what has come of those before.
+    """A queue of budgets with time limits, updated by the results so far.
 
-    Every budget has a short turn first, outside in. Those with a gap have longer ones after that, the largest gap first, as
-    long as there is time for turns that are longer than the last.
+    Every budget gets a short turn first, outside in. Budgets with a gap then get longer turns, the largest gap first, as long as
+    there is time for turns longer than the last.
 
     Args:
-        known: what is known of the graph.
+        known: results on the graph.
         budgets: all of them.
-        clock: what all turns may take together.
-        time_limit_s: what one turn may take.
-        jobs: turns at a time.
-        on_activity: told what is being done.
+        clock: limit of all turns.
+        time_limit_s: limit of one turn.
+        jobs: number of parallel turns.
+        on_activity: called with each activity.
     """
 
     def __init__(
@@ -157,7 +157,7 @@ class Turns:
 
     @property
     def finished(self) -> bool:
-        """Whether every budget has had a turn, or needs none."""
+        """True if every budget has had a turn or needs none."""
         return all(budget in self.seconds for budget in self._open())
 
     def take(self) -> Turn | None:
@@ -176,23 +176,23 @@ class Turns:
         return Turn(budget, limit_s)
 
     def learn(self, result: Result) -> None:
-        """Take note of what a solve came to."""
+        """Add the result of a solve."""
         budget = result.budget_bytes
         self._solving.discard(budget)
         self.seconds[budget] = self.seconds.get(budget, 0.0) + result.seconds
         self.known.learn(result)
 
     def point(self, budget_bytes: int) -> Point:
-        """Return what is known at a budget."""
+        """Return the known result at a budget."""
         return self.known.point(budget_bytes, self.seconds.get(budget_bytes))
 
     def _open(self) -> list[int]:
-        """The budgets that are not settled."""
+        """Return the budgets that are not settled."""
         settled = (Status.OPTIMAL, Status.INFEASIBLE)
         return [budget for budget in self.budgets if self.point(budget).status not in settled]
 
     def _begin_round(self, budgets: list[int]) -> None:
-        """Have those of `budgets` wait whose next turn would be notably longer than their last."""
+        """Queue those of `budgets` whose next turn would be notably longer than their last."""
 
         def gap(budget: int) -> float:
             found = self.point(budget).gap
@@ -203,7 +203,7 @@ class Turns:
                 self.waiting.append(budget)
 
     def _limit_s(self, sharing: int, *, first: bool) -> float:
-        """What a turn may take, of `sharing` that wait."""
+        """Return the time limit of a turn when `sharing` budgets are queued."""
         left_s = left(self._clock)
         share_s = left_s * self._jobs / sharing * (_FIRST_ROUND if first else 1.0)
         return min(self._time_limit_s, left_s, max(_SHORTEST_S, share_s))

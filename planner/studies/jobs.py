@@ -1,4 +1,4 @@
-"""One job for many tasks, by executors of ``concurrent.futures``: here, in processes beside this one, or on a cluster."""
+"""One job for many tasks on executors of ``concurrent.futures``: in this process, in several processes, or on a cluster."""
 
 import multiprocessing
 import os
@@ -22,19 +22,19 @@ Task = TypeVar("Task")
 Done = TypeVar("Done")
 Returned = TypeVar("Returned")
 Given = ParamSpec("Given")
-# What is done with a task: can be pickled; the second argument is polled, and once True it ends with what it has.
+# The work on a task, picklable; the second argument is polled, and once True the work ends with its results so far.
 Job: TypeAlias = Callable[[Task, Callable[[], bool]], Done]
 
 
 @dataclass(frozen=True, slots=True)
 class Workers(Generic[Task, Done]):
-    """What an executor does a job with.
+    """An executor for the tasks of a job.
 
     Attributes:
-        submit: gives it a task.
-        count: tasks that it does at a time.
-        stop: has the tasks under way end with what they have.
-        check: raises ``PlannerError`` where they will not end any more.
+        submit: starts a task.
+        count: number of parallel tasks.
+        stop: tells running tasks to end with their results so far.
+        check: raises ``PlannerError`` if running tasks will not end.
     """
 
     submit: Callable[[Task], Future[Done]]
@@ -51,16 +51,16 @@ def run(
     jobs: int = 1,
     cluster: str | None = None,
 ) -> Iterator[Done]:
-    """What becomes of the tasks that `take` names, as soon as it is known, until it names none or `should_stop`.
+    """Yield the result of each task of `take` as soon as it is known, until `take` returns None or `should_stop` returns True.
 
-    Once `should_stop`, those under way end with what they have.
+    After a stop, running tasks end with what they have.
 
     Args:
-        job: what is done with each.
-        take: names the next task; None when there is none left.
+        job: the work on each task.
+        take: returns the next task; None if there is none left.
         should_stop: polled.
-        jobs: tasks at a time: one is done in this process, several in processes beside it.
-        cluster: address of the scheduler of a Dask cluster that does them instead, as many at a time as it has threads.
+        jobs: number of parallel tasks: one runs in this process, several run in other processes.
+        cluster: address of the scheduler of a Dask cluster that runs them instead, one per thread.
 
     Raises:
         PlannerError: `jobs` is out of range; a process or the cluster was lost, or cannot be reached.
@@ -87,7 +87,7 @@ def _workers(
     if jobs < 1:
         raise PlannerError(f"jobs is {jobs!r}: must be at least 1")
     if cluster is not None:
-        from planner.studies.cluster import on_cluster  # which needs an extra
+        from planner.studies.cluster import on_cluster  # needs an extra
 
         return on_cluster(job, cluster)
     return _here(job, should_stop) if jobs == 1 else _beside(job, jobs)
@@ -100,7 +100,7 @@ def _here(job: Job[Task, Done], should_stop: Callable[[], bool]) -> Iterator[Wor
 
 
 class _InThisProcess(Executor):
-    """Does each call when it is submitted."""
+    """An executor that runs each call when it is submitted."""
 
     def submit(self, call: Callable[Given, Returned], /, *given: Given.args, **named: Given.kwargs) -> Future[Returned]:
         future: Future[Returned] = Future()
@@ -110,7 +110,7 @@ class _InThisProcess(Executor):
 
 @contextmanager
 def _beside(job: Job[Task, Done], jobs: int) -> Iterator[Workers[Task, Done]]:
-    # Spawned, not forked: solvers have threads. Its state is not ours, so all it needs is passed.
+    # Spawned, not forked: solvers have threads. A process does not inherit state, so all it needs is passed.
     context = multiprocessing.get_context("spawn")
     stop = context.Event()
     executor = _Undisturbed(jobs, mp_context=context, initializer=_begin, initargs=(job, stop))
@@ -124,7 +124,7 @@ def _beside(job: Job[Task, Done], jobs: int) -> Iterator[Workers[Task, Done]]:
 
 
 class _Undisturbed(ProcessPoolExecutor):
-    """Its processes take no notice of Ctrl-C, from their first moment: this one tells them."""
+    """A process pool whose processes ignore Ctrl-C from the start; the main process tells them to stop."""
 
     def submit(self, call: Callable[Given, Returned], /, *given: Given.args, **named: Given.kwargs) -> Future[Returned]:
         if threading.current_thread() is not threading.main_thread():
@@ -136,7 +136,7 @@ class _Undisturbed(ProcessPoolExecutor):
             signal.signal(signal.SIGINT, before)
 
 
-# In the process beside.
+# In the worker process.
 
 _given: tuple[Job[Any, Any], Event] | None = None
 

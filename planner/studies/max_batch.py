@@ -1,4 +1,4 @@
-"""The largest batch, or other size, whose training step fits a budget: for the optimal schedule and for what is done by hand.
+"""The largest batch, or other size, whose training step fits a budget: for the optimal schedule and for manual methods.
 
 Never imports torch: graphs come from a function of the size.
 """
@@ -20,9 +20,9 @@ from solvers.request import Request
 from solvers.result import Result, Status
 from solvers.tolerance import Tolerance
 
-# As tolerances: the first schedule will do; that which decides comes before.
+# Tolerances: any schedule is accepted; the callback ends the solve earlier.
 _ANY_GAP, _CLOSE_GAP = 1e6, 1e-4
-_GUESS_S = 5.0  # for each solve of a guess
+_GUESS_S = 5.0  # seconds for each solve of a guess
 
 
 def max_batch(
@@ -32,16 +32,16 @@ def max_batch(
     on_activity: Callable[[str], None] | None = None,
     should_stop: Callable[[], bool] | None = None,
 ) -> tuple[LargestSize, ...]:
-    """An answer for each of `wanted.methods`.
+    """Return the largest size for each of `wanted.methods`.
 
-    It is taken for granted that what fits at one size fits at all smaller ones. The graphs of some sizes
-    give a guess, by lines or squares through them; around it the graphs themselves decide.
+    It is assumed that if a size fits, all smaller ones do. Graphs of a few sizes give a guess by linear or quadratic
+    extrapolation; around it real graphs decide.
 
     Args:
-        graph_of: the graph of a size in units. MemoryError: it cannot be measured at this size, the lines must do.
-        wanted: what is asked for.
-        on_activity: told what is being done.
-        should_stop: polled; once True, the largest sizes so far are the answer.
+        graph_of: returns the graph of a size in units. MemoryError: it cannot be measured at this size, and is extrapolated.
+        wanted: the request.
+        on_activity: called with each activity.
+        should_stop: polled; once True, the largest sizes so far are returned.
 
     Raises:
         InfeasibleError: proved: not even the least size fits.
@@ -80,7 +80,7 @@ class _SizeSearch:
         self._line_tried = False
 
     def answer(self, method: Method, beyond: int) -> LargestSize:
-        """The largest size of one method, which is known to be `beyond` units at least."""
+        """Return the largest size of one method; `beyond` units are known to fit."""
         decided: dict[int, Decision] = {}
 
         def fits(units: int) -> bool:
@@ -126,7 +126,7 @@ class _SizeSearch:
             self.found.setdefault(units, []).append(result)
 
     def decide(self, method: Method, graph: Graph, activity: str, limit_s: float) -> Decision:
-        """Whether `method` has a schedule of `graph` within the budget and the overhead."""
+        """Return whether `method` has a schedule of `graph` within the budget and the overhead."""
         self.tell(activity)
         enough = Enough(
             graph.time_s * (1 + (self.wanted.max_overhead or 0.0)), self.wanted.max_overhead is None, self.should_stop
@@ -145,7 +145,7 @@ class _SizeSearch:
         return Decision(False if settled else None, result)
 
     def best(self, method: Method, units: int) -> Result:
-        """The fastest schedule at a size that has one."""
+        """Return the fastest schedule at a size that is feasible."""
         self.tell(f"{self.doing(method, units)}, its fastest schedule")
         if not self.should_stop():
             order = self.order(method, self.graph(units))
@@ -156,11 +156,11 @@ class _SizeSearch:
         return min(self.found[units], key=lambda result: result.time_s or 0.0)
 
     def order(self, method: Method, graph: Graph) -> Reordering:
-        """`graph` as `method` gets it."""
+        """Return `graph` as `method` solves it, reordered if that lowers the peak."""
         return order_for(method.offered(graph), method.solver, reorder=None if self.wanted.reorder else False)
 
     def guess(self, method: Method, beyond: int) -> int:
-        """Units near the most that fit: as wanted, or from graphs on a line or square; the first to try where there is none."""
+        """Return a guess of the largest feasible size in units: as wanted, extrapolated, or the first size to try."""
         if method.name in self.wanted.guesses:
             return max(beyond + 1, self.wanted.guesses[method.name])
         line, first = self.line(), max(self.wanted.first, beyond + 1)
@@ -175,7 +175,7 @@ class _SizeSearch:
         return max(1, largest(fits, first=first, limit=self.wanted.limit, low=beyond))
 
     def line(self) -> GraphFit | None:
-        """Through sizes whose graphs have the same ops; None if they have not, or cannot be had."""
+        """Return the fit through sample sizes whose graphs have the same ops; None if they differ or cannot be captured."""
         if not self._line_tried and self.wanted.limit >= max(self.wanted.samples):
             self._line_tried = True
             with suppress(GraphError, MemoryError):
@@ -205,7 +205,7 @@ class _SizeSearch:
 
 
 def _refusal(answer: LargestSize, wanted: Wanted) -> InfeasibleError | LimitError:
-    """Why not even the least size fits."""
+    """Return the error that says why not even the least size fits."""
     budget, result, least = format_bytes(wanted.budget_bytes), answer.result, wanted.named(1)
     if result is None or not answer.complete:
         return LimitError(f"stopped before any {wanted.varies} was found to fit {budget}")

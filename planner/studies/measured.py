@@ -1,4 +1,4 @@
-"""What ways to run one training step really take, PyTorch's own and plans side by side: peak memory, time, and exactness."""
+"""Measurements of methods that run one training step, PyTorch's own and plans alike: peak memory, time and exactness."""
 
 import math
 from collections.abc import Sequence
@@ -19,33 +19,33 @@ from planner.runtime.measure import Step, StepOutcome
 from planner.studies.baselines import Method
 from planner.studies.blocks import InapplicableError
 
-_ROUNDINGS = 3  # of the parameters that are tried
-_MARGIN = 10.0  # a method rounds at every op, not the parameters alone
+_ROUNDINGS = 3  # of the parameters
+_MARGIN = 10.0  # a method rounds at every op, not only parameters
 
 
 class Exactness(StrEnum):
-    """Loss and gradients of a method against those of eager PyTorch."""
+    """Loss and gradients of a method, compared with those of eager PyTorch."""
 
-    IDENTICAL = "identical"  # to the last bit
-    ROUNDED = "rounded"  # to at least half of the digits, or as other roundings of the parameters change them
+    IDENTICAL = "identical"  # bit-identical
+    ROUNDED = "rounded"  # to at least half of the digits, or within the effect of rounding the parameters
     WRONG = "wrong"
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What one method takes, but for its time; what is not known, because the method failed, is None.
+    """The measurements of one method except its time; values are None if the method failed.
 
     Attributes:
         method: its name.
-        peak_bytes: of tensors and workspaces (CUDA: allocated, and what its CUDA graphs keep besides), static bytes included.
-        reserved_bytes: what the CUDA allocator held; None on the CPU.
-        host_bytes: most on the host of what was copied there; None where nothing was to be.
-        exactness: of loss and gradients.
+        peak_bytes: peak of tensors and workspaces (CUDA: allocated, plus the pools of CUDA graphs), static memory included.
+        reserved_bytes: reserved bytes of the CUDA allocator; None on the CPU.
+        host_bytes: peak of offloaded tensors on the host; None without offloading.
+        exactness: exactness of loss and gradients.
         loss_error: distance from eager's loss, over its absolute value.
         gradient_error: Euclidean distance from eager's gradients, all in one vector, over their length.
         differences: names of all that is not equal to eager's to the last bit, buffers and random state included.
         error: why the method does not run on this model and machine.
-        applies: False where that is because it is not for such a model.
+        applies: False if the method is not for such a model.
     """
 
     method: str
@@ -61,16 +61,16 @@ class Measured:
 
 
 class Benchmark:
-    """Ways to run one training step, measured side by side; model, batch, random state and settings are left as they were.
+    """A benchmark of methods that run one training step; model, batch, random state and settings are restored afterwards.
 
-    Gradients are compared after the first step from the same random state. Some models make much of a rounding
-    error (a deep network with batch norm some percent of the gradient): how much, is found by rounding parameters.
+    Gradients are compared after the first step from the same random state. Some models amplify rounding errors (a deep network
+    with batch norm to some percent of the gradient); the amplification is measured by rounding parameters.
 
     Args:
         workload: real tensors; its model in the mode it is trained in.
-        seed: of the random state that loss and gradients are compared from.
-        extra_bytes: of what is not made here but counts: optimizer state, gradients of earlier batches.
-        host: the memory that all methods copy to; None where none does.
+        seed: seed of the random state for the comparison of loss and gradients.
+        extra_bytes: bytes that count but are not allocated here: optimizer state, gradients of earlier batches.
+        host: the host memory that all methods offload to; None without offloading.
     """
 
     def __init__(self, workload: Workload, *, seed: int = 0, extra_bytes: int = 0, host: HostMemory | None = None) -> None:
@@ -84,7 +84,7 @@ class Benchmark:
         self._static_bytes = extra_bytes + sum(t.size_bytes for t in StaticTensors(step, workload.batch, self._device).tensors)
 
     def enter(self, method: Method) -> Measured:
-        """Run `method` and measure all but its time; one that fails has its error there, and cannot be timed."""
+        """Run `method` and measure all but its time; if it fails, its error is recorded, and it cannot be timed."""
         model, loss_fn, _ = self._workload
         hidden_bytes = hidden_pool_bytes(self._device)
         try:
@@ -97,19 +97,19 @@ class Benchmark:
         return measured
 
     def compare_with(self, name: str) -> None:
-        """Compare what is entered from here on with the results of one that was entered, in place of eager PyTorch's."""
+        """Compare methods entered from here on with the results of the method `name`, in place of eager PyTorch's."""
         model, _, batch = self._workload
         self._reference = measure.outcome(self._steps[name], model, batch, seed=self._seed)
 
     def times(self, names: Sequence[str], *, repeats: int) -> dict[str, list[float]]:
-        """Seconds of a forward and backward pass of those that were entered, turn by turn; see ``measure.turn_times``."""
+        """Return the seconds of forward and backward passes of the named methods, in turns; see ``measure.turn_times``."""
         model, _, batch = self._workload
         with preserve_training_state(model, batch):
             steps = {name: measure.Isolated(self._steps[name], model, batch) for name in names}
             return measure.turn_times(steps, batch, parameters=list(model.parameters()), repeats=repeats)
 
     def leave(self, name: str) -> None:
-        """Forget the step, and what it holds."""
+        """Forget the step and its results."""
         del self._steps[name]
 
     def _check(self, name: str, step: Step, hidden_bytes: int) -> Measured:
@@ -118,7 +118,7 @@ class Benchmark:
         reference = self._reference
         if self._host is not None:
             self._host.peak_bytes = self._host.used_bytes
-        found = measure.outcome(step, model, batch, seed=self._seed)  # what is compiled, is compiled here
+        found = measure.outcome(step, model, batch, seed=self._seed)  # compilation happens here
         with preserve_training_state(model, batch):
             isolated = measure.Isolated(step, model, batch)
             memory = measure.measure_memory(isolated, batch, static_bytes=self._static_bytes, device=self._device)
@@ -135,7 +135,7 @@ class Benchmark:
         )
 
     def _rounding(self, step: Step) -> "_Errors":
-        """Errors that are allowed: half of the digits, or some times what other roundings of the parameters make."""
+        """Return the allowed errors: half of the digits, or a multiple of the effect of rounding the parameters."""
         model, _, batch = self._workload
         parameters = [p for p in model.parameters() if p.is_floating_point()]
         eps = max(torch.finfo(p.dtype).eps for p in parameters)
@@ -159,7 +159,7 @@ class Benchmark:
 
 @dataclass(frozen=True, slots=True)
 class _Errors:
-    """Relative errors of loss and gradients, and whether they are the same to the last bit."""
+    """Relative errors of loss and gradients, and whether they are bit-identical."""
 
     loss: float
     gradients: float
@@ -179,9 +179,9 @@ class _Errors:
 
 
 def relative_error(reference: StepOutcome, found: StepOutcome, names: Sequence[str]) -> float:
-    """Euclidean distance of what is named from `reference`, all in one vector, over its length there.
+    """Return the Euclidean distance from `reference` over all `names`, relative to the length of `reference`.
 
-    NaN where a number is, or infinity where there is nothing to compare, is in the result.
+    The result is NaN if a value is, and infinity if a value is missing on one side.
     """
     distance = length = 0.0
     for name in names:

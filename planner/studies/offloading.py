@@ -1,9 +1,9 @@
-"""Methods of PyTorch's world that send what autograd saves to the host, by its hooks on saved tensors.
+"""Methods that offload saved tensors to the host by autograd's saved-tensor hooks, as PyTorch and torchtune do.
 
-On the CPU, device and host are one memory: ``torch.autograd.graph.save_on_cpu`` hands tensors on and moves nothing there, and
-torchtune's class is for CUDA. So both are hooks here that copy by ``planner.runtime.channels``, as plans do: what is sent is
-really copied, into memory that PyTorch's allocator does not count, and is back on the device, in memory that it does count,
-when it is read. Peaks of the device and of the host thus mean the same as for a plan.
+On the CPU, device and host share one memory: ``torch.autograd.graph.save_on_cpu`` moves nothing there, and torchtune's class is
+for CUDA. Both are therefore implemented with hooks that copy by ``planner.runtime.channels``, as plans do: an offloaded tensor is
+copied into memory that PyTorch's allocator does not count, and reloaded into memory that it counts when it is read. Peaks of the
+device and the host thus mean the same as for a plan.
 """
 
 from collections import deque
@@ -21,25 +21,25 @@ from planner.runtime.measure import Step
 from planner.studies.baselines import Method
 from planner.torch_private.core import current_autograd_node
 
-_STASH, _LEAST_BYTES = 5, 1024  # of torchtune's OffloadActivations
+_STASH, _LEAST_BYTES = 5, 1024  # values of torchtune's OffloadActivations
 
 
 def offloading_methods(channels: Channels) -> list[Method]:
-    """Both, by `channels`, which say what they may take of the host."""
+    """Return both methods, with copies by `channels`, which limit the host memory."""
     return [save_on_cpu(channels), offload_activations(channels)]
 
 
 def save_on_cpu(channels: Channels) -> Method:
-    """What ``torch.autograd.graph.save_on_cpu`` does: all that is saved, parameters included; copies are waited for."""
+    """Return the method of ``torch.autograd.graph.save_on_cpu``: all saved tensors and parameters, with synchronous copies."""
     return _method("save-on-cpu", channels, stash=0, least_bytes=0, parameters=True)
 
 
 def offload_activations(channels: Channels) -> Method:
-    """What torchtune's ``OffloadActivations`` does: what is saved, of 1024 bytes and more, but for parameters.
+    """Return the method of torchtune's ``OffloadActivations``: saved tensors of 1024 bytes and more, without parameters.
 
-    Copies out go on beside the computation. The last five tensors are a stash that stays on the device, and goes once a second
-    node of the backward pass reads what was saved. What is not in it is asked for where it is read, as there: CUDA's streams
-    run ahead of the computation then, and the CPU waits. A view of a parameter counts as one here.
+    Offloads run concurrently with the computation. The last five tensors form a stash on the device, which is freed once a second
+    node of the backward pass reads a saved tensor. All others are reloaded when they are read, as in torchtune: there CUDA's
+    streams run ahead of the computation, while the CPU waits. A view of a parameter counts as one here.
     """
     return _method("offload-activations", channels, stash=_STASH, least_bytes=_LEAST_BYTES, parameters=False)
 
@@ -61,7 +61,7 @@ def _method(name: str, channels: Channels, *, stash: int, least_bytes: int, para
 
 @dataclass(slots=True)
 class _Sent:
-    """A saved tensor: on the host, and on the device as long as it is in the stash; the copy there until it was waited for."""
+    """A saved tensor on the host, and on the device while it is in the stash, with its copy until that was waited for."""
 
     host: HostTensor
     here: torch.Tensor | None
@@ -69,23 +69,23 @@ class _Sent:
 
 
 class _Hooks:
-    """Of one forward pass and its backward pass."""
+    """The saved-tensor hooks of one forward pass and its backward pass."""
 
     def __init__(self, channels: Channels, stash: int, least_bytes: int, kept: frozenset[int]) -> None:
-        """With a stash of so many; what is smaller than `least_bytes`, or has one of the storages `kept`, stays."""
+        """Keep `stash` tensors on the device; do not offload those below `least_bytes` or with a storage in `kept`."""
         self._channels = channels
         self._stash: deque[_Sent] = deque()
         self._stash_size, self._least_bytes, self._kept = stash, least_bytes, kept
         self._first_reader: object = None
 
     def pack(self, tensor: torch.Tensor) -> "_Sent | torch.Tensor":
-        """What autograd keeps in place of `tensor`."""
+        """Return what autograd saves in place of `tensor`."""
         if not tensor.nbytes or tensor.nbytes < self._least_bytes or _storage(tensor) in self._kept:
             return tensor
         with torch.no_grad():
             tensor = tensor.detach()
             if tensor.nbytes < tensor.untyped_storage().nbytes():
-                tensor = tensor.clone()  # of a part of a storage no more than that is sent
+                tensor = tensor.clone()  # of a slice of a storage, only the slice is copied
         host, copy = self._channels.out(tensor)
         sent = _Sent(host, tensor, copy)
         self._stash.append(sent)
@@ -94,7 +94,7 @@ class _Hooks:
         return sent
 
     def unpack(self, saved: "_Sent | torch.Tensor") -> torch.Tensor:
-        """The tensor that was saved, for the node that is about to read it."""
+        """Return the saved tensor for the node that reads it."""
         if isinstance(saved, torch.Tensor):
             return saved
         reader = current_autograd_node()

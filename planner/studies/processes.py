@@ -1,4 +1,4 @@
-"""Calls in processes of their own, so that memory, threads and crashes are theirs alone. Imports neither torch nor pandas."""
+"""Calls in separate processes, isolated in memory, threads and crashes. Imports neither torch nor pandas."""
 
 import os
 import pickle
@@ -16,7 +16,7 @@ from graphs.errors import PlannerError
 
 Item = TypeVar("Item")
 
-# What is printed there goes to the standard error, so that what is yielded is alone.
+# Output of print goes to stderr, so that stdout carries only the results.
 _CHILD = """
 import os, pickle, sys
 out = os.fdopen(os.dup(1), "wb")
@@ -30,7 +30,7 @@ ALONE = MappingProxyType({"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHON
 
 
 class ProcessError(PlannerError):
-    """A process failed, was killed, or did not end in time."""
+    """The error that a process failed, was killed, or did not end in time."""
 
 
 def stream(
@@ -39,18 +39,18 @@ def stream(
     variables: Mapping[str, str] = MappingProxyType({}),
     limit_s: float | None = None,
 ) -> Iterator[Item]:
-    """Yield what `function`, called in a new process, yields; the process ends with it.
+    """Yield the results of `function`, called in a new process; the process ends with it.
 
     Workers of a cluster may start such a process, unlike a pool.
 
     Args:
-        function: is imported there by its name.
-        arguments: that it is called with; can be pickled, as what it yields.
-        variables: of its environment, in place of this one's.
-        limit_s: how long it may take.
+        function: imported there by its name.
+        arguments: its arguments, picklable like its results.
+        variables: environment variables that differ from this process's.
+        limit_s: time limit.
 
     Raises:
-        ProcessError: it did not end well. What it yielded before has been yielded.
+        ProcessError: it failed; earlier results have been yielded.
     """
     with tempfile.TemporaryFile() as errors:
         began = time.monotonic()
@@ -66,7 +66,7 @@ def stream(
         if limit_s is not None:
             timer.start()
         try:
-            with suppress(BrokenPipeError), process.stdin:  # one that has ended already says why by its exit code
+            with suppress(BrokenPipeError), process.stdin:  # a process that has ended is reported by its exit code
                 process.stdin.write(pickle.dumps((function, arguments)))
             yield from _received(process.stdout)
             code = process.wait()
@@ -87,5 +87,5 @@ def _received(pipe: Any) -> Iterator[Any]:
     while True:
         try:
             yield pickle.load(pipe)
-        except (EOFError, pickle.UnpicklingError):  # the end, or the middle of what it was killed in
+        except (EOFError, pickle.UnpicklingError):  # the end, or a truncated message of a killed process
             return

@@ -1,4 +1,4 @@
-"""Rows: frozen dataclasses whose fields are the columns of a CSV, which is whole after every row. Imports pandas when called."""
+"""Rows: frozen dataclasses whose fields are the columns of a CSV, which is complete after every row. Imports pandas lazily."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields
@@ -19,16 +19,16 @@ if TYPE_CHECKING:
 
 Row = TypeVar("Row", bound="DataclassInstance")
 Key = tuple[object, ...]
-FIRST, _LAST = -1, 1  # places of columns
+FIRST, _LAST = -1, 1  # positions of columns
 
 
 def key(said: str = "", *, summary: str = "first") -> Any:
-    """Declare a column that tells a row from all others, together with the other columns of the key."""
+    """Declare a column that is part of the key."""
     return field(metadata={"said": said, "summary": summary, "place": FIRST, "key": True})
 
 
 def made(said: str = "") -> Any:
-    """Declare a column that says what a row was made on or with."""
+    """Declare a column on the machine or versions a row was made with."""
     return field(default="", metadata={"said": said, "place": _LAST})
 
 
@@ -36,8 +36,8 @@ def column(said: str = "", *, default: object = MISSING, summary: str = "first",
     """Declare a column that is required unless it has a `default`.
 
     Args:
-        said: what is in it; its unit is the end of its name.
-        default: where it is not given.
+        said: description; the unit is the end of the column's name.
+        default: value if it is not given.
         summary: the function of pandas that sums up several rows of it, as in ``summarize``.
         place: FIRST: among the columns of the key, though it tells no rows apart.
     """
@@ -45,18 +45,18 @@ def column(said: str = "", *, default: object = MISSING, summary: str = "first",
 
 
 def value(said: str = "", *, summary: str = "first") -> Any:
-    """Declare a column that is None, an empty cell, where it is not known."""
+    """Declare a column that is None (an empty cell) if its value is unknown."""
     return column(said, default=None, summary=summary)
 
 
 def text(said: str = "") -> Any:
-    """Declare a column of text that is empty where there is nothing to say."""
+    """Declare a column of text that may be empty."""
     return column(said, default="")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Made:
-    """A row that says what it was made on and with, in the last columns: as ``provenance`` has it."""
+    """Base class of rows whose last columns record what they were made with, as in ``provenance``."""
 
     machine: str = made()
     commit: str = made()
@@ -64,17 +64,17 @@ class Made:
 
 
 def columns_of(kind: "type[DataclassInstance]") -> tuple[str, ...]:
-    """Return the columns of a CSV whose rows are `kind`: the key, others, and what rows were made on and with."""
+    """Return the columns of a CSV of `kind`: the key, other columns, and those of ``Made``."""
     return tuple(field.name for field in sorted(fields(kind), key=lambda field: field.metadata.get("place", 0)))
 
 
 def key_columns(kind: "type[DataclassInstance]") -> tuple[str, ...]:
-    """Return those columns of `kind` that are its key."""
+    """Return the columns of `kind` that form its key."""
     return tuple(field.name for field in fields(kind) if field.metadata.get("key"))
 
 
 def provenance(device: "torch.device | None" = None) -> dict[str, str]:
-    """Return the columns that say on what device (None: the CPU) a row was made, at which commit, and with which torch."""
+    """Return the device (None: the CPU), the commit and the version of torch as columns of a row."""
     import torch
 
     from planner.runtime.measure import device_name
@@ -83,18 +83,18 @@ def provenance(device: "torch.device | None" = None) -> dict[str, str]:
 
 
 def listed(**names: Iterable[object]) -> Callable[[Any], Key]:
-    """Return a function of rows to sort by: where the value of each column is in its list, at its end if it is not there."""
+    """Return a sort key for rows: the position of each column's value in its list, or the end of the list if it is missing."""
     places = {name: {value: place for place, value in enumerate(values)} for name, values in names.items()}
     return lambda row: tuple(found.get(getattr(row, name), len(found)) for name, found in places.items())
 
 
 class KeptRows(Generic[Row]):
-    """The rows of a CSV, by their keys. The file is whole after every change.
+    """The rows of a CSV by their keys. The file is complete after every change.
 
     Args:
-        path: of the CSV, which need not be there.
+        path: path of the CSV, which may be missing.
         kind: the dataclass of its rows.
-        order: what rows are sorted by; None: as they were added.
+        order: sort key of rows; None: in the order of addition.
 
     Raises:
         OutputError: the CSV has other columns, or is damaged.
@@ -122,14 +122,14 @@ class KeptRows(Generic[Row]):
         return [row for row in self if all(getattr(row, name) == part for name, part in zip(columns, key, strict=False))]
 
     def add(self, *rows: Row) -> None:
-        """Keep `rows`, all or none, in the place of those with the same keys."""
+        """Add `rows` atomically; rows with the same keys are replaced."""
         self._rows |= {self._key(row): row for row in rows}
         if self._order is not None:
             self._rows = {self._key(row): row for row in sorted(self, key=self._order)}
         self._write()
 
     def drop(self, rows: Iterable[Row]) -> None:
-        """Forget `rows`."""
+        """Remove `rows`."""
         gone = {self._key(row) for row in rows}
         if gone:
             self._rows = {key: row for key, row in self._rows.items() if key not in gone}
@@ -140,7 +140,7 @@ class KeptRows(Generic[Row]):
 
 
 def read_csv(path: Path, columns: Sequence[str]) -> list[dict[str, str]]:
-    """Return the rows of a CSV as text by column; none where there is no file.
+    """Return the rows of a CSV as text by column; an empty list if there is no file.
 
     Raises:
         OutputError: it has other columns, or is no CSV.
@@ -150,9 +150,9 @@ def read_csv(path: Path, columns: Sequence[str]) -> list[dict[str, str]]:
     import pandas as pd
 
     try:
-        # Read by its Python engine, pandas tells a cell that is not there from an empty one; the header is a row like others.
+        # With its Python engine, pandas distinguishes a missing cell from an empty one; the header is read as a row.
         table = pd.read_csv(path, header=None, dtype=str, keep_default_na=False, encoding="utf-8", engine="python")
-    except ValueError as error:  # of pandas' parser, or of the encoding
+    except ValueError as error:  # from pandas' parser, or from decoding
         raise OutputError(f"{path} is damaged ({str(error).strip()}): delete it") from None
     header, *rows = table.itertuples(index=False, name=None)
     if header != tuple(columns):
@@ -164,7 +164,7 @@ def read_csv(path: Path, columns: Sequence[str]) -> list[dict[str, str]]:
 
 
 def read_rows(path: Path, kind: type[Row]) -> list[Row]:
-    """Return the rows of a CSV whose columns are the fields of the dataclass `kind`; empty numbers are None.
+    """Return the rows of a CSV whose columns are the fields of the dataclass `kind`; empty numeric cells are None.
 
     Raises:
         OutputError: it has other columns, or is no CSV, or a cell is not of the type of its field.
@@ -181,7 +181,7 @@ def read_rows(path: Path, kind: type[Row]) -> list[Row]:
 
 
 def write_rows(path: Path, kind: type[Row], rows: Iterable[Row]) -> None:
-    """Write the CSV of `rows`, which are `kind`, whole or not at all.
+    """Write `rows` of `kind` to a CSV atomically.
 
     Raises:
         OutputError: it cannot be written.
@@ -190,7 +190,7 @@ def write_rows(path: Path, kind: type[Row], rows: Iterable[Row]) -> None:
 
 
 def write_csv(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, object]]) -> None:
-    """Write the CSV, whole or not at all; what is None is left empty.
+    """Write a CSV atomically; None becomes an empty cell.
 
     Raises:
         OutputError: it cannot be written.
@@ -206,7 +206,7 @@ def write_csv(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, ob
 
 
 def frame(rows: Sequence[Row]) -> "pd.DataFrame":
-    """Return `rows`, one or more, as a table; whole numbers stay so where some are unknown."""
+    """Return `rows` (one or more) as a table; integer columns keep their type if some values are unknown."""
     import pandas as pd
 
     kinds: dict[object, str] = {int: "Int64", int | None: "Int64", float: "float64", float | None: "float64"}
@@ -215,6 +215,6 @@ def frame(rows: Sequence[Row]) -> "pd.DataFrame":
 
 
 def summarize(table: "pd.DataFrame", kind: "type[DataclassInstance]", by: Sequence[str]) -> "pd.DataFrame":
-    """Return a row for each group of rows that are equal in the columns `by`; others as they say that they are summed up."""
+    """Return a row for each group of rows that are equal in the columns `by`; other columns use their declared summary."""
     how = {field.name: field.metadata.get("summary", "first") for field in fields(kind) if field.name not in by}
     return table.groupby(list(by), sort=False, as_index=False).agg(how)

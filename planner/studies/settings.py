@@ -1,4 +1,4 @@
-"""What the solves of a study have in common, and what all of it may spend. Never imports torch."""
+"""Common settings of the solves of a study, and its total limits. Never imports torch."""
 
 import math
 from dataclasses import dataclass
@@ -8,18 +8,18 @@ from planner.choices import Choices
 
 @dataclass(frozen=True, slots=True)
 class StudySettings:
-    """How a study of many budgets or methods is made.
+    """Settings of a study of many budgets or methods.
 
     Attributes:
-        model: what the graph is called, in rows.
+        model: name of the graph in rows.
         tolerance: on gaps, relative to the whole step.
         time_limit_s: seconds for each solve.
         total_time_limit_s: seconds for all of them.
-        choices: options that the graph is given.
+        choices: options of the graph.
         jobs: processes that solve at the same time. With more than one, the main module is imported in each: a script needs
             ``if __name__ == "__main__":``.
         cluster: address of a Dask scheduler, whose workers solve instead.
-        repeats, seed: of steps that are measured: how many are timed, and of their weights.
+        repeats, seed: number of timed steps, and seed of the weights.
     """
 
     model: str = ""

@@ -1,4 +1,4 @@
-"""What ``max_batch`` is asked for, and what it answers. Never imports torch."""
+"""The request and the answers of ``max_batch``. Never imports torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,9 +11,9 @@ from solvers.result import Result
 
 OPTIMAL = "windows"
 BATCH = "batch"
-# Name in the tables and in the registry. What one of them fits, those after it are asked beyond only.
+# Names in the tables and in the registry. Sizes that fit for a method are skipped for the methods after it.
 METHODS = (("keep everything", "keep-everything"), ("checkpoint every block", "checkpoint-blocks"), ("optimal", OPTIMAL))
-# Batches whose graphs give the first guess: large enough for the fixed costs of kernels to matter little.
+# Batches whose graphs give the first guess: large enough that fixed costs of kernels matter little.
 BATCHES = (8, 16)
 
 
@@ -22,15 +22,14 @@ class LargestSize:
     """The largest size that one method fits into the budget.
 
     Attributes:
-        method: for people.
+        method: name for display.
         size: None if not even the least fits.
         at_limit: `size` is the largest that was allowed; larger ones may fit.
-        undecided: the least size for which neither a schedule nor a proof that there is none was found
-            in time; None if there is none such.
+        undecided: least size that was not decided in time; None if there is none.
         complete: False when the search was stopped: larger sizes may fit.
-        extrapolated: the graph of `size` was not captured but read off a line or curve through others.
-        result: the schedule at `size`; where there is none, why.
-        keep_everything_time_s: of the step at `size` without recomputation.
+        extrapolated: True if the graph of `size` was extrapolated from others, not captured.
+        result: the schedule at `size`, or the reason if there is none.
+        keep_everything_time_s: time of the step at `size` without recomputation.
     """
 
     method: str
@@ -44,22 +43,22 @@ class LargestSize:
 
     @property
     def time_s(self) -> float | None:
-        """Of the schedule at `size`, as `peak_bytes` and `gap`; None if there is none."""
+        """The time of the schedule; None if there is none."""
         return None if self.size is None or self.result is None else self.result.time_s
 
     @property
     def peak_bytes(self) -> int | None:
-        """Of the schedule, static bytes included."""
+        """The peak of the schedule, static memory included; None if there is none."""
         return None if self.size is None or self.result is None else self.result.peak_bytes
 
     @property
     def gap(self) -> float | None:
-        """Of the time over the proved bound."""
+        """The gap between the time and the proved lower bound; None if there is no schedule."""
         return None if self.size is None or self.result is None else self.result.gap
 
     @property
     def overhead(self) -> float | None:
-        """Of the schedule, as a fraction of the step without recomputation."""
+        """The overhead of the schedule, as a fraction of the step without recomputation; None if there is no schedule."""
         if self.time_s is None:
             return None
         return self.time_s / self.keep_everything_time_s - 1 if self.keep_everything_time_s else 0.0
@@ -67,22 +66,21 @@ class LargestSize:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What is asked for. Sizes that are tried are multiples of `unit`; where it says so, they are counted in it.
+    """The request. Sizes are multiples of `unit`; fields marked "in units" are counted in it.
 
     Attributes:
-        budget_bytes: of the whole step, static bytes included.
+        budget_bytes: budget of the whole step, static memory included.
         max_overhead: as a fraction of the step without recomputation; None: any.
         limit: the largest to consider, in units.
-        first: what to begin with, in units.
-        tolerance: on the gap of the schedule in the answer.
-        time_limit_s: for each solve.
-        reorder: solve the optimal schedule in another order of the ops if one lowers the peak; what is done by hand is in
-            program order in any case.
+        first: the first size to try, in units.
+        tolerance: tolerance on the gap of the returned schedule.
+        time_limit_s: time limit of each solve.
+        reorder: True to reorder ops for the optimal schedule if that lowers the peak; manual methods keep program order.
         varies: the name of the size.
-        unit: what sizes are multiples of.
+        unit: sizes are multiples of it.
         samples: in units, the sizes whose graphs give the first guess: two for a straight line, three for a square.
-        choices: that the optimal schedule is given in one more row.
-        guesses: in units, by name of the method, the size to try first; of others the guess is had from the samples.
+        choices: options of the optimal schedule in an additional row.
+        guesses: first size to try in units, by name of the method; others are guessed from the samples.
     """
 
     budget_bytes: int
@@ -99,30 +97,30 @@ class Wanted:
     guesses: Mapping[str, int] = field(default_factory=dict)
 
     def named(self, units: int) -> str:
-        """A size, in a sentence."""
+        """Return a size as text for a sentence."""
         size = units * self.unit
         return f"a batch of {size}" if self.varies == BATCH else f"{self.varies}={size}"
 
     @property
     def methods(self) -> "tuple[Method, ...]":
-        """What there are answers for."""
+        """The methods to answer for."""
         methods = tuple(Method(name, solver) for name, solver in METHODS)
         return methods if self.choices is None else (*methods, Method(f"with {self.choices.named}", OPTIMAL, self.choices))
 
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """A name in the tables, one in the registry, and what the graph is given for it."""
+    """A method: its name in tables, its solver in the registry, and the options of the graph."""
 
     name: str
     solver: str
     choices: Choices | None = None
 
     def offered(self, graph: Graph) -> Graph:
-        """`graph` as this method gets it."""
+        """Return `graph` with the options of this method."""
         return with_options(graph, ()) if self.choices is None else self.choices.offered(graph)
 
 
 def samples_for(varies: str, first: int) -> tuple[int, ...]:
-    """``Wanted.samples`` for a search that begins at `first`: a batch adds up, other sizes may count as their square."""
+    """Return ``Wanted.samples`` for a search from `first`: costs are linear in a batch, and may be quadratic in other sizes."""
     return BATCHES if varies == BATCH else sample_sizes(max(first, max(BATCHES)))

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 Item = TypeVar("Item")
 
-# How values are written whose names end so.
+# Formats by the suffix of a name.
 UNITS: Mapping[str, Callable[[Any], str]] = MappingProxyType(
     {"_bytes": format_bytes, "_s": format_seconds, "gap": format_ratio, "overhead": format_ratio, "ratio": "{:.3f}x".format}
 )
@@ -23,7 +23,7 @@ ALL = object()
 
 
 class SideBySide(dict[Any, Item]):
-    """Rows that are in one line of a table, by what tells them apart."""
+    """Rows in one line of a table, by the value that distinguishes them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +31,12 @@ class Column:
     """A column of a table.
 
     Attributes:
-        title: in the header.
-        value: the name of an attribute of what has a line, or a function of it; None: the attribute that is named like the title.
-        form: how a value is written: a function, or a format such as ``{:.2f}``; None: by the unit that its name ends with.
-        missing: what is written where the value is None.
-        at: of a line that has several rows (``side_by_side``), the one whose value it is; ALL: of all of them together; None:
-            any, for they agree in it.
+        title: title in the header.
+        value: name of an attribute of a line's item, or a function of it; None: the attribute named like the title.
+        form: format of a value: a function, or a string such as ``{:.2f}``; None: by the unit at the end of its name.
+        missing: text for None.
+        at: for a line of several rows (``side_by_side``), the row of the value; ALL: all rows together; None: any row, since they
+            agree.
     """
 
     title: str
@@ -46,7 +46,7 @@ class Column:
     at: object = None
 
     def cell(self, item: object) -> str:
-        """Return the cell in the line of `item`."""
+        """Return the cell for `item`."""
         value = self.title if self.value is None else self.value
         if isinstance(item, SideBySide):
             item = item if self.at is ALL else next(iter(item.values())) if self.at is None else item.get(self.at)
@@ -60,17 +60,17 @@ class Column:
 
 
 def unit_of(name: str) -> Callable[[Any], str]:
-    """Return how values are written that are called `name`."""
+    """Return the format for values of the attribute `name`, by the unit in its name."""
     return next((form for end, form in UNITS.items() if name.endswith(end)), str)
 
 
 def of_frame(frame: "pd.DataFrame") -> Iterator[Any]:
-    """Yield the rows of `frame` as objects whose attributes are its columns; what is unknown is None."""
+    """Yield the rows of `frame` as objects with a column per attribute; missing values are None."""
     return iter(frame.astype(object).where(frame.notna(), None).itertuples(index=False))
 
 
 def lines(items: Iterable[object], columns: Iterable[Column | str]) -> list[tuple[str, ...]]:
-    """Return a header and a line for each of `items`; a column that is only a name has the attribute of that name."""
+    """Return a header and a line for each of `items`; a string as column names an attribute."""
     declared = [Column(column) if isinstance(column, str) else column for column in columns]
     return [tuple(column.title for column in declared), *(tuple(column.cell(item) for column in declared) for item in items)]
 
@@ -92,7 +92,7 @@ def bullets(sentences: Iterable[str]) -> str:
 
 
 def by(items: Iterable[Item], *names: str) -> dict[Any, list[Item]]:
-    """Return `items` by their attributes called `names`: by the value of a single one, or by a tuple."""
+    """Return `items` grouped by their attributes `names`: by the value of a single one, or by a tuple."""
     found: dict[Any, list[Item]] = {}
     of = attrgetter(*names)
     for item in items:
@@ -101,10 +101,10 @@ def by(items: Iterable[Item], *names: str) -> dict[Any, list[Item]]:
 
 
 def side_by_side(items: Iterable[Item], over: str, *names: str) -> list[SideBySide[Item]]:
-    """Return those of `items` that agree in `names` together, by their attribute `over`."""
+    """Return those of `items` that agree in `names` as one entry, by their attribute `over`."""
     return [SideBySide({getattr(item, over): item for item in found}) for found in by(items, *names).values()]
 
 
 def said(items: Iterable[object], name: str, between: str = " and ") -> str:
-    """Return the values of the attribute `name`, which are one where all were made together."""
+    """Return the distinct values of the attribute `name` as text; one value if all rows agree."""
     return between.join(dict.fromkeys(str(getattr(item, name)) for item in items))

@@ -1,7 +1,7 @@
 """``torch.compile(model, backend="planner", options={"budget": "8GB"})``: Dynamo's graphs, each planned within the budget.
 
-AOTAutograd makes forward and backward of what Dynamo captures; which tensors are kept between them, and what is computed
-again when, is ours (``planner.torch_compile.planned_graph``). Guards, graph breaks and recompilations stay Dynamo's.
+AOTAutograd builds forward and backward passes of what Dynamo captures; the planner chooses the saved tensors and the
+recomputations between them (``planner.torch_compile.planned_graph``). Guards, graph breaks and recompilations stay Dynamo's.
 """
 
 import copy
@@ -25,7 +25,7 @@ from planner.profiling.devices import DEVICES, DeviceSpec, find_device, get_devi
 from planner.progress import LoggingView, Stage, Stages
 from planner.progress.describe import saved_line
 from planner.solving import summarize
-from planner.torch_compile import polyfills as polyfills  # Dynamo knows them from here on
+from planner.torch_compile import polyfills as polyfills  # registers them with Dynamo
 from planner.torch_compile.backend_settings import BackendSettings, settings_of
 from planner.torch_compile.joint_capture import capture_joint
 from planner.torch_compile.planned_graph import PlannedGraph, device_of
@@ -43,7 +43,7 @@ from planner.torch_private.capture import (
 )
 from planner.torch_private.core import pytree
 
-_BUDGETS: dict[int, SharedBudget] = {}  # by call of torch.compile, as long as what it compiled is there
+_BUDGETS: dict[int, SharedBudget] = {}  # by torch.compile call, as long as its compiled code exists
 
 
 def planner(module: fx.GraphModule, inputs: Sequence[Any], *, options: Mapping[str, object] | None = None) -> Callable[..., Any]:
@@ -64,13 +64,13 @@ def planner(module: fx.GraphModule, inputs: Sequence[Any], *, options: Mapping[s
     budget = _budget(settings_of(options))
     if budget.settings.run.kernels == "inductor":
         return _compile_kernels(module, inputs, budget)
-    # As training loops do it: backward() is called outside autocast.
+    # As in training loops: backward() is called outside autocast.
     with functorch_config.patch(backward_pass_autocast="off"), ops_as_eager():
         return _compile(module, inputs, budget)
 
 
 def _compile(module: fx.GraphModule, inputs: Sequence[Any], budget: SharedBudget) -> Callable[..., Any]:
-    """`module` with eager PyTorch's kernels, in the order of schedules that may change from step to step."""
+    """Compile `module` with eager PyTorch's kernels, in the order of schedules that may change between steps."""
     planned: list[PlannedGraph] = []
     add = _adding(module, inputs, budget)
 
@@ -106,7 +106,7 @@ def _compile(module: fx.GraphModule, inputs: Sequence[Any], budget: SharedBudget
 
 
 def _adding(module: fx.GraphModule, inputs: Sequence[Any], budget: SharedBudget) -> Callable[[PlannedGraph], None]:
-    """What plans a graph within the budget, when it is known; asked for before Dynamo is left."""
+    """Return the function that plans a graph within the budget; it reads Dynamo's state, so it is made before Dynamo is left."""
     more = getattr(module, "compile_subgraph_reason", None)
     scope = InstructionTranslator.current_tx().f_locals.values()
     model = [t for value in scope if isinstance(value, torch.nn.Module) for t in (*value.parameters(), *value.buffers())]
@@ -115,7 +115,7 @@ def _adding(module: fx.GraphModule, inputs: Sequence[Any], budget: SharedBudget)
 
 
 def _compile_kernels(module: fx.GraphModule, inputs: Sequence[Any], budget: SharedBudget) -> Callable[..., Any]:
-    """`module` with Inductor's kernels, likewise."""
+    """Compile `module` with Inductor's kernels."""
     from planner.torch_compile.kernel_capture import capture_kernels
     from planner.torch_private.inductor import compile_fx  # importing Inductor takes a second
 
@@ -150,7 +150,7 @@ def _compile_kernels(module: fx.GraphModule, inputs: Sequence[Any], budget: Shar
 
 
 def _input_names(module: fx.GraphModule, joint: fx.GraphModule, captured: Capture) -> dict[int, str]:
-    """Return what the inputs of a joint graph are called in the code that Dynamo captured as `module`, by tensor."""
+    """Return the names of a joint graph's inputs in the code that Dynamo captured as `module`, by tensor."""
     given = module.graph.find_nodes(op="placeholder")
     descs = {node.name: node.meta["desc"] for node in joint.graph.find_nodes(op="placeholder")}
     names: dict[int, str] = {}
@@ -170,12 +170,12 @@ def _named(placeholder: fx.Node) -> str:
 
 
 def _stages() -> Stages:
-    """Return the stages of planning one graph: Dynamo has captured it already, and nothing of it is run."""
+    """Return the progress stages of planning one graph, without capture and execution."""
     return Stages(LoggingView(), stages=(Stage.MEASURE, Stage.SOLVE))
 
 
 def _plan(graph: PlannedGraph, add: Callable[[PlannedGraph], None], stages: Stages) -> None:
-    """Plan `graph` by `add`, and report it."""
+    """Plan `graph` with `add`, and report the plan."""
     with stages.stage(Stage.SOLVE):
         add(graph)
     planned = graph.captured.graph
@@ -185,22 +185,22 @@ def _plan(graph: PlannedGraph, add: Callable[[PlannedGraph], None], stages: Stag
 
 
 def _as_eager(joint: fx.GraphModule, forward_outputs: int) -> Graph:
-    """A joint graph as eager PyTorch runs it, each op measured by itself, as that of ``compile="eager"``."""
+    """Return a joint graph as eager PyTorch runs it, each op measured by itself, as with ``kernels="eager"``."""
     where = device_of(joint)
     known = None if where.type == "cpu" else find_device(torch.cuda.get_device_name(where))
-    fallback = known or get_device("cpu" if where.type == "cpu" else "h100")  # for ops that do not run on made-up values
+    fallback = known or get_device("cpu" if where.type == "cpu" else "h100")  # for ops that do not run on synthetic values
     return capture_joint(copy.deepcopy(joint), fallback, measure=True, forward_outputs=forward_outputs).graph
 
 
 def _trains(module: fx.GraphModule) -> bool:
-    """Whether a backward pass may come."""
+    """Return whether a backward pass may follow."""
     returned = pytree.tree_leaves(module.graph.output_node().args)
     values = (node.meta.get("example_value") for node in returned if isinstance(node, fx.Node))
     return torch.is_grad_enabled() and any(isinstance(value, torch.Tensor) and value.requires_grad for value in values)
 
 
 def _budget(settings: BackendSettings) -> SharedBudget:
-    """Return the budget of the call of ``torch.compile`` whose graph is being compiled."""
+    """Return the budget shared by the graphs of the ``torch.compile`` call that is being compiled."""
     made_by = _made_by(InstructionTranslator.current_tx())
     if id(made_by) not in _BUDGETS:
         _BUDGETS[id(made_by)] = SharedBudget(settings)
@@ -209,14 +209,14 @@ def _budget(settings: BackendSettings) -> SharedBudget:
 
 
 def _made_by(translator: InstructionTranslatorBase) -> Callable[..., Any]:
-    """What the call of ``torch.compile`` made that a frame is compiled for; an options dict may serve several."""
+    """Return the backend object of the ``torch.compile`` call that compiles a frame; an options dict may serve several calls."""
     compiler = translator.output.compiler_fn
     assert compiler is not None
     return innermost_backend(compiler)
 
 
 def _runs_as_eager(translator: InstructionTranslatorBase) -> bool:
-    """Whether a frame is compiled for this backend, with eager PyTorch's kernels."""
+    """Return whether a frame is compiled for this backend with eager PyTorch's kernels."""
     if translator.output.compiler_fn is None:
         return False
     made_by = _made_by(translator)
@@ -224,11 +224,11 @@ def _runs_as_eager(translator: InstructionTranslatorBase) -> bool:
     return getattr(made_by, "compiler_fn", None) is planner and options.get("kernels") != "inductor"
 
 
-dynamo_as_eager_where(_runs_as_eager, ExitStack())  # before Dynamo is done with a frame no backend is asked
+dynamo_as_eager_where(_runs_as_eager, ExitStack())  # earlier than any backend is called for a frame
 
 
 def _device(joint: fx.GraphModule, roofline: str | None) -> DeviceSpec:
-    """The device whose times are modelled."""
+    """Return the device whose times are modelled."""
     if roofline is not None:
         return get_device(roofline)
     where = device_of(joint)

@@ -1,4 +1,4 @@
-"""The options of the backend ``planner`` of ``torch.compile``, as settings."""
+"""The settings of ``torch.compile(backend="planner")``."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -19,12 +19,12 @@ from solvers.tolerance import WIDENING, Tolerance
 
 @dataclass(frozen=True, slots=True)
 class BackendSettings:
-    """What a call of ``torch.compile`` asks for.
+    """The settings of one call of ``torch.compile``.
 
     Attributes:
-        budget: for all its graphs, as ``read_budget`` returns it.
-        solve: of each graph.
-        run: of these `kernels`, `wait` and `check_writes` count.
+        budget: budget for all its graphs, as ``read_budget`` returns it.
+        solve: settings for each graph.
+        run: settings, of which `kernels`, `wait` and `check_writes` are used.
         roofline: the device whose times are modelled; None: each op is measured where the model is.
 
     Raises:
@@ -46,10 +46,10 @@ class BackendSettings:
 
 
 def settings_of(options: Mapping[str, Any] | None) -> BackendSettings:
-    """Return the settings that the backend's options say.
+    """Return the settings given by the backend's options.
 
     Raises:
-        PlannerError: one is unknown, has a value that it cannot have, or there is no budget; or they do not go together.
+        PlannerError: an option is unknown or invalid, options exclude each other, or there is no budget.
     """
     given = dict(options or {})
     known = signature(backend_settings).parameters

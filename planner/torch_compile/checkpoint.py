@@ -1,4 +1,4 @@
-"""``planner.checkpoint(model, budget="8GB")``: a model that a loop calls itself keeps its activations within a budget."""
+"""``planner.checkpoint(model, budget="8GB")``: keep a model's activations within a budget in the user's own loop."""
 
 from collections.abc import Callable, Sequence
 from types import FunctionType
@@ -19,8 +19,8 @@ from planner.torch_private.capture import BackendCompilerFailed, FailOnRecompile
 
 M = TypeVar("M", bound=nn.Module)
 
-_MARK = "_remat_planner_checkpoint"  # an attribute of calls that are ours
-_MOST_SIZES = 64  # of inputs, each of which is captured and planned
+_MARK = "_remat_planner_checkpoint"  # an attribute of wrapped calls
+_MOST_SIZES = 64  # input sizes, each captured and planned
 
 
 def checkpoint(
@@ -68,7 +68,7 @@ def checkpoint(
     if budget is None:
         model._compiled_call_impl = None
         return model
-    budget_in_bytes(read_budget(budget), 2**30)  # of a share only the spelling is known before the first call
+    budget_in_bytes(read_budget(budget), 2**30)  # a share: before the first call only its syntax can be checked
     given = {
         "budget": budget,
         "time_limit_s": time_limit_s,
@@ -82,13 +82,13 @@ def checkpoint(
         "check_writes": check_writes,
     }
     asked: dict[str, Any] = {name: value for name, value in given.items() if value is not None and value != ()}
-    settings_of(asked)  # refused before the first call
+    settings_of(asked)  # raise before the first call
     model._compiled_call_impl = _call(model, torch.compile(_own(model), backend=backend.planner, dynamic=False, options=asked))
     return model
 
 
 def _own(model: nn.Module) -> Callable[..., Any]:
-    """Return what calls `model` with its hooks, in code of its own: Dynamo counts what it compiles by code object."""
+    """Return a function that calls `model` with its hooks and has its own code object: Dynamo caches by code object."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return model._call_impl(*args, **kwargs)
@@ -98,11 +98,11 @@ def _own(model: nn.Module) -> Callable[..., Any]:
 
 
 def _call(model: nn.Module, planned: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what stands for the model's call: `planned` where a backward pass may come."""
+    """Return the replacement of the model's call: `planned` if a backward pass may follow."""
     settings = dynamo_config.patch(
         recompile_limit=_MOST_SIZES,
         fail_on_recompile_limit_hit=True,  # instead of running on without a plan
-        optimize_ddp=False,  # it would part the graph by buckets
+        optimize_ddp=False,  # it would split the graph by buckets
         ignore_logger_methods=logging_methods(),
         allow_rnn=True,
     )

@@ -1,4 +1,4 @@
-"""A joint graph of AOTAutograd as ops and calls, with their costs."""
+"""Capture of AOTAutograd's joint graph as ops and calls, with their costs."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -36,19 +36,18 @@ def capture_joint(
     options: Sequence[str] = (),
     on_op: Callable[[int, int], None] | None = None,
 ) -> Capture:
-    """The joint graph as ops and storages, with the time and memory of each op.
+    """Return the joint graph as ops and storages, with the time and memory of each op.
 
     Args:
         module: the joint graph.
-        device: whose times are modelled.
-        measure: run each op on the device it is on, instead.
-        forward_outputs: how many of its outputs are of the forward pass.
-        options: choices besides recomputing that are found in the graph. What they round counts as rounded, for nothing is
-            compared.
+        device: device for modelled times.
+        measure: True to execute each op on its own device instead.
+        forward_outputs: number of outputs of the forward pass.
+        options: options to find in the graph. Ops that may round count as rounding, since nothing is compared.
         on_op: as in ``planner.profiling.profile.profile``.
 
     Raises:
-        TraceError: shapes that are not known yet, or an op that no static graph can hold.
+        TraceError: shapes are dynamic, or an op cannot be in a static graph.
     """
     placeholders = module.graph.find_nodes(op="placeholder")
     values = [node.meta["val"] for node in placeholders]
@@ -83,7 +82,7 @@ def capture_joint(
 
 
 def mutated_inputs(module: fx.GraphModule, statics: StaticTensors) -> set[int]:
-    """The inputs of a joint graph that are overwritten behind its forward pass."""
+    """Return the inputs of a joint graph that are overwritten after its forward pass."""
     return {statics.find(d.mutated_input) for _, d in outputs(module.graph) if isinstance(d, InputMutationAOTOutput)}
 
 
@@ -100,15 +99,15 @@ class Placeholders(StaticTensors):
                 self.by_desc[desc] = self.add(Kind.INPUT, node.name, value)
 
     def find(self, desc: AOTInput) -> int:
-        """As the base class's."""
+        """Return the tensor id of an input; see the base class."""
         return self.by_desc[desc]
 
     def tangent(self, value: torch.Tensor) -> int:
-        """As the base class's, of which there may be several here."""
+        """Return the tensor id of a tangent; unlike in the base class, there may be several."""
         return self.add(Kind.INPUT, self.names[id(value)], value)
 
 
 def once(graph: Graph, mutated: set[int]) -> Graph:
-    """`graph` with ops that are executed once only, where they read an input that is overwritten behind the forward pass."""
+    """Return `graph` with ops that read inputs overwritten after the forward pass marked as not recomputable."""
     ops = tuple(replace(op, recomputable=op.recomputable and not mutated.intersection(op.inputs)) for op in graph.ops)
     return replace(graph, ops=ops)

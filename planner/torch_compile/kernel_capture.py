@@ -1,4 +1,4 @@
-"""A graph of a compiled model as the kernels that Inductor compiles it to, with their costs."""
+"""Capture of a graph of a compiled model as Inductor's kernels, with their costs."""
 
 import copy
 from collections.abc import Sequence
@@ -32,19 +32,19 @@ _PASSES = 3
 
 
 def capture_kernels(module: fx.GraphModule, inputs: Sequence[Any], options: Sequence[str] = ()) -> Capture:
-    """`module` as the kernels that Inductor compiles it to, with the time and memory of each op.
+    """Return `module` as the kernels that Inductor compiles, with the time and memory of each op.
 
     Args:
-        module, inputs: what Dynamo captured, real tensors.
-        options: choices that are found in what was captured.
+        module, inputs: the module captured by Dynamo, and its real inputs.
+        options: options to find in the capture.
 
     Raises:
-        TraceError: Inductor's code is none that can be planned.
+        TraceError: Inductor's code cannot be planned.
     """
     context = TracingContext.try_get()
     assert context is not None
     with ExitStack() as stack:
-        stack.enter_context(tracing(TracingContext(context.fake_mode)))  # Dynamo's own is for AOTAutograd, which comes after
+        stack.enter_context(tracing(TracingContext(context.fake_mode)))  # Dynamo's own is for AOTAutograd, which runs later
         halves = compile_halves(stack, copy.deepcopy(module), tuple(inputs), {}, Variant.DEFAULT)
         joint = halves.joint.graph_module
         placeholders = [n for n in joint.graph.find_nodes(op="placeholder") if isinstance(n.meta.get("val"), torch.Tensor)]
@@ -62,7 +62,7 @@ def capture_kernels(module: fx.GraphModule, inputs: Sequence[Any], options: Sequ
 
 
 def _given(node: fx.Node, module: fx.GraphModule, inputs: Sequence[Any]) -> torch.Tensor:
-    """A real tensor for an input of the joint graph."""
+    """Return a real tensor for an input of the joint graph."""
     match node.meta["desc"]:
         case ParamAOTInput(target=name):
             return module.get_parameter(name)

@@ -1,8 +1,8 @@
-"""A joint graph between AOTAutograd and its plan, which may be replaced by another one while the model trains.
+"""A joint graph between AOTAutograd and its plan, which may be replaced while the model trains.
 
-AOTAutograd compiles a forward and a backward module once, with as many saved tensors as they have. Here there is a place
-for each tensor that any plan may save, and one that says by which plan the forward pass ran: a backward pass runs by the
-plan of its own forward pass, whatever came after.
+AOTAutograd compiles a forward and a backward module once, with a fixed number of saved tensors. Here there is a slot for each
+tensor that any plan may save, and one that identifies the plan of the forward pass: a backward pass runs by the plan of its own
+forward pass, even if that was replaced meanwhile.
 """
 
 from collections import deque
@@ -31,19 +31,19 @@ from planner.torch_compile.rest_of_step import kept_bytes
 from planner.torch_private.capture import SavedForBackwardsAOTOutput, TangentAOTInput
 from planner.torch_private.core import backward_retains_graph
 
-# Both empty the list of their arguments, of which the last ones of a backward pass are what its forward pass has handed
-# over besides tensors: what is on the host, and copies that may be under way.
+# Both passes empty their argument lists. The last arguments of a backward pass are the non-tensor results of its forward
+# pass: tensors on the host, and copies under way.
 Forward = Callable[[list[Any]], tuple[list[Any], list[Any]]]
 Backward = Callable[[list[Any]], Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Passes:
-    """The forward and the backward pass by one plan.
+    """The forward and the backward pass of one plan.
 
     Attributes:
         forward, backward: the passes.
-        lines: of the code that runs them.
+        lines: lines of their code.
     """
 
     forward: Forward
@@ -52,22 +52,22 @@ class Passes:
 
 
 class PlannedGraph:
-    """One of the graphs of a compiled model.
+    """A graph of a compiled model.
 
     Attributes:
-        captured: what is planned of it.
-        eager: the same as eager PyTorch runs it, where it is planned with other kernels and a budget is a share of its peak.
-        tangents: its static tensors that are gradients of its outputs.
-        outputs: how many tensors the forward pass returns besides what it saves.
-        slots: a tensor for each place among what is saved: all that some schedule may save.
-        checked: by tensor, names of inputs that are looked at for writes that autograd does not see.
-        lean: a schedule that keeps little between the passes; None as long as none was looked for.
-        watch: called with what a forward pass gets; returns what is to be called with what it returns, and with the
-            tensor that dies with what it saves.
+        captured: the capture to plan.
+        eager: the same graph with eager PyTorch's kernels, if it is planned with others and the budget is a share of its peak.
+        tangents: static tensors that are gradients of its outputs.
+        outputs: number of results of the forward pass, without saved tensors.
+        slots: a tensor for each slot of the saved tensors: all that some schedule may save.
+        checked: names of inputs that are checked for writes that autograd does not see, by tensor.
+        lean: a schedule that keeps little between the passes; None until one is computed.
+        watch: called with the inputs of a forward pass; returns a function of its results and of a tensor that dies with the
+            saved ones.
     """
 
     def __init__(self, module: fx.GraphModule, captured: Capture, channels: Channels | None, *, outputs: int) -> None:
-        """Plan for what was `captured`, of which `module` is the joint graph; with `channels` where it offers copies."""
+        """Initialize with the capture, the joint graph `module`, and `channels` if the graph offers transfers."""
         placeholders = module.graph.find_nodes(op="placeholder")
         self._module, self._channels, self._device = module, channels, device_of(module)
         self._primals = [node for node in placeholders if not isinstance(node.meta["desc"], TangentAOTInput)]
@@ -81,22 +81,22 @@ class PlannedGraph:
         self.checked: Mapping[int, str] = {}
         self.lean: Schedule | None = None
         self.watch: Callable[[list[Any]], Callable[[list[Any], torch.Tensor], None]] | None = None
-        self._handing_over: set[int] = set()  # plans whose forward passes hand over more than tensors
-        self._writing_over: set[int] = set()  # plans whose backward passes write over what was saved for them
+        self._handing_over: set[int] = set()  # plans whose forward passes return more than tensors
+        self._writing_over: set[int] = set()  # plans whose backward passes overwrite saved tensors
         self._passes: list[Passes] = []
 
     def passes(self, schedule: Schedule) -> Passes:
-        """The two passes by `schedule`: with what is saved, None for what is not, in place of `slots`.
+        """Return the two passes of `schedule`, whose saved tensors fill `slots`; slots of tensors that are not saved hold None.
 
-        The forward pass returns what it hands over apart from what AOTAutograd knows of.
+        The forward pass returns values unknown to AOTAutograd separately.
         """
         graph, program = self.captured.graph, self.captured.program
         code = compile_schedule(graph, program, schedule, self._channels, static_given_up=True)
-        # What a backward pass would need to undo the forward pass is handed over only where copies are.
+        # With copies, the forward pass also returns what a failed backward pass needs to undo it.
         compiled = any(calls.launches for calls in program.calls)
         code = undoing(graph, program, code, in_backward=compiled and self._channels is not None)
         position = {t: i for i, t in enumerate(self.slots)}
-        among = [t in position for t in code.saved]  # the others are on the host
+        among = [t in position for t in code.saved]  # others are on the host
         later = [i for i, reads in enumerate(code.backward_reads) if reads]
 
         def forward(args: list[Any]) -> tuple[list[Any], list[Any]]:
@@ -124,13 +124,13 @@ class PlannedGraph:
         return Passes(forward, backward, code.lines)
 
     def _static(self, nodes: Sequence[fx.Node], given: Sequence[Any]) -> list[Any]:
-        """The static tensors of a pass that is `given` values for the inputs `nodes`; None for what is not there."""
+        """Return the static tensors of a pass whose inputs `nodes` are `given`; None for those that are not among them."""
         program = self.captured.program
         known = {node.name: value for node, value in zip(nodes, given, strict=True)} | dict(program.constants)
         return [known.get(source.name) for source in program.sources]
 
     def interface(self) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """What AOTAutograd sees of the two passes: inputs and outputs. Among what is saved is one more at the end."""
+        """Return the two passes as AOTAutograd sees them: inputs and outputs. The saved tensors end with the slot of the plan."""
         returned = outputs(self._module.graph)
         forward = fx.Graph()
         primals = [forward.node_copy(node) for node in self._primals]
@@ -155,7 +155,7 @@ class PlannedGraph:
 
     @property
     def schedule(self) -> Schedule:
-        """Of the forward passes to come."""
+        """The schedule of the next forward passes."""
         return self._schedule
 
     @schedule.setter
@@ -167,12 +167,12 @@ class PlannedGraph:
 
     @property
     def kept_bytes(self) -> int:
-        """What is in memory between the passes, besides what is static."""
+        """The bytes in memory between the passes, without static memory."""
         return kept_bytes(self.captured.graph, self._schedule)
 
     @property
     def on_host(self) -> tuple[int, int]:
-        """Most that the plan takes of the host's memory, and what it takes between the passes."""
+        """The peak of the host memory that the plan uses, and its host memory between the passes."""
         graph = self.captured.graph
         if graph.plain:
             return 0, 0
@@ -180,7 +180,7 @@ class PlannedGraph:
         return peaks[HOST], kept_bytes(graph, self._schedule, HOST)
 
     def forward(self, args: list[Any]) -> list[Any]:
-        """A forward pass as AOTAutograd calls it; empties `args`."""
+        """Run the forward pass for AOTAutograd; `args` is emptied."""
         seen = None if self.watch is None else self.watch(args)
         number = len(self._passes) - 1
         try:
@@ -188,9 +188,9 @@ class PlannedGraph:
         except Exception as error:
             self._memory(number).raise_if_out_of_memory(error, "forward")
             raise
-        plan, nothing = torch.empty((number, 0)), torch.empty(0)  # take no memory, whatever a shape says
+        plan, nothing = torch.empty((number, 0)), torch.empty(0)  # empty in memory, whatever their shape
         if handed_over:
-            # Autograd holds the storage for as long as a backward pass may come, whichever tensors it makes of it.
+            # Autograd keeps the storage until no backward pass can follow, even if it makes other tensors of it.
             plan.untyped_storage().handed_over = handed_over  # type: ignore[attr-defined]
             self._handing_over.add(number)
         if self.checked:
@@ -200,11 +200,10 @@ class PlannedGraph:
         return [*returned[: self.outputs], *(nothing if t is None else t for t in returned[self.outputs :]), plan]
 
     def backward(self, args: list[Any]) -> Any:
-        """A backward pass as AOTAutograd calls it; empties `args`.
+        """Run the backward pass for AOTAutograd; `args` is emptied.
 
         Raises:
-            PlannerError: hooks have put other tensors in the place of those that were saved; or the backward pass is to come
-                again, and writes over what it reads.
+            PlannerError: hooks have replaced saved tensors; or the backward pass may run again, and overwrites its inputs.
         """
         plan = args.pop(len(self.slots))
         number, handed_over = plan.shape[0], getattr(plan.untyped_storage(), "handed_over", [])
@@ -220,7 +219,7 @@ class PlannedGraph:
         if (unseen := getattr(plan.untyped_storage(), "unseen", None)) is not None:
             unseen.check(tensor for _, tensor in self._inputs(args))
         args += handed_over
-        del plan, handed_over  # with what is on the host, unless the backward pass may come again
+        del plan, handed_over  # frees tensors on the host, unless the backward pass may run again
         try:
             return self._passes[number].backward(args)
         except Exception as error:
@@ -228,13 +227,13 @@ class PlannedGraph:
             raise
 
     def _inputs(self, saved: Sequence[torch.Tensor | None]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the inputs of the graph that are checked, with their names, among what is `saved` in the places of ``slots``."""
+        """Yield the inputs to be checked with their names, from the `saved` tensors in the slots."""
         for t, value in zip(self.slots, saved, strict=False):
             if t in self.checked and value is not None and tuple(value.shape) == self.captured.graph.tensors[t].shape:
                 yield self.checked[t], value
 
     def _memory(self, number: int) -> PlannedMemory:
-        """What the plan `number` holds."""
+        """Return a description of the memory of the plan `number`, for out-of-memory errors."""
         places = {HOST: torch.device("cpu")}
         return PlannedMemory(
             self.captured.graph,
@@ -249,7 +248,7 @@ class PlannedGraph:
 
 
 def _made_forward(graph: Graph) -> list[int]:
-    """The tensors on the device that ops of the forward pass make, and those that only optional ops do."""
+    """Return the tensors on the device that ops of the forward pass or only optional ops make."""
     made = dict.fromkeys(t for op in graph.program if op.phase is Phase.FORWARD for t in op.outputs)
     later = {t for op in graph.program if op.phase is not Phase.FORWARD for t in op.outputs}
     optional = [t for op in graph.ops if op.optional and op.stream == COMPUTE for t in op.outputs if t not in later]
@@ -257,7 +256,7 @@ def _made_forward(graph: Graph) -> list[int]:
 
 
 def _like(graph: fx.Graph, value: object) -> fx.Node | None:
-    """A node that stands for one like `value`; None for what is no tensor."""
+    """Return a node with the metadata of a tensor like `value`; None if `value` is no tensor."""
     if not isinstance(value, fx.Node):
         return None
     node = graph.call_function(torch.ops.aten.empty.memory_format, ([0],))

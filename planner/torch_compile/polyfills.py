@@ -1,4 +1,4 @@
-"""What Dynamo cannot trace as it stands, for ``torch.compile(model, backend="planner")``."""
+"""Polyfills for functions that Dynamo cannot trace as they are, for ``torch.compile(model, backend="planner")``."""
 
 from types import FunctionType
 
@@ -8,23 +8,23 @@ from planner.torch_private.capture import substitute_in_graph
 from planner.torch_private.core import detect_is_causal_mask
 
 _written = detect_is_causal_mask
-# Another object: what is substituted below would be this one too.
+# A separate object, since the substitution below would replace it too.
 _as_written = FunctionType(_written.__code__, _written.__globals__, _written.__name__, _written.__defaults__)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _step_is_captured() -> bool:
-    """Asked in Python: before torch 2.13 Dynamo answers yes wherever it compiles."""
+    """Return whether a step is being exported; before torch 2.13 Dynamo answers True wherever it compiles."""
     return torch.compiler.is_exporting()
 
 
 @substitute_in_graph(detect_is_causal_mask)
 def causal_as_told(mask: torch.Tensor | None, is_causal: bool | None = None, size: int | None = None) -> bool:  # noqa: FBT001 (its signature)
-    """Whether attention may leave `mask` out, because the caller says that it is causal.
+    """Return whether attention may leave out `mask`, because the caller states that it is causal.
 
-    PyTorch's own also looks at the numbers in the mask, where the caller says nothing. A graph cannot: it breaks there,
-    in code that Dynamo does not begin a graph in, and all of an ``nn.Transformer`` runs as if nothing was compiled. With
-    the mask attention computes the same. Where a step is captured, with guards on data, it looks.
+    PyTorch's own version also reads the mask's values if the caller states nothing. A graph cannot: it breaks there, in code that
+    Dynamo does not start a graph in, and all of an ``nn.Transformer`` runs uncompiled. With the mask, attention computes the
+    same. During the export of a step, with guards on data, the values are read.
     """
     if _step_is_captured():
         return bool(_as_written(mask, is_causal, size))

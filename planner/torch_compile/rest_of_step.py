@@ -1,7 +1,7 @@
-"""A joint graph with all that happens between its forward and its backward pass as one op more.
+"""A joint graph with the rest of the step as one op between its forward and backward passes.
 
-While the loss, and the graphs behind this one, are computed, what this graph keeps stays in memory: the op's workspace says
-how much must be left for them. Its outputs are the gradients that come back.
+While the loss and later graphs are computed, the saved tensors of this graph stay in memory: the op's workspace is the memory the
+rest needs, and its outputs are the gradients of this graph's outputs.
 """
 
 from collections.abc import Iterable
@@ -15,12 +15,12 @@ from graphs.simulate import simulate
 from solvers.clock import WallClock
 from solvers.eviction.least_peak import least_evicting_schedule
 
-_TRIES = 5  # of bytes to be left for the rest, on the way to the most
+_TRIES = 5  # bisection steps for the bytes left for the rest
 _TRY_S = 2.0
 
 
 def with_rest(graph: Graph, tangents: Iterable[int], rest_bytes: int) -> Graph:
-    """`graph` with an op between the passes that needs `rest_bytes` and makes the `tangents`, its static gradients."""
+    """Return `graph` with an op between the passes that needs `rest_bytes` and makes the `tangents`, its static gradients."""
     made = tuple(tangents)
     cut = _first_backward(graph)
 
@@ -36,7 +36,7 @@ def with_rest(graph: Graph, tangents: Iterable[int], rest_bytes: int) -> Graph:
 
 
 def without_rest(graph: Graph, schedule: Schedule) -> Schedule:
-    """The schedule of `graph` that one of ``with_rest(graph, ...)`` is."""
+    """Return the schedule of `graph` that corresponds to a schedule of ``with_rest(graph, ...)``."""
     cut = _first_backward(graph)
     steps: list[Step] = []
     for step in schedule.steps:
@@ -48,18 +48,18 @@ def without_rest(graph: Graph, schedule: Schedule) -> Schedule:
 
 
 def keeping_all(graph: Graph) -> Schedule:
-    """Every op of the program once; what else `graph` offers is left alone."""
+    """Return the schedule that keeps everything and uses no options of `graph`."""
     return keep_everything(without_options(graph))
 
 
 def kept_bytes(graph: Graph, schedule: Schedule, pool: str = DEVICE) -> int:
-    """What is in memory between the forward and the backward pass, static bytes left out."""
+    """Return the bytes in `pool` between the forward and the backward pass, without static memory."""
     live = live_after(graph, schedule.steps[: boundary(graph, schedule)])
     return sum(graph.tensors[t].size_bytes for t in live if graph.tensors[t].pool == pool)
 
 
 def lean_schedule(graph: Graph, tangents: Iterable[int], budget_bytes: int, *, time_limit_s: float) -> Schedule | None:
-    """A schedule of the program alone within the budget that keeps little between the passes; None where none is found."""
+    """Return a schedule without options within the budget that keeps little between the passes; None if none is found."""
     made = tuple(tangents)
     graph = without_options(graph)
     end = min(_TRY_S, time_limit_s / _TRIES)

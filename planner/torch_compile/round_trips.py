@@ -1,4 +1,4 @@
-"""Round trips to the host that the graphs of a compiled model share: the channels, and the host's memory."""
+"""Transfers that the graphs of a compiled model share: the channels, and the host memory."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -17,20 +17,20 @@ G = TypeVar("G")
 
 
 class RoundTrips:
-    """What one call of ``torch.compile`` copies by.
+    """The channels of one ``torch.compile`` call.
 
     Attributes:
-        host_bytes: of the host's memory, for all graphs together.
+        host_bytes: host memory for all graphs together.
     """
 
     def __init__(self, choices: Choices) -> None:
-        """For graphs with these choices."""
+        """Initialize for graphs with these options."""
         assert choices.host_bytes is not None
         self.host_bytes = choices.host_bytes
         self._opened: tuple[torch.device, Channels] | None = None
 
     def channels(self, device: torch.device) -> Channels:
-        """Between `device`, where a graph runs, and the host; the same for all graphs, from step to step.
+        """Return the channels between `device`, where a graph runs, and the host; all graphs and steps share them.
 
         Raises:
             PlannerError: other graphs run on another device.
@@ -47,19 +47,19 @@ class RoundTrips:
 
 
 def with_host_bytes(graph: Graph, host_bytes: int) -> Graph:
-    """`graph`, which offers round trips, with so much of the host's memory."""
+    """Return `graph`, which offers offloading, with `host_bytes` of host memory."""
     pools = tuple(replace(pool, capacity_bytes=host_bytes) if pool.name == HOST else pool for pool in graph.pools)
     return replace(graph, pools=pools)
 
 
 def host_room(order: Sequence[G], graph: G, taken: Mapping[G, tuple[int, int]], whole_bytes: int) -> int:
-    """Most of the host's memory that `graph` may take, at any time.
+    """Return the host memory that `graph` may use at any time, in bytes.
 
     Args:
         order: the graphs of a step in the order of their forward passes; one may come several times.
-        graph: the one in question.
-        taken: by graph what a plan takes at its peak, and between its passes; those not here take nothing.
-        whole_bytes: for all of them.
+        graph: the graph in question.
+        taken: host memory of a plan at its peak, and between its passes, by graph; missing graphs use none.
+        whole_bytes: host memory for all graphs.
     """
     room, before, own = whole_bytes, 0, 0
     for run in order:

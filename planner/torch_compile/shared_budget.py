@@ -1,8 +1,8 @@
 """One budget for all the graphs of a compiled model.
 
-Graphs are compiled when they are reached: the first is planned before the others are known. One with others to come
-therefore keeps little at first, and leaves room for gradients of all parameters that it can see. After the first step
-all are known, with what each leaves in memory for the others, and are planned again together.
+Graphs are compiled when they are reached: the first is planned before the others are known. A graph that others follow therefore
+keeps little at first, and leaves room for the gradients of all parameters that it sees. After the first step all graphs are
+known, with the memory each leaves to the others, and they are planned again together.
 """
 
 import warnings
@@ -34,7 +34,7 @@ from planner.torch_compile.together import Together
 
 @dataclass(slots=True)
 class _Run:
-    """A forward pass; `alive` as long as its backward pass is to come."""
+    """A forward pass; `alive` until its backward pass has run."""
 
     graph: PlannedGraph
     seen: Seen
@@ -46,11 +46,11 @@ class _Run:
 
 
 class SharedBudget:
-    """What one call of ``torch.compile`` may use, of the device's memory and of the host's.
+    """The memory on the device and the host that one ``torch.compile`` call may use.
 
     Attributes:
-        settings: of that call.
-        budget: in bytes once it is known, where it is ``auto``.
+        settings: settings of that call.
+        budget: the budget; ``auto`` is replaced by bytes once known.
     """
 
     def __init__(self, settings: BackendSettings) -> None:
@@ -62,30 +62,30 @@ class SharedBudget:
         self._runs: list[_Run] = []
         self._planned: set[tuple[PlannedGraph, ...]] = set()  # steps whose graphs are planned together
         self._learning = True
-        self._largest_bytes = 0  # the peak of a step without recomputation
+        self._largest_bytes = 0  # peak of a step without recomputation
         self._known: dict[PlannedGraph, Seen] = {}
 
     def offered(self, captured: Capture, device: torch.device) -> tuple[Capture, Channels | None]:
-        """`captured`, a graph on `device`, with the choices that were asked for, and by what it copies, if it may."""
+        """Return `captured`, a graph on `device`, with the requested options, and its channels if it may offload."""
         if self._choices is not None:
             captured = replace(captured, graph=self._choices.offered(captured.graph))
         return captured, None if self._trips is None else self._trips.channels(device)
 
     @property
     def traced(self) -> tuple[str, ...]:
-        """The choices that were asked for and are found in the captured graphs."""
+        """The requested options that are found in captured graphs."""
         return self.settings.solve.traced_options
 
     def add(self, graph: PlannedGraph, inputs: Sequence[object], model: Iterable[torch.Tensor], *, more: bool) -> None:
         """Plan a graph that was just reached.
 
         Args:
-            inputs: what it will be called with.
+            inputs: its inputs.
             model: parameters and buffers that it and others may read.
             more: another graph follows in the same step.
 
         Raises:
-            InfeasibleError, LimitError: nothing fits, beside what the graphs before it keep.
+            InfeasibleError, LimitError: nothing fits, given the memory that earlier graphs keep.
         """
         self._learning = True
         if is_auto(self.budget):
@@ -109,7 +109,7 @@ class SharedBudget:
             self._first_plan(graph, room, more=more)  # the model may have parameters that it never reads
 
     def _first_plan(self, graph: PlannedGraph, room: int, *, more: bool) -> None:
-        """Plan `graph` within `room` bytes, before those are known that follow."""
+        """Plan `graph` within `room` bytes, before the graphs that follow are known."""
         captured = graph.captured.graph
         order = [*(run.graph for run in self._runs), graph]
         there = host_room(order, graph, {run.graph: run.graph.on_host for run in self._runs}, self._host_bytes)
@@ -126,7 +126,7 @@ class SharedBudget:
         except InfeasibleError as error:
             if not self._runs:
                 raise
-            if any(run.graph.lean is None for run in self._runs):  # taken for the last one; from the next step on it keeps less
+            if any(run.graph.lean is None for run in self._runs):  # assumed to be the last graph; keeps less from now on
                 peak_bytes = solving.summarize(captured).keep_everything_peak_bytes
                 graph.lean = lean_schedule(captured, graph.tangents, peak_bytes, time_limit_s=self.limit_s)
                 graph.schedule = graph.lean or keeping_all(captured)
@@ -143,7 +143,7 @@ class SharedBudget:
 
     @property
     def limit_s(self) -> float:
-        """Seconds for each graph."""
+        """The time limit for each graph, in seconds."""
         return self.settings.solve.time_limit_s
 
     @property
@@ -151,9 +151,9 @@ class SharedBudget:
         return 0 if self._trips is None else self._trips.host_bytes
 
     def whole(self, graphs: Sequence[PlannedGraph], runs: Sequence[Seen]) -> int:
-        """Return the budget in bytes, for a step of these graphs; a share is of the largest step so far.
+        """Return the budget in bytes for a step of these graphs; a share refers to the largest step so far.
 
-        A last batch that is smaller does not get less than there was for the others.
+        A smaller last batch gets no smaller budget.
         """
         captured = [graph.captured.graph if graph.eager is None else graph.eager for graph in graphs]
         kept = [kept_bytes(graph, keeping_all(graph)) for graph in captured]
@@ -163,7 +163,7 @@ class SharedBudget:
         return budget_in_bytes(self.budget, self._largest_bytes)
 
     def _begin(self, graph: PlannedGraph, args: Sequence[object]) -> Callable[[list[Any], torch.Tensor], None]:
-        """Note a forward pass; where the last step is over, plan its graphs together."""
+        """Record the start of a forward pass; if a step has ended, plan its graphs together."""
         if self._runs and not any(run.alive for run in self._runs):
             self._end_step()
         if self._learning:
@@ -184,7 +184,7 @@ class SharedBudget:
         if step in self._planned:
             self._learning = False
         elif not self._learning:
-            self._learning = True  # another step than before: look at the next one like it
+            self._learning = True  # the step has changed: observe the next one
         else:
             self._planned.add(step)
             if len(runs) > 1 or runs[0].graph.lean is not None:
@@ -202,9 +202,9 @@ class SharedBudget:
         )
 
     def leaving(self, graph: PlannedGraph, budget_bytes: int, rest_bytes: int, known: Schedule, host_bytes: int) -> Schedule:
-        """The schedule within `budget_bytes` that leaves `rest_bytes` of it between the passes; `known` is one.
+        """Return a schedule within `budget_bytes` that leaves `rest_bytes` of it free between the passes; `known` is one.
 
-        It takes at most `host_bytes` on the host.
+        It uses at most `host_bytes` on the host.
         """
         captured = graph.captured.graph
         roomy = with_rest(with_host_bytes(captured, host_bytes), graph.tangents, rest_bytes)
@@ -217,7 +217,7 @@ class SharedBudget:
 
 
 def _auto_bytes(inputs: Sequence[object], model: Sequence[torch.Tensor]) -> int:
-    """What a model may use of its device. ``torch.compile`` does not see the optimizer: AdamW's state is left room for."""
+    """Return the bytes of the device that a model may use, with room for AdamW's state: the optimizer is not known here."""
     tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
     trained = {id(t): t for t in (*model, *tensors) if t.requires_grad and t.is_leaf}
     gradients = [t.grad for t in trained.values() if t.grad is not None]

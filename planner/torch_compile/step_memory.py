@@ -1,4 +1,4 @@
-"""What is in memory beside one graph of a compiled model while a step runs: all storages by identity, each counted once."""
+"""Memory outside one graph of a compiled model while a step runs: all storages by identity, each counted once."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,14 +15,14 @@ Storages = dict[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What one forward pass of a graph met.
+    """The storages that one forward pass of a graph met.
 
     Attributes:
-        inputs: what it read: parameters, buffers, inputs.
-        trained: those of `inputs` that will have a ``grad``, and are no other graph's outputs.
-        held: what autograd held for ops that are in no graph.
-        made: what it returned, without its inputs.
-        identities: keep the identity of a storage from being given to another one.
+        inputs: storages that it read: parameters, buffers, inputs.
+        trained: storages of `inputs` that will have a ``grad``, and are no other graph's outputs.
+        held: storages that autograd held for ops outside of graphs.
+        made: storages of its results, without its inputs.
+        identities: references that keep the ids of storages from being reused.
     """
 
     inputs: Storages
@@ -33,7 +33,7 @@ class Seen:
 
     @classmethod
     def of(cls, inputs: Iterable[object]) -> "Seen":
-        """What is known before the pass."""
+        """Return the storages known before the pass."""
         tensors = [t for t in inputs if isinstance(t, torch.Tensor)]
         trained = [t for t in tensors if t.requires_grad and t.grad_fn is None]
         held = list(_held_by_autograd([t.grad_fn for t in tensors if t.grad_fn is not None]))
@@ -45,21 +45,21 @@ class Seen:
         )
 
     def returned(self, outputs: Iterable[object]) -> None:
-        """Add what the pass returned."""
+        """Add the outputs of the pass."""
         tensors = [t for t in outputs if isinstance(t, torch.Tensor)]
         self.made.update({s: size for s, size in storages(tensors).items() if s not in self.inputs})
         self.identities.extend(StorageWeakRef(t.untyped_storage()) for t in tensors)
 
 
 def unread(model: Iterable[torch.Tensor], runs: Sequence[Seen]) -> Seen | None:
-    """A pass that reads those tensors of `model` that none of `runs` does; None where there are none."""
+    """Return a pass that reads the tensors of `model` that none of `runs` reads; None if there are none."""
     read = _union(run.inputs for run in runs)
     found = [t for t in model if t.untyped_storage()._cdata not in read]
     return Seen.of(found) if found else None
 
 
 def storages(tensors: Iterable[torch.Tensor]) -> Storages:
-    """The storages of `tensors`, with what the allocator has handed out for each."""
+    """Return the storages of `tensors` with their allocated bytes."""
     found: Storages = {}
     for tensor in tensors:
         storage = tensor.untyped_storage()
@@ -68,21 +68,21 @@ def storages(tensors: Iterable[torch.Tensor]) -> Storages:
 
 
 def beside(runs: Sequence[Seen], index: int, kept_bytes: Sequence[int]) -> int:
-    """Most bytes in memory while a graph runs forward or backward, besides what its own plan counts.
+    """Return the peak memory, in bytes, outside a graph's own plan while it runs forward or backward.
 
     Args:
         runs: the forward passes of a step, in order.
-        index: of the one in question.
-        kept_bytes: of each run before it, what its plan keeps between the passes, besides what is static.
+        index: index of the forward pass in question.
+        kept_bytes: for each earlier run, the bytes that its plan keeps between the passes, without static memory.
     """
     own = runs[index].inputs
     made = _union(run.made for run in runs)
     static = _union(s for run in runs for s in (run.inputs, run.held))
     there = sum(size for s, size in static.items() if s not in own and s not in made)
-    # What an earlier graph made and this one reads is counted by both.
+    # Tensors made by an earlier graph and read by this one are counted twice.
     earlier = _union(run.made for run in runs[:index])
     there += sum(kept_bytes[:index]) - sum(size for s, size in earlier.items() if s in own)
-    # Backward: later graphs have left gradients, for parameters and for what earlier graphs made.
+    # Backward: later graphs have made gradients of parameters and of earlier graphs' outputs.
     grads = _union(run.trained for run in runs[index + 1 :])
     later, read = (_union(run.inputs for run in some) for some in (runs[index + 1 :], runs))
     waiting = sum(size for s, size in earlier.items() if s in later or s not in read)
@@ -97,7 +97,7 @@ def _union(parts: Iterable[Mapping[int, int]]) -> Storages:
 
 
 def _held_by_autograd(nodes: Sequence[Any]) -> Iterator[torch.Tensor]:
-    """What the backward passes of ops behind `nodes` hold, those of compiled graphs left out."""
+    """Yield the saved tensors of the autograd nodes behind `nodes`, without those of compiled graphs."""
     pending, seen = list(nodes), set(nodes)
     while pending:
         node = pending.pop()

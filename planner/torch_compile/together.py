@@ -1,4 +1,4 @@
-"""The graphs of a step of a compiled model, planned together when all are known."""
+"""Joint planning of the graphs of a step, once all are known."""
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -15,21 +15,21 @@ from planner.torch_compile.step_memory import Seen, beside
 from solvers.clock import WallClock
 from solvers.eviction.least_peak import least_evicting_schedule
 
-_HALVINGS = 4  # on the way to how much the graphs may keep
-_WITNESS_S = 2.0  # for showing that a graph fits
+_HALVINGS = 4  # bisection steps for the share that graphs may keep
+_WITNESS_S = 2.0  # seconds to show that a graph fits
 
 
 class Together:
-    """All graphs of a step, planned together: each keeps the same share of what it can do without.
+    """Joint planning of all graphs of a step: each keeps the same share of its discardable memory.
 
     Args:
         order: the graphs in the order of their forward passes; one may come several times.
-        seen: what each of these passes met.
+        seen: storages that each of these passes met.
         whole_bytes: the budget.
-        leaving: a schedule of a graph within a budget that leaves so much of it between the passes, given one that does, and
-            what it may take of the host's memory.
-        host_bytes: of the host's memory, for all of them.
-        limit_s: seconds for each graph.
+        leaving: returns a schedule of a graph that leaves part of a budget free between the passes, given one that does, and its
+            host memory.
+        host_bytes: host memory for all of them.
+        limit_s: time limit for each graph.
     """
 
     def __init__(
@@ -47,10 +47,10 @@ class Together:
         self._leaving, self._host_bytes, self._limit_s = leaving, host_bytes, limit_s
 
     def plan(self) -> None:
-        """Give each graph its plan.
+        """Set the plan of each graph.
 
         Raises:
-            InfeasibleError: no plans are found that fit beside each other; says what each keeps.
+            InfeasibleError: no plans fit together; with what each keeps.
         """
         most = {graph: kept_bytes(graph.captured.graph, keeping_all(graph.captured.graph)) for graph in self._graphs}
         kept, known = self._shares(most)
@@ -63,7 +63,7 @@ class Together:
             on_host[graph] = graph.on_host
 
     def warn_of_first_step(self) -> None:
-        """Say so where the step that is over took more than the budget."""
+        """Warn if the finished step exceeded the budget."""
         kept = [graph.kept_bytes for graph in self._order]
         peaks = [simulate(graph.captured.graph, graph.schedule).peak_bytes for graph in self._order]
         most = max(peak + beside(self._seen, i, kept) for i, peak in enumerate(peaks))
@@ -75,7 +75,7 @@ class Together:
             )
 
     def _shares(self, most: Mapping[PlannedGraph, int]) -> tuple[dict[PlannedGraph, int], dict[PlannedGraph, Schedule]]:
-        """What each graph may keep, of what it keeps at most, and schedules that do with it."""
+        """Return what each graph may keep, at most the bytes in `most`, and schedules that keep no more."""
         everything = self._fitting(most)
         if everything is not None:
             return dict(most), everything
@@ -96,11 +96,11 @@ class Together:
         return found
 
     def _leanest(self) -> dict[PlannedGraph, Schedule]:
-        """Schedules that keep little."""
+        """Return schedules that keep little."""
         kept = dict.fromkeys(self._graphs, 0)
         found: dict[PlannedGraph, Schedule] = {}
         repeated = len(self._order) > len(self._graphs)
-        for _ in range(1 + repeated):  # a graph that runs again is beside itself
+        for _ in range(1 + repeated):  # a graph that runs several times coexists with itself
             for graph in self._graphs:
                 room = self._room(graph, kept)
                 schedule = lean_schedule(graph.captured.graph, graph.tangents, room, time_limit_s=self._limit_s)
@@ -113,7 +113,7 @@ class Together:
         return found
 
     def _fitting(self, kept: Mapping[PlannedGraph, int]) -> dict[PlannedGraph, Schedule] | None:
-        """Schedules that keep no more than `kept`; None where none are found."""
+        """Return schedules that keep no more than `kept`; None if none are found."""
         found = {}
         for graph in self._graphs:
             captured, room = without_options(graph.captured.graph), self._room(graph, kept)
@@ -127,12 +127,12 @@ class Together:
         return found
 
     def _room(self, graph: PlannedGraph, kept: Mapping[PlannedGraph, int]) -> int:
-        """Bytes for `graph`, wherever it runs, beside what the others keep."""
+        """Return the bytes available to `graph` in all its runs, given the bytes that the other graphs keep."""
         kept_bytes = [kept[other] for other in self._order]
         return self._whole - max(beside(self._seen, i, kept_bytes) for i, g in enumerate(self._order) if g is graph)
 
     def _rest(self, graph: PlannedGraph, room: int, kept: Mapping[PlannedGraph, int]) -> int:
-        """What is left of `room` for those that run after `graph`."""
+        """Return the part of `room` for the rest of the step after `graph`."""
         if graph not in self._order[:-1]:
             return 0
         return max(0, room - graph.captured.graph.static_bytes - kept[graph])

@@ -1,4 +1,4 @@
-"""Private names of FX: how a graph is written as source, and where that source is kept for tracebacks."""
+"""Private names of FX: generation of a graph's source, and its storage for tracebacks."""
 
 import linecache
 import weakref
@@ -14,7 +14,7 @@ from torch.fx.graph_module import _loader
 
 
 class CodeGen(_CodeGen):
-    """How a graph is written."""
+    """Base class of code generators for graphs."""
 
     @abstractmethod
     def source(self, nodes: Iterable[fx.Node]) -> tuple[str, dict[str, Any]]:
@@ -25,14 +25,14 @@ class CodeGen(_CodeGen):
 
 
 def module_of(graph: fx.Graph, codegen: CodeGen, title: str, attributes: Mapping[str, object]) -> fx.GraphModule:
-    """Return what runs `graph` as `codegen` writes it.
+    """Return a module that runs `graph` with the code of `codegen`.
 
-    Tracebacks show its lines for as long as its function is there, in a file whose name has a number that no other has, and
-    `title`. What the function holds goes with it: classes and graphs are in circles, which stay until they are collected, so
-    that neither holds the function.
+    Tracebacks show its lines as long as its function exists, in a file with a unique number and `title` in its name. Objects that
+    the function holds die with it: classes and graphs form reference cycles that wait for garbage collection, so neither holds
+    the function.
 
     Args:
-        attributes: what ``get_attr`` gets.
+        attributes: values of ``get_attr``.
     """
     graph.set_codegen(codegen)
     graph._co_fields = {"co_filename": title, "co_firstlineno": 1, "co_name": "forward"}

@@ -14,12 +14,12 @@ from planner.runtime.auto_budget import auto_budget_bytes
 def with_auto_resolved(
     budget: str | int, wrapper: Unwrapped, batch: Batch, optimizer: torch.optim.Optimizer | None = None
 ) -> str | int:
-    """Return `budget`, in bytes where it is ``auto``: what the model's device has free, and what of the step is there already.
+    """Return `budget`, with ``auto`` resolved to the free memory of the model's device plus what the step already uses.
 
     Args:
         wrapper: how the model is trained; of several processes the least budget counts, and all of them call this.
         batch: inputs and targets.
-        optimizer: whose state is already in memory, as far as it is; None before its first step.
+        optimizer: the optimizer, whose allocated state counts; None before its first step.
 
     Raises:
         BudgetError: nothing is left, or several processes share the memory of a CPU.

@@ -1,4 +1,4 @@
-"""Plans that are kept in a folder, and found again by what they were made for."""
+"""A folder of plans, found again by what they were made for."""
 
 import hashlib
 import json
@@ -15,12 +15,12 @@ from planner.budgets import allowed_overhead, budget_in_bytes
 from planner.plans.document import read_plan, write_plan
 from planner.plans.plan import Plan
 
-# In a plan's provenance: the peak that budgets are shares of, in bytes, where it is not that of its own graph.
+# In a plan's provenance: the peak in bytes that shares refer to, if it is not that of its own graph.
 SHARES_OF = "shares_of_bytes"
 
 
 class PlanCache:
-    """One JSON file per plan. Several processes may use one folder: a file is replaced whole.
+    """One JSON file per plan. Several processes may share the folder: files are replaced atomically.
 
     Args:
         folder: made if it is not there; ``~`` is the user's home.
@@ -40,12 +40,12 @@ class PlanCache:
         check_writable(self._folder / "plan.json")
 
     def path(self, made_for: Mapping[str, object]) -> Path:
-        """The file of the plan that is made for this: graph, budget, device, options; whatever a plan depends on."""
+        """Return the file of the plan for `made_for`: graph, budget, device, options, and all else that a plan depends on."""
         text = json.dumps({**made_for, "remat-planner": version("remat-planner")}, sort_keys=True)
         return self._folder / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
 
     def load(self, path: Path, budget: str | int) -> Plan | None:
-        """The plan in `path`, made for `budget`; None where there is none, or none of use, which is said in a warning."""
+        """Return the plan in `path`, made for `budget`; None if there is no usable plan. Warn if the file is unusable."""
         if not os.path.lexists(path):
             return None
         try:
@@ -58,17 +58,17 @@ class PlanCache:
         return plan
 
     def store(self, plan: Plan, path: Path) -> None:
-        """Keep `plan`. Where that fails there is a warning only: the plan is good all the same."""
+        """Store `plan`. Warn, and do not raise, if that fails."""
         try:
             if path.is_symlink() or (path.exists() and not path.is_file() and not path.is_dir()):
-                path.unlink()  # nothing is written to where it leads
+                path.unlink()  # the target of a link is not overwritten
             write_plan(plan, path)
         except (OSError, OutputError) as error:
             warnings.warn(f"the plan is not kept: {error}", stacklevel=3)
 
 
 def _check_is_file(path: Path) -> None:
-    """Plans are kept in files: a link may lead anywhere, and a pipe never ends."""
+    """Raise if `path` is no regular file, such as a symbolic link or a pipe."""
     if path.is_symlink():
         raise FormatError("it is a symbolic link")
     if not path.is_file():
@@ -76,7 +76,7 @@ def _check_is_file(path: Path) -> None:
 
 
 def _check_budget(plan: Plan, budget: str | int) -> None:
-    """What the file says of its budget is not to be believed where another was asked for."""
+    """Raise if the budget, or the measured peak, in the file does not match the requested budget."""
     if plan.measured_peak_bytes is not None and plan.measured_peak_bytes > plan.budget_bytes:
         raise BudgetError(
             f"its measured peak here is {format_bytes(plan.measured_peak_bytes)}, over its budget of "
@@ -86,12 +86,12 @@ def _check_budget(plan: Plan, budget: str | int) -> None:
     if type(whole_bytes) is not int or whole_bytes < plan.graph.static_bytes:
         raise FormatError(f"its budget is a share of {whole_bytes!r} B, which is no peak of this step")
     if allowed_overhead(budget) is not None:
-        return  # its budget is what was found, and the file is named after what was asked for
+        return  # its budget was found, and its file is named after the requested overhead
     asked_bytes = budget_in_bytes(budget, whole_bytes)
     if plan.budget_bytes != asked_bytes:
         raise BudgetError(f"its budget is {plan.budget_bytes} B, and {asked_bytes} B was asked for")
 
 
 def warn_unusable(path: Path, why: object) -> None:
-    """Say that the plan in `path` is of no use, and will be replaced."""
+    """Warn that the plan in `path` is unusable, and will be replaced."""
     warnings.warn(f"the kept plan {path} cannot be used and is made again: {why}", stacklevel=3)

@@ -1,4 +1,4 @@
-"""A planned step beside plain eager PyTorch, on the batch it was planned for: bits, time and peak."""
+"""Comparison of a planned step with plain eager PyTorch on the batch it was planned for: bits, time and peak."""
 
 import time
 import warnings
@@ -28,10 +28,10 @@ from planner.runtime.release import release_unused
 from planner.torch_private.core import TorchDispatchMode, pytree
 
 _MOST_TURNS = 9
-_TURNS_S = 0.5  # for turns of both, in all; one at least
-# What is captured may take that much more than eager PyTorch, and that much at least, before somebody is told.
+_TURNS_S = 0.5  # seconds for turns of both in all; at least one turn
+# A captured step may take this ratio, and this many seconds, more than eager PyTorch before a warning.
 _MUCH = 1.5
-_ROUNDING = 0.05  # of the largest element: half precision, added up in parts, is far from it
+_ROUNDING = 0.05  # of the largest element: partial sums in half precision are far below
 _MORE_THAN_PREDICTED = 3.0  # of a gradient error
 _LEAST_S, _LEAST_BYTES = 0.02, 32 * 2**20
 
@@ -46,24 +46,24 @@ def compare_with_eager(
     allowed: bool = False,
     lossy: bool = False,
 ) -> EagerComparison:
-    """`planned` beside `step`, each from the random state that is there; `step` and `batch` are afterwards as they were.
+    """Return how `planned` compares with `step` from the current random state; `step` and `batch` are restored afterwards.
 
-    Where the kernels are Inductor's, PyTorch's own run of them stands in place of `step`.
+    With Inductor's kernels, the reference is PyTorch's own run of them in place of `step`.
 
     Args:
-        captured: what `step` was captured as.
-        planned: runs it by a plan.
+        captured: the capture of `step`.
+        planned: the step that runs by a plan.
         step: model and loss function, as they are called in eager mode.
         batch: real tensors.
-        known: of the same plan, found before. Where the bits are equal, then as now, its time and peak are kept.
-        allowed: that it differs, by options that the user has named: how much is found out, but not where it begins.
-        lossy: that the gradients do so by more than rounding: their error is measured.
+        known: an earlier comparison of the same plan. If the bits are equal in both, its time and peak are reused.
+        allowed: True if differences are allowed by the user's options: their size is measured, but not where they begin.
+        lossy: True if gradients may differ by more than rounding: their error is measured.
     """
     reference, beside = (step, "eager") if captured.whole is None else (captured.whole, "torch.compile")
     device = next(step.parameters()).device
     if failure := why_it_does_not_fit(captured.graph, device):
         return EagerComparison(failure=failure, reference=beside)
-    undone, written = UndoWrites(), written_tensors(captured, step, batch)  # kernels that Inductor compiled tell nobody
+    undone, written = UndoWrites(), written_tensors(captured, step, batch)  # Inductor's kernels write unseen
     try:
         plain = outcome(reference, step, batch, written=written, undone=undone)
     except Exception as error:  # noqa: BLE001  # whatever stops PyTorch, the plan is good all the same
@@ -102,13 +102,13 @@ def _failure(error: Exception, device: torch.device) -> str:
 def _own_error(
     plain: StepOutcome, reference: Step, step: TrainingStep, batch: Batch, written: Sequence[torch.Tensor]
 ) -> float | None:
-    """Return the gradient error of a second run of eager PyTorch; None where it has the bits of the first."""
+    """Return the gradient error of a second run of eager PyTorch; None if it has the bits of the first."""
     again = outcome(reference, step, batch, written=written, undone=UndoWrites())
     return plain.gradient_error(again) if plain.differences(again) else None
 
 
 def warn_of_differences(plan: Plan) -> None:
-    """Warn where a step by `plan` is not what eager PyTorch computes, and may not be, or was captured as something dearer."""
+    """Warn if a step by `plan` differs from eager PyTorch without permission, or was captured with more expensive ops."""
     eager = plan.eager
     if eager is None or eager.failure:
         return
@@ -141,17 +141,17 @@ def _compared_times(steps: Mapping[str, Isolated], step: TrainingStep, batch: Ba
     parameters = list(step.parameters())
     begin = time.perf_counter()
     found = turn_times(steps, batch, parameters=parameters, repeats=1)
-    turn_s = (time.perf_counter() - begin) / 2  # the first of the two was to warm up
+    turn_s = (time.perf_counter() - begin) / 2  # the first of the two was a warm-up
     if (turns := min(_MOST_TURNS, int(_TURNS_S / turn_s))) > 1:
         found = turn_times(steps, batch, parameters=parameters, repeats=turns)
     return median(found["plain"]), *ratio_in_turns(found["planned"], found["plain"])
 
 
 def _first_differing_op(captured: Capture, step: TrainingStep, batch: Batch) -> DifferingOp | None:
-    """The first op on the way to a difference of which no result is one that eager PyTorch computes.
+    """Return the first op on the path to a difference, none of whose results eager PyTorch computes; None if there is none.
 
-    The way is followed backward from what differs, and ends at ops whose results eager PyTorch has: an op that was
-    captured as several, whose last result is the same, is none that matters.
+    The path is followed backward from the differing results, and ends at ops whose results eager PyTorch has. An eager op that
+    was captured as several ops does not count if the last result is the same.
     """
     with preserve_training_state(step, batch), UndoWrites(), _Results() as results:
         Isolated(step, step, batch).run()
@@ -178,12 +178,12 @@ def _first_differing_op(captured: Capture, step: TrainingStep, batch: Batch) -> 
     if first is None:
         return None
     culprit = graph.ops[first]
-    module = "" if culprit.module == "model" else culprit.module.removeprefix("model.")  # as the user knows it
+    module = "" if culprit.module == "model" else culprit.module.removeprefix("model.")  # as in the user's code
     return DifferingOp(culprit.name, culprit.target, module)
 
 
 class _Results(TorchDispatchMode):
-    """Digests of all that is computed inside, forward and backward, views and transposes included."""
+    """Digests of all values computed inside the context, forward and backward, including views and transposes."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -202,7 +202,7 @@ class _Results(TorchDispatchMode):
 
 
 def _digest(value: torch.Tensor) -> bytes:
-    """Of the elements in order, and their type; of what has no elements on this layout, of its dense form."""
+    """Return a digest of the dtype and the elements of `value` in order; sparse layouts are made dense first."""
     dense = value.detach().to_dense() if value.layout is not torch.strided else value.detach()
     flat = dense.cpu().contiguous().flatten().view(torch.uint8)
     return blake2b(flat.numpy().tobytes(), key=str(value.dtype).encode(), digest_size=16).digest()

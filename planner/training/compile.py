@@ -1,4 +1,4 @@
-"""Training by a plan: one call that traces, measures, solves and compiles a step."""
+"""``planner.compile``: trace, measure, solve and compile a training step in one call."""
 
 import os
 from collections.abc import Sequence

@@ -41,25 +41,25 @@ from planner.training.step import Improving, PlannedStep
 if TYPE_CHECKING:
     from planner.capture.kernels.variants import Variant  # importing Inductor takes a second
 
-# How often a budget is lowered by what a measured peak is above it.
+# How often a budget is lowered by the excess of the measured peak.
 _CORRECTIONS = 2
-# Typical seconds of stages, for the estimate of the time left: so many steps, and turns with eager PyTorch.
+# Typical seconds of stages, for the estimate of the time left: numbers of steps, and of turns with eager PyTorch.
 _CHECK_STEPS, _COMPARE_STEPS, _COMPARE_S = 1.5, 9.0, 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class Compiler:
-    """Makes planned steps of a model, one for each batch that differs in its sizes.
+    """Compiler of planned steps of one model, one for each batch whose sizes differ.
 
     Attributes:
         wrapper: how the model is trained.
         loss_fn: as in ``compile``.
         trace: how steps are captured and measured.
         search: how graphs are solved for a budget.
-        recorder: makes what records a step, to be replayed; None: steps run op by op.
-        compare_eager: whether steps are run beside eager PyTorch.
-        channels: by which all its steps copy to the host and back; None where no graph offers that.
-        stages: what planning is reported to.
+        recorder: makes the recorder of a step that is replayed; None: steps run op by op.
+        compare_eager: True to compare steps with eager PyTorch.
+        channels: channels for transfers to and from the host in all its steps; None if no graph offers them.
+        stages: receiver of progress reports.
     """
 
     wrapper: Unwrapped
@@ -72,7 +72,7 @@ class Compiler:
     stages: Stages = field(default_factory=Stages)
 
     def capture(self, batch: Batch) -> Capture:
-        """Return the step on `batch`: nothing is executed, and sizes are what its shapes say."""
+        """Return the step on `batch` with the sizes of its shapes; nothing is executed."""
         return self._captured(batch, None)
 
     def captured_for(self, plan: Plan, captured: Capture, batch: Batch) -> Capture:
@@ -81,7 +81,7 @@ class Compiler:
         return as_recorded(captured, plan.graph.provenance, self.trace.options)
 
     def make(self, captured: Capture, batch: Batch, budget: str | int) -> PlannedStep:
-        """The fastest step on `batch` within the budget; `captured` is what ``capture`` returned.
+        """Return the fastest step on `batch` within the budget; `captured` is what ``capture`` returned.
 
         Raises:
             InfeasibleError, LimitError, BudgetError: as ``solve``.
@@ -89,7 +89,7 @@ class Compiler:
         return self.plan(self.profile(captured, batch), batch, budget)
 
     def plan(self, captured: Capture, batch: Batch, budget: str | int) -> PlannedStep:
-        """As ``make``, where `captured` is profiled."""
+        """Return the fastest step on `batch` within the budget; `captured` is profiled."""
         return self.solve(captured, batch, budget)
 
     def _captured(self, batch: Batch, variant: "Variant | None") -> Capture:
@@ -104,10 +104,9 @@ class Compiler:
             return profiled(captured, workload, self.trace, on_op=stage.advance)
 
     def solve(self, captured: Capture, batch: Batch, budget: str | int) -> PlannedStep:
-        """The step of a profiled capture: solved until the measured peak is within the budget.
+        """Return the step of a profiled capture, solved until the measured peak is within the budget.
 
-        Where eager PyTorch does not fit, the peak is measured in the first training step: a step before it would take as long,
-        and the user waits for that one.
+        If eager PyTorch does not fit, the peak is measured in the first training step, to spare the time of an extra one.
 
         Raises:
             InfeasibleError, LimitError: as ``planner.solve``.
@@ -130,7 +129,7 @@ class Compiler:
                 plan = replace(plan, budget_bytes=wanted_bytes, measured_peak_bytes=peak_bytes)
                 plan = self._compared(captured, batch, plan, executor)
                 return self._step(captured, plan, executor, budget, solved_bytes=solved_bytes)
-            del executor  # with what its recording holds
+            del executor  # with the memory of its recording
             over = over_budget(plan, peak_bytes, wanted_bytes)
             if left:
                 try:
@@ -140,7 +139,7 @@ class Compiler:
         raise BudgetError(f"{over}; lower the budget")
 
     def _step(self, captured: Capture, plan: Plan, executor: Executor, budget: str | int, *, solved_bytes: int) -> PlannedStep:
-        """Return the step that `executor` runs by `plan`, which was solved for so many bytes."""
+        """Return the step that `executor` runs by `plan`, which was solved for `solved_bytes`."""
         executor.start_training(plan.budget_bytes, check_writes=self.search.run.check_writes)
         return PlannedStep(
             plan,
@@ -159,9 +158,9 @@ class Compiler:
             return self.search.first_plan(graph, budget, stage)
 
     def _rehearses(self, graph: Graph) -> bool:
-        """Return whether a step is run in planning, to measure its peak."""
+        """Return whether planning runs a step to measure its peak."""
         if not self._swaps or type(self.wrapper.ranks) is not SingleProcess:
-            return True  # a plan that takes too much would stay
+            return True  # a plan over the budget would stay
         return not why_it_does_not_fit(graph, next(self.wrapper.module.parameters()).device)
 
     @property
@@ -172,7 +171,7 @@ class Compiler:
     def _improving(
         self, captured: Capture, plan: Plan, executor: Executor, solved_bytes: int, *, finds: bool
     ) -> Improving | None:
-        """Return what makes the plan better while the step trains; None where plans are not swapped."""
+        """Return the search for better plans while the step trains; None if plans are not swapped."""
         if not self._swaps:
             return None
         improvement = Improvement(
@@ -187,7 +186,7 @@ class Compiler:
         return Improving(Consultation(self.wrapper.ranks, improvement), self.wrapper.wrapped)
 
     def _refresher(self, captured: Capture, budget: str | int) -> Callable[[Batch], PlannedStep] | None:
-        """Return the function that plans again with uses of limited resources measured on a batch; None where there are none."""
+        """Return the function that measures resource uses on a batch again and replans; None if no resource is limited."""
         if not needs_measuring(captured) or type(self.wrapper) is not Unwrapped:
             return None
 
@@ -204,14 +203,14 @@ class Compiler:
     def reuse(
         self, captured: Capture, batch: Batch, plan: Plan, measured: Graph | None, *, improves: bool = False
     ) -> PlannedStep:
-        """The step of a plan that was made before, or on another rank.
+        """Return the step of a plan that was loaded from the cache or received from another rank.
 
         Args:
-            improves: better plans are found on another rank while the step trains.
+            improves: True if another rank searches for better plans while the step trains.
 
         Raises:
             MismatchError, ScheduleError: it is not one for this step.
-            BudgetError: its measured peak is over its budget here, or it takes more of the host's memory than it may.
+            BudgetError: its measured peak is over its budget here, or it exceeds the host memory.
         """
         check_same_graph(plan.graph, summarize(with_recorded(captured.graph, plan.settings)))
         host_bytes = plan.pool_peaks_bytes.get(HOST, 0)
@@ -231,7 +230,7 @@ class Compiler:
         return PlannedStep(plan, self.wrapper.wrapped(executor), measured, improving=improving)
 
     def _compared(self, captured: Capture, batch: Batch, plan: Plan, executor: Executor) -> Plan:
-        """Return `plan` with how it compares with eager PyTorch, if asked for; what planning has freed goes to the system."""
+        """Return `plan` with its comparison with eager PyTorch, if requested; return freed memory to the system."""
         eager = None
         if self.compare_eager:
             step = TrainingStep(self.wrapper.module, self.loss_fn)

@@ -35,7 +35,7 @@ class DynamicStep(PlannedStep):
 
         Args:
             make: a planned step for a batch of another size and a budget in bytes.
-            max_plans: how many are kept; the one that was used longest ago goes first.
+            max_plans: number of cached plans; the least recently used one is dropped first.
         """
         super().__init__(first.plan, first._run, first.measured)
         self._budget_bytes = first.plan.budget_bytes
@@ -46,11 +46,11 @@ class DynamicStep(PlannedStep):
 
     @property
     def plans(self) -> tuple[Plan, ...]:
-        """Those that are kept, the last used last."""
+        """The cached plans, the most recently used last."""
         return tuple(step.plan for step in self._kept.values())
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
-        """Return the loss of a batch, as any planned step; the first batch of a size is planned for.
+        """Return the loss of a batch, as any planned step; plan first if the batch has new sizes.
 
         Raises:
             InfeasibleError, LimitError: no schedule is found that fits.
@@ -65,7 +65,7 @@ class DynamicStep(PlannedStep):
         return returned
 
     def wait(self, seconds: float | None = None) -> Plan:
-        """Wait for a better plan for the size of the last batch, as any planned step."""
+        """Wait for a better plan for the size of the last batch; see ``PlannedStep.wait``."""
         self._last.wait(seconds)
         self._show(self._last)
         return self.plan
@@ -79,5 +79,5 @@ class DynamicStep(PlannedStep):
 
 
 def shapes_of(batch: Batch) -> Shapes:
-    """Return the shape of each leaf of `batch`; () for what is no tensor."""
+    """Return the shape of each leaf of `batch`; () for a leaf that is no tensor."""
     return tuple(tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else () for leaf in leaves(batch))

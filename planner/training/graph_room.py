@@ -1,4 +1,4 @@
-"""Plans that leave room for what CUDA graphs keep besides their tensors, which is predicted before anything is recorded."""
+"""Plans that leave room for the overhead of CUDA graph pools, predicted before anything is recorded."""
 
 from collections.abc import Callable
 
@@ -9,20 +9,20 @@ from planner.choices import with_recorded
 from planner.plans.plan import Plan
 from planner.runtime.graph_pool import pool_bytes
 
-_TRIES = 6  # solves: segments are coarse, so that a plan that takes less need not keep less
+_TRIES = 6  # solves: segments are coarse, so a plan with a lower peak may keep the same memory
 
 
 def with_room_for_pool(graph: Graph, plan: Plan, library_bytes: int, solve: Callable[[int], Plan]) -> Plan:
-    """Return `plan`, or one whose tensors and pool are within the budget of `plan` together.
+    """Return `plan`, or one whose tensors and pool together are within the budget of `plan`.
 
-    Solved for what is over the budget less, and then half way from what is known to be too little to what is too much.
+    First the budget is lowered by the excess, then bisected between budgets known to be too small and too large.
 
     Args:
-        library_bytes: that libraries take in the pool (``pool_bytes``).
+        library_bytes: bytes of library workspaces in the pool (``pool_bytes``).
         solve: solves `graph` for a budget.
 
     Raises:
-        InfeasibleError: none is found; says which budget has room for the plan that came closest.
+        InfeasibleError: none is found; with the budget that has room for the closest plan.
     """
     budget_bytes, low_bytes = plan.budget_bytes, graph.static_bytes
     high_bytes, closest, closest_bytes = plan.peak_bytes, plan, _kept_bytes(graph, plan, library_bytes)
@@ -49,5 +49,5 @@ def with_room_for_pool(graph: Graph, plan: Plan, library_bytes: int, solve: Call
 
 
 def _kept_bytes(graph: Graph, plan: Plan, library_bytes: int) -> int:
-    """Return what is there throughout where `plan` is recorded."""
+    """Return the static memory that remains allocated once `plan` is recorded."""
     return graph.static_bytes + pool_bytes(with_recorded(graph, plan.settings), plan.schedule, library_bytes)

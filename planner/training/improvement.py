@@ -1,9 +1,8 @@
-"""Better plans for a step while it trains: solved in a process of its own, swapped in between two steps.
+"""Better plans for a step while it trains: solved in a separate process, swapped in between two steps.
 
-The first steps are timed op by op, in context; where costs differ from those that were measured alone, the solve is repeated
-with the corrected ones. The first step of a plan whose peak has not been measured is watched: one that is over the budget is
-taken back.
-Bits do not depend on which plan runs.
+The first steps are timed op by op. If these times differ from the profile, the solve is repeated with the corrected costs. The
+first step of a plan without measured peak is observed; a plan over the budget is taken back. Bits do not depend on which plan
+runs.
 """
 
 import math
@@ -27,22 +26,22 @@ from planner.search import Search
 from planner.solving import judged_on
 
 _TIMED_STEPS = 3
-_GAIN = 0.002  # of the step: what a plan must be faster by to be swapped in while the solve goes on or at its end
-# A process is started at once where so much is lost in a step to what is not optimal yet, or may not be; else once as much
-# has been lost in all as starting it costs.
+_GAIN = 0.002  # of the step: gain that a plan must have to be swapped in, during the solve and at its end
+# A process is started at once if a step loses this much to suboptimality, proved or possible; otherwise once the total loss
+# is as large as the cost of the start.
 _LOST_AT_ONCE_S, _LOST_IN_ALL_S = 0.005, 0.5
 _POLL_S = 0.2
-_SOLVES: WeakSet[BackgroundSolve] = WeakSet()  # that were started here
-_FIRST_SHARED = 2  # step before which several processes first exchange what they know
+_SOLVES: WeakSet[BackgroundSolve] = WeakSet()  # started in this process
+_FIRST_SHARED = 2  # step before which several processes first exchange their state
 
 
 @dataclass(frozen=True, slots=True)
 class Swap:
-    """A plan that takes the place of another.
+    """A plan that replaces another.
 
     Attributes:
-        plan, executor: what runs from now on.
-        graph: with the costs that it was solved with.
+        plan, executor: the new plan and its executor.
+        graph: the graph with the costs that it was solved with.
         reason: in words, for ``PlannedStep.history``.
     """
 
@@ -53,12 +52,12 @@ class Swap:
 
 
 class Improvement:
-    """Finds better plans for a step, and swaps them in.
+    """The search for better plans for a step, which swaps them in.
 
-    Where several processes train, one of them finds plans for all; each has an object of this class.
+    If several processes train, one of them finds plans for all; each has an object of this class.
 
     Attributes:
-        plan: the one in use, as far as is known of it by now.
+        plan: the current plan, with all that is known of it.
     """
 
     def __init__(
@@ -72,40 +71,40 @@ class Improvement:
         make_executor: Callable[[Capture, Plan], Executor],
         finds: bool,
     ) -> None:
-        """Begin with `plan`, which `executor` runs.
+        """Start with `plan`, which `executor` runs.
 
         Args:
             captured: the profiled step.
-            solved_bytes: the budget that it was solved for; below that of the plan where its peak was above its prediction.
+            solved_bytes: the budget that it was solved for; below the plan's budget if its peak was above its prediction.
             make_executor: an executor for a plan.
-            finds: whether better plans are looked for here, and not by another process.
+            finds: True if better plans are searched for here, and not by another process.
         """
         self.plan = plan
         self._captured, self._executor = captured, executor
         self._solved_bytes, self._search, self._make_executor = solved_bytes, search, make_executor
         self._solve: BackgroundSolve | None = None
         self._candidate: Plan | None = None
-        self._is_solved = plan.status == "optimal"  # with the costs that are known
+        self._is_solved = plan.status == "optimal"  # at the known costs
         self._timer: OpTimer | None = None
-        self._before: Swap | None = None  # to go back to
-        if finds and executor.channels is None:  # else the time of an op would include waiting for copies
+        self._before: Swap | None = None  # the plan to return to
+        if finds and executor.channels is None:  # otherwise op times would include waits for copies
             self._timer = OpTimer(executor, steps=_TIMED_STEPS)
         self._watch = PeakWatch(executor) if plan.measured_peak_bytes is None else None
 
     def find(self, steps: int) -> Plan | None:
-        """Return a plan that is to take the place of the one in use, if one has been found by now.
+        """Return a plan that is to replace the current one, if one has been found.
 
         Args:
-            steps: how many have been trained: a solve begins once it pays.
+            steps: number of trained steps: a solve starts once it pays.
         """
         self._take_times()
-        others = any(solve.is_running for solve in _SOLVES)  # of other sizes, or models: one after the other
+        others = any(solve.is_running for solve in _SOLVES)  # for other sizes or models: one solve at a time
         if not self._is_solved and self._solve is None and not others and self._is_worth_it(steps):
             self._start()
         return self._better()
 
     def wait(self, seconds: float | None) -> Plan | None:
-        """Wait until the solve ends, or for so long; return what ``find`` does."""
+        """Wait until the solve ends, at most `seconds`; return a plan as ``find`` does."""
         self._take_times()
         if not self._is_solved and self._solve is None:
             self._start()
@@ -115,7 +114,7 @@ class Improvement:
         return self._better()
 
     def adopt(self, plan: Plan) -> Swap:
-        """Let `plan` take the place of the one in use; the peak of its first step is watched."""
+        """Replace the current plan by `plan`, and observe the peak of its first step."""
         gain = 1 - plan.time_s / self.plan.time_s
         executor = self._make_executor(self._captured, plan)
         self._time_ops_of(executor)
@@ -139,10 +138,10 @@ class Improvement:
         return watch.peak_bytes - self.plan.budget_bytes
 
     def take_back(self, over_bytes: int) -> Swap:
-        """Return to the plan before the one whose peak was over the budget by so much; what is solved for is lowered by that.
+        """Return to the plan before the one that exceeded the budget; lower the solved budget by `over_bytes`.
 
         Raises:
-            InfeasibleError: it was the first plan, and none is found that takes as much less.
+            InfeasibleError: it was the first plan, and none is found with the lower budget.
         """
         if self._watch is not None:
             self._watch.stop()
@@ -157,7 +156,7 @@ class Improvement:
         return before
 
     def _begin_anew(self, peak_bytes: int) -> Swap:
-        """Return a plan that takes the place of the first one, which has taken `peak_bytes`."""
+        """Return a plan that replaces the first one, whose peak was `peak_bytes`."""
         try:
             found = self._search.first_plan(self._captured.graph, self._solved_bytes)
         except BudgetError as error:
@@ -168,7 +167,7 @@ class Improvement:
         return swap
 
     def stop(self) -> None:
-        """Look for nothing any more."""
+        """Stop the search."""
         self._end_solve()
         self._is_solved = True
         for observer in (self._timer, self._watch):
@@ -177,7 +176,7 @@ class Improvement:
         self._timer = self._watch = None
 
     def _is_worth_it(self, steps: int) -> bool:
-        """Return whether what the steps so far have lost, or may have, pays for a process."""
+        """Return whether the time that the steps so far have lost, or may have, justifies a process."""
         least_s = self.plan.graph.time_s if self.plan.bound_s is None else self.plan.bound_s
         lost_s = self.plan.time_s - least_s
         return lost_s >= _LOST_AT_ONCE_S or lost_s * steps >= _LOST_IN_ALL_S
@@ -187,7 +186,7 @@ class Improvement:
         try:
             self._solve = BackgroundSolve(self._search.job(self._captured.graph, self._solved_bytes))
             _SOLVES.add(self._solve)
-        except OSError:  # no process can be started: the plan that is there is good all the same
+        except OSError:  # no process can be started: the current plan stays
             self._is_solved = True
 
     def _end_solve(self) -> None:
@@ -202,24 +201,24 @@ class Improvement:
             self._solve, self._is_solved = None, True
 
     def _better(self) -> Plan | None:
-        """Return the plan that the solve has found, where it is to take the place of the one in use."""
+        """Return the plan that the solve has found, if it is to replace the current one."""
         if self._solve is not None:
             self._receive(0.0)
         plan = self._candidate
-        if plan is None or self._watch is not None:  # one plan after the other
+        if plan is None or self._watch is not None:  # one swap at a time
             return None
         self._candidate = None
         gain = 1 - plan.time_s / self.plan.time_s
         fits = self._executor.earlier_gradients.fit_beside(with_recorded(self._captured.graph, plan.settings), plan.schedule)
         if gain >= _GAIN and fits and (self._search.any_rounding or rounds_alike(self._captured.graph, self.plan, plan)):
             return plan
-        if plan.bound_s is not None:  # proved of this plan, too
+        if plan.bound_s is not None:  # the bound also holds for this plan
             bound_s = min(plan.bound_s, self.plan.time_s)
             self.plan = replace(self.plan, bound_s=max(bound_s, self.plan.bound_s or 0.0))
         return None
 
     def _time_ops_of(self, executor: Executor) -> None:
-        """Begin again with the timed steps, by `executor`, unless their times have been taken."""
+        """Restart the timing of ops with `executor`, unless their times have been taken."""
         if self._timer is not None:
             self._timer.stop()
             self._timer = OpTimer(executor, steps=_TIMED_STEPS)
@@ -240,12 +239,12 @@ class Improvement:
 
 
 class Consultation:
-    """Decides between two steps whether another plan is to run, on all processes that train a model at the same step.
+    """The decision between two steps on the next plan, the same on all processes that train a model.
 
-    One process asks itself before every step. Several exchange what they know before step 2, 4, 8 and so on.
+    A single process decides before every step. Several processes exchange their state before steps 2, 4, 8 and so on.
 
     Attributes:
-        improvement: of this process.
+        improvement: that of this process.
     """
 
     def __init__(self, ranks: SingleProcess, improvement: Improvement) -> None:
@@ -255,11 +254,11 @@ class Consultation:
 
     @property
     def plan(self) -> Plan:
-        """The plan in use."""
+        """The current plan."""
         return self.improvement.plan
 
     def before_step(self) -> Swap | None:
-        """Note that a step begins; return the plan that it is to run by, where that changes."""
+        """Record that a step begins; return the plan to run it by if the plan changes."""
         self._steps += 1
         steps = self._steps
         if not self._alone and (steps < _FIRST_SHARED or steps & (steps - 1)):
@@ -267,7 +266,7 @@ class Consultation:
         return self._consult(lambda: self.improvement.find(steps))
 
     def wait(self, seconds: float | None) -> Swap | None:
-        """Wait for the end of the solve, or for so long; return the best plan, where it is another than before."""
+        """Wait for the end of the solve, at most `seconds`; return the best plan if it differs from the current one."""
         return self._consult(lambda: self.improvement.wait(seconds))
 
     def _consult(self, find: Callable[[], Plan | None]) -> Swap | None:
@@ -275,14 +274,14 @@ class Consultation:
         if over and max(over) > 0:
             return self.improvement.take_back(max(over))
         found, in_use = self._ranks.share(lambda: (find(), self.improvement.plan))
-        if not self._alone:  # the costs that one has measured are all's; a peak is of one's own
+        if not self._alone:  # measured costs are shared by all processes; the peak is per process
             measured = self.improvement.plan.measured_peak_bytes
             self.improvement.plan = replace(in_use, measured_peak_bytes=measured)
         return None if found is None else self.improvement.adopt(found)
 
 
 def over_budget(plan: Plan, peak_bytes: int, budget_bytes: int) -> str:
-    """Return what is to be said where `plan` has taken more than the budget."""
+    """Return the message that `plan` has exceeded the budget."""
     return (
         f"the measured peak is {format_bytes(peak_bytes)}, over the budget of {format_bytes(budget_bytes)}, though "
         f"{format_bytes(plan.peak_bytes)} was predicted: some op takes memory that its profile did not show, or a CUDA graph "
@@ -291,7 +290,7 @@ def over_budget(plan: Plan, peak_bytes: int, budget_bytes: int) -> str:
 
 
 def with_times(graph: Graph, times_s: Mapping[str, float]) -> Graph:
-    """Return `graph` with `times_s` by the names of ops; times of ops that were not executed are scaled as those that were."""
+    """Return `graph` with `times_s` by op name; times of ops that were not executed are scaled by the same factor."""
     known_s = math.fsum(op.time_s for op in graph.ops if op.name in times_s)
     scale = math.fsum(times_s.values()) / known_s if known_s > 0 else 1.0
     ops = tuple(replace(op, time_s=times_s.get(op.name, op.time_s * scale)) for op in graph.ops)
@@ -299,12 +298,12 @@ def with_times(graph: Graph, times_s: Mapping[str, float]) -> Graph:
 
 
 def _of_another_plan(eager: EagerComparison | None) -> EagerComparison | None:
-    """Return what a comparison says of eager PyTorch and of bits; how a plan compares that it was not made with is not known."""
+    """Return the comparison without the time of the planned step, which was measured for another plan."""
     return None if eager is None else replace(eager, planned_time_s=0.0, spread=0.0)
 
 
 def rounds_alike(graph: Graph, one: Plan, other: Plan) -> bool:
-    """Return whether two plans make the same bits: the same ops that round, in the same order among what they stand for."""
+    """Return whether two plans give the same bits: the same rounding ops, in the same order among alternatives."""
     return _rounding(graph, one) == _rounding(graph, other)
 
 

@@ -1,4 +1,4 @@
-"""What makes planned steps over Inductor's kernels: of the ways to compile a step, the one whose plan is the fastest."""
+"""The compiler of planned steps with Inductor's kernels: of several variants of a step, it keeps the fastest plan."""
 
 import warnings
 from dataclasses import dataclass, replace
@@ -15,35 +15,35 @@ from planner.training.cache import SHARES_OF
 from planner.training.compiler import Compiler
 from planner.training.step import PlannedStep
 
-_WORTH_IT = 0.01  # of the step: what recomputation must cost for other kernels to be compiled
+_WORTH_IT = 0.01  # of the step: cost of recomputation from which other variants are compiled
 
 
 @dataclass(frozen=True, slots=True)
 class InductorCompiler(Compiler):
-    """As a ``Compiler``; ``torch.compile`` stands where eager PyTorch does."""
+    """A ``Compiler`` whose reference is ``torch.compile`` in place of eager PyTorch."""
 
     def capture(self, batch: Batch) -> Capture:
         """Return the step on `batch` as ``torch.compile`` compiles it; nothing is executed."""
         return self._captured(batch, Variant.DEFAULT)
 
     def captured_for(self, plan: Plan, captured: Capture, batch: Batch) -> Capture:
-        """See ``Compiler``."""
+        """Return the step on `batch` with the variant that `plan` was made for; see ``Compiler``."""
         variant = Variant(str(plan.graph.provenance["variant"]))
         of_plan = captured if variant is Variant.DEFAULT else self._other(variant, captured, batch)
         return Compiler.captured_for(self, plan, of_plan, batch)
 
     def plan(self, captured: Capture, batch: Batch, budget: str | int) -> PlannedStep:
-        """The fastest step on `batch` within the budget; `captured` is what ``capture`` returned, profiled.
+        """Return the fastest step on `batch` within the budget; `captured` is what ``capture`` returned, profiled.
 
-        Where what ``torch.compile`` compiles fits without recomputation that costs, that is it. Otherwise other variants are
-        compiled and planned too, and each that makes the same bits stands in turn with ``torch.compile``.
+        If the default variant of ``torch.compile`` fits without recomputation that costs time, it is returned. Otherwise other
+        variants are compiled and planned, and each that gives the same bits is timed against ``torch.compile``.
 
         Raises:
-            InfeasibleError, LimitError, BudgetError: the first variant does not fit, and no other does.
+            InfeasibleError, LimitError, BudgetError: no variant fits; raised for the first one.
         """
         whole_bytes = summarize(captured.graph).keep_everything_peak_bytes
         if is_share(budget):
-            # Of the peak of eager PyTorch, whose kernels are measured for that.
+            # Shares refer to the peak of eager PyTorch, whose kernels are measured for that.
             eager = replace(self, trace=replace(self.trace, options=(), measure_link=False)).profile(
                 self._captured(batch, None), batch
             )
@@ -63,7 +63,7 @@ class InductorCompiler(Compiler):
             try:
                 other = _shares_of(whole_bytes, self.profile(self._other(variant, captured, batch), batch))
                 with warnings.catch_warnings():
-                    warnings.simplefilter("ignore", EagerWarning)  # one that differs is not taken
+                    warnings.simplefilter("ignore", EagerWarning)  # a variant that differs is rejected
                     step = comparing.solve(other, batch, budget_bytes)
             except (BudgetError, LimitError, TraceError):
                 continue
@@ -75,21 +75,21 @@ class InductorCompiler(Compiler):
         return min(steps, key=_time_beside)
 
     def _other(self, variant: Variant, captured: Capture, batch: Batch) -> Capture:
-        """The step compiled in another way; what it must equal stays ``torch.compile``'s own."""
+        """Return the step compiled as another variant; its reference is still ``torch.compile``'s own."""
         return replace(self._captured(batch, variant), whole=captured.whole)
 
 
 def _shares_of(whole_bytes: int, captured: Capture) -> Capture:
-    """Return `captured`, whose provenance says what budgets that are shares are shares of."""
+    """Return `captured` with the bytes that budgets given as shares refer to in its provenance."""
     graph = captured.graph
     provenance = {**graph.provenance, SHARES_OF: whole_bytes}
     return replace(captured, graph=Graph(graph.ops, graph.tensors, graph.kept, provenance))
 
 
 def _others(graph: Graph) -> list[Variant]:
-    """The variants that may do better than the default one, whose `graph` this is."""
+    """Return the variants that may be faster than the default one with this `graph`."""
     found = [Variant.KEEP]
-    if not any(op.random for op in graph.ops):  # with a budget, PyTorch draws other numbers in the backward pass
+    if not any(op.random for op in graph.ops):  # with a memory budget, PyTorch draws other numbers in the backward pass
         found.insert(0, Variant.BUDGET)
     if any(not (op.recomputable or op.mutates or op.random) for op in graph.ops):
         found.insert(0, Variant.WHOLE)
@@ -97,6 +97,6 @@ def _others(graph: Graph) -> list[Variant]:
 
 
 def _time_beside(step: PlannedStep) -> float:
-    """Measured time of a step, as a multiple of ``torch.compile``'s in the same turns; predicted seconds where it was not."""
+    """Return the measured time of a step as a multiple of ``torch.compile``'s; the predicted seconds if it was not measured."""
     eager = step.plan.eager
     return step.plan.time_s if eager is None or eager.overhead is None else 1 + eager.overhead

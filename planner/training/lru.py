@@ -1,4 +1,4 @@
-"""What was used last, where not all can be kept."""
+"""A cache of the most recently used values."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
@@ -9,18 +9,18 @@ V = TypeVar("V")
 
 
 class LRUCache(Generic[K, V]):
-    """At most so many values; the one that was used longest ago goes first."""
+    """A cache of at most `most` values; the least recently used one is dropped first."""
 
     def __init__(self, most: int) -> None:
         self._most = most
         self._values: OrderedDict[K, V] = OrderedDict()
 
     def values(self) -> tuple[V, ...]:
-        """All of them, the last used last."""
+        """Return all values, the most recently used last."""
         return tuple(self._values.values())
 
     def use(self, key: K, make: Callable[[], V]) -> V:
-        """The value of `key`, made if there is none."""
+        """Return the value of `key`, made if it is missing."""
         if key not in self._values:
             self._values[key] = make()
         self._values.move_to_end(key)
@@ -29,5 +29,5 @@ class LRUCache(Generic[K, V]):
         return self._values[key]
 
     def clear(self) -> None:
-        """Forget all of them."""
+        """Remove all values."""
         self._values.clear()

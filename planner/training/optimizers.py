@@ -1,4 +1,4 @@
-"""Which of the optimizers whose memory is known an optimizer object is."""
+"""Recognition of the optimizers whose memory is known."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,13 +10,13 @@ from graphs.optimizers import OPTIMIZERS
 
 
 def optimizer_kind(optimizer: torch.optim.Optimizer) -> str:
-    """Return what ``planner.compile`` calls an optimizer.
+    """Return the name of an optimizer in ``planner.compile``.
 
     Args:
-        optimizer: of ``torch.optim``, or a wrapper that holds one as ``optimizer``, as that of Accelerate does.
+        optimizer: an optimizer of ``torch.optim``, or a wrapper with one as ``optimizer``, such as Accelerate's.
 
     Raises:
-        PlannerError: it is none of those whose memory is known.
+        PlannerError: its memory is unknown.
     """
     inner = getattr(optimizer, "optimizer", None)
     if isinstance(inner, torch.optim.Optimizer):

@@ -1,4 +1,4 @@
-"""Plans inside somebody else's training loop: one for each kind of batch that comes, and the optimizer the loop has."""
+"""Plans inside another library's training loop: one for each kind of batch."""
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping
@@ -24,23 +24,23 @@ from planner.training.optimizers import optimizer_kind
 from planner.training.step import PlannedStep
 
 _MOST_PLANS = 32
-_MANY_SIZES = 8  # besides the first, before somebody is told
-_SIDE_LIMIT_S = 5.0  # to solve for a size that is not the first
-Key = tuple[tuple[Hashable, ...], Shapes]  # all but the sizes, the sizes
+_MANY_SIZES = 8  # apart from the first, before a warning
+_SIDE_LIMIT_S = 5.0  # for the solve of a size other than the first
+Key = tuple[tuple[Hashable, ...], Shapes]  # everything but the sizes, and the sizes
 _LIMIT_S = signature(compile).parameters["time_limit_s"].default
 _BUDGETS = {"budget", "max_overhead"}
 _OPTIONS = {p.name for p in signature(compile).parameters.values() if p.kind is Parameter.KEYWORD_ONLY} - _BUDGETS
 
 
 class BatchPlans:
-    """Makes a plan when a batch of new sizes first comes to a model, and keeps the last of them.
+    """A cache of plans by the sizes of batches: a plan is made when a batch of new sizes arrives.
 
-    The first size gets the whole time limit. Others (a smaller last batch, other lengths) are solved for some seconds and are
-    not compared with eager PyTorch. With ``dynamic=True`` among the options there is one step, which sees to the sizes itself.
+    The first size gets the whole time limit. Others (a smaller last batch, other lengths) are solved for a few seconds and are
+    not compared with eager PyTorch. With ``dynamic=True`` among the options, one step handles all sizes itself.
     """
 
     def __init__(self, wrapper: Unwrapped, budget: str | int, options: Mapping[str, Any]) -> None:
-        """Take what every plan is made for, and with.
+        """Set the model, the budget and the options that all plans share.
 
         Args:
             wrapper: how the model is trained.
@@ -58,7 +58,7 @@ class BatchPlans:
 
     @property
     def main(self) -> PlannedStep | None:
-        """The step for the size that came most often; None before the first batch."""
+        """The step for the most frequent size; None before the first batch."""
         return None if self._main is None else self._main[1]
 
     def step(
@@ -70,15 +70,15 @@ class BatchPlans:
         accumulate: bool,
         on_progress: View | None = None,
     ) -> PlannedStep:
-        """Return the step for `batch`. Where several processes train, all call this, with batches of the same sizes.
+        """Return the step for `batch`. If several processes train, all call this, with batches of the same sizes.
 
         Args:
             loss_fn, accumulate: as in ``planner.compile``, the same in every call.
-            optimizer: whose memory counts, unless the options name another.
+            optimizer: the optimizer, whose memory counts, unless the options name another.
             on_progress: shows how the first size is planned, unless the options name another.
 
         Raises:
-            PlannerError: that memory is not known, or the processes' batches differ; or what ``planner.compile`` raises.
+            PlannerError: its memory is unknown, or the processes' batches differ; or as in ``planner.compile``.
         """
         key = self._key(batch)
         self._check_same(key, batch)
@@ -91,14 +91,14 @@ class BatchPlans:
         return step
 
     def _key(self, batch: Batch) -> Key:
-        """Return what a plan is for, with the sizes of its tensors apart, unless one plan is for all sizes."""
+        """Return what a plan depends on, with the sizes of the batch unless one plan serves all sizes."""
         leaves, spec = pytree.tree_flatten(batch)
         kinds = [(x.dtype, x.requires_grad, x.dim()) if isinstance(x, torch.Tensor) else repr(x) for x in leaves]
         trained = tuple(p.requires_grad for p in self._parameters)
         return (str(spec), *kinds, trained), () if self._options.get("dynamic", False) else shapes_of(batch)
 
     def _check_same(self, key: Key, batch: Batch) -> None:
-        """Raise where processes have other batches: one that planned on its own would wait for the others for ever."""
+        """Raise if the processes have different batches: a process that plans alone would wait for the others forever."""
         ranks = self._wrapper.ranks
         if not ranks.same(key):
             found = "; ".join(f"rank {rank}: {shapes}" for rank, shapes in enumerate(ranks.gather(_shapes(batch))))
@@ -130,7 +130,7 @@ class BatchPlans:
         if any(kind == key[0] for kind, _ in self._uses):
             return self._side_step(make, options, batch)
         made = make(**{"on_progress": on_progress, **options})
-        self._budget = made.plan.budget_bytes  # where it is a share, of the first batch's peak
+        self._budget = made.plan.budget_bytes  # a share refers to the first batch's peak
         return made
 
     def _side_step(self, make: Callable[..., PlannedStep], options: Mapping[str, Any], batch: Batch) -> PlannedStep:
@@ -154,17 +154,17 @@ class BatchPlans:
             raise type(error)(f"for a batch of {_shapes(batch)}{self._share()}: {error}") from error
 
     def _share(self) -> str:
-        """Return what a message says of a budget that is a share."""
+        """Return the part of a message on a budget that is a share."""
         if self._asked == self._budget or not str(self._asked).strip().endswith("%"):
             return ""
         return f", whose budget is {self._asked} of the first batch's peak, {format_bytes(int(self._budget))}"
 
 
 def check_options(options: Mapping[str, Any]) -> None:
-    """Whether ``planner.compile`` has these keyword arguments besides the budget.
+    """Raise unless ``planner.compile`` has these keyword arguments, apart from the budget.
 
     Raises:
-        PlannerError: it has not.
+        PlannerError: an argument is unknown.
     """
     if unknown := options.keys() - _OPTIONS:
         raise PlannerError(f"unknown option {min(unknown)!r} of planner.compile: choose of {', '.join(sorted(_OPTIONS))}")

@@ -1,4 +1,4 @@
-"""From settings to a planned step: what goes with what is checked, and one compiler makes the steps of a model."""
+"""From settings to a planned step: the settings are checked together, and one compiler makes the steps of a model."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, is_dataclass, replace
@@ -35,7 +35,7 @@ from planner.training.step import PlannedStep
 
 @dataclass(frozen=True, slots=True)
 class Planning:
-    """How the steps of a model are planned: what ``planner.compile`` was called with.
+    """The settings of ``planner.compile`` for the steps of a model.
 
     Attributes:
         wrapper: how the model is trained.
@@ -94,12 +94,12 @@ class Planning:
         return ReplannedStep(make, batch, budget, max_plans=run.max_plans) if run.replan else make(batch, budget)
 
     def _channels(self) -> tuple[Channels | None, SolveSettings]:
-        """Return the channels to the host, and the settings with the memory there that all plans share; None without copies."""
+        """Return the channels to the host, and the settings with the host memory that all plans share; None without transfers."""
         choices = self.solve.choices
         if choices is None or choices.host_bytes is None:
             return None, self.solve
         channels = self.wrapper.channels(choices.host_bytes)
-        host_bytes = int(channels.memory.capacity_bytes)  # of which as much may be free as before: earlier plans have taken it
+        host_bytes = int(channels.memory.capacity_bytes)  # the buffers of earlier plans count as free
         return channels, replace(self.solve, choices=replace(choices, host_bytes=host_bytes))
 
     def _compiler(self, channels: Channels | None, solve: SolveSettings) -> Compiler:
@@ -108,7 +108,7 @@ class Planning:
             from planner.training.inductor_compiler import InductorCompiler  # importing Inductor takes a second
 
             make = InductorCompiler
-        first = self.wrapper.ranks.is_first  # of several processes, the first one reports
+        first = self.wrapper.ranks.is_first  # of several processes, only the first one reports
         return make(
             self.wrapper,
             self.loss_fn,
@@ -121,7 +121,7 @@ class Planning:
         )
 
     def _made_with(self, solve: SolveSettings) -> dict[str, object]:
-        """Return the settings that a kept plan depends on."""
+        """Return the settings that a cached plan depends on."""
         choices, params = self.solve.choices, solve.params
         made_with: dict[str, object] = {
             "solver": solve.solver,
@@ -143,10 +143,10 @@ class Planning:
 
 
 def check_trains(what: str) -> None:
-    """Refuse to plan where nothing is trained.
+    """Raise if no training is possible here.
 
     Args:
-        what: is done, for the message: ``planner.compile is called``.
+        what: the action, for the message: ``planner.compile is called``.
 
     Raises:
         PlannerError: gradients are turned off, or a transform of torch.func is active.
@@ -158,10 +158,10 @@ def check_trains(what: str) -> None:
 
 
 def _planned(compiler: Compiler, batch: Batch, budget: str | int, made_with: Mapping[str, object]) -> PlannedStep:
-    """Return the step for batches like `batch`, from the cache if it is there.
+    """Return the step for batches like `batch`, from the cache if possible.
 
     Args:
-        made_with: settings that plans depend on; another plan is made for others.
+        made_with: settings that plans depend on.
     """
     wrapper, cache = compiler.wrapper, compiler.search.run.cache
     plans = wrapper.ranks.each(lambda: None if cache is None else PlanCache(cache))
@@ -202,7 +202,7 @@ def _planned(compiler: Compiler, batch: Batch, budget: str | int, made_with: Map
 
 
 def _made_for(captured: Capture, model: nn.Module) -> dict[str, object]:
-    """What the schedule of a captured step depends on, besides budget and options."""
+    """Return all that the schedule of a captured step depends on, except budget and options."""
     device = next(model.parameters()).device
     return {
         "graph": captured.graph.fingerprint,

@@ -1,4 +1,4 @@
-"""A planned step that plans again by itself when what its plan was made for has changed."""
+"""A planned step that replans when the model or a value that it read has changed."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +11,7 @@ from planner.training.step import PlannedStep
 
 
 class ReplannedStep(PlannedStep):
-    """Keeps the plans that were made, for a value may change back: the first one that is right for a call runs it.
+    """A planned step that keeps its earlier plans, for values may change back: the first plan that matches a call runs it.
 
     Attributes:
         plan: the one that was used last.
@@ -25,7 +25,7 @@ class ReplannedStep(PlannedStep):
         Args:
             make: a planned step for a batch and a budget.
             batch, budget: as in ``planner.compile``. A share is of the first plan's peak.
-            max_plans: how many are kept; the one that was used longest ago goes first.
+            max_plans: number of cached plans; the least recently used one is dropped first.
         """
         first = make(batch, budget)
         super().__init__(first.plan, first._run, first.measured)
@@ -33,7 +33,7 @@ class ReplannedStep(PlannedStep):
         self._kept = [first]
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
-        """The loss of a batch, as of any planned step; first a plan, where none of those that are kept is right.
+        """Return the loss of a batch, as any planned step; plan first if no cached plan matches.
 
         Raises:
             TraceError, InfeasibleError, LimitError, BudgetError: as ``planner.compile``, when it plans again.
@@ -55,7 +55,7 @@ class ReplannedStep(PlannedStep):
         return returned
 
     def wait(self, seconds: float | None = None) -> Plan:
-        """Wait for a better plan in place of the last one, as any planned step."""
+        """Wait for a better plan than the last used one; see ``PlannedStep.wait``."""
         self._kept[0].wait(seconds)
         self._show(self._kept[0])
         return self.plan

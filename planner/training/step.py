@@ -40,10 +40,10 @@ class PlanUse:
     """A plan, and when it came into use.
 
     Attributes:
-        plan: as it was then.
+        plan: the plan at that time.
         step: number of the first step that ran by it, from 1.
-        seconds: since the step was made.
-        reason: why it took the place of the one before.
+        seconds: seconds since the step was made.
+        reason: why it replaced the one before.
     """
 
     plan: Plan
@@ -53,10 +53,10 @@ class PlanUse:
 
 
 class PlannedStep:
-    """A training step that runs as its plan says: ``loss = step(*batch); loss.backward()``.
+    """A training step that runs by its plan: ``loss = step(*batch); loss.backward()``.
 
-    Where the step was planned for a mapping it is ``step(**batch)``. While it trains, the plan becomes better: between two
-    steps a faster one may take its place, which makes the same bits within the same budget.
+    A step that was planned for a mapping is called as ``step(**batch)``. While it trains, a faster plan with the same bits and
+    budget may replace the current one between two steps.
 
     Attributes:
         plan: the plan in use: its schedule, what it was planned for, predicted and measured.
@@ -76,8 +76,8 @@ class PlannedStep:
         """Run `plan` by calling `run`.
 
         Args:
-            refreshed: makes the step that a batch says anew how lossy it may be; None where nothing is lossy.
-            improving: finds better plans; None where the plan stays.
+            refreshed: makes a step after measuring sensitivity on a batch; None if nothing is lossy.
+            improving: the search for better plans; None if the plan stays.
         """
         self.plan = plan
         self.measured = measured
@@ -90,9 +90,9 @@ class PlannedStep:
         self.history: tuple[PlanUse, ...] = (PlanUse(plan, 1, 0.0, "planned"),)
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
-        """Return the loss of a batch, ready for ``backward()``; with what else the loss function returns, detached.
+        """Return the loss of a batch, ready for ``backward()``, and the other outputs of the loss function, detached.
 
-        Under ``torch.no_grad()`` the step evaluates: the loss of a batch of any size, in train or eval mode, by eager PyTorch.
+        Under ``torch.no_grad()`` the step evaluates by eager PyTorch: a batch of any size, in train or eval mode.
 
         Raises:
             MismatchError: other shapes, dtypes or values than planned for, or the model's mode has changed.
@@ -116,25 +116,25 @@ class PlannedStep:
         return "\n".join((str(self.plan), *(uses if len(uses) > 1 else ())))
 
     def _repr_html_(self) -> str:
-        """Return the plan in use for a notebook, with the chart of its memory if the ops were measured."""
+        """Return the current plan as HTML, with the chart of its memory if the ops were measured."""
         return html(self.plan, self.measured)
 
     @property
     def improves(self) -> bool:
-        """True if better plans may take the place of the present one."""
+        """True if better plans may replace the current one."""
         return self._improving is not None
 
     def wait(self, seconds: float | None = None) -> Plan:
-        """Wait until the solve in the background has ended, or for so long; return the plan that the next step runs by.
+        """Wait until the background solve has ended, at most `seconds`; return the plan of the next step.
 
-        Where several processes train, all call this.
+        If several processes train, all call this.
         """
         if self._improving is not None:
             self._take(self._improving.consultation.wait(seconds))
         return self.plan
 
     def keep_with(self, keep: Callable[[Plan], None]) -> None:
-        """Call `keep` with each plan that comes into use, once its peak has been measured; with the present one at once."""
+        """Call `keep` with the current plan, and with each later plan once its peak has been measured."""
         keep(self.plan)
         self._keep = keep
 
@@ -149,13 +149,13 @@ class PlannedStep:
             self.history += (PlanUse(self.plan, max(1, self._steps), seconds, swap.reason),)
 
     def _show(self, step: "PlannedStep") -> None:
-        """Have the plan and the history of `step`, one of those that this stands for."""
+        """Take over the plan and the history of `step`."""
         self.plan, self.measured, self.history, self._run = step.plan, step.measured, step.history, step._run
 
     def refresh_sensitivity(self, *args: object, **kwargs: object) -> None:
-        """Measure anew how lossy compressed keeping is, on a batch and with the parameters as they are, and plan again with that.
+        """Measure the sensitivity to compression again, on a batch and with the current parameters, and replan with that.
 
-        Times are not measured again. The batch is given as calls of the step are.
+        Times are not measured again. The batch is passed as in calls of the step.
 
         Raises:
             PlannerError: the step was planned without the option ``compress``, from a cache, on several processes, or with
@@ -175,11 +175,11 @@ class PlannedStep:
         self._refreshed, self._improving = step._refreshed, step._improving
 
     def report(self, path: str | os.PathLike[str], *, trace: str | os.PathLike[str] | None = None) -> None:
-        """Write a page that shows what the plan does, and to `trace` the same as a Chrome trace: docs/report.md.
+        """Write the report page of the plan to `path`, and its Chrome trace to `trace`: docs/report.md.
 
         Raises:
             OutputError: a file cannot be written.
-            PlannerError: the plan was loaded from a cache, so that the times of its ops are not known.
+            PlannerError: the plan was loaded from a cache, so that op times are unknown.
         """
         if self.measured is None:
             raise PlannerError(

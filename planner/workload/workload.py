@@ -132,7 +132,7 @@ def _call_function(path: Path, spec: ModelSpec) -> "Workload":
 
 @contextmanager
 def _importable_folder(path: Path) -> Iterator[None]:
-    """Put the folder of `path` on sys.path, first inside as for a script, then last, since later processes inherit it."""
+    """Put the folder of `path` on sys.path: first inside the context, as for a script, then last, for later processes."""
     folder = str(path.resolve().parent)
     if folder in sys.path:
         yield
@@ -263,7 +263,7 @@ def _listed(parameters: dict[str, inspect.Parameter]) -> str:
 
 
 def _with_line(error: BaseException, path: Path) -> str:
-    """The error in one line, with the last line of the user's file that led to it."""
+    """Return the error in one line, with the last line of the user's file that led to it."""
     if isinstance(error, SyntaxError) and error.lineno is not None:
         return f"{type(error).__name__}: {error.msg} ({error.filename}, line {error.lineno})"
     line = _last_line_in(error.__traceback__, path)

@@ -40,7 +40,7 @@ aten = torch.ops.aten
 _QUESTIONS = (torch.compiler.is_compiling, torch.compiler.is_dynamo_compiling, torch.compiler.is_exporting)
 _INFORMED = {"torch", "planner"}  # packages that always get the true answer
 
-# Modules that ask in order to leave out what no graph can hold (a context variable that is set, a look at a mask's values),
+# Modules that ask in order to leave out operations that no graph can hold (a context variable, a read of a mask's values),
 # and their questions. Other libraries are found by an attempt that fails.
 ASKING_FOR_COMPILERS = frozenset(
     {
@@ -51,7 +51,7 @@ ASKING_FOR_COMPILERS = frozenset(
 
 _AUTOGRAD_KEYS = (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd)
 
-# Ops that are captured by their Python functions all the same.
+# Ops that are captured by their Python functions nevertheless.
 _DECOMPOSED = {
     # The fused kernel, which draws and rounds as eager PyTorch's three ops do and keeps a quarter of the bytes.
     aten.dropout.default,
@@ -131,8 +131,8 @@ def _whole_where(wanted: Callable[[InstructionTranslatorBase], bool], decompose:
 def not_compiling(informed: Collection[str] = ()) -> Iterator[list[str]]:
     """Answer no to models that ask whether they are compiled, so that they run the same code as in eager PyTorch.
 
-    Libraries ask to leave out what no compiler could follow (a check whether a mask masks anything), and then compute with
-    numbers that round differently, or with masks that eager PyTorch does without. PyTorch itself gets the true answer.
+    Libraries ask in order to leave out operations that no compiler can follow (a check whether a mask masks anything), and then
+    compute numbers that round differently, or masks that eager PyTorch does not need. PyTorch itself gets the true answer.
 
     Args:
         informed: modules that get the true answer too, with their question, as in ``ASKING_FOR_COMPILERS``.
@@ -222,8 +222,8 @@ _CALLED = {
 }
 
 
-# Some kernels lay their result out differently than their fake kernels (mse_loss_backward of a transposed input). Eager
-# PyTorch's backward pass then copies what cannot be viewed; so does this, and elsewhere it makes the same view.
+# Some kernels return another layout than their fake kernels (mse_loss_backward of a transposed input). Eager PyTorch's
+# backward pass then copies tensors that cannot be viewed; so does this op, and otherwise it makes the same view.
 _AS_LAID_OUT: dict[OpOverload, OpOverload] = dict.fromkeys((aten.view.default, aten._unsafe_view.default), aten.reshape.default)
 
 

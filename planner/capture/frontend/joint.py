@@ -320,7 +320,7 @@ def _guards(
 
 
 def logging_methods() -> set[object]:
-    """Return the methods that write to a log, those added by libraries included: they are no part of the graph."""
+    """Return the methods that write to a log, including those added by libraries: they are not part of the graph."""
     levels = ("debug", "info", "warning", "error", "critical", "exception", "log")
     return {getattr(logging.Logger, name) for name in dir(logging.Logger) if name.startswith(levels)}
 

@@ -129,7 +129,7 @@ class ConcreteValues:
 
     @contextmanager
     def propagate(self, lazily: Callable[[], bool]) -> Iterator[None]:
-        """Compute the values of what is executed on fake tensors.
+        """Compute the values of ops that are executed on fake tensors.
 
         Args:
             lazily: return True if a number that is taken out of a tensor now may stay a symbol until it is needed.

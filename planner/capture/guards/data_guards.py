@@ -210,7 +210,7 @@ class GuardWriter:
         if not self._checks:
             return None
         module, program = self.computed()
-        # In the order of the step: an earlier condition may be the reason why a later one cannot be computed.
+        # In program order: an earlier condition may explain why a later one cannot be computed.
         checks = sorted(self._checks, key=lambda check: max(check.values))
         return DataGuards(tuple(checks), module, program)
 

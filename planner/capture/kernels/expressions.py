@@ -21,11 +21,11 @@ _LATE = ("run",)  # attributes of kernels that tuning replaces
 
 
 class Expressions:
-    """What expressions in the code of a module stand for.
+    """The reader of expressions in the code of a module.
 
     Attributes:
-        bound: what its variables stand for.
-        parts: what the items of those of its variables stand for that are taken apart, by variable and subscript.
+        bound: values of the module's variables.
+        parts: values of the items of unpacked variables, by variable and subscript.
     """
 
     def __init__(
@@ -35,20 +35,20 @@ class Expressions:
         names: dict[str, object],
         refuse: Callable[[ast.AST], NoReturn],
     ) -> None:
-        """Of a module that defines `namespace`; `names` gets what is named, and `refuse` what cannot be read."""
+        """Initialize for a module that defines `namespace`; named objects are added to `names`, and `refuse` raises."""
         self.bound: dict[str, Argument] = dict(bound)
         self.parts: dict[tuple[str, object], Ref] = {}
         self._namespace, self._names, self._refuse = namespace, names, refuse
 
     def call(self, expression: ast.expr) -> Call:
-        """What a call stands for."""
+        """Return the call that `expression` represents."""
         found = self.value(expression)
         if not isinstance(found, Call):
             self._refuse(expression)
         return found
 
     def value(self, expression: ast.expr) -> Argument:
-        """What `expression` stands for."""
+        """Return the value that `expression` represents."""
         match expression:
             case ast.Constant(value=value):
                 return value
@@ -101,7 +101,7 @@ def _is_computed(value: Argument) -> bool:
 
 
 def items(statements: Iterable[ast.stmt]) -> dict[str, list[int]]:
-    """For each variable that is taken apart, the subscripts by which it is."""
+    """Return for each variable that is unpacked the subscripts used on it."""
     found: dict[str, list[int]] = {}
     for statement in statements:
         match statement:
@@ -111,7 +111,7 @@ def items(statements: Iterable[ast.stmt]) -> dict[str, list[int]]:
 
 
 def methods_on(expression: ast.expr, variables: Container[str]) -> list[str] | None:
-    """Return the methods that are called on one of `variables` or a part of it, one after the other; None where it is none."""
+    """Return the methods called in sequence on one of `variables` or a part of it; None for other expressions."""
     found: list[str] = []
     while True:
         match expression:

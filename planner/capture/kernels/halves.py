@@ -1,4 +1,4 @@
-"""The two halves of a joint graph, compiled by Inductor as ``torch.compile`` compiles them."""
+"""The two halves of a joint graph, compiled by Inductor as by ``torch.compile``."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -40,8 +40,8 @@ from planner.torch_private.inductor import (
     separate_kernels,
 )
 
-# What makes the code around kernels a list of launches. Memory is taken and given back as a schedule says, so that Inductor need
-# not do so; neither changes a kernel's arithmetic.
+# Settings that make the code around kernels a list of launches. A schedule allocates and frees memory, so Inductor need not;
+# the arithmetic of kernels does not change.
 _PLAIN_CODE = {
     "allow_buffer_reuse": False,
     "graph_partition": False,
@@ -50,7 +50,7 @@ _PLAIN_CODE = {
     "triton.cudagraphs": False,
 }
 
-# Part of the keys of Inductor's cache: what is kept there was generated with all that is changed in here.
+# Part of the keys of Inductor's cache: cached code was generated with all changes made here.
 _GENERATED = "planner: kernels apart, with what one thread may write over"
 
 _NOTHING = "the step computes nothing that Inductor could compile: plan with kernels='eager'"
@@ -62,13 +62,13 @@ _Ends = tuple[_Inputs, _Outputs]
 
 @dataclass(frozen=True, slots=True)
 class Half:
-    """The forward or the backward pass, compiled.
+    """The compiled forward or backward pass.
 
     Attributes:
-        source: of the module that Inductor generated.
-        namespace: what that module defines, as Inductor loaded it: a kernel that tunes itself does so once for all its callers.
-        inputs: name and descriptor of each input; what the forward pass saved has none.
-        outputs: name, descriptor and fake value of each output; None and None for those that are not there.
+        source: the module that Inductor generated.
+        namespace: the names that this module defines, as Inductor loaded it: kernels are autotuned once for all callers.
+        inputs: name and descriptor of each input; saved tensors have no descriptor.
+        outputs: name, descriptor and fake value of each output; None and None for missing ones.
         constants: tensors that are part of it, by name.
     """
 
@@ -81,7 +81,7 @@ class Half:
 
 @dataclass(frozen=True, slots=True)
 class Halves:
-    """A step, compiled.
+    """A compiled step.
 
     Attributes:
         joint: the graph that it was compiled from, both passes in one.
@@ -95,7 +95,7 @@ class Halves:
     call: Callable[..., Any]
 
     def called_as(self, step: TrainingStep) -> Callable[..., Any]:
-        """`call`, called with a batch as `step` is, and returning what that returns."""
+        """Return `call` with the inputs and outputs of `step`."""
         joint, call = self.joint, self.call
 
         def run(*args: object, **kwargs: object) -> object:
@@ -114,13 +114,13 @@ def compile_halves(
     variant: Variant,
     export: Callable[..., JointWithDescriptors] = aot_export_joint_with_descriptors,
 ) -> Halves:
-    """`module`, which Dynamo captured, compiled by Inductor; called in its tracing context.
+    """Return `module`, captured by Dynamo, as compiled by Inductor; called in its tracing context.
 
     Args:
-        stack: open for as long as what is compiled is needed to be compiled again.
-        args, kwargs: what the module is called with.
-        variant: how.
-        export: what makes the joint graph.
+        stack: kept open as long as the halves may be compiled again.
+        args, kwargs: arguments of the module.
+        variant: the variant to compile.
+        export: the function that makes the joint graph.
     """
     found: dict[bool, Half] = {}
     extra = create_compiler_config_extra(module)
@@ -179,7 +179,7 @@ def _settings() -> Iterator[None]:
 
 
 def _ends(gm: fx.GraphModule) -> _Ends:
-    """Inputs and outputs of a half, before Inductor's passes over it."""
+    """Return the inputs and outputs of a half, before Inductor's passes over it."""
     inputs = tuple((node.name, node.meta.get("desc")) for node in gm.graph.find_nodes(op="placeholder"))
     output = gm.graph.output_node()
     values = zip(output.args[0], output.meta["desc"], strict=True)  # type: ignore[arg-type]

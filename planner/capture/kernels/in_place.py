@@ -1,8 +1,8 @@
-"""Which outputs of a kernel of Inductor's may lie where one of its inputs does.
+"""In-place writes of Inductor's kernels: which outputs may use the memory of which inputs.
 
-Inductor decides so while it generates a kernel, for inputs that nobody reads afterwards. Who reads what afterwards is for a
-schedule to say, so that its decision is replaced: kernels get all their inputs and outputs as arguments of their own, and the
-code around them says of which pairs both may be given the same memory.
+Inductor decides this while it generates a kernel, for inputs without later readers. Which readers come later depends on the
+schedule, so that decision is replaced: kernels get all their inputs and outputs as separate arguments, and the code around them
+lists the pairs that may share memory.
 """
 
 import ast
@@ -25,14 +25,14 @@ _MARK = "may be written over"
 
 
 def note_pairs(node: BaseSchedulerNode) -> None:
-    """Say in the code that is being generated of which pairs the kernel that `node` is part of may be given the same memory."""
+    """Add to the generated code the input-output pairs of the kernel of `node` that may share memory."""
     if isinstance(node, SchedulerNode):
         for read, made in _pairs(node):
             V.graph.wrapper_code.writeline(repr((_MARK, read, made)))
 
 
 def noted(statement: ast.expr) -> tuple[str, str] | None:
-    """Names of an input and of the output that may be written over it, where `statement` says so."""
+    """Return the names of an input and of the output that may be written over it, if `statement` lists such a pair."""
     match statement:
         case ast.Tuple(elts=[ast.Constant(value=mark), ast.Constant(value=str(read)), ast.Constant(value=str(made))]):
             return (read, made) if mark == _MARK else None
@@ -40,10 +40,10 @@ def noted(statement: ast.expr) -> tuple[str, str] | None:
 
 
 def _pairs(node: SchedulerNode) -> Iterator[tuple[str, str]]:
-    """Buffers that `node` reads, and what it makes that may be written over them.
+    """Yield pairs of a buffer that `node` reads and one that it may write over it.
 
-    As by Inductor: an element is written where it is read, by all of the kernel that reads it, and what else reads it has done
-    so before (``BaseSchedulerNode.decide_inplace_update``).
+    As in Inductor, all readers in the kernel must read an element where it is written, and other readers must have run before
+    (``BaseSchedulerNode.decide_inplace_update``).
     """
     together = node.scheduler.get_fused_node(node).get_nodes()
     if any(other.is_template() for other in together):
@@ -69,7 +69,7 @@ def _pairs(node: SchedulerNode) -> Iterator[tuple[str, str]]:
 
 
 def _same_element(node: SchedulerNode, read: object) -> bool:
-    """Whether `node` writes one buffer, each element where it has `read` one, and no other adds to it."""
+    """Return whether `node` writes one buffer, each element where it has `read` one, without accumulation."""
     writes = list(node.read_writes.writes)
     return (
         isinstance(read, MemoryDep)
@@ -79,19 +79,19 @@ def _same_element(node: SchedulerNode, read: object) -> bool:
 
 
 def _shared_by_threads(read: Dep, together: Sequence[BaseSchedulerNode]) -> bool:
-    """Whether several threads of a kernel on a GPU may read one element, which one of them writes before another has read it.
+    """Return whether several threads of a GPU kernel may read an element that one of them overwrites.
 
-    They do where the kernel that all of `together` are part of iterates over more elements than it reads: the element is
-    broadcast. For inputs that Inductor itself writes over it emits a barrier there, ``tl.debug_barrier()``.
+    They may if the kernel of all of `together` iterates over more elements than it reads, so that elements are broadcast. For its
+    own in-place inputs Inductor emits a barrier there, ``tl.debug_barrier()``.
     """
     if isinstance(together[0].scheduler.get_backend(together[0].get_device()), CppScheduling):
-        return False  # one thread reads all that it writes over
-    sizes: list[Any] = [node.group[1] for node in together]  # elements, and elements that each is reduced from
+        return False  # one thread reads all elements that it overwrites
+    sizes: list[Any] = [node.group[1] for node in together]  # output elements, and the elements reduced to each
     return int(read.get_numel()) < max(int(math.prod(each)) for each in sizes)
 
 
 def _fits(name: str, made: inductor_ir.Buffer) -> bool:
-    """Whether the buffer `made` may lie where the one called `name` does."""
+    """Return whether the buffer `made` may use the memory of the buffer `name`."""
     found: object = V.graph.try_get_buffer(name)
     while isinstance(found, inductor_ir.MutableBox):  # an input of the graph
         found = found.data

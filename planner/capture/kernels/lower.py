@@ -1,4 +1,4 @@
-"""From the launches of kernels to ops and tensors, and to the program that executes them."""
+"""Lowering of kernel launches to ops and tensors, and to the program that executes them."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -36,21 +36,21 @@ def lower_step(
     generator: torch.Generator,
     provenance: Mapping[str, object],
 ) -> Capture:
-    """A whole step as ops, each one or several launches of kernels.
+    """Return a whole step as ops, each one or several launches of kernels.
 
     Args:
-        statics: the tensors that are there throughout.
-        signature: of the step.
-        generator: what random ops draw from.
+        statics: the static tensors.
+        signature: signature of the step.
+        generator: generator of the random ops.
 
     Raises:
-        TraceError: the step is none that is trained, or Inductor's code does something that no static graph can hold.
+        TraceError: the graph is no training step, or Inductor's code contains something that no static graph can hold.
     """
     check_outputs(halves.joint.graph_module.graph)
     lowering = _Lowering(halves, statics, generator)
     returned, gradients = lowering.read_step()
     trained, values = [tensor for tensor, _ in gradients], [value for _, value in gradients]
-    # An output must not hold itself through its own backward pass.
+    # A saved output would keep itself alive through its own backward pass.
     loss, *extras = returned
     detached = [Call("detach", (extra,)) for extra in extras]
     return lowering.finish([loss, *detached], values, trained, signature, provenance)
@@ -64,10 +64,10 @@ def lower_graph(
     generator: torch.Generator,
     provenance: Mapping[str, object],
 ) -> Capture:
-    """A graph of several that a model is compiled to, as in ``lower_step``.
+    """Return one graph of a model that is compiled to several, as in ``lower_step``.
 
-    Its program returns what AOTAutograd expects: all that the forward pass returns, but for what it saves, the first in place of
-    a loss; and a value, or None, for each output of the backward pass.
+    Its program returns what AOTAutograd expects: all results of the forward pass except saved tensors, the first in place of a
+    loss; and a value, or None, for each output of the backward pass.
     """
     lowering = _Lowering(halves, statics, generator)
     forward, saved = lowering.read_forward()
@@ -83,17 +83,17 @@ class _Lowering:
         self.wrapper = Wrapper()
         self.generator = generator
         self.constants: dict[str, torch.Tensor] = {}
-        self.static: dict[int, int] = {}  # values that are there throughout, and their tensors
-        self.known: dict[int, Ref] = {}  # those tensors, and their values
+        self.static: dict[int, int] = {}  # static values, and their tensors
+        self.known: dict[int, Ref] = {}  # static tensors, and their values
         self.tensors = statics.tensors
-        self.tensor_of: dict[int, int] = {}  # of values
+        self.tensor_of: dict[int, int] = {}  # by number of a value
         placeholders = halves.joint.graph_module.graph.find_nodes(op="placeholder")
         self.inputs: dict[AOTInput, torch.Tensor] = {
             node.meta["desc"]: node.meta["val"] for node in placeholders if isinstance(node.meta.get("val"), torch.Tensor)
         }
 
     def read_forward(self) -> tuple[list[tuple[AOTOutput, Argument]], dict[str, Argument]]:
-        """Read the forward pass: what it returns, and what each value is that it may hand on, by name."""
+        """Read the forward pass; return its results, and by name the values that it may save."""
         half = self.halves.forward
         inputs = [self._input(desc) for _, desc in half.inputs]
         made = self._read(half, inputs, Phase.FORWARD)
@@ -102,15 +102,15 @@ class _Lowering:
         return [(desc, value) for (_, desc, _), value in zip(half.outputs, made, strict=True)], saved
 
     def read_backward(self, saved: Mapping[str, Argument]) -> list[tuple[AOTOutput, torch.Tensor | None, Argument]]:
-        """Read the backward pass: what it returns."""
+        """Read the backward pass; return its results."""
         half = self.halves.backward
-        # What is saved of a parameter may be a copy in another layout, which kernels of this pass rely on.
+        # A saved parameter may be a copy in another layout, which kernels of this pass rely on.
         inputs = [saved[name] if name in saved else self._incoming(name, desc) for name, desc in half.inputs]
         made = self._read(half, inputs, Phase.BACKWARD)
         return [(desc, fake, value) for (_, desc, fake), value in zip(half.outputs, made, strict=True)]
 
     def read_step(self) -> tuple[list[Argument], list[tuple[int, Argument]]]:
-        """Read both passes: what the caller gets, and the gradient of each static tensor that gets one."""
+        """Read both passes; return the results for the caller, and the gradients with their static tensors."""
         forward, saved = self.read_forward()
         returned = []
         for desc, value in forward:
@@ -139,7 +139,7 @@ class _Lowering:
         signature: Signature,
         provenance: Mapping[str, object],
     ) -> Capture:
-        """The graph and the program of what was read; `trained` are the tensors that the `gradients` are of."""
+        """Return the captured graph and program; `gradients` are those of the tensors `trained`."""
         groups = grouped(self.wrapper.launches, self.static)
         self.tensor_of |= self.static
         ops, calls = self._ops(groups)
@@ -171,7 +171,7 @@ class _Lowering:
         return self.wrapper.read(half.source, half.namespace, inputs, constants, phase)
 
     def _input(self, desc: AOTInput | None) -> Argument | None:
-        """What an input of the joint graph stands for; None if it is no tensor."""
+        """Return the value of an input of the joint graph; None if it is no tensor."""
         if desc not in self.inputs:
             return None
         if isinstance(desc, TangentAOTInput):
@@ -190,13 +190,13 @@ class _Lowering:
         return self._input(desc)
 
     def _write_back(self, desc: AOTInput, value: Argument) -> None:
-        """Write the new value of an input that the step changes."""
+        """Add the write of a new value to an input that the step changes."""
         target = self._static(self.statics.find(desc))
         write, read = Statement(Call("copy_", (target, value))), {target.tensor, *read_by(value)}
         self.wrapper.launches.append(Launch("aten.copy_.default", Phase.FORWARD, [write], reads=read, writes={target.tensor}))
 
     def _clone(self, value: Argument, given: torch.Tensor) -> Argument:
-        """`value` in a storage of its own, in the layout that a gradient of `given` is kept in."""
+        """Return `value` cloned to its own storage, in the layout of a gradient of `given`."""
         made = self.wrapper.new(Value(tuple(given.shape), dtype_name(given.dtype)))
         copy = Statement(Call("clone", (value,), {"memory_format": memory_format(given)}), ((made.tensor, ()),))
         launch = Launch("aten.clone.default", Phase.BACKWARD, [copy], makes=[made.tensor], reads=set(read_by(value)))
@@ -207,7 +207,7 @@ class _Lowering:
         written = {value for group in groups for value in group.writes if value in self.static}
         names = _unique_names(groups)
         followed = {i for group in groups for i in group.follows}
-        marks: dict[int, int] = {}  # what says that an op is done
+        marks: dict[int, int] = {}  # tensors that mark an op as done
         ops, calls, timed = [], [], 0
         for i, (group, name) in enumerate(zip(groups, names, strict=True)):
             chosen = any(is_chosen_by_timing(launch.target, self.statics.device) for launch in group.launches)
@@ -236,7 +236,7 @@ class _Lowering:
                     outputs=tuple(outputs),
                     time_s=0.0,
                     phase=group.launches[-1].phase,
-                    # What reads what the step overwrites is right only before the write.
+                    # Readers of memory that the step overwrites are valid only before the write.
                     recomputable=not (group.once or group.random or chosen or written.intersection(group.reads | group.writes)),
                     random=group.random,
                     mutates=tuple(self.static[v] for v in sorted(group.writes) if v in self.static),
@@ -249,7 +249,7 @@ class _Lowering:
         return ops, calls
 
     def _aligned(self, ops: Sequence[Op]) -> frozenset[int]:
-        """Static tensors that kernels for CUDA expect to begin at a multiple of 16 bytes, as Inductor's own code sees to."""
+        """Return the static tensors that CUDA kernels expect to start at a multiple of 16 bytes, as in Inductor's own code."""
         if self.statics.device.type != "cuda":
             return frozenset()
         written = {t for op in ops for t in op.mutates}
@@ -261,16 +261,16 @@ class _Lowering:
         return len(self.tensors) - 1
 
     def _owners(self, value: Argument) -> list[int]:
-        """The tensor that `value` is a view of; none for what is no tensor."""
+        """Return the tensor that `value` is a view of, in a list; an empty list if it is no tensor."""
         return [self.tensor_of[owner] for owner in read_by(value)]
 
     def _renumbered(self, value: Argument) -> Argument:
-        """`value` with tensors of the graph in place of numbers of values."""
+        """Return `value` with ids of tensors in place of numbers of values."""
         return mapped(value, lambda leaf: Ref(self.tensor_of[leaf.tensor]) if isinstance(leaf, Ref) else leaf)
 
 
 def _unique_names(groups: Sequence[Group]) -> list[str]:
-    """A name for each op: of what it launches last, with a number from the second of a name on."""
+    """Return a unique name for each op: the target of its last launch, with a number for repetitions."""
     seen: Counter[str] = Counter()
     names = []
     for group in groups:

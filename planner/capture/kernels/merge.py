@@ -1,6 +1,6 @@
-"""Launches that write one value are one op where that is possible, and follow each other once where it is not.
+"""Merging of launches that write one value: they form one op if possible; otherwise they run once, in order.
 
-A graph's tensor is made by one op, all of it. Inductor fills some buffers by several launches: zeros, then what is added to them;
+A tensor of a graph is made by one op as a whole. Inductor fills some buffers with several launches: zeros, then accumulation; or
 the parts of a concatenation.
 """
 
@@ -17,8 +17,8 @@ class Group:
 
     Attributes:
         launches: in order.
-        once: whether they must not be executed again.
-        follows: positions of groups that must be executed before, though nothing of theirs is read.
+        once: True if they must not be executed again.
+        follows: positions of groups that must be executed before, though none of their values is read.
     """
 
     launches: list[Launch]
@@ -27,36 +27,36 @@ class Group:
 
     @property
     def makes(self) -> set[int]:
-        """Numbers of the values that it makes."""
+        """The numbers of the values that it makes."""
         return {value for launch in self.launches for value in launch.makes}
 
     @property
     def writes(self) -> set[int]:
-        """Numbers of the values of others that it writes to."""
+        """The numbers of other groups' values that it writes."""
         return {value for launch in self.launches for value in launch.writes} - self.makes
 
     @property
     def reads(self) -> set[int]:
-        """Numbers of the values of others that it reads."""
+        """The numbers of other groups' values that it reads."""
         return {value for launch in self.launches for value in launch.reads} - self.makes
 
     @property
     def over(self) -> list[tuple[int, int, Call]]:
-        """As of its launches, where of them no other reads or writes the memory that is written over."""
+        """The in-place writes of its launches to memory that no other launch of the group reads or writes."""
         touched = [value for launch in self.launches for value in {*launch.reads, *launch.writes}]
         return [pair for launch in self.launches for pair in launch.over if touched.count(pair[1]) == 1]
 
     @property
     def random(self) -> bool:
-        """Whether it draws from the generator."""
+        """True if it draws from the generator."""
         return any(launch.random for launch in self.launches)
 
 
 def grouped(launches: Sequence[Launch], static: Container[int]) -> list[Group]:
-    """`launches` as ops, in order.
+    """Return `launches` grouped to ops, in order.
 
     Args:
-        static: numbers of the values that are there throughout, which any op may write to.
+        static: numbers of the static values, which any op may write to.
     """
     groups: list[Group | None] = [Group([launch]) for launch in launches]
     for position, launch in enumerate(launches):
@@ -70,12 +70,12 @@ def grouped(launches: Sequence[Launch], static: Container[int]) -> list[Group]:
 
 
 def _maker(groups: Sequence[Group | None], value: int, before: int) -> int | None:
-    """Where `value` is made."""
+    """Return the position of the group that makes `value`; None if there is none before `before`."""
     return next((i for i in range(before) if (group := groups[i]) is not None and value in group.makes), None)
 
 
 def _can_move(groups: Sequence[Group | None], source: int, target: int) -> bool:
-    """Whether the group at `source` may be executed at `target`: none in between needs what it does, or undoes what it needs."""
+    """Return whether the group at `source` may be moved to `target` without changing results."""
     moved, there = groups[source], groups[target]
     assert moved is not None
     assert there is not None
@@ -97,7 +97,7 @@ def _move(groups: list[Group | None], source: int, target: int) -> None:
 
 
 def _order_writes(groups: Sequence[Group], static: Container[int]) -> None:
-    """Let groups that write a value of another group, or read it between its writers, be executed once and in this order."""
+    """Mark groups that write a value of another group, or read it between writes, to be executed once and in order."""
     values = {value for group in groups for value in group.writes if value not in static}
     for value in sorted(values):
         users = [i for i, group in enumerate(groups) if value in group.makes | group.writes | group.reads]

@@ -1,8 +1,8 @@
-"""In which ways Inductor is asked to compile a step: each has other kernels, and none is the best for every budget.
+"""Variants of Inductor's compilation of a step: their kernels differ, and none is the best for every budget.
 
-What a fused kernel of the backward pass computes again costs little, and no schedule can undo it; what the forward pass hands
-on, a schedule can keep or compute again. A concatenation of which Inductor has each part written where it will lie is made
-once, for a part is no tensor that could be made again; made whole, by one kernel, it can be.
+A fused kernel of the backward pass recomputes cheaply, but no schedule can undo that; a schedule can keep or recompute tensors
+that the forward pass saves. If Inductor writes each part of a concatenation in place, the concatenation cannot be recomputed,
+since its parts are no tensors; if one kernel makes it, it can.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,17 +15,17 @@ from torch import fx
 from planner.torch_private.capture import functorch_config, inductor_config
 from planner.torch_private.inductor import CustomPartitionerFn, default_partition
 
-_BUDGET = 0.8  # of the bytes that min-cut would keep, by PyTorch's estimate
+_BUDGET = 0.8  # of the bytes that min-cut would save, by PyTorch's estimate
 
 
 class Variant(StrEnum):
-    """How a step is compiled.
+    """A variant of the compilation of a step.
 
     Attributes:
-        DEFAULT: as ``torch.compile`` does: the forward pass hands on as few bytes as can be at no cost (min-cut).
-        WHOLE: the same, with concatenations made whole.
-        BUDGET: with an ``activation_memory_budget`` of 0.8, and concatenations made whole.
-        KEEP: the forward pass hands on what autograd would save, and concatenations are made whole.
+        DEFAULT: as ``torch.compile`` does: the forward pass saves as few bytes as possible at no cost (min-cut).
+        WHOLE: the same, with each concatenation made by one kernel.
+        BUDGET: with an ``activation_memory_budget`` of 0.8, and each concatenation made by one kernel.
+        KEEP: the forward pass saves what autograd would, and each concatenation is made by one kernel.
     """
 
     DEFAULT = "default"
@@ -35,7 +35,7 @@ class Variant(StrEnum):
 
     @contextmanager
     def chosen(self) -> Iterator[None]:
-        """Inside, Inductor compiles this way."""
+        """Compile as this variant inside the context."""
         if self is Variant.DEFAULT:
             yield
             return
@@ -55,5 +55,5 @@ class _Keep(CustomPartitionerFn):
         return default_partition(gm, joint_inputs, **kwargs)
 
     def uuid(self) -> str:
-        """For Inductor's cache."""
+        """Return the key for Inductor's cache."""
         return "planner: what autograd keeps"

@@ -1,7 +1,7 @@
-"""What Inductor's code around its kernels does, as launches that make values, read them and write to them.
+"""Reader of Inductor's code around its kernels: launches that make, read and write values.
 
-The function ``call`` of a module that Inductor generates is a flat list of statements: allocations, views of what was allocated,
-calls, deletions, and what is returned. Views are inlined into what reads them, so that only what owns memory has a name.
+The function ``call`` of a generated module is a flat list of statements: allocations, views of buffers, calls, deletions, and the
+return. Views are inlined into their readers, so that only owners of memory have names.
 """
 
 import ast
@@ -17,16 +17,16 @@ from planner.capture.kernels.writes import Kernels, Writes
 from planner.passes.program import Argument, Call, Path, Ref, Shared, Statement, read_by
 
 _IGNORED = ("args.clear", "assert_size_stride", "assert_alignment", "torch.cuda.set_device")
-_SETUP = ("get_raw_stream",)  # its result is no tensor, and is asked for at each step
-_REDUCTIONS = ("sum", "prod", "amin", "amax")  # methods that return memory of their own
+_SETUP = ("get_raw_stream",)  # its result is no tensor, and is computed at each step
+_REDUCTIONS = ("sum", "prod", "amin", "amax")  # methods that return new memory
 
 
 @dataclass(slots=True)
 class Value:
-    """What owns memory: a buffer, or what a call returns.
+    """An owner of memory: a buffer, or the result of a call.
 
     Attributes:
-        shape, dtype: where they are known before it is made, for people to read.
+        shape, dtype: for display, if known before the value is made.
     """
 
     shape: tuple[int, ...] = ()
@@ -38,15 +38,14 @@ class Launch:
     """One call.
 
     Attributes:
-        target: what is called, for people to read.
+        target: name of the function, for display.
         phase: the part of the step that it belongs to.
         statements: allocations and calls; their tensors are numbers of values.
         makes: numbers of the values that it makes.
-        reads: numbers of those that it reads.
-        writes: numbers of those that were there before, which it writes to.
-        random: whether it draws from the generator.
-        over: numbers of values that it makes and of those that it may write them over, with the call for it, in place of the
-            one that allocates.
+        reads: numbers of the values that it reads.
+        writes: numbers of the existing values that it writes.
+        random: True if it draws from the generator.
+        over: pairs of a value that it makes and one that it may overwrite, by number, with the call in place of the allocation.
     """
 
     target: str
@@ -63,10 +62,10 @@ class Wrapper:
     """The launches of one or several modules, one after the other.
 
     Attributes:
-        values: by number.
-        launches: in order.
-        names: of what they call, in the module.
-        guard: makes the context that they are in; None for none.
+        values: the values, by number.
+        launches: the launches, in order.
+        names: names of the launched functions in the module.
+        guard: the call that makes their context; None without one.
     """
 
     def __init__(self) -> None:
@@ -76,7 +75,7 @@ class Wrapper:
         self.guard: Call | None = None
 
     def new(self, value: Value) -> Ref:
-        """The reference to a new value."""
+        """Return the reference to a new value."""
         self.values.append(value)
         return Ref(len(self.values) - 1)
 
@@ -91,22 +90,22 @@ class Wrapper:
         """Add the launches of a module.
 
         Args:
-            source: of the module, which is `phase` of a step.
-            namespace: what it defines.
-            inputs: what its inputs stand for; None for those that are no tensors.
-            constants: what the tensors stand for that are part of it, by name.
+            source: source of the module, which is the `phase` of a step.
+            namespace: the names that the module defines.
+            inputs: values of its inputs; None for inputs that are no tensors.
+            constants: values of its constant tensors, by name.
 
         Returns:
-            What it returns.
+            The values that the module returns.
 
         Raises:
-            TraceError: it does something that no static graph can hold.
+            TraceError: the code contains something that no static graph can hold.
         """
         return _Reader(self, ast.parse(source), namespace, constants, phase).read(inputs)
 
 
 class _Reader:
-    """Reads the function ``call`` of one module."""
+    """A reader of the function ``call`` of one module."""
 
     def __init__(
         self,
@@ -121,17 +120,17 @@ class _Reader:
         self.expressions = Expressions(namespace, constants, wrapper.names, self._refuse)
         self.phase = phase
         self.body = next(s for s in ast.walk(module) if isinstance(s, ast.FunctionDef) and s.name == "call").body
-        self.bound = self.expressions.bound  # what the variables of the module stand for
-        self.parts = self.expressions.parts  # and their items
-        self.allocated: dict[int, Call] = {}  # values that are written to by nobody yet, and how they are allocated
-        self.layouts: dict[str, tuple[Any, Any]] = {}  # sizes and strides of what is allocated, by variable
-        self.over: dict[str, dict[str, None]] = {}  # for variables the inputs of their kernel that they may be written over
+        self.bound = self.expressions.bound  # the values of the module's variables
+        self.parts = self.expressions.parts  # and of their items
+        self.allocated: dict[int, Call] = {}  # values without a writer so far, and the calls that allocate them
+        self.layouts: dict[str, tuple[Any, Any]] = {}  # sizes and strides of allocated buffers, by variable
+        self.over: dict[str, dict[str, None]] = {}  # by output variable, the inputs of its kernel that it may overwrite
 
     def read(self, inputs: Sequence[Argument]) -> list[Argument]:
         statements = list(self._flat(self.body))
         self.items = items(statements)
         for read, made in filter(None, (noted(s.value) for s in statements if isinstance(s, ast.Expr))):
-            self.over.setdefault(made, {})[read] = None  # Inductor generates a kernel several times, and says so each time
+            self.over.setdefault(made, {})[read] = None  # Inductor generates a kernel several times
         for statement in statements:
             match statement:
                 case ast.Assign(targets=[ast.Tuple(elts=names)], value=ast.Name(id="args")):
@@ -157,7 +156,7 @@ class _Reader:
         match value:
             case ast.Call(func=ast.Name(id=function), args=[shape, stride, dtype]) if function.startswith("empty_strided"):
                 self._allocate(name, value, shape, stride, dtype)
-            # With room behind each row, for products of padded matrices.
+            # With padding after each row, for products of padded matrices.
             case ast.Call(
                 func=ast.Attribute(value=ast.Call(func=ast.Name(id=function), args=[_, _, dtype]), attr="as_strided"),
                 args=[shape, stride],
@@ -177,13 +176,13 @@ class _Reader:
                 self._refuse(ast.Assign(targets=[ast.Name(id=name)], value=value, lineno=0))
 
     def _allocate(self, name: str, call: ast.expr, shape: ast.expr, stride: ast.expr, dtype: ast.expr) -> None:
-        """Let `name` stand for a new value, which `call` allocates before the first launch that writes to it."""
+        """Bind `name` to a new value, which `call` allocates before the first launch that writes to it."""
         made = self.bound[name] = self.wrapper.new(Value(ast.literal_eval(shape), ast.unparse(dtype).removeprefix("torch.")))
         self.allocated[made.tensor] = self.expressions.call(call)
         self.layouts[name] = self.expressions.value(shape), self.expressions.value(stride)
 
     def _aligned(self, given: ast.expr) -> Ref:
-        """An input that kernels expect to begin at a multiple of 16 bytes: static tensors do before all launches."""
+        """Return an input that kernels expect to start at a multiple of 16 bytes; static tensors are aligned beforehand."""
         value = self.expressions.value(given)
         if not isinstance(value, Ref):
             raise TraceError(
@@ -193,7 +192,7 @@ class _Reader:
         return value
 
     def _launch(self, call: ast.Call, name: str | None = None) -> None:
-        """A call, whose result has a `name` or none."""
+        """Add a launch for a call, and bind its result to `name` if it has one."""
         target, writes = self._called(call)
         written = self._written(call, writes)
         launch = Launch(target, self.phase, [], random=writes.random)
@@ -204,7 +203,7 @@ class _Reader:
                 launch.writes.add(value)
         called = self.expressions.call(call)
         for value in read_by(called):
-            if value in self.allocated:  # nobody has written to it, nor does this: what is in it does not matter
+            if value in self.allocated:  # nothing has written to it, nor does this call: its contents do not matter
                 self._make(value, launch)
             elif value not in launch.makes:
                 launch.reads.add(value)
@@ -221,12 +220,14 @@ class _Reader:
         self.wrapper.launches.append(launch)
 
     def _make(self, value: int, launch: Launch) -> None:
-        """Let `launch` allocate a value."""
+        """Add the allocation of a value to `launch`."""
         launch.statements.append(Statement(self.allocated.pop(value), ((value, ()),)))
         launch.makes.append(value)
 
     def _written_over(self, call: ast.Call, launch: Launch) -> Iterator[tuple[int, int, Call]]:
-        """See ``Launch.over``. What `call` is given twice is left out: it may be read where it is not written."""
+        """Yield the in-place writes of `call` (``Launch.over``); repeated arguments are excluded, as they may be read
+        elsewhere.
+        """
         given = [argument.id for argument in call.args if isinstance(argument, ast.Name)]
         owners = [value for argument in call.args for value in read_by(self.expressions.value(argument))]
         for made in given:
@@ -239,7 +240,7 @@ class _Reader:
                     yield value, source, Call(view, (Ref(source), *self.layouts[made], 0))
 
     def _bind(self, name: str, call: Call, launch: Launch) -> None:
-        """Let `launch` make what `call` returns."""
+        """Bind `name` to the result of `call`, made by `launch`."""
         if name not in self.items:
             value = self.bound[name] = self.wrapper.new(Value())
             made: list[tuple[int, Path]] = [(value.tensor, ())]
@@ -255,13 +256,13 @@ class _Reader:
         if methods is None:
             return self.kernels.called(call)
         reductions = [method for method in methods if method in _REDUCTIONS]
-        reduces = len(reductions) > 0 and {*_REDUCTIONS, "view", "to"}.issuperset(methods)  # what parts left in a workspace
+        reduces = len(reductions) > 0 and {*_REDUCTIONS, "view", "to"}.issuperset(methods)  # partial results in a workspace
         if not reduces and not (len(methods) == 1 and _is_in_place(methods[0])):
             self._refuse(ast.Expr(call))
         return (reductions or methods)[0], Writes()
 
     def _written(self, call: ast.Call, writes: Writes) -> set[int]:
-        """The values that `call` writes to."""
+        """Return the values that `call` writes."""
         arguments = [arg for i, arg in enumerate(call.args) if i in writes.positions]
         arguments += [keyword.value for keyword in call.keywords if keyword.arg in writes.keywords]
         if isinstance(call.func, ast.Attribute) and methods_on(call, self.bound) and _is_in_place(call.func.attr):
@@ -269,7 +270,7 @@ class _Reader:
         return {value for argument in arguments for value in read_by(self.expressions.value(argument))}
 
     def _flat(self, body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
-        """The statements of `body`, those under the guard of a device among them."""
+        """Yield the statements of `body`, including those under a device guard."""
         for statement in body:
             if isinstance(statement, ast.With) and "DeviceGuard" in ast.unparse(statement.items[0]):
                 self.wrapper.guard = self.expressions.call(statement.items[0].context_expr)

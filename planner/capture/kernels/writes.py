@@ -1,4 +1,4 @@
-"""Which arguments a call of Inductor's wrapper writes to."""
+"""Written arguments of calls in Inductor's wrapper code."""
 
 import ast
 import re
@@ -12,19 +12,19 @@ import torch
 from graphs.errors import TraceError
 from planner.torch_private.core import OpOverload, OpOverloadPacket
 
-# Arguments of Triton kernels that Inductor generates: results, results that take the place of an input, workspaces.
+# Arguments of Triton kernels that Inductor generates: results, in-place results, workspaces.
 _WRITTEN = re.compile(r"(out_ptr|in_out_ptr|ws_ptr|sem_ptr)\d*$")
 _MUTATED = re.compile(r"'mutated_arg_names': (\[[^\]]*\])")
 
 
 @dataclass(frozen=True, slots=True)
 class Writes:
-    """What a call writes to.
+    """The writes of a call.
 
     Attributes:
-        positions, keywords: of the arguments that it writes to.
-        returns: position of the argument that it returns, None where what it returns is new.
-        random: whether it draws from the generator.
+        positions, keywords: the arguments that it writes.
+        returns: position of the argument that it returns; None if the result is new.
+        random: True if it draws from the generator.
     """
 
     positions: frozenset[int] = frozenset()
@@ -34,7 +34,7 @@ class Writes:
 
 
 class Kernels:
-    """The kernels that a module of Inductor's defines, and what else it calls."""
+    """The kernels that a module of Inductor's defines, and the other functions that it calls."""
 
     def __init__(self, module: ast.Module, namespace: Mapping[str, object]) -> None:
         self._namespace = namespace
@@ -48,15 +48,15 @@ class Kernels:
                     self._compiled[name] = self._of_kernels(args) if how == "multi_kernel" else _of_source(name, how, args)
 
     def _of_kernels(self, args: list[ast.expr]) -> Writes:
-        """Return what a choice of kernels writes to: any of them gets the arguments, and timing chooses at the first call."""
+        """Return the writes of a choice of kernels: any of them gets the arguments, and the first call times them."""
         names = [kernel.id for kernel in ast.walk(args[1]) if isinstance(kernel, ast.Name)]
         return Writes(positions=frozenset().union(*(self._compiled[name].positions for name in names)))
 
     def called(self, call: ast.Call) -> tuple[str, Writes]:
-        """What `call` calls, as a name for people, and what that writes to.
+        """Return the target of `call` as text, and its writes.
 
         Raises:
-            TraceError: it is not known what it writes to.
+            TraceError: the writes are unknown.
         """
         match call.func:
             case ast.Name(id=name) | ast.Attribute(value=ast.Name(id=name), attr="run") if name in self._compiled:
@@ -69,7 +69,7 @@ class Kernels:
             target: Any = reduce(getattr, attributes, self._namespace[first])
         except (KeyError, AttributeError):
             target = None
-        # Of some ops only the name is written, without the overload.
+        # Some ops are written by name only, without the overload.
         overloads = [getattr(target, each) for each in target.overloads()] if isinstance(target, OpOverloadPacket) else [target]
         writes = {_of_op(op) if isinstance(op, OpOverload) else None for op in overloads}
         found = writes.pop()
@@ -82,15 +82,15 @@ class Kernels:
 
 
 def _of_source(name: str, how: str, args: list[ast.expr]) -> Writes:
-    """What a kernel writes to that is compiled from the source among `args`."""
+    """Return the writes of a kernel that is compiled from the source among `args`."""
     match how, args:
         case "cpp_pybinding", [types, *_]:
             signature: list[str] = ast.literal_eval(types)
             written = (i for i, declared in enumerate(signature) if "*" in declared and not declared.startswith("const "))
-        # Those that a model brings along say not what they write to, and are refused.
+        # Triton kernels of the model itself do not declare their writes, and are refused.
         case "triton", [ast.Constant(value=kernel), ast.Constant(value=str(source)), *_] if mutated := _MUTATED.search(source):
             names = set(ast.literal_eval(mutated[1]))
-            # There are others where it scans: what two elements are combined by.
+            # Kernels with scans have further functions: those that combine two elements.
             function = next(f for f in ast.parse(source).body if isinstance(f, ast.FunctionDef) and f.name == kernel)
             parameters = [parameter.arg for parameter in function.args.args]
             written = (i for i, p in enumerate(parameters) if p in names or _WRITTEN.match(p))
@@ -103,7 +103,7 @@ def _of_source(name: str, how: str, args: list[ast.expr]) -> Writes:
 
 
 def _drops_nothing(op: OpOverload, call: ast.Call) -> bool:
-    """Whether an op with dropout is called without."""
+    """Return whether an op with a dropout argument is called without dropout."""
     names = [argument.name for argument in op._schema.arguments]
     if "dropout_p" not in names:
         return False
@@ -113,7 +113,7 @@ def _drops_nothing(op: OpOverload, call: ast.Call) -> bool:
 
 
 def _of_op(op: OpOverload) -> Writes:
-    """What an operator writes to, by its schema."""
+    """Return the writes of an operator, by its schema."""
     schema = op._schema
     written = [(i, a) for i, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write]
     aliased = [

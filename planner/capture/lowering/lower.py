@@ -1,4 +1,4 @@
-"""From a joint graph to ops and storages, and to the program that executes them."""
+"""Lowering of a joint graph to ops and storages, and to the program that executes them."""
 
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,17 +27,16 @@ from planner.torch_private.core import OpOverload, with_effects
 
 @dataclass(frozen=True, slots=True)
 class Capture:
-    """A training step: what it is (op times still 0) and how to execute it.
+    """A captured training step: its graph (without op times yet) and its program.
 
     Attributes:
-        graph, program: op by op.
-        signature: what it is called with, and what it returns.
-        nodes: for each op the node it was captured as, with its fake values; None for ops that
-            save the generator's state.
-        guards: what must be as it was for the program to be right; None for what is never executed, or checked by others.
-        conditions: what must hold of the data for this to be the step; None if nothing need.
-        values: what stands for each node in the calls of ops.
-        whole: both passes as PyTorch itself runs the same kernels, called as the step is; None for those of eager PyTorch.
+        graph, program: the ops, and their calls.
+        signature: structure of its arguments and results.
+        nodes: for each op its captured node, with fake values; None for ops that save the generator's state.
+        guards: conditions under which the program is valid; None if it is never executed, or checked elsewhere.
+        conditions: conditions on the data; None if there are none.
+        values: argument of calls for each node.
+        whole: both passes run by PyTorch with the same kernels, called as the step is; None for eager PyTorch's kernels.
     """
 
     graph: Graph
@@ -62,11 +61,11 @@ def lower(
     """Lower a joint graph whose outputs are explicit (``fix_outputs``).
 
     Args:
-        statics: the tensors that are there throughout.
-        signature: of the step.
-        generator: what random ops draw from.
-        forward_outputs: how many of its outputs are of the forward pass, of one of several graphs of a model. Its program returns
-            what AOTAutograd expects: all these, the first in place of a loss; and a value, or None, for each other output.
+        statics: the static tensors.
+        signature: signature of the step.
+        generator: generator of the random ops.
+        forward_outputs: number of outputs of the forward pass, for one of several graphs of a model. Its program returns what
+            AOTAutograd expects: all these, the first in place of a loss; and a value, or None, for each other output.
 
     Raises:
         TraceError: an op that no static graph can hold (dynamic shapes, control flow, partial aliases).
@@ -138,7 +137,7 @@ class _Lowering:
         return Graph(tuple(self.ops), tensors, kept, provenance), program, tuple(self.nodes)
 
     def _returned(self, found: Sequence[tuple[Any, object]]) -> tuple[list[Argument], list[tuple[int, Argument]]]:
-        """What the program returns of its forward pass, and the gradients."""
+        """Return the results of the forward pass, and the gradients."""
         if (count := self.forward_outputs) is not None:
             values = [self.values[v] if isinstance(v, fx.Node) else v for v, _ in found]
             return values[:count], [(-1, value) for value in values[count:]]
@@ -148,7 +147,7 @@ class _Lowering:
                 gradients.append((self.statics.find(desc.grad_of), self.values[value]))
             elif isinstance(value, fx.Node):
                 returned.append(self.values[value])
-        # An output must not hold itself through its own backward pass.
+        # A saved output would keep itself alive through its own backward pass.
         return [*returned[:1], *(Call(torch.ops.aten.detach.default, (extra,)) for extra in returned[1:])], gradients
 
     def _input(self, node: fx.Node) -> None:
@@ -215,7 +214,7 @@ class _Lowering:
         self._add(node, phase, made, state=state)
 
     def _save_state(self, node: fx.Node, phase: Phase) -> int:
-        """An op before `node` that saves the generator's state, for recomputing `node`."""
+        """Add an op before `node` that saves the generator's state for recomputation; return its tensor."""
         tensor = self._new_tensor(f"{node.name}_state", self.state_bytes, Kind.RANDOM_STATE, (self.state_bytes,), "uint8")
         self.ops.append(
             Op(
@@ -270,7 +269,7 @@ class _Lowering:
                 outputs=tuple(t for t, _ in results),
                 time_s=0.0,
                 phase=phase,
-                # What is computed from an input that the step overwrites is right only before the write.
+                # Values computed from an input that the step overwrites are valid only before the write.
                 recomputable=not mutates and not self.written.intersection(inputs) and repeatable,
                 random=is_random(node),
                 mutates=mutates,
@@ -283,7 +282,7 @@ class _Lowering:
         self.nodes.append(node)
 
     def _bind(self, node: fx.Node, path: Path, tensor: int) -> None:
-        """Let the nodes that pick an output of `node` out of its value stand for the output."""
+        """Bind the nodes that select an output of `node` to that output."""
         if not path:
             self.values[node] = Ref(tensor)
             return
@@ -302,7 +301,7 @@ class _Lowering:
             self.modules.setdefault(number, _module_path(stack))
 
     def _module(self, node: fx.Node) -> str:
-        """The module `node` was called in; for a backward node, the one of the forward node it belongs to."""
+        """Return the module in which `node` was called; for a backward node, the module of its forward node."""
         stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
         return _module_path(stack) if stack else self.modules.get(node.meta.get("seq_nr"), "")
 
@@ -318,7 +317,7 @@ def _node(arg: object) -> fx.Node:
 
 
 def _storages(value: object, path: Path = ()) -> Iterator[tuple[Path, torch.Tensor]]:
-    """The tensors in an op's value, each with the subscripts that pick it out."""
+    """Yield the tensors in an op's value, each with its path."""
     if isinstance(value, torch.Tensor):
         yield path, value
     elif isinstance(value, list | tuple):

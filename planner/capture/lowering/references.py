@@ -1,4 +1,4 @@
-"""Nodes of a joint graph as calls: what a program calls, with which arguments."""
+"""Nodes of a joint graph as calls: targets and arguments."""
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -17,27 +17,27 @@ from planner.passes.program import Argument, Call, Path, Statement
 
 
 class References:
-    """Makes calls of nodes.
+    """A converter of nodes to calls.
 
     Attributes:
-        values: for each node that has been reached, what stands for its value.
+        values: the value of each visited node.
     """
 
     def __init__(self) -> None:
         self.values: dict[fx.Node, Argument] = {}
 
     def view(self, node: fx.Node) -> Argument:
-        """The call that makes a view, or the base where it is the same."""
+        """Return the call that makes a view, or the base if the view is the same."""
         base = node.args[0]
         if node.target is torch.ops.aten.detach.default:
-            return self._value(base)  # nothing is recorded where a program runs
+            return self._value(base)  # nothing is recorded when a program runs
         if node.target is torch.ops.aten.t.default and isinstance(base, fx.Node) and base.target is torch.ops.aten.t.default:
             return self._value(base.args[0])
         return self.call(node)
 
     def call(self, node: fx.Node) -> Call:
-        """The call of `node`."""
-        # An ignored input may be gone by the time the op is executed; only the static ones cannot.
+        """Return the call of `node`."""
+        # An ignored input may be freed when the op is executed; only static ones cannot.
         gone = {arg for arg in ignored_inputs(node) if arg.op != "placeholder"}
         strides = read_strides(node)
         args = [None if isinstance(arg, fx.Node) and arg in gone else self._value(arg, strides) for arg in node.args]
@@ -48,7 +48,7 @@ class References:
         return Call(target, tuple(args), kwargs)
 
     def after_forward(self, node: fx.Node, outputs: Sequence[tuple[int, Path]]) -> Statement | None:
-        """What makes the `outputs` of `node` when what the forward pass writes has been written; None where `call` does."""
+        """Return the statement that makes the `outputs` of `node` after the forward pass; None if that is ``call``."""
         if not ignored_inputs(node):
             return None
         target, args, gone = without_statistics(node)
@@ -56,7 +56,7 @@ class References:
         return Statement(call, tuple((tensor, path) for tensor, path in outputs if path not in gone))
 
     def with_generator_argument(self, node: fx.Node, generator: torch.Generator) -> Call:
-        """The call of `node` that draws from a generator of the user's own."""
+        """Return the call of `node` that draws from a user's generator."""
         drawing = self.redraw(node, generator)
         if drawing is None:
             raise TraceError(
@@ -65,7 +65,7 @@ class References:
         return drawing
 
     def redraw(self, node: fx.Node, generator: torch.Generator) -> Call | None:
-        """The call of `node` with a generator to draw from."""
+        """Return the call of `node` with a generator argument; None if its kernel takes none."""
         target, drawn = with_generator_argument(node), in_place_random_op(node)
         if target is None:
             return None
@@ -93,5 +93,5 @@ def _filled(like: Argument, strides: Sequence[int]) -> Call:
 
 
 def is_laid_out(value: Any) -> bool:
-    """True if `value` is an argument that is laid out anew for the op that reads it."""
+    """Return whether `value` is an argument that is copied to another layout for the op that reads it."""
     return isinstance(value, Call) and (value.target is copy_with_strides or any(map(is_laid_out, value.args)))

@@ -1,4 +1,4 @@
-"""The tensors that are in memory throughout a step: parameters, buffers, inputs, and what is reserved."""
+"""Static tensors of a step: parameters, buffers, inputs, and reserved memory."""
 
 from collections.abc import Iterable
 
@@ -15,15 +15,15 @@ from planner.torch_private.capture import AOTInput, BufferAOTInput, ParamAOTInpu
 
 
 def allocated_bytes(size_bytes: int, device: torch.device) -> int:
-    """What the allocator of `device` takes for `size_bytes`: CUDA's deals in blocks of 512 bytes."""
+    """Return the bytes that the allocator of `device` uses for `size_bytes`: CUDA rounds up to blocks of 512 bytes."""
     return -(-size_bytes // 512) * 512 if device.type == "cuda" else size_bytes
 
 
 class StaticTensors:
-    """What is in memory throughout: each storage is counted once, under the first name it is found by.
+    """The static memory: each storage is counted once, under its first name.
 
     Args:
-        device: whose allocator holds it.
+        device: the device of the allocator.
     """
 
     def __init__(self, step: nn.Module, batch: Batch, device: torch.device) -> None:
@@ -37,17 +37,17 @@ class StaticTensors:
         for name, parameter in step.named_parameters(remove_duplicate=False):
             self.add(Kind.PARAMETER, name, parameter)
         for name, buffer in step.named_buffers(remove_duplicate=False):
-            if not is_sparse(buffer):  # what it is made of is added where the step reads it
+            if not is_sparse(buffer):  # its parts are added when the step reads it
                 self.add(Kind.BUFFER, name, buffer)
         for index, leaf in enumerate(leaves(batch)):
             if isinstance(leaf, torch.Tensor):
                 self.add(Kind.INPUT, str(index), leaf)
 
     def add(self, kind: Kind, name: str, value: torch.Tensor) -> int:
-        """The id of `value`, which is known as `name` from now on."""
+        """Add `value` under the name `name`, and return its id."""
         if id(value) not in self._by_object:
             cdata = storage(value)
-            # An input may be a slice of a data set: only its own bytes are the step's.
+            # An input may be a slice of a data set: only its own bytes count.
             size = value.numel() * value.element_size() if kind is Kind.INPUT else value.untyped_storage().nbytes()
             size = 0 if cdata in self._in_storage else allocated_bytes(size, self.device)
             self._by_object[id(value)] = self._append(kind, name, size, value)
@@ -57,12 +57,12 @@ class StaticTensors:
         return self._by_object[id(value)]
 
     def reserve(self, name: str, kind: Kind, size_bytes: int) -> None:
-        """Count `size_bytes` that no op reads; nothing where there are none."""
+        """Count `size_bytes` that no op reads, if there are any."""
         if size_bytes:
             self._append(kind, name, size_bytes, None)
 
     def find(self, desc: AOTInput) -> int:
-        """The id of the tensor that a joint graph's input stands for."""
+        """Return the id of the tensor of a joint graph's input."""
         match desc:
             case ParamAOTInput(target=name):
                 return self._by_name[Kind.PARAMETER, name]
@@ -79,19 +79,19 @@ class StaticTensors:
         raise TraceError(f"the step has an input {desc!r}, a kind that is not supported: pass plain tensors")
 
     def in_memory_of(self, tensors: Iterable[int]) -> set[int]:
-        """Return `tensors`, and all that share a storage with one of them."""
+        """Return `tensors`, and all tensors that share a storage with one of them."""
         given = set(tensors)
         return given.union(*(sharing for sharing in self._in_storage.values() if not sharing.isdisjoint(given)))
 
     def tangent(self, value: torch.Tensor) -> int:
-        """The id of the gradient of the loss, which autograd holds during the backward pass."""
+        """Return the id of the gradient of the loss, which autograd holds during the backward pass."""
         if (Kind.INPUT, TANGENT) not in self._by_name:
             size = allocated_bytes(value.numel() * value.element_size(), self.device)
             self._by_name[Kind.INPUT, TANGENT] = self._append(Kind.INPUT, TANGENT, size, value)
         return self._by_name[Kind.INPUT, TANGENT]
 
     def _shown(self, tensor: int) -> str:
-        """Return how messages call a static tensor."""
+        """Return the name of a static tensor in messages."""
         name = self.tensors[tensor].name
         return name.removeprefix("model.") if self.tensors[tensor].kind is not Kind.INPUT else name.replace("_", " ")
 

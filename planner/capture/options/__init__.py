@@ -1,8 +1,8 @@
-"""Options of graphs, by name. Adding one is adding one file and one line here.
+"""Options of graphs, by name. A new option is one file and one line here.
 
-Some are found among the calls of a step when it is traced (``StepOption``): the graph holds them from then on, and those that are
-not wanted are left out of it again. Others are added to any graph when it is solved (``GraphOption``). A name may come with a
-number behind a colon: ``compress:4``. Importing this never imports torch.
+Some are found among the calls of a step when it is traced (``StepOption``): the graph then contains them, and those not requested
+are removed again. Others are added to any graph when it is solved (``GraphOption``). A name may have a number after a colon:
+``compress:4``. This package imports torch lazily.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -28,10 +28,10 @@ OPTIONS: Mapping[str, Option] = MappingProxyType(_registered)
 
 
 def register(option: Option) -> None:
-    """Make `option` known by its name.
+    """Add `option` to the registry.
 
     Raises:
-        UsageError: there is one of this name.
+        UsageError: the name is taken.
     """
     if option.name in _registered:
         raise UsageError(f"there is an option {option.name!r} already: give the new one another name")
@@ -50,7 +50,7 @@ DEFAULTS = tuple(name for name, option in OPTIONS.items() if option.default)
 
 
 def parsed(text: str) -> tuple[str, int | None]:
-    """Return the name of an option, and the number behind it; None where there is none.
+    """Return the name of an option, and the number after its colon; None if it has none.
 
     Raises:
         UsageError: there is no such option, it takes no number, or the number is out of range.
@@ -71,7 +71,7 @@ def parsed(text: str) -> tuple[str, int | None]:
 
 
 def option_called(text: str) -> Option:
-    """Return the option of this name, with or without a number behind it.
+    """Return the option of this name, with or without a number.
 
     Raises:
         UsageError: as ``parsed``.
@@ -80,7 +80,7 @@ def option_called(text: str) -> Option:
 
 
 def needs(names: Sequence[str]) -> frozenset[Need]:
-    """Return what of the machine around the device options called `names` need to know.
+    """Return the properties of the machine that the options `names` need.
 
     Raises:
         UsageError: there is no such option.
@@ -89,12 +89,12 @@ def needs(names: Sequence[str]) -> frozenset[Need]:
 
 
 def needing(need: Need) -> tuple[str, ...]:
-    """Return the names of the options that need to know this of the machine."""
+    """Return the names of the options that need this property of the machine."""
     return tuple(name for name in OPTIONS if need in needs((name,)))
 
 
 def check_options(names: Sequence[str]) -> None:
-    """Refuse what is no option.
+    """Raise if a name is not that of an option.
 
     Raises:
         UsageError: there is no such option, or one is named twice.
@@ -106,10 +106,10 @@ def check_options(names: Sequence[str]) -> None:
 
 
 def check_complete(names: Sequence[str]) -> None:
-    """Refuse also what a graph cannot be solved with: an option without the number that it needs.
+    """Raise if a name is not that of an option, or lacks the number that the option needs.
 
     Raises:
-        UsageError: there is such a name.
+        UsageError: a name is no option, or lacks its number.
     """
     check_options(names)
     for name, number in map(parsed, names):
@@ -121,7 +121,7 @@ def check_complete(names: Sequence[str]) -> None:
 
 
 def step_options(names: Collection[str]) -> tuple[StepOption, ...]:
-    """Return the options of `names` that are found in a captured step, in the order in which their ops stand in graphs."""
+    """Return the options of `names` that are found in a captured step, in the order of their ops in graphs."""
     found = {parsed(text)[0] for text in names}
     return tuple(option for name, option in OPTIONS.items() if isinstance(option, StepOption) and name in found)
 
@@ -132,10 +132,10 @@ def traced_options(names: Collection[str]) -> tuple[str, ...]:
 
 
 def check_traced(names: Sequence[str]) -> None:
-    """Refuse what is no option, or none that is found when a step is traced.
+    """Raise if a name is not that of an option found when a step is traced.
 
     Raises:
-        UsageError: there is such a name.
+        UsageError: a name is no such option.
     """
     check_options(names)
     if others := [name for name in names if parsed(name)[0] not in traced_options(names)]:
@@ -145,15 +145,14 @@ def check_traced(names: Sequence[str]) -> None:
 def with_options(
     graph: Graph, names: Sequence[str], surroundings: Surroundings | None = None, only: Collection[str] | None = None
 ) -> Graph:
-    """Return `graph` with the options called `names`, and none of the others that were traced with it.
+    """Return `graph` with the options `names`, and without the others that it was traced with.
 
     Args:
-        surroundings: for those that need to know the machine.
-        only: names of ops: of those that were found when it was traced there are no others; None for all.
+        surroundings: properties of the machine, for options that need them.
+        only: names of the traced optional ops to keep; None for all.
 
     Raises:
-        UsageError: there is no such option, or it does not say the number that it needs; the graph was traced without it; or
-            nothing is said of the machine.
+        UsageError: there is no such option, its number is missing, the graph was traced without it, or it needs `surroundings`.
         GraphError: it cannot be added to this graph.
     """
     check_complete(names)
@@ -177,7 +176,7 @@ def with_options(
 
 
 def holding(graph: Graph, names: Collection[str]) -> Graph:
-    """Return `graph` with the options `names` only, of those that it was traced with."""
+    """Return `graph` with the options `names` only, out of those that it was traced with."""
     for name in traced_with(graph):
         if name not in names and name in OPTIONS:
             graph = OPTIONS[name].restored(graph)
@@ -185,7 +184,7 @@ def holding(graph: Graph, names: Collection[str]) -> Graph:
 
 
 def as_executed(graph: Graph, schedule: Schedule) -> Schedule:
-    """Return `schedule`, of a graph with options, as a step runs it; it is to be judged again."""
+    """Return `schedule`, of a graph with options, as a step runs it; it must be judged again."""
     for option in OPTIONS.values():
         schedule = option.lift(graph, schedule)
     return schedule

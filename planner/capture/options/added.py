@@ -1,4 +1,4 @@
-"""Optional ops that are added to what was captured: what they read, what they make, and what they call."""
+"""Optional ops added to a capture: inputs, outputs and calls."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -15,11 +15,11 @@ from planner.passes.program import Argument, Call, Composed, OpCalls, Path, Ref,
 
 
 class Additions:
-    """Collects optional ops, and tensors that only these make, for what was captured.
+    """A collection of optional ops, and of tensors that only these make, for a capture.
 
     Attributes:
-        capture: without them.
-        tensor_of: by storage of a fake value of `capture`, its tensor.
+        capture: the capture without the additions.
+        tensor_of: the tensors of `capture`, by the storages of their fake values.
     """
 
     def __init__(self, capture: Capture) -> None:
@@ -28,11 +28,11 @@ class Additions:
         self._ops: list[Op] = []
         self._calls: list[OpCalls] = []
         self._nodes: list[fx.Node | None] = []
-        self._tensors: dict[int, Tensor] = {}  # new ones
+        self._tensors: dict[int, Tensor] = {}  # added ones
         self._makers: dict[int, list[int]] = {}
 
     def add_tensor(self, name: str, value: torch.Tensor, kind: Kind = Kind.ACTIVATION) -> int:
-        """The id of a tensor, a fake `value`, that ops that are added make."""
+        """Add a tensor for outputs of added ops, with the fake `value`; return its id."""
         number = len(self.capture.graph.tensors) + len(self._tensors)
         size_bytes = allocated_bytes(value.untyped_storage().nbytes(), value.device)
         self._tensors[number] = Tensor(number, name, size_bytes, (), kind, tuple(value.shape), dtype_name(value.dtype))
@@ -52,15 +52,15 @@ class Additions:
         recomputable: bool = True,
         differs: str = "",
     ) -> int:
-        """The id of a new op; its time is not measured.
+        """Add an op without a measured time; return its id.
 
         Args:
-            called: what computes it.
-            arguments: what that is called with.
-            like: an op of the program, in whose phase and module it is.
+            called: the function that computes it.
+            arguments: arguments of `called`.
+            like: an op of the program with the same phase and module.
             name, target, replaces, recomputable, differs: as in ``Op``; `target` begins with the name of an option.
             inputs: tensors that `arguments` read, perhaps with repetition.
-            outputs: tensors that it makes, in the order in which `called` returns them.
+            outputs: tensors that it makes, in the order of the results of `called`.
         """
         number = len(self.capture.graph.ops) + len(self._ops)
         op = Op(
@@ -82,10 +82,10 @@ class Additions:
         return number
 
     def add_variant(self, op: Op, instead: Mapping[int, int], name: str, target: str) -> int:
-        """The id of a new op that stands for `op` of the program, which it is but for the tensors that it reads.
+        """Add an alternative for `op` of the program that reads other tensors; return its id.
 
         Args:
-            instead: what it reads in place of tensors that `op` reads.
+            instead: replacements for tensors that `op` reads.
             name, target: as in ``add_op``.
         """
         number, calls = len(self.capture.graph.ops) + len(self._ops), self.capture.program.calls[op.id]
@@ -103,7 +103,7 @@ class Additions:
             self._makers.setdefault(t, []).append(op.id)
 
     def captured(self) -> Capture:
-        """The capture with all that was added."""
+        """Return the capture with all additions."""
         graph, program = self.capture.graph, self.capture.program
         tensors = [*graph.tensors, *(self._tensors[t] for t in sorted(self._tensors))]
         for t, makers in self._makers.items():
@@ -117,7 +117,7 @@ class Additions:
 
 
 def value_of(node: fx.Node, path: Path = ()) -> Any:
-    """What `node` makes, at `path` as in ``Statement.outputs``, on fake tensors."""
+    """Return the fake value of `node` at `path`, as in ``Statement.outputs``."""
     value = node.meta["val"]
     for index in path:
         value = value[index]
@@ -125,7 +125,7 @@ def value_of(node: fx.Node, path: Path = ()) -> Any:
 
 
 def tensors_by_storage(capture: Capture) -> dict[int, int]:
-    """By storage of a fake value of `capture`, its tensor."""
+    """Return the tensors of `capture` by the storages of their fake values."""
     found = {}
     for node, value in capture.values.items():
         if node.op in ("placeholder", "get_attr") and isinstance(node.meta.get("val"), torch.Tensor):

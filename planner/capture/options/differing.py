@@ -1,15 +1,15 @@
-"""What of a step's results differs where some of its tensors are rounded otherwise, in words."""
+"""Descriptions of the results of a step that change if some of its tensors are rounded differently."""
 
 from collections.abc import Iterable
 
 from graphs.ir import Graph
 from planner.passes.program import Argument, Program, read_by
 
-_NAMED = 3  # more are counted
+_NAMED = 3  # more are only counted
 
 
 def differing(graph: Graph, program: Program, tensors: Iterable[int]) -> str:
-    """``Op.differs`` of an op that rounds `tensors` otherwise: these, and the results of the step that are computed from them."""
+    """Return ``Op.differs`` of an op that rounds `tensors` differently: these, and the results of the step computed from them."""
     first = sorted(tensors)
     if not first:
         return ""

@@ -1,4 +1,4 @@
-"""Options that are found among the calls of a captured step. What finds them is imported when it is asked: it needs torch."""
+"""Options that are found among the calls of a captured step. The finders are imported lazily, since they need torch."""
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from planner.capture.lowering.lower import Capture
     from planner.capture.replay import RealStep
 
-# Of options whose ops call what eager PyTorch calls.
+# For options whose ops call operators of eager PyTorch.
 EAGER_KERNELS = MappingProxyType(
     {Feature.INDUCTOR: "it is found among the kernels of eager PyTorch; leave it out, or take kernels='eager'"}
 )
@@ -20,15 +20,16 @@ EAGER_KERNELS = MappingProxyType(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOption(Option):
-    """An option that is found in a captured step: its graph holds it from then on.
+    """An option that is found in a captured step: its graph then contains it.
 
     Attributes:
-        apply: returns the step with its ops, which call what they are named by: ``NAME.more``. Their times are not measured.
-        settle: returns an op of it, measured, with what differs of its outputs, by whether each was equal to the program's; None
-            where it is known of each beforehand.
-        needless: returns the ids of its ops that are of no use, of a step with times.
-        measure: returns the graph of a step with what its ops use of a limited resource, by the step on real tensors, or
-            modelled where that is None; None where they use none.
+        apply: returns the step with its ops, whose targets begin with the option's name: ``NAME.more``. Their times are not
+            measured.
+        settle: returns a measured op with its differences, given which outputs were bit-identical; None if they are known
+            beforehand.
+        needless: returns the ids of its useless ops in a step with times.
+        measure: returns the graph of a step with the uses of a limited resource, measured on the real step, or modelled if that
+            is None; None if its ops use none.
     """
 
     apply: "Callable[[Capture], Capture]"
@@ -37,5 +38,5 @@ class StepOption(Option):
     measure: "Callable[[Capture, RealStep | None], Graph] | None" = None
 
     def accepts(self, capture: "Capture") -> str:
-        """Return why it cannot be looked for in `capture`; "" if it can."""
+        """Return why the option cannot be applied to `capture`; "" if it can."""
         return self.against(Feature.INDUCTOR) if capture.whole is not None else ""

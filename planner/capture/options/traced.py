@@ -1,4 +1,4 @@
-"""What options that are found in a captured step do to it."""
+"""Application of options that are found in a captured step."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -12,13 +12,13 @@ from planner.capture.replay import RealStep
 
 
 def settled(capture: Capture, op: Op, equal: Sequence[bool]) -> Op:
-    """`op`, an optional one, with what differs of its outputs; `equal` says which came out as the program's, to the last bit."""
+    """Return `op`, an optional one, with its differences recorded; `equal` tells which outputs were bit-identical."""
     settle = _settling(op)
     return op if settle is None else settle(capture, op, equal)
 
 
 def may_be_exact(op: Op) -> bool:
-    """Whether what `op` makes is to be compared with what the program makes, since it may be equal."""
+    """Return whether the outputs of `op` are to be compared with the program's, since they may be equal."""
     return not op.exact and _settling(op) is not None
 
 
@@ -28,13 +28,13 @@ def _settling(op: Op) -> Callable[[Capture, Op, Sequence[bool]], Op] | None:
 
 
 def needs_measuring(capture: Capture) -> bool:
-    """Return whether an optional op of `capture` uses a limited resource, how much of which is to be measured."""
+    """Return whether an optional op of `capture` uses a limited resource whose use is to be measured."""
     measuring = {option.name for option in step_options(traced_with(capture.graph)) if option.measure is not None}
     return any(op.optional and option_of(op) in measuring for op in capture.graph.ops)
 
 
 def measured_uses(capture: Capture, real: RealStep | None) -> Graph:
-    """Return the graph of `capture` with what its optional ops use of limited resources.
+    """Return the graph of `capture` with the uses of limited resources by its optional ops.
 
     Args:
         real: the step on real tensors, which is executed; None: it is modelled.
@@ -46,22 +46,22 @@ def measured_uses(capture: Capture, real: RealStep | None) -> Graph:
 
 
 def with_graph(capture: Capture, graph: Graph) -> Capture:
-    """`capture` with `graph`: of its optional ops there may be some only, and others behind them that nothing is called for."""
+    """Return `capture` with `graph`, which may lack some of its optional ops and have further ones without calls."""
     number = {t.name: t.id for t in graph.tensors}
     moved = {t.id: number[t.name] for t in capture.graph.tensors if t.name in number}
     place = {op.name: op.id for op in capture.graph.ops}
     held = [place[op.name] for op in graph.ops if op.name in place]
     program = capture.program
-    # Those of the program keep their tensors.
+    # Ops of the program keep their tensors.
     calls = tuple(c if (c := program.calls[op]).composed is None else c.renumbered(moved) for op in held)
     return replace(capture, graph=graph, program=replace(program, calls=calls), nodes=tuple(capture.nodes[op] for op in held))
 
 
 def with_traced(capture: Capture, names: Sequence[str]) -> Capture:
-    """`capture` with those of the choices `names` that are found in what was captured; their times are not measured.
+    """Return `capture` with those of the options `names` that are found in a step; their times are not measured.
 
     Raises:
-        UsageError: there is no such choice, or it does not go with the kernels that were captured.
+        UsageError: there is no such option, or it does not go with the captured kernels.
     """
     check_options(names)
     if not (wanted := step_options(names)):
@@ -77,7 +77,7 @@ def with_traced(capture: Capture, names: Sequence[str]) -> Capture:
 
 
 def without_needless(capture: Capture) -> Capture:
-    """`capture`, of which times are known, without the ops that are of no use; their names become part of the provenance."""
+    """Return `capture`, whose times are known, without useless ops; their names become part of the provenance."""
     dropped = {op for option in step_options(traced_with(capture.graph)) for op in option.needless(capture)}
     if not dropped:
         return capture
@@ -88,7 +88,7 @@ def without_needless(capture: Capture) -> Capture:
 
 
 def offered_as(capture: Capture, provenance: Mapping[str, object]) -> Capture:
-    """`capture` without the ops that were left out of the graph of `provenance`: the same step, of which times are known."""
+    """Return `capture` without the ops that were left out of the graph of `provenance`: the same step with known times."""
     names = provenance.get(LEFT_OUT, ())
     assert isinstance(names, list | tuple)
     return with_graph(capture, without(capture.graph, lambda op: op.name in names))

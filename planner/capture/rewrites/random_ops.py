@@ -1,4 +1,4 @@
-"""Random ops that are executed once, where a generator's state can be neither read nor set."""
+"""Random ops that are executed once, if a generator's state can be neither read nor set."""
 
 from dataclasses import replace
 

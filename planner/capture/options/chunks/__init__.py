@@ -1,4 +1,4 @@
-"""Chunks: long rows are computed some at a time, so that their memory is that of a part of them."""
+"""Chunks: long rows are computed in parts, so that only a part is in memory."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""What is asked of an op, and what it answers: which of its arguments it reads row by row, and what it makes of them."""
+"""Requests to the rules of chunked ops, and their answers: which arguments are read by rows, and the form of the results."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,11 +12,11 @@ from planner.capture.options.chunks.rows import NotByRowsError, Rows
 
 
 class Total(Enum):
-    """A result that is added up over all rows."""
+    """A result that is summed over all rows."""
 
     SUM = auto()
     PRODUCT = auto()  # a product of matrices that contracts the rows
-    COUNT = auto()  # of rows, or of weights 1: exact in any order
+    COUNT = auto()  # of rows, or of unit weights: exact in any order
 
 
 Made = Rows | Total
@@ -24,14 +24,14 @@ Made = Rows | Total
 
 @dataclass(frozen=True, slots=True)
 class ByRows:
-    """An op row by row.
+    """An op that is computed by rows.
 
     Attributes:
-        reads: for each argument that has the rows, where; what is not there is read whole.
-        makes: for each item of the value, what it is; of a value that is one tensor, for that.
-        mean: the first item is the mean that the second one is the weight of: the chunks make the sum.
-        elements: what is made is divided by so many, those of all rows: the chunks make it undivided; 0 for not divided.
-        reduction: position of the argument that says whether it is divided; None where the op itself does.
+        reads: positions of rows, by argument; other arguments are read whole.
+        makes: form of each item of the value, or of the single tensor.
+        mean: the first item is a mean, whose weight is the second one: the chunks make the sum.
+        elements: number of elements of all rows that the result is divided by; the chunks do not divide. 0 without division.
+        reduction: position of the argument that selects division; None if the op always divides.
     """
 
     reads: Mapping[fx.Node, Rows]
@@ -43,13 +43,13 @@ class ByRows:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """An op, of which some arguments are known to have the rows.
+    """An op with the known positions of rows in its arguments.
 
     Attributes:
         node: the op.
-        rows: how many there are.
-        known: where the rows are in arguments.
-        inside: those that are made row by row: they have the rows nowhere else.
+        rows: number of rows.
+        known: positions of rows, by argument.
+        inside: arguments that are made by rows: they have the rows nowhere else.
     """
 
     node: fx.Node
@@ -59,15 +59,15 @@ class Asked:
     found: dict[fx.Node, Rows] = field(default_factory=dict)
 
     def arg(self, position: int) -> Any:
-        """The argument at `position`, None where it is left out."""
+        """Return the argument at `position`; None if it is omitted."""
         return self.node.args[position] if position < len(self.node.args) else None
 
     def shape(self, arg: fx.Node) -> tuple[int, ...]:
-        """Of an argument."""
+        """Return the shape of an argument."""
         return tuple(arg.meta["val"].shape)
 
     def at(self, *args: object) -> Rows:
-        """Where the rows are in the first of `args` that is known to have them.
+        """Return the position of the rows in the first of `args` where it is known.
 
         Raises:
             NotByRowsError: none is.
@@ -78,7 +78,7 @@ class Asked:
         raise NotByRowsError
 
     def want(self, arg: object, rows: Rows) -> None:
-        """`arg` is to be read with the rows there.
+        """Require that `arg` is read with the rows at this position.
 
         Raises:
             NotByRowsError: it has them elsewhere, or is none that has.
@@ -89,12 +89,12 @@ class Asked:
             raise NotByRowsError
 
     def want_whole(self, *args: object) -> None:
-        """`args` are to be read whole."""
+        """Require that `args` are read whole."""
         if any(isinstance(arg, fx.Node) and arg in self.inside for arg in args):
             raise NotByRowsError
 
     def makes(self, *made: Made, mean: bool = False, elements: int = 0, reduction: int | None = None) -> ByRows:
-        """The op with these results. Arguments inside that were not asked for are read by rows, which the rule did not expect."""
+        """Return the op with these results. Raise if it reads an argument made inside that was not requested."""
         if any(arg in self.inside and arg not in self.found for arg in self.node.all_input_nodes):
             raise NotByRowsError
         return ByRows(dict(self.found), made, mean, elements, reduction)

@@ -1,4 +1,4 @@
-"""Ops of a stretch on some of its rows, as a function of its own; and what calls it for one part of the rows after another."""
+"""The ops of a stretch on some of its rows, as a function, and the call of it on one part after another."""
 
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,10 +20,10 @@ from planner.passes.program import Path
 
 aten = torch.ops.aten
 
-# What writes a product where it belongs, and what adds it to what is there.
+# Variants of products that write to an output, and that accumulate into it.
 _INTO: Mapping[Any, Any] = {aten.mm.default: aten.mm.out, aten.addmm.default: aten.addmm.out, aten.bmm.default: aten.bmm.out}
 _ONTO: Mapping[Any, Any] = {aten.mm.default: aten.addmm.out, aten.bmm.default: aten.baddbmm.out}
-# Position of the argument that says the shape of the result.
+# Position of the argument with the shape of the result.
 _SHAPED: Mapping[Any, int] = {
     aten.view.default: 1,
     aten._unsafe_view.default: 1,
@@ -38,13 +38,13 @@ _HALF = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What the chunks make together.
+    """A combined result of the chunks.
 
     Attributes:
-        node, path: where the program makes it, as in ``Statement.outputs``.
-        made: row by row, or added up.
-        mean: it is the mean with the next result as its weight.
-        elements: of which it is the mean; 0 if it is none.
+        node, path: position in the program, as in ``Statement.outputs``.
+        made: positions of its rows, or a total.
+        mean: True if it is a mean, whose weight is the next result.
+        elements: number of elements of the mean; 0 otherwise.
     """
 
     node: fx.Node
@@ -55,12 +55,12 @@ class Result:
 
     @property
     def value(self) -> torch.Tensor:
-        """Fake."""
+        """The fake value."""
         found: torch.Tensor = value_of(self.node, self.path)
         return found
 
     def make(self, like: torch.Tensor) -> torch.Tensor:
-        """Room for it; where few numbers are added up in halves, more precisely."""
+        """Return an output tensor, zeroed for totals; sums of half-precision numbers use float32."""
         value = self.value
         dtype = torch.float32 if self.made is Total.SUM and value.dtype in _HALF else value.dtype
         room = like.new_empty_strided(value.shape, value.stride(), dtype=dtype)
@@ -69,11 +69,11 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """What the chunks read.
+    """An input of the chunks.
 
     Attributes:
-        node: outside of the stretch.
-        rows: where it has the rows, of which each chunk gets some; None for what each reads whole.
+        node: a node outside of the stretch.
+        rows: positions of the rows that are split into chunks; None if each chunk reads the whole.
     """
 
     node: fx.Node
@@ -81,17 +81,17 @@ class Given:
 
 
 class InChunks:
-    """Computes a stretch in chunks of rows.
+    """A stretch computed in chunks of rows.
 
     Attributes:
-        given: what it is called with, in order.
-        results: what it returns, in order.
+        given: inputs, in order.
+        results: outputs, in order.
     """
 
     def __init__(
         self, rows: int, size: int, given: Sequence[Given], results: Sequence[Result], body: Callable[[int], Callable[..., Any]]
     ) -> None:
-        """`body` makes what computes so many rows: called with parts of what is given and of the results, it writes to these."""
+        """Initialize; ``body(count)`` returns a function of parts of inputs and results that computes `count` rows."""
         self.given, self.results = tuple(given), tuple(results)
         self._rows, self._size = rows, size
         self._bodies = {count: body(count) for count in {size, rows % size} - {0}}
@@ -99,11 +99,11 @@ class InChunks:
 
     @property
     def fakes(self) -> tuple[torch.Tensor, ...]:
-        """What it is called with, as fake tensors."""
+        """The inputs as fake tensors."""
         return tuple(read.node.meta["val"] for read in self.given)
 
     def __call__(self, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The results; memory besides them is what one chunk takes."""
+        """Return the results; additional memory is that of one chunk."""
         made = [result.make(given[self._like]) for result in self.results]
         places = [result.made if isinstance(result.made, Rows) else None for result in self.results]
         for begin in range(0, self._rows, self._size):
@@ -126,16 +126,16 @@ class InChunks:
 
 
 class Body:
-    """The ops of a stretch on some of its rows.
+    """The ops of a stretch, for some of its rows.
 
     Attributes:
         nodes: the ops, in order.
-        given: what they read.
-        results: what is read of what they make.
+        given: their inputs.
+        results: their outputs that are read elsewhere.
     """
 
     def __init__(self, stretch: Stretch, nodes: Sequence[fx.Node], results: Sequence[Result]) -> None:
-        """`nodes`: ops of `stretch`, and those of the one before that are computed again."""
+        """Initialize with `nodes`: ops of `stretch`, and the recomputed ops of the one before."""
         self.nodes, self.results = tuple(nodes), tuple(results)
         self._stretch, self._inside = stretch, frozenset(nodes)
         self.given = tuple(dict.fromkeys(self._reads()))
@@ -161,7 +161,7 @@ class Body:
         return node in self._inside
 
     def of(self, count: int) -> Callable[..., Any]:
-        """What computes `count` rows: called with `given`, then with where each of the results belongs, which it writes to."""
+        """Return a function that computes `count` rows: its arguments are `given` and the outputs, which it writes."""
         graph = fx.Graph()
         given = {read: graph.placeholder(f"given_{i}") for i, read in enumerate(self.given)}
         rooms = {(r.node, r.path): graph.placeholder(f"room_{i}") for i, r in enumerate(self.results)}
@@ -192,7 +192,7 @@ class Body:
         return fx.GraphModule(torch.nn.Module(), graph).forward
 
     def _emit(self, graph: fx.Graph, node: fx.Node, count: int, value: Callable[[fx.Node], fx.Node]) -> fx.Node:
-        """`node` on `count` rows."""
+        """Return the node for `node` on `count` rows."""
         args, named, target = list(node.args), dict(node.kwargs), MEANS.get(node.target, called(node.target))
         call = self._call(node)
         if call is not None and (position := call.reduction) is not None and args[position : position + 1] != [0]:
@@ -212,7 +212,7 @@ class Body:
     def _product(
         self, graph: fx.Graph, node: fx.Node, result: Result, room: fx.Node, value: Callable[[fx.Node], fx.Node]
     ) -> fx.Node:
-        """The product `node`, written where it belongs or added to what is there."""
+        """Return the node for the product `node`, written to its output or accumulated there."""
         args, named = fx.map_arg((node.args, node.kwargs), value)
         if isinstance(result.made, Rows):
             return graph.call_function(_INTO[node.target], args, {**named, "out": room})
@@ -220,5 +220,5 @@ class Body:
 
 
 def sliced(result: Result) -> bool:
-    """Whether parts of the rows of `result` are views, to be written to."""
+    """Return whether parts of the rows of `result` are views that can be written."""
     return not isinstance(result.made, Rows) or is_flat(result.value, result.made)

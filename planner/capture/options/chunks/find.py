@@ -1,9 +1,9 @@
-"""Chunks: long rows are computed some at a time, so that their memory is that of a part of them.
+"""Chunks: long rows are computed in parts, so that only a part is in memory.
 
-For each stretch of the step that is row by row (``chunks.stretches``), such as the loss head of a language
-model, ops that stand for it: one for the forward pass, and for the backward pass one that computes the long rows of the
-forward pass again, and one that reads them. Each comes in so many chunks as ``COUNTS`` says. What is added up over rows is
-added up in another order, and differs by rounding.
+For each stretch of the step that is computed by rows (``chunks.stretches``), such as the loss head of a language model,
+alternatives are added: one op for the forward pass; for the backward pass one that recomputes the long rows of the forward pass,
+and one that reads them. Each is added with every chunk count in ``COUNTS``. Sums over rows are added up in another order, and
+differ by rounding.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,12 +22,12 @@ from planner.capture.options.differing import differing
 from planner.capture.rewrites.outputs import storage
 
 COUNTS = (2, 4, 8, 16)
-TARGET = "chunks"  # the first word of what the ops call
+TARGET = "chunks"  # the prefix of the ops' targets
 
 
 @dataclass(frozen=True, slots=True)
 class _StandIn:
-    """Ops of one pass in another way: of the stretch that begins at `seed`, `kind` says which, `body` what is computed."""
+    """Alternatives for the ops of one pass in the stretch that begins at `seed`; `kind` names the alternative."""
 
     seed: str
     kind: str
@@ -36,7 +36,7 @@ class _StandIn:
 
 
 def chunked(capture: Capture) -> Capture:
-    """`capture` with ops that stand for its long stretches, in 2, 4, 8 and 16 chunks; their times are not measured."""
+    """Return `capture` with alternatives for its long stretches in 2, 4, 8 and 16 chunks; their times are not measured."""
     finder, additions = Finder(capture), Additions(capture)
     for found in [found for pair in finder.find() for found in _stand_ins(capture, finder, *pair)]:
         rows, sizes = found.stretch.rows, set[int]()
@@ -61,14 +61,14 @@ def _stand_ins(capture: Capture, finder: Finder, forward: Stretch, backward: Str
 
 
 def _stand_in(capture: Capture, seed: str, kind: str, stretch: Stretch, before: Sequence[fx.Node]) -> _StandIn | None:
-    """None where a result of rows has them where no slice of it can be written to."""
+    """Return the alternative for a stretch; None if rows of a result cannot be written by slices."""
     results = list(_results(capture.graph, capture, stretch))
     nodes = [*before, *(stretch.ops[op] for op in sorted(stretch.ops))]
     return _StandIn(seed, kind, stretch, Body(stretch, nodes, results)) if all(map(sliced, results)) else None
 
 
 def _results(graph: Graph, capture: Capture, stretch: Stretch) -> Iterator[Result]:
-    """What is read of what `stretch` makes, but for long rows, which the backward pass computes again or does not find."""
+    """Yield the results of `stretch` that are read elsewhere, except long rows."""
     for op in sorted(stretch.ops):
         node = stretch.ops[op]
         call = stretch.calls[node]
@@ -80,7 +80,7 @@ def _results(graph: Graph, capture: Capture, stretch: Stretch) -> Iterator[Resul
 
 
 def _needed(finder: Finder, forward: Stretch, backward: Stretch) -> list[fx.Node]:
-    """The ops of `forward` that make long rows that `backward` reads, and those that these need, in order."""
+    """Return the ops of `forward` needed to recompute the long rows that `backward` reads, in order."""
     maker = {t: op for op in forward.ops for t in finder.graph.ops[op].outputs}
     waiting = [t for t in finder.long(forward) if any(p in backward.ops for p in finder.graph.consumers[t])]
     needed: set[int] = set()
@@ -93,7 +93,7 @@ def _needed(finder: Finder, forward: Stretch, backward: Stretch) -> list[fx.Node
 
 
 def _add(additions: Additions, found: _StandIn, count: int, called: InChunks) -> None:
-    """Add the op that stands for the ops of `found` in `count` chunks."""
+    """Add the alternative `found` in `count` chunks."""
     capture, ops = additions.capture, tuple(sorted(found.stretch.ops))
     stood_for = [capture.graph.ops[op] for op in ops]
     made = [additions.tensor_of[storage(result.value)] for result in called.results]
@@ -116,13 +116,13 @@ def _add(additions: Additions, found: _StandIn, count: int, called: InChunks) ->
 
 
 def settle(capture: Capture, op: Op, equal: Sequence[bool]) -> Op:
-    """`op`, one of those of ``chunked``, with what differs of its outputs.
+    """Return `op`, one of those of ``chunked``, with the differences of its outputs recorded.
 
-    Kernels are chosen by shapes, not by values: where rows came out with the bits of the program once, they always do. What
-    is added up in another order may have been equal by chance.
+    Kernels are chosen by shapes, not by values: if rows were bit-identical once, they always are. Sums in another order may have
+    been equal by chance.
 
     Args:
-        equal: for each output whether it was equal to the program's to the last bit, on the device that runs the step.
+        equal: for each output, True if it was bit-identical on the device of the step.
     """
     composed = capture.program.calls[op.id].composed
     assert isinstance(composed, InChunks)

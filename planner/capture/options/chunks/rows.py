@@ -1,4 +1,4 @@
-"""Where the rows of a computation are in the shape of a value, and how views move them."""
+"""The positions of rows in shapes, and how views move them."""
 
 import operator
 from collections.abc import Sequence
@@ -10,49 +10,49 @@ from torch import fx
 
 aten = torch.ops.aten
 
-# Views that order the elements as they were: rows are found again by what comes before them in memory.
+# Views that keep the order of elements: rows are identified by the number of elements before them.
 _RESHAPING = frozenset({aten.view.default, aten._unsafe_view.default, aten.reshape.default})
 _SAME = frozenset({aten.alias.default, aten.detach.default})
 
 
 class NotByRowsError(Exception):
-    """What is computed for a row depends on other rows, or is not known to depend on its own alone."""
+    """The error that a row of a result depends on other rows, or is not known to depend on its own row alone."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """The dimensions `first` to `last` of a value, which together go over the rows, in order.
+    """The dimensions `first` to `last` of a value, which together enumerate the rows, in order.
 
-    A row may have several elements of these dimensions: of a value of 4 x 8 sentences and words, seen as 32 words, rows may
-    be the sentences.
+    A row may have several elements of these dimensions: for a value of 4 x 8 sentences and words, seen as 32 words, rows may be
+    the sentences.
     """
 
     first: int
     last: int
 
     def moved(self, dims: int) -> "Rows":
-        """`dims` dimensions later."""
+        """Return the rows shifted by `dims` dimensions."""
         return Rows(self.first + dims, self.last + dims)
 
     def within(self, dim: int) -> bool:
-        """Whether `dim` is one of them."""
+        """Return whether `dim` is one of the dimensions."""
         return self.first <= dim <= self.last
 
     def sizes(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Of these dimensions."""
+        """Return the sizes of these dimensions."""
         return tuple(shape[self.first : self.last + 1])
 
     def chunk(self, shape: Sequence[int], count: int, rows: int) -> list[int]:
-        """The shape of `count` of `rows` rows: in the last of the dimensions, so that the others keep their numbers."""
+        """Return the shape of `count` of `rows` rows, with the same number of dimensions."""
         size = prod(self.sizes(shape)) // rows * count
         return [*shape[: self.first], *(1,) * (self.last - self.first), size, *shape[self.last + 1 :]]
 
 
 def rows_behind(shape: Sequence[int], before: int, rows: int) -> Rows:
-    """The fewest dimensions of `shape` that `rows` rows are in, behind dimensions with `before` elements.
+    """Return the fewest dimensions of `shape` that contain `rows` rows, after dimensions with `before` elements.
 
     Raises:
-        NotByRowsError: there are none.
+        NotByRowsError: there are no such dimensions.
     """
     seen = 1
     for first, size in enumerate(shape):
@@ -66,7 +66,7 @@ def rows_behind(shape: Sequence[int], before: int, rows: int) -> Rows:
 
 
 def slice_of(value: torch.Tensor, rows: Rows, begin: int, size: int) -> torch.Tensor:
-    """`size` elements of the dimensions of `rows`, in the shape of a chunk."""
+    """Return `size` elements of the dimensions of `rows`, in the shape of a chunk."""
     flat = value.flatten(rows.first, rows.last) if rows.last > rows.first else value
     part = flat.narrow(rows.first, begin, size)
     for _ in range(rows.last - rows.first):
@@ -75,18 +75,18 @@ def slice_of(value: torch.Tensor, rows: Rows, begin: int, size: int) -> torch.Te
 
 
 def is_flat(value: torch.Tensor, rows: Rows) -> bool:
-    """Whether a slice of `rows` is a view."""
+    """Return whether a slice of `rows` is a view."""
     dims = range(rows.first, rows.last)
     return all(value.stride(d) == value.stride(d + 1) * value.shape[d + 1] for d in dims)
 
 
 def is_view(node: fx.Node) -> bool:
-    """Whether `node` only shows what another has made."""
+    """Return whether `node` is a view of another value."""
     return node.target is operator.getitem or node.target in _RESHAPING or bool(getattr(node.target, "is_view", False))
 
 
 def through_view(node: fx.Node, base: Rows, rows: int) -> Rows:
-    """Where the rows are in the value of the view `node`, of which the base has them at `base`.
+    """Return the position of the rows in the value of the view `node`, whose base has them at `base`.
 
     Raises:
         NotByRowsError: it shows parts of rows, or in another order; or several rows as one.

@@ -1,8 +1,7 @@
-"""What ops do with rows.
+"""Rules on how ops process rows.
 
-An op is known by what it does to dimensions, whatever model it comes from: what is computed element by element, along
-dimensions that are not those of the rows, a product of matrices, a loss that is picked out of rows and added up. An op that
-is not known here is not by rows.
+An op is known by what it does to dimensions, in any model: elementwise computation, reductions along dimensions other than the
+rows, products of matrices, losses that select entries of rows and sum them. Ops without a rule are not by rows.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,7 +18,7 @@ aten = torch.ops.aten
 
 
 def by_rows(asked: Asked) -> ByRows:
-    """What the op is row by row.
+    """Return the row-by-row form of an op.
 
     Raises:
         NotByRowsError: it is not.
@@ -32,7 +31,7 @@ def by_rows(asked: Asked) -> ByRows:
     raise NotByRowsError
 
 
-# Without the tag of operators that go element by element, which not all have.
+# Elementwise operators without the tag.
 _ELEMENTWISE = frozenset({aten._to_copy.default, aten.masked_fill.Tensor, aten.hardswish_backward.default})
 
 
@@ -41,7 +40,7 @@ def _pointwise(asked: Asked) -> ByRows:
 
 
 def _by_elements(asked: Asked, out: tuple[int, ...]) -> Rows:
-    """Where the rows are in what is computed element by element, which has the shape `out`; scalars are read whole."""
+    """Return the position of the rows in an elementwise result of shape `out`; scalars are read whole."""
     args = [a for a in asked.node.all_input_nodes if isinstance(a.meta["val"], torch.Tensor)]
     first = next((a for a in args if a in asked.known), None)
     place = asked.at(first).moved(len(out) - len(asked.shape(first))) if first is not None else asked.at()
@@ -58,7 +57,7 @@ def _by_elements(asked: Asked, out: tuple[int, ...]) -> Rows:
 
 
 def _along(*read: int, dim: int, reduces: bool = False) -> Callable[[Asked], ByRows]:
-    """An op along the dimensions that its argument `dim` says, which are none of the rows; `read` are its tensors."""
+    """Return the rule of an op along the dimensions in its argument `dim`, none of them rows; `read` are its tensor arguments."""
 
     def rule(asked: Asked) -> ByRows:
         place = asked.at(*map(asked.arg, read))
@@ -79,7 +78,7 @@ _reduced = _along(0, dim=1, reduces=True)
 
 
 def _summed(asked: Asked) -> ByRows:
-    """A sum over all rows, and perhaps more; or along other dimensions."""
+    """Return the form of a sum over all rows and perhaps more, or along other dimensions."""
     arg = asked.arg(0)
     place, shape = asked.at(arg), asked.shape(arg)
     dims = {d % len(shape) for d in asked.arg(1) or range(len(shape))}
@@ -92,7 +91,7 @@ def _summed(asked: Asked) -> ByRows:
 
 
 def _loss(reduction: int) -> Callable[[Asked], ByRows]:
-    """A loss element by element, or its gradient; the argument at `reduction` says whether it is added up, and divided."""
+    """Return the rule of an elementwise loss or its gradient; the argument at `reduction` is the kind of reduction."""
 
     def rule(asked: Asked) -> ByRows:
         backward = "backward" in str(asked.node.target)
@@ -105,7 +104,7 @@ def _loss(reduction: int) -> Callable[[Asked], ByRows]:
 
 
 def _product(first: int) -> Callable[[Asked], ByRows]:
-    """A product of matrices, the left one at position `first`; what is added to it comes before."""
+    """Return the rule of a matrix product whose left factor is at position `first`; an addend comes before."""
 
     def rule(asked: Asked) -> ByRows:
         left, right = asked.arg(first), asked.arg(first + 1)
@@ -141,7 +140,7 @@ def _product(first: int) -> Callable[[Asked], ByRows]:
 
 
 def _add(asked: Asked, added: fx.Node, made: Rows) -> None:
-    """What is added to a product: by rows where it has them, else the same for all."""
+    """Require the addend of a product by rows if it has them, else whole."""
     dims = len(asked.shape(asked.node)) - len(asked.shape(added))
     if made.first < dims or asked.shape(added)[made.first - dims] == 1:
         asked.want_whole(added)
@@ -150,13 +149,13 @@ def _add(asked: Asked, added: fx.Node, made: Rows) -> None:
 
 
 _COUNTING = (torch.float32, torch.float64)
-_MOST_COUNTED = 2**24  # whole numbers below are exact in float32
-_NONE, _MEAN = 0, 1  # of ``reduction``: a loss for each row, or one of all
+_MOST_COUNTED = 2**24  # integers below are exact in float32
+_NONE, _MEAN = 0, 1  # of ``reduction``: a loss per row, or the mean
 _REDUCTION = 3
 
 
 def _picked_loss(asked: Asked) -> ByRows:
-    """``nll_loss``: of each row the entry of its class, added up."""
+    """Return the form of ``nll_loss``: the entry of each row's class, summed."""
     if asked.arg(_REDUCTION) == _NONE or len(asked.shape(asked.arg(0))) == 1:
         raise NotByRowsError
     rows = rows_behind(asked.shape(asked.arg(0)), 1, asked.rows)
@@ -179,7 +178,7 @@ def _picked_loss_backward(asked: Asked) -> ByRows:
 
 
 def _padded(asked: Asked) -> ByRows:
-    """Zeros around, but not along the rows."""
+    """Return the form of padding along other dimensions than the rows."""
     arg, pad = asked.arg(0), asked.arg(1)
     place, dims = asked.at(arg), len(asked.shape(arg))
     if any(place.within(dims - 1 - i // 2) for i, size in enumerate(pad) if size):
@@ -189,7 +188,7 @@ def _padded(asked: Asked) -> ByRows:
 
 
 def _slice_backward(asked: Asked) -> ByRows:
-    """Zeros around what was a slice, but not along the rows."""
+    """Return the form of a slice's gradient along other dimensions than the rows."""
     arg = asked.arg(0)
     place = asked.at(arg)
     if place.within(asked.arg(2) % len(asked.shape(arg))):
@@ -199,7 +198,7 @@ def _slice_backward(asked: Asked) -> ByRows:
 
 
 def _joined(asked: Asked) -> ByRows:
-    """Several side by side, all with the rows."""
+    """Return the form of a concatenation of arguments that all have the rows."""
     args = asked.arg(0)
     place = asked.at(*args)
     if place.within((asked.arg(1) or 0) % len(asked.shape(args[0]))):
@@ -210,7 +209,7 @@ def _joined(asked: Asked) -> ByRows:
 
 
 def _want_beside(asked: Asked, arg: fx.Node, other: fx.Node, place: Rows) -> None:
-    """As many elements to a row as `other` has."""
+    """Require `arg` by rows, with as many elements per row as `other`."""
     asked.want(arg, place)
     if place.sizes(asked.shape(arg)) != place.sizes(asked.shape(other)):
         raise NotByRowsError
@@ -252,8 +251,8 @@ _RULES: Mapping[Any, Callable[[Asked], ByRows]] = {
     aten.cat.default: _joined,
 }
 
-# What adds up and divides, and what adds up alone.
+# Ops that sum and divide, by the op that only sums.
 MEANS: Mapping[Any, Any] = {aten.mean.default: aten.sum.default, aten.mean.dim: aten.sum.dim_IntList}
 
-# What makes the same everywhere, in the shape that its second argument says.
+# Ops with constant results in the shape of their second argument.
 CONSTANTS = frozenset({aten.new_zeros.default, aten.new_ones.default})

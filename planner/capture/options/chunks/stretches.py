@@ -1,9 +1,9 @@
-"""Stretches of a step that are computed row by row, between products of matrices that make rows long and what makes them short.
+"""Stretches of a step that can be computed by rows, between matrix products that make rows long and ops that reduce them.
 
-A stretch begins with a product that makes rows much longer than those it reads. All that reads these long rows in the same
-pass belongs to it, and what reads the long rows of that, until only short rows are left and what is added up over all rows:
-then no long row need be in memory as a whole. In the backward pass the ops that read long rows of the forward pass begin a
-second one. Where an op that reads long rows is not known to be by rows, there is no such stretch.
+A stretch begins with a product whose rows are much longer than those it reads. All readers of these long rows in the same pass
+belong to it, and the readers of their long rows, until only short rows and sums over all rows are left: then no tensor of long
+rows need be in memory as a whole. In the backward pass, readers of the forward pass's long rows begin a second stretch. If a
+reader of long rows is not known to be by rows, there is no such stretch.
 """
 
 import operator
@@ -27,21 +27,21 @@ aten = torch.ops.aten
 
 # Products of matrices, with the position of the first one.
 _PRODUCTS: Mapping[Any, int] = {aten.mm.default: 0, aten.addmm.default: 1, aten.bmm.default: 0, aten.baddbmm.default: 1}
-_LONG = 1.25  # times the elements of the rows that the first product reads
-# A stretch of which no op holds a fourth of what the op holds that holds most in the step does not set the peak.
+_LONG = 1.25  # times the row length of the first product's input
+# A stretch none of whose ops holds a fourth of the largest op's memory does not determine the peak.
 _SHARE = 0.25
 
 
 @dataclass(slots=True)
 class Stretch:
-    """Ops of one pass, row by row.
+    """The ops of one pass that are computed by rows.
 
     Attributes:
-        rows: how many.
-        longest: elements of a row that is short.
-        ops: by id.
+        rows: number of rows.
+        longest: most elements of a short row.
+        ops: the ops by id.
         before: the stretch of the forward pass whose values it reads; None for one of the forward pass.
-        calls: what each op is.
+        calls: row-by-row form of each op.
     """
 
     rows: int
@@ -51,10 +51,10 @@ class Stretch:
     calls: dict[fx.Node, ByRows] = field(default_factory=dict)
 
     def place(self, node: fx.Node) -> Rows | None:
-        """Where the rows are in the value of `node`; None for what is made outside, or added up before.
+        """Return the position of the rows in the value of `node`; None if it is made outside, or summed before.
 
         Raises:
-            NotByRowsError: it is added up here, or a view shows rows in another way.
+            NotByRowsError: it is summed here, or a view changes the rows.
         """
         source, item = (node.args[0], node.args[1]) if node.target is operator.getitem else (node, 0)
         assert isinstance(source, fx.Node) and isinstance(item, int)
@@ -72,24 +72,24 @@ class Stretch:
         return None if place is None else through_view(node, place, self.rows)
 
     def makes_long(self, node: fx.Node, item: int, value: torch.Tensor) -> bool:
-        """Whether `value`, which the op `node` here makes as the `item`-th, has long rows."""
+        """Return whether `value`, item `item` of the op `node`, has long rows."""
         return value.numel() / self.rows > self.longest and isinstance(self.calls[node].makes[item], Rows)
 
 
 class Finder:
-    """Looks for stretches in what was captured."""
+    """A search for stretches in a capture."""
 
     def __init__(self, capture: Capture) -> None:
         self.graph, self.capture = capture.graph, capture
         self.op_of = {node: op.id for op, node in zip(capture.graph.ops, capture.nodes, strict=True) if node is not None}
 
     def find(self) -> list[tuple[Stretch, Stretch | None]]:
-        """Stretches of the forward pass, with those of the backward pass that go with them, of which none shares an op."""
+        """Return the stretches of the forward pass, each with that of its backward pass, without shared ops."""
         found: list[tuple[Stretch, Stretch | None]] = []
         taken: set[int] = set()
         most = max(self._held(op.id) for op in self.graph.ops)
         products = [node for node, op in self.op_of.items() if node.target in _PRODUCTS]
-        for node in sorted(products, key=lambda node: -fake(node).numel()):  # the longest rows begin a stretch of their own
+        for node in sorted(products, key=lambda node: -fake(node).numel()):  # the longest rows first
             op = self.op_of[node]
             if op in taken or self.graph.ops[op].phase is not Phase.FORWARD:
                 continue
@@ -103,13 +103,15 @@ class Finder:
         return sorted(found, key=lambda pair: min(pair[0].ops))
 
     def _held(self, op: int) -> int:
-        """Bytes of what `op` reads and makes that may be freed."""
+        """Return the bytes of `op`'s inputs and outputs that may be freed."""
         node, tensors = self.graph.ops[op], self.graph.tensors
         freed = {t for t in (*node.inputs, *node.outputs) if not tensors[t].static and t not in self.graph.kept}
         return sum(tensors[t].size_bytes for t in freed)
 
     def _from(self, node: fx.Node) -> tuple[Stretch, Stretch | None] | None:
-        """The stretch that begins at the product `node`: one with a backward pass if there is one, of as many rows as can be."""
+        """Return the stretch from the product `node`, if possible with a backward pass and as many rows as possible; else
+        None.
+        """
         forward_only = None
         for rows, known in self._beginnings(node):
             longest = _LONG * max(fake(arg).numel() for arg in known) / rows
@@ -133,7 +135,7 @@ class Finder:
         return forward_only
 
     def _beginnings(self, node: fx.Node) -> Iterable[tuple[int, Mapping[fx.Node, Rows]]]:
-        """Numbers of rows that the product `node` may be seen to have, and where in what it reads."""
+        """Yield the possible numbers of rows of the product `node`, and their positions in its arguments."""
         left, right = node.args[_PRODUCTS[node.target] :][:2]
         assert isinstance(left, fx.Node) and isinstance(right, fx.Node)
         batched = fake(left).dim() == 3
@@ -153,7 +155,7 @@ class Finder:
         return sorted(op for op in readers if self.graph.ops[op].phase is Phase.BACKWARD)
 
     def long(self, stretch: Stretch, ops: Iterable[int] | None = None) -> list[int]:
-        """Tensors of long rows that `ops` of `stretch` make, or all its ops."""
+        """Return the tensors of long rows made by `ops` of `stretch`, by default all its ops."""
         found = []
         for op in stretch.ops if ops is None else ops:
             for item, t in enumerate(self.graph.ops[op].outputs):
@@ -168,7 +170,7 @@ class Finder:
         return value
 
     def _close(self, stretch: Stretch, begin: int, known: Mapping[fx.Node, Rows]) -> None:
-        """Let `stretch` have the op `begin`, all that reads long rows in the same pass, and products that make those it reads.
+        """Add to `stretch` the op `begin`, all readers of long rows in the same pass, and products that make long rows they read.
 
         Raises:
             NotByRowsError: it cannot.
@@ -196,7 +198,7 @@ class Finder:
         stretch.calls[node] = call
 
     def _join_makers(self, stretch: Stretch, reader: int) -> list[int]:
-        """Let `stretch` also make the long rows that `reader` reads, where products make them, or they are all the same."""
+        """Add to `stretch` the producers of the long rows that `reader` reads: products, constants, and ops read only inside."""
         joined = []
         for arg, rows in stretch.calls[stretch.ops[reader]].reads.items():
             value = arg
@@ -213,7 +215,7 @@ class Finder:
         return joined
 
     def _join_maker(self, stretch: Stretch, op: int, arg: fx.Node, rows: Rows) -> bool:
-        """Let `stretch` have `op` too, if it makes the `rows` that are read as `arg`."""
+        """Add `op` to `stretch` if it makes the `rows` that are read as `arg`; return whether it does."""
         value = self.capture.nodes[op]
         assert value is not None
         if value.target in CONSTANTS and value is arg:
@@ -235,14 +237,14 @@ class Finder:
         return False
 
     def _only_inside(self, stretch: Stretch, op: int) -> bool:
-        """Whether what `op` makes is read in `stretch` only."""
+        """Return whether the outputs of `op` are read in `stretch` only."""
         return all(p in stretch.ops for t in self.graph.ops[op].outputs for p in self.graph.consumers[t])
 
     def _check(self, stretch: Stretch) -> None:
-        """What is made by rows is read by rows, and nothing outside reads long rows, or anything before the last op is done.
+        """Raise unless rows are read by rows, and nothing outside reads long rows, or other results before the last op.
 
         Raises:
-            NotByRowsError: it is not so.
+            NotByRowsError: a condition does not hold.
         """
         last = max(stretch.ops)
         for op, node in stretch.ops.items():

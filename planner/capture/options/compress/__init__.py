@@ -1,4 +1,4 @@
-"""Compressed keeping, lossy: what the backward pass reads of the forward pass is kept in few bits, and made again to be read."""
+"""Lossy compression of saved tensors: they are stored in few bits, and restored for the backward pass."""
 
 from typing import TYPE_CHECKING
 

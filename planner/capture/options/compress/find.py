@@ -1,10 +1,10 @@
-"""Compressed keeping, lossy: what the backward pass reads of the forward pass is kept in few bits, and made again to be read.
+"""Lossy compression of saved tensors: they are stored in few bits, and restored for the backward pass.
 
-For each tensor of some size that the forward pass makes in floating point and the backward pass reads, and each form of
-``FORMS``: an op that keeps it compressed, and one that makes of that another tensor, the *restored* one, of the same size and
-strides. The ops of the backward pass that read the tensor have stand-ins that read the restored one, and nothing else does:
-what the forward pass reads, first or again, is exact, and so is what is compressed. How much the gradients change is measured
-where the step is (``planner.capture.options.compress.sensitivity``); docs/options/compression.md has the whole.
+For each large floating-point tensor that the forward pass makes and the backward pass reads, and each form of ``FORMS``, two ops
+are added: one that compresses it, and one that makes the *restored* tensor, of the same size and strides. The backward ops that
+read the tensor have alternatives that read the restored one, and nothing else reads it: the forward pass, recomputed or not, is
+exact, and so is the input of compression. The change of the gradients is measured on the real step
+(``planner.capture.options.compress.sensitivity``); docs/options/compression.md describes all this.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,12 +24,12 @@ from planner.passes.program import Ref
 
 _LEAST_ELEMENTS = 2048
 _LEAST_SHARE = 1 / 100  # of the largest tensor that can be compressed
-_MOST_READ = 3  # of what one op reads so many tensors may be restored ones, the largest
+_MOST_READ = 3  # of the inputs of one op so many may be restored, the largest first
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def compressed(capture: Capture) -> Capture:
-    """`capture` with ops that keep tensors compressed; their times and variances are not measured."""
+    """Return `capture` with ops that compress tensors; their times and variances are not measured."""
     additions = Additions(capture)
     found = _compressible(capture)
     restored: dict[int, int] = {}
@@ -45,11 +45,11 @@ def compressed(capture: Capture) -> Capture:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """A tensor that may be kept compressed.
+    """A tensor that may be compressed.
 
     Attributes:
         tensor: its id.
-        ops: by form, the op that keeps it, and the one that makes of that what is read.
+        ops: by form, the op that compresses it, and the one that restores it.
     """
 
     tensor: int
@@ -57,7 +57,7 @@ class Kept:
 
 
 def kept_tensors(capture: Capture) -> list[Kept]:
-    """What ``compressed`` has found."""
+    """Return the tensors that ``compressed`` has found."""
     found: dict[int, dict[str, tuple[int, int]]] = {}
     for op in capture.graph.ops[len(capture.graph.program) :]:
         if op.target.startswith(f"{KEEP}."):
@@ -67,7 +67,7 @@ def kept_tensors(capture: Capture) -> list[Kept]:
 
 
 def _compressible(capture: Capture) -> dict[int, torch.Tensor]:
-    """The tensors that may be kept compressed, with their fake values."""
+    """Return the tensors that may be compressed, with their fake values."""
     graph = capture.graph
     found: dict[int, torch.Tensor] = {}
     readers = {t for op in _readers(capture, range(len(graph.tensors))) for t in op.inputs}
@@ -83,7 +83,7 @@ def _compressible(capture: Capture) -> dict[int, torch.Tensor]:
 
 
 def _is_whole(tensor: Tensor, value: torch.Tensor) -> bool:
-    """Whether the elements are numbers, enough of them, that fill the storage."""
+    """Return whether the elements are numbers, sufficiently many, and fill the storage."""
     size_bytes = value.numel() * value.element_size()
     return (
         value.dtype in _DTYPES
@@ -95,7 +95,7 @@ def _is_whole(tensor: Tensor, value: torch.Tensor) -> bool:
 
 
 def _readers(capture: Capture, tensors: Sequence[int] | Mapping[int, object] | range) -> Iterator[Op]:
-    """Ops of the backward pass that read some of `tensors`, and can do so elsewhere."""
+    """Yield the ops of the backward pass that read some of `tensors` and can read others instead."""
     for op in capture.graph.program:
         movable = not (op.random or op.mutates or capture.program.calls[op.id].launches)
         if movable and op.phase is Phase.BACKWARD and any(t in tensors for t in op.inputs):
@@ -103,7 +103,7 @@ def _readers(capture: Capture, tensors: Sequence[int] | Mapping[int, object] | r
 
 
 def _add_forms(additions: Additions, tensor: Tensor, value: torch.Tensor) -> int:
-    """Ops that keep `tensor` in each form and make it again; the tensor that they make."""
+    """Add ops that compress and restore `tensor` in each form; return the restored tensor."""
     capture = additions.capture
     maker = capture.graph.ops[tensor.producers[0]]
     made = additions.add_tensor(f"{tensor.name}.restored", value)
@@ -135,6 +135,6 @@ def _add_forms(additions: Additions, tensor: Tensor, value: torch.Tensor) -> int
 
 
 def _add_reader(additions: Additions, op: Op, restored: Mapping[int, int]) -> None:
-    """An op that reads the `restored` tensors in place of those that they stand for."""
+    """Add an alternative of `op` that reads `restored` tensors."""
     read = "_".join(str(t) for t in sorted(restored))
     additions.add_variant(op, restored, f"{op.name}_of_{read}", f"{COMPRESS}.read")

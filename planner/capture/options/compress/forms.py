@@ -1,9 +1,9 @@
-"""How numbers are kept in few bits: in groups of 256, each between its least and its largest number, as GACT does.
+"""Compression of numbers in groups of 256 between their minimum and maximum, as in GACT.
 
-Liu et al., *GACT: Activation Compressed Training for Generic Network Architectures*, ICML 2022, whose rounding is that of
-ActNN (Chen et al., ICML 2021): a number between two steps goes up with the probability of its distance from the lower one, so
-that what comes back is right on average. Which way it goes is a function of the tensor's bits, of the op, and of where the
-number stands: the same in each execution of a step, another in the next, and no generator is asked.
+Liu et al., *GACT: Activation Compressed Training for Generic Network Architectures*, ICML 2022, with the rounding of ActNN (Chen
+et al., ICML 2021): a number between two steps is rounded up with the probability of its distance from the lower one, so that the
+result is unbiased. The random direction is a function of the tensor's bits, the op, and the number's position: the same in each
+execution within a step, another in the next step, without a generator.
 """
 
 from collections.abc import Mapping
@@ -20,39 +20,39 @@ _SPREAD, _FIRST, _SECOND = (number - 2**32 if number >= 2**31 else number for nu
 
 
 class Form(Protocol):
-    """A way to keep groups of numbers.
+    """A compressed form of groups of numbers.
 
-    Each group has `code_bytes` for its numbers, and so many `limits` of the tensor's type.
+    Each group has `code_bytes` for its numbers, and `limits` numbers of the tensor's dtype.
     """
 
     @property
     def code_bytes(self) -> int:
-        """Of a group."""
+        """The bytes of the codes of a group."""
         ...
 
     @property
     def limits(self) -> int:
-        """Numbers that a group's others are relative to."""
+        """The number of limits of a group, which its codes are relative to."""
         ...
 
     def pack(self, rows: torch.Tensor, noise: "Noise", codes: torch.Tensor, limits: torch.Tensor) -> None:
-        """Write `rows`, a group each, in float32, to `codes` (bytes) and `limits`, a row for each group."""
+        """Write `rows`, one float32 group each, to `codes` (bytes) and `limits`, with a row for each group."""
         ...
 
     def unpack(self, codes: torch.Tensor, limits: torch.Tensor) -> torch.Tensor:
-        """What `pack` has written, in float32."""
+        """Return the numbers that `pack` has written, in float32."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Noise:
-    """Random numbers for the groups from `first` on, by their places in the tensor."""
+    """Random numbers for the groups from `first` on, by their positions in the tensor."""
 
     seed: torch.Tensor
     first: int
 
     def like(self, rows: torch.Tensor) -> torch.Tensor:
-        """Uniform in [0, 1), in float32: whole numbers wrap around at 2^32."""
+        """Return uniform numbers in [0, 1), in float32; the integer arithmetic wraps around at 2^32."""
         hashed = torch.arange(rows.numel(), dtype=torch.int32, device=rows.device).mul_(_SPREAD)
         hashed += self.seed + self.first * GROUP * _SPREAD
         shifted = torch.empty_like(hashed)
@@ -65,8 +65,8 @@ class Noise:
 
 
 def seed_of(values: torch.Tensor, number: int) -> torch.Tensor:
-    """What the noise of op `number` on `values` begins with: a whole number on the same device, from all of their bits."""
-    # Sums of words of 64 bits are many times as fast as sums of shorter ones; what is left of the last word counts by itself.
+    """Return the seed of op `number` on `values`: an integer on the same device, from all of their bits."""
+    # Sums of 64-bit words are many times as fast as sums of shorter words; the remainder is added separately.
     size = values.element_size()
     whole = values.numel() * size // 8 * 8 // size
     total = values[:whole].view(torch.int64).sum()
@@ -77,26 +77,26 @@ def seed_of(values: torch.Tensor, number: int) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Uniform:
-    """Equal steps from the least to the largest number of a group: both come back as they were, and so do groups of one number.
+    """Equal steps from the minimum to the maximum of a group: both are restored exactly, and so are constant groups.
 
-    A group with NaN or infinity, or whose range is more than float32 holds, comes back as NaN.
+    A group with NaN or infinity, or with a range beyond float32, is restored as NaN.
     """
 
     bits: int
 
     @property
     def code_bytes(self) -> int:
-        """Of a group."""
+        """The bytes of the codes of a group."""
         return GROUP * self.bits // 8
 
     @property
     def limits(self) -> int:
-        """The least and the largest number."""
+        """The number of limits: the minimum and the maximum."""
         return 2
 
     def pack(self, rows: torch.Tensor, noise: Noise, codes: torch.Tensor, limits: torch.Tensor) -> None:
-        """As ``Form``."""
-        # On a CPU aminmax takes ten times as long.
+        """Write codes and limits; see ``Form.pack``."""
+        # On a CPU, aminmax takes ten times as long.
         least, largest = rows.amin(dim=1, keepdim=True), rows.amax(dim=1, keepdim=True)
         limits.copy_(torch.cat((least, largest), dim=1))
         steps = 2**self.bits - 1
@@ -108,7 +108,7 @@ class Uniform:
         codes.copy_(whole[:, 0])
 
     def unpack(self, codes: torch.Tensor, limits: torch.Tensor) -> torch.Tensor:
-        """As ``Form``."""
+        """Return the restored numbers; see ``Form.unpack``."""
         steps = 2**self.bits - 1
         parts = [(codes >> (self.bits * i)) & steps for i in range(8 // self.bits)]
         places = torch.cat(parts, dim=1).to(torch.float32).div_(steps)
@@ -118,28 +118,28 @@ class Uniform:
 
 @dataclass(frozen=True, slots=True)
 class Float8:
-    """float8 (e4m3) beside the largest absolute number of a group, to the nearest.
+    """float8 (e4m3), scaled by the largest absolute number of a group, rounded to nearest.
 
-    A group with NaN or infinity comes back as NaN.
+    A group with NaN or infinity is restored as NaN.
     """
 
     code_bytes: int = GROUP
     limits: int = 1
 
     def pack(self, rows: torch.Tensor, noise: Noise, codes: torch.Tensor, limits: torch.Tensor) -> None:
-        """As ``Form``."""
+        """Write codes and limits; see ``Form.pack``."""
         largest = rows.abs().amax(dim=1, keepdim=True)
         limits.copy_(largest)
         scale = torch.finfo(torch.float8_e4m3fn).max / largest.clamp_min(_LEAST)
         codes.copy_((rows * scale).to(torch.float8_e4m3fn).view(torch.uint8))
 
     def unpack(self, codes: torch.Tensor, limits: torch.Tensor) -> torch.Tensor:
-        """As ``Form``."""
+        """Return the restored numbers; see ``Form.unpack``."""
         largest = limits.to(torch.float32)
         scale = largest / torch.finfo(torch.float8_e4m3fn).max
         return codes.view(torch.float8_e4m3fn).to(torch.float32).mul_(scale)
 
 
-_LEAST = 2.0**-100  # what is smaller may come back as zero
+_LEAST = 2.0**-100  # smaller numbers may be restored as zero
 
 FORMS: Mapping[str, Form] = MappingProxyType({**{str(bits): Uniform(bits) for bits in (1, 2, 4, 8)}, "float8": Float8()})

@@ -1,4 +1,4 @@
-"""What keeps a tensor compressed, and what makes it again: functions on real and on fake tensors, a slice at a time."""
+"""Compression and restoration of a tensor: functions on real and on fake tensors, slice by slice."""
 
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
@@ -8,12 +8,12 @@ import torch
 from graphs.errors import TraceError
 from planner.capture.options.compress.forms import GROUP, Form, Noise, seed_of
 
-_LEAST_SLICE, _MOST_SLICES = 2**16, 8  # numbers that are worked on at a time, and into how many parts a tensor is split
+_LEAST_SLICE, _MOST_SLICES = 2**16, 8  # least elements of a slice, and most slices of a tensor
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """A tensor whose storage is its elements, without gaps.
+    """A tensor whose elements fill its storage without gaps.
 
     Attributes:
         like: fake.
@@ -25,37 +25,37 @@ class Layout:
 
     @property
     def groups(self) -> int:
-        """How many; the last may not be full."""
+        """The number of groups; the last may be incomplete."""
         return -(-self.like.numel() // GROUP)
 
     @property
     def code_bytes(self) -> int:
-        """Of all groups."""
+        """The bytes of the codes of all groups."""
         return self.groups * self.form.code_bytes
 
     @property
     def kept_bytes(self) -> int:
-        """Of the compressed tensor: codes, then limits in the type of the tensor."""
+        """The bytes of the compressed tensor: codes, then limits in the tensor's dtype."""
         return self.code_bytes + self.groups * self.form.limits * self.like.element_size()
 
     def parts(self, kept: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Codes and limits of a compressed tensor, a row for each group."""
+        """Return codes and limits of a compressed tensor, with a row for each group."""
         codes = kept[: self.code_bytes].view(self.groups, self.form.code_bytes)
         return codes, kept[self.code_bytes :].view(self.like.dtype).view(self.groups, self.form.limits)
 
     @property
     def part(self) -> "Layout":
-        """Of the first slice."""
+        """The layout of the first slice."""
         _, elements = next(self.slices())
         return Layout(self.like.new_empty(elements.stop), self.form)
 
     @property
     def count(self) -> int:
-        """How many slices there are."""
+        """The number of slices."""
         return sum(1 for _ in self.slices())
 
     def slices(self) -> Iterator[tuple[slice, slice]]:
-        """Groups, and the elements that they have."""
+        """Yield the groups and the elements of each slice."""
         size = max(_LEAST_SLICE, self.like.numel() // _MOST_SLICES) // GROUP
         for begin in range(0, self.groups, size):
             end = min(begin + size, self.groups)
@@ -64,11 +64,11 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """Makes the compressed tensor, of bytes.
+    """The compression of a tensor to bytes.
 
     Attributes:
-        layout: of the tensor.
-        number: of the op; another one rounds otherwise.
+        layout: layout of the tensor.
+        number: number of the op, which seeds the rounding.
     """
 
     layout: Layout
@@ -76,29 +76,29 @@ class Keep:
 
     @property
     def fakes(self) -> tuple[torch.Tensor, ...]:
-        """What it is called with."""
+        """The input as a fake tensor."""
         return (self.layout.like,)
 
     @property
     def part(self) -> "Keep":
-        """What it does with a slice."""
+        """The compression of one slice."""
         return Keep(self.layout.part, self.number)
 
     @property
     def count(self) -> int:
-        """How many slices there are."""
+        """The number of slices."""
         return self.layout.count
 
     @property
     def alike(self) -> Hashable:
-        """By size and form."""
+        """A key that is equal for tensors of the same size and form."""
         return Keep, self.layout.form, self.layout.like.numel(), self.layout.like.dtype
 
     def __call__(self, value: torch.Tensor) -> tuple[torch.Tensor]:
-        """`value`, compressed.
+        """Return `value`, compressed.
 
         Raises:
-            TraceError: its elements lie otherwise than they did when the step was captured.
+            TraceError: its layout differs from the captured one.
         """
         layout = self.layout
         if value.stride() != layout.like.stride() or value.storage_offset():
@@ -113,7 +113,7 @@ class Keep:
         for groups, elements in layout.slices():
             rows = flat[elements].to(torch.float32)
             if missing := -rows.numel() % GROUP:
-                rows = torch.cat((rows, rows[-1:].expand(missing)))  # within the range of its group
+                rows = torch.cat((rows, rows[-1:].expand(missing)))  # padding within the range of its group
             rows = rows.view(-1, GROUP)
             layout.form.pack(rows, Noise(seed, groups.start), codes[groups], limits[groups])
         return (kept,)
@@ -121,32 +121,32 @@ class Keep:
 
 @dataclass(frozen=True, slots=True)
 class Restore:
-    """Makes a tensor again of what ``Keep`` has made: of its shape, strides and type."""
+    """The restoration of a tensor from the result of ``Keep``, with its shape, strides and dtype."""
 
     layout: Layout
 
     @property
     def fakes(self) -> tuple[torch.Tensor, ...]:
-        """What it is called with."""
+        """The input as a fake tensor."""
         return (self.layout.like.new_empty(self.layout.kept_bytes, dtype=torch.uint8),)
 
     @property
     def part(self) -> "Restore":
-        """What it does with a slice."""
+        """The restoration of one slice."""
         return Restore(self.layout.part)
 
     @property
     def count(self) -> int:
-        """How many slices there are."""
+        """The number of slices."""
         return self.layout.count
 
     @property
     def alike(self) -> Hashable:
-        """By size and form."""
+        """A key that is equal for tensors of the same size and form."""
         return Restore, self.layout.form, self.layout.like.numel(), self.layout.like.dtype
 
     def __call__(self, kept: torch.Tensor) -> tuple[torch.Tensor]:
-        """What is read in place of the tensor."""
+        """Return the restored tensor."""
         layout = self.layout
         like = layout.like
         made = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=kept.device)

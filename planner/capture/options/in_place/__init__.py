@@ -1,4 +1,4 @@
-"""In place: kernels that work element by element may write over an input that goes with them."""
+"""In-place ops: elementwise kernels may overwrite an input."""
 
 from typing import TYPE_CHECKING
 

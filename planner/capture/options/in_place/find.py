@@ -1,8 +1,8 @@
-"""In place: kernels that work element by element may write over an input that goes with them.
+"""In-place ops: elementwise kernels may overwrite an input.
 
-No op is added, but ``Op.overwrites`` for the ops of the program, and to their calls the one that does it: PyTorch's own
-variant of the operator with ``out=``, or the one that works in place. Both run the kernel that allocates its output otherwise.
-Inductor's kernels are given their outputs; what was captured says of which inputs they may be given the memory.
+No op is added. Ops of the program get ``Op.overwrites``, and their calls the in-place call: PyTorch's variant of the operator
+with ``out=``, or its in-place variant. Both run the same kernel as the allocating operator. Inductor's kernels get their outputs
+as arguments; the capture lists the inputs whose memory they may use.
 """
 
 from dataclasses import replace
@@ -21,7 +21,7 @@ from planner.torch_private.core import DispatchKey, OpOverload
 
 
 def in_place(capture: Capture) -> Capture:
-    """`capture` where ops of the program may write over inputs."""
+    """Return `capture` with the possible in-place writes of the program's ops."""
     graph, program = capture.graph, capture.program
     finding = _Finding(capture)
     ops: list[Op] = []
@@ -42,7 +42,7 @@ def in_place(capture: Capture) -> Capture:
 
 
 class _Finding:
-    """Finds what may be written over."""
+    """A search for inputs that ops may overwrite."""
 
     def __init__(self, capture: Capture) -> None:
         self.capture = capture
@@ -51,15 +51,15 @@ class _Finding:
         self._readers = [[r for r in readers if r < n] for readers in capture.graph.consumers]
 
     def of(self, op: Op) -> tuple[int, int, Call] | None:
-        """An output of `op`, the input that it may be written over, and the call that does it.
+        """Return an output of `op`, the input that it may overwrite, and the in-place call; None if there is none.
 
-        Of several inputs the one whose last reader comes first, as it goes soonest; then the one that fewest read.
+        Of several inputs, the one with the earliest last reader is chosen, then the one with the fewest readers.
         """
         node, calls = self.capture.nodes[op.id], self.capture.program.calls[op.id]
         if node is None or [path for _, path in calls.outputs] != [()] or op.random or op.mutates:
             return None
         target, call = node.target, calls.call
-        # Where something else is called, or arguments are laid out anew, it is not this kernel on these tensors.
+        # With another target or copied arguments, it is not this kernel on these tensors.
         as_it_is = call.target is target and not is_laid_out(call) and not ignored_inputs(node)
         if not isinstance(target, OpOverload) or not as_it_is:
             return None
@@ -72,7 +72,7 @@ class _Finding:
                 continue
             reference = self.capture.values[value]
             if o in self.capture.graph.kept and not isinstance(reference, Ref):
-                continue  # what the caller gets is no view
+                continue  # results for the caller are no views
             if (out := with_out(target)) is not None:
                 return o, t, Call(out[0], call.args, {**call.kwargs, out[1]: reference})
             if node.args[0] is value and (function := working_in_place(target)) is not None:
@@ -80,7 +80,7 @@ class _Finding:
         return None
 
     def launched(self, calls: OpCalls) -> tuple[tuple[int, int], ...]:
-        """Outputs of kernels and the inputs that they may be written over, each once: of several, as in ``of``."""
+        """Return the outputs of kernels and the inputs that they may overwrite, each once, chosen as in ``of``."""
         found: dict[int, int] = {}
         for o, t, _ in sorted(calls.over, key=lambda pair: (*self._staying(pair[1]), pair[:2])):
             if self._may_go(o, t) and o not in found and t not in found.values():
@@ -88,18 +88,18 @@ class _Finding:
         return tuple(found.items())
 
     def _staying(self, t: int) -> tuple[int, int]:
-        """How long t is there in the program: the last op that reads it, and how many do."""
+        """Return the last op that reads t in the program, and the number of its readers."""
         return self._readers[t][-1], len(self._readers[t])
 
     def _may_go(self, o: int, t: int) -> bool:
-        """Whether t does not stay, and has as many bytes as o."""
+        """Return whether t may be freed, and has as many bytes as o."""
         graph = self.capture.graph
         read, made = graph.tensors[t], graph.tensors[o]
         alone = all(other is None for tensor in (read, made) for other in (tensor.view_of, tensor.held_for))
         return alone and not read.static and t not in graph.kept and read.size_bytes == made.size_bytes > 0
 
     def _whole(self, node: fx.Node, o: int, t: int) -> fx.Node | None:
-        """The argument that is all of t, laid out as the output o; None if t stays, or is read in another order as well."""
+        """Return the argument that is all of t, laid out like the output o; None if t stays, or is also read in another order."""
         made = fake(node)
         if not self._may_go(o, t) or self.capture.graph.tensors[t].kind is Kind.RANDOM_STATE:
             return None
@@ -109,7 +109,7 @@ class _Finding:
 
 
 def _covers(read: torch.Tensor, made: torch.Tensor) -> bool:
-    """Whether `read` is all of its storage, each element once, where `made` has the same in its own."""
+    """Return whether `read` covers its storage, each element once, with the layout of `made`."""
     alike = (read.dtype, read.shape, read.stride(), read.device) == (made.dtype, made.shape, made.stride(), made.device)
     size_bytes = read.numel() * read.element_size()
     whole = read.untyped_storage().nbytes() == made.untyped_storage().nbytes() == size_bytes
@@ -121,7 +121,7 @@ def _covers(read: torch.Tensor, made: torch.Tensor) -> bool:
 
 
 def with_out(target: OpOverload) -> tuple[OpOverload, str] | None:
-    """The variant of `target` that writes what it is given, and what that argument is called; None if PyTorch has no kernel."""
+    """Return the variant of `target` with an output argument, and that argument's name; None if PyTorch has no such kernel."""
     for name in target.overloadpacket.overloads():
         variant: OpOverload = getattr(target.overloadpacket, name)
         given = [argument for argument in variant._schema.arguments if argument.is_out]
@@ -133,7 +133,7 @@ def with_out(target: OpOverload) -> tuple[OpOverload, str] | None:
 
 
 def working_in_place(target: OpOverload) -> OpOverload | None:
-    """The variant of `target` that writes over its first argument; None if PyTorch has no kernel."""
+    """Return the variant of `target` that overwrites its first argument; None if PyTorch has no such kernel."""
     packet = getattr(torch.ops.aten, f"{target.overloadpacket.__name__}_", None)
     variant: OpOverload | None = getattr(packet, target._overloadname, None) if target.namespace == "aten" else None
     if variant is None or not _is_kernel(variant) or _arguments(variant) != _arguments(target):
@@ -142,9 +142,9 @@ def working_in_place(target: OpOverload) -> OpOverload | None:
 
 
 def _is_kernel(variant: OpOverload) -> bool:
-    """Whether `variant` is not made of others.
+    """Return whether `variant` has its own kernel.
 
-    Those that PyTorch generates make the output elsewhere and copy it; ``mul_`` by a number rounds the number first, which
+    PyTorch's generated variants make the output elsewhere and copy it; ``mul_`` by a number rounds the number first, which
     ``mul`` does not.
     """
     return torch.Tag.generated not in variant.tags and variant.has_kernel_for_dispatch_key(DispatchKey.CPU)

@@ -1,4 +1,4 @@
-"""Kernels: an op of the program may be computed by other kernels, in other time and memory."""
+"""Kernels: ops of the program may be computed by other kernels, with other time and memory."""
 
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING

@@ -1,6 +1,6 @@
-"""Attention: written out, with the probabilities computed again in the backward pass, and by the other fused kernel of CUDA.
+"""Attention by other kernels: written out, with recomputed probabilities in the backward pass, and CUDA's other fused kernel.
 
-What is for CUDA here has never run on a GPU.
+The parts for CUDA have not been tested on a GPU.
 """
 
 from collections.abc import Iterator
@@ -17,9 +17,9 @@ from planner.capture.rewrites.outputs import fake
 aten = torch.ops.aten
 
 _HALF = (torch.bfloat16, torch.float16)
-_TILE = 32  # rows of the memory-efficient kernel's logarithms are padded to it
+_TILE = 32  # tile that the rows of the memory-efficient kernel's logsumexp are padded to
 
-# The ops, and what each calls its mask.
+# The ops, and the name of each one's mask argument.
 _FORWARD = {
     aten._scaled_dot_product_flash_attention_for_cpu.default: "attn_mask",
     aten._scaled_dot_product_flash_attention.default: None,
@@ -33,7 +33,7 @@ _BACKWARD = {
 
 
 def ways(asked: Asked) -> Iterator[Bundle]:
-    """Those of a pass of a fused kernel."""
+    """Yield the alternatives for a pass of a fused attention kernel."""
     if asked.node.target in _FORWARD:
         yield from _forward_ways(asked)
     elif asked.node.target in _BACKWARD:
@@ -50,7 +50,7 @@ def _forward_ways(asked: Asked) -> Iterator[Bundle]:
 
 
 def _backward_ways(asked: Asked) -> Iterator[Bundle]:
-    """Of a backward pass; with its forward pass where that makes something else for it."""
+    """Yield the alternatives for a backward pass, with its forward pass if that must save something else."""
     query, key, value, mask = _read(asked, _BACKWARD)
     if _has_math(asked, query, key) and _gives_no_mask_gradient(asked):
         compute = partial(_math_backward, causal=asked.named("is_causal"), scale=_scale(asked, query))
@@ -74,7 +74,7 @@ def _read(asked: Asked, masks: dict[Any, str | None]) -> tuple[Any, Any, Any, An
 
 
 def _has_math(asked: Asked, query: fx.Node, key: fx.Node) -> bool:
-    """Without dropout, of which the fused kernels keep no mask, and with a head of keys for each of queries."""
+    """Return whether the op has no dropout, whose mask the fused kernels do not save, and one key head per query head."""
     return not asked.named("dropout_p") and fake(query).dim() == 4 and fake(query).shape[:2] == fake(key).shape[:2]
 
 
@@ -90,7 +90,7 @@ def _scale(asked: Asked, query: fx.Node) -> float:
 def _probabilities(
     query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, *, causal: bool, scale: float
 ) -> torch.Tensor:
-    """In one quadratic tensor, in float32 at least; rows in which nothing is attended to are 0, as in the fused kernels."""
+    """Return the probabilities as one quadratic tensor, in float32 at least; fully masked rows are 0, as in the fused kernels."""
     scores = torch.matmul(query, key.transpose(-2, -1))
     scores = scores.float() if scores.dtype in _HALF else scores
     scores.mul_(scale)
@@ -116,7 +116,7 @@ def _math_forward(
     causal: bool,
     scale: float,
 ) -> tuple[torch.Tensor]:
-    """softmax(Q K' scale) V, without the logarithms of the sums that the fused backward pass reads."""
+    """Return softmax(Q K' scale) V, without the logsumexp that the fused backward pass reads."""
     probabilities = _probabilities(query, key, mask, causal=causal, scale=scale)
     return (torch.matmul(probabilities.to(value.dtype), value),)
 
@@ -131,7 +131,7 @@ def _math_backward(
     causal: bool,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The gradients of query, key and value from these alone.
+    """Return the gradients of query, key and value, computed from these alone.
 
     With P the probabilities and O = P V: dV = P' dO; dP = dO V'; dS = P (dP - rowsum(P dP)); dQ = dS K scale; dK = dS' Q scale.
     """
@@ -161,7 +161,7 @@ def _fits_flash(asked: Asked, query: fx.Node, key: fx.Node, value: fx.Node) -> b
 
 
 def _efficient(asked: Asked, before: Asked) -> Bundle:
-    """Both passes by the memory-efficient kernel, which keeps rows of logarithms padded to a tile."""
+    """Return both passes by the memory-efficient kernel, which saves the logsumexp with rows padded to a tile."""
     query = asked.named("query")
     causal, scale = asked.named("is_causal"), asked.named("scale")
     batch, heads, rows, _ = fake(query).shape
@@ -173,7 +173,7 @@ def _efficient(asked: Asked, before: Asked) -> Bundle:
 
     def backward_by(gradient: torch.Tensor, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
         query, key, value, out, kept = given
-        seed = torch.zeros((), dtype=torch.long, device=query.device)  # nothing is dropped
+        seed = torch.zeros((), dtype=torch.long, device=query.device)  # no dropout
         found: tuple[torch.Tensor, ...] = aten._scaled_dot_product_efficient_attention_backward.default(
             gradient, query, key, value, None, out, kept, seed, seed, 0.0, [True, True, True, False], causal, scale=scale
         )
@@ -183,7 +183,7 @@ def _efficient(asked: Asked, before: Asked) -> Bundle:
 
 
 def _flash(asked: Asked, before: Asked) -> Bundle:
-    """Both passes by flash attention, which keeps a logarithm a row."""
+    """Return both passes by flash attention, which saves one logsumexp per row."""
     query = asked.named("query")
     causal, scale = asked.named("is_causal"), asked.named("scale")
     batch, heads, rows, _ = fake(query).shape
@@ -196,7 +196,7 @@ def _flash(asked: Asked, before: Asked) -> Bundle:
 
     def backward_by(gradient: torch.Tensor, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
         query, key, value, out, kept = given
-        seed = torch.zeros((), dtype=torch.long, device=query.device)  # nothing is dropped
+        seed = torch.zeros((), dtype=torch.long, device=query.device)  # no dropout
         found: tuple[torch.Tensor, ...] = aten._scaled_dot_product_flash_attention_backward.default(
             gradient, query, key, value, out, kept, None, None, rows, keys, 0.0, causal, seed, seed, scale=scale
         )
@@ -216,6 +216,6 @@ def _both(asked: Asked, before: Asked, name: str, logarithms: Own, forward_by: A
             (asked[0], query, key, value, out, logarithms),
             asked.results,
             backward_by,
-            repeatable=False,  # gradients are added up in no particular order
+            repeatable=False,  # gradients are accumulated in no fixed order
         ),
     )

@@ -1,4 +1,4 @@
-"""What an op of another way calls: its kernels, whose results are laid out as the program has them."""
+"""The calls of alternative kernels, whose results get the program's layout."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -10,12 +10,12 @@ from planner.capture.options.kernels.way import Result, Way
 
 @dataclass(frozen=True, slots=True)
 class Called:
-    """Computes some tensors of the program by other kernels.
+    """The computation of tensors of the program by other kernels.
 
     Attributes:
-        way: how.
-        fakes: what it is called with, as fake tensors.
-        bundle: name of the ops that are of use together only.
+        way: the alternative.
+        fakes: the inputs as fake tensors.
+        bundle: name shared by ops that are useful only together.
     """
 
     way: Way
@@ -24,20 +24,20 @@ class Called:
 
     @property
     def of_program(self) -> tuple[bool, ...]:
-        """Which of its results the program makes too."""
+        """For each result, True if the program makes it too."""
         return tuple(isinstance(made, Result) for made in self.way.makes)
 
     def __call__(self, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The results."""
+        """Return the results."""
         return tuple(
             _as_laid_out(value, made.value) for value, made in zip(self.way.compute(*given), self.way.makes, strict=True)
         )
 
 
 def _as_laid_out(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """`value` with the strides of `like`, in a storage of its size."""
+    """Return `value` with the strides of `like`, in a storage of the same size."""
     strides = zip(value.shape, value.stride(), like.stride(), strict=True)
     if value.untyped_storage().nbytes() != like.untyped_storage().nbytes() or any(s != t for n, s, t in strides if n > 1):
         return value.new_empty_strided(like.shape, like.stride()).copy_(value)
-    # Where a dimension has one element its stride says nothing, but kernels are chosen by it.
+    # The stride of a dimension with one element is arbitrary, but it influences the choice of kernels.
     return value if value.stride() == like.stride() else value.as_strided(like.shape, like.stride())

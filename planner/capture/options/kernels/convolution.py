@@ -1,6 +1,6 @@
-"""Convolutions: by other libraries and algorithms, in the other memory format, and their gradients one at a time.
+"""Convolutions by other libraries, algorithms and memory formats, and with separate gradients.
 
-What is for CUDA here has never run on a GPU.
+The parts for CUDA have not been tested on a GPU.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,11 +16,11 @@ aten = torch.ops.aten
 
 _NATIVE_DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 _INPUT, _MASK = (0,), 10
-_STRIDE, _PADDING, _DILATION, _TRANSPOSED, _OUTPUT_PADDING, _GROUPS = range(6)  # of what follows the tensors
+_STRIDE, _PADDING, _DILATION, _TRANSPOSED, _OUTPUT_PADDING, _GROUPS = range(6)  # positions after the tensors
 
 
 def ways(asked: Asked) -> Iterator[Bundle]:
-    """Those of a convolution, or of its backward pass."""
+    """Yield the alternatives for a convolution or its backward pass."""
     if asked.node.target is aten.convolution.default:
         yield from _forward_ways(asked)
     elif asked.node.target is aten.convolution_backward.default:
@@ -48,7 +48,7 @@ def _backward_ways(asked: Asked) -> Iterator[Bundle]:
     gradient, x, weight, bias_sizes, *geometry = (asked[i] for i in range(_MASK))
     mask = asked[_MASK]
     given = (gradient, x, weight, bias_sizes, *geometry)
-    # Some algorithms of cuDNN add up in no particular order.
+    # Some algorithms of cuDNN accumulate in no fixed order.
     repeatable = asked.device != "cuda" or torch.backends.cudnn.deterministic
     if mask[0] and mask[1]:
         yield _one_at_a_time(asked, given, mask, repeatable=repeatable)
@@ -65,13 +65,13 @@ def _backward_ways(asked: Asked) -> Iterator[Bundle]:
 
 
 def _one_at_a_time(asked: Asked, given: tuple[Any, ...], mask: list[bool], *, repeatable: bool) -> Bundle:
-    """One op makes the gradient of the input, which reads no input; another one the rest, in place of the program's."""
+    """Return one op for the input's gradient, which does not read the input, and another one for the other gradients."""
     gradient, x, weight, bias_sizes, *geometry = given
     of_input = tuple(result for result in asked.results if result.path == _INPUT)
     others = tuple(result for result in asked.results if result.path != _INPUT)
 
     def input_alone(gradient: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor]:
-        like = gradient.new_empty(()).expand(fake(x).shape)  # of which the kernel reads the shape alone
+        like = gradient.new_empty(()).expand(fake(x).shape)  # the kernel reads only its shape
         found = aten.convolution_backward.default(gradient, like, weight, bias_sizes, *geometry, [True, False, False])
         return (found[0],)
 
@@ -94,20 +94,20 @@ def _kernel(weight: Any) -> list[int]:
 
 
 def _has_native(x: Any, weight: Any, geometry: list[Any]) -> bool:
-    """Whether PyTorch has a kernel of its own: rows of all windows, times the weights."""
+    """Return whether PyTorch has a native kernel: rows of all windows, times the weights."""
     plain = not geometry[_TRANSPOSED] and geometry[_GROUPS] == 1 and all(d == 1 for d in geometry[_DILATION])
     return plain and fake(x).dim() == 4 and fake(x).dtype == fake(weight).dtype and fake(x).dtype in _NATIVE_DTYPES
 
 
 def _native(x: torch.Tensor, weight: torch.Tensor, kernel: list[int], bias: Any, stride: Any, padding: Any) -> Any:
-    """``aten._slow_conv2d_forward``, which PyTorch runs on real zeros to see what it makes of fake tensors."""
+    """Return ``aten._slow_conv2d_forward``; for fake tensors the convolution op, as PyTorch would run on real zeros."""
     if isinstance(x, FakeTensor):
         return aten.convolution.default(x, weight, bias, stride, padding, [1, 1], False, [0, 0], 1)
     return aten._slow_conv2d_forward.default(x, weight, kernel, bias, stride, padding)
 
 
 def _native_backward(gradient: Any, x: Any, weight: Any, kernel: list[int], stride: Any, padding: Any, mask: list[bool]) -> Any:
-    """``aten._slow_conv2d_backward``, likewise."""
+    """Return ``aten._slow_conv2d_backward``; for fake tensors the convolution op."""
     if isinstance(x, FakeTensor):
         sizes = [weight.shape[0]] if mask[2] else None
         return aten.convolution_backward.default(gradient, x, weight, sizes, stride, padding, [1, 1], False, [0, 0], 1, mask)
@@ -115,7 +115,7 @@ def _native_backward(gradient: Any, x: Any, weight: Any, kernel: list[int], stri
 
 
 def _onednn(*arguments: Any) -> torch.Tensor:
-    """``aten.mkldnn_convolution``, which does not say what it makes of fake tensors."""
+    """Return ``aten.mkldnn_convolution``, which has no fake kernel; for fake tensors the convolution op."""
     if isinstance(arguments[0], FakeTensor):
         x, weight, bias, padding, stride, dilation, groups = arguments
         like: torch.Tensor = aten.convolution.default(x, weight, bias, stride, padding, dilation, False, [0, 0], groups)
@@ -133,7 +133,7 @@ def _format_name(x: torch.Tensor) -> str:
 
 
 def _in_format(memory_format: torch.memory_format, target: Callable[..., Any]) -> Callable[..., Any]:
-    """Calls `target` with all images in `memory_format`."""
+    """Return a function that calls `target` with all images in `memory_format`."""
 
     def call(*arguments: Any) -> Any:
         return target(*(a.contiguous(memory_format=memory_format) if _is_image(a) else a for a in arguments))
@@ -145,7 +145,7 @@ def _is_image(value: object) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() == 4
 
 
-# How cuDNN chooses: the algorithm that is fastest where it is tried first, or one that makes the same bits each time.
+# Ways in which cuDNN chooses: the fastest algorithm by timing, or a deterministic one.
 _CUDNN = {
     "benchmark": {"enabled": True, "benchmark": True, "deterministic": False},
     "deterministic": {"enabled": True, "benchmark": False, "deterministic": True},
@@ -154,7 +154,7 @@ _REPEATABLE = ("deterministic",)
 
 
 def _with_cudnn(setting: dict[str, bool], target: Callable[..., Any]) -> Callable[..., Any]:
-    """Calls `target` while cuDNN is told to choose so."""
+    """Return a function that calls `target` with cuDNN's `setting`."""
 
     def call(*arguments: Any) -> Any:
         cudnn = torch.backends.cudnn

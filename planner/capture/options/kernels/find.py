@@ -1,8 +1,8 @@
-"""Kernels: an op of the program may be computed by other kernels, in other time and memory.
+"""Kernels: ops of the program may be computed by other kernels, with other time and memory.
 
-Each kind of op has a file that says by which ways else it may be computed. What is added stands for one op of the program, or a
-few, and makes the same tensors, laid out in the same way. Which ways are faster or smaller is found out by measurement, and
-those that are neither are left out again (``planner.capture.options.kernels.worth``).
+Each kind of op has a file with its alternatives. An alternative replaces one op of the program, or a few, and makes the same
+tensors with the same layout. Measurements show which alternatives are faster or smaller; the others are removed
+(``planner.capture.options.kernels.worth``).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,7 +22,7 @@ from planner.capture.options.kernels.way import Asked, Bundle, Calls, Own, Resul
 from planner.capture.rewrites.outputs import storage
 from planner.passes.program import Ref
 
-TARGET = "kernels"  # the first word of what the ops call
+TARGET = "kernels"  # the prefix of the ops' targets
 
 KINDS: Mapping[str, Callable[[Asked], Iterator[Bundle]]] = MappingProxyType(
     {"convolutions": convolution.ways, "attention": attention.ways, "in place": in_place.ways}
@@ -30,7 +30,7 @@ KINDS: Mapping[str, Callable[[Asked], Iterator[Bundle]]] = MappingProxyType(
 
 
 def with_kernels(capture: Capture) -> Capture:
-    """`capture` with ops that stand for others by other kernels, of all ``KINDS``; their times are not measured."""
+    """Return `capture` with alternative kernels of all ``KINDS``; their times are not measured."""
     calls, additions = Calls(capture), Additions(capture)
     for asked in calls:
         if not asked.is_bound and asked.results:
@@ -41,7 +41,7 @@ def with_kernels(capture: Capture) -> Capture:
 
 
 def _add(additions: Additions, calls: Calls, found: Op, bundle: Bundle) -> None:
-    """Add the ops of `bundle`, other ways to compute `found` among them."""
+    """Add the ops of `bundle`, which contains alternatives for `found`."""
     capture = additions.capture
     name = f"{found.name}_{bundle[0].name}"
     own = {
@@ -73,7 +73,7 @@ def _add(additions: Additions, calls: Calls, found: Op, bundle: Bundle) -> None:
 
 
 def _value(value: Any) -> torch.Tensor:
-    """Fake."""
+    """Return the fake value."""
     found: torch.Tensor = value.value if isinstance(value, Own | Result) else value.meta["val"]
     return found
 
@@ -83,13 +83,13 @@ def _differing(capture: Capture, made: Sequence[int], rounded: Sequence[bool]) -
 
 
 def settle(capture: Capture, op: Op, equal: Sequence[bool]) -> Op:
-    """`op`, one of those of ``with_kernels``, with what differs of its outputs.
+    """Return `op`, one of those of ``with_kernels``, with the differences of its outputs recorded.
 
-    Kernels are chosen by shapes, not by values: those that made the bits of the program once always do, if they add up in the
-    same order each time.
+    Kernels are chosen by shapes, not by values: kernels that were bit-identical once always are, if their order of summation is
+    fixed.
 
     Args:
-        equal: for each output whether it was equal to the program's to the last bit, on the device that runs the step.
+        equal: for each output, True if it was bit-identical on the device of the step.
     """
     called = capture.program.calls[op.id].composed
     assert isinstance(called, Called)

@@ -1,8 +1,7 @@
-"""Ops in a row as one, each of which writes its result over that of the one before.
+"""Chains of ops as one op, each of which overwrites the result of the one before.
 
-The program makes a new tensor for each of them, so that two are in memory at once: logits and their log-softmax, the gradient
-of a loss and that of its logits. The kernels read an element, or a row, before they write it, so that the result is the same,
-to the last bit.
+The program makes a new tensor for each of them, so that two are in memory at once: logits and their log-softmax, or the gradients
+of a loss and of its logits. The kernels read an element, or a row, before they write it, so that results are bit-identical.
 """
 
 from collections.abc import Iterator, Mapping
@@ -21,13 +20,14 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True)
 class _Into:
-    """How an op writes over an argument.
+    """The in-place form of an op.
 
     Attributes:
-        target: what is called.
-        out: name of the argument that says where to; "" where it is the first one, by itself.
-        positions: of the arguments that may be overwritten.
-        dim: position of the dimension, which must be the last one: a row is read before it is written; None where elements are.
+        target: the function to call.
+        out: name of the output argument; "" if the first argument is overwritten.
+        positions: positions of the arguments that may be overwritten.
+        dim: position of the dimension argument, which must be the last dimension: a row is read before it is written; None for
+            elementwise ops.
     """
 
     target: Any
@@ -60,7 +60,7 @@ _INTO: Mapping[Any, _Into] = {
 
 
 def ways(asked: Asked) -> Iterator[Bundle]:
-    """All ops in a row that begin with this one."""
+    """Yield the chain of ops that begins with this one."""
     row = [asked]
     if any((before := asked.calls.maker(arg)) is not None and _continues(before, asked) for arg in asked.node.all_input_nodes):
         return
@@ -72,7 +72,7 @@ def ways(asked: Asked) -> Iterator[Bundle]:
 
 
 def _next(asked: Asked) -> Asked | None:
-    """The op that reads what `asked` makes and may write over it; None where others read it too."""
+    """Return the op that reads the result of `asked` and may overwrite it; None if there is none, or there are other readers."""
     graph = asked.calls.capture.graph
     if len(asked.results) != 1 or asked.is_bound:
         return None
@@ -90,7 +90,7 @@ def _continues(before: Asked, asked: Asked) -> bool:
 
 
 def _overwritten(asked: Asked, before: Asked) -> fx.Node | None:
-    """The argument of `asked` that it may write over: all that `before` has made, laid out as the result is."""
+    """Return the argument of `asked` that it may overwrite: the whole result of `before`, laid out as its own result."""
     into = _INTO.get(asked.node.target)
     if into is None or asked.is_bound or len(asked.results) != 1:
         return None
@@ -120,7 +120,7 @@ def _laid_out_alike(value: torch.Tensor, result: torch.Tensor) -> bool:
 
 
 def _written_over(row: list[Asked]) -> tuple[tuple[fx.Node, ...], Any]:
-    """What the ops of `row` read from outside, and a function of that which computes them all."""
+    """Return the outside inputs of the ops of `row`, and a function of them that computes all the ops."""
     graph = fx.Graph()
     inside = {storage(op.results[0].value) for op in row}
     given: dict[fx.Node, fx.Node] = {}
@@ -133,7 +133,7 @@ def _written_over(row: list[Asked]) -> tuple[tuple[fx.Node, ...], Any]:
     def value(arg: fx.Node) -> fx.Node:
         if arg in given:
             return given[arg]
-        if arg not in made:  # a view of what is made inside
+        if arg not in made:  # a view of a tensor made inside
             made[arg] = graph.call_function(called(arg.target), *fx.map_arg((arg.args, arg.kwargs), value))
         return made[arg]
 

@@ -1,4 +1,4 @@
-"""Another way to compute an op of the program: what it reads, what it makes, and what it calls."""
+"""An alternative way to compute an op of the program: inputs, outputs and call."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ class Result:
 
     @property
     def value(self) -> torch.Tensor:
-        """Fake."""
+        """The fake value."""
         found: torch.Tensor = value_of(self.node, self.path)
         return found
 
@@ -47,17 +47,17 @@ Made = Result | Own
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """An op that is added.
+    """An op to be added.
 
     Attributes:
-        name: what it does otherwise, such as ``native``.
-        nodes: the ops of the program that it stands for; of a helper, the one that it is a part of.
+        name: a word for the difference, such as ``native``.
+        nodes: the ops of the program that it replaces; for a helper, the op that it is part of.
         reads: values of the program, or tensors that another op of the bundle makes.
-        makes: in the order in which `compute` returns them.
-        compute: called with what `reads` says.
-        repeatable: whether it makes the same bits each time, as the ops do that it stands for.
-        helper: it makes a part of what the program makes and stands for nothing: what stands for the op makes the rest.
-        always_exact: it makes the bits of the program, or is wrong.
+        makes: results in the order of `compute`.
+        compute: function of `reads`.
+        repeatable: True if its bits are deterministic, like those of the replaced ops.
+        helper: True if it only makes a part of the results, and the alternative for the op makes the rest.
+        always_exact: True if its bits are those of the program, unless it is wrong.
     """
 
     name: str
@@ -70,11 +70,11 @@ class Way:
     always_exact: bool = False
 
 
-Bundle = tuple[Way, ...]  # of use together only, or one by itself
+Bundle = tuple[Way, ...]  # alternatives that are useful only together, or a single one
 
 
 class Calls:
-    """The ops of a captured step, to be asked about.
+    """The ops of a captured step, by id and by value.
 
     Attributes:
         capture: the step.
@@ -93,28 +93,28 @@ class Calls:
         return iter(self._asked.values())
 
     def __getitem__(self, op: int) -> "Asked | None":
-        """The op of this id; None for one that saves the generator's state."""
+        """Return the op of this id; None for one that saves the generator's state."""
         return self._asked.get(op)
 
     def of(self, node: fx.Node) -> "Asked":
-        """The op that was captured as `node`."""
+        """Return the op that was captured as `node`."""
         return next(asked for asked in self if asked.node is node)
 
     def maker(self, value: fx.Node) -> "Asked | None":
-        """The op that makes the memory of `value`, an argument; None where none does."""
+        """Return the op that makes the memory of `value`, an argument; None if there is none."""
         made = value.meta["val"]
         return self._makers.get(storage(made)) if isinstance(made, torch.Tensor) else None
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """An op of the program, of which other ways are looked for.
+    """An op of the program that alternatives are sought for.
 
     Attributes:
-        node: as it was captured.
-        op: the same in the graph.
-        results: what it makes that the program has as tensors.
-        calls: it and all others.
+        node: the captured node.
+        op: the op of the graph.
+        results: its results that are tensors of the program.
+        calls: all ops.
     """
 
     node: fx.Node
@@ -123,14 +123,14 @@ class Asked:
     calls: Calls
 
     def __getitem__(self, position: int) -> Any:
-        """The argument at `position`, or what the operator takes where it is left out."""
+        """Return the argument at `position`, or its default if it is omitted."""
         if position < len(self.node.args):
             return self.node.args[position]
         argument = self.node.target._schema.arguments[position]  # type: ignore[union-attr]
         return self.node.kwargs.get(argument.name, argument.default_value)
 
     def named(self, name: str) -> Any:
-        """The argument called `name`."""
+        """Return the argument called `name`."""
         names = [argument.name for argument in self.node.target._schema.arguments]  # type: ignore[union-attr]
         return self[names.index(name)]
 
@@ -141,28 +141,29 @@ class Asked:
 
     @property
     def is_bound(self) -> bool:
-        """Whether it must be executed as it is: it draws, writes, reads what is written, or reads what it has laid out first."""
+        """True if the op must be executed as captured: it draws, mutates, may not be recomputed, or reads copied layouts."""
         op = self.op
         return bool(op.random or op.mutates or not op.recomputable or read_strides(self.node) or in_place_random_op(self.node))
 
     def way(self, name: str, target: Callable[..., Any], *arguments: Any, **more: Any) -> Way:
-        """One that calls `target` with `arguments`, values of the program among them, and makes all that the op makes.
+        """Return an alternative that calls `target` with `arguments`, values of the program among them, for all results of the
+        op.
 
         Args:
-            more: of ``Way``.
+            more: other attributes of ``Way``.
         """
         return Way(name, (self.node,), reads_of(arguments), self.results, calling(target, arguments, self.results), **more)
 
 
 def reads_of(arguments: Any) -> tuple[fx.Node, ...]:
-    """The values of the program among `arguments`, each once."""
+    """Return the values of the program among `arguments`, each once."""
     found: dict[fx.Node, None] = {}
     fx.map_arg(arguments, lambda node: found.setdefault(node))
     return tuple(found)
 
 
 def calling(target: Callable[..., Any], arguments: tuple[Any, ...], makes: Sequence[Result]) -> Callable[..., list[torch.Tensor]]:
-    """Calls `target` with `arguments`, values of the program replaced by what it is given for them; returns what `makes` says."""
+    """Return a function of the program's values in `arguments` that calls `target` and returns the results `makes`."""
     reads = reads_of(arguments)
     positions = [made.path[0] if made.path else None for made in makes]
 

@@ -1,4 +1,4 @@
-"""Which of the ops that are added are of any use: those that are faster than others for the same ops, or hold less."""
+"""Selection of added ops: those faster than other ops for the same results, or with less memory."""
 
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
@@ -7,20 +7,20 @@ from graphs.ir import Graph, Op
 from planner.capture.lowering.lower import Capture
 from planner.capture.options.kernels.called import Called
 
-FASTER = 0.1  # of the time of what is replaced: times are measured, and the best of many is better by chance
+FASTER = 0.1  # of the replaced time: measurements vary, and the best of many is better by chance
 _SHARE_S = 1e-4  # of the step
-_SHARE_BYTES = 0.01  # of what the op holds that holds most
+_SHARE_BYTES = 0.01  # of the memory of the largest op
 
 
 @dataclass(frozen=True, slots=True)
 class _Offer:
-    """Ops that are of use together, or the program's own.
+    """Ops that are useful only together, or the program's own.
 
     Attributes:
         ops: ids.
-        time_s: of all.
-        held_bytes: what the largest has in memory while it is executed.
-        exact: whether they make the bits of the program.
+        time_s: total time.
+        held_bytes: memory of the largest op during its execution.
+        exact: True if they have the bits of the program.
     """
 
     ops: tuple[int, ...]
@@ -29,13 +29,13 @@ class _Offer:
     exact: bool
 
     def beats(self, other: "_Offer", margin_s: float, margin_bytes: float) -> bool:
-        """Whether it is better in time or memory by more than is noise."""
+        """Return whether the offer is better in time or memory by more than noise."""
         faster = self.time_s < (1 - FASTER) * other.time_s and other.time_s - self.time_s > margin_s
         return faster or self.held_bytes < other.held_bytes - margin_bytes or (self.exact and not other.exact)
 
 
 def needless(capture: Capture) -> frozenset[int]:
-    """Ids of the ops of ``with_kernels`` that are neither faster nor smaller than another offer for the same ops.
+    """Return the ids of the ops of ``with_kernels`` that are neither faster nor smaller than another offer for the same ops.
 
     Args:
         capture: with times and workspaces, measured or modelled.
@@ -47,7 +47,7 @@ def needless(capture: Capture) -> frozenset[int]:
     measured = graph.provenance.get("times") == "measured"
     for op, call in zip(graph.ops, capture.program.calls, strict=True):
         if measured and isinstance(call.composed, Called) and call.composed.way.always_exact and not op.exact:
-            found.add(op.id)  # a kernel that does not read before it writes: its result is wrong
+            found.add(op.id)  # the kernel does not read before it writes: its result is wrong
     for replaced, offers in _offers(capture, found):
         taken = [_offer(graph, replaced)]
         for offer in sorted(offers, key=lambda offer: (offer.time_s, offer.held_bytes)):
@@ -59,7 +59,7 @@ def needless(capture: Capture) -> frozenset[int]:
 
 
 def _offers(capture: Capture, wrong: Collection[int]) -> Iterator[tuple[tuple[int, ...], list[_Offer]]]:
-    """For ops of the program that are replaced together: what they may be replaced by, without the ops that are `wrong`."""
+    """Yield groups of ops that are replaced together, with the offers for them, without the ops that are `wrong`."""
     graph = capture.graph
     bundles: dict[str, list[int]] = {}
     for op, call in zip(graph.ops, capture.program.calls, strict=True):
@@ -83,6 +83,6 @@ def _offer(graph: Graph, ids: Iterable[int]) -> _Offer:
 
 
 def _held(graph: Graph, op: Op) -> int:
-    """Bytes in memory while `op` is executed, besides those that are there throughout."""
+    """Return the bytes in memory while `op` is executed, without static memory."""
     tensors = {t for t in (*op.inputs, *op.outputs) if not graph.tensors[t].static}
     return op.workspace_bytes + sum(graph.tensors[t].size_bytes for t in tensors)

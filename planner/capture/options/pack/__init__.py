@@ -1,4 +1,4 @@
-"""Packed keeping: what the backward pass reads, in fewer bytes, or something smaller in place of it. Every bit is exact."""
+"""Lossless packing of saved tensors: fewer bytes, or a smaller substitute. Every bit is exact."""
 
 from typing import TYPE_CHECKING
 

@@ -1,8 +1,8 @@
-"""Truth values as bits: eight to a byte, computed by integer products, a part of them at a time.
+"""Truth values as bits: eight per byte, packed by integer products, part by part.
 
-Eight truth values lie in a word of 64 bits, one in the lowest bit of each byte. Multiplied by ``_SPREAD``, whose bits are nine
-places apart, the word has them side by side in its highest byte; a byte multiplied by it has each of its bits at the top of
-another byte. No two terms of these products meet, so nothing is carried.
+Eight truth values lie in a 64-bit word, one in the lowest bit of each byte. Multiplied by ``_SPREAD``, whose bits are nine
+positions apart, the word has them side by side in its highest byte; a byte multiplied by it has each of its bits at the top of
+another byte. No two terms of these products overlap, so nothing is carried.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -13,47 +13,47 @@ _SPREAD = 0x8040201008040201 - 2**64  # as a signed number
 _LOWEST = 0x0101010101010101
 _WORD = 8
 
-# An eighth of the elements are worked on at a time; on a CPU no more than its cache holds.
+# An eighth of the elements are processed at a time; on a CPU at most as many as fit into its cache.
 _PARTS = 8
 _IN_CACHE = 2**18
 
-# Called with room for some truth values, and which they are: the first, and the one behind the last.
+# Called with an output of truth values, and their range: the first, and the end.
 Write = Callable[[torch.Tensor, int, int], object]
 
 
 def bytes_of(count: int) -> int:
-    """What so many bits take."""
+    """Return the bytes of `count` bits."""
     return -(-count // _WORD)
 
 
 def part_size(count: int, device: str) -> int:
-    """How many of `count` elements are worked on at a time on `device`, ``cpu`` or ``cuda``: whole bytes of bits."""
+    """Return how many of `count` elements are processed at a time on `device`, ``cpu`` or ``cuda``: whole bytes of bits."""
     size = -(-count // _PARTS)
     return max(1, bytes_of(min(size, _IN_CACHE) if device == "cpu" else size)) * _WORD
 
 
 def parts(count: int, size: int) -> Iterator[tuple[int, int]]:
-    """Where each `size` of `count` elements begin and end; the last may be fewer."""
+    """Yield the begin and end of each part of `size` of `count` elements; the last may be smaller."""
     for begin in range(0, count, size):
         yield begin, min(begin + size, count)
 
 
 def in_order(value: torch.Tensor, dimensions: Sequence[int]) -> torch.Tensor:
-    """The elements of `value` in one dimension, `dimensions` from the outermost; a view where they lie so without gaps."""
+    """Return the elements of `value` in one dimension, `dimensions` from the outermost; a view if they have no gaps."""
     return value.permute(tuple(dimensions)).reshape(-1)
 
 
 def order_of(value: torch.Tensor) -> tuple[int, ...]:
-    """The dimensions of `value` from the outermost in memory to the innermost."""
+    """Return the dimensions of `value` from the outermost in memory to the innermost."""
     strides = value.stride()
     return tuple(sorted(range(value.dim()), key=lambda dimension: (-strides[dimension], dimension)))
 
 
 def pack(write: Write, count: int, size: int, like: torch.Tensor) -> torch.Tensor:
-    """``count`` truth values as bits, on the device of `like`.
+    """Return `count` truth values as bits, on the device of `like`.
 
     Args:
-        write: what writes them, some at a time.
+        write: writes a part of the truth values.
         size: how many at a time, whole bytes of bits.
     """
     packed = like.new_empty(bytes_of(count), dtype=torch.uint8)
@@ -68,12 +68,12 @@ def pack(write: Write, count: int, size: int, like: torch.Tensor) -> torch.Tenso
 
 
 def spread(packed: torch.Tensor, words: torch.Tensor) -> None:
-    """Write the bits `packed` as truth values to `words`, of int64: eight in each."""
+    """Write the bits `packed` as truth values to `words` of int64, eight in each."""
     words.copy_(packed).mul_(_SPREAD).bitwise_right_shift_(_WORD - 1).bitwise_and_(_LOWEST)
 
 
 def unpack_to(packed: torch.Tensor, flat: torch.Tensor, size: int) -> None:
-    """Write the bits `packed` to the truth values `flat`, `size` at a time; those of the last byte pass through another."""
+    """Write the bits `packed` to the truth values `flat`, `size` at a time; the last byte uses a separate buffer."""
     count = flat.numel()
     whole = count // _WORD * _WORD
     for begin, end in parts(whole, size):
@@ -85,7 +85,7 @@ def unpack_to(packed: torch.Tensor, flat: torch.Tensor, size: int) -> None:
 
 
 def unpacked(packed: torch.Tensor, count: int, size: int) -> Iterator[tuple[torch.Tensor, int, int]]:
-    """`count` truth values, `size` at a time, each part in the place of the last, and where it begins and ends."""
+    """Yield `count` truth values in parts of `size`, in a reused buffer, with the begin and end of each part."""
     room = packed.new_empty(size)
     for begin, end in parts(count, size):
         used = bytes_of(end - begin)

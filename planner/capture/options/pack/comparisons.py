@@ -1,4 +1,4 @@
-"""Gradients of activations that ask of what they read only whether it is in a range: from a bit for each element."""
+"""Gradients of activations that depend only on whether an input is in a range, from one bit per element."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -16,20 +16,20 @@ from planner.capture.rewrites.outputs import fake
 
 aten = torch.ops.aten
 
-Arguments = tuple[Any, ...]  # of the kernel, behind the gradient and what it reads
+Arguments = tuple[Any, ...]  # of the kernel, after the gradient and its input
 
 
-# Called with some of the gradient that comes in, a zero, room for as much, and arguments: what goes out.
+# Called with a part of the incoming gradient, a zero, an output of the same size, and arguments; returns the result.
 Answer = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Arguments], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """How a kernel computes a gradient.
+    """The computation of a gradient from a comparison.
 
     Attributes:
-        ask: called with what the kernel reads, room for truth values, and its arguments, it writes the answers.
-        yes, no: the gradient where the answer is that.
+        ask: writes the truth values, given the kernel's input, an output and the kernel's arguments.
+        yes, no: the gradient for each answer.
     """
 
     ask: Callable[[torch.Tensor, torch.Tensor, Arguments], object]
@@ -66,8 +66,8 @@ def _sixth(part: torch.Tensor, _: torch.Tensor, room: torch.Tensor, __: Argument
     return torch.mul(part, 1 / 6, out=room)
 
 
-# What is no number is on the same side here as in the kernel. Those of hardtanh, hardshrink and softshrink are not among them:
-# on a CPU these let a gradient pass there or not by whether the element is computed in a vector or by itself.
+# NaN is on the same side here as in the kernel. hardtanh, hardshrink and softshrink are excluded: on a CPU, whether a gradient
+# passes at NaN depends on whether the element is processed in a vector or alone.
 COMPARISONS: Mapping[Any, Comparison] = MappingProxyType(
     {
         aten.threshold_backward.default: Comparison(_at_most, _zero, _same),
@@ -79,12 +79,12 @@ COMPARISONS: Mapping[Any, Comparison] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """From what a kernel reads to the bits that its gradient needs.
+    """The packing of a kernel's input to the bits that its gradient needs.
 
     Attributes:
-        x: fake.
-        comparison, arguments: of the kernel.
-        size: how many are worked on at a time.
+        x: fake input.
+        comparison, arguments: the kernel's comparison and arguments.
+        size: number of elements processed at a time.
     """
 
     x: torch.Tensor
@@ -94,11 +94,11 @@ class Ask:
 
     @property
     def fakes(self) -> tuple[torch.Tensor, ...]:
-        """What the kernel reads."""
+        """The kernel's input as a fake tensor."""
         return (self.x,)
 
     def __call__(self, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The bits."""
+        """Return the bits."""
         flat = bits.in_order(given[0], bits.order_of(self.x))
 
         def write(room: torch.Tensor, begin: int, end: int) -> None:
@@ -109,12 +109,12 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class FromBits:
-    """The gradient from the bits.
+    """The computation of a gradient from the bits.
 
     Attributes:
         gradient, packed, result: fake.
-        comparison, arguments: of the kernel.
-        size: how many are worked on at a time.
+        comparison, arguments: the kernel's comparison and arguments.
+        size: number of elements processed at a time.
     """
 
     gradient: torch.Tensor
@@ -126,11 +126,11 @@ class FromBits:
 
     @property
     def fakes(self) -> tuple[torch.Tensor, ...]:
-        """The gradient that comes in, and the bits."""
+        """The incoming gradient and the bits."""
         return self.gradient, self.packed
 
     def __call__(self, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The gradient, laid out as the kernel's."""
+        """Return the gradient, laid out like the kernel's."""
         gradient, packed = given
         result = room_for(self.result, gradient)
         order = bits.order_of(self.result)
@@ -144,9 +144,9 @@ class FromBits:
 
 
 def offer(finder: Finder) -> None:
-    """Two ops for each such gradient where nothing else in the backward pass needs what it reads: to bits, and from them.
+    """Add two ops for each such gradient, to bits and from bits, if nothing else in the backward pass needs its input.
 
-    Where the result of the activation says the same and is needed anyway, ``packing.results`` has a better way.
+    If the result of the activation gives the same bit and is needed anyway, ``packing.results`` has a better alternative.
     """
     for op, node in finder.calls(COMPARISONS, Phase.BACKWARD):
         gradient, x, *arguments = node.args
@@ -163,13 +163,13 @@ def offer(finder: Finder) -> None:
 
 
 def _is_alike(finder: Finder, node: fx.Node) -> bool:
-    """Whether what `node` reads and makes lies in one order without gaps, and its arguments are of the type of its elements."""
+    """Return whether inputs and output of `node` share a dense layout, and its kernel's dtype is supported."""
     gradient, x, *arguments = node.args
     assert isinstance(gradient, fx.Node) and isinstance(x, fx.Node)
     dtypes = {fake(value).dtype for value in (gradient, x, node)}
     dense = is_dense(fake(node)) and same_layout(fake(x), fake(node)) and same_layout(fake(gradient), fake(node))
-    # Kernels of the CPU give what is no number bits that depend on whether it is computed in a vector or by itself: this one
-    # in bfloat16, products in any half; and in float64 a sixth is not that of the kernel.
+    # On a CPU, the bits of NaN depend on whether the element is processed in a vector or alone: for this kernel in bfloat16, for
+    # products in any half precision; and in float64 a sixth differs from that of the kernel.
     if node.target is not aten.threshold_backward.default:
         return dense and dtypes == {torch.float32}
     rounded = finder.device == "cpu" and torch.bfloat16 in dtypes

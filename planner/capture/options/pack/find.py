@@ -1,8 +1,8 @@
-"""Packed keeping: what the backward pass reads, in fewer bytes, or something smaller in place of it. Every bit is exact.
+"""Lossless packing of saved tensors: fewer bytes, or a smaller substitute. Every bit is exact.
 
-Each kind of packing looks for what it knows among the calls of a step, and adds ops. Most come in pairs: from a tensor to a
-packed one, and back, as another maker of it, or from the packed one to what a reader computes, as an op that stands for that.
-What stays of a tensor between the two is what it tells its readers.
+Each kind of packing finds its calls in a step, and adds ops. Most come in pairs: one from a tensor to a packed one, and one back,
+as another producer of the tensor, or from the packed tensor to a reader's result, as an alternative for the reader. The packed
+tensor has just the information that its readers need.
 """
 
 from collections.abc import Callable
@@ -24,9 +24,9 @@ KINDS: tuple[Callable[[Finder], None], ...] = (
 
 
 def packed(capture: Capture) -> Capture:
-    """`capture` with ops that pack what is large and read in the backward pass; their times are not measured."""
+    """Return `capture` with ops that pack large tensors read in the backward pass; their times are not measured."""
     finder = Finder(capture, spared={*comparisons.COMPARISONS, *results.ACTIVATIONS, *shapes.WRITING})
-    with disable_current_modes():  # what is added is fake in the way of what was captured
+    with disable_current_modes():  # added ops get fake values as in the capture
         for offer in KINDS:
             offer(finder)
     return finder.captured()

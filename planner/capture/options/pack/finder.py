@@ -1,4 +1,4 @@
-"""Which tensors of a captured step are worth packing, and who reads them."""
+"""The tensors of a captured step that are worth packing, and their readers."""
 
 from collections.abc import Collection, Iterator, Sequence
 from math import prod
@@ -13,22 +13,22 @@ from planner.capture.options.added import Additions
 from planner.capture.rewrites.outputs import fake, storage
 from planner.passes.program import Composed, Ref
 
-TARGET = "pack"  # the first word of what the ops call
+TARGET = "pack"  # the prefix of the ops' targets
 
-# What is smaller is not worth an op of its own, unless the step has only such.
+# Smaller tensors are not worth an op, unless the step has only such.
 LEAST_BYTES = 2**20
 
 
 class Finder:
-    """Looks through what was captured, and adds ops to it.
+    """A search in a capture that adds ops to it.
 
     Attributes:
-        capture: without what is added.
-        device: the kind of device that is planned for, ``cpu`` or ``cuda``.
+        capture: the capture without the added ops.
+        device: type of the device that is planned for, ``cpu`` or ``cuda``.
     """
 
     def __init__(self, capture: Capture, spared: Collection[Any]) -> None:
-        """Look through `capture`; calls of `spared` can be computed without their second argument."""
+        """Search in `capture`; calls of `spared` can be computed without their second argument."""
         self.capture, self.graph = capture, capture.graph
         self.device = str(capture.graph.provenance["device"])
         self._additions = Additions(capture)
@@ -41,31 +41,31 @@ class Finder:
                 self._spared.setdefault(self.tensor_of(x), set()).add(op.id)
 
     def calls(self, targets: Collection[Any], phase: Phase | None = None) -> Iterator[tuple[Op, fx.Node]]:
-        """The program's ops that call one of `targets`, in order."""
+        """Yield the program's ops that call one of `targets`, in order."""
         for op in self.graph.program:
             node = self.capture.nodes[op.id]
             if node is not None and node.target in targets and phase in (None, op.phase):
                 yield op, node
 
     def tensor_of(self, node: fx.Node) -> int:
-        """The tensor that holds the value of `node`."""
+        """Return the tensor that holds the value of `node`."""
         return self._additions.tensor_of[storage(fake(node))]
 
     def is_worth(self, tensor: int) -> bool:
-        """Whether it is large, the forward pass makes it, it is not kept, and the backward pass reads it."""
+        """Return whether a tensor is large, made by the forward pass, not kept, and read by the backward pass."""
         return tensor in self._worth
 
     def readers(self, tensor: int) -> set[int]:
-        """The ops of the backward pass that read it."""
+        """Return the ops of the backward pass that read a tensor."""
         return {p for p in self.graph.consumers[tensor] if p < len(self.graph.program) and self._is_backward(p)}
 
     def is_needed(self, node: fx.Node) -> bool:
-        """Whether the value of `node` is small, or an op of the backward pass reads it that cannot be computed without it."""
+        """Return whether the value of `node` is small, or needed by an op of the backward pass that cannot do without it."""
         tensor = self.tensor_of(node)
         return not self.is_worth(tensor) or bool(self.readers(tensor) - self._spared.get(tensor, set()))
 
     def new_tensor(self, name: str, value: torch.Tensor) -> int:
-        """The id of a tensor that ops to be added make, a fake `value`."""
+        """Add a tensor with the fake `value` for ops to be added; return its id."""
         return self._additions.add_tensor(name, value)
 
     def add(
@@ -82,13 +82,13 @@ class Finder:
         """Add an op.
 
         Args:
-            called: what computes it, exactly.
-            reads: what that is called with: nodes of the program, or tensors.
-            like: the op that it is about.
-            of: name of the op or tensor that it is about.
-            does: what it does with that, in a word.
-            makes: a tensor.
-            stands_in: whether it may be executed in place of `like`.
+            called: computes the op exactly.
+            reads: arguments of `called`: nodes of the program, or tensors.
+            like: the op that it belongs to.
+            of: name of the op or tensor that it belongs to.
+            does: a word for its work.
+            makes: the tensor that it makes.
+            stands_in: True if it is an alternative for `like`.
         """
         self._additions.add_op(
             called,
@@ -103,7 +103,7 @@ class Finder:
         )
 
     def captured(self) -> Capture:
-        """What was captured, with all that was added."""
+        """Return the capture with all additions."""
         return self._additions.captured()
 
     def _is_across(self, tensor: int) -> bool:
@@ -115,12 +115,12 @@ class Finder:
 
 
 def room_for(value: torch.Tensor, near: torch.Tensor) -> torch.Tensor:
-    """A tensor laid out as `value`, a fake one, with nothing in it yet, on the device of `near`."""
+    """Return an uninitialized tensor with the layout of the fake `value`, on the device of `near`."""
     return near.new_empty_strided(value.shape, value.stride(), dtype=value.dtype)
 
 
 def is_dense(value: torch.Tensor) -> bool:
-    """Whether the elements of `value` fill its storage, each with a place of its own."""
+    """Return whether the elements of `value` fill its storage, each at its own position."""
     whole = value.numel() * value.element_size() == value.untyped_storage().nbytes()
     expected = 1
     for dimension in sorted(range(value.dim()), key=lambda d: (value.stride(d), value.size(d))):
@@ -131,6 +131,6 @@ def is_dense(value: torch.Tensor) -> bool:
 
 
 def same_layout(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether the elements of `a` and `b`, of one shape, lie in the same order."""
+    """Return whether `a` and `b` have the same shape and order of elements."""
     strides = zip(a.shape, a.stride(), b.stride(), strict=True) if a.shape == b.shape else ()
     return a.shape == b.shape and all(size == 1 or s == t for size, s, t in strides)

@@ -1,4 +1,4 @@
-"""Truth values that an op makes, such as the mask of dropout, a bit each."""
+"""Boolean results of ops, such as dropout masks, in one bit per element."""
 
 from dataclasses import dataclass
 
@@ -12,11 +12,11 @@ from planner.capture.rewrites.outputs import tensors_in
 
 @dataclass(frozen=True, slots=True)
 class PackBits:
-    """From a mask to its bits, in the order in which it lies in memory.
+    """The packing of a mask to bits, in memory order.
 
     Attributes:
         mask: fake.
-        size: how many are worked on at a time.
+        size: number of elements processed at a time.
     """
 
     mask: torch.Tensor
@@ -28,14 +28,14 @@ class PackBits:
         return (self.mask,)
 
     def __call__(self, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The bits."""
+        """Return the bits."""
         flat = bits.in_order(given[0], bits.order_of(self.mask))
         return (bits.pack(lambda room, begin, end: room.copy_(flat[begin:end]), flat.numel(), self.size, flat),)
 
 
 @dataclass(frozen=True, slots=True)
 class UnpackBits:
-    """From bits to the mask, as the program lays it out.
+    """The unpacking of bits to a mask with the program's layout.
 
     Attributes:
         mask, packed: fake.
@@ -52,14 +52,14 @@ class UnpackBits:
         return (self.packed,)
 
     def __call__(self, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The mask."""
+        """Return the mask."""
         mask = room_for(self.mask, given[0])
         bits.unpack_to(given[0], bits.in_order(mask.view(torch.uint8), bits.order_of(self.mask)), self.size)
         return (mask,)
 
 
 def offer(finder: Finder) -> None:
-    """Two ops for each mask that is worth it: from it to its bits, and back."""
+    """Add two ops for each mask worth packing: to bits, and back."""
     for op in finder.graph.program:
         node = finder.capture.nodes[op.id]
         for t, path in finder.capture.program.calls[op.id].outputs:

@@ -1,4 +1,4 @@
-"""The indices of max-pooling: of each, where it is in its window, in a byte."""
+"""Indices of max-pooling as positions within their windows, one byte each."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -13,23 +13,23 @@ from planner.capture.rewrites.outputs import fake
 
 aten = torch.ops.aten
 
-_PARTS = 8  # of a batch, which are worked on one after another
-_VALUES = 256  # of a byte
+_PARTS = 8  # of a batch, processed one after another
+_VALUES = 256  # of one byte
 
 
 @dataclass(frozen=True, slots=True)
 class Windows:
-    """Where the windows of a pooling lie.
+    """The positions of the windows of a pooling.
 
-    An index counts the elements of a plane that is `width` wide. It is that of the first element of its window, with what is
-    padded in front, and `width` times `down` for each row that it is below, and some columns.
+    An index counts the elements of a plane of width `width`. It is the index of the window's first element (padding included),
+    plus `width` times `down` for each row below that, plus columns.
 
     Attributes:
-        width: of a plane.
-        stride, padding: by how much windows lie apart, and before the plane.
-        down: by how much the rows of a window do.
-        columns: of the plane, that a window spans; at most `width` times `down`.
-        rows: of a window.
+        width: width of a plane.
+        stride, padding: distance of windows, and padding before the plane.
+        down: distance of the rows of a window.
+        columns: columns of the plane that a window spans; at most `width` times `down`.
+        rows: rows of a window.
     """
 
     width: int
@@ -41,15 +41,16 @@ class Windows:
 
     @classmethod
     def of(cls, width: int, kernel: Any, stride: Any, padding: Any, dilation: Any) -> "Windows | None":
-        """None where the places of a window are more than a byte tells apart, or overlap."""
+        """Return the windows; None if the positions of a window exceed a byte, or overlap."""
         (rows, wide), (down, right) = _pair(kernel), _pair(dilation)
         found = cls(width, _pair(stride or kernel), _pair(padding), down, (wide - 1) * right + 1, rows)
         return found if found.columns <= width * down and found.rows * found.columns <= _VALUES else None
 
     def first(self, like: torch.Tensor) -> torch.Tensor:
-        """For each element of a plane of results, on the device of `like`, the index of where its window begins.
+        """Return for each element of a plane of results the index at which its window begins, on the device of `like`.
 
-        That is inside of the plane, where a window begins in the padding: place 0 is an element for whoever makes up places.
+        For a window that begins in the padding, this is an index inside the plane, so that position 0 is always an element, also
+        for synthetic positions.
         """
         high, wide = (torch.arange(size, device=like.device) for size in like.shape[-2:])
         top, left = high * self.stride[0] - self.padding[0], wide * self.stride[1] - self.padding[1]
@@ -57,13 +58,13 @@ class Windows:
         return top[:, None] * self.width + left.clamp_(min=0)
 
     def encode(self, indices: torch.Tensor, first: torch.Tensor, places: torch.Tensor) -> None:
-        """Write to `places` where in its window each of `indices` is."""
+        """Write to `places` the position of each of `indices` in its window."""
         place = indices - first
         row = place.div(self.width * self.down, rounding_mode="floor")
         places.copy_(place.sub_(row, alpha=self.width * self.down - self.columns))
 
     def decode(self, places: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
-        """The indices."""
+        """Return the indices."""
         row = places.div(self.columns, rounding_mode="floor")
         return torch.add(first, places).add_(row, alpha=self.width * self.down - self.columns)
 
@@ -75,11 +76,11 @@ def _pair(value: Any) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class ToPlaces:
-    """From indices to where they are in their windows.
+    """The conversion of indices to positions in windows.
 
     Attributes:
         indices, places: fake.
-        windows: of the pooling.
+        windows: windows of the pooling.
     """
 
     indices: torch.Tensor
@@ -92,7 +93,7 @@ class ToPlaces:
         return (self.indices,)
 
     def __call__(self, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The places."""
+        """Return the positions."""
         (indices,) = given
         places = room_for(self.places, indices)
         first = self.windows.first(indices)
@@ -103,12 +104,12 @@ class ToPlaces:
 
 @dataclass(frozen=True, slots=True)
 class FromPlaces:
-    """The gradient of max-pooling, by the kernel of the program on some of the batch after another.
+    """The gradient of max-pooling by the program's kernel, on one part of the batch after another.
 
     Attributes:
-        whole: the kernel on all of it.
+        whole: the kernel on the whole batch.
         places: fake.
-        windows: of the pooling.
+        windows: windows of the pooling.
     """
 
     whole: OfShape
@@ -117,11 +118,11 @@ class FromPlaces:
 
     @property
     def fakes(self) -> tuple[torch.Tensor, ...]:
-        """The gradient that comes in, and the places."""
+        """The incoming gradient and the positions."""
         return self.whole.gradient, self.places
 
     def __call__(self, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The gradient."""
+        """Return the gradient."""
         gradient, places = given
         result = room_for(self.whole.result, gradient)
         first = self.windows.first(places)
@@ -136,7 +137,7 @@ def _parts(value: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def offer(finder: Finder) -> None:
-    """Two ops for each max-pooling whose indices only its gradient reads: to bytes, and its gradient from these."""
+    """Add two ops for each max-pooling whose indices only its gradient reads: to bytes, and the gradient from them."""
     for op, node in finder.calls([aten.max_pool2d_with_indices_backward.default], Phase.BACKWARD):
         gradient, x, kernel, stride, padding, dilation, _, indices = node.args
         assert isinstance(gradient, fx.Node) and isinstance(x, fx.Node) and isinstance(indices, fx.Node)

@@ -1,4 +1,4 @@
-"""Whole numbers that an op makes within a range that its shapes tell, in fewer bytes."""
+"""Integer results of ops, with a range known from shapes, in fewer bytes."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,12 +19,12 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True)
 class Positions:
-    """What a kernel counts along a dimension.
+    """The positions that a kernel returns along a dimension.
 
     Attributes:
-        path: of the positions in the kernel's value, as in ``Statement.outputs``.
-        argument: position of the argument that is the dimension.
-        default: what it is where it is not given; None counts through all elements.
+        path: path of the positions in the kernel's value, as in ``Statement.outputs``.
+        argument: position of the dimension argument.
+        default: the default dimension; None counts through all elements.
     """
 
     path: Path
@@ -32,7 +32,7 @@ class Positions:
     default: int | None = -1
 
     def count(self, node: fx.Node) -> int:
-        """How many positions there are."""
+        """Return the number of positions."""
         x = node.args[0]
         assert isinstance(x, fx.Node)
         given = node.args[self.argument :][:1]
@@ -62,7 +62,7 @@ _TYPES = {torch.uint8: 2**8, torch.int16: 2**15, torch.int32: 2**31}
 
 @dataclass(frozen=True, slots=True)
 class Cast:
-    """Whole numbers in another type, laid out as the program's.
+    """A cast of integers to another dtype, with the program's layout.
 
     Attributes:
         numbers, result: fake.
@@ -73,16 +73,16 @@ class Cast:
 
     @property
     def fakes(self) -> tuple[torch.Tensor, ...]:
-        """The numbers."""
+        """The integers."""
         return (self.numbers,)
 
     def __call__(self, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The same numbers."""
+        """Return the same integers."""
         return (room_for(self.result, given[0]).copy_(given[0]),)
 
 
 def offer(finder: Finder) -> None:
-    """Two ops for the positions that each of these kernels makes: to the narrowest type that holds them, and back."""
+    """Add two ops for the positions of each such kernel: to the narrowest dtype that holds them, and back."""
     for op, node in finder.calls(POSITIONS, Phase.FORWARD):
         found = POSITIONS[node.target]
         value = value_of(node, found.path)

@@ -1,4 +1,4 @@
-"""The mask of dropout drawn again from the state that the generator had, without what dropout reads."""
+"""Dropout masks drawn again from the saved state of the generator, without dropout's input."""
 
 from dataclasses import dataclass
 
@@ -15,11 +15,11 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True)
 class Redraw:
-    """From the state of a generator to a mask, as ``reproducible_random.dropout_with_generator`` draws it.
+    """A mask from the state of a generator, as drawn by ``reproducible_random.dropout_with_generator``.
 
     Attributes:
         state, mask: fake.
-        probability: of an element to be left out.
+        probability: probability that an element is dropped.
     """
 
     state: torch.Tensor
@@ -32,7 +32,7 @@ class Redraw:
         return (self.state,)
 
     def __call__(self, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The mask; the generator that others draw from is not touched."""
+        """Return the mask, drawn from a separate generator."""
         (state,) = given
         mask = room_for(self.mask, state)
         generator = torch.Generator()
@@ -42,7 +42,7 @@ class Redraw:
 
 
 def offer(finder: Finder) -> None:
-    """An op for each mask of dropout on a CPU. CUDA's kernel draws it together with what it multiplies, as no other does."""
+    """Add an op for each dropout mask on a CPU. CUDA's kernel draws it fused with the product, as no other kernel does."""
     for op, node in finder.calls([aten.native_dropout.default], Phase.FORWARD):
         calls = finder.capture.program.calls[op.id]
         if finder.device != "cpu" or calls.random_state is None or with_generator_argument(node) is None:

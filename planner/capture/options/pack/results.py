@@ -1,4 +1,4 @@
-"""Gradients of activations from the result, which the next op needs anyway, in place of what the activation reads."""
+"""Gradients of activations from their result, which the next op needs anyway, in place of their input."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -18,12 +18,12 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True)
 class Activation:
-    """An activation whose gradient asks whether what it reads is in a range.
+    """An activation whose gradient depends on whether its input is in a range.
 
     Attributes:
-        forward: its kernel.
-        arguments: how many arguments, behind what it reads, that and its gradient have in common.
-        says: called with these and a type, whether of each element of that type the result is in the range where the element is.
+        forward: kernel of the activation.
+        arguments: number of arguments after the input that it shares with its gradient.
+        says: given these arguments and a dtype, returns whether each result is in the range exactly if its input is.
     """
 
     forward: Any
@@ -32,7 +32,7 @@ class Activation:
 
 
 def is_of_type(number: Any, dtype: torch.dtype) -> bool:
-    """Whether `number` is one of those that elements of `dtype` can be: kernels compare in different types."""
+    """Return whether `number` is representable in `dtype`: kernels compare in different dtypes."""
     return bool(torch.tensor(number, dtype=dtype).item() == number)
 
 
@@ -55,12 +55,12 @@ ACTIVATIONS: Mapping[Any, Activation] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class FromResult:
-    """The kernel of a gradient, on the result.
+    """The kernel of a gradient, applied to the result.
 
     Attributes:
         gradient, result: fake.
         target: the kernel.
-        arguments: of it, behind these.
+        arguments: its further arguments.
     """
 
     gradient: torch.Tensor
@@ -70,16 +70,16 @@ class FromResult:
 
     @property
     def fakes(self) -> tuple[torch.Tensor, ...]:
-        """The gradient that comes in, and the result."""
+        """The incoming gradient and the result."""
         return self.gradient, self.result
 
     def __call__(self, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The gradient."""
+        """Return the gradient."""
         return (self.target(*given, *self.arguments),)
 
 
 def needed_result(finder: Finder, node: fx.Node) -> fx.Node | None:
-    """The result that says as much as what `node`, the gradient of an activation, reads, where the backward pass needs it."""
+    """Return the result that can replace the input of `node`, an activation's gradient, if the backward pass needs it."""
     x = node.args[1]
     assert isinstance(x, fx.Node)
     if (activation := ACTIVATIONS.get(node.target)) is None:
@@ -93,7 +93,7 @@ def needed_result(finder: Finder, node: fx.Node) -> fx.Node | None:
 
 
 def _arguments(node: fx.Node) -> tuple[Any, ...]:
-    """Of the activation `node`, behind what it reads."""
+    """Return the arguments of the activation `node` after its input."""
     assert isinstance(node.target, OpOverload)
     schema = node.target._schema.arguments[1:]
     given = node.args[1:]
@@ -102,7 +102,7 @@ def _arguments(node: fx.Node) -> tuple[Any, ...]:
 
 
 def offer(finder: Finder) -> None:
-    """An op for each such gradient, where nothing else in the backward pass needs what it reads."""
+    """Add an op for each such gradient, if nothing else in the backward pass needs its input."""
     for op, node in finder.calls(ACTIVATIONS, Phase.BACKWARD):
         gradient, x, *arguments = node.args
         assert isinstance(gradient, fx.Node) and isinstance(x, fx.Node)

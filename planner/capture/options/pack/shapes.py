@@ -1,4 +1,4 @@
-"""Gradients of pooling, without the tensor of which their kernels read no element but only the shape."""
+"""Gradients of pooling without the tensor of which their kernels read only the shape."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -14,8 +14,8 @@ from planner.capture.rewrites.outputs import fake
 
 aten = torch.ops.aten
 
-# For each kernel the one that writes its gradient to where it is told, and by what name. Each is called with the gradient that
-# comes in and the tensor, first.
+# For each kernel its variant with an output argument, and the argument's name. Each is called with the incoming gradient and
+# the tensor first.
 WRITING: Mapping[Any, tuple[Callable[..., Any], str]] = MappingProxyType(
     {
         aten.max_pool2d_with_indices_backward.default: (aten.max_pool2d_with_indices_backward.grad_input, "grad_input"),
@@ -27,13 +27,13 @@ WRITING: Mapping[Any, tuple[Callable[..., Any], str]] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class OfShape:
-    """A gradient of pooling; its own memory gives the kernel the shape.
+    """A gradient of pooling that passes its own memory to the kernel for the shape.
 
     Attributes:
         gradient, result: fake.
         indices: fake, for max-pooling.
-        target: the kernel in the program.
-        arguments: of it, behind the gradient and the tensor; `indices` come last.
+        target: kernel of the program.
+        arguments: its arguments after the gradient and the tensor; `indices` come last.
     """
 
     gradient: torch.Tensor
@@ -44,23 +44,23 @@ class OfShape:
 
     @property
     def fakes(self) -> tuple[torch.Tensor, ...]:
-        """The gradient that comes in, and the indices if there are any."""
+        """The incoming gradient, and the indices if there are any."""
         return (self.gradient,) if self.indices is None else (self.gradient, self.indices)
 
     def __call__(self, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The gradient."""
+        """Return the gradient."""
         result = room_for(self.result, given[0])
         self.write(result, *given)
         return (result,)
 
     def write(self, result: torch.Tensor, gradient: torch.Tensor, *indices: torch.Tensor) -> None:
-        """Write the gradient to `result`; all of them may be slices of the batch."""
+        """Write the gradient to `result`; all arguments may be slices of the batch."""
         kernel, name = WRITING[self.target]
         kernel(gradient, result, *self.arguments, *indices, **{name: result})
 
 
 def of_shape(node: fx.Node) -> OfShape:
-    """What computes `node`, a call of one of ``WRITING``."""
+    """Return the computation of `node`, a call of one of ``WRITING``."""
     gradient, _, *arguments = node.args
     assert isinstance(gradient, fx.Node)
     indices = arguments.pop() if arguments and isinstance(arguments[-1], fx.Node) else None
@@ -70,7 +70,7 @@ def of_shape(node: fx.Node) -> OfShape:
 
 
 def offer(finder: Finder) -> None:
-    """An op for each such gradient without the tensor, where nothing else in the backward pass needs that."""
+    """Add an op for each such gradient without the tensor, if nothing else in the backward pass needs that."""
     for op, node in finder.calls(WRITING, Phase.BACKWARD):
         x = node.args[1]
         assert isinstance(x, fx.Node)

@@ -1,6 +1,7 @@
 """Exceptions and warnings that users may catch. A message states the problem, the value, the limit and what to do next."""
 
 import sys
+from collections.abc import Iterator
 from types import FrameType
 
 
@@ -125,3 +126,11 @@ def typed_line(error: BaseException) -> str:
     """Return the type of an error and the first line of its message."""
     name, line = type(error).__name__, first_line(error)
     return name if line == name else f"{name}: {line}"
+
+
+def causes(error: BaseException) -> Iterator[BaseException]:
+    """Yield `error` and the errors that it was raised from."""
+    cause: BaseException | None = error
+    while cause is not None:
+        yield cause
+        cause = cause.__cause__

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import TracebackType
 
+from graphs.errors import causes
 from graphs.schedule import Schedule
 from planner.passes.builder import Line
 
@@ -27,14 +28,6 @@ class StepLines:
                 if line in self.steps:
                     return self.steps[line]
         return None
-
-
-def causes(error: BaseException) -> Iterator[BaseException]:
-    """Yield `error` and the errors that it was raised from."""
-    cause: BaseException | None = error
-    while cause is not None:
-        yield cause
-        cause = cause.__cause__
 
 
 def _lines(traceback: TracebackType | None) -> Iterator[Line]:

@@ -6,6 +6,7 @@ The judge shares no code with any solver: a mistake there shows here.
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from graphs.errors import PlannerError
 from graphs.ir import Graph
@@ -80,9 +81,7 @@ def check_offsets(buffers: Sequence[Buffer], offsets: Sequence[int]) -> None:
         raise AddressError(f"there are {len(offsets)} offsets for {len(buffers)} buffers")
     for buffer, offset in zip(buffers, offsets, strict=True):
         if offset < 0 or offset % buffer.alignment:
-            raise AddressError(
-                f"buffer {buffer.id!r} is at {offset}: must be a multiple of {buffer.alignment}, 0 or more"
-            )
+            raise AddressError(f"buffer {buffer.id!r} is at {offset}: must be a multiple of {buffer.alignment}, 0 or more")
     _check_pools(buffers, offsets)
     # Those that are in use, by offset: as they do not overlap, only neighbours have to be compared.
     live: list[tuple[int, int]] = []
@@ -111,7 +110,7 @@ def _check_pools(buffers: Sequence[Buffer], offsets: Sequence[int]) -> None:
         low, high = ranges.get(buffer.pool, (offset, offset))
         ranges[buffer.pool] = min(low, offset), max(high, offset + buffer.size)
     ordered = sorted((low, high, pool) for pool, (low, high) in ranges.items())
-    for (_, high, pool), (low, _, other) in zip(ordered, ordered[1:], strict=False):
+    for (_, high, pool), (low, _, other) in pairwise(ordered):
         if low < high:
             raise AddressError(f"pools {pool!r} and {other!r} share addresses: one ends at {high}, the other begins at {low}")
 

@@ -31,18 +31,14 @@ def place(instance: Instance, order: Sequence[int], clock: Clock, *, best_fit: b
         offset = _gap(begins[:count][met], ends[:count][met], size, alignment, best_fit=best_fit)
         offsets[u] = offset
         at = int(np.searchsorted(begins[:count], offset))
-        for column, value in (
-            (begins, offset), (ends, offset + size), (lower, instance.lower[u]), (upper, instance.upper[u])
-        ):
+        for column, value in ((begins, offset), (ends, offset + size), (lower, instance.lower[u]), (upper, instance.upper[u])):
             column[at + 1 : count + 1] = column[at:count]
             column[at] = value
         clock.spend(_WORK * (1 + count / 1000))
     return tuple(offsets)
 
 
-def _gap(
-    begins: NDArray[np.int64], ends: NDArray[np.int64], size: int, alignment: int, *, best_fit: bool
-) -> int:
+def _gap(begins: NDArray[np.int64], ends: NDArray[np.int64], size: int, alignment: int, *, best_fit: bool) -> int:
     """Return the lowest offset in the tightest gap that holds `size` between what begins and ends there, or in the first."""
     if not len(begins):
         return 0

@@ -267,12 +267,13 @@ class Search:
     def _sort(self, choices: list[int], first: int, last: int, state: _State) -> None:
         """Put large buffers first, and those that fill the width of the valley or end at the height of one of its sides."""
         rank, fitting, floor, kind = self._rank, self._fitting, state.floor, self._kind
+        gains = 1.0, 1.0 + fitting, (1.0 + fitting) * (1.0 + fitting)
         sides = {floor[first - 1] if first else -1, floor[last] if last < len(floor) else -1}
 
         def value(u: int) -> float:
             v = kind[u]
             fits = (state.low[v] + self._size[u] in sides) + (self._upper[v] - self._lower[v] == last - first)
-            return -rank[u] * (1 + fitting) ** fits
+            return -rank[u] * gains[fits]
 
         choices.sort(key=value)
 

@@ -64,10 +64,10 @@ def solve(
         seed: of what is drawn.
 
     Raises:
-        AddressError: two buffers have the same id, or one is larger than the capacity.
+        AddressError: two buffers have the same id.
     """
     began = time.monotonic()
-    _check(buffers, capacity_bytes)
+    _check_ids(buffers)
     clock: Clock = WallClock(time_limit_s) if work_limit is None else WorkClock(work_limit)
     arenas = [_Arena([b for b in buffers if b.pool == pool], seed) for pool in dict.fromkeys(b.pool for b in buffers)]
     for arena in arenas:
@@ -170,14 +170,12 @@ class _Arena:
         return True
 
 
-def _check(buffers: Sequence[Buffer], capacity_bytes: int | None) -> None:
+def _check_ids(buffers: Sequence[Buffer]) -> None:
     seen: set[str] = set()
     for buffer in buffers:
         if buffer.id in seen:
             raise AddressError(f"two buffers have the id {buffer.id!r}")
         seen.add(buffer.id)
-        if capacity_bytes is not None and buffer.size > capacity_bytes:
-            raise AddressError(f"buffer {buffer.id!r} takes {buffer.size} bytes: the capacity is {capacity_bytes}")
 
 
 def _result(buffers: Sequence[Buffer], arenas: Sequence[_Arena], capacity_bytes: int | None, seconds: float) -> Result:

@@ -29,9 +29,7 @@ def smallest_arena(buffers: Sequence[Buffer]) -> int:
             best = height
             return
         for index, buffer in enumerate(rest):
-            below = [
-                offset + other.size for other, offset in placed if other.lower < buffer.upper and buffer.lower < other.upper
-            ]
+            below = [offset + other.size for other, offset in placed if other.lower < buffer.upper and buffer.lower < other.upper]
             offset = max(below, default=0)
             offset += -offset % buffer.alignment
             others = [*rest[:index], *rest[index + 1 :]]
@@ -41,7 +39,9 @@ def smallest_arena(buffers: Sequence[Buffer]) -> int:
     return best
 
 
-def packed_buffers(count: int, *, horizon: int, height: int, seed: int, pinwheels: float = 0.3, removed: float = 0.0) -> list[Buffer]:
+def packed_buffers(
+    count: int, *, horizon: int, height: int, seed: int, pinwheels: float = 0.3, removed: float = 0.0
+) -> list[Buffer]:
     """A rectangle of `horizon` by `height`, cut at random into buffers; the smallest arena has the height of the rectangle.
 
     A part of `removed` of the buffers is left out, but none in use at the first moment, so that the height stays needed.
@@ -50,7 +50,9 @@ def packed_buffers(count: int, *, horizon: int, height: int, seed: int, pinwheel
     parts = [(0, horizon, 0, height)]
     while len(parts) < count:
         candidates = draw.sample(range(len(parts)), min(4, len(parts)))
-        begin, end, low, high = parts.pop(max(candidates, key=lambda i: (parts[i][1] - parts[i][0]) * (parts[i][3] - parts[i][2])))
+        begin, end, low, high = parts.pop(
+            max(candidates, key=lambda i: (parts[i][1] - parts[i][0]) * (parts[i][3] - parts[i][2]))
+        )
         if end - begin >= 3 and high - low >= 3 and draw.random() < pinwheels:
             first, second = sorted(draw.sample(range(begin + 1, end), 2))
             under, over = sorted(draw.sample(range(low + 1, high), 2))

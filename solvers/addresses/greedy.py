@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from solvers.addresses.instance import Instance
 from solvers.clock import Clock, left
 
-_WORK = 2.5e-5  # of placing one buffer, and as much again for each thousand that are there
+_WORK = 1.5e-5  # of placing one buffer, and as much again for each thousand that are there
 
 # By which the largest goes first: size, lifetime, both; and by start.
 ORDERS: dict[str, Callable[[Instance, int], tuple[int, ...]]] = {

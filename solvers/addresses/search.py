@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from solvers.addresses.instance import Instance
 from solvers.clock import Clock, left
 
-_WORK = 2.5e-7  # of one buffer in one section that is looked at
+_WORK = 5e-7  # of one buffer in one section that is looked at
 _CHECK = 2000  # such looks between two readings of the clock
 _MOST_FAILED = 20_000_000  # numbers in the states that are remembered
 _GROWTH = 1.03  # of the nodes of a dive, from one to the next
@@ -118,6 +118,7 @@ class Search:
         with _deep_recursion(10 * n):
             while left(clock) > 0:
                 self._rank, self._fitting = self._ranks()
+                self._by_level = self._random.random() < 0.5
                 self._nodes = int(nodes)
                 nodes *= _GROWTH
                 try:
@@ -220,9 +221,13 @@ class Search:
         return parts
 
     def _narrowest(self, start: int, end: int, state: _State) -> tuple[int, int, int]:
-        """Return the section with the fewest choices among those of valleys, and the valley's first section and end."""
+        """Return the section with the fewest choices among those of valleys, and the valley's first section and end.
+
+        Among equals it is one with the least slack or the lowest floor, by turns of dives.
+        """
         floor, resting, latest = state.floor, state.resting, state.latest
         best, found = (sys.maxsize, 0), (start, start, end)
+        by_level = self._by_level
         i = start
         while i < end:
             level, j = floor[i], i + 1
@@ -231,7 +236,7 @@ class Search:
             if (i == start or floor[i - 1] > level) and (j == end or floor[j] > level):
                 for s in range(i, j):
                     slack = latest[s] - level
-                    score = resting[s] + (slack > 0), slack
+                    score = resting[s] + (slack > 0), level if by_level else slack
                     if score < best:
                         best, found = score, (s, i, j)
             i = j

@@ -101,7 +101,7 @@ class _Arena:
         self.buffers = buffers
         self._seed = seed
         self._instances = instances_of(buffers)
-        self._searches = [Search(instance, seed=seed) for instance in self._instances]
+        self._searches: dict[int, Search] = {}
         self._best: list[tuple[int, ...]] = []
         self._heights: list[int] = []
         self.bound_bytes = max(instance.bound_bytes for instance in self._instances)
@@ -161,6 +161,8 @@ class _Arena:
                 continue
             if not self._open(number):
                 return False
+            if number not in self._searches:
+                self._searches[number] = Search(instance, seed=self._seed)
             answer = self._searches[number].decide(target_bytes, clock)
             if answer.offsets is None:
                 self.bound_bytes = max(self.bound_bytes, answer.needed_bytes)

@@ -15,7 +15,8 @@ from solvers.result import Status
 _LARGEST = 3000  # buffers that are searched exactly
 _IMPROVING = 0.03  # of the time, for the improvement of orders before it
 _PATIENCE = 30  # orders that are tried without a gain
-_FIRST_SLICE = 1 / 8  # of the time, for the first search at one height
+_AT_BOUND = 1 / 2  # of the time, for the first search at the bound, which is met nearly always
+_ABOVE_BOUND = 1 / 8  # for each of the next ones, above it
 _HEIGHTS = (0.0, 0.5, 0.75, 0.9, 1.0)  # between the bound and the best arena, which a search aims at
 
 
@@ -137,16 +138,19 @@ class _Arena:
 
     def search(self, clock: Clock, goal: _Goal | None) -> None:
         """Search at one height after the other until the goal is reached, the bound is met, or the time is up."""
-        slice_ = left(clock) * (_FIRST_SLICE if goal is None else 1)
+        time_limit = left(clock)
+        rounds = 0
         while left(clock) > 0:
             for share in _HEIGHTS if goal is None else _HEIGHTS[:1]:
                 floor_bytes = self.bound_bytes if goal is None else max(self.bound_bytes, goal.enough_bytes)
                 if self.height_bytes <= floor_bytes or (goal is not None and self.bound_bytes > goal.most_bytes):
                     return
                 target_bytes = int(floor_bytes + share * (self.height_bytes - 1 - floor_bytes))
-                if self._aim(target_bytes, clock.part(slice_)) or left(clock) <= 0:
+                part = 1.0 if goal is not None else _ABOVE_BOUND if share else _AT_BOUND
+                if self._aim(target_bytes, clock.part(part * 2**rounds * time_limit)) or left(clock) <= 0:
                     break
-            slice_ *= 2
+            else:
+                rounds += 1
             if not any(self._open(number) for number in range(len(self._instances))):
                 return
 

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import count
 
 from solvers.addresses.instance import Instance
 from solvers.clock import Clock, left
@@ -116,9 +117,11 @@ class Search:
         self._clock = clock
         nodes = 2.0 * n + 50
         with _deep_recursion(10 * n):
-            while left(clock) > 0:
+            for dive in count():
+                if left(clock) <= 0:
+                    break
                 self._rank, self._fitting = self._ranks()
-                self._by_level = self._random.random() < 0.5
+                self._by_level = dive % 4 == 3
                 self._nodes = int(nodes)
                 nodes *= _GROWTH
                 try:
@@ -223,7 +226,7 @@ class Search:
     def _narrowest(self, start: int, end: int, state: _State) -> tuple[int, int, int]:
         """Return the section with the fewest choices among those of valleys, and the valley's first section and end.
 
-        Among equals it is one with the least slack or the lowest floor, by turns of dives.
+        Among equals it is one with the least slack, or in every fourth dive the lowest floor.
         """
         floor, resting, latest = state.floor, state.resting, state.latest
         best, found = (sys.maxsize, 0), (start, start, end)

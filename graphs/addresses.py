@@ -10,7 +10,6 @@ from itertools import pairwise
 
 from graphs.errors import PlannerError
 from graphs.ir import Graph
-from graphs.lives import lives
 from graphs.overwriting import Overwriting, Pairs
 from graphs.pools import DEVICE
 from graphs.schedule import Compute, Schedule
@@ -136,7 +135,7 @@ def buffers_of(graph: Graph, schedule: Schedule, *, pool: str = DEVICE, alignmen
     memory already, are buffers of one step. Static tensors are left out: the most bytes in use at once are the peak of
     ``simulate`` less ``Graph.static_bytes``.
     """
-    stays = [{life.first_step: life.end_step for life in found} for found in lives(graph, schedule)]
+    stays = _stays_of(graph, schedule)
     overwriting = Overwriting(graph)
     pairs = [overwriting.follow(schedule.steps, index) for index in range(len(schedule.steps))]
     joined = _joined(pairs, stays)
@@ -161,6 +160,21 @@ def buffers_of(graph: Graph, schedule: Schedule, *, pool: str = DEVICE, alignmen
 
 _Stay = tuple[int, int]  # of a tensor: its id, and the step that makes it
 _Stays = Sequence[Mapping[int, int]]  # by tensor: by the step that makes it the one that frees it
+
+
+def _stays_of(graph: Graph, schedule: Schedule) -> list[dict[int, int]]:
+    """Return the stays of each tensor in memory; one that no step frees stays to the end."""
+    stays: list[dict[int, int]] = [{} for _ in graph.tensors]
+    since: dict[int, int] = {}
+    for index, step in enumerate(schedule.steps):
+        if isinstance(step, Compute):
+            for t in graph.ops[step.op].outputs:
+                since.setdefault(t, index)
+        else:
+            stays[step.tensor][since.pop(step.tensor)] = index
+    for t, first in since.items():
+        stays[t][first] = len(schedule.steps)
+    return stays
 
 
 def _joined(pairs: Sequence[Pairs], stays: _Stays) -> dict[_Stay, _Stay]:

@@ -24,7 +24,7 @@ def read_object(path: str | os.PathLike[str]) -> dict[str, object]:
         FormatError: the file does not exist, cannot be read, is not text, is not JSON, is cut short, or holds something other
             than an object.
     """
-    text = _read_text(path)
+    text = read_text(path)
     body = text.rstrip()
     if not body:
         raise FormatError(f"{path}: the file is empty")
@@ -193,7 +193,12 @@ def _object_without_duplicates(pairs: list[tuple[str, object]]) -> dict[str, obj
     return fields
 
 
-def _read_text(path: str | os.PathLike[str]) -> str:
+def read_text(path: str | os.PathLike[str]) -> str:
+    """Return the text in the file `path`.
+
+    Raises:
+        FormatError: the file is not there, cannot be read, or is not text.
+    """
     try:
         if _is_device(path):
             raise FormatError(f"{path}: is a device, not a file")

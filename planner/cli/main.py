@@ -13,6 +13,7 @@ import shtab
 
 from graphs.errors import InfeasibleError, LimitError, PlannerError, UsageError
 from planner.cli import (
+    addresses,
     advise,
     compare,
     curve,
@@ -45,6 +46,7 @@ _COMMANDS: dict[str, Command] = {
     "snapshot": snapshot,
     "info": info,
     "import": import_graph,
+    "addresses": addresses,
     "solvers": solvers,
     "options": graph_options,
     "doctor": doctor,

@@ -1,0 +1,155 @@
+"""Addresses of buffers in one arena: ``make bench-addresses`` writes results/addresses/.
+
+Public instances, where they are at hand, each in the arena that it was published with (or in the smallest), and plans of models
+on the roofline of an H200 at several budgets: the smallest arena of the search, beside the best of best fit in four orders, and
+the bytes that are in use at once, which no arena can be below.
+"""
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from benchmarks.command import carry_out, command_line, one_thread
+from graphs.addresses import Buffer, buffers_of
+from graphs.io.buffers import read_buffers
+from planner.budgets import budget_in_bytes
+from planner.settings import TraceSettings
+from planner.solving import summarize
+from planner.studies.experiment import Study
+from planner.studies.rows import Made, column, key, provenance, value
+from planner.studies.tables import Column, markdown
+from planner.workload.tracing import Tracing
+from planner.workload.workload import parse_spec
+from solvers.addresses.greedy import ORDERS, place
+from solvers.addresses.instance import instances_of
+from solvers.addresses.solve import solve
+from solvers.clock import WallClock
+from solvers.registry import get_solver
+from solvers.request import Request
+from solvers.tolerance import Tolerance
+
+INSTANCES = Path(__file__).parents[1] / ".." / "shared" / "instances" / "addresses"
+PUBLIC = "public"
+MODELS = {
+    "gpt2-medium": "zoo:gpt2,layers=24,width=1024,heads=16,batch=8,dropout=0,dtype=bfloat16",
+    "resnet50": "zoo:resnet50,batch=128",
+    "unet": "zoo:unet,batch=8",
+}
+BUDGETS = ("100%", "80%", "60%", "50%", "40%")
+PLAN_LIMIT_S = 20.0
+LIMIT_S = 120.0
+SEEDS = 3  # of the search, for public instances
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AddressRow(Made):
+    """The arena of the buffers of a public instance or of a plan."""
+
+    name: str = key("a public instance, or a model")
+    budget: str = key("of the plan, as a share of the peak; empty for public instances")
+    seed: int = key("of the search")
+    buffers: int = column("how many there are")
+    capacity_bytes: int | None = value("arena that a public instance was published with; otherwise the smallest is wanted")
+    live_bytes: int = column("most in use at once")
+    best_fit_bytes: int = column("smallest arena of best fit in four orders")
+    arena_bytes: int | None = value("found by the search")
+    bound_bytes: int = column("below which there is no arena")
+    status: str = column()
+    seconds: float = column("of the search")
+
+
+def best_fit_bytes(buffers: Sequence[Buffer]) -> int:
+    """Return the smallest arena of best fit in decreasing order of size, lifetime and area, and by start."""
+    heights = []
+    for order_key in ORDERS.values():
+        height = 0
+        for instance in instances_of(buffers):
+            order = sorted(range(len(instance.size)), key=lambda u, i=instance, of=order_key: of(i, u))
+            height = max(height, instance.height_bytes(place(instance, order, WallClock())))
+        heights.append(height)
+    return min(heights)
+
+
+def address_row(
+    name: str,
+    buffers: Sequence[Buffer],
+    capacity_bytes: int | None = None,
+    *,
+    budget: str = "",
+    seed: int = 0,
+    limit_s: float = LIMIT_S,
+) -> AddressRow:
+    """Return the row of `buffers`."""
+    result = solve(buffers, capacity_bytes, time_limit_s=limit_s, seed=seed)
+    return AddressRow(
+        name=name,
+        budget=budget,
+        seed=seed,
+        buffers=len(buffers),
+        capacity_bytes=capacity_bytes,
+        live_bytes=max(instance.bound_bytes for instance in instances_of(buffers)),
+        best_fit_bytes=best_fit_bytes(buffers),
+        arena_bytes=result.height_bytes,
+        bound_bytes=result.bound_bytes,
+        status=str(result.status),
+        seconds=result.seconds,
+        **provenance(),
+    )
+
+
+def solve_instance(path: Path) -> Iterator[AddressRow]:
+    """Yield a row for each seed of a public instance; a number before the ending of its name is the capacity."""
+    name, _, capacity = path.stem.partition(".")
+    for seed in range(SEEDS):
+        yield address_row(name, read_buffers(path).buffers, int(capacity) if capacity else None, seed=seed)
+
+
+def solve_plans(model: str, budgets: Sequence[str] = BUDGETS, *, limit_s: float = PLAN_LIMIT_S) -> Iterator[AddressRow]:
+    """Yield a row for a plan of `model` at each budget that one is found for."""
+    graph = Tracing(TraceSettings(roofline="h200")).graph(parse_spec(MODELS[model]))
+    peak_bytes = summarize(graph).keep_everything_peak_bytes
+    for budget in budgets:
+        request = Request(graph, budget_in_bytes(budget, peak_bytes), Tolerance.of(0.01), WallClock(limit_s))
+        schedule = get_solver("windows")(request).schedule
+        if schedule is not None:
+            yield address_row(model, buffers_of(graph, schedule), budget=budget, limit_s=limit_s)
+
+
+def _of_live(row: AddressRow, size_bytes: int | None) -> str | None:
+    return None if size_bytes is None else f"{size_bytes / row.live_bytes:.4f}"
+
+
+TABLE = (
+    Column("buffers of", "name"),
+    *("budget", "seed"),
+    Column("number", "buffers"),
+    Column("best fit", lambda row: _of_live(row, row.best_fit_bytes)),
+    Column("search", lambda row: _of_live(row, row.arena_bytes)),
+    Column("bound", lambda row: _of_live(row, row.bound_bytes)),
+    "status",
+    Column("seconds", lambda row: f"{row.seconds:.2f}"),
+)
+
+
+def run(case: Path | str, known: Sequence[AddressRow]) -> Iterator[AddressRow]:
+    """Yield the rows of a public instance, given by its file, or of a model, given by its name."""
+    return solve_instance(case) if isinstance(case, Path) else solve_plans(case)
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Solve what is missing; write rows and table."""
+    arguments = command_line(__doc__, AddressRow, models=(PUBLIC, *MODELS), out="results/addresses").parse_args(words)
+    one_thread()
+    files = sorted(INSTANCES.glob("*.csv")) if PUBLIC in arguments.models else []
+    if PUBLIC in arguments.models and not files:
+        print(f"the public instances are not here and are left out: no {INSTANCES}")
+    cases: dict[tuple[str, ...], Path | str] = {(path.stem.partition(".")[0],): path for path in files}
+    cases |= {(model,): model for model in arguments.models if model != PUBLIC}
+    study = Study(AddressRow, run, pages={"table.md": partial(markdown, columns=TABLE)})
+    return carry_out(study, arguments, cases)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,202 @@
+"""Addresses for buffers in the smallest arena, or in one of a given capacity, with a proof or a gap."""
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from graphs.addresses import AddressError, Buffer, Offsets
+from solvers.addresses.greedy import constructed, improve
+from solvers.addresses.instance import instances_of
+from solvers.addresses.search import Search
+from solvers.clock import Clock, WallClock, WorkClock, left
+from solvers.result import Status
+
+_LARGEST = 3000  # buffers that are searched exactly
+_IMPROVING = 0.03  # of the time, for the improvement of orders before it
+_PATIENCE = 30  # orders that are tried without a gain
+_AT_BOUND = 1 / 2  # of the time, for the first search at the bound, which is met nearly always
+_ABOVE_BOUND = 1 / 8  # for each of the next ones, above it
+_HEIGHTS = (0.0, 0.5, 0.75, 0.9, 1.0)  # between the bound and the best arena, which a search aims at
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What was found.
+
+    Attributes:
+        status: OPTIMAL (the arena is as small as the bound), FEASIBLE (or it fits the capacity that was given), INFEASIBLE
+            (proved: none fits the capacity), LIMIT (none found that fits, and nothing proved).
+        offsets: None unless the status is OPTIMAL or FEASIBLE.
+        height_bytes: of the smallest arena that was found, also where it does not fit the capacity.
+        bound_bytes: no arena is smaller.
+        capacity_bytes: that was given.
+        seconds: wall time.
+    """
+
+    status: Status
+    offsets: Offsets | None
+    height_bytes: int
+    bound_bytes: int
+    capacity_bytes: int | None
+    seconds: float
+
+    @property
+    def gap(self) -> float:
+        """(height - bound) / bound."""
+        return self.height_bytes / self.bound_bytes - 1 if self.bound_bytes else 0.0
+
+
+def solve(
+    buffers: Sequence[Buffer],
+    capacity_bytes: int | None = None,
+    *,
+    time_limit_s: float = 60.0,
+    work_limit: float | None = None,
+    seed: int = 0,
+) -> Result:
+    """Find offsets for `buffers` in an arena of `capacity_bytes`, or in the smallest one that is found.
+
+    Args:
+        buffers: of any number of pools, whose ranges of addresses are put one above the other.
+        capacity_bytes: of the arena. None for the smallest.
+        time_limit_s: seconds after which the best that was found is returned.
+        work_limit: as many units of about a second each in place of it: the same answer on every machine.
+        seed: of what is drawn.
+
+    Raises:
+        AddressError: two buffers have the same id.
+    """
+    began = time.monotonic()
+    _check_ids(buffers)
+    clock: Clock = WallClock(time_limit_s) if work_limit is None else WorkClock(work_limit)
+    arenas = [_Arena([b for b in buffers if b.pool == pool], seed) for pool in dict.fromkeys(b.pool for b in buffers)]
+    for arena in arenas:
+        arena.construct(clock)
+    for number, arena in enumerate(arenas):
+        goal = _goal(capacity_bytes, [other for other in arenas if other is not arena])
+        arena.search(clock.part(left(clock) / (len(arenas) - number)), goal)
+    return _result(buffers, arenas, capacity_bytes, time.monotonic() - began)
+
+
+@dataclass(frozen=True, slots=True)
+class _Goal:
+    """When a search has nothing more to find out: the arena has `enough_bytes`, or its bound is above `most_bytes`."""
+
+    enough_bytes: int
+    most_bytes: int
+
+
+def _goal(capacity_bytes: int | None, others: Sequence["_Arena"]) -> _Goal | None:
+    """Return the goal of an arena that shares a capacity with `others`; None is for the smallest."""
+    if capacity_bytes is None:
+        return None
+    enough_bytes = capacity_bytes - sum(other.height_bytes for other in others)
+    return _Goal(enough_bytes, capacity_bytes - sum(other.bound_bytes for other in others))
+
+
+class _Arena:
+    """The buffers of one pool, the best offsets that were found, and what was proved."""
+
+    def __init__(self, buffers: Sequence[Buffer], seed: int) -> None:
+        self.buffers = buffers
+        self._seed = seed
+        self._instances = instances_of(buffers)
+        self._searches: dict[int, Search] = {}
+        self._best: list[tuple[int, ...]] = []
+        self._heights: list[int] = []
+        self.bound_bytes = max(instance.bound_bytes for instance in self._instances)
+
+    @property
+    def height_bytes(self) -> int:
+        """Bytes of the arena."""
+        return max(self._heights)
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """Offsets in bytes."""
+        offsets = [0] * len(self.buffers)
+        for instance, best in zip(self._instances, self._best, strict=True):
+            for index, offset in zip(instance.index, best, strict=True):
+                offsets[index] = offset * instance.unit
+        return tuple(offsets)
+
+    def construct(self, clock: Clock) -> None:
+        """Place buffers one after the other in several orders, and improve the orders for a while."""
+        for instance in self._instances:
+            found = constructed(instance, clock)
+            best = next(found)
+            for offsets in found:
+                if instance.height_bytes(best) <= self.bound_bytes:
+                    break
+                best = min(best, offsets, key=instance.height_bytes)
+            exact = len(instance.size) <= _LARGEST
+            part = clock.part(left(clock) * (_IMPROVING if exact else 1))
+            best = improve(instance, best, self.bound_bytes, part, seed=self._seed, patience=_PATIENCE if exact else None)
+            self._best.append(best)
+            self._heights.append(instance.height_bytes(best))
+
+    def search(self, clock: Clock, goal: _Goal | None) -> None:
+        """Search at one height after the other until the goal is reached, the bound is met, or the time is up."""
+        time_limit = left(clock)
+        rounds = 0
+        while left(clock) > 0:
+            for share in _HEIGHTS if goal is None else _HEIGHTS[:1]:
+                floor_bytes = self.bound_bytes if goal is None else max(self.bound_bytes, goal.enough_bytes)
+                if self.height_bytes <= floor_bytes or (goal is not None and self.bound_bytes > goal.most_bytes):
+                    return
+                target_bytes = int(floor_bytes + share * (self.height_bytes - 1 - floor_bytes))
+                part = 1.0 if goal is not None else _ABOVE_BOUND if share else _AT_BOUND
+                if self._aim(target_bytes, clock.part(part * 2**rounds * time_limit)) or left(clock) <= 0:
+                    break
+            else:
+                rounds += 1
+            if not any(self._open(number) for number in range(len(self._instances))):
+                return
+
+    def _open(self, number: int) -> bool:
+        """True if an instance is higher than the bound, and not too large to be searched."""
+        return self._heights[number] > self.bound_bytes and len(self._instances[number].size) <= _LARGEST
+
+    def _aim(self, target_bytes: int, clock: Clock) -> bool:
+        """Search for offsets of all instances within `target_bytes`. Returns whether it was decided if there are any."""
+        for number, instance in enumerate(self._instances):
+            if self._heights[number] <= target_bytes:
+                continue
+            if not self._open(number):
+                return False
+            if number not in self._searches:
+                self._searches[number] = Search(instance, seed=self._seed)
+            answer = self._searches[number].decide(target_bytes, clock)
+            if answer.offsets is None:
+                self.bound_bytes = max(self.bound_bytes, answer.needed_bytes)
+                return answer.needed_bytes > 0
+            self._best[number] = answer.offsets
+            self._heights[number] = instance.height_bytes(answer.offsets)
+        return True
+
+
+def _check_ids(buffers: Sequence[Buffer]) -> None:
+    seen: set[str] = set()
+    for buffer in buffers:
+        if buffer.id in seen:
+            raise AddressError(f"two buffers have the id {buffer.id!r}")
+        seen.add(buffer.id)
+
+
+def _result(buffers: Sequence[Buffer], arenas: Sequence[_Arena], capacity_bytes: int | None, seconds: float) -> Result:
+    """Put the arenas one above the other."""
+    offsets: dict[str, int] = {}
+    base = 0
+    for arena in arenas:
+        base += -base % math.lcm(*(buffer.alignment for buffer in arena.buffers))
+        offsets.update((b.id, base + offset) for b, offset in zip(arena.buffers, arena.offsets, strict=True))
+        base += arena.height_bytes
+    found = Offsets(tuple(buffers), tuple(offsets[buffer.id] for buffer in buffers))
+    bound_bytes = sum(arena.bound_bytes for arena in arenas)
+    height_bytes = found.height_bytes
+    if capacity_bytes is not None and height_bytes > capacity_bytes:
+        status = Status.INFEASIBLE if bound_bytes > capacity_bytes else Status.LIMIT
+        return Result(status, None, height_bytes, bound_bytes, capacity_bytes, seconds)
+    status = Status.OPTIMAL if height_bytes == bound_bytes else Status.FEASIBLE
+    return Result(status, found, height_bytes, bound_bytes, capacity_bytes, seconds)

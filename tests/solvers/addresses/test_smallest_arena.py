@@ -1,0 +1,95 @@
+"""The smallest arena against brute force, and the order bound <= optimum <= heuristics."""
+
+import random
+
+import pytest
+
+from graphs.addresses import Buffer, live_bytes
+from solvers.addresses.greedy import constructed, improve
+from solvers.addresses.instance import instances_of
+from solvers.addresses.solve import solve
+from solvers.clock import WorkClock
+from solvers.result import Status
+from tests.support.buffers import packed_buffers, random_buffers, smallest_arena
+
+WORK = 20.0
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_smallest_arena_is_that_of_brute_force(seed: int) -> None:
+    draw = random.Random(seed)
+    for _ in range(100):
+        buffers = random_buffers(draw, draw.randint(1, 6))
+        result = solve(buffers, work_limit=WORK)
+        assert (result.status, result.height_bytes) == (Status.OPTIMAL, smallest_arena(buffers))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_aligned_arena_is_that_of_brute_force(seed: int) -> None:
+    draw = random.Random(seed)
+    alignments = [(4,), (1, 2, 4), (2, 3)][seed % 3]
+    for _ in range(60):
+        buffers = random_buffers(draw, draw.randint(1, 5), most=9, alignments=alignments)
+        result = solve(buffers, work_limit=WORK)
+        assert (result.status, result.height_bytes) == (Status.OPTIMAL, smallest_arena(buffers)), buffers
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_capacity_is_met_or_proved_too_small(seed: int) -> None:
+    draw = random.Random(seed)
+    for _ in range(60):
+        buffers = random_buffers(draw, draw.randint(2, 6), alignments=(1,) if seed % 2 else (1, 4))
+        smallest = smallest_arena(buffers)
+        for capacity in (smallest - 1, smallest, smallest + 1):
+            if capacity < max(buffer.size for buffer in buffers):
+                continue
+            result = solve(buffers, capacity, work_limit=WORK)
+            assert (result.offsets is None) == (capacity < smallest)
+            assert (result.status is Status.INFEASIBLE) == (capacity < smallest)
+            assert result.offsets is None or result.offsets.height_bytes <= capacity
+            assert result.bound_bytes <= smallest
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_bounds_are_below_the_optimum_and_heuristics_above(seed: int) -> None:
+    draw = random.Random(seed)
+    for _ in range(40):
+        buffers = random_buffers(draw, 6, alignments=(1, 4) if seed % 2 else (1,))
+        smallest = smallest_arena(buffers)
+        instances = instances_of(buffers)
+        assert live_bytes(buffers) <= max(instance.bound_bytes for instance in instances) <= smallest
+        for constructions in zip(*(constructed(instance, WorkClock(WORK)) for instance in instances), strict=True):
+            heights = []
+            for instance, offsets in zip(instances, constructions, strict=True):
+                better = improve(instance, offsets, 0, WorkClock(WORK), patience=5)
+                assert instance.height_bytes(better) <= instance.height_bytes(offsets)
+                heights.append(instance.height_bytes(better))
+            assert max(heights) >= smallest
+
+
+@pytest.mark.parametrize(("count", "removed"), [(30, 0.0), (60, 0.0), (60, 0.05), (100, 0.1)])
+def test_packing_without_slack_is_found(count: int, removed: float) -> None:
+    buffers = packed_buffers(count, horizon=count, height=1000, seed=count, removed=removed)
+    assert live_bytes(buffers) == 1000
+    result = solve(buffers, 1000, work_limit=60.0)
+    assert result.status is Status.OPTIMAL
+
+
+def test_pools_have_ranges_of_their_own() -> None:
+    buffers = [Buffer("a", 0, 1, 10, pool="one"), Buffer("b", 1, 2, 6, pool="two"), Buffer("c", 2, 3, 8, pool="one")]
+    result = solve(buffers, work_limit=1.0)
+    assert (result.status, result.height_bytes) == (Status.OPTIMAL, 16)
+    assert solve(buffers, 15, work_limit=1.0).status is Status.INFEASIBLE
+    assert solve(buffers, 16, work_limit=1.0).status is Status.OPTIMAL
+
+
+def test_work_limit_repeats_the_same_offsets() -> None:
+    buffers = packed_buffers(80, horizon=40, height=500, seed=3, removed=0.1)
+    first, second = (solve(buffers, work_limit=0.5, seed=1) for _ in range(2))
+    assert first.offsets is not None and second.offsets is not None
+    assert first.offsets == second.offsets
+
+
+def test_no_buffers_need_no_arena() -> None:
+    result = solve([])
+    assert (result.status, result.height_bytes, result.bound_bytes, result.gap) == (Status.OPTIMAL, 0, 0, 0.0)

@@ -35,6 +35,7 @@ def solve(request: Request) -> Result:
         status, message = Status.INFEASIBLE, too_small_message(program, request.budget_bytes, least)
     else:
         run(search)
+        search.progress.tell()  # what other threads have found since the last report
         settled = search.stopping.settled_for()
         status, message = _verdict(search, settled, least.budget_bytes)
     return Result(

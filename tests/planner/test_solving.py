@@ -152,7 +152,7 @@ def test_where_time_is_up_nothing_is_said_of_other_budgets(graph: Graph, monkeyp
 
     monkeypatch.setattr("planner.solving.get_solver", lambda _: solve)
     monkeypatch.setattr("planner.solving.least_known", None)
-    monkeypatch.setattr("planner.solving.least_sending", None)
+    monkeypatch.setattr("planner.solving.least_offloaded", None)
     with pytest.raises(InfeasibleError, match=r"is below .*lower the batch size\.$"):
         planner.solve(graph, 1, work_limit=20.0)
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from graphs.errors import TraceError
+from graphs.errors import UsageError
 from graphs.options.surroundings import Link
 from planner.capture.replay import real_static
 from planner.capture.step import TrainingStep
@@ -117,7 +117,7 @@ def vars_of(rates: LinkRates) -> tuple[float, ...]:
 
 
 def test_a_step_that_is_not_run_has_none() -> None:
-    with pytest.raises(TraceError, match="cannot be measured with the roofline 'h200'"):
+    with pytest.raises(UsageError, match="roofline= does not go with measure_link=True: nothing is run"):
         trace(*make("tied"), roofline="h200", measure_link=True)
 
 

@@ -208,6 +208,7 @@ def test_a_script_needs_no_guard(tmp_path: Path) -> None:
         textwrap.dedent(f"""
             import sys
             sys.path.insert(0, {str(Path(__file__).parents[3])!r})
+            from tests.solvers.windows.test_part_process import SEEDS, solved
             print([solved(seed).status.value for seed in SEEDS[:2]])
         """)
     )

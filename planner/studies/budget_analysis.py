@@ -35,7 +35,7 @@ def options_to_try(graph: Graph) -> tuple[str, ...]:
     return (*needing(Need.LINK), *(option_called(name).to_try for name in traced_with(graph)))
 
 
-def advise_graph(
+def advise_graph(  # noqa: PLR0913  # those of planner.advise
     graph: Graph,
     *,
     available_bytes: int | None = None,

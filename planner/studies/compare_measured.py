@@ -58,7 +58,7 @@ def profiled(workload: Workload, folder: Path, settings: TraceSettings) -> Captu
     return replace(captured, graph=known)
 
 
-def compare_measured(
+def compare_measured(  # noqa: PLR0913  # what is compared, where it is kept, who is told
     workload: Workload,
     captured: Capture,
     budgets: Sequence[str | int],
@@ -141,7 +141,7 @@ class _Entry:
 class _Comparison:
     """A comparison whose steps run one at a time."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  # those of compare_measured
         self,
         workload: Workload,
         captured: Capture,

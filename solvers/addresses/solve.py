@@ -155,7 +155,7 @@ class _Arena:
                 return
 
     def _open(self, number: int) -> bool:
-        """True if an instance is higher than the bound, and not too large to be searched."""
+        """Return True if an instance is higher than the bound, and not too large to be searched."""
         return self._heights[number] > self.bound_bytes and len(self._instances[number].size) <= _LARGEST
 
     def _aim(self, target_bytes: int, clock: Clock) -> bool:

@@ -40,7 +40,7 @@ class FailedError(Exception):
 class Eviction:
     """One run of an eviction rule."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  # a rule and its limits
         self,
         problem: Problem,
         rule: EvictionRule,

@@ -23,7 +23,7 @@ from solvers.windows.strategies.strategy import Strategy
 _WORK_PER_ENTRY = 2e-6  # of building a model
 
 
-def solve_part(
+def solve_part(  # noqa: PLR0913  # limits of one program
     search: Search,
     program: Milp,
     limit: float,

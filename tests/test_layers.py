@@ -81,3 +81,21 @@ def test_another_package_of_the_same_name_is_named(name: str, kind: str, tmp_pat
     assert said.startswith(f"ImportError: planner needs its own package {name!r} from {ROOT / name}")
     assert str(tmp_path) in said
     assert all(way in said for way in ("rename it", "another folder", "-P", "PYTHONPATH"))
+
+
+def long_bodies(source: str) -> list[str]:
+    """Return the functions in `source` whose statements, without the docstring, take more than 60 lines."""
+    functions = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    bodies = ((f.name, f.body[ast.get_docstring(f) is not None :]) for f in functions)
+    return [name for name, body in bodies if body and (body[-1].end_lineno or 0) - body[0].lineno >= 60]
+
+
+@pytest.mark.parametrize("path", [*SOURCES, *SCRIPTS], ids=lambda path: str(path.relative_to(ROOT)))
+def test_functions_fit_on_a_screen(path: Path) -> None:
+    assert long_bodies(path.read_text()) == []
+
+
+def test_the_check_for_long_functions_finds_them() -> None:
+    short = 'def short():\n    """Docstring\n' + "\n" * 70 + '    """\n    return 1\n'
+    long = "def long():\n" + "    x = 1\n" * 61
+    assert long_bodies(short + long) == ["long"]

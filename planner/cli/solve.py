@@ -59,6 +59,25 @@ def add(commands: Commands) -> None:
         "-o", "--output", type=options.output, metavar="FILE", help="the plan to write (default: only print what is found)"
     )
     add_solver(parser)
+    _add_limits(parser)
+    parser.add_argument(
+        "--write-model",
+        metavar="FILE",
+        help="with --solver checkmate: write its program as well, for other solvers (.lp or .mps)",
+    )
+    parser.add_argument(
+        "--params",
+        metavar="FILE",
+        help="parameters of the solver windows, a TOML file with the fields of WindowsParams: changes how soon a proof is "
+        "found, never what is proved",
+    )
+    add_choices(parser)
+    add_reorder(parser, default=None, said="with --solver windows, after program order and where it can gain")
+    add_quiet(parser)
+
+
+def _add_limits(parser: argparse.ArgumentParser) -> None:
+    """Add what ends a solve."""
     limits = parser.add_mutually_exclusive_group()
     limits.add_argument(
         "--time-limit",
@@ -82,20 +101,6 @@ def add(commands: Commands) -> None:
         help="end with a schedule that is this close to the bound, as 0.1%% or 0.001 "
         "(default: 0.1%%, 0.5%% after 20 s, 2%% after 2 minutes)",
     )
-    parser.add_argument(
-        "--write-model",
-        metavar="FILE",
-        help="with --solver checkmate: write its program as well, for other solvers (.lp or .mps)",
-    )
-    parser.add_argument(
-        "--params",
-        metavar="FILE",
-        help="parameters of the solver windows, a TOML file with the fields of WindowsParams: changes how soon a proof is "
-        "found, never what is proved",
-    )
-    add_choices(parser)
-    add_reorder(parser, default=None, said="with --solver windows, after program order and where it can gain")
-    add_quiet(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:

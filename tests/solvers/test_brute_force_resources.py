@@ -8,6 +8,7 @@ import pytest
 
 from graphs.ir import Graph
 from graphs.options import without_options
+from graphs.options.compress import VARIANCE
 from graphs.schedule import keep_everything
 from graphs.simulate import simulate
 from graphs.synthetic.random_graphs import random_options
@@ -19,7 +20,14 @@ from solvers.windows.relaxation.models import build_relaxation
 from tests.support.brute_force_options import fastest_with_options
 from tests.support.option_cases import SLACK, TOLERANCE, Case, check_models
 from tests.support.requests import ask
-from tests.support.variances import with_variances
+
+
+def with_variances(graph: Graph, draw: random.Random, resource: str = VARIANCE) -> Graph:
+    """`graph` where most of its optional ops use whole amounts of `resource`, and a limit below their sum, now and then 0."""
+    ops = tuple(op.using(resource, float(draw.choice((0, 1, 1, 2, 3, 5)))) if op.optional else op for op in graph.ops)
+    total = int(sum(op.used(resource) for op in ops))
+    return replace(graph, ops=ops, limits=(*graph.limits, (resource, float(draw.randint(0, max(0, total - 1))))))
+
 
 SEEDS = [
     range(25),

@@ -68,7 +68,9 @@ class Writer:
                 if self._tick is not None:
                     self.builder.call(Call(self._tick, (op,)))
             case Free(tensor):
-                self.builder.free_tensor(tensor)
+                # In the backward pass, an op may make less than in the forward pass (``OpCalls.after_forward``).
+                if tensor in self.builder.tensors or not self._is_after_forward:
+                    self.builder.free_tensor(tensor)
                 del self.live[tensor]
             case _:
                 raise ScheduleError(f"step {step!r} cannot be executed")

@@ -117,7 +117,8 @@ MUTATIONS = (
         _CHANNELS,
         "the wait of the host for a copy that another thread needs",
         "    def finish(self) -> None:\n"
-        '        """As ``Copy.finish``: another thread needs what it makes. The computation still has to wait for it."""\n'
+        '        """Wait for the copy on the host, for another thread; see ``Copy.finish``. '
+        'The computation still has to wait for it."""\n'
         "        self.event.synchronize()",
         "    def finish(self) -> None:\n        pass",
         "test_cuda_placed.py -k sent_on",
@@ -132,7 +133,7 @@ MUTATIONS = (
     Mutation(
         _CHANNELS,
         "the wait for the device before memory of the host is unlocked",
-        "    torch.cuda.synchronize(device)  # a copy may be under way where a step was dropped\n",
+        "    torch.cuda.synchronize(device)  # a copy may be under way if a step was dropped\n",
         "",
         "test_cuda_channels.py -k unlocked",
     ),
@@ -293,7 +294,7 @@ MUTATIONS = (
     Mutation(
         "planner/runtime/pool_memory.py",
         "the warm-up of libraries in another device's thread",
-        "    run()  # libraries allocate what they keep for the device's thread\n",
+        "    run()  # libraries allocate their workspaces for the device's thread\n",
         "",
         "test_cuda_placed.py -k predicted",
     ),

@@ -341,9 +341,7 @@ def main(words: Sequence[str] | None = None) -> int:
     pairs = [(model, option) for model in arguments.models if model in MEASURED for option in arguments.options]
     errors = {pair: (*pair, clock) for pair in pairs if traced_options(pair[1:])}
     code = carry_out(ERRORS, arguments, errors)
-    offers = KeptRows(
-        arguments.out / "offers.csv", Offer, lambda offer: (tuple(MODELS).index(offer.model), _listed(offer.option))
-    )
+    offers = KeptRows(arguments.out / "offers.csv", Offer, _place_of_offer)
     if arguments.fresh:
         offers.drop([offer for model in arguments.models for offer in offers.of(model)])
     models = [model for model in arguments.models if model in MODELS]

@@ -10,6 +10,7 @@ from itertools import pairwise
 
 from graphs.errors import PlannerError
 from graphs.ir import Graph
+from graphs.lifetimes import lifetimes
 from graphs.overwriting import Overwriting, Pairs
 from graphs.pools import DEVICE
 from graphs.schedule import Compute, Schedule
@@ -164,17 +165,7 @@ _Stays = Sequence[Mapping[int, int]]  # by tensor: by the step that makes it the
 
 def _stays_of(graph: Graph, schedule: Schedule) -> list[dict[int, int]]:
     """Return the stays of each tensor in memory; one that no step frees stays to the end."""
-    stays: list[dict[int, int]] = [{} for _ in graph.tensors]
-    since: dict[int, int] = {}
-    for index, step in enumerate(schedule.steps):
-        if isinstance(step, Compute):
-            for t in graph.ops[step.op].outputs:
-                since.setdefault(t, index)
-        else:
-            stays[step.tensor][since.pop(step.tensor)] = index
-    for t, first in since.items():
-        stays[t][first] = len(schedule.steps)
-    return stays
+    return [{life.first_step: life.end_step for life in of_tensor} for of_tensor in lifetimes(graph, schedule)]
 
 
 def _joined(pairs: Sequence[Pairs], stays: _Stays) -> dict[_Stay, _Stay]:

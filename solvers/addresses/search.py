@@ -378,7 +378,7 @@ class Search:
                 raise _OutOfTime
 
     def _remember(self, key: tuple[object, ...], needed: int) -> None:
-        """Of a state, which is its key, note the bytes that it takes at least."""
+        """Record the least bytes that a state, given by its key, needs."""
         if self._failed_numbers > _MOST_FAILED:
             self._failed.clear()
             self._failed_numbers = 0

@@ -26,7 +26,7 @@ def check_graph(graph: "Graph") -> None:
     written = {t: op.name for op in graph.program for t in op.mutates}
     for op in graph.ops:
         _check_optional_op(graph, op, written)
-        _check_views(graph)
+    _check_views(graph)
     _check_kept(graph)
     _check_overwrites(graph)
     _check_capacities(graph)

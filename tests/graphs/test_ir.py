@@ -1,12 +1,14 @@
 """The IR with pools, streams and optional ops: validation, and unchanged behaviour without them."""
 
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from types import FrameType
 from typing import Any
 
 import pytest
 
-from graphs.checks import check_plain
+from graphs.checks import check_graph, check_plain
 from graphs.errors import GraphError
 from graphs.ir import Graph, Op, Phase, Tensor
 from graphs.options import without_options
@@ -231,3 +233,23 @@ def test_overwrites_are_part_of_the_fingerprint() -> None:
 def test_invalid_overwrites_raise(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(GraphError, match=said):
         written_over(**changes)
+
+
+def test_checks_are_linear_in_the_ops() -> None:
+    def lines_run(length: int) -> int:
+        graph, count = chain(length), 0
+
+        def traced(frame: FrameType, event: str, _: Any) -> Any:
+            nonlocal count
+            count += event == "line"
+            return traced
+
+        before = sys.gettrace()
+        sys.settrace(traced)
+        try:
+            check_graph(graph)
+        finally:
+            sys.settrace(before)
+        return count
+
+    assert lines_run(400) < 4.5 * lines_run(100)

@@ -13,7 +13,7 @@ from graphs.options.selection import differences
 from graphs.schedule import keep_everything
 from graphs.simulate import Simulation, simulate
 from graphs.units import format_bytes, format_seconds
-from planner.choices import with_recorded
+from planner.option_settings import with_recorded
 from planner.plans.plan import GraphSummary, Plan
 from planner.solving import check_same_graph, other_peaks, summarize
 from solvers.result import Status, is_within

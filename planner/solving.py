@@ -16,9 +16,9 @@ from graphs.schedule import Schedule, keep_everything
 from graphs.simulate import Simulation, simulate
 from graphs.units import format_bytes
 from planner.budgets import allowed_overhead, budget_in_bytes, budget_or_overhead
-from planner.capture.options import as_executed, with_options
-from planner.choices import Choices, choices_of
+from planner.capture.options import as_executed
 from planner.least_memory import least_memory
+from planner.option_settings import option_settings
 from planner.plans.plan import GraphSummary, Plan
 from planner.settings import SolveSettings
 from solvers.bounds import least_budget_bound
@@ -26,7 +26,7 @@ from solvers.clock import Clock, left
 from solvers.least import least_known
 from solvers.order.reorder import Reordering, in_program_order, lowers_peak, may_lower_peak, reordered
 from solvers.order.solve import Solved, solve_in, solve_in_best_order, solve_reordered
-from solvers.registry import Solver, check_takes, get_solver
+from solvers.registry import Solver, get_solver
 from solvers.request import Request
 from solvers.result import Result, SolveProgress, Status
 from solvers.tolerance import WIDENING, Tolerance
@@ -99,7 +99,7 @@ def solve(
         time_limit_s=time_limit_s,
         work_limit=work_limit,
         reorder=reorder,
-        choices=choices_of(options, link, host_budget, exact=exact),
+        options=option_settings(options, link, host_budget, exact=exact),
         params=params,
     )
     return solve_graph(graph, budget, settings, on_progress=on_progress, should_stop=should_stop, on_plan=on_plan)
@@ -115,12 +115,12 @@ def solve_graph(
     on_plan: Callable[[Plan], None] | None = None,
 ) -> Plan:
     """Return the plan of ``solve`` for `settings`; `budget` is what ``budget_or_overhead`` returns."""
-    clock, choices = settings.clock(), settings.choices
+    clock, options = settings.clock(), settings.options
     run = get_solver(settings.solver)
-    graph = with_options(graph, ()) if choices is None else offered_to(settings.solver, graph, choices)
+    graph = options.apply(graph)
     summary = summarize(graph)
     overhead = allowed_overhead(budget)
-    recorded = {} if choices is None else choices.recorded(graph)
+    recorded = options.recorded(graph)
 
     def made(result: Result) -> Plan:
         schedule, settings = _as_executed(graph, result), {**result.settings, **recorded}
@@ -186,16 +186,6 @@ def _as_executed(graph: Graph, result: Result) -> Schedule | None:
     if result.schedule is None or (schedule := as_executed(graph, result.schedule)) is result.schedule:
         return result.schedule
     return schedule if simulate(graph, schedule).peak_bytes <= result.budget_bytes else result.schedule
-
-
-def offered_to(solver: str, graph: Graph, choices: Choices) -> Graph:
-    """Return `graph` with `choices`.
-
-    Raises:
-        PlannerError: `solver` takes no graph that has some.
-    """
-    check_takes(solver, copies=choices.host_bytes is not None, places=choices.places, named=choices.named)
-    return choices.offered(graph)
 
 
 def order_for(graph: Graph, solver: str, *, reorder: bool | None, clock: Clock | None = None) -> Reordering:

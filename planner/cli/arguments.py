@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NoReturn, Protocol, TextIO, TypeAlias
 from graphs.optimizers import OPTIMIZERS
 from planner import options
 from planner.capture.options import OPTIONS, traced_options
-from planner.choices import LINK
+from planner.option_settings import LINK
 from planner.profiling.devices import DEVICES
 from planner.settings import TraceSettings
 from planner.visible import visible, visible_lines
@@ -117,7 +117,7 @@ def add_traced_options(parser: Parser) -> None:
     _add_options(parser, traced_options(tuple(OPTIONS)), "what to look for besides recomputation, and add to the graph")
 
 
-def add_choices(parser: Parser) -> None:
+def add_graph_options(parser: Parser) -> None:
     """Add the choice of options, and the description of the machine for them."""
     _add_options(parser, tuple(OPTIONS), "what the schedule may do besides recomputing")
     parser.add_argument(

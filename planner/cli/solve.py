@@ -9,8 +9,8 @@ from planner import options
 from planner.cli.arguments import (
     DONE,
     Commands,
-    add_choices,
     add_command,
+    add_graph_options,
     add_quiet,
     add_reorder,
     add_solver,
@@ -71,7 +71,7 @@ def add(commands: Commands) -> None:
         help="parameters of the solver windows, a TOML file with the fields of WindowsParams: changes how soon a proof is "
         "found, never what is proved",
     )
-    add_choices(parser)
+    add_graph_options(parser)
     add_reorder(parser, default=None, said="with --solver windows, after program order and where it can gain")
     add_quiet(parser)
 

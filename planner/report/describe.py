@@ -9,7 +9,7 @@ from graphs.options.selection import LEFT_OUT
 from graphs.pools import HOST, Pool
 from graphs.units import format_bytes, format_ratio, format_seconds
 from planner.capture.options import needs
-from planner.choices import recorded_link, recorded_options
+from planner.option_settings import recorded_link, recorded_options
 from planner.plans.eager import slower_than
 from planner.plans.plan import Plan
 from planner.profiling.link import MEASURED_LINK, measured_link

@@ -20,7 +20,7 @@ from graphs.units import format_bytes
 from planner import solving
 from planner.budgets import budget_in_bytes, is_auto, is_share
 from planner.capture.lowering.lower import Capture
-from planner.choices import Choices
+from planner.option_settings import OptionSettings
 from planner.runtime.auto_budget import auto_budget_bytes
 from planner.runtime.channels import Channels
 from planner.search import Search
@@ -55,10 +55,10 @@ class SharedBudget:
 
     def __init__(self, settings: BackendSettings) -> None:
         self.settings, self.budget = settings, settings.budget
-        self._choices = choices = settings.solve.choices
-        self._trips = None if choices is None or choices.host_bytes is None else RoundTrips(choices)
-        found = Choices(self.traced) if self.traced else None  # other options are in the graphs already
-        self._solve = Search(replace(settings.solve, choices=found), settings.run).first_plan
+        self._options = options = settings.solve.options
+        self._trips = None if options.host_bytes is None else RoundTrips(options.host_bytes)
+        found = OptionSettings(self.traced)  # other options are in the graphs already
+        self._solve = Search(replace(settings.solve, options=found), settings.run).first_plan
         self._runs: list[_Run] = []
         self._planned: set[tuple[PlannedGraph, ...]] = set()  # steps whose graphs are planned together
         self._learning = True
@@ -67,8 +67,7 @@ class SharedBudget:
 
     def offered(self, captured: Capture, device: torch.device) -> tuple[Capture, Channels | None]:
         """Return `captured`, a graph on `device`, with the requested options, and its channels if it may offload."""
-        if self._choices is not None:
-            captured = replace(captured, graph=self._choices.offered(captured.graph))
+        captured = replace(captured, graph=self._options.apply(captured.graph))
         return captured, None if self._trips is None else self._trips.channels(device)
 
     @property

@@ -10,8 +10,8 @@ from planner.budgets import budget_or_overhead
 from planner.capture.options import DEFAULTS
 from planner.capture.signature import Batch
 from planner.capture.step import LossFn
-from planner.choices import choices_of
 from planner.distributed.wrappers import Unwrapped, unwrap
+from planner.option_settings import option_settings
 from planner.progress import View
 from planner.settings import RunSettings, SolveSettings, TraceSettings, Wait
 from planner.training.optimizers import optimizer_kind
@@ -122,14 +122,14 @@ def compile(  # noqa: A001
         tolerance=Tolerance.of(tolerance),
         time_limit_s=time_limit_s,
         reorder=reorder,
-        choices=choices_of(DEFAULTS if options is None else options, link, host_budget, exact=exact),
+        options=option_settings(DEFAULTS if options is None else options, link, host_budget, exact=exact),
         params=params,
     )
     trace = TraceSettings(
         optimizer=optimizer,
         accumulate=accumulate,
         passes=passes,
-        measure_link=solve.choices is not None and solve.choices.measures_link,
+        measure_link=solve.options.measures_link,
         options=solve.traced_options,
         other_devices=tuple(other_devices),
     )

@@ -16,8 +16,8 @@ from graphs.ir import Graph
 from graphs.units import format_bytes
 from planner.background import BackgroundSolve
 from planner.capture.lowering.lower import Capture
-from planner.choices import with_recorded
 from planner.distributed.ranks import SingleProcess
+from planner.option_settings import with_recorded
 from planner.plans.eager import EagerComparison
 from planner.plans.plan import Plan
 from planner.runtime.executor import Executor

@@ -11,7 +11,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 
 from graphs.errors import CopyError, PlannerError
 from graphs.schedule import Compute, boundary
-from planner.choices import choices_of
+from planner.option_settings import option_settings
 from planner.runtime.channels import ThreadChannels
 from planner.torch_compile.planned_graph import PlannedGraph
 from planner.torch_compile.rest_of_step import keeping_all
@@ -128,9 +128,8 @@ def test_wrong_options_are_refused(options: dict[str, object], message: str) -> 
 
 
 def test_graphs_on_several_devices_are_refused() -> None:
-    choices = choices_of(["offload"], None, "1GB")
-    assert choices is not None
-    trips = RoundTrips(choices)
+    options = option_settings(["offload"], None, "1GB")
+    trips = RoundTrips(options)
     assert trips.channels(CPU) is trips.channels(CPU)
     with pytest.raises(PlannerError, match=r"graphs of the model run on cpu and on meta, .* leave out"):
         trips.channels(torch.device("meta"))

@@ -113,9 +113,9 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.plot is not None:
         plot_curve(found, Path(arguments.plot), title=str(graph.provenance.get("model", "")))
     if arguments.json:
-        print_json(curve_data(found), beside=(arguments.output, arguments.plot))
+        print_json(curve_data(found), written=(arguments.output, arguments.plot))
     else:
-        print_text(curve_text(found), beside=(arguments.output, arguments.plot))
+        print_text(curve_text(found), written=(arguments.output, arguments.plot))
     if any(point.schedule for point in found.points):
         return DONE
     return INFEASIBLE if all(point.status is Status.INFEASIBLE for point in found.points) else LIMIT

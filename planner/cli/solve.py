@@ -147,10 +147,10 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.output is not None:
         write_plan(naming(plan, arguments.output, arguments.graph), arguments.output)
     if arguments.json:
-        print_json({"output": arguments.output, **plan_data(plan)}, beside=(arguments.output, arguments.write_model))
+        print_json({"output": arguments.output, **plan_data(plan)}, written=(arguments.output, arguments.write_model))
     else:
         written = "" if arguments.output is None else f"\nwritten to {arguments.output}"
-        print_text(f"{plan_text(plan)}{written}", beside=(arguments.output, arguments.write_model))
+        print_text(f"{plan_text(plan)}{written}", written=(arguments.output, arguments.write_model))
     return DONE
 
 

@@ -11,9 +11,9 @@ from graphs.pools import COMPUTE
 from graphs.units import format_bytes, format_ratio, format_seconds
 from planner.facts.timeline import Burst, Execution, Held, ModuleCost, Timeline, module_of
 from planner.plans.eager import EagerComparison
-from planner.report.beside import beside, travels
 from planner.report.budget_curve import CurvePoint
 from planner.report.chart import charts
+from planner.report.other_streams import other_streams, travels
 from planner.visible import visible
 
 _LISTED = 15
@@ -30,7 +30,7 @@ def page(timeline: Timeline, curve: Sequence[CurvePoint] = ()) -> str:
     from bokeh.embed import file_html
     from bokeh.resources import INLINE
 
-    others, listed = beside(timeline, _LISTED), held[:_LISTED]
+    others, listed = other_streams(timeline, _LISTED), held[:_LISTED]
     places = travels(timeline, listed)
     elsewhere = [[where] for where in places] if any(places) else [[] for _ in listed]
     costs, bursts = timeline.module_costs, timeline.bursts
@@ -47,7 +47,7 @@ def page(timeline: Timeline, curve: Sequence[CurvePoint] = ()) -> str:
         "overhead": format_ratio(plan.overhead),
         "executions": sum(not execution.op.optional for execution in timeline.executions),
         "recomputations": sum(execution.again for execution in timeline.executions),
-        "beside": others,
+        "other_streams": others,
         "proof": _proof(plan.gap),
         "facts": [*_facts(timeline), *others.facts],
         "names": [root.name for root in drawn.document.roots],
@@ -101,7 +101,7 @@ def _beside_eager(eager: EagerComparison | None) -> list[tuple[str, str]]:
     if eager is None:
         return []
     if eager.failure or eager.overhead is None:
-        return [(f"Beside {eager.reference}", str(eager))]
+        return [(f"OtherStreams {eager.reference}", str(eager))]
     return [
         ("Measured", eager.slowdown),
         (f"Peak of {eager.reference}", format_bytes(eager.peak_bytes)),

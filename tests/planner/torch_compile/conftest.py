@@ -7,7 +7,7 @@ import torch
 
 from planner.runtime.channels import ThreadChannels
 from planner.runtime.host_memory import HostMemory
-from planner.torch_compile import round_trips
+from planner.torch_compile import host_channels
 from planner.torch_compile.planned_graph import PlannedGraph
 from planner.torch_compile.shared_budget import SharedBudget
 
@@ -35,5 +35,5 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[ThreadChannels]:
         found.append(ThreadChannels(HostMemory(host_bytes)))
         return found[-1]
 
-    monkeypatch.setattr(round_trips, "open_channels", noted)
+    monkeypatch.setattr(host_channels, "open_channels", noted)
     return found

@@ -1,4 +1,4 @@
-"""``torch.compile(backend="planner")`` with round trips to the host: exact, and within both budgets."""
+"""``torch.compile(backend="planner")`` with transfers to the host: exact, and within both budgets."""
 
 import copy
 import shutil
@@ -12,9 +12,9 @@ from torch import nn
 from graphs.simulate import simulate
 from planner.runtime.channels import ThreadChannels
 from planner.runtime.measure import measure_memory
+from planner.torch_compile.host_channels import host_room
 from planner.torch_compile.planned_graph import PlannedGraph
 from planner.torch_compile.rest_of_step import keeping_all
-from planner.torch_compile.round_trips import host_room
 from tests.support.copies import with_random_copies
 from tests.support.offloading_backend import assert_same_state, compiled, layers, trained_once
 

@@ -15,7 +15,7 @@ from planner.runtime.executor import open_channels
 G = TypeVar("G")
 
 
-class RoundTrips:
+class HostChannels:
     """The channels of one ``torch.compile`` call.
 
     Attributes:

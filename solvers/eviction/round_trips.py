@@ -12,7 +12,7 @@ from typing import Unpack
 import numpy as np
 from numpy.typing import NDArray
 
-from graphs.options.offload import Copies
+from graphs.options.offload import Offloads
 from solvers.eviction.engine import NEVER, Eviction
 from solvers.eviction.rules import EvictionRule, Limits
 from solvers.problem import Problem
@@ -32,11 +32,11 @@ class EvictionWithCopies(Eviction):
 
     def __init__(self, problem: Problem, rule: EvictionRule, **limits: Unpack[Limits]) -> None:
         super().__init__(problem, rule, **limits)
-        assert problem.copies is not None
-        self.trips = problem.copies.trips
-        self.evictable = [again or t in self.trips for t, again in enumerate(self.evictable)]
+        assert problem.offloads is not None
+        self.by_tensor = problem.offloads.by_tensor
+        self.evictable = [again or t in self.by_tensor for t, again in enumerate(self.evictable)]
         self.at_hand = list(self.there)
-        self.channels = _Channels(problem, problem.copies)
+        self.channels = _Channels(problem, problem.offloads)
         self.away: set[tuple[int, int]] = set()
 
     def _execute(self, i: int, wanted: dict[int, int]) -> None:
@@ -116,8 +116,8 @@ class _Channels:
     Reloads start after the peak of keeping everything: before it, there is no room to be ahead of their readers.
     """
 
-    def __init__(self, problem: Problem, copies: Copies) -> None:
-        self.trips = copies.trips
+    def __init__(self, problem: Problem, copies: Offloads) -> None:
+        self.by_tensor = copies.by_tensor
         self.time_s = problem.time_s
         self.starts_s = np.array(list(accumulate(problem.time_s, initial=0.0)))
         self.peak = _peak(problem)
@@ -142,19 +142,19 @@ class _Channels:
 
     def cost_s(self, t: int, use: int, price: float) -> float:
         """Return the cost of offloading and reloading `t` in seconds, inf if that is impossible."""
-        if t not in self.trips or use >= NEVER:
+        if t not in self.by_tensor or use >= NEVER:
             return np.inf
-        trip = self.trips[t]
+        transfers = self.by_tensor[t]
         if self.least_s is None:
             self.least_s = np.minimum.accumulate(self.slack_s[::-1])[::-1]
         left_s = float(self.least_s[use]) - self.begin_s
-        cost_s = price * trip.in_s + max(0.0, trip.in_s - max(0.0, left_s))
+        cost_s = price * transfers.reload_s + max(0.0, transfers.reload_s - max(0.0, left_s))
         if t not in self.sent:
-            cost_s += price * trip.out_s + max(0.0, self._out_s(t) - self.now_s)
+            cost_s += price * transfers.offload_s + max(0.0, self._out_s(t) - self.now_s)
         return cost_s
 
     def _out_s(self, t: int) -> float:
-        return max(self.out_s, self.made_s[t]) + self.trips[t].out_s
+        return max(self.out_s, self.made_s[t]) + self.by_tensor[t].offload_s
 
     def send(self, t: int, use: int) -> None:
         if t not in self.sent:
@@ -162,16 +162,16 @@ class _Channels:
             self.now_s = max(self.now_s, self.out_s)
             self.sent.add(t)
         self.away[t] = use
-        self.slack_s[use:] -= self.trips[t].in_s
+        self.slack_s[use:] -= self.by_tensor[t].reload_s
         self.least_s = None
 
     def fetch(self, t: int) -> None:
         self._forget(t)
-        self.in_s += self.trips[t].in_s
+        self.in_s += self.by_tensor[t].reload_s
         self.now_s = max(self.now_s, self.in_s)
 
     def _forget(self, t: int) -> None:
-        self.slack_s[self.away.pop(t) :] += self.trips[t].in_s
+        self.slack_s[self.away.pop(t) :] += self.by_tensor[t].reload_s
         self.least_s = None
 
 

@@ -73,7 +73,7 @@ class TightEviction(Strategy):
             if should_stop():
                 return False
             # The rules may take longer than the limit: half of it is reserved for the least peak.
-            if search.problem.copies is not None and search.clock.now > (began + until) / 2:
+            if search.problem.offloads and search.clock.now > (began + until) / 2:
                 break
             offer(search, evicted(search.problem, rule, should_stop=should_stop))
         least = least_evicting_schedule(search.problem.graph, search.clock, should_stop=ended)
@@ -88,7 +88,7 @@ def evicted(problem: Problem, rule: EvictionRule, **limits: Unpack[Limits]) -> O
     Return None if the rule fails, or if a recomputation reads a tensor that was written in place, which eviction ignores.
     """
     whole = Discretization((problem.ops - 1,))
-    if problem.copies is None:
+    if not problem.offloads:
         computed = evicting_order(problem, rule, **limits)
         found = None if computed is None else order_of(whole, computed)
     else:
@@ -99,7 +99,7 @@ def evicted(problem: Problem, rule: EvictionRule, **limits: Unpack[Limits]) -> O
 
 def with_prices(problem: Problem, rules: Sequence[EvictionRule], prices: Sequence[float]) -> Iterator[EvictionRule]:
     """Yield `rules`; with transfers to the host, at one price of channel time after another."""
-    if problem.copies is None:
+    if not problem.offloads:
         yield from rules
     else:
         yield from (replace(rule, channel=price) for price in prices for rule in rules)

@@ -32,9 +32,8 @@ TRANSFORMER = transformer(TransformerSize(layers=2))
 def offering(graph: Graph, share: float, link_bytes_per_s: float) -> Problem:
     """With a budget from the bound of single ops (0) to the peak (1)."""
     whole = with_options(graph, ("offload",), Surroundings(Link.even(link_bytes_per_s)))
-    copies = problem_of(whole, 1).copies
-    assert copies is not None
-    least, peak = least_budget_bound(graph, copies).budget_bytes, simulate(graph, keep_everything(graph)).peak_bytes
+    offloads = problem_of(whole, 1).offloads
+    least, peak = least_budget_bound(graph, offloads).budget_bytes, simulate(graph, keep_everything(graph)).peak_bytes
     return problem_of(whole, least + int(share * (peak - least)))
 
 

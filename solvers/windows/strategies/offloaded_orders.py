@@ -75,9 +75,9 @@ def offloaded_orders(problem: Problem, *, should_stop: Callable[[], bool]) -> It
         for sent, apart in evicting:
             if should_stop():
                 return
-            computed = evicting_order(apart, rule, max_factor=_FEW_EXECUTIONS, should_stop=should_stop)
-            if computed is not None:
-                yield _with_away(problem, computed, sent)
+            found = evicting_order(apart, rule, max_factor=_FEW_EXECUTIONS, should_stop=should_stop)
+            if found is not None:
+                yield _with_away(problem, found.computed, sent)
 
 
 def least_offloaded(graph: Graph, clock: Clock, *, should_stop: Callable[[], bool] | None = None) -> Trial:

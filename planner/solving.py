@@ -9,7 +9,7 @@ from graphs.errors import InfeasibleError, LimitError, MismatchError, PlannerErr
 from graphs.ir import Graph
 from graphs.options import without_options
 from graphs.options.compress import gradient_error
-from graphs.options.offload import OFFLOAD, without_copies
+from graphs.options.offload import OFFLOAD, without_offload
 from graphs.options.selection import differences
 from graphs.options.surroundings import Link, Surroundings
 from graphs.schedule import Schedule, keep_everything
@@ -264,7 +264,7 @@ def _what_would_do(graph: Graph, budget_bytes: int, clock: Clock, should_stop: S
         return ""
     limited = clock.part(_WOULD_DO)
     said, least_bytes = "", budget_bytes + 1
-    proved_bytes = least_budget_bound(*without_copies(graph)).budget_bytes
+    proved_bytes = least_budget_bound(*without_offload(graph)).budget_bytes
     if budget_bytes < proved_bytes:
         half = limited.part(limited.limit / 2)
         known = least_known(graph, half, should_stop=should_stop, proved_bytes=proved_bytes)

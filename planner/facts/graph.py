@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from graphs.ir import Graph, Op, Phase, Tensor
 from graphs.options import without_options
-from graphs.options.offload import OFFLOAD, without_copies
+from graphs.options.offload import OFFLOAD, without_offload
 from graphs.options.placement import PLACEMENT, movable, without_placement
 from graphs.options.selection import exact_ops, holding_ops, traced_with
 from graphs.options.surroundings import Link, OtherDevice, Surroundings
@@ -139,8 +139,8 @@ def graph_facts(graph: Graph, *, exact: bool = False) -> GraphFacts:
     traced = {name: _option_facts(holding(_here(graph), (name,))) for name in traced_with(graph)}
     graph = without_options(graph).out_of_place()
     whole = reordered(OFFLOAD.added_to(graph, Surroundings(Link.even(1.0)))).graph
-    order, copies = without_copies(whole)
-    least, offloading = least_budget_bound(order), least_budget_bound(order, copies)
+    order, offloads = without_offload(whole)
+    least, offloading = least_budget_bound(order), least_budget_bound(order, offloads)
     found = simulate(order, least_known(order, WorkClock(_FINDING), proved_bytes=least.budget_bytes))
     sending = simulate(whole, least_known(whole, WorkClock(_FINDING), proved_bytes=offloading.budget_bytes))
     ops = sorted((_op_facts(graph, op) for op in graph.ops), key=lambda op: -op.total_bytes)
@@ -168,7 +168,7 @@ def graph_facts(graph: Graph, *, exact: bool = False) -> GraphFacts:
 
 def _here(graph: Graph) -> Graph:
     """Return `graph` with only the options that were found when it was traced."""
-    return without_placement(without_copies(graph)[0])
+    return without_placement(without_offload(graph)[0])
 
 
 def _option_facts(graph: Graph) -> OptionFacts:

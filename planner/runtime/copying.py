@@ -7,7 +7,7 @@ from torch import fx
 
 from graphs.errors import GraphError
 from graphs.ir import Graph
-from graphs.options.offload import without_copies
+from graphs.options.offload import without_offload
 from graphs.options.selection import without_computed
 from graphs.overwriting import Pairs
 from graphs.pools import COMPUTE, DEVICE_TO_HOST
@@ -139,7 +139,7 @@ def check_runnable(graph: Graph, program: Program) -> None:
         GraphError: an option is neither offloading, nor placement on other devices, nor an op on the compute stream with calls in
             `program`.
     """
-    without_copies(without_computed(graph))
+    without_offload(without_computed(graph))
     unknown = [op.name for op in graph.ops[len(program.calls) :] if op.stream == COMPUTE]
     if unknown:
         raise GraphError(

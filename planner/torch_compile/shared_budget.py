@@ -22,7 +22,7 @@ from planner.budgets import budget_in_bytes, is_auto, is_share
 from planner.capture.lowering.lower import Capture
 from planner.choices import Choices
 from planner.runtime.auto_budget import auto_budget_bytes
-from planner.runtime.channels import Channels
+from planner.runtime.channels import HostChannels
 from planner.search import Search
 from planner.torch_compile.backend_settings import BackendSettings
 from planner.torch_compile.planned_graph import PlannedGraph
@@ -65,7 +65,7 @@ class SharedBudget:
         self._largest_bytes = 0  # peak of a step without recomputation
         self._known: dict[PlannedGraph, Seen] = {}
 
-    def offered(self, captured: Capture, device: torch.device) -> tuple[Capture, Channels | None]:
+    def offered(self, captured: Capture, device: torch.device) -> tuple[Capture, HostChannels | None]:
         """Return `captured`, a graph on `device`, with the requested options, and its channels if it may offload."""
         if self._choices is not None:
             captured = replace(captured, graph=self._choices.offered(captured.graph))

@@ -170,7 +170,7 @@ def _run(
         predicted_host_bytes=plan.pool_peaks_bytes.get(HOST),
         predicted_pools_bytes={pool: peak for pool, peak in plan.pool_peaks_bytes.items() if pool != HOST},
         measured_pools_bytes=other_peaks_measured(captured, planned, eager, batch),
-        measured_host_bytes=None if planned.channels is None else planned.channels.memory.peak_bytes,
+        measured_host_bytes=None if planned.devices.host is None else planned.devices.host.peak_bytes,
         predicted_time_s=plan.time_s,
         measured_time_s=median(times[_PLANNED]),
         predicted_ratio=1 + plan.overhead,

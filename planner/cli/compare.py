@@ -175,7 +175,7 @@ def _measure(
 
     spec = parse_spec(arguments.model)
     progress.say(f"building {spec}")
-    from planner.runtime.executor import open_channels
+    from planner.runtime.channels import HostChannels
     from planner.settings import TraceSettings
     from planner.studies.baselines import baseline_methods, of_policies
     from planner.studies.compare_measured import compare_measured, profiled
@@ -210,7 +210,7 @@ def _measure(
     stock = baseline_methods(built.model, targets=targets)
     device = next(built.model.parameters()).device
     host_bytes = options.host_bytes
-    channels = None if host_bytes is None else open_channels(device, host_bytes)
+    channels = None if host_bytes is None else HostChannels(device, host_bytes)
     stock += [] if channels is None else offloading_methods(channels)
     if arguments.methods != "all":
         stock = of_policies(stock, methods)

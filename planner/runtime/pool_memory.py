@@ -32,12 +32,14 @@ def other_peaks_measured(captured: Capture, executor: Executor, step: TrainingSt
     Args:
         captured, step: the capture, and the captured step; it and `batch` are restored.
     """
-    if executor.devices is None:
+    others = executor.devices.pools[1:]
+    if not others:
         return {}
     cpu_allocations(lambda _: None)  # the profiler starts in this thread, or raises
     isolated, found = Isolated(executor, step, batch), {}
     with preserve_training_state(step, batch, written=written_tensors(captured, step, batch)):
-        for pool, place in zip(executor.devices.pools[1:], executor.devices.places[1:], strict=True):
+        for pool in others:
+            place = executor.devices.places[pool.name]
             measure = _cuda_peak if place.type == "cuda" else _cpu_peak
             found[pool.name] = measure(executor, pool.name, place, lambda: run_both(isolated, batch))
     return found
@@ -46,7 +48,6 @@ def other_peaks_measured(captured: Capture, executor: Executor, step: TrainingSt
 def _cpu_peak(executor: Executor, pool: str, place: torch.device, run: Callable[[], object]) -> int:
     del place
     events: list[Allocation] = []
-    assert executor.devices is not None
     with executor.devices.watched(pool, lambda part: events.extend(cpu_allocations(lambda _: part()))):
         run()
     level = peak = 0

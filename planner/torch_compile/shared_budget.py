@@ -22,12 +22,12 @@ from planner.budgets import budget_in_bytes, is_auto, is_share
 from planner.capture.lowering.lower import Capture
 from planner.option_settings import OptionSettings
 from planner.runtime.auto_budget import auto_budget_bytes
-from planner.runtime.channels import Channels
+from planner.runtime.channels import HostChannels
 from planner.search import Search
 from planner.torch_compile.backend_settings import BackendSettings
-from planner.torch_compile.host_channels import HostChannels, host_room, with_host_bytes
 from planner.torch_compile.planned_graph import PlannedGraph
 from planner.torch_compile.rest_of_step import keeping_all, kept_bytes, lean_schedule, with_rest, without_rest
+from planner.torch_compile.shared_channels import SharedChannels, host_room, with_host_bytes
 from planner.torch_compile.step_memory import Seen, bytes_of_others, unread
 from planner.torch_compile.together import Together
 
@@ -56,7 +56,7 @@ class SharedBudget:
     def __init__(self, settings: BackendSettings) -> None:
         self.settings, self.budget = settings, settings.budget
         self._options = options = settings.solve.options
-        self._host_channels = None if options.host_bytes is None else HostChannels(options.host_bytes)
+        self._shared_channels = None if options.host_bytes is None else SharedChannels(options.host_bytes)
         found = OptionSettings(self.traced)  # other options are in the graphs already
         self._solve = Search(replace(settings.solve, options=found), settings.run).first_plan
         self._runs: list[_Run] = []
@@ -65,10 +65,10 @@ class SharedBudget:
         self._largest_bytes = 0  # peak of a step without recomputation
         self._known: dict[PlannedGraph, Seen] = {}
 
-    def offered(self, captured: Capture, device: torch.device) -> tuple[Capture, Channels | None]:
+    def offered(self, captured: Capture, device: torch.device) -> tuple[Capture, HostChannels | None]:
         """Return `captured`, a graph on `device`, with the requested options, and its channels if it may offload."""
         captured = replace(captured, graph=self._options.apply(captured.graph))
-        return captured, None if self._host_channels is None else self._host_channels.channels(device)
+        return captured, None if self._shared_channels is None else self._shared_channels.channels(device)
 
     @property
     def traced(self) -> tuple[str, ...]:
@@ -147,7 +147,7 @@ class SharedBudget:
 
     @property
     def _host_bytes(self) -> int:
-        return 0 if self._host_channels is None else self._host_channels.host_bytes
+        return 0 if self._shared_channels is None else self._shared_channels.host_bytes
 
     def whole(self, graphs: Sequence[PlannedGraph], runs: Sequence[Seen]) -> int:
         """Return the budget in bytes for a step of these graphs; a share refers to the largest step so far.

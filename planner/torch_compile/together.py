@@ -8,9 +8,9 @@ from graphs.options import without_options
 from graphs.schedule import Schedule, keep_everything
 from graphs.simulate import simulate
 from graphs.units import format_bytes
-from planner.torch_compile.host_channels import host_room
 from planner.torch_compile.planned_graph import PlannedGraph
 from planner.torch_compile.rest_of_step import keeping_all, kept_bytes, lean_schedule, with_rest, without_rest
+from planner.torch_compile.shared_channels import host_room
 from planner.torch_compile.step_memory import Seen, bytes_of_others
 from solvers.clock import WallClock
 from solvers.eviction.least_peak import least_evicting_schedule

@@ -22,7 +22,7 @@ from planner.option_settings import with_recorded
 from planner.plans.plan import Plan
 from planner.progress import Stage, Stages
 from planner.progress.describe import plan_line
-from planner.runtime.channels import Channels
+from planner.runtime.channels import HostChannels
 from planner.runtime.executor import Executor
 from planner.runtime.graphed_step import Recorder, record, recordable
 from planner.runtime.libraries import workspace_bytes
@@ -68,7 +68,7 @@ class Compiler:
     search: Search
     recorder: Callable[[], Recorder] | None = None
     compare_eager: bool = True
-    channels: Channels | None = None
+    channels: HostChannels | None = None
     stages: Stages = field(default_factory=Stages)
 
     def capture(self, batch: Batch) -> Capture:

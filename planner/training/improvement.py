@@ -87,7 +87,7 @@ class Improvement:
         self._is_solved = plan.status == "optimal"  # at the known costs
         self._timer: OpTimer | None = None
         self._before: Swap | None = None  # the plan to return to
-        if finds and executor.channels is None:  # otherwise op times would include waits for copies
+        if finds and not executor.devices.channels:  # otherwise op times would include waits for copies
             self._timer = OpTimer(executor, steps=_TIMED_STEPS)
         self._watch = PeakWatch(executor) if plan.measured_peak_bytes is None else None
 

@@ -19,7 +19,7 @@ from planner.plan_check import check_sizes
 from planner.profiling.kernel_settings import kernel_settings
 from planner.progress import LoggingView, Stages, View
 from planner.progress.describe import plan_line
-from planner.runtime.channels import Channels
+from planner.runtime.channels import HostChannels
 from planner.runtime.cuda_graph import CudaGraphs
 from planner.runtime.executor import check_no_transform
 from planner.runtime.measure import device_name
@@ -93,7 +93,7 @@ class Planning:
 
         return ReplannedStep(make, batch, budget, max_plans=run.max_plans) if run.replan else make(batch, budget)
 
-    def _channels(self) -> tuple[Channels | None, SolveSettings]:
+    def _channels(self) -> tuple[HostChannels | None, SolveSettings]:
         """Return the channels to the host, and the settings with the host memory that all plans share; None without transfers."""
         options = self.solve.options
         if options.host_bytes is None:
@@ -102,7 +102,7 @@ class Planning:
         host_bytes = int(channels.memory.capacity_bytes)  # the buffers of earlier plans count as free
         return channels, replace(self.solve, options=replace(options, host_bytes=host_bytes))
 
-    def _compiler(self, channels: Channels | None, solve: SolveSettings) -> Compiler:
+    def _compiler(self, channels: HostChannels | None, solve: SolveSettings) -> Compiler:
         make = Compiler
         if self.run.kernels == "inductor":
             from planner.training.inductor_compiler import InductorCompiler  # importing Inductor takes a second

@@ -17,9 +17,8 @@ from tests.support.steps import capture_of, make
 
 @dataclass(frozen=True)
 class IssuedCopy:
-    """A copy in the code of a step: where it is issued, by what name, whether back, what it makes, reads and waits for."""
+    """A copy in the code of a step: by what name it is issued, whether back, what it makes, reads and waits for."""
 
-    line: int
     name: str
     back: bool
     made: str | None
@@ -29,15 +28,14 @@ class IssuedCopy:
 
 def copies_in(source: str) -> list[IssuedCopy]:
     """The copies that `source` issues, in order."""
-    lines = [line.strip() for line in source.splitlines()]
     found = []
-    for i, line in enumerate(lines):
-        if issued := re.fullmatch(r"(\w+) = channels\.(out|back)\((t\d+)(?:, (\w+))?\)", line):
-            both, way, read, after = issued.groups()
-            made = re.fullmatch(rf"(t\d+) = {both}\[0\]", lines[i + 1])
-            name = re.fullmatch(rf"(\w+) = {both}\[1\]", lines[i + (1 if made is None else 2)])
-            assert name is not None
-            found.append(IssuedCopy(i, name[1], way == "back", made and made[1], read, after))
+    on_host: set[str] = set()
+    for name, read, after, made in re.findall(
+        r"(transfers\[\d+\])\.send\((t\d+)(?:, (\S+))?\)\n +(?:(t\d+) = )?\1\.take\(\d+\)", source
+    ):
+        back = read in on_host
+        on_host.update(() if back or not made else (made,))
+        found.append(IssuedCopy(name, back, made or None, read, after or None))
     return found
 
 

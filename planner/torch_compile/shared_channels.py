@@ -9,13 +9,12 @@ import torch
 from graphs.errors import PlannerError
 from graphs.ir import Graph
 from graphs.pools import HOST
-from planner.runtime.channels import Channels
-from planner.runtime.executor import open_channels
+from planner.runtime.channels import HostChannels
 
 G = TypeVar("G")
 
 
-class HostChannels:
+class SharedChannels:
     """The channels of one ``torch.compile`` call.
 
     Attributes:
@@ -25,16 +24,16 @@ class HostChannels:
     def __init__(self, host_bytes: int) -> None:
         """Initialize with `host_bytes` of host memory."""
         self.host_bytes = host_bytes
-        self._opened: tuple[torch.device, Channels] | None = None
+        self._opened: tuple[torch.device, HostChannels] | None = None
 
-    def channels(self, device: torch.device) -> Channels:
+    def channels(self, device: torch.device) -> HostChannels:
         """Return the channels between `device`, where a graph runs, and the host; all graphs and steps share them.
 
         Raises:
             PlannerError: other graphs run on another device.
         """
         if self._opened is None:
-            self._opened = device, open_channels(device, self.host_bytes)
+            self._opened = device, HostChannels(device, self.host_bytes)
         there, channels = self._opened
         if there != device:
             raise PlannerError(

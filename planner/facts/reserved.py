@@ -1,9 +1,9 @@
 """Simulation of the memory that PyTorch's caching allocator reserves for a plan on a CUDA device."""
 
+from graphs.allocators.caching import Block, CachingAllocator
 from graphs.pools import DEVICE
 from graphs.schedule import Compute
 from planner.facts.timeline import Timeline
-from planner.runtime.caching_allocator import Block, CachingAllocator
 
 
 def reserved_bytes(timeline: Timeline) -> tuple[int, ...]:

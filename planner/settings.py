@@ -10,6 +10,7 @@ from graphs.options.option import Feature
 from planner.capture.options import check_traced, parsed, traced_options
 from planner.choices import Choices
 from planner.compatibility import check_compatible
+from planner.memory import Memory
 from solvers.clock import Clock, WallClock, WorkClock
 from solvers.registry import check_solver, check_takes
 from solvers.tolerance import WIDENING, Tolerance
@@ -100,6 +101,7 @@ class SolveSettings:
     Attributes:
         choices: options of the graph and their settings; None for recomputation only.
         params: parameters of the solver, of its own class; None for its defaults.
+        memory: kind of memory that the budget counts; None for the default of the device.
 
     Raises:
         PlannerError: no such solver, it does not take these options, or a limit is not above zero.
@@ -112,6 +114,7 @@ class SolveSettings:
     reorder: bool | None = None
     choices: Choices | None = None
     params: object = None
+    memory: Memory | None = None
 
     def __post_init__(self) -> None:
         check_solver(self.solver)
@@ -143,8 +146,11 @@ class SolveSettings:
     @property
     def features(self) -> set[str]:
         """The features in these settings that may exclude others (``planner.compatibility``)."""
-        names = {name for name, _ in map(parsed, self.options)}
-        return names | {Feature.HOST_SHARE} if self.choices is not None and self.choices.shares_host else names
+        given = {
+            Feature.HOST_SHARE: self.choices is not None and self.choices.shares_host,
+            Feature.RESERVED: self.memory in (Memory.RESERVED, Memory.RESERVED_EXPANDABLE),
+        }
+        return {name for name, _ in map(parsed, self.options)} | {feature for feature, asked in given.items() if asked}
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,12 +9,15 @@ from collections.abc import Mapping
 from graphs.allocators.caching import DEFAULT, EXPANDABLE, Rules
 from graphs.allocators.training import Training, least_capacity_bytes, training_of, usage_of
 from graphs.errors import UsageError
-from graphs.ir import Graph
+from graphs.ir import Graph, Kind
+from graphs.optimizers import OPTIMIZERS
 from graphs.options import without_options
+from graphs.pools import DEVICE
 from graphs.schedule import Schedule, keep_everything
 from planner.memory import Memory
 from planner.plans.reserved import Reserved
 from planner.profiling.devices import find_device
+from planner.reserved_budget import Beside
 
 _RULES: Mapping[Memory, Rules] = {Memory.RESERVED_EXPANDABLE: EXPANDABLE}
 # parseChosenWorkspaceSize of aten/src/ATen/cuda/CublasHandlePool.cpp: :4096:2:16:8, and 32 MiB on Hopper.
@@ -57,9 +60,13 @@ def requests_of(graph: Graph, schedule: Schedule) -> Training:
     return training_of(graph, schedule, library_bytes=_libraries(graph))
 
 
-def library_bytes(graph: Graph) -> int:
-    """Return the bytes of the workspaces of cuBLAS, which are reserved besides any plan."""
-    return sum(_libraries(graph))
+def reserved_beside(graph: Graph) -> Beside:
+    """Return what is reserved for the step of `graph` beside any plan."""
+    library_bytes, parameters = sum(_libraries(graph)), graph.static_bytes_by_kind.get(Kind.PARAMETER, 0)
+    optimizer = OPTIMIZERS.get(str(graph.provenance.get("optimizer")), OPTIMIZERS["none"])
+    kept_bytes = sum(graph.tensors[t].size_bytes for t in graph.kept if graph.tensors[t].pool == DEVICE)
+    in_use_bytes = graph.static_bytes + kept_bytes + optimizer.temporaries * parameters + library_bytes
+    return Beside(library_bytes, in_use_bytes)
 
 
 def reserved_for(graph: Graph, schedule: Schedule, memory: Memory, eager_bytes: int) -> Reserved:

@@ -32,30 +32,59 @@ class Watch:
     on_plan: Callable[[Plan], object] | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """Memory that is reserved beside any plan.
+
+    Attributes:
+        library_bytes: workspaces of libraries.
+        optimizing_bytes: all that is in use while the optimizer runs: static memory, gradients, its temporaries, and libraries.
+    """
+
+    library_bytes: int
+    optimizing_bytes: int
+
+    def check(self, budget_bytes: int) -> None:
+        """Raise if a budget has no room for it.
+
+        Raises:
+            InfeasibleError: no plan can fit.
+        """
+        ways_out = f"raise the budget, or let it count only what tensors of the step take (memory={Memory.ALLOCATED.value!r})"
+        if budget_bytes < self.optimizing_bytes:
+            raise InfeasibleError(
+                f"budget {format_bytes(budget_bytes)} is below the {format_bytes(self.optimizing_bytes)} in use while the "
+                f"optimizer runs, whatever the plan: static memory, gradients, workspaces of libraries and its own temporaries. "
+                f"An optimizer with fused=True needs less; else {ways_out}"
+            )
+        if budget_bytes <= self.library_bytes:
+            raise InfeasibleError(
+                f"budget {format_bytes(budget_bytes)} is no more than the {format_bytes(self.library_bytes)} of workspaces that "
+                f"libraries keep beside any plan: {ways_out}"
+            )
+
+
 Solve = Callable[[int, Clock, Watch], Plan]  # for a budget of allocated bytes
 
 
-def plan_reserved(budget_bytes: int, memory: Memory, library_bytes: int, solve: Solve, clock: Clock, watch: Watch) -> Plan:
+def plan_reserved(budget_bytes: int, memory: Memory, beside: Beside, solve: Solve, clock: Clock, watch: Watch) -> Plan:
     """Return the fastest plan found that reserves at most `budget_bytes`.
 
-    What is allocated is reserved, so that the bound of the first solve, for all of the budget but `library_bytes`, is a bound for
-    what is wanted. If its plan reserves too much, budgets of allocated bytes below are solved: first less by the excess, then
-    between those that were too much and those that were not.
+    What is allocated is reserved, so that the bound of the first solve, for all of the budget but workspaces of libraries, is a
+    bound for what is wanted. If its plan reserves too much, budgets of allocated bytes below are solved: first less by the
+    excess, then between those that were too much and those that were not.
 
     Args:
         memory: what the budget counts.
-        library_bytes: workspaces of libraries, which no plan contains.
+        beside: memory that is reserved beside any plan.
         solve: returns a plan with what it reserves.
 
     Raises:
         InfeasibleError: proved: no schedule fits.
         LimitError: no plan was found that reserves so little.
     """
-    if budget_bytes <= library_bytes:
-        raise InfeasibleError(
-            f"budget {format_bytes(budget_bytes)} is what libraries reserve beside any plan, {format_bytes(library_bytes)} of "
-            f"workspaces, or less: raise it, or let it count only what tensors take (memory={Memory.ALLOCATED.value!r})"
-        )
+    beside.check(budget_bytes)
+    library_bytes = beside.library_bytes
     search = _Search(budget_bytes, memory, watch)
     try:
         first = solve(budget_bytes - library_bytes, clock.part(_FIRST * left(clock)), search.watch())

@@ -23,7 +23,7 @@ from planner.compatibility import check_compatible
 from planner.least_memory import least_memory
 from planner.memory import Memory
 from planner.plans.plan import GraphSummary, Plan
-from planner.reserved import eager_reserved_bytes, library_bytes, memory_of, on_cuda, reserved_for
+from planner.reserved import eager_reserved_bytes, memory_of, on_cuda, reserved_beside, reserved_for
 from planner.reserved_budget import Watch, plan_reserved
 from planner.settings import SolveSettings
 from solvers.bounds import least_budget_bound
@@ -144,7 +144,7 @@ def solve_graph(
     budget_bytes, watch = budget_in_bytes(budget, solves.eager_bytes), Watch(on_progress, should_stop, on_plan)
     if memory is Memory.ALLOCATED:
         return solves.plan(budget_bytes, clock, watch)
-    return plan_reserved(budget_bytes, memory, library_bytes(graph), solves.plan, clock, watch)
+    return plan_reserved(budget_bytes, memory, reserved_beside(graph), solves.plan, clock, watch)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from graphs.synthetic.transformer import TransformerSize, transformer
 from planner.memory import Memory
 from planner.plans.document import plan_from_dict, plan_to_dict
 from planner.plans.plan import Plan
-from planner.reserved import eager_reserved_bytes, least_device_bytes, library_bytes, requests_of
+from planner.reserved import eager_reserved_bytes, least_device_bytes, requests_of, reserved_beside
 from planner.solving import solve
 
 MIB = 2**20
@@ -87,9 +87,10 @@ def test_workspaces_of_libraries_count() -> None:
     plain = chain()
     ops = tuple(replace(op, target="aten.mm.default") for op in plain.ops)
     graph = replace(plain, ops=ops)
-    assert library_bytes(plain) == 0 and library_bytes(graph) == 2 * 32 * MIB
-    assert library_bytes(replace(graph, provenance={"device": "NVIDIA H100 80GB HBM3"})) == 2 * 32 * MIB
-    assert library_bytes(replace(graph, provenance={"device": "a100"})) == 2 * (2 * 4096 + 8 * 16) * 1024
+    h100, a100 = (replace(graph, provenance={"device": name}) for name in ("NVIDIA H100 80GB HBM3", "a100"))
+    assert reserved_beside(plain).library_bytes == 0 and reserved_beside(graph).library_bytes == 2 * 32 * MIB
+    assert reserved_beside(h100).library_bytes == 2 * 32 * MIB
+    assert reserved_beside(a100).library_bytes == 2 * (2 * 4096 + 8 * 16) * 1024
     plan = solve(graph, "100%", work_limit=2.0)
     assert plan.reserved is not None and plan.reserved.library_bytes == 64 * MIB
     assert plan.reserved_bytes == 9 * 12 * MIB + 64 * MIB
@@ -106,6 +107,13 @@ def test_what_the_optimizer_needs_counts() -> None:
     plan = solve(with_adam, "100%", work_limit=2.0)
     assert plan.reserved is not None and plan.reserved.optimizer_bytes == 60 * MIB
     assert "62.91 MB while it runs" in str(plan)
+
+
+def test_a_budget_without_room_for_the_optimizer_is_refused_with_a_proof() -> None:
+    graph = replace(chain().holding(Kind.PARAMETER, "w", 60 * MIB), provenance={"device": "a100", "optimizer": "adamw"})
+    assert reserved_beside(graph).optimizing_bytes == 60 * MIB + 60 * MIB
+    with pytest.raises(InfeasibleError, match=r"below the 125\.83 MB in use while the optimizer runs.*fused=True"):
+        solve(graph, 120 * MIB - 1)
 
 
 def test_plans_on_the_way_fit_the_budget() -> None:

@@ -4,9 +4,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
+from typing import Any, Protocol
 
 from graphs.addresses import Buffer, buffers_of
-from graphs.allocators.caching import DEFAULT, Block, CachingAllocator, DeviceFullError, Rules
+from graphs.allocators.caching import DEFAULT, CachingAllocator, DeviceFullError, Level, Rules
 from graphs.ir import Graph, Kind, Tensor
 from graphs.optimizers import OPTIMIZERS
 from graphs.pools import DEVICE
@@ -111,7 +112,23 @@ class Usage:
     retries: int
 
 
-def play(training: Training, allocator: CachingAllocator, *, steps: int = STEPS) -> Usage:
+class Allocator(Protocol):
+    """The model of an allocator, from whose blocks places are known."""
+
+    allocated: Level
+    reserved: Level
+    retries: int
+
+    def alloc(self, size_bytes: int) -> Any:
+        """Return a block of at least `size_bytes`."""
+        ...
+
+    def free(self, block: Any) -> None:
+        """Free a block."""
+        ...
+
+
+def play(training: Training, allocator: Allocator, *, steps: int = STEPS) -> Usage:
     """Make the requests of `training` for some steps on `allocator`, which is empty.
 
     Raises:
@@ -130,10 +147,10 @@ def play(training: Training, allocator: CachingAllocator, *, steps: int = STEPS)
     )
 
 
-def _play_step(training: Training, allocator: CachingAllocator, places: dict[int, Place], *, first: bool) -> tuple[int, ...]:
+def _play_step(training: Training, allocator: Allocator, places: dict[int, Place], *, first: bool) -> tuple[int, ...]:
     """Return the bytes reserved after each event; `places` gets the positions of the buffers."""
     libraries = list(training.libraries) if first else []
-    blocks: dict[int, Block] = {}
+    blocks: dict[int, Any] = {}
     found = []
     for _, index, requested in training.events:
         if not requested:

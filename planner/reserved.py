@@ -5,15 +5,18 @@ Never imports torch.
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from graphs.allocators.caching import DEFAULT, EXPANDABLE, Rules
-from graphs.allocators.training import Training, least_capacity_bytes, training_of, usage_of
+from graphs.allocators.glibc import GlibcAllocator
+from graphs.allocators.training import Training, least_capacity_bytes, play, training_of, usage_of
 from graphs.errors import UsageError
 from graphs.ir import Graph, Kind
 from graphs.optimizers import OPTIMIZERS
 from graphs.options import without_options
 from graphs.pools import DEVICE
 from graphs.schedule import Schedule, keep_everything
+from graphs.units import format_bytes
 from planner.memory import Memory
 from planner.plans.reserved import Reserved
 from planner.profiling.devices import find_device
@@ -94,12 +97,51 @@ def eager_reserved_bytes(graph: Graph, memory: Memory) -> int:
     return usage_of(requests_of(program, keep_everything(program)), rules_of(memory)).reserved_bytes
 
 
+@dataclass(frozen=True, slots=True)
+class EagerMemory:
+    """What allocators take for plain eager PyTorch; None where it is not the device's allocator.
+
+    Attributes:
+        reserved_bytes, expandable_bytes: reserved on CUDA with default settings, and with expandable segments.
+        least_device_bytes: capacity of a device at which it runs, and returns unused memory on the way.
+        resident_bytes: on the CPU with glibc, besides the interpreter and its libraries.
+    """
+
+    reserved_bytes: int | None = None
+    expandable_bytes: int | None = None
+    least_device_bytes: int | None = None
+    resident_bytes: int | None = None
+
+    def lines(self) -> list[tuple[str, str]]:
+        """Return the facts as names and values, for people."""
+        if self.resident_bytes is not None:
+            return [("resident", f"{format_bytes(self.resident_bytes)} with glibc's allocator, besides Python and its libraries")]
+        reserved, expandable, least = (
+            format_bytes(size or 0) for size in (self.reserved_bytes, self.expandable_bytes, self.least_device_bytes)
+        )
+        least = f"on a full device it runs with {least}"
+        return [("reserved", f"{reserved} by PyTorch's allocator, {expandable} with expandable segments; {least}")]
+
+
+def eager_memory(graph: Graph) -> EagerMemory:
+    """Return what allocators take for training with plain eager PyTorch, by models of them."""
+    program = without_options(graph).out_of_place()
+    training = requests_of(program, keep_everything(program))
+    if not on_cuda(graph):
+        return EagerMemory(resident_bytes=play(training, GlibcAllocator()).reserved_bytes)
+    return EagerMemory(
+        usage_of(training).reserved_bytes, usage_of(training, EXPANDABLE).reserved_bytes, least_capacity_bytes(training)
+    )
+
+
 def least_device_bytes(graph: Graph, schedule: Schedule) -> int:
     """Return the least capacity of a device at which training by `schedule` runs, with PyTorch's default settings."""
     return least_capacity_bytes(requests_of(graph, schedule))
 
 
 def _libraries(graph: Graph) -> tuple[int, ...]:
+    if not on_cuda(graph):
+        return ()
     passes = len({op.phase for op in graph.ops if _PRODUCT.search(op.target)})
     device = find_device(str(graph.provenance.get("device", "")))
     is_hopper = device is not None and device.name in _HOPPER

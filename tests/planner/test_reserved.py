@@ -12,11 +12,14 @@ from graphs.ir import Graph, Kind
 from graphs.schedule import keep_everything
 from graphs.synthetic.small import training_chain
 from graphs.synthetic.transformer import TransformerSize, transformer
+from planner.facts.graph import graph_facts
 from planner.memory import Memory
 from planner.plans.document import plan_from_dict, plan_to_dict
 from planner.plans.plan import Plan
-from planner.reserved import eager_reserved_bytes, least_device_bytes, requests_of, reserved_beside
+from planner.report.graph_text import graph_text
+from planner.reserved import EagerMemory, eager_reserved_bytes, least_device_bytes, requests_of, reserved_beside
 from planner.solving import solve
+from planner.studies.budget_analysis import advise_graph
 
 MIB = 2**20
 
@@ -153,6 +156,21 @@ def test_reserved_memory_of_the_cpu_is_refused() -> None:
         solve(chain("cpu"), "80%", memory="reserved")
     with pytest.raises(UsageError, match="choose from reserved, reserved-expandable, allocated"):
         planner.solve(chain(), "80%", memory="all")
+
+
+@pytest.mark.parametrize("device", ["cpu", "h200"])
+def test_facts_and_advice_say_what_eager_pytorch_takes(device: str) -> None:
+    graph = chain(device, size_bytes=11 * MIB)
+    facts, advice = graph_facts(graph), advise_graph(graph, time_limit_s=1.0, options=())
+    assert facts.eager_memory == advice.eager_memory
+    texts = graph_text(facts), str(advice)
+    if device == "cpu":
+        # Freed mappings raise the threshold: the second step takes all from the heap, which keeps what it had at most.
+        assert 9 * 11 * MIB < facts.eager_memory.resident_bytes < 10 * 11 * MIB  # type: ignore[operator]
+        assert all("with glibc's allocator" in text for text in texts)
+    else:
+        assert facts.eager_memory == EagerMemory(9 * 12 * MIB, 100 * MIB, 9 * 12 * MIB)
+        assert all("113.25 MB by PyTorch's allocator, 104.86 MB with expandable segments" in text for text in texts)
 
 
 def test_plans_say_what_the_budget_counts() -> None:

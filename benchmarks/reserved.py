@@ -2,8 +2,8 @@
 
 Plans of models on the roofline of an H200 at five budgets of allocated bytes: what PyTorch's caching allocator reserves in
 three steps of training, by a model of it, with default settings and with expandable segments; the least capacity of a device at
-which the steps run; and the arena of planned addresses. Then plans whose budget counts what is reserved, at the same shares of
-what eager PyTorch reserves.
+which the steps run; and the arena of planned addresses. Then plans whose budget counts what is reserved, in both ways, at the
+same shares of what eager PyTorch reserves.
 """
 
 import sys
@@ -50,7 +50,7 @@ class ReservedRow(Made):
     """What is reserved for the plan of a model."""
 
     model: str = key()
-    counts: str = key("memory that the budget counts: allocated, or reserved with default settings")
+    counts: str = key("memory that the budget counts: allocated, or reserved with default settings or expandable segments")
     budget: str = key("of the plan, as a share of what eager PyTorch needs of that memory")
     budget_bytes: int | None = value()
     peak_bytes: int | None = value("predicted by the judge")
@@ -103,7 +103,7 @@ def run(model: str, known: Sequence[ReservedRow], *, limit_s: float = PLAN_LIMIT
     """Yield the rows of a model that are not `known`."""
     done = {(row.counts, row.budget) for row in known if row.model == model}
     graph = Tracing(TraceSettings(roofline="h200", optimizer="adamw")).graph(parse_spec(MODELS[model]))
-    for counts in (Memory.ALLOCATED, Memory.RESERVED):
+    for counts in (Memory.ALLOCATED, Memory.RESERVED, Memory.RESERVED_EXPANDABLE):
         for budget in BUDGETS:
             if (counts, budget) not in done:
                 yield plan_row(model, graph, counts, budget, limit_s)
@@ -115,6 +115,12 @@ def _of(name: str, base: str = "in_use_bytes") -> Column:
         return f"{size / whole:.3f}" if size is not None and whole else None
 
     return Column(_TITLES[name], ratio)
+
+
+def _share(row: ReservedRow) -> str | None:
+    """Return what is reserved as a part of the budget, with the settings that it is for."""
+    reserved_bytes = row.expandable_bytes if row.counts == Memory.RESERVED_EXPANDABLE else row.reserved_bytes
+    return f"{reserved_bytes / row.budget_bytes:.3f}" if reserved_bytes and row.budget_bytes else None
 
 
 _TITLES = {
@@ -130,16 +136,11 @@ TABLE = (
     Column("in use", "in_use_bytes"),
     *map(_of, ("reserved_bytes", "expandable_bytes", "least_device_bytes")),
     _of("arena_bytes", "peak_bytes"),
-    Column("of budget", lambda row: _share(row)),
+    Column("of budget", _share),
     Column("overhead", "overhead"),
     Column("gap", "gap"),
     "status",
 )
-
-
-def _share(row: ReservedRow) -> str | None:
-    """Return what is reserved as a part of the budget."""
-    return f"{row.reserved_bytes / row.budget_bytes:.3f}" if row.reserved_bytes and row.budget_bytes else None
 
 
 def main(words: Sequence[str] | None = None) -> int:

@@ -9,6 +9,7 @@ from graphs.errors import PlannerError, UsageError
 from graphs.options.option import Feature
 from planner.capture.options import check_traced, parsed, traced_options
 from planner.compatibility import check_compatible
+from planner.memory import Memory
 from planner.option_settings import RECOMPUTATION, OptionSettings
 from solvers.clock import Clock, WallClock, WorkClock
 from solvers.registry import check_solver
@@ -100,6 +101,7 @@ class SolveSettings:
     Attributes:
         options: options of the graph and their settings.
         params: parameters of the solver, of its own class; None for its defaults.
+        memory: kind of memory that the budget counts; None for the default of the device.
 
     Raises:
         PlannerError: no such solver, it does not take these options, or a limit is not above zero.
@@ -112,6 +114,7 @@ class SolveSettings:
     reorder: bool | None = None
     options: OptionSettings = RECOMPUTATION
     params: object = None
+    memory: Memory | None = None
 
     def __post_init__(self) -> None:
         check_solver(self.solver)
@@ -135,8 +138,11 @@ class SolveSettings:
     @property
     def features(self) -> set[str]:
         """The features in these settings that may exclude others (``planner.compatibility``)."""
-        names = {name for name, _ in map(parsed, self.options.names)}
-        return names | {Feature.HOST_SHARE} if self.options.shares_host else names
+        given = {
+            Feature.HOST_SHARE: self.options.shares_host,
+            Feature.RESERVED: self.memory in (Memory.RESERVED, Memory.RESERVED_EXPANDABLE),
+        }
+        return {name for name, _ in map(parsed, self.options.names)} | {feature for feature, asked in given.items() if asked}
 
 
 @dataclass(frozen=True, slots=True)

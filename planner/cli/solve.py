@@ -17,6 +17,7 @@ from planner.cli.arguments import (
     print_json,
     print_text,
 )
+from planner.memory import Memory
 from solvers.tolerance import WIDENING
 
 if TYPE_CHECKING:
@@ -70,6 +71,12 @@ def add(commands: Commands) -> None:
         metavar="FILE",
         help="parameters of the solver windows, a TOML file with the fields of WindowsParams: changes how soon a proof is "
         "found, never what is proved",
+    )
+    parser.add_argument(
+        "--memory",
+        choices=list(Memory),
+        metavar="KIND",
+        help="what the budget counts: reserved (by PyTorch on CUDA: the default there), reserved-expandable, or allocated",
     )
     add_graph_options(parser)
     add_reorder(parser, default=None, said="with --solver windows, after program order and where it can gain")
@@ -141,6 +148,7 @@ def run(arguments: argparse.Namespace) -> int:
             host_budget=arguments.host_budget,
             exact=arguments.exact,
             params=params,
+            memory=arguments.memory,
             on_progress=stage.solving(base_s=graph.time_s),
             should_stop=interrupt,
         )

@@ -53,6 +53,7 @@ def page(timeline: Timeline, curve: Sequence[CurvePoint] = ()) -> str:
         "names": [root.name for root in drawn.document.roots],
         "keys": drawn.keys,
         "pools": drawn.pools,
+        "addresses": drawn.addresses,
         "costs": [_cost_row(cost, dearest) for cost in costs[:_LISTED]],
         "costs_left_out": len(costs) - _LISTED,
         "bursts": [_burst_row(burst) for burst in longest],
@@ -84,8 +85,9 @@ def _facts(timeline: Timeline) -> list[tuple[str, str]]:
     plan = timeline.plan
     bound = "unknown" if plan.bound_s is None else f"+{format_ratio(_over(plan.bound_s, plan.graph.time_s))}"
     return [
-        ("Budget", format_bytes(plan.budget_bytes)),
+        (f"Budget, {plan.memory}", format_bytes(plan.budget_bytes)),
         ("Peak, predicted", format_bytes(plan.peak_bytes)),
+        *([] if plan.reserved_bytes is None else [("Reserved, predicted", format_bytes(plan.reserved_bytes))]),
         *([] if plan.measured_peak_bytes is None else [("Peak, measured", format_bytes(plan.measured_peak_bytes))]),
         ("Keep everything, peak", format_bytes(plan.graph.keep_everything_peak_bytes)),
         ("Step time", format_seconds(plan.time_s)),

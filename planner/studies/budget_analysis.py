@@ -10,6 +10,7 @@ from graphs.options.selection import traced_with
 from graphs.units import format_bytes
 from planner.capture.options import needing, needs, option_called, with_options
 from planner.option_settings import option_settings
+from planner.reserved import eager_memory
 from planner.solving import summarize
 from planner.studies.advice import Advice, OptionAdvice, Price, Recommendation
 from planner.studies.frontier import Frontier, evenly, outside_in
@@ -84,6 +85,7 @@ def advise_graph(  # noqa: PLR0913  # those of planner.advise
         between=tuple(work.price(budget) for budget in budgets),
         options=offered,
         recommended=_recommended(work, available_bytes, budgets, offered),
+        eager_memory=eager_memory(graph),
         seconds=work.clock.seconds,
     )
 

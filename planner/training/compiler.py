@@ -124,16 +124,17 @@ class Compiler:
             plan = with_room_for_pool(captured.graph, plan, library_bytes, partial(self._first_plan, captured.graph))
         for left in reversed(range(_CORRECTIONS + 1)):
             executor, peak_bytes = self._executor(captured, batch, plan)
-            if peak_bytes <= wanted_bytes:
+            needed_bytes = plan.needed_bytes(peak_bytes)
+            if needed_bytes <= wanted_bytes:
                 solved_bytes = plan.budget_bytes
                 plan = replace(plan, budget_bytes=wanted_bytes, measured_peak_bytes=peak_bytes)
                 plan = self._compared(captured, batch, plan, executor)
                 return self._step(captured, plan, executor, budget, solved_bytes=solved_bytes)
             del executor  # with the memory of its recording
-            over = over_budget(plan, peak_bytes, wanted_bytes)
+            over = over_budget(plan, needed_bytes, wanted_bytes)
             if left:
                 try:
-                    plan = self._first_plan(captured.graph, plan.peak_bytes - (peak_bytes - wanted_bytes))
+                    plan = self._first_plan(captured.graph, plan.predicted_bytes - (needed_bytes - wanted_bytes))
                 except BudgetError as error:
                     raise InfeasibleError(f"{over}; nothing is found that takes as much less: raise the budget") from error
         raise BudgetError(f"{over}; lower the budget")
@@ -220,7 +221,7 @@ class Compiler:
                 f"{format_bytes(int(self.channels.memory.capacity_bytes))} here"
             )
         executor, peak_bytes = self._executor(captured, batch, plan)
-        if peak_bytes > plan.budget_bytes:
+        if plan.needed_bytes(peak_bytes) > plan.budget_bytes:
             raise BudgetError(
                 f"its measured peak here is {format_bytes(peak_bytes)}, over its budget of {format_bytes(plan.budget_bytes)}"
             )

@@ -128,6 +128,7 @@ class Planning:
             "tolerance": solve.tolerance.steps,
             "time_limit_s": solve.time_limit_s,
             "reorder": solve.reorder,
+            "memory": solve.memory,
             "kernels": self.run.kernels,
         }
         if options.names:

@@ -9,7 +9,7 @@ A step that finds tensors of another one in the slab, such as a second forward p
 occupied from the usual allocator.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from graphs.addresses import Buffer
+from graphs.addresses import Buffer, Offsets, live_bytes
 from planner.runtime import arena_allocator
-from planner.runtime.arena_allocator import Missed, Recording, Request, Slab
+from planner.runtime.arena_allocator import LEAST_BYTES, Missed, Recording, Request, Slab
 from planner.runtime.code import Code
 from planner.torch_private.core import backward_retains_graph
 from solvers.addresses.solve import solve
@@ -58,6 +58,20 @@ class Arena:
     def slab(self) -> Slab | None:
         """The memory of the arena; None until a step has been recorded."""
         return None if self._planned is None else self._planned.slab
+
+    @property
+    def outside_bytes(self) -> int | None:
+        """The most bytes that a step takes outside of the slab at once; None until a step has been recorded."""
+        return None if self._planned is None else self._planned.outside_bytes
+
+    @property
+    def step_bytes(self) -> int | None:
+        """What a step takes, with the slab; None until one has been recorded."""
+        return None if self._planned is None else self._planned.slab.size_bytes + self._planned.outside_bytes
+
+    def drop(self) -> None:
+        """Give the memory back; the next step is recorded again."""
+        self._planned = None
 
     def around(self, code: Code) -> Code:
         """Return `code` with both passes in the arena."""
@@ -109,21 +123,22 @@ class _Recorded:
 
     Attributes:
         count: number of requests of the forward pass.
-        outside: positions of those for what the caller gets.
+        returned: positions of those for what the caller gets.
     """
 
     recording: Recording
     count: int
-    outside: frozenset[int]
+    returned: frozenset[int]
 
 
 @dataclass(frozen=True, slots=True)
 class _Planned:
-    """A slab, and the positions of the requests of each pass."""
+    """A slab, the positions of its requests in each pass, and the most bytes that a step takes outside of it."""
 
     slab: Slab
     forward: range
     backward: range
+    outside_bytes: int
 
 
 @contextmanager
@@ -142,18 +157,25 @@ def _planned(recorded: _Recorded, gradients: Sequence[Any]) -> _Planned:
     buffers = [
         Buffer(str(i), i, len(requests) if request.end is None else request.end, request.size_bytes, _ALIGNMENT)
         for i, request in enumerate(requests)
-        if i not in recorded.outside and (request.end is not None or i in staying)
+        if request.size_bytes >= LEAST_BYTES and i not in recorded.returned and (request.end is not None or i in staying)
     ]
-    offsets: list[int | None] = [None] * len(requests)
-    size_bytes = _ALIGNMENT  # of a step that asks for nothing
-    if buffers:
-        found = solve(buffers, time_limit_s=_SEARCH_S).offsets
-        assert found is not None  # any arena will do
-        size_bytes = found.height_bytes
-        for buffer, offset in zip(found.buffers, found.offsets, strict=True):
-            offsets[int(buffer.id)] = offset
-    slab = Slab(size_bytes, [request.size_bytes for request in requests], offsets)
-    return _Planned(slab, range(recorded.count), range(recorded.count, len(requests)))
+    found = solve(buffers, time_limit_s=_SEARCH_S).offsets if buffers else Offsets((), ())
+    assert found is not None  # any arena will do
+    offsets = {int(buffer.id): offset for buffer, offset in zip(found.buffers, found.offsets, strict=True)}
+    large = [i for i, request in enumerate(requests) if request.size_bytes >= LEAST_BYTES]
+    slab = Slab(max(found.height_bytes, _ALIGNMENT), [requests[i].size_bytes for i in large], [offsets.get(i) for i in large])
+    count = sum(i < recorded.count for i in large)
+    return _Planned(slab, range(count), range(count, len(large)), _outside_bytes(requests, offsets))
+
+
+def _outside_bytes(requests: Sequence[Request], inside: Container[int]) -> int:
+    """Return the most bytes in use at once of the requests that are not `inside`."""
+    outside = [
+        Buffer(str(i), i, len(requests) if request.end is None else request.end, request.size_bytes)
+        for i, request in enumerate(requests)
+        if i not in inside
+    ]
+    return live_bytes(outside)
 
 
 def _held(requests: Sequence[Request], tensors: Sequence[torch.Tensor | None]) -> frozenset[int]:

@@ -28,7 +28,7 @@ struct Recording {
 
 struct Slab {
   char* base;
-  int64_t size_bytes, taken_bytes; // of the arena, and mapped
+  int64_t size_bytes;
   int64_t least_bytes;
   std::vector<int64_t> sizes, offsets; // of each request; an offset of -1 is outside of the slab
   int64_t live = 0;                    // blocks in use
@@ -43,7 +43,6 @@ struct Block {
 // The slab or recording that serves a thread.
 struct Active {
   Recording* recording = nullptr;
-  int64_t least_bytes = 0;
   Slab* slab = nullptr;
   int64_t next = 0, end = 0; // requests of the pass
   int64_t unmatched_bytes = 0, occupied_bytes = 0;
@@ -57,7 +56,7 @@ c10::Allocator* before = nullptr;
 
 void unmap_unused(Slab* slab) {
   if (!slab->owned && slab->live == 0) {
-    munmap(slab->base, slab->taken_bytes);
+    munmap(slab->base, slab->size_bytes);
     delete slab;
   }
 }
@@ -106,7 +105,7 @@ struct ArenaAllocator final : c10::Allocator {
       if (char* pointer = placed(size_bytes)) {
         return {pointer, pointer, &release, c10::Device(c10::DeviceType::CPU)};
       }
-    } else if (active.recording != nullptr && size_bytes >= active.least_bytes) {
+    } else if (active.recording != nullptr && n != 0) {
       return noted(n);
     }
     return before->allocate(n);
@@ -201,9 +200,8 @@ void arena_read(Recording* recording, int64_t* sizes, int64_t* ends, int64_t* ad
   }
 }
 
-void arena_record(Recording* recording, int64_t least_bytes) {
+void arena_record(Recording* recording) {
   active.recording = recording;
-  active.least_bytes = least_bytes;
 }
 
 // Returns null if there is no memory.
@@ -213,8 +211,7 @@ Slab* arena_new_slab(int64_t size_bytes, int64_t least_bytes, int64_t count, con
     return nullptr;
   }
   madvise(base, size_bytes, MADV_HUGEPAGE);
-  auto* slab = new Slab{static_cast<char*>(base), size_bytes, size_bytes, least_bytes, {sizes, sizes + count}, {offsets, offsets + count}};
-  return slab;
+  return new Slab{static_cast<char*>(base), size_bytes, least_bytes, {sizes, sizes + count}, {offsets, offsets + count}};
 }
 
 void arena_drop_slab(Slab* slab) {

@@ -13,7 +13,7 @@ from graphs.errors import OutOfMemoryError, PlannerError, first_line
 from graphs.units import format_bytes
 
 _SOURCE = Path(__file__).with_suffix(".cpp")
-LEAST_BYTES = 1024  # smaller requests are served by the C library: they are many, and never mapped each by itself
+LEAST_BYTES = 1024  # smaller requests stay with the C library: they are many, and would leave gaps between large ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class Recording:
 
     def start(self) -> None:
         """Record the requests of this thread from here on."""
-        self._library.arena_record(self._handle, LEAST_BYTES)
+        self._library.arena_record(self._handle)
 
     @property
     def length(self) -> int:
@@ -82,7 +82,7 @@ class Slab:
     """
 
     def __init__(self, size_bytes: int, sizes: Sequence[int], offsets: Sequence[int | None]) -> None:
-        """Take `size_bytes`, for requests of `sizes` at `offsets`; those at None are served elsewhere.
+        """Take `size_bytes`, for requests of `sizes`, each ``LEAST_BYTES`` or more, at `offsets`; those at None are outside.
 
         Raises:
             OutOfMemoryError: there is no such memory.
@@ -138,7 +138,7 @@ def _library() -> ctypes.CDLL:
         "drop_recording": (None, [handle]),
         "requests": (number, [handle]),
         "read": (None, [handle, handle, handle, handle]),
-        "record": (None, [handle, number]),
+        "record": (None, [handle]),
         "new_slab": (handle, [number, number, number, handle, handle]),
         "drop_slab": (None, [handle]),
         "base": (number, [handle]),

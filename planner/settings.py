@@ -155,6 +155,7 @@ class RunSettings:
 
     kernels: str = "eager"
     cuda_graph: bool = False
+    arena: bool = False
     dynamic: bool = False
     replan: bool = False
     max_plans: int = 32
@@ -178,6 +179,7 @@ class RunSettings:
         given = {
             Feature.INDUCTOR: self.kernels == "inductor",
             Feature.CUDA_GRAPH: self.cuda_graph,
+            Feature.ARENA: self.arena,
             Feature.VARYING_SIZES: self.dynamic,
             Feature.REPLAN: self.replan,
         }

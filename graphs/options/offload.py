@@ -10,7 +10,7 @@ from types import MappingProxyType
 
 from graphs.errors import GraphError
 from graphs.ir import Graph, Kind, Op, Tensor
-from graphs.options.option import GraphOption, Need
+from graphs.options.option import Feature, GraphOption, Need
 from graphs.options.placement import is_placed, on_devices_alone, placement_beside
 from graphs.options.surroundings import Surroundings
 from graphs.options.transfers import Writer
@@ -95,6 +95,7 @@ def _offloaded(graph: Graph, surroundings: Surroundings) -> Graph:
 OFFLOAD = GraphOption(
     name="offload",
     description="tensors may be offloaded to host memory and reloaded, beside the computation",
+    refused={Feature.ARENA: "copies end at other moments in each step, and addresses are planned for one; leave one of them out"},
     need=Need.LINK,
     last=True,  # it applies to all tensors on the device, whichever op produces them
     accepts=_why_not,

@@ -103,6 +103,8 @@ class _Plan(Struct, forbid_unknown_fields=True, kw_only=True):
     settings: dict[str, object]
     versions: dict[str, str]
     measured_peak_bytes: Natural | None
+    arena_bytes: Natural | UnsetType = UNSET
+    outside_arena_bytes: Natural | UnsetType = UNSET
     pool_peaks_bytes: dict[str, Natural] | UnsetType = UNSET
     differs: tuple[str, ...] | UnsetType = UNSET
     gradient_error: Seconds | UnsetType = UNSET
@@ -136,6 +138,8 @@ def plan_to_dict(plan: Plan) -> dict[str, object]:
             settings=to_json_object(plan.settings, "settings"),
             versions=dict(plan.versions),
             measured_peak_bytes=plan.measured_peak_bytes,
+            arena_bytes=UNSET if plan.arena_bytes is None else plan.arena_bytes,
+            outside_arena_bytes=UNSET if plan.outside_arena_bytes is None else plan.outside_arena_bytes,
             pool_peaks_bytes=dict(plan.pool_peaks_bytes) or UNSET,
             differs=plan.differs or UNSET,
             gradient_error=UNSET if plan.gradient_error is None else plan.gradient_error,
@@ -177,6 +181,8 @@ def plan_from_dict(data: Mapping[str, object], *, source: str = "plan") -> Plan:
         settings=to_json_object(read.settings, f"{source}: settings"),
         versions=read.versions,
         measured_peak_bytes=read.measured_peak_bytes,
+        arena_bytes=None if read.arena_bytes is UNSET else read.arena_bytes,
+        outside_arena_bytes=None if read.outside_arena_bytes is UNSET else read.outside_arena_bytes,
         pool_peaks_bytes=read.pool_peaks_bytes or {},
         differs=read.differs or (),
         gradient_error=None if read.gradient_error is UNSET else read.gradient_error,

@@ -60,6 +60,8 @@ class Plan:
         status: ``OPTIMAL`` or ``FEASIBLE``, as in ``solvers.result.Status``.
         solver, seconds, settings, versions: how it was found.
         measured_peak_bytes: measured peak of one step; None if none was run.
+        arena_bytes: the block of memory that the step runs in; None for steps that do not.
+        outside_arena_bytes: the most bytes that it takes outside of it at once; None likewise.
         graph_file: path of the graph, relative to the folder of the plan's file; None if it is in no file.
         eager: how a step by this plan compares with plain eager PyTorch; None if that was not tried.
         pool_peaks_bytes: predicted peaks of the other pools, by name.
@@ -81,6 +83,8 @@ class Plan:
     settings: Mapping[str, object] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
     measured_peak_bytes: int | None = None
+    arena_bytes: int | None = None
+    outside_arena_bytes: int | None = None
     graph_file: str | None = None
     eager: EagerComparison | None = None
     pool_peaks_bytes: Mapping[str, int] = field(default_factory=dict)
@@ -109,6 +113,7 @@ class Plan:
             f"step time {self._step_time()}, {self.status}, gap {gap}",
             "" if self.eager is None else str(self.eager),
             f"allowed to differ by {'; '.join(self.differs)}" if self.differs else "",
+            self.arena,
             self.lossy,
             self._kernels(),
         )
@@ -186,6 +191,13 @@ class Plan:
             return ""
         found = None if self.eager is None else self.eager.gradient_error
         return f"gradient error {self.gradient_error:.2e} predicted, {'not' if found is None else f'{found:.2e}'} measured"
+
+    @property
+    def arena(self) -> str:
+        """The arena in words; "" if the step runs in none."""
+        if self.arena_bytes is None or self.outside_arena_bytes is None:
+            return ""
+        return f"arena: {format_bytes(self.arena_bytes)}, {format_bytes(self.outside_arena_bytes)} outside"
 
     def _step_time(self) -> str:
         """Return how the step time compares with eager PyTorch, if measured, and with keeping everything."""

@@ -43,6 +43,7 @@ def compile(  # noqa: A001
     dynamic: bool = False,
     max_plans: int = 32,
     cuda_graph: bool = False,
+    arena: bool = False,
     replan: bool = False,
     compare_eager: bool = True,
     kernels: str = "eager",
@@ -86,6 +87,8 @@ def compile(  # noqa: A001
         dynamic: True if batches of other sizes follow. The step is then a ``DynamicStep``, which plans each size.
         max_plans: with `dynamic` or `replan`: how many plans are kept. The least recently used one is dropped first.
         cuda_graph: replay the step as CUDA graphs. The memory that they hold is counted; random ops are not recomputed.
+        arena: run the step in one block of memory, at planned addresses, which is kept from step to step (``docs/addresses.md``).
+            It is at most the budget, and needs a C++ compiler.
         replan: plan again, with a warning, when the model, the loss function or a value that they read has changed. False: raise
             MismatchError.
         compare_eager: run the step beside plain eager PyTorch if that fits, and warn where results differ (``EagerWarning``).
@@ -142,6 +145,7 @@ def compile(  # noqa: A001
     run = RunSettings(
         kernels=kernels,
         cuda_graph=cuda_graph,
+        arena=arena,
         dynamic=dynamic,
         replan=replan,
         max_plans=max_plans,

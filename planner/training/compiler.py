@@ -35,7 +35,7 @@ from planner.solving import check_same_graph, summarize
 from planner.tracing import as_recorded, profiled
 from planner.training.compare_eager import compare_with_eager, warn_of_differences
 from planner.training.graph_room import with_room_for_pool
-from planner.training.improvement import Consultation, Improvement, over_budget
+from planner.training.improvement import Consultation, Improvement, over_budget, with_arena
 from planner.training.step import Improving, PlannedStep
 
 if TYPE_CHECKING:
@@ -127,7 +127,7 @@ class Compiler:
             needed_bytes = plan.needed_bytes(peak_bytes)
             if needed_bytes <= wanted_bytes:
                 solved_bytes = plan.budget_bytes
-                plan = replace(plan, budget_bytes=wanted_bytes, measured_peak_bytes=peak_bytes)
+                plan = with_arena(replace(plan, budget_bytes=wanted_bytes, measured_peak_bytes=peak_bytes), executor.arena)
                 plan = self._compared(captured, batch, plan, executor)
                 return self._step(captured, plan, executor, budget, solved_bytes=solved_bytes)
             del executor  # with the memory of its recording
@@ -162,6 +162,8 @@ class Compiler:
         """Return whether planning runs a step to measure its peak."""
         if not self._swaps or type(self.wrapper.ranks) is not SingleProcess:
             return True  # a plan over the budget would stay
+        if self.search.run.arena:
+            return True  # its first step is recorded
         return not why_it_does_not_fit(graph, next(self.wrapper.module.parameters()).device)
 
     @property
@@ -225,7 +227,8 @@ class Compiler:
             raise BudgetError(
                 f"its measured peak here is {format_bytes(peak_bytes)}, over its budget of {format_bytes(plan.budget_bytes)}"
             )
-        plan = self._compared(captured, batch, replace(plan, measured_peak_bytes=peak_bytes), executor)
+        plan = with_arena(replace(plan, measured_peak_bytes=peak_bytes), executor.arena)
+        plan = self._compared(captured, batch, plan, executor)
         executor.start_training(plan.budget_bytes, check_writes=self.search.run.check_writes)
         improving = self._improving(captured, plan, executor, plan.budget_bytes, finds=False) if improves else None
         return PlannedStep(plan, self.wrapper.wrapped(executor), measured, improving=improving)
@@ -256,7 +259,10 @@ class Compiler:
 
     def _made_executor(self, captured: Capture, plan: Plan) -> Executor:
         offered = with_graph(captured, with_recorded(captured.graph, plan.settings))
-        return Executor(offered, plan.schedule, self.wrapper.module, self.loss_fn, self.channels)
+        executor = Executor(offered, plan.schedule, self.wrapper.module, self.loss_fn, self.channels)
+        if self.search.run.arena:
+            executor.use_arena()
+        return executor
 
     def _rehearsed(self, captured: Capture, batch: Batch, plan: Plan) -> tuple[Executor, int]:
         executor = self._made_executor(captured, plan)

@@ -21,6 +21,7 @@ from planner.memory import Memory
 from planner.option_settings import with_recorded
 from planner.plans.eager import EagerComparison
 from planner.plans.plan import Plan
+from planner.runtime.arena import Arena
 from planner.runtime.executor import Executor
 from planner.runtime.observation import OpTimer, PeakWatch
 from planner.search import Search
@@ -117,11 +118,18 @@ class Improvement:
     def adopt(self, plan: Plan) -> Swap:
         """Replace the current plan by `plan`, and observe the peak of its first step."""
         gain = 1 - plan.time_s / self.plan.time_s
+        if self._executor.arena is not None:
+            self._executor.arena.drop()  # there is not room for two
         executor = self._make_executor(self._captured, plan)
         self._time_ops_of(executor)
         self._before = Swap(self.plan, self._executor, self._captured.graph, "the peak of the next one was over the budget")
         self.plan = replace(
-            plan, budget_bytes=self.plan.budget_bytes, measured_peak_bytes=None, eager=_of_another_plan(self.plan.eager)
+            plan,
+            budget_bytes=self.plan.budget_bytes,
+            measured_peak_bytes=None,
+            arena_bytes=None,
+            outside_arena_bytes=None,
+            eager=_of_another_plan(self.plan.eager),
         )
         executor.start_training(self.plan.budget_bytes, check_writes=self._executor.check_writes)
         self._executor, self._watch = executor, PeakWatch(executor)
@@ -135,7 +143,7 @@ class Improvement:
         self._watch = None
         if watch.peak_bytes is None:
             return None
-        self.plan = replace(self.plan, measured_peak_bytes=watch.peak_bytes)
+        self.plan = with_arena(replace(self.plan, measured_peak_bytes=watch.peak_bytes), self._executor.arena)
         return self.plan.needed_bytes(watch.peak_bytes) - self.plan.budget_bytes
 
     def take_back(self, over_bytes: int) -> Swap:
@@ -297,6 +305,13 @@ def with_times(graph: Graph, times_s: Mapping[str, float]) -> Graph:
     scale = math.fsum(times_s.values()) / known_s if known_s > 0 else 1.0
     ops = tuple(replace(op, time_s=times_s.get(op.name, op.time_s * scale)) for op in graph.ops)
     return replace(graph, ops=ops, provenance={**graph.provenance, "times": "measured in training steps"})
+
+
+def with_arena(plan: Plan, arena: Arena | None) -> Plan:
+    """Return `plan` with the memory of the arena that its step runs in; without if it runs in none, or that is not known."""
+    if arena is None or arena.slab is None:
+        return replace(plan, arena_bytes=None, outside_arena_bytes=None)
+    return replace(plan, arena_bytes=arena.slab.size_bytes, outside_arena_bytes=arena.outside_bytes)
 
 
 def _of_another_plan(eager: EagerComparison | None) -> EagerComparison | None:

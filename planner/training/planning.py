@@ -58,6 +58,7 @@ class Planning:
         around = {
             Feature.SEVERAL_PROCESSES: type(self.wrapper) is not Unwrapped,
             Feature.ON_CPU: any(parameter.device.type != "cuda" for parameter in self.wrapper.module.parameters()),
+            Feature.ON_GPU: any(parameter.device.type == "cuda" for parameter in self.wrapper.module.parameters()),
         }
         check_compatible(asked | {feature for feature, there in around.items() if there})
         if ("placement" in asked) != bool(self.trace.other_devices):
@@ -138,6 +139,8 @@ class Planning:
             made_with |= {"link": options.link_bytes_per_s, "host_budget": host_budget}
         if self.trace.other_devices:
             made_with["other_devices"] = list(self.trace.other_devices)
+        if self.run.arena:
+            made_with["arena"] = True
         if params is not None:
             made_with["params"] = asdict(params) if is_dataclass(params) and not isinstance(params, type) else repr(params)
         return made_with

@@ -7,13 +7,14 @@ import pytest
 import planner
 from graphs.allocators.caching import EXPANDABLE
 from graphs.allocators.training import usage_of
-from graphs.errors import InfeasibleError, LimitError, UsageError
+from graphs.errors import FormatError, InfeasibleError, LimitError, MismatchError, UsageError
 from graphs.ir import Graph, Kind
 from graphs.schedule import keep_everything
 from graphs.synthetic.small import training_chain
 from graphs.synthetic.transformer import TransformerSize, transformer
 from planner.facts.graph import graph_facts
 from planner.memory import Memory
+from planner.plan_check import check_plan
 from planner.plans.document import plan_from_dict, plan_to_dict
 from planner.plans.plan import Plan
 from planner.report.graph_text import graph_text
@@ -142,6 +143,28 @@ def test_files_keep_what_is_reserved() -> None:
     read = plan_from_dict(plan_to_dict(plan))
     assert (read.memory, read.reserved) == (Memory.RESERVED, plan.reserved)
     assert "memory" not in plan_to_dict(solve(chain("cpu"), "80%"))
+
+
+def test_a_file_that_says_less_is_refused() -> None:
+    graph = chain()
+    plan = solve(graph, "80%", work_limit=2.0)
+    check_plan(graph, plan)
+    assert plan.reserved is not None
+    with pytest.raises(MismatchError, match="its file was edited"):
+        check_plan(graph, replace(plan, reserved=replace(plan.reserved, total_bytes=plan.reserved.total_bytes - 1)))
+    with pytest.raises(FormatError, match=r"reserved\.total_bytes"):
+        plan_from_dict({**plan_to_dict(plan), "reserved": {"total_bytes": 10**9, "allocated_bytes": 1, "eager_bytes": 1}})
+    without = {name: value for name, value in plan_to_dict(plan).items() if name != "reserved"}
+    with pytest.raises(FormatError, match="what is reserved, as the budget counts reserved memory"):
+        plan_from_dict(without)
+
+
+def test_plans_with_transfers_fit_a_budget_of_reserved_memory() -> None:
+    graph = chain(size_bytes=11 * MIB)
+    plan = solve(graph, "60%", options=["offload"], link="100GB/s", host_budget="1GB", work_limit=3.0)
+    assert plan.pool_peaks_bytes["host"] > 0
+    assert plan.reserved_bytes is not None and plan.reserved_bytes <= plan.budget_bytes == 9 * 12 * MIB * 60 // 100
+    assert plan.peak_bytes <= plan.reserved_bytes
 
 
 def test_the_least_memory_counts_allocated_bytes() -> None:

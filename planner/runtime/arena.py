@@ -9,6 +9,7 @@ A step that finds tensors of another one in the slab, such as a second forward p
 occupied from the usual allocator.
 """
 
+import logging
 from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -18,12 +19,15 @@ from typing import Any
 import torch
 
 from graphs.addresses import Buffer, Offsets, live_bytes
+from graphs.units import format_bytes
 from planner.runtime import arena_allocator
 from planner.runtime.arena_allocator import LEAST_BYTES, Missed, Recording, Request, Slab
 from planner.runtime.code import Code
+from planner.runtime.release import release_unused
 from planner.torch_private.core import backward_retains_graph
 from solvers.addresses.solve import solve
 
+_LOG = logging.getLogger(__name__)
 _ALIGNMENT = 64  # that of PyTorch's CPU allocator, by which kernels choose how they compute
 _SEARCH_S = 1.0  # time limit for addresses
 _MOST_RECORDINGS = 3  # of steps whose requests differ from those recorded before
@@ -50,6 +54,7 @@ class Arena:
         arena_allocator.install()
         self.missed = Missed()
         self._recordings = 0
+        self._warned = False
         self._planned: _Planned | None = None
         self._accumulate = accumulate
         self._held: Sequence[Any] = ()  # gradients that others hold too are copied by autograd
@@ -97,7 +102,8 @@ class Arena:
             with self._served(started.slab, started.backward):
                 gradients = code.backward(static, alive)
             if self.missed.unmatched_bytes and self._recordings < _MOST_RECORDINGS:
-                self._planned = None
+                self.drop()
+            self._warn_of_tensors_in_it()
         else:
             with _recorded(started.recording):
                 gradients = code.backward(static, alive)
@@ -107,6 +113,17 @@ class Arena:
         if self._accumulate:
             self._held = gradients
         return gradients
+
+    def _warn_of_tensors_in_it(self) -> None:
+        """Log once that a step found its addresses occupied."""
+        if self.missed.occupied_bytes and not self._warned:
+            self._warned = True
+            _LOG.warning(
+                "%s of a step are outside of its arena, where tensors of another step are: free gradients before the step "
+                "(optimizer.zero_grad(), with set_to_none=True), or plan with accumulate=True, and call backward() for each step "
+                "before the next one",
+                format_bytes(self.missed.occupied_bytes),
+            )
 
     @contextmanager
     def _served(self, slab: Slab, requests: range) -> Iterator[None]:
@@ -163,6 +180,7 @@ def _planned(recorded: _Recorded, gradients: Sequence[Any]) -> _Planned:
     assert found is not None  # any arena will do
     offsets = {int(buffer.id): offset for buffer, offset in zip(found.buffers, found.offsets, strict=True)}
     large = [i for i, request in enumerate(requests) if request.size_bytes >= LEAST_BYTES]
+    release_unused(torch.device("cpu"))  # what the recorded step has freed
     slab = Slab(max(found.height_bytes, _ALIGNMENT), [requests[i].size_bytes for i in large], [offsets.get(i) for i in large])
     count = sum(i < recorded.count for i in large)
     return _Planned(slab, range(count), range(count, len(large)), _outside_bytes(requests, offsets))

@@ -49,9 +49,10 @@ struct Active {
 };
 
 thread_local Active active;
-std::mutex mutex;
-std::map<char*, Block> blocks; // in use, of all slabs
-std::unordered_map<void*, std::pair<Recording*, int64_t>> recorded;
+// Never destroyed: tensors may be freed after everything else, when the process ends.
+std::mutex& mutex = *new std::mutex;
+std::map<char*, Block>& blocks = *new std::map<char*, Block>; // in use, of all slabs
+auto& recorded = *new std::unordered_map<void*, std::pair<Recording*, int64_t>>;
 c10::Allocator* before = nullptr;
 
 void unmap_unused(Slab* slab) {

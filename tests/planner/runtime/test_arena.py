@@ -22,6 +22,7 @@ from planner.runtime import arena_allocator
 from planner.runtime.arena_allocator import LEAST_BYTES, Missed, Recording, Slab
 from planner.runtime.executor import Executor
 from planner.runtime.measure import Isolated, outcome
+from tests.support.logs import lines_of
 from tests.support.steps import STEPS, capture_of, make, random_schedule
 
 SMALL_BYTES = 20_000  # of the requests that are too small for the slab
@@ -106,14 +107,17 @@ def test_gradients_are_in_the_slab_and_results_are_not() -> None:
 def test_what_the_caller_holds_keeps_its_values() -> None:
     executor, workload = in_arena("gpt2_sdpa")
     held = []
-    for seed in range(3):
-        torch.manual_seed(seed)
-        loss = executor(*workload.batch)
-        loss.backward()
-        values = {"loss": loss.detach(), **gradients_of(workload.model)}
-        held.append((values, copy.deepcopy(values)))
-        workload.model.zero_grad(set_to_none=True)
+    with lines_of("planner.runtime.arena") as lines:
+        for seed in range(3):
+            torch.manual_seed(seed)
+            loss = executor(*workload.batch)
+            loss.backward()
+            values = {"loss": loss.detach(), **gradients_of(workload.model)}
+            held.append((values, copy.deepcopy(values)))
+            workload.model.zero_grad(set_to_none=True)
     assert missed(executor).occupied_bytes > 0
+    (line,) = lines
+    assert "of a step are outside of its arena, where tensors of another step are: free gradients" in line
     assert all(torch.equal(values[name], copied[name]) for values, copied in held for name in values)
 
 

@@ -175,6 +175,7 @@ def _run(plan: Plan, workload: Workload, stages: Stages, *, repeats: int, seed: 
     ):
         isolated = {name: measure.Isolated(step, model, batch) for name, step in steps.items()}
         times = measure.turn_times(isolated, batch, parameters=list(model.parameters()), repeats=repeats)
+    peaks = other_peaks_measured(captured, planned, eager, batch)
     report = RunReport(
         budget_bytes=plan.budget_bytes,
         predicted_peak_bytes=plan.peak_bytes,
@@ -183,8 +184,8 @@ def _run(plan: Plan, workload: Workload, stages: Stages, *, repeats: int, seed: 
         library_bytes=memory.library_bytes,
         predicted_host_bytes=plan.pool_peaks_bytes.get(HOST),
         predicted_pools_bytes={pool: peak for pool, peak in plan.pool_peaks_bytes.items() if pool != HOST},
-        measured_pools_bytes=other_peaks_measured(captured, planned, eager, batch),
-        measured_host_bytes=None if planned.devices.host is None else planned.devices.host.peak_bytes,
+        measured_pools_bytes={pool: peak for pool, peak in peaks.items() if pool != HOST},
+        measured_host_bytes=peaks.get(HOST),
         predicted_time_s=plan.time_s,
         measured_time_s=median(times[_PLANNED]),
         predicted_ratio=1 + plan.overhead,

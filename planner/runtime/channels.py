@@ -1,7 +1,6 @@
 """Channels between the pools of a step: threads between memories of the CPU, streams from and to CUDA devices."""
 
-from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -11,13 +10,6 @@ from planner.runtime.cuda_channels import StreamChannel, host_memory
 from planner.runtime.host_memory import HostMemory, HostTensor
 from planner.runtime.thread_channels import ThreadChannel
 from planner.runtime.transfers import DeviceMemory, Memory, Transfer
-
-
-class Channel(Protocol):
-    """A channel from one pool to another, which makes one copy at a time."""
-
-    def transfer(self, look: Callable[[], object] = ...) -> Transfer:
-        """Return a transfer that is not started; long waits for it call `look`, which may raise."""
 
 
 def open_channel(

@@ -31,7 +31,7 @@ class StreamChannel:
         self.stream, self.part = torch.cuda.Stream(device), _Part()
 
     def transfer(self, look: Callable[[], object] = lambda: None) -> "StreamTransfer":
-        """Return a transfer; long waits for it call `look`, which may raise."""
+        """Return a transfer that is not started; long waits for it call `look`, which may raise."""
         return StreamTransfer(self._name, self._target, look, self)
 
 
@@ -116,9 +116,6 @@ class StreamTransfer(Transfer):
         now.synchronize()
         return float(before.elapsed_time(now)) / 1e3
 
-    def settle(self) -> None:
-        """Do nothing: what a copy under way uses is held; see ``Transfer.settle``."""
-
     def copy(self) -> _Launched:
         """Return the launched copy; see ``Transfer.copy``."""
         self._wait_until_known()
@@ -160,9 +157,6 @@ class StreamTransfer(Transfer):
             launched.before(torch.cuda.current_stream(end.device))
         elif end is not None:
             launched.finish()
-
-    def _check(self) -> None:
-        """Do nothing: the thread that gives the other end launches the copy."""
 
     def __del__(self) -> None:
         # For steps that were dropped halfway: their memory must not be reused before the copy ends.

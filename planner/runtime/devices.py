@@ -13,8 +13,10 @@ from graphs.ir import Graph
 from graphs.options.placement import between_devices, devices_of
 from graphs.pools import HOST
 from planner.profiling.other_devices import NamedDevice, parse_device
-from planner.runtime.channels import Channel, HostChannels, open_channel
+from planner.runtime.channels import HostChannels, open_channel
+from planner.runtime.cuda_channels import StreamChannel
 from planner.runtime.host_memory import HostMemory
+from planner.runtime.thread_channels import ThreadChannel
 from planner.runtime.transfers import DeviceMemory, StoppedError, Transfer
 from planner.runtime.workers import Called, Worker
 
@@ -53,7 +55,7 @@ class Devices:
             for pool in self.pools[1:]
             if self.places[pool.name].type == "cuda"
         }
-        self.channels: dict[str, Channel] = {}
+        self.channels: dict[str, ThreadChannel | StreamChannel] = {}
         self.host: HostMemory | None = None
         if (host := next((pool for pool in graph.pools if pool.name == HOST), None)) is not None:
             channels = HostChannels(main, host.capacity_bytes) if channels is None else channels
@@ -95,8 +97,6 @@ class Devices:
             running.fail(error)
             for job in jobs:
                 job.settle()
-            for transfer in running.transfers:
-                transfer.settle()
             first = running.error if isinstance(error, StoppedError) else None
             running.error, running.transfers = None, ()  # its frames would keep it and all tensors of the step alive
             if first is None:
@@ -127,7 +127,7 @@ class Devices:
                     around(partial(part, running.transfers))
         except StoppedError:
             pass
-        except CopyError as error:
+        except (CopyError, DeviceError) as error:
             running.fail(error)
         except BaseException as error:  # noqa: BLE001  # whoever waits for it hears of it
             what = f"an op on {self._named[stream].name!r} failed: {type(error).__name__}: {error}; the step can be tried again"

@@ -1,6 +1,5 @@
 """Transfers between memories of the CPU, by a thread for each channel."""
 
-import threading
 import time
 from collections.abc import Callable, Sequence
 
@@ -10,7 +9,7 @@ import torch
 from graphs.errors import CopyError
 from planner.runtime.host_memory import Copy, ended
 from planner.runtime.transfers import Memory, Transfer
-from planner.runtime.workers import Worker, is_dead
+from planner.runtime.workers import Worker
 
 
 class ThreadChannel:
@@ -22,21 +21,16 @@ class ThreadChannel:
         self._worker = Worker(name, f"copies from {name}", CopyError)
 
     def transfer(self, look: Callable[[], object] = lambda: None) -> "ThreadTransfer":
-        """Return a transfer; long waits for it call `look`, which may raise."""
+        """Return a transfer that is not started; long waits for it call `look`, which may raise."""
         return ThreadTransfer(self._name, self._target, look, self._worker)
 
 
 class ThreadTransfer(Transfer):
-    """A transfer by a thread.
-
-    Attributes:
-        thread: the thread of the channel, once the copy is issued.
-    """
+    """A transfer by a thread."""
 
     def __init__(self, name: str, target: Memory, look: Callable[[], object], worker: Worker) -> None:
         """Initialize a transfer by `worker`; see ``Transfer``."""
         super().__init__(name, target, look)
-        self.thread: threading.Thread | None = None
         self._worker: Worker | None = worker
 
     def make(self) -> None:
@@ -58,10 +52,6 @@ class ThreadTransfer(Transfer):
         earlier.finish()
         self.finish()
         return self._ended_s - earlier._ended_s
-
-    def settle(self) -> None:
-        """Wait for the copy; see ``Transfer.settle``."""
-        ended(self)
 
     def copy(self) -> Copy:
         """Return the transfer itself; see ``Transfer.copy``."""
@@ -91,7 +81,3 @@ class ThreadTransfer(Transfer):
     def _wait(self, *, at_target: bool) -> None:
         del at_target
         self._wait_until_known()
-
-    def _check(self) -> None:
-        if is_dead(self.thread) and not self._known.is_set():
-            raise CopyError(f"a copy from {self._name} was not made: its thread has died; the step can be tried again")

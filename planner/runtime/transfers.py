@@ -17,7 +17,7 @@ import torch
 from graphs.errors import CopyError
 from graphs.units import format_bytes
 from planner.runtime.host_memory import Copy, HostBytes, HostTensor, Layout
-from planner.runtime.workers import LOOK_S
+from planner.runtime.workers import LOOK_S, is_dead
 
 
 class StoppedError(CopyError):
@@ -47,6 +47,7 @@ class Transfer(ABC):
 
     Attributes:
         layout: layout of the tensor within the copied bytes; None until it is copied.
+        thread: the thread that copies; None if none does, or none yet.
     """
 
     def __init__(self, name: str, target: Memory, look: Callable[[], object]) -> None:
@@ -57,6 +58,7 @@ class Transfer(ABC):
             look: called during long waits; may raise.
         """
         self.layout: Layout | None = None
+        self.thread: threading.Thread | None = None
         self._source: torch.Tensor | HostBytes | None = None
         self._target: torch.Tensor | HostBytes | None = None
         self._memory: Memory | None = target
@@ -87,9 +89,10 @@ class Transfer(ABC):
             CopyError: there is no room on the host, or no thread can be started for the copy.
             StoppedError: the pass has failed.
         """
-        if self._memory is None:
+        memory = self._memory
+        if memory is None:
             raise StoppedError
-        target = self._memory.empty(size_bytes)
+        target = memory.empty(size_bytes)
         self.into(target)
         return target
 
@@ -138,10 +141,6 @@ class Transfer(ABC):
         """
 
     @abstractmethod
-    def settle(self) -> None:
-        """Wait until a started copy uses neither end any more."""
-
-    @abstractmethod
     def copy(self) -> Copy:
         """Return what others wait for before they use the copied bytes; a wait until the copy is known to its channel."""
 
@@ -161,10 +160,6 @@ class Transfer(ABC):
     @abstractmethod
     def _wait(self, *, at_target: bool) -> None:
         """Make the computation at one of the ends wait for the copy."""
-
-    @abstractmethod
-    def _check(self) -> None:
-        """Raise if the copy will never be made."""
 
     def _give(self, end: torch.Tensor | HostBytes, *, at_target: bool) -> None:
         if isinstance(end, torch.Tensor):
@@ -223,7 +218,8 @@ class Transfer(ABC):
     def _wait_until_known(self) -> None:
         while not self._known.wait(LOOK_S):
             self._look()
-            self._check()
+            if is_dead(self.thread) and not self._known.is_set():
+                raise CopyError(f"a copy from {self._name} was not made: its thread has died; the step can be tried again")
         if (error := self._error) is not None:
             if isinstance(error, StoppedError):
                 raise StoppedError

@@ -26,6 +26,10 @@ libc.mallinfo2.restype = Info
 libc.free.argtypes = [ctypes.c_void_p]
 calls, held, found = json.loads(sys.argv[1]), [ctypes.c_void_p() for _ in range(1000)], []
 libc.malloc_trim(0)
+filler = ctypes.c_void_p()
+while (info := libc.mallinfo2()).fordblks - info.keepcost > 2**18:  # fill the gaps of the interpreter's heap
+    assert libc.posix_memalign(ctypes.byref(filler), 64, 2**16) == 0
+libc.malloc_trim(0)
 before = libc.mallinfo2()
 used = 0
 for call in calls:

@@ -43,7 +43,8 @@ class RunReport:
         budget_bytes, predicted_peak_bytes, predicted_time_s, predicted_ratio: predictions of the plan.
         measured_peak_bytes: peak of tensors and workspaces (CUDA: allocated), static memory included; optimizer state and earlier
             gradients are added as planned, since they are not allocated here.
-        reserved_bytes: bytes reserved by the CUDA allocator; None on the CPU.
+        needed_bytes: what the plan needs of the memory that its budget counts, by the measured peak (``Plan.needed_bytes``).
+        predicted_reserved_bytes, reserved_bytes: bytes reserved by the CUDA allocator; None on the CPU.
         arena_bytes, outside_arena_bytes: the arena, and the most bytes that a step takes outside of it at once; None without one.
         library_bytes: workspaces of libraries on the device, which are not in the peak; 0 on the CPU.
         predicted_host_bytes, measured_host_bytes: peak of offloaded tensors on the host; None for a plan without transfers.
@@ -69,6 +70,7 @@ class RunReport:
     budget_bytes: int
     predicted_peak_bytes: int
     measured_peak_bytes: int
+    needed_bytes: int
     reserved_bytes: int | None
     predicted_host_bytes: int | None
     measured_host_bytes: int | None
@@ -91,6 +93,7 @@ class RunReport:
     eager_error: float | None = None
     not_compared: str = ""
     library_bytes: int = 0
+    predicted_reserved_bytes: int | None = None
     arena_bytes: int | None = None
     outside_arena_bytes: int | None = None
 
@@ -180,6 +183,8 @@ def _run(plan: Plan, workload: Workload, stages: Stages, *, repeats: int, seed: 
         budget_bytes=plan.budget_bytes,
         predicted_peak_bytes=plan.peak_bytes,
         measured_peak_bytes=memory.peak_bytes,
+        needed_bytes=plan.needed_bytes(memory.peak_bytes),
+        predicted_reserved_bytes=plan.reserved_bytes,
         reserved_bytes=memory.reserved_bytes,
         library_bytes=memory.library_bytes,
         predicted_host_bytes=plan.pool_peaks_bytes.get(HOST),

@@ -90,4 +90,4 @@ def _verdict(report: "RunReport") -> int:
     """Return the exit code: wrong results take precedence over excess memory; differences stated in the plan are not wrong."""
     if not report.differs and report.is_exact is False:
         return DIFFERENT
-    return OVER_BUDGET if report.measured_peak_bytes > report.budget_bytes else DONE
+    return OVER_BUDGET if report.needed_bytes > report.budget_bytes else DONE

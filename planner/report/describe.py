@@ -138,6 +138,8 @@ def run_data(report: "RunReport") -> dict[str, object]:
         "measured_peak_bytes": report.measured_peak_bytes,
         "arena_bytes": report.arena_bytes,
         "outside_arena_bytes": report.outside_arena_bytes,
+        "needed_bytes": report.needed_bytes,
+        "predicted_reserved_bytes": report.predicted_reserved_bytes,
         "reserved_bytes": report.reserved_bytes,
         "library_bytes": report.library_bytes,
         "predicted_host_bytes": report.predicted_host_bytes,
@@ -171,18 +173,20 @@ def run_text(report: "RunReport") -> str:
     ]
     if report.predicted_host_bytes is not None and report.measured_host_bytes is not None:
         rows.insert(1, ("host memory", format_bytes(report.predicted_host_bytes), format_bytes(report.measured_host_bytes)))
+    if report.predicted_reserved_bytes is not None and report.reserved_bytes is not None:
+        reserved_bytes = report.predicted_reserved_bytes, report.reserved_bytes
+        rows.insert(1, ("reserved memory", *map(format_bytes, reserved_bytes)))
     for pool, peak in report.predicted_pools_bytes.items():
         rows.insert(1, (f"{pool} memory", format_bytes(peak), format_bytes(report.measured_pools_bytes[pool])))
     if report.predicted_gradient_error is not None and report.measured_gradient_error is not None:
         rows.append(("gradient error", f"{report.predicted_gradient_error:.2e}", f"{report.measured_gradient_error:.2e}"))
-    within = "within" if report.measured_peak_bytes <= report.budget_bytes else "OVER"
-    reserved = "" if report.reserved_bytes is None else f"; the allocator held {format_bytes(report.reserved_bytes)}"
-    if report.library_bytes:
-        reserved += f", with {format_bytes(report.library_bytes)} of workspaces that libraries keep, which are in no plan"
+    within = "within" if report.needed_bytes <= report.budget_bytes else "OVER"
+    libraries = f"{format_bytes(report.library_bytes)} of workspaces that libraries keep are beside it"
+    beside = f"; {libraries}" if report.library_bytes else ""
     return "\n".join(
         (
             table(("", "predicted", "measured"), rows, numbers=3),
-            f"measured peak: {within} the budget of {format_bytes(report.budget_bytes)}{reserved}",
+            f"measured peak: {within} the budget of {format_bytes(report.budget_bytes)}{beside}",
             *_arena(report),
             *_times_compared(report),
             *(f"may differ, as the plan says: {visible(what)}" for what in report.differs),

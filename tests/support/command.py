@@ -39,6 +39,7 @@ def run_report(*, identical: bool | None, **changes: Any) -> RunReport:
         budget_bytes=2000,
         predicted_peak_bytes=1990,
         measured_peak_bytes=1980,
+        needed_bytes=changes.get("measured_peak_bytes", 1980),
         reserved_bytes=None,
         predicted_host_bytes=None,
         measured_host_bytes=None,

@@ -92,7 +92,7 @@ def ran(report: RunReport, plan_file: Path, capsys: Any, monkeypatch: Any, *opti
             "DIFFERENT from plain PyTorch",
         ),
         (NOT_COMPARED, 0, "not run to compare with, it needs 3.00 kB, and there is room for 2.50 kB"),
-        (replace(NOT_COMPARED, measured_peak_bytes=2001), 5, "OVER the budget"),
+        (replace(NOT_COMPARED, measured_peak_bytes=2001, needed_bytes=2001), 5, "OVER the budget"),
     ],
 )
 def test_a_run_has_codes_of_its_own(

@@ -9,6 +9,7 @@ from torch import nn
 import planner
 from graphs.schedule import keep_everything
 from graphs.simulate import simulate
+from graphs.units import format_bytes
 from planner.capture.step import LossFn, TrainingStep
 from planner.capture.trace import capture
 from planner.report.describe import run_data, run_text
@@ -108,7 +109,14 @@ def test_a_run_says_what_libraries_keep() -> None:
         report = planner.run(plan, *workload, repeats=1)
     assert report.measured_peak_bytes <= report.budget_bytes and report.identical
     assert report.library_bytes == run_data(report)["library_bytes"] == 2 * WORKSPACE_BYTES
-    assert "with 67.11 MB of workspaces that libraries keep, which are in no plan" in run_text(report)
+    text = run_text(report)
+    assert "67.11 MB of workspaces that libraries keep are beside it" in text
+    assert report.predicted_reserved_bytes == plan.reserved_bytes == report.needed_bytes <= report.budget_bytes
+    assert report.reserved_bytes is not None
+    (row,) = (line.split() for line in text.splitlines() if "reserved memory" in line)
+    assert " ".join(row) == (
+        f"reserved memory {format_bytes(report.predicted_reserved_bytes)} {format_bytes(report.reserved_bytes)}"
+    )
 
 
 def test_planning_leaves_nothing_on_the_device() -> None:

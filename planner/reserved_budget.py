@@ -128,9 +128,14 @@ class _Search:
         self._found = False  # by the current solve
 
     def watch(self) -> Watch:
-        """Return the observers of the next solve, which is stopped only when it has found a schedule."""
+        """Return the observers of the next solve, which is stopped only when it has found a schedule.
+
+        They are told that nothing is known of it yet, since whoever stops it may go by the gap of the one before.
+        """
         self._found = False
         stop = self._watch.should_stop
+        if self._watch.on_progress is not None:
+            self._watch.on_progress(SolveProgress(0.0, "starting", None, None))
 
         def tell(progress: SolveProgress) -> None:
             self._found |= progress.best_s is not None

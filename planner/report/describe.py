@@ -174,8 +174,8 @@ def run_text(report: "RunReport") -> str:
     if report.predicted_host_bytes is not None and report.measured_host_bytes is not None:
         rows.insert(1, ("host memory", format_bytes(report.predicted_host_bytes), format_bytes(report.measured_host_bytes)))
     if report.predicted_reserved_bytes is not None and report.reserved_bytes is not None:
-        reserved_bytes = report.predicted_reserved_bytes, report.reserved_bytes
-        rows.insert(1, ("reserved memory", *map(format_bytes, reserved_bytes)))
+        predicted, measured = format_bytes(report.predicted_reserved_bytes), format_bytes(report.reserved_bytes)
+        rows.insert(1, ("reserved memory", predicted, measured))
     for pool, peak in report.predicted_pools_bytes.items():
         rows.insert(1, (f"{pool} memory", format_bytes(peak), format_bytes(report.measured_pools_bytes[pool])))
     if report.predicted_gradient_error is not None and report.measured_gradient_error is not None:

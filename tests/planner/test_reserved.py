@@ -1,6 +1,7 @@
 """Budgets of reserved memory: plans of graphs on a CUDA device, by the model of its allocator."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -21,6 +22,7 @@ from planner.report.graph_text import graph_text
 from planner.reserved import EagerMemory, eager_reserved_bytes, least_device_bytes, requests_of, reserved_beside
 from planner.solving import solve
 from planner.studies.budget_analysis import advise_graph
+from solvers.result import SolveProgress
 
 MIB = 2**20
 
@@ -136,6 +138,13 @@ def test_a_solve_that_is_stopped_returns_a_plan_that_fits() -> None:
     graph = chain(size_bytes=6 * MIB)
     plan = solve(graph, 39 * MIB, should_stop=lambda: True)
     assert plan.reserved_bytes is not None and plan.reserved_bytes <= 39 * MIB
+
+
+def test_each_solve_is_stopped_by_its_own_gap() -> None:
+    seen: list[SolveProgress] = []
+    solve(chain(size_bytes=6 * MIB), 39 * MIB, work_limit=5.0, on_progress=seen.append)
+    assert seen[0].best_s is None
+    assert any(before.best_s is not None and after.best_s is None for before, after in pairwise(seen))
 
 
 def test_files_keep_what_is_reserved() -> None:

@@ -13,7 +13,7 @@ from solvers.result import SolveProgress, Status, is_within
 _SOLVES = 10
 _FIRST = 0.5  # of the clock, for the first solve, whose bound holds for all schedules that fit
 _NEXT = 0.3  # of what is left, for each of the others
-_CLOSE = 0.005  # of the budget: a plan that leaves no more of it unused is not improved
+_CLOSE = 0.005  # of the budget: budgets of allocated bytes that differ by no more are not told apart
 _INSIDE = 0.1  # of an interval of budgets: the next one is no closer to its ends
 
 
@@ -167,7 +167,7 @@ class _Search:
 
     def next_bytes(self) -> int | None:
         """Return the budget of allocated bytes to solve for next; None if the plan cannot gain any more."""
-        if self._misses is None or (self.best is not None and self._is_close(self.best)):
+        if self._misses is None or (self.best is not None and self._status(self.best) is Status.OPTIMAL):
             return None
         high_bytes, high_reserved = self._misses
         low_bytes, low_reserved = self._fits or (self.floor_bytes, 0)
@@ -180,10 +180,6 @@ class _Search:
             asked_bytes = low_bytes + int(share * (high_bytes - low_bytes))
         margin_bytes = int(_INSIDE * (high_bytes - low_bytes))
         return max(low_bytes + margin_bytes, min(high_bytes - margin_bytes if self._fits else high_bytes - 1, asked_bytes))
-
-    def _is_close(self, plan: Plan) -> bool:
-        assert plan.reserved_bytes is not None
-        return self._status(plan) is Status.OPTIMAL or self._budget_bytes - plan.reserved_bytes <= _CLOSE * self._budget_bytes
 
     def _status(self, plan: Plan) -> Status:
         tolerance = plan.settings.get("tolerance")

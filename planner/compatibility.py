@@ -53,7 +53,31 @@ _OF_FEATURES = (
         Feature.SEVERAL_PROCESSES,
         "one process cannot plan again while the others wait for it: leave out replan=True",
     ),
+    Conflict(
+        Feature.ARENA,
+        Feature.VARYING_SIZES,
+        "an arena is kept from step to step, and there would be one for each size: leave out arena=True, or dynamic=True and pad "
+        "the batches",
+    ),
+    Conflict(
+        Feature.ARENA,
+        Feature.REPLAN,
+        "an arena is kept from step to step, and there would be one for each plan: leave out replan=True",
+    ),
+    Conflict(Feature.ARENA, Feature.CUDA_GRAPH, "a CUDA graph has memory of its own, at fixed addresses: leave out arena=True"),
+    Conflict(Feature.ARENA, Feature.SEVERAL_PROCESSES, "not tried with several processes: leave out arena=True"),
+    Conflict(Feature.ARENA, Feature.ON_GPU, "it is one for PyTorch's CPU allocator: leave it out"),
     Conflict(Feature.MAX_OVERHEAD, Feature.INDUCTOR, "its steps are compiled for a budget: give budget="),
+    Conflict(
+        Feature.RESERVED,
+        Feature.MAX_OVERHEAD,
+        "the least memory is searched for in allocated bytes: leave out memory=, and the plan says what is reserved",
+    ),
+    Conflict(
+        Feature.RESERVED,
+        Feature.CUDA_GRAPH,
+        "a CUDA graph holds a pool of its own, which is predicted and counts in the budget: leave out memory=",
+    ),
     Conflict(
         Feature.HOST_SHARE,
         Feature.SEVERAL_PROCESSES,

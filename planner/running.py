@@ -7,17 +7,20 @@ from statistics import median
 from torch import nn
 
 from graphs.options import without_options
+from graphs.options.option import Feature
 from graphs.pools import HOST
 from graphs.schedule import keep_everything
 from planner.capture.frontend.preserved_state import preserve_training_state
 from planner.capture.lowering.lower import Capture
+from planner.capture.options import parsed
 from planner.capture.options.traced import with_graph
 from planner.capture.replay import written_tensors
 from planner.capture.signature import Batch, detach_batch
 from planner.capture.step import LossFn, TrainingStep
-from planner.choices import recorded_options, with_recorded
+from planner.compatibility import check_compatible
 from planner.keeping_everything import why_it_does_not_fit
 from planner.models import Workload
+from planner.option_settings import recorded_options, with_recorded
 from planner.plan_check import check_sizes
 from planner.plans.eager import within_own_error
 from planner.plans.plan import Plan
@@ -41,6 +44,7 @@ class RunReport:
         measured_peak_bytes: peak of tensors and workspaces (CUDA: allocated), static memory included; optimizer state and earlier
             gradients are added as planned, since they are not allocated here.
         reserved_bytes: bytes reserved by the CUDA allocator; None on the CPU.
+        arena_bytes, outside_arena_bytes: the arena, and the most bytes that a step takes outside of it at once; None without one.
         library_bytes: workspaces of libraries on the device, which are not in the peak; 0 on the CPU.
         predicted_host_bytes, measured_host_bytes: peak of offloaded tensors on the host; None for a plan without transfers.
         measured_time_s: median of a forward and backward pass.
@@ -87,6 +91,8 @@ class RunReport:
     eager_error: float | None = None
     not_compared: str = ""
     library_bytes: int = 0
+    arena_bytes: int | None = None
+    outside_arena_bytes: int | None = None
 
     @property
     def is_exact(self) -> bool | None:
@@ -105,6 +111,7 @@ def run(
     *,
     repeats: int = 5,
     seed: int = 0,
+    arena: bool = False,
     on_progress: View | None = None,
 ) -> RunReport:
     """Execute `plan` with real tensors and measure its peak, time and bits; `model` is restored.
@@ -116,26 +123,33 @@ def run(
         model, loss_fn, batch: as in ``planner.trace``.
         repeats: timed steps of each, in turns.
         seed: seed of the random state in which the compared steps begin.
+        arena: run the plan in an arena, as ``planner.compile(arena=True)`` does.
         on_progress: called with each ``planner.progress.Progress``. None: log to the logger ``planner``.
 
     Raises:
         MismatchError: the plan is for another graph; the message names the difference.
         OutOfMemoryError: the plan does not fit into the free memory.
+        UsageError: an arena does not go with an option of the plan, or with the device.
     """
+    if arena:
+        on_gpu = {Feature.ON_GPU for parameter in model.parameters() if parameter.device.type == "cuda"}
+        check_compatible({Feature.ARENA, *on_gpu, *(name for name, _ in map(parsed, recorded_options(plan.settings)))})
     with Stages(on_progress or LoggingView(), stages=(Stage.CAPTURE, Stage.CHECK, Stage.COMPARE)) as stages:
-        report = _run(plan, model, loss_fn, detach_batch(batch), stages, repeats=repeats, seed=seed)
+        workload = Workload(model, loss_fn, detach_batch(batch))
+        report = _run(plan, workload, stages, repeats=repeats, seed=seed, arena=arena)
         stages.finish()
     return report
 
 
-def _run(
-    plan: Plan, model: nn.Module, loss_fn: LossFn | None, batch: Batch, stages: Stages, *, repeats: int, seed: int
-) -> RunReport:
-    captured = _captured(plan, model, loss_fn, batch, stages)
+def _run(plan: Plan, workload: Workload, stages: Stages, *, repeats: int, seed: int, arena: bool) -> RunReport:
+    model, loss_fn, batch = workload
+    captured = _captured(plan, workload, stages)
     check_sizes(captured.graph, plan)
     offered = with_graph(captured, with_recorded(captured.graph, plan.settings))
     captured = replace(captured, graph=without_options(captured.graph).out_of_place())
     planned = Executor(offered, plan.schedule, model, loss_fn)
+    if arena:
+        planned.use_arena()
     eager = TrainingStep(model, loss_fn)
     not_compared = why_it_does_not_fit(captured.graph, next(model.parameters()).device)
     steps: dict[str, measure.Step] = {_PLANNED: planned}
@@ -145,15 +159,15 @@ def _run(
         steps |= {_KEEPING: Executor(captured, keep_everything(captured.graph), model, loss_fn), _EAGER: eager}
     named = ", ".join(steps)
     with stages.stage(Stage.CHECK, f"running {named}") as stage:
+        with reporting("measuring the peak of the plan"):
+            memory = measured_peak(captured, planned, eager, batch)
         for done, (name, step) in enumerate(() if not_compared else steps.items()):
             with reporting(f"running {name}"):
                 outcomes[name] = measure.outcome(step, model, batch, seed=seed, written=written)
-            stage.advance(done + 1, len(steps) + 1)
+            stage.advance(done + 2, len(steps) + 1)
         if not not_compared and outcomes[_EAGER].differences(outcomes[_PLANNED]) and not plan.differs:
             with reporting(f"running {_EAGER} again"):
                 outcomes[_EAGER_AGAIN] = measure.outcome(eager, model, batch, seed=seed, written=written)
-        with reporting("measuring the peak of the plan"):
-            memory = measured_peak(captured, planned, eager, batch)
     with (
         stages.stage(Stage.COMPARE, f"timing {named}"),
         reporting("timing the plan"),
@@ -176,6 +190,8 @@ def _run(
         measured_time_s=median(times[_PLANNED]),
         predicted_ratio=1 + plan.overhead,
         timeline=memory.timeline,
+        arena_bytes=None if planned.arena is None or planned.arena.slab is None else planned.arena.slab.size_bytes,
+        outside_arena_bytes=None if planned.arena is None else planned.arena.outside_bytes,
         differs=plan.differs,
         predicted_gradient_error=plan.gradient_error,
         not_compared=not_compared,
@@ -183,7 +199,7 @@ def _run(
     return report if not_compared else _compared(report, outcomes, times)
 
 
-def _captured(plan: Plan, model: nn.Module, loss_fn: LossFn | None, batch: Batch, stages: Stages) -> Capture:
+def _captured(plan: Plan, workload: Workload, stages: Stages) -> Capture:
     """Return the step as it was when `plan` was made."""
     provenance = plan.graph.provenance
     with stages.stage(Stage.CAPTURE):
@@ -192,7 +208,7 @@ def _captured(plan: Plan, model: nn.Module, loss_fn: LossFn | None, batch: Batch
             accumulate=bool(provenance.get("accumulate", False)),
             name=str(provenance.get("model", "")),
         )
-        captured = capture_step(Workload(model, loss_fn, batch), settings)
+        captured = capture_step(workload, settings)
     return as_recorded(captured, provenance, recorded_options(plan.settings))
 
 

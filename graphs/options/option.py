@@ -17,14 +17,17 @@ class Feature(StrEnum):
     INDUCTOR = "kernels='inductor'"
     VARYING_SIZES = "dynamic=True"
     CUDA_GRAPH = "cuda_graph=True"
+    ARENA = "arena=True"
     REPLAN = "replan=True"
     SEVERAL_PROCESSES = "several processes"
     ON_CPU = "a model on the CPU"
+    ON_GPU = "a model on a GPU"
     MAX_OVERHEAD = "max_overhead="
     HOST_SHARE = "a share of the host's memory"
     ROOFLINE = "roofline="
     MEASURED_LINK = "measure_link=True"
     OTHER_DEVICES = "other_devices="
+    RESERVED = "memory='reserved'"
 
 
 def conflict(one: str, other: Feature, reason: str) -> str:

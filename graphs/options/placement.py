@@ -108,6 +108,7 @@ PLACEMENT = GraphOption(
         Feature.TORCH_COMPILE: "its graphs are not measured on other devices; leave it out, or take planner.compile",
         Feature.VARYING_SIZES: "ops are measured on other devices at one size; leave one of them out",
         Feature.CUDA_GRAPH: "ops on other devices run one by one; leave one of them out",
+        Feature.ARENA: "an arena serves one thread, and each device has its own; leave one of them out",
         Feature.SEVERAL_PROCESSES: "ops are placed in one process; leave it out, or the wrapper of the model",
     },
     need=Need.DEVICES,

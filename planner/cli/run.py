@@ -43,6 +43,7 @@ def add(commands: Commands) -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where to run (default: cpu)")
     parser.add_argument("--repeats", type=options.count, default=5, metavar="N", help="steps to measure (default: 5)")
     parser.add_argument("--seed", type=options.seed, default=0, metavar="N", help="for weights, batch and dropout (default: 0)")
+    parser.add_argument("--arena", action="store_true", help="run the plan in one block of memory, at planned addresses")
     add_quiet(parser)
 
 
@@ -62,7 +63,9 @@ def run(arguments: argparse.Namespace) -> int:
         from planner.workload import workload
 
         built = workload.load(model, device=arguments.device, seed=arguments.seed)
-        report = running.run(plan, *built, repeats=arguments.repeats, seed=arguments.seed, on_progress=progress)
+        report = running.run(
+            plan, *built, repeats=arguments.repeats, seed=arguments.seed, arena=arguments.arena, on_progress=progress
+        )
     if arguments.json:
         print_json(run_data(report))
     else:

@@ -9,7 +9,8 @@ from graphs.options.selection import LEFT_OUT
 from graphs.pools import HOST, Pool
 from graphs.units import format_bytes, format_ratio, format_seconds
 from planner.capture.options import needs
-from planner.choices import recorded_link, recorded_options
+from planner.memory import Memory
+from planner.option_settings import recorded_link, recorded_options
 from planner.plans.eager import slower_than
 from planner.plans.plan import Plan
 from planner.profiling.link import MEASURED_LINK, measured_link
@@ -27,8 +28,12 @@ def plan_data(plan: Plan) -> dict[str, object]:
         "holds": "plan",
         "status": plan.status,
         "budget_bytes": plan.budget_bytes,
+        "memory": str(plan.memory),
         "predicted_peak_bytes": plan.peak_bytes,
+        "reserved": None if plan.reserved is None else asdict(plan.reserved),
         "measured_peak_bytes": plan.measured_peak_bytes,
+        "arena_bytes": plan.arena_bytes,
+        "outside_arena_bytes": plan.outside_arena_bytes,
         "predicted_time_s": plan.time_s,
         "predicted_ratio": 1 + plan.overhead,
         "overhead": plan.overhead,
@@ -53,14 +58,19 @@ def plan_data(plan: Plan) -> dict[str, object]:
 
 def plan_text(plan: Plan) -> str:
     """Return what ``planner solve`` prints about a plan, as text."""
-    peak = plan.graph.keep_everything_peak_bytes
-    share = f", {format_ratio(plan.budget_bytes / peak)} of the {format_bytes(peak)} that eager PyTorch needs" if peak else ""
+    eager, counted = plan.eager_bytes, "" if plan.memory is Memory.ALLOCATED else f" {plan.memory}"
+    needs = "needs" if plan.memory is Memory.ALLOCATED else "reserves"
+    share = (
+        f", {format_ratio(plan.budget_bytes / eager)} of the {format_bytes(eager)} that eager PyTorch {needs}" if eager else ""
+    )
     time_s, ratio = format_seconds(plan.time_s), f"{1 + plan.overhead:.4f}"
     lines = [
-        ("budget", format_bytes(plan.budget_bytes) + share),
+        ("budget", f"{format_bytes(plan.budget_bytes)}{counted}{share}"),
         *_price_lines(plan.settings),
         ("predicted peak", format_bytes(plan.peak_bytes)),
+        *(() if plan.reserved is None else plan.reserved.lines()),
         *(() if plan.measured_peak_bytes is None else [("measured peak", format_bytes(plan.measured_peak_bytes))]),
+        *([("arena", plan.arena.removeprefix("arena: "))] if plan.arena else []),
         ("predicted step time", f"{time_s}, {ratio} times that of keeping everything"),
         *_eager_lines(plan),
         *((f"{visible(pool)} memory", format_bytes(peak)) for pool, peak in plan.pool_peaks_bytes.items()),
@@ -126,6 +136,8 @@ def run_data(report: "RunReport") -> dict[str, object]:
         "budget_bytes": report.budget_bytes,
         "predicted_peak_bytes": report.predicted_peak_bytes,
         "measured_peak_bytes": report.measured_peak_bytes,
+        "arena_bytes": report.arena_bytes,
+        "outside_arena_bytes": report.outside_arena_bytes,
         "reserved_bytes": report.reserved_bytes,
         "library_bytes": report.library_bytes,
         "predicted_host_bytes": report.predicted_host_bytes,
@@ -171,6 +183,7 @@ def run_text(report: "RunReport") -> str:
         (
             table(("", "predicted", "measured"), rows, numbers=3),
             f"measured peak: {within} the budget of {format_bytes(report.budget_bytes)}{reserved}",
+            *_arena(report),
             *_times_compared(report),
             *(f"may differ, as the plan says: {visible(what)}" for what in report.differs),
             *_compared("keeping everything", report.differences, allowed=bool(report.differs or report.is_exact)),
@@ -178,6 +191,12 @@ def run_text(report: "RunReport") -> str:
             *_beside_eager_itself(report),
         )
     )
+
+
+def _arena(report: "RunReport") -> list[str]:
+    if report.arena_bytes is None or report.outside_arena_bytes is None:
+        return []
+    return [f"arena: {format_bytes(report.arena_bytes)}, {format_bytes(report.outside_arena_bytes)} outside"]
 
 
 def _ratio(measured: float | None) -> str:

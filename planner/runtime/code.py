@@ -18,7 +18,7 @@ import torch
 
 from graphs.errors import GraphError
 from graphs.ir import Graph
-from graphs.options.offload import without_copies
+from graphs.options.offload import without_offload
 from graphs.options.passes import passes_of
 from graphs.options.selection import without_computed
 from graphs.pools import COMPUTE, DEVICE
@@ -102,7 +102,7 @@ def check_runnable(graph: Graph, program: Program) -> None:
         GraphError: an option is neither offloading, nor placement on other devices, nor an op on the compute stream with calls in
             `program`.
     """
-    without_copies(without_computed(graph))
+    without_offload(without_computed(graph))
     unknown = [op.name for op in graph.ops[len(program.calls) :] if op.stream == COMPUTE]
     if unknown:
         raise GraphError(

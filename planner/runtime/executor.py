@@ -16,6 +16,7 @@ from planner.capture.lowering.lower import Capture
 from planner.capture.signature import join_returned
 from planner.capture.step import TrainingStep
 from planner.passes.program import Source
+from planner.runtime.arena import Arena
 from planner.runtime.channels import HostChannels
 from planner.runtime.code import Code, check_runnable, compile_schedule
 from planner.runtime.devices import Devices
@@ -47,6 +48,7 @@ class Executor:
         memory: description of their memory.
         earlier_gradients: the check of earlier gradients.
         check_writes: True to detect writes to saved tensors that autograd does not see.
+        arena: the arena that the passes run in; None for PyTorch's allocator.
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class Executor:
         self.launched = compile_schedule(capture.graph, capture.program, schedule, devices)
         self.earlier_gradients = EarlierGradients(capture.graph, schedule)
         self.check_writes = False
+        self.arena: Arena | None = None
         self._guards = capture.guards
         self._conditions = capture.conditions
         self._device_type = device.type
@@ -106,10 +109,20 @@ class Executor:
         self.earlier_gradients.budget_bytes = budget_bytes
         self.check_writes = check_writes
 
+    def use_arena(self) -> None:
+        """Run the following steps in an arena: ``planner.runtime.arena``.
+
+        Raises:
+            PlannerError: its allocator cannot be put in place.
+        """
+        self.arena = Arena(accumulate=bool(self.graph.provenance.get("accumulate")))
+        self.code = self.arena.around(self.code)
+
     def ticking(self, tick: Callable[[int], None]) -> Code:
         """Return both passes with a call of ``tick(op)`` after each execution of an op; on one device only."""
         code = compile_schedule(self.graph, self.program, self.schedule, self.devices, tick=tick)
-        return undoing(self.graph, self.program, code, versions_follow=self._compiled)
+        code = undoing(self.graph, self.program, code, versions_follow=self._compiled)
+        return code if self.arena is None else self.arena.around(code)
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
         """Run one forward pass on a batch.

@@ -119,7 +119,11 @@ class PeakWatch:
             return self._plain.backward(static, alive)
         returned: list[tuple[Any, ...]] = []
         rise_bytes, _ = self._rises(lambda: returned.append(self._plain.backward(static, alive)))
-        self.peak_bytes = self._executor.graph.static_bytes + max(self._forward_peak_bytes, self._kept_bytes + rise_bytes)
+        arena = self._executor.arena
+        taken_bytes = None if arena is None else arena.step_bytes
+        if taken_bytes is None:
+            taken_bytes = max(self._forward_peak_bytes, self._kept_bytes + rise_bytes)
+        self.peak_bytes = self._executor.graph.static_bytes + taken_bytes
         return returned[0]
 
     def _rises(self, run: Any) -> tuple[int, int]:

@@ -1,6 +1,7 @@
 """Measured peaks of a step in its device's memory, and of a placed step in that of other devices."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -16,13 +17,20 @@ from planner.runtime.measure import Isolated, Memory, Step, measure_memory, run_
 
 
 def measured_peak(captured: Capture, executor: Step, step: TrainingStep, batch: Batch) -> Memory:
-    """Return the memory of one run of `executor` with real tensors; the captured `step` and `batch` are restored."""
+    """Return the memory of one run of `executor` with real tensors; the captured `step` and `batch` are restored.
+
+    Of a step in an arena the run is recorded, and the peak is what the following steps take.
+    """
     # Autograd makes the gradient of the loss while the step runs: it is measured.
     tangent = sum(captured.graph.tensors[s.tensor].size_bytes for s in captured.program.sources if s.is_tangent)
     with preserve_training_state(step, batch, written=written_tensors(captured, step, batch)):
         device = next(step.parameters()).device
         isolated = Isolated(executor, step, batch)
-        return measure_memory(isolated, batch, static_bytes=captured.graph.static_bytes - tangent, device=device)
+        memory = measure_memory(isolated, batch, static_bytes=captured.graph.static_bytes - tangent, device=device)
+    arena = executor.arena if isinstance(executor, Executor) else None
+    if arena is None or arena.step_bytes is None:
+        return memory
+    return replace(memory, peak_bytes=captured.graph.static_bytes + arena.step_bytes)
 
 
 def other_peaks_measured(captured: Capture, executor: Executor, step: TrainingStep, batch: Batch) -> dict[str, int]:

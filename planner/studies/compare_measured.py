@@ -92,9 +92,8 @@ def compare_measured(  # noqa: PLR0913  # what is compared, where it is kept, wh
     Raises:
         BudgetError, OutputError, PlannerError: as in ``planner.studies.compare``.
     """
-    choices = settings.choices
-    offered = captured if choices is None else with_graph(captured, choices.offered(captured.graph))
-    recorded = {} if choices is None else choices.recorded(offered.graph)
+    offered = with_graph(captured, settings.options.apply(captured.graph))
+    recorded = settings.options.recorded(offered.graph)
     judge = judge_of(
         offered.graph,
         settings.model,

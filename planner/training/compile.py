@@ -10,8 +10,9 @@ from planner.budgets import budget_or_overhead
 from planner.capture.options import DEFAULTS
 from planner.capture.signature import Batch
 from planner.capture.step import LossFn
-from planner.choices import choices_of
 from planner.distributed.wrappers import Unwrapped, unwrap
+from planner.memory import Memory
+from planner.option_settings import option_settings
 from planner.progress import View
 from planner.settings import RunSettings, SolveSettings, TraceSettings, Wait
 from planner.training.optimizers import optimizer_kind
@@ -42,6 +43,7 @@ def compile(  # noqa: A001
     dynamic: bool = False,
     max_plans: int = 32,
     cuda_graph: bool = False,
+    arena: bool = False,
     replan: bool = False,
     compare_eager: bool = True,
     kernels: str = "eager",
@@ -50,6 +52,7 @@ def compile(  # noqa: A001
     swap: str = "exact",
     params: object = None,
     check_writes: bool = False,
+    memory: str | None = None,
     on_progress: View | None = None,
 ) -> PlannedStep:
     """Plan the training step of `model` and return it ready to run: the fastest step that fits `budget`.
@@ -84,6 +87,8 @@ def compile(  # noqa: A001
         dynamic: True if batches of other sizes follow. The step is then a ``DynamicStep``, which plans each size.
         max_plans: with `dynamic` or `replan`: how many plans are kept. The least recently used one is dropped first.
         cuda_graph: replay the step as CUDA graphs. The memory that they hold is counted; random ops are not recomputed.
+        arena: run the step in one block of memory, at planned addresses, which is kept from step to step (``docs/addresses.md``).
+            It is at most the budget, and needs a C++ compiler.
         replan: plan again, with a warning, when the model, the loss function or a value that they read has changed. False: raise
             MismatchError.
         compare_eager: run the step beside plain eager PyTorch if that fits, and warn where results differ (``EagerWarning``).
@@ -98,6 +103,9 @@ def compile(  # noqa: A001
         params: of the solver, as in ``planner.solve``.
         check_writes: check in each step that nothing has written to parameters, buffers or inputs between the forward and the
             backward pass without autograd's notice. This costs time in each step.
+        memory: what the budget counts: ``reserved`` for all that PyTorch's allocator reserves on CUDA, ``reserved-expandable``
+            with expandable segments, or ``allocated`` for tensors in use. None: ``reserved`` on CUDA, except with `cuda_graph`
+            or `max_overhead`, and ``allocated`` on the CPU.
         on_progress: called with each ``planner.progress.Progress``; ``LineView()`` and ``NotebookView()`` show them. None: log to
             the logger ``planner``.
 
@@ -122,20 +130,22 @@ def compile(  # noqa: A001
         tolerance=Tolerance.of(tolerance),
         time_limit_s=time_limit_s,
         reorder=reorder,
-        choices=choices_of(DEFAULTS if options is None else options, link, host_budget, exact=exact),
+        options=option_settings(DEFAULTS if options is None else options, link, host_budget, exact=exact),
         params=params,
+        memory=Memory.ALLOCATED if cuda_graph and memory is None else Memory.of(memory),
     )
     trace = TraceSettings(
         optimizer=optimizer,
         accumulate=accumulate,
         passes=passes,
-        measure_link=solve.choices is not None and solve.choices.measures_link,
+        measure_link=solve.options.measures_link,
         options=solve.traced_options,
         other_devices=tuple(other_devices),
     )
     run = RunSettings(
         kernels=kernels,
         cuda_graph=cuda_graph,
+        arena=arena,
         dynamic=dynamic,
         replan=replan,
         max_plans=max_plans,

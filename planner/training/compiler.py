@@ -14,11 +14,11 @@ from planner.capture.options.traced import measured_uses, needs_measuring, with_
 from planner.capture.replay import RealStep
 from planner.capture.signature import Batch
 from planner.capture.step import LossFn, TrainingStep
-from planner.choices import with_recorded
 from planner.distributed.ranks import SingleProcess
 from planner.distributed.wrappers import Unwrapped
 from planner.keeping_everything import why_it_does_not_fit
 from planner.models import Workload
+from planner.option_settings import with_recorded
 from planner.plans.plan import Plan
 from planner.progress import Stage, Stages
 from planner.progress.describe import plan_line
@@ -35,7 +35,7 @@ from planner.solving import check_same_graph, summarize
 from planner.tracing import as_recorded, profiled
 from planner.training.compare_eager import compare_with_eager, warn_of_differences
 from planner.training.graph_room import with_room_for_pool
-from planner.training.improvement import Consultation, Improvement, over_budget
+from planner.training.improvement import Consultation, Improvement, over_budget, with_arena
 from planner.training.step import Improving, PlannedStep
 
 if TYPE_CHECKING:
@@ -124,16 +124,17 @@ class Compiler:
             plan = with_room_for_pool(captured.graph, plan, library_bytes, partial(self._first_plan, captured.graph))
         for left in reversed(range(_CORRECTIONS + 1)):
             executor, peak_bytes = self._executor(captured, batch, plan)
-            if peak_bytes <= wanted_bytes:
+            needed_bytes = plan.needed_bytes(peak_bytes)
+            if needed_bytes <= wanted_bytes:
                 solved_bytes = plan.budget_bytes
-                plan = replace(plan, budget_bytes=wanted_bytes, measured_peak_bytes=peak_bytes)
+                plan = with_arena(replace(plan, budget_bytes=wanted_bytes, measured_peak_bytes=peak_bytes), executor.arena)
                 plan = self._compared(captured, batch, plan, executor)
                 return self._step(captured, plan, executor, budget, solved_bytes=solved_bytes)
             del executor  # with the memory of its recording
-            over = over_budget(plan, peak_bytes, wanted_bytes)
+            over = over_budget(plan, needed_bytes, wanted_bytes)
             if left:
                 try:
-                    plan = self._first_plan(captured.graph, plan.peak_bytes - (peak_bytes - wanted_bytes))
+                    plan = self._first_plan(captured.graph, plan.predicted_bytes - (needed_bytes - wanted_bytes))
                 except BudgetError as error:
                     raise InfeasibleError(f"{over}; nothing is found that takes as much less: raise the budget") from error
         raise BudgetError(f"{over}; lower the budget")
@@ -161,6 +162,8 @@ class Compiler:
         """Return whether planning runs a step to measure its peak."""
         if not self._swaps or type(self.wrapper.ranks) is not SingleProcess:
             return True  # a plan over the budget would stay
+        if self.search.run.arena:
+            return True  # its first step is recorded
         return not why_it_does_not_fit(graph, next(self.wrapper.module.parameters()).device)
 
     @property
@@ -220,11 +223,12 @@ class Compiler:
                 f"{format_bytes(int(self.channels.memory.capacity_bytes))} here"
             )
         executor, peak_bytes = self._executor(captured, batch, plan)
-        if peak_bytes > plan.budget_bytes:
+        if plan.needed_bytes(peak_bytes) > plan.budget_bytes:
             raise BudgetError(
                 f"its measured peak here is {format_bytes(peak_bytes)}, over its budget of {format_bytes(plan.budget_bytes)}"
             )
-        plan = self._compared(captured, batch, replace(plan, measured_peak_bytes=peak_bytes), executor)
+        plan = with_arena(replace(plan, measured_peak_bytes=peak_bytes), executor.arena)
+        plan = self._compared(captured, batch, plan, executor)
         executor.start_training(plan.budget_bytes, check_writes=self.search.run.check_writes)
         improving = self._improving(captured, plan, executor, plan.budget_bytes, finds=False) if improves else None
         return PlannedStep(plan, self.wrapper.wrapped(executor), measured, improving=improving)
@@ -255,7 +259,10 @@ class Compiler:
 
     def _made_executor(self, captured: Capture, plan: Plan) -> Executor:
         offered = with_graph(captured, with_recorded(captured.graph, plan.settings))
-        return Executor(offered, plan.schedule, self.wrapper.module, self.loss_fn, self.channels)
+        executor = Executor(offered, plan.schedule, self.wrapper.module, self.loss_fn, self.channels)
+        if self.search.run.arena:
+            executor.use_arena()
+        return executor
 
     def _rehearsed(self, captured: Capture, batch: Batch, plan: Plan) -> tuple[Executor, int]:
         executor = self._made_executor(captured, plan)

@@ -16,10 +16,12 @@ from graphs.ir import Graph
 from graphs.units import format_bytes
 from planner.background import BackgroundSolve
 from planner.capture.lowering.lower import Capture
-from planner.choices import with_recorded
 from planner.distributed.ranks import SingleProcess
+from planner.memory import Memory
+from planner.option_settings import with_recorded
 from planner.plans.eager import EagerComparison
 from planner.plans.plan import Plan
+from planner.runtime.arena import Arena
 from planner.runtime.executor import Executor
 from planner.runtime.observation import OpTimer, PeakWatch
 from planner.search import Search
@@ -116,11 +118,18 @@ class Improvement:
     def adopt(self, plan: Plan) -> Swap:
         """Replace the current plan by `plan`, and observe the peak of its first step."""
         gain = 1 - plan.time_s / self.plan.time_s
+        if self._executor.arena is not None:
+            self._executor.arena.drop()  # there is not room for two
         executor = self._make_executor(self._captured, plan)
         self._time_ops_of(executor)
         self._before = Swap(self.plan, self._executor, self._captured.graph, "the peak of the next one was over the budget")
         self.plan = replace(
-            plan, budget_bytes=self.plan.budget_bytes, measured_peak_bytes=None, eager=_of_another_plan(self.plan.eager)
+            plan,
+            budget_bytes=self.plan.budget_bytes,
+            measured_peak_bytes=None,
+            arena_bytes=None,
+            outside_arena_bytes=None,
+            eager=_of_another_plan(self.plan.eager),
         )
         executor.start_training(self.plan.budget_bytes, check_writes=self._executor.check_writes)
         self._executor, self._watch = executor, PeakWatch(executor)
@@ -134,8 +143,8 @@ class Improvement:
         self._watch = None
         if watch.peak_bytes is None:
             return None
-        self.plan = replace(self.plan, measured_peak_bytes=watch.peak_bytes)
-        return watch.peak_bytes - self.plan.budget_bytes
+        self.plan = with_arena(replace(self.plan, measured_peak_bytes=watch.peak_bytes), self._executor.arena)
+        return self.plan.needed_bytes(watch.peak_bytes) - self.plan.budget_bytes
 
     def take_back(self, over_bytes: int) -> Swap:
         """Return to the plan before the one that exceeded the budget; lower the solved budget by `over_bytes`.
@@ -155,12 +164,12 @@ class Improvement:
         self.plan, self._executor = before.plan, before.executor
         return before
 
-    def _begin_anew(self, peak_bytes: int) -> Swap:
-        """Return a plan that replaces the first one, whose peak was `peak_bytes`."""
+    def _begin_anew(self, needed_bytes: int) -> Swap:
+        """Return a plan that replaces the first one, which needed `needed_bytes`."""
         try:
             found = self._search.first_plan(self._captured.graph, self._solved_bytes)
         except BudgetError as error:
-            over = over_budget(self.plan, peak_bytes, self.plan.budget_bytes)
+            over = over_budget(self.plan, needed_bytes, self.plan.budget_bytes)
             raise InfeasibleError(f"{over}; nothing is found that takes as much less: raise the budget") from error
         swap = replace(self.adopt(found), reason="the peak of the first one was over the budget")
         self._before = None
@@ -280,12 +289,13 @@ class Consultation:
         return None if found is None else self.improvement.adopt(found)
 
 
-def over_budget(plan: Plan, peak_bytes: int, budget_bytes: int) -> str:
-    """Return the message that `plan` has exceeded the budget."""
+def over_budget(plan: Plan, needed_bytes: int, budget_bytes: int) -> str:
+    """Return the message that `plan` needs more than the budget by its measured peak (``Plan.needed_bytes``)."""
+    measured = "the measured peak is" if plan.memory is Memory.ALLOCATED else "by the measured peak, the memory reserved is"
     return (
-        f"the measured peak is {format_bytes(peak_bytes)}, over the budget of {format_bytes(budget_bytes)}, though "
-        f"{format_bytes(plan.peak_bytes)} was predicted: some op takes memory that its profile did not show, or a CUDA graph "
-        "keeps segments that its tensors do not fill"
+        f"{measured} {format_bytes(needed_bytes)}, over the budget of {format_bytes(budget_bytes)}, though "
+        f"{format_bytes(plan.predicted_bytes)} was predicted: some op takes memory that its profile did not show, or a CUDA "
+        "graph keeps segments that its tensors do not fill"
     )
 
 
@@ -295,6 +305,13 @@ def with_times(graph: Graph, times_s: Mapping[str, float]) -> Graph:
     scale = math.fsum(times_s.values()) / known_s if known_s > 0 else 1.0
     ops = tuple(replace(op, time_s=times_s.get(op.name, op.time_s * scale)) for op in graph.ops)
     return replace(graph, ops=ops, provenance={**graph.provenance, "times": "measured in training steps"})
+
+
+def with_arena(plan: Plan, arena: Arena | None) -> Plan:
+    """Return `plan` with the memory of the arena that its step runs in; without if it runs in none, or that is not known."""
+    if arena is None or arena.slab is None:
+        return replace(plan, arena_bytes=None, outside_arena_bytes=None)
+    return replace(plan, arena_bytes=arena.slab.size_bytes, outside_arena_bytes=arena.outside_bytes)
 
 
 def _of_another_plan(eager: EagerComparison | None) -> EagerComparison | None:

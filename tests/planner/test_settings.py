@@ -11,8 +11,8 @@ import planner
 from graphs.errors import PlannerError
 from graphs.io.formats import write_graph
 from graphs.synthetic.small import training_chain
-from planner.choices import choices_of
 from planner.cli.main import main
+from planner.option_settings import option_settings
 from planner.plans.document import read_plan
 from planner.settings import RunSettings, SolveSettings, TraceSettings
 from solvers.baselines.dtr import DtrParams
@@ -27,12 +27,13 @@ PARAMS = WindowsParams(bound=BoundParams(small_ops=12))
         (lambda: SolveSettings("simplex"), "there is no solver 'simplex'"),
         (lambda: SolveSettings(time_limit_s=0), "time limit is 0: must be seconds, above 0"),
         (lambda: SolveSettings(work_limit=-1.0), "work limit is -1.0: must be a number, above 0"),
-        (lambda: SolveSettings("dtr", choices=choices_of(["offload"])), "the solver 'dtr' recomputes only"),
+        (lambda: SolveSettings("dtr", options=option_settings(["offload"])), "the solver 'dtr' recomputes only"),
         (lambda: TraceSettings(options=("offload",)), "'offload' is not found in a step"),
         (lambda: TraceSettings(roofline="h100", measure_link=True), "roofline= does not go with measure_link=True"),
         (lambda: RunSettings(kernels="triton"), "kernels is 'triton': choose from eager, inductor"),
         (lambda: RunSettings(swap="often"), "swap is 'often': choose from exact, any, never"),
         (lambda: RunSettings(max_plans=0), "max_plans is 0: at least one plan must be kept"),
+        (lambda: RunSettings(arena=True, dynamic=True), "arena=True does not go with dynamic=True"),
         (lambda: RunSettings(cuda_graph=True, replan=True), "cuda_graph=True does not go with replan=True"),
     ],
 )

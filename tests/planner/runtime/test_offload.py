@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from graphs.ir import Kind
-from graphs.options.offload import without_copies
+from graphs.options.offload import without_offload
 from graphs.schedule import Compute, Free, Schedule, Step, keep_everything
 from graphs.simulate import simulate
 from planner.capture.step import TrainingStep
@@ -96,8 +96,8 @@ def test_nothing_waits_before_it_must() -> None:
 def test_states_of_generators_stay_on_the_device() -> None:
     captured = capture_of("gpt2_written")
     states = {t.id for t in captured.graph.tensors if t.kind is Kind.RANDOM_STATE and t.size_bytes}
-    _, copies = without_copies(offering(captured).graph)
-    assert states and copies is not None and states.isdisjoint(copies.trips)
+    _, offloads = without_offload(offering(captured).graph)
+    assert states and offloads and states.isdisjoint(offloads.by_tensor)
 
 
 def test_the_host_holds_no_more_than_it_may() -> None:
@@ -217,14 +217,13 @@ def test_a_copy_out_of_what_is_coming_in_says_so() -> None:
     workload = make("tied")
     captured = capture_of("tied")
     offered = offering(captured)
-    _, copies = without_copies(offered.graph)
-    assert copies is not None
+    _, offloads = without_offload(offered.graph)
     steps: list[Step] = []
     for step in keep_everything(captured.graph).steps:
         steps.append(step)
         made = offered.graph.ops[step.op].outputs if isinstance(step, Compute) else ()
-        for t in copies.trips.keys() & set(made):
-            out, back, host = copies.trips[t].out_op, copies.trips[t].in_op, copies.trips[t].host_tensor
+        for t in offloads.by_tensor.keys() & set(made):
+            out, back, host = offloads.by_tensor[t].offload_op, offloads.by_tensor[t].reload_op, offloads.by_tensor[t].host_tensor
             # Back, and out again into other memory, before anything has read it.
             steps += (Compute(out), Free(t), Compute(back), Free(host), Compute(out), Free(t), Compute(back), Free(host))
     schedule = Schedule(tuple(steps))
@@ -232,5 +231,5 @@ def test_a_copy_out_of_what_is_coming_in_says_so() -> None:
     source = Executor(offered, schedule, workload.model, workload.loss_fn).code.source
     issued = copies_in(source)
     again = [b for a, b in pairwise(issued) if a.back and not b.back and b.read == a.made and b.after == a.name]
-    assert len(again) == len(copies.trips)
+    assert len(again) == len(offloads.by_tensor)
     assert_same(train(workload, None), train(workload, (offered, schedule)))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from planner.runtime.channels import HostChannels
-from planner.torch_compile import round_trips
+from planner.torch_compile import shared_channels
 from planner.torch_compile.planned_graph import PlannedGraph
 from planner.torch_compile.shared_budget import SharedBudget
 
@@ -34,5 +34,5 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[HostChannels]:
         found.append(HostChannels(device, host_bytes))
         return found[-1]
 
-    monkeypatch.setattr(round_trips, "HostChannels", noted)
+    monkeypatch.setattr(shared_channels, "HostChannels", noted)
     return found

@@ -1,4 +1,4 @@
-"""``torch.compile(backend="planner")`` with round trips to the host: exact, and within both budgets."""
+"""``torch.compile(backend="planner")`` with transfers to the host: exact, and within both budgets."""
 
 import copy
 import shutil
@@ -14,7 +14,7 @@ from planner.runtime.channels import HostChannels
 from planner.runtime.measure import measure_memory
 from planner.torch_compile.planned_graph import PlannedGraph
 from planner.torch_compile.rest_of_step import keeping_all
-from planner.torch_compile.round_trips import host_room
+from planner.torch_compile.shared_channels import host_room
 from tests.support.copies import with_random_copies
 from tests.support.offloading_backend import assert_same_state, compiled, layers, trained_once
 

@@ -1,4 +1,4 @@
-"""Round trips under ``torch.compile(backend="planner")``: what goes back to the host's memory, and what is refused."""
+"""Transfers under ``torch.compile(backend="planner")``: what goes back to the host's memory, and what is refused."""
 
 import copy
 import gc
@@ -11,11 +11,10 @@ from torch._dynamo.exc import BackendCompilerFailed
 
 from graphs.errors import CopyError, PlannerError
 from graphs.schedule import Compute, boundary
-from planner.choices import choices_of
 from planner.runtime.channels import HostChannels
 from planner.torch_compile.planned_graph import PlannedGraph
 from planner.torch_compile.rest_of_step import keeping_all
-from planner.torch_compile.round_trips import RoundTrips
+from planner.torch_compile.shared_channels import SharedChannels
 from tests.support.copies import with_random_copies
 from tests.support.offloading_backend import assert_same_state, compiled, layers, trained_once
 
@@ -128,9 +127,7 @@ def test_wrong_options_are_refused(options: dict[str, object], message: str) -> 
 
 
 def test_graphs_on_several_devices_are_refused() -> None:
-    choices = choices_of(["offload"], None, "1GB")
-    assert choices is not None
-    trips = RoundTrips(choices)
-    assert trips.channels(CPU) is trips.channels(CPU)
+    shared = SharedChannels(10**9)
+    assert shared.channels(CPU) is shared.channels(CPU)
     with pytest.raises(PlannerError, match=r"graphs of the model run on cpu and on meta, .* leave out"):
-        trips.channels(torch.device("meta"))
+        shared.channels(torch.device("meta"))

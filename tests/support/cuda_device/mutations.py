@@ -15,7 +15,7 @@ from tempfile import TemporaryDirectory
 ROOT = Path(__file__).parents[3]
 _COPIED = ("graphs", "solvers", "planner", "tests", "pyproject.toml")
 _LIMIT_S = 300
-_TESTS = "tests/planner/runtime"
+_FOLDERS = ("tests/planner/runtime", "tests/graphs/allocators")
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class Mutation:
         file: of the source.
         takes_away: what is missing then.
         before, after: text of the source, which is there once, and what stands in its place.
-        test: of ``tests/planner/runtime``, which fails then.
+        test: in one of the folders of tests, which fails then.
     """
 
     file: str
@@ -275,27 +275,32 @@ MUTATIONS = (
         "test_cuda_placed.py -k predicted",
     ),
     Mutation(
-        "planner/runtime/caching_allocator.py",
+        "graphs/allocators/caching.py",
         "the rounding of blocks to 512 bytes",
         "return max(1, -(-size_bytes // BLOCK_BYTES)) * BLOCK_BYTES",
         "return size_bytes",
-        "test_caching_allocator.py",
+        "test_caching.py",
     ),
     Mutation(
-        "planner/runtime/caching_allocator.py",
+        "graphs/allocators/caching.py",
         "segments of 20 MiB",
-        "        return _LARGE_SEGMENT_BYTES\n",
-        "        return size_bytes\n",
-        "test_caching_allocator.py",
+        "            return self.large_segment_bytes\n",
+        "            return size_bytes\n",
+        "test_caching.py",
     ),
     Mutation(
-        "planner/runtime/caching_allocator.py",
+        "graphs/allocators/caching.py",
         "the rest of 1 MiB that a large block is not split for",
-        " or (not block.segment.small and remaining <= _SMALL_BYTES)",
-        "",
-        "test_caching_allocator.py",
+        "remaining > SMALL_BYTES and ",
+        "remaining >= BLOCK_BYTES and ",
+        "test_caching.py",
     ),
 )
+
+
+def path_of_test(root: Path, file: str) -> str:
+    """The path of a file of tests in the sources at `root`."""
+    return next(f"{folder}/{file}" for folder in _FOLDERS if (root / folder / file).exists())
 
 
 def survives(mutation: Mutation) -> bool:
@@ -308,7 +313,7 @@ def survives(mutation: Mutation) -> bool:
             shutil.copytree(source, root / name, ignore=skipped) if source.is_dir() else shutil.copy(source, root / name)
         mutation.made_in(root)
         file, *chosen = mutation.test.split()
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", f"{_TESTS}/{file}", *chosen]
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", path_of_test(root, file), *chosen]
         environment = {**os.environ, "PYTHONPATH": folder, "PYTHONDONTWRITEBYTECODE": "1"}
         try:
             run = subprocess.run(command, cwd=root, env=environment, capture_output=True, timeout=_LIMIT_S, check=False)

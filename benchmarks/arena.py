@@ -1,0 +1,80 @@
+"""Steps in an arena beside the same steps without, and beside eager PyTorch: ``make bench-arena`` writes results/arena/.
+
+The three take turns in a process with one thread, and the pages that the system gives them are counted (minor faults). Each row
+comes twice: with the C library as it is, which returns large blocks to the system when they are freed, and set to keep them
+(MALLOC_TOP_PAD_ and others), which no planned step needs and any process could. Ratios are medians within a turn.
+"""
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+
+import torch
+
+import planner
+from benchmarks.arena_case import MODELS, ArenaRow, measured
+from benchmarks.command import carry_out, command_line, one_thread
+from graphs.units import format_bytes
+from planner import options
+from planner.studies.experiment import Study
+from planner.studies.processes import ALONE, stream
+from planner.studies.rows import listed
+from planner.studies.tables import Column, markdown
+
+BUDGETS = ("100%", "70%", "50%")
+USUAL, KEPT = "as it is", "keeps memory"
+_VARIABLES: Mapping[str, Mapping[str, str]] = {
+    USUAL: {},
+    KEPT: {"MALLOC_TOP_PAD_": str(2**28), "MALLOC_MMAP_THRESHOLD_": str(2**30), "MALLOC_TRIM_THRESHOLD_": str(2**40)},
+}
+_LIMIT_S = 600.0
+_SOLVE_S = 10.0
+
+
+def measure(name: str, known: Sequence[ArenaRow], *, repeats: int) -> Iterator[ArenaRow]:
+    """Yield the rows of a model that are not `known`, each measured in a process of its own."""
+    made = {(row.budget, row.library) for row in known}
+    missing = [(budget, library) for budget in BUDGETS for library in _VARIABLES if (budget, library) not in made]
+    if not missing:
+        return
+    torch.manual_seed(0)
+    graph = planner.trace(*MODELS[name]())
+    plans = {budget: planner.solve(graph, budget, time_limit_s=_SOLVE_S) for budget in {budget for budget, _ in missing}}
+    for budget, library in missing:
+        variables = {**ALONE, **_VARIABLES[library]}
+        yield from stream(measured, name, budget, library, plans[budget], repeats, variables=variables, limit_s=_LIMIT_S)
+
+
+TABLE = (
+    *("model", "budget"),
+    Column("C library", "library"),
+    Column("peak", "peak_bytes", format_bytes),
+    Column("arena", lambda row: row.arena_bytes / row.peak_bytes, "{:.4f}x"),
+    Column("outside", "counted_bytes", format_bytes),
+    Column("bits", "identical", lambda same: "identical" if same else "DIFFERENT"),
+    Column("eager step", "eager_s"),
+    Column("plan", "plan_ratio"),
+    Column("plan in an arena", "arena_ratio"),
+    Column("page faults: eager", "eager_faults", "{:,}"),
+    Column("plan", "plan_faults", "{:,}"),
+    Column("arena", "arena_faults", "{:,}"),
+)
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Measure the missing models; write rows and table."""
+    parser = command_line(__doc__, ArenaRow, models=MODELS, out="results/arena")
+    parser.add_argument("--repeats", type=options.count, default=20, help="steps timed of each (default: %(default)s)")
+    arguments = parser.parse_args(words)
+    one_thread()
+    study = Study(
+        ArenaRow,
+        partial(measure, repeats=arguments.repeats),
+        order=listed(model=MODELS, budget=BUDGETS, library=_VARIABLES),
+        pages={"table.md": partial(markdown, columns=TABLE)},
+    )
+    return carry_out(study, arguments, {(name,): name for name in arguments.models})
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,123 @@
+"""One model at one budget: a plan in an arena, the same plan without, and eager PyTorch, measured in turns."""
+
+import resource
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from statistics import median
+
+import torch
+from planner.choices import with_recorded
+
+from benchmarks.command import one_thread
+from planner.capture.options.traced import with_graph
+from planner.capture.step import TrainingStep
+from planner.capture.trace import capture
+from planner.models import build
+from planner.plans.plan import Plan
+from planner.profiling.allocator import cpu_allocations
+from planner.runtime.executor import Executor
+from planner.runtime.measure import Isolated, Step, outcome
+from planner.studies.rows import Made, column, key, provenance
+
+MODELS = {
+    "gpt2": partial(build, "gpt2", layers=4, width=64, heads=4, vocab=500, batch=8, seq=128, dropout=0),
+    "unet": partial(build, "unet", channels=8, size=96, batch=4),
+    "unet-wide": partial(build, "unet", channels=16, size=96, batch=4),
+    "resnet50-wide": partial(build, "resnet50", width=16, size=64, classes=10, batch=16),
+    "mobilenet_v2": partial(build, "mobilenet_v2", multiplier=0.25, size=64, classes=10, batch=16, dropout=0),
+}
+_EAGER, _PLAN, _ARENA = "eager", "plan", "arena"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArenaRow(Made):
+    """The measurements of a model at a budget."""
+
+    model: str = key()
+    budget: str = key("a share of the peak of keeping everything")
+    library: str = key("how the C library treats freed memory")
+    peak_bytes: int = column("of the plan, without static memory")
+    arena_bytes: int = column("the slab that the step runs in")
+    outside_bytes: int = column("the most that the step takes outside of it at once, as the arena counts")
+    counted_bytes: int = column("the same as PyTorch's profiler counts")
+    identical: bool = column("True if loss, gradients, buffers and random state in the arena are those of eager PyTorch")
+    eager_s: float = column("a step of eager PyTorch")
+    plan_ratio: float = column("steps of the plan without an arena, as multiples of eager PyTorch's")
+    arena_ratio: float = column("steps of the plan in an arena")
+    eager_faults: int = column("pages that the system gave in a step of eager PyTorch")
+    plan_faults: int = column("the same of the plan without an arena")
+    arena_faults: int = column("the same of the plan in an arena")
+    repeats: int = column("steps that are timed of each")
+
+
+def measured(name: str, budget: str, library: str, plan: Plan, repeats: int) -> Iterator[ArenaRow]:
+    """Yield the row of a plan."""
+    one_thread()
+    torch.manual_seed(0)
+    model, loss_fn, batch = MODELS[name]()
+    captured = capture(model, loss_fn, batch)
+    offered = with_graph(captured, with_recorded(captured.graph, plan.settings))
+    in_arena = Executor(offered, plan.schedule, model, loss_fn)
+    in_arena.use_arena()
+    arena = in_arena.arena
+    assert arena is not None
+    steps: dict[str, Step] = {
+        _EAGER: TrainingStep(model, loss_fn),
+        _PLAN: Executor(offered, plan.schedule, model, loss_fn),
+        _ARENA: in_arena,
+    }
+    isolated = {each: Isolated(step, model, batch) for each, step in steps.items()}
+    isolated[_ARENA].run()  # recorded
+    outcomes = {each: outcome(steps[each], model, batch, seed=0) for each in (_EAGER, _ARENA)}
+    counted_bytes = _peak_bytes(isolated[_ARENA])
+    times_s, faults = _turns(isolated, repeats)
+    assert arena.slab is not None
+    assert arena.outside_bytes is not None
+    ratios = {each: median(a / b for a, b in zip(times_s[each], times_s[_EAGER], strict=True)) for each in steps}
+    yield ArenaRow(
+        model=name,
+        budget=budget,
+        library=library,
+        peak_bytes=plan.peak_bytes - plan.graph.static_bytes,
+        arena_bytes=arena.slab.size_bytes,
+        outside_bytes=arena.outside_bytes,
+        counted_bytes=counted_bytes,
+        identical=not outcomes[_EAGER].differences(outcomes[_ARENA]),
+        eager_s=median(times_s[_EAGER]),
+        plan_ratio=ratios[_PLAN],
+        arena_ratio=ratios[_ARENA],
+        eager_faults=int(median(faults[_EAGER])),
+        plan_faults=int(median(faults[_PLAN])),
+        arena_faults=int(median(faults[_ARENA])),
+        repeats=repeats,
+        **provenance(),
+    )
+
+
+def _turns(steps: Mapping[str, Isolated], repeats: int) -> tuple[dict[str, list[float]], dict[str, list[int]]]:
+    """Return the seconds and the page faults of the steps, which take turns, after one turn that is not counted."""
+    times_s: dict[str, list[float]] = {name: [] for name in steps}
+    faults: dict[str, list[int]] = {name: [] for name in steps}
+    for turn in range(repeats + 1):
+        for name, step in steps.items():
+            before, start = _faults(), time.perf_counter()
+            step.run()
+            if turn:
+                times_s[name].append(time.perf_counter() - start)
+                faults[name].append(_faults() - before)
+    return times_s, faults
+
+
+def _faults() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+
+def _peak_bytes(step: Isolated) -> int:
+    """Return the most bytes that PyTorch's allocator gives `step` at once."""
+    level = peak = 0
+    for event in cpu_allocations(lambda _: step.run()):
+        level += event.size_bytes or 0
+        peak = max(peak, level)
+    return peak

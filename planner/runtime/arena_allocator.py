@@ -1,0 +1,160 @@
+"""The CPU allocator of arenas, ``arena_allocator.cpp``: recordings of the requests of a step, and slabs that serve them."""
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from graphs.errors import OutOfMemoryError, PlannerError, first_line
+from graphs.units import format_bytes
+
+_SOURCE = Path(__file__).with_suffix(".cpp")
+LEAST_BYTES = 1024  # smaller requests stay with the C library: they are many, and would leave gaps between large ones
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One request for memory in a recorded step.
+
+    Attributes:
+        size_bytes: its size.
+        end: number of requests that came before it was freed; None if it was not.
+        address: the address that it got.
+    """
+
+    size_bytes: int
+    end: int | None
+    address: int
+
+
+@dataclass(frozen=True, slots=True)
+class Missed:
+    """Bytes of requests that were to be in the slab and are not.
+
+    Attributes:
+        unmatched_bytes: no request of this size was recorded there.
+        occupied_bytes: a tensor in use overlaps its address.
+    """
+
+    unmatched_bytes: int = 0
+    occupied_bytes: int = 0
+
+    def __add__(self, other: "Missed") -> "Missed":
+        return Missed(self.unmatched_bytes + other.unmatched_bytes, self.occupied_bytes + other.occupied_bytes)
+
+
+class Recording:
+    """The requests of one thread while it is active."""
+
+    def __init__(self) -> None:
+        self._library = _library()
+        self._handle = self._library.arena_new_recording()
+
+    def start(self) -> None:
+        """Record the requests of this thread from here on."""
+        self._library.arena_record(self._handle)
+
+    @property
+    def length(self) -> int:
+        """The number of requests so far."""
+        return int(self._library.arena_requests(self._handle))
+
+    def requests(self) -> tuple[Request, ...]:
+        """Return the requests so far, in order."""
+        columns = np.empty((3, self.length), dtype=np.int64)
+        self._library.arena_read(self._handle, *map(_pointer, columns))
+        return tuple(Request(size, None if end < 0 else end, address) for size, end, address in columns.T.tolist())
+
+    def __del__(self) -> None:
+        self._library.arena_drop_recording(self._handle)
+
+
+class Slab:
+    """Memory that serves the requests of a recorded step; it is kept until neither this object nor a tensor needs it.
+
+    Attributes:
+        size_bytes: its size.
+        address: where it begins.
+    """
+
+    def __init__(self, size_bytes: int, sizes: Sequence[int], offsets: Sequence[int | None]) -> None:
+        """Take `size_bytes`, for requests of `sizes`, each ``LEAST_BYTES`` or more, at `offsets`; those at None are outside.
+
+        Raises:
+            OutOfMemoryError: there is no such memory.
+        """
+        self.size_bytes = size_bytes
+        self._library = _library()
+        columns = np.array([sizes, [-1 if offset is None else offset for offset in offsets]], dtype=np.int64)
+        self._handle = self._library.arena_new_slab(size_bytes, LEAST_BYTES, len(sizes), *map(_pointer, columns))
+        if not self._handle:
+            raise OutOfMemoryError(f"there is no memory for an arena of {format_bytes(size_bytes)}")
+        self.address = int(self._library.arena_base(self._handle))
+
+    def start(self, requests: range) -> None:
+        """Serve the requests of this thread from here on, of which those with these numbers are expected."""
+        self._library.arena_serve(self._handle, requests.start, requests.stop)
+
+    def __del__(self) -> None:
+        if getattr(self, "_handle", None):
+            self._library.arena_drop_slab(self._handle)
+
+
+def stop() -> Missed:
+    """End recording or serving in this thread."""
+    missed = (ctypes.c_int64 * 2)()
+    _library().arena_stop(missed)
+    return Missed(*missed)
+
+
+def install() -> None:
+    """Put the allocator in place, behind which the present one stays.
+
+    Raises:
+        PlannerError: it cannot be compiled, or not be in front of the present one.
+    """
+    _library()
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    from planner.torch_private.cpp import CppCompileError, InvalidCxxCompiler, load_cpp  # takes a second
+
+    try:
+        library = load_cpp(_SOURCE.read_text(encoding="utf-8"))
+    except (CppCompileError, InvalidCxxCompiler) as error:
+        raise PlannerError(
+            f"arena=True needs a C++ compiler, as kernels='inductor' does: {first_line(error)}; install one (g++), or leave "
+            "arena=True out"
+        ) from error
+    handle, number = ctypes.c_void_p, ctypes.c_int64
+    signatures: dict[str, tuple[Any, list[Any]]] = {
+        "install": (ctypes.c_bool, []),
+        "new_recording": (handle, []),
+        "drop_recording": (None, [handle]),
+        "requests": (number, [handle]),
+        "read": (None, [handle, handle, handle, handle]),
+        "record": (None, [handle]),
+        "new_slab": (handle, [number, number, number, handle, handle]),
+        "drop_slab": (None, [handle]),
+        "base": (number, [handle]),
+        "serve": (None, [handle, number, number]),
+        "stop": (None, [handle]),
+    }
+    for name, (returned, given) in signatures.items():
+        function = getattr(library, f"arena_{name}")
+        function.restype, function.argtypes = returned, given
+    if not library.arena_install():
+        raise PlannerError(
+            "arena=True needs PyTorch's own CPU allocator, and another one is in place that cannot be behind it: leave "
+            "arena=True out"
+        )
+    return library
+
+
+def _pointer(column: "np.ndarray[Any, np.dtype[np.int64]]") -> int:
+    return int(column.ctypes.data)

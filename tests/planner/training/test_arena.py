@@ -1,0 +1,112 @@
+"""Training by plans in an arena: the bits of eager PyTorch, within the budget, and with all that the plan says."""
+
+import copy
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import planner
+from graphs.errors import UsageError
+from graphs.options.option import Feature
+from planner.models import Workload
+from planner.plans.document import read_plan
+from planner.profiling.allocator import cpu_allocations
+from planner.running import run
+from planner.runtime import arena_allocator
+from planner.settings import RunSettings
+from planner.training.step import PlannedStep
+from tests.support.steps import make
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="the allocator is compiled with g++")
+
+
+def trained(step: object, model: nn.Module, workload: Workload, *, steps: int = 3) -> list[torch.Tensor]:
+    """The losses of `steps`, and the parameters behind them."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    losses = []
+    for seed in range(steps):
+        torch.manual_seed(seed)
+        optimizer.zero_grad()
+        loss = step(*workload.batch)  # type: ignore[operator]
+        loss.backward()
+        losses.append(loss.detach())
+        optimizer.step()
+    return [*losses, *(parameter.detach().clone() for parameter in model.parameters())]
+
+
+def compiled(name: str, budget: str = "70%", **how: object) -> tuple[PlannedStep, Workload]:
+    workload = make(name)
+    step = planner.compile(*workload, budget=budget, passes=1, arena=True, wait="5%", **how)  # type: ignore[arg-type]
+    return step, workload
+
+
+@pytest.mark.parametrize(
+    "kernels", ["eager", pytest.param("inductor", marks=[pytest.mark.slow, pytest.mark.filterwarnings("ignore")])]
+)
+def test_trains_as_without_an_arena(kernels: str) -> None:
+    step, workload = compiled("gpt2_sdpa", kernels=kernels)
+    other = copy.deepcopy(workload)
+    if kernels == "eager":
+        wanted = trained(lambda x, y: other.loss_fn(other.model(x), y), other.model, workload)  # type: ignore[misc]
+    else:
+        plain = planner.compile(*other, budget="100%", passes=1, wait="5%", kernels=kernels, compare_eager=False)
+        wanted = trained(plain, other.model, workload)
+    assert all(map(torch.equal, wanted, trained(step, workload.model, workload)))
+    plan = step.plan
+    assert plan.arena_bytes is not None
+    assert plan.outside_arena_bytes is not None
+    assert plan.eager is not None
+    assert plan.eager.identical
+    assert plan.measured_peak_bytes == plan.graph.static_bytes + plan.arena_bytes + plan.outside_arena_bytes
+    assert plan.measured_peak_bytes <= plan.budget_bytes
+    workload.model.zero_grad()
+    level = peak = 0
+    for event in cpu_allocations(lambda _: step(*workload.batch).backward()):
+        level += event.size_bytes or 0
+        peak = max(peak, level)
+    assert peak <= plan.outside_arena_bytes + 4  # the gradient of the loss, which autograd makes
+    assert "outside" in str(plan)
+
+
+def test_a_kept_plan_runs_in_an_arena(tmp_path: Path) -> None:
+    plans = [compiled("unet", "80%", cache=tmp_path, compare_eager=False)[0].plan for _ in range(2)]
+    assert len(list(tmp_path.glob("*.json"))) == 1
+    assert plans[0].arena_bytes == plans[1].arena_bytes
+    (path,) = tmp_path.glob("*.json")
+    assert read_plan(path).arena_bytes == plans[0].arena_bytes
+    without = planner.compile(*make("unet"), budget="80%", passes=1, wait="5%", cache=tmp_path, compare_eager=False)
+    assert without.plan.arena_bytes is None
+
+
+def test_a_plan_is_run_in_an_arena() -> None:
+    workload = make("unet")
+    plan = planner.solve(planner.trace(*workload, passes=1), "90%", tolerance=0.05)
+    report = run(plan, *workload, repeats=1, arena=True)
+    assert report.is_exact
+    assert report.arena_bytes is not None
+    assert report.measured_peak_bytes <= 1.001 * plan.peak_bytes + 10_000  # small requests beside the largest
+    assert run(plan, *workload, repeats=1).arena_bytes is None
+
+
+def test_plans_with_transfers_are_refused() -> None:
+    workload = make("unet")
+    with pytest.raises(UsageError, match="the option 'offload' does not go with arena=True"):
+        planner.compile(*workload, budget="50%", options=["offload"], arena=True)
+    assert RunSettings(arena=True).features == {Feature.ARENA}
+
+
+def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    from planner.torch_private import cpp
+
+    def fail(source: str) -> None:
+        raise cpp.InvalidCxxCompiler
+
+    monkeypatch.setattr(cpp, "load_cpp", fail)
+    arena_allocator._library.cache_clear()
+    with pytest.raises(planner.PlannerError, match="arena=True needs a C\\+\\+ compiler"):
+        arena_allocator.install()
+    monkeypatch.undo()
+    arena_allocator.install()

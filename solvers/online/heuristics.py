@@ -122,6 +122,12 @@ class Heuristic(ABC):
     def restored(self, storage: int) -> None:  # noqa: B027
         """Record that `storage`, which was evicted, is in memory again or was dropped."""
 
+    def related(self, parent: int, child: int) -> None:  # noqa: B027
+        """Record that an op writing `child` has read `parent`, of which one at least is evicted."""
+
+    def dearer(self, storage: int, seconds: float) -> None:  # noqa: B027
+        """Record that the own cost of `storage`, which is evicted, rose by `seconds`."""
+
     @abstractmethod
     def scores(self, storages: Ints, now_s: float) -> Floats:
         """Return the score of each of `storages` at `now_s`."""
@@ -267,6 +273,19 @@ class CostByClasses(Cost):
             if self.label[n] >= 0:
                 self.classes[self.label[n]].around.add(storage)
 
+    def related(self, parent: int, child: int) -> None:
+        """Merge the classes of two evicted storages, or note that one of them is next to the class of the other."""
+        labels = {self.label[parent], self.label[child]} - {-1}
+        merged = self._merge(labels)
+        merged.around |= {parent, child}
+        self._changed(merged)
+
+    def dearer(self, storage: int, seconds: float) -> None:
+        """Add to the cost of the class of `storage`."""
+        label = self.classes[self.label[storage]]
+        label.cost_s += seconds
+        self._changed(label)
+
     def _merge(self, labels: set[int]) -> _Class:
         classes = self.classes
         largest = max(labels, key=lambda label: classes[label].joined)
@@ -343,6 +362,15 @@ class CostByRegions(Cost):
     def restored(self, storage: int) -> None:
         """Mark the costs that included `storage`, and its own, as out of date."""
         self.ledger.fell(self._changed(storage))
+
+    def related(self, parent: int, child: int) -> None:
+        """Mark the costs on both sides of the evicted one as out of date."""
+        for storage in (parent, child):
+            self._changed(storage)
+
+    def dearer(self, storage: int, seconds: float) -> None:
+        """Mark the costs that include `storage` as out of date."""
+        self._changed(storage)
 
     def _changed(self, storage: int) -> set[int]:
         """Mark costs as out of date, and return the storages that they are of."""

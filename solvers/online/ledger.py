@@ -114,7 +114,7 @@ class Ledger:
         return storage
 
     def add_op(self, inputs: Sequence[int], outputs: Sequence[int], seconds: float) -> int:
-        """Record an op that ran for the first time, and return its id.
+        """Record an op that ran for the first time, and return its id; what it read or wrote may be evicted by now.
 
         Args:
             inputs: storages that it read.
@@ -127,12 +127,16 @@ class Ledger:
             self._ops[op] = _Op(tuple(inputs), list(outputs))
         for out in outputs:
             self.own_s[out] += seconds
+            if self.gone[out]:
+                self.heuristic.dearer(out, seconds)
             self._writers[out].append(op)
             parents = self.parents[out]
             for storage in inputs:
-                if storage != out:
+                if storage != out and storage not in parents:
                     parents[storage] = None
                     self.children[storage][out] = None
+                    if self.gone[storage] or self.gone[out]:
+                        self.heuristic.related(storage, out)
         self._number(inputs)
         return op
 

@@ -190,6 +190,27 @@ def test_choices_stay_exact_when_ids_are_used_again(name: str, seed: int) -> Non
     assert len(ledger.parents) < 200
 
 
+@pytest.mark.parametrize("name", ["dtr", "dtr-full", "msps"])
+def test_ops_may_be_entered_after_what_they_read_and_wrote_was_evicted(name: str) -> None:
+    # a -> b -> c -> d, of which b and c are evicted: before the ops are entered, or after.
+    scores = []
+    for late in (False, True):
+        ledger = Ledger(name)
+        a, b, c, d = (ledger.add_storage(MiB) for _ in range(4))
+        ledger.touch([a, b, c, d], 0.0)
+        if late:
+            ledger.evicted(b)
+            ledger.evicted(c)
+        for read, made, seconds in ((a, b, 2.0), (b, c, 3.0), (c, d, 5.0)):
+            ledger.heuristic.scores(np.array([a, d]), 1.0)  # what it keeps must be found out of date
+            ledger.add_op([read], [made], seconds)
+        if not late:
+            ledger.evicted(b)
+            ledger.evicted(c)
+        scores.append((ledger.heuristic.scores(np.array([a, d]), 1.0) * MiB).tolist())
+    assert scores[0] == scores[1] == ([0.0, 10.0] if name == "msps" else [5.0, 10.0])
+
+
 # --- what may be evicted --------------------------------------------------------------------------
 
 

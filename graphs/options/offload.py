@@ -117,7 +117,7 @@ def without_offload(graph: Graph) -> tuple[Graph, Offloads]:
     by_tensor: dict[int, HostTransfers] = {}
     copying = graph.ops[rest:]
     for out, back in zip(copying[::2], copying[1::2], strict=False):
-        if _is_round_trip(graph, out, back):
+        if _offload_and_reload(graph, out, back):
             by_tensor[out.inputs[0]] = HostTransfers(out.outputs[0], out.id, back.id, out.time_s, back.time_s)
     only_these = len(copying) == 2 * len(by_tensor) and len(graph.tensors) == made + len(by_tensor)
     if not only_these or (host is not None and (host.owner != DEVICE_TO_HOST or graph.static_bytes_by_pool[HOST])):
@@ -152,7 +152,7 @@ def _other_choices(graph: Graph) -> GraphError:
     )
 
 
-def _is_round_trip(graph: Graph, out: Op, back: Op) -> bool:
+def _offload_and_reload(graph: Graph, out: Op, back: Op) -> bool:
     """Return True if the optional ops `out` and `back` offload and reload one tensor, on a channel each."""
     if len(out.inputs) != 1 or len(out.outputs) != 1 or (back.inputs, back.outputs) != (out.outputs, out.inputs):
         return False

@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass, replace
 
 from solvers.bounds import any_order_need
-from solvers.order.beside import OrderSearch
+from solvers.order.background import OrderSearch
 from solvers.order.reorder import Reordering, in_program_order, reordered
 from solvers.registry import Solver
 from solvers.request import Request

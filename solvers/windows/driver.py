@@ -10,7 +10,7 @@ from functools import partial
 from math import inf
 
 from solvers.clock import BackgroundThread
-from solvers.windows.choices import goes_last, parts_of_plain, parts_with_options
+from solvers.windows.option_sets import goes_last, parts_of_plain, parts_with_options
 from solvers.windows.part_process import Inbox
 from solvers.windows.parts import LAST, Part, end_background, start_in_background, start_process, turn_of, wait_for
 from solvers.windows.search import Search

@@ -25,14 +25,14 @@ class Order:
 
     Attributes:
         first: for each execution, True if it is the one in the op's place.
-        away: (tensor, position), where a tensor is reloaded before that execution reads it.
+        reloads: (tensor, position), where a tensor is reloaded before that execution reads it.
         instead: as in ``Choice``.
     """
 
     computed: tuple[int, ...]
     windows: tuple[int, ...]
     first: tuple[bool, ...]
-    away: frozenset[tuple[int, int]] = frozenset()
+    reloads: frozenset[tuple[int, int]] = frozenset()
     instead: frozenset[int] = frozenset()
 
 
@@ -85,8 +85,8 @@ def try_out(problem: Problem, order: Order) -> Trial:
     if problem.devices:
         return _try_out_side_by_side(problem, order)
     if problem.offloads:
-        found = timed(problem, order.computed, order.away)
-        order, schedule = replace(order, away=found.away), Schedule(tuple(found.steps))
+        found = timed(problem, order.computed, order.reloads)
+        order, schedule = replace(order, reloads=found.reloads), Schedule(tuple(found.steps))
         simulation = simulate(problem.whole, schedule)
         memory = tuple(taken + problem.graph.static_bytes for taken in found.memory_bytes)
         return Trial(order, schedule, simulation.time_s, simulation.peak_bytes, memory, tuple(found.waits_s), tuple(found.ends))
@@ -118,9 +118,9 @@ def _try_out_side_by_side(problem: Problem, order: Order) -> Trial:
 def _try_out_plain(problem: Problem, order: Order) -> Trial:
     """Return the trial of an order with both optional ops and offloading, by way of its plain graph."""
     plain = plain_graph(problem, order.computed)
-    away = frozenset((here, place) for t, place in order.away if (here := plain.only(t)) is not None)
+    reloads = frozenset((here, place) for t, place in order.reloads if (here := plain.only(t)) is not None)
     detail = Discretization((len(plain.ops) - 1,))
-    trial = try_out(problem_of(plain.graph, problem.budget_bytes), order_of(detail, plain.order, away))
+    trial = try_out(problem_of(plain.graph, problem.budget_bytes), order_of(detail, plain.order, reloads))
     return trial_of_whole(problem, plain, order, trial)
 
 
@@ -169,7 +169,7 @@ def _reads_of_nothing(problem: Problem, order: Order) -> set[int]:
 def order_of(
     detail: Discretization,
     computed: Sequence[int],
-    away: frozenset[tuple[int, int]] = frozenset(),
+    reloads: frozenset[tuple[int, int]] = frozenset(),
     instead: frozenset[int] = frozenset(),
     places: Places | None = None,
 ) -> Order:
@@ -187,21 +187,21 @@ def order_of(
         first.append(op == following)
         windows.append(detail.window_of(following))
         done += op == following
-    return Order(tuple(computed), tuple(windows), tuple(first), away, instead)
+    return Order(tuple(computed), tuple(windows), tuple(first), reloads, instead)
 
 
 def decoded(problem: Problem, detail: Discretization, choice: Choice) -> Order:
     """Return the order of a model's solution, with the reloads of offloaded tensors."""
     order = order_of(detail, expand(problem, detail, choice), instead=choice.instead, places=problem.places)
-    return replace(order, away=_away(problem, choice, order)) if problem.offloads and choice.taken else order
+    return replace(order, reloads=_reloads_of(problem, choice, order)) if problem.offloads and choice.taken else order
 
 
-def _away(problem: Problem, choice: Choice, order: Order) -> frozenset[tuple[int, int]]:
+def _reloads_of(problem: Problem, choice: Choice, order: Order) -> frozenset[tuple[int, int]]:
     """Return the reloads: before reads of tensors that were not handed over continuously since the last read.
 
     A tensor that is reloaded although it was handed over is offloaded in its longest interval without reads.
     """
-    away: set[tuple[int, int]] = set()
+    reloads: set[tuple[int, int]] = set()
     seconds = list(accumulate((problem.time_s[op] for op in order.computed), initial=0.0))
     gaps: dict[tuple[int, int], list[tuple[float, int]]] = {}
     last: dict[int, int] = {}
@@ -211,7 +211,7 @@ def _away(problem: Problem, choice: Choice, order: Order) -> frozenset[tuple[int
             if t in problem.offloads.by_tensor and t in last:
                 since = order.windows[last[t]]
                 if not all(t in choice.handed[k] for k in range(since + 1, window + 1)):
-                    away.add((t, place))
+                    reloads.add((t, place))
                 for k in range(since, window + 1):
                     gaps.setdefault((k, t), []).append((seconds[place] - seconds[last[t]], place))
             last[t] = place
@@ -219,6 +219,6 @@ def _away(problem: Problem, choice: Choice, order: Order) -> frozenset[tuple[int
     for k, taken in enumerate(choice.taken):
         for t in taken:
             found = gaps.get((k, t), [])
-            if found and not any((t, place) in away for _, place in found):
-                away.add((t, max(found)[1]))
-    return frozenset(away)
+            if found and not any((t, place) in reloads for _, place in found):
+                reloads.add((t, max(found)[1]))
+    return frozenset(reloads)

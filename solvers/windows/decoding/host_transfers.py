@@ -16,7 +16,7 @@ import numpy as np
 from graphs.schedule import Compute, Free, Step
 from solvers.problem import Problem
 
-Away = Collection[tuple[int, int]]  # (tensor, position of the execution that it is reloaded for)
+Reloads = Collection[tuple[int, int]]  # (tensor, position of the execution that it is reloaded for)
 
 
 @dataclass(slots=True)
@@ -44,12 +44,12 @@ class Timed:
     """Steps, and for each execution the memory (without static memory) and the wait of the compute stream before it.
 
     Attributes:
-        away: the requested reloads, except of tensors that the host had no space for.
+        reloads: the requested reloads, except of tensors that the host had no space for.
         ends: for each execution the number of steps up to the frees after it.
         time_s: end of the computation.
     """
 
-    away: frozenset[tuple[int, int]]
+    reloads: frozenset[tuple[int, int]]
     steps: list[Step]
     memory_bytes: list[int]
     waits_s: list[float]
@@ -57,7 +57,7 @@ class Timed:
     time_s: float
 
 
-def stays_of(problem: Problem, computed: Sequence[int], away: Away) -> list[Stay]:
+def stays_of(problem: Problem, computed: Sequence[int], reloads: Reloads) -> list[Stay]:
     """Return the intervals in which tensors are in memory, as short as possible; kept ones stay to the end.
 
     A tensor is offloaded once: in the last stay in which it is produced before its first reload.
@@ -66,11 +66,11 @@ def stays_of(problem: Problem, computed: Sequence[int], away: Away) -> list[Stay
     last: dict[int, Stay] = {}
     made: dict[int, Stay] = {}  # the last time that each was produced
     sent: set[int] = set()
-    away = frozenset(away)
+    reloads = frozenset(reloads)
     for place, op in enumerate(computed):
         for t in problem.inputs[op]:
             stay = last[t]
-            if (t, place) in away and stay.end < place and t in problem.offloads.by_tensor:
+            if (t, place) in reloads and stay.end < place and t in problem.offloads.by_tensor:
                 if t not in sent:
                     made[t].leaves = True
                     sent.add(t)
@@ -87,14 +87,14 @@ def stays_of(problem: Problem, computed: Sequence[int], away: Away) -> list[Stay
     return stays
 
 
-def timed(problem: Problem, computed: Sequence[int], away: Away) -> Timed:
+def timed(problem: Problem, computed: Sequence[int], reloads: Reloads) -> Timed:
     """Return the steps; tensors that the host has no space for are not offloaded."""
-    away = frozenset(away)
+    reloads = frozenset(reloads)
     while True:
         try:
-            return _Run(problem, computed, away).run()
+            return _Run(problem, computed, reloads).run()
         except _HostFullError as full:
-            away = frozenset(pair for pair in away if pair[0] != full.tensor)
+            reloads = frozenset(pair for pair in reloads if pair[0] != full.tensor)
 
 
 class _HostFullError(Exception):
@@ -104,10 +104,10 @@ class _HostFullError(Exception):
 
 
 class _Run:
-    def __init__(self, problem: Problem, computed: Sequence[int], away: frozenset[tuple[int, int]]) -> None:
+    def __init__(self, problem: Problem, computed: Sequence[int], reloads: frozenset[tuple[int, int]]) -> None:
         self.problem = problem
-        self.away = away
-        stays = stays_of(problem, computed, away)
+        self.reloads = reloads
+        stays = stays_of(problem, computed, reloads)
         self.offloads = problem.offloads
         self.computed = computed
         self.stays = stays
@@ -203,7 +203,7 @@ class _Run:
             for stay in self.ending[place]:
                 self._end(stay)
             ends.append(len(self.steps))
-        return Timed(self.away, self.steps, memory_bytes, waits_s, ends, self.now_s)
+        return Timed(self.reloads, self.steps, memory_bytes, waits_s, ends, self.now_s)
 
     def _release(self, place: int) -> None:
         """Free lingering tensors: all that are on the host, and those whose memory is needed, as soon as they are there."""

@@ -9,7 +9,7 @@ from solvers.problem import Problem
 from solvers.windows.decoding.decode import Trial, order_of, try_out
 from solvers.windows.relaxation.discretization import Discretization
 
-Away = frozenset[tuple[int, int]]
+Reloads = frozenset[tuple[int, int]]
 
 
 def prune(
@@ -96,17 +96,17 @@ def prune_with_transfers(
     """Return `trial`, which fits, without recomputations whose outputs fit in memory, as long as that takes less time."""
     whole = Discretization((problem.ops - 1,))
     for _ in range(passes):
-        computed, away = _with_fewer(problem, trial, budget_bytes)
+        computed, reloads = _with_fewer(problem, trial, budget_bytes)
         if len(computed) == len(trial.order.computed) or should_stop():
             break
-        found = try_out(problem, order_of(whole, computed, away))
+        found = try_out(problem, order_of(whole, computed, reloads))
         if found.peak_bytes > budget_bytes or found.time_s >= trial.time_s:
             break
         trial = found
     return trial
 
 
-def _with_fewer(problem: Problem, trial: Trial, budget_bytes: int) -> tuple[Sequence[int], Away]:
+def _with_fewer(problem: Problem, trial: Trial, budget_bytes: int) -> tuple[Sequence[int], Reloads]:
     """Return the order of `trial` without executions, the longest first, whose outputs fit in memory since their last use.
 
     At most one execution of each op is removed: then its last use stays valid.
@@ -129,7 +129,7 @@ def _with_fewer(problem: Problem, trial: Trial, budget_bytes: int) -> tuple[Sequ
             memory[since:place] = longer
             left_out.add(place)
             ops.add(computed[place])
-    return without(computed, left_out, trial.order.away, next_read)
+    return without(computed, left_out, trial.order.reloads, next_read)
 
 
 def uses_of(problem: Problem, computed: Sequence[int]) -> tuple[dict[tuple[int, int], int], dict[tuple[int, int], int]]:
@@ -149,12 +149,12 @@ def uses_of(problem: Problem, computed: Sequence[int]) -> tuple[dict[tuple[int, 
 
 
 def without(
-    computed: Sequence[int], left_out: Collection[int], away: Away, next_read: dict[tuple[int, int], int]
-) -> tuple[Sequence[int], Away]:
+    computed: Sequence[int], left_out: Collection[int], reloads: Reloads, next_read: dict[tuple[int, int], int]
+) -> tuple[Sequence[int], Reloads]:
     """Return the order without some executions; a reload for one of them becomes a reload for the next reader."""
     shift = list(accumulate((place in left_out for place in range(len(computed))), initial=0))
     moved: set[tuple[int, int]] = set()
-    for t, place in away:
+    for t, place in reloads:
         at: int | None = place
         while at is not None and at in left_out:
             at = next_read.get((t, at))

@@ -46,7 +46,7 @@ class Commitment:
         plain: the graph.
         instead: ops that replace others in it.
         best: its best schedule so far.
-        away: reloads of the order that it comes from.
+        reloads: those of the order that it comes from.
         found_s: time of its best schedule in the graph with options; inf if there is none.
         promise_s: time of the schedule that it comes from; inf if it comes from a solution of a relaxation.
         runs: number of its solves.
@@ -56,7 +56,7 @@ class Commitment:
 
     plain: PlainGraph
     instead: frozenset[int]
-    away: frozenset[tuple[int, int]]
+    reloads: frozenset[tuple[int, int]]
     best: Trial | None = None
     found_s: float = inf
     promise_s: float = inf
@@ -148,8 +148,8 @@ class Commitments:
             if any(op not in place for op in executed):
                 return
             instead = frozenset(place[of_whole.ops[own[i]]] for i in trial.order.instead)
-            away = frozenset((of_whole.tensors[t], position) for t, position in trial.order.away)
-            order = order_of(self.whole, [place[op] for op in executed], away, instead, self.places)
+            reloads = frozenset((of_whole.tensors[t], position) for t, position in trial.order.reloads)
+            order = order_of(self.whole, [place[op] for op in executed], reloads, instead, self.places)
             self.search.incumbent.take(replace(trial, order=order, schedule=schedule, ends=()))
 
         return lift
@@ -189,9 +189,9 @@ class Commitments:
             promise_s: as in ``Commitment``.
         """
         plain = plain_graph(self.search.problem, order.computed)
-        away = frozenset((here, place) for t, place in order.away if (here := plain.only(t)) is not None)
+        reloads = frozenset((here, place) for t, place in order.reloads if (here := plain.only(t)) is not None)
         key = (plain.ops, tuple(op.inputs for op in plain.graph.ops))
-        commitment = self.all.setdefault(key, Commitment(plain, order.instead, away))
+        commitment = self.all.setdefault(key, Commitment(plain, order.instead, reloads))
         commitment.promise_s = min(commitment.promise_s, promise_s)
 
     def searches(self, orders: Orders, until: float = inf) -> Iterator[Search]:
@@ -274,7 +274,7 @@ class Commitments:
         clock = self.search.clock.part(params.bound.first_slice * params.bound.longer**commitment.runs)
         sub = search_of_part(self.search, commitment.plain.graph, clock, tolerance, lambda best: self.take(commitment, best))
         whole, best = Discretization((sub.problem.ops - 1,)), commitment.best
-        sub.offer(order_of(whole, commitment.plain.order, commitment.away) if best is None else best.order, whole)
+        sub.offer(order_of(whole, commitment.plain.order, commitment.reloads) if best is None else best.order, whole)
         return sub
 
     def _end(self, commitment: Commitment, sub: Search, began: float) -> None:
@@ -293,8 +293,8 @@ class Commitments:
         commitment.best = trial
         problem, plain = self.search.problem, commitment.plain
         computed = [plain.ops[op] for op in trial.order.computed]
-        away = frozenset((plain.tensors[t], place) for t, place in trial.order.away)
-        order = order_of(self.whole, computed, away, commitment.instead, self.places)
+        reloads = frozenset((plain.tensors[t], place) for t, place in trial.order.reloads)
+        order = order_of(self.whole, computed, reloads, commitment.instead, self.places)
         if not problem.offloads:
             found = self.search.offer(order, self.whole)
         else:

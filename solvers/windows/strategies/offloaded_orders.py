@@ -68,7 +68,7 @@ def offloaded_orders(problem: Problem, *, should_stop: Callable[[], bool]) -> It
         sent = _hosted(problem, tensors)
         apart = problem_of(elsewhere(problem.graph, sent), problem.budget_bytes)
         if _peak_bytes(apart.graph, range(problem.ops)) <= problem.budget_bytes:
-            yield _with_away(problem, range(problem.ops), sent)
+            yield _with_reloads(problem, range(problem.ops), sent)
         else:
             evicting.append((sent, apart))
     for rule in (rule for pair in zip(RULES, TIGHT_RULES, strict=True) for rule in pair):
@@ -77,7 +77,7 @@ def offloaded_orders(problem: Problem, *, should_stop: Callable[[], bool]) -> It
                 return
             found = evicting_order(apart, rule, max_factor=_FEW_EXECUTIONS, should_stop=should_stop)
             if found is not None:
-                yield _with_away(problem, found.computed, sent)
+                yield _with_reloads(problem, found.computed, sent)
 
 
 def least_offloaded(graph: Graph, clock: Clock, *, should_stop: Callable[[], bool] | None = None) -> Trial:
@@ -91,7 +91,7 @@ def least_offloaded(graph: Graph, clock: Clock, *, should_stop: Callable[[], boo
         evicting = least_evicting_schedule(apart, clock.part(clock.limit / len(_LEAST_SHARES)), should_stop=should_stop)
         computed = range(problem.ops) if evicting is None else evicting.computed
         within = problem_of(graph, _peak_bytes(apart, computed))
-        trials.append(try_out(within, _with_away(within, computed, sent)))
+        trials.append(try_out(within, _with_reloads(within, computed, sent)))
     return min(trials, key=lambda trial: (trial.peak_bytes, trial.time_s))
 
 
@@ -145,16 +145,16 @@ def _peak_bytes(graph: Graph, computed: Sequence[int]) -> int:
     return simulate(graph, schedule_of(graph, computed)).peak_bytes
 
 
-def _with_away(problem: Problem, computed: Sequence[int], sent: frozenset[int]) -> Order:
+def _with_reloads(problem: Problem, computed: Sequence[int], sent: frozenset[int]) -> Order:
     """Return the order `computed` with reloads of `sent` so that it fits: the tensors that are read last are offloaded."""
     graph, reads = problem.graph, _next_reads(problem, computed)
     there: dict[int, int] = {}  # tensors on the device, with their next reads
-    away: set[tuple[int, int]] = set()
+    reloads: set[tuple[int, int]] = set()
     live_bytes = done = 0
     for place, op in enumerate(computed):
         touched = (*problem.inputs[op], *problem.outputs[op])
         live_bytes += sum(problem.sizes[t] for t in touched if t not in there)
-        away.update((t, place) for t in problem.inputs[op] if t not in there)
+        reloads.update((t, place) for t in problem.inputs[op] if t not in there)
         again_bytes = problem.again_bytes[op] - problem.own_bytes[op] if op < done else 0
         over_bytes = live_bytes + graph.ops[op].workspace_bytes + again_bytes - problem.capacity_bytes
         if over_bytes > 0:
@@ -171,7 +171,7 @@ def _with_away(problem: Problem, computed: Sequence[int], sent: frozenset[int]) 
                 there.pop(t, None)
                 live_bytes -= problem.sizes[t]
         done = max(done, op + 1)
-    return order_of(Discretization((problem.ops - 1,)), computed, frozenset(away))
+    return order_of(Discretization((problem.ops - 1,)), computed, frozenset(reloads))
 
 
 def _next_reads(problem: Problem, computed: Sequence[int]) -> list[dict[int, int]]:

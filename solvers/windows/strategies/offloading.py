@@ -24,7 +24,7 @@ from solvers.windows.strategies.refinement import solve_part
 from solvers.windows.strategies.restricted_model import CandidateSet
 from solvers.windows.strategies.strategy import SteppedStrategy
 
-Away = frozenset[tuple[int, int]]
+Reloads = frozenset[tuple[int, int]]
 
 
 class CoarseVariations(SteppedStrategy):
@@ -101,9 +101,9 @@ class Polishing(SteppedStrategy):
             best = search.incumbent.best_trial
             offer_without_waits(search, best)
             best = search.incumbent.best_trial
-            for place, computed, away in simpler(problem, best, search.budget_bytes, below_s):
+            for place, computed, reloads in simpler(problem, best, search.budget_bytes, below_s):
                 search.progress.tell("leaving out transfers and executions")
-                _offer_faster(search, computed, away)
+                _offer_faster(search, computed, reloads)
                 yield
                 if search.incumbent.best is not best:
                     # Removals that failed before are tried again only after the others.
@@ -114,19 +114,19 @@ class Polishing(SteppedStrategy):
                 below_s = np.inf
 
 
-def _offer_faster(search: Search, computed: Sequence[int], away: Away) -> None:
+def _offer_faster(search: Search, computed: Sequence[int], reloads: Reloads) -> None:
     """Offer an order if it fits and takes less time than the best."""
     problem = search.problem
     search.clock.spend(WORK_PER_EXECUTION * len(computed))
-    found = timed(problem, computed, away)
+    found = timed(problem, computed, reloads)
     if found.time_s < search.incumbent.best_s and max(found.memory_bytes) + problem.graph.static_bytes <= search.budget_bytes:
         whole = Discretization((problem.ops - 1,))
-        search.offer(order_of(whole, computed, found.away), whole)
+        search.offer(order_of(whole, computed, found.reloads), whole)
 
 
 def simpler(
     problem: Problem, trial: Trial, budget_bytes: int, below_s: float = np.inf
-) -> Iterator[tuple[int | None, Sequence[int], Away]]:
+) -> Iterator[tuple[int | None, Sequence[int], Reloads]]:
     """Yield orders with one recomputation less than `trial`, the longest first; then with one transfer less, if it waits at all.
 
     The outputs of the removed execution stay in memory since their last use, if `trial` leaves space, or are reloaded. Each order
@@ -135,7 +135,7 @@ def simpler(
     Args:
         below_s: executions of longer ops are skipped.
     """
-    computed, away = trial.order.computed, trial.order.away
+    computed, reloads = trial.order.computed, trial.order.reloads
     last_use, next_read = uses_of(problem, computed)
     memory = np.array(trial.memory_bytes)
     again = [place for place, first in enumerate(trial.order.first) if not first]
@@ -145,7 +145,7 @@ def simpler(
         if problem.time_s[computed[place]] > below_s:
             continue
         wanted = [t for t in problem.outputs[computed[place]] if (t, place) in next_read and not problem.kept[t]]
-        fewer, shifted = without(computed, {place}, away, next_read)
+        fewer, shifted = without(computed, {place}, reloads, next_read)
         stays = {
             t: not len(between := memory[last_use[t, place] + 1 : place]) or int(between.max()) + problem.sizes[t] <= budget_bytes
             for t in wanted
@@ -156,8 +156,8 @@ def simpler(
         if fetched and all(t in problem.offloads.by_tensor for t in fetched):
             yield place, fewer, shifted.union((t, next_read[t, place] - 1) for t in fetched)
     if any(trial.waits_s):
-        for pair in sorted(away, key=lambda pair: (problem.sizes[pair[0]], pair)):
-            yield None, computed, away - {pair}
+        for pair in sorted(reloads, key=lambda pair: (problem.sizes[pair[0]], pair)):
+            yield None, computed, reloads - {pair}
 
 
 def recomputing_where_it_waits(
@@ -168,21 +168,21 @@ def recomputing_where_it_waits(
     found: Trial | None = trial
     while found is not None:
         trial, found = found, None
-        for computed, away in _computing_instead(problem, trial, params):
+        for computed, reloads in _computing_instead(problem, trial, params):
             if should_stop():
                 return trial
-            run = timed(problem, computed, away)
+            run = timed(problem, computed, reloads)
             fits = max(run.memory_bytes) + problem.graph.static_bytes <= budget_bytes
             if fits and run.time_s < trial.time_s * (1 - params.least_gain):
-                found = try_out(problem, order_of(whole, computed, run.away))
+                found = try_out(problem, order_of(whole, computed, run.reloads))
                 break
     return trial
 
 
-def _computing_instead(problem: Problem, trial: Trial, params: OffloadingParams) -> Iterator[tuple[Sequence[int], Away]]:
+def _computing_instead(problem: Problem, trial: Trial, params: OffloadingParams) -> Iterator[tuple[Sequence[int], Reloads]]:
     """Yield orders with one transfer less: at the longest waits, the cheapest recomputation per second first."""
-    computed, away = trial.order.computed, trial.order.away
-    stays = stays_of(problem, computed, away)
+    computed, reloads = trial.order.computed, trial.order.reloads
+    stays = stays_of(problem, computed, reloads)
     waits = sorted(((wait_s, place) for place, wait_s in enumerate(trial.waits_s) if wait_s > 0), reverse=True)
     chains: dict[tuple[int, int], list[int] | None] = {}
     tried: set[tuple[int, int]] = set()
@@ -202,7 +202,7 @@ def _computing_instead(problem: Problem, trial: Trial, params: OffloadingParams)
             tried.add(pair)
             chain = chains[pair]
             assert chain is not None
-            yield _inserted(problem, computed, away, pair, chain)
+            yield _inserted(problem, computed, reloads, pair, chain)
 
 
 def _chain(
@@ -227,12 +227,12 @@ def _chain(
 
 
 def _inserted(
-    problem: Problem, computed: Sequence[int], away: Away, pair: tuple[int, int], chain: Sequence[int]
-) -> tuple[Sequence[int], Away]:
+    problem: Problem, computed: Sequence[int], reloads: Reloads, pair: tuple[int, int], chain: Sequence[int]
+) -> tuple[Sequence[int], Reloads]:
     """Return `computed` with `chain` in place of the reload `pair`; other reloads there move before the readers in it."""
     _, place = pair
     first_read = {t: place + i for i, op in reversed(list(enumerate(chain))) for t in problem.inputs[op]}
     moved = {
-        (t, first_read.get(t, at + len(chain)) if at == place else at + len(chain) * (at > place)) for t, at in away - {pair}
+        (t, first_read.get(t, at + len(chain)) if at == place else at + len(chain) * (at > place)) for t, at in reloads - {pair}
     }
     return (*computed[:place], *chain, *computed[place:]), frozenset(moved)

@@ -52,7 +52,7 @@ class CandidateSet:
 
     def learn_order(self, order: Order) -> None:
         """Add the candidates of a schedule."""
-        self.tensors.update(t for t, _ in order.away)
+        self.tensors.update(t for t, _ in order.reloads)
         again: list[int] = []
         for op, first in zip(order.computed, order.first, strict=True):
             if first:

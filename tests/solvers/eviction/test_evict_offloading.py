@@ -58,7 +58,7 @@ def test_what_is_executed_fits(graph: Graph, share: float) -> None:
             trial = tried(problem, replace(rule, channel=price))
             assert trial is not None
             assert trial.peak_bytes <= problem.budget_bytes
-            copied += len(trial.order.away)
+            copied += len(trial.order.reloads)
     assert copied > 0
     assert evicting_order(problem, RULES[0]) == evicting_order(problem, RULES[0])
 
@@ -84,7 +84,7 @@ def test_where_the_time_of_the_channels_has_a_price_it_is_left_to_what_is_dear_t
     for price in (0.0, 0.1, 1e3):
         trial = tried(problem, EvictionRule(channel=price))
         assert trial is not None
-        copied.append(sum(problem.sizes[t] for t, _ in trial.order.away))
+        copied.append(sum(problem.sizes[t] for t, _ in trial.order.reloads))
     assert copied[0] > copied[1] > copied[2] == 0
 
 
@@ -122,7 +122,7 @@ def test_a_solve_has_a_schedule_with_copies_before_it_looks_for_any_with_models(
     with pytest.raises(ModelsNextError):
         driver.run(search)
     best = search.incumbent.best_trial
-    assert best.order.away
+    assert best.order.reloads
     assert best.peak_bytes <= problem.budget_bytes
     assert best.time_s - TRANSFORMER.time_s < 0.8 * (recomputing_s - TRANSFORMER.time_s)
 

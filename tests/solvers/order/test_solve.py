@@ -146,7 +146,7 @@ def test_a_failure_of_the_search_is_raised(monkeypatch: pytest.MonkeyPatch) -> N
     def fail(graph: Graph) -> bool:
         raise RuntimeError("out of luck")
 
-    monkeypatch.setattr("solvers.order.beside.may_lower_peak", fail)
+    monkeypatch.setattr("solvers.order.background.may_lower_peak", fail)
     with pytest.raises(RuntimeError, match="out of luck"):
         solved(weight_gradients(), 53_000)
 

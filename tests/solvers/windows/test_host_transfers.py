@@ -1,4 +1,4 @@
-"""Round by_tensor in orders of executions: the judge agrees on when and where they wait, and rows 10 to 13 hold for them."""
+"""Transfers to the host in orders of executions: the judge agrees on their times and waits, and rows 10 to 13 hold."""
 
 import random
 
@@ -30,7 +30,7 @@ def offering(draw: random.Random, most_ops: int) -> Graph:
     return with_options(graph, ("offload",), Surroundings(link, host_bytes))
 
 
-def some_away(draw: random.Random, problem: Problem, computed: list[int]) -> frozenset[tuple[int, int]]:
+def some_reloads(draw: random.Random, problem: Problem, computed: list[int]) -> frozenset[tuple[int, int]]:
     assert problem.offloads is not None
     reads = [(t, place) for place, op in enumerate(computed) for t in problem.inputs[op] if t in problem.offloads.by_tensor]
     return frozenset(pair for pair in reads if draw.random() < 0.5)
@@ -44,7 +44,7 @@ def test_the_judge_says_the_same(seeds: range) -> None:
         graph = offering(draw, 9)
         problem = problem_of(graph, graph.static_bytes + draw.choice((10**9, draw.randint(5, 60))))
         computed = random_order(draw, problem)
-        found = timed(problem, computed, some_away(draw, problem, computed))
+        found = timed(problem, computed, some_reloads(draw, problem, computed))
         simulation = simulate(graph, Schedule(tuple(found.steps)))
         assert simulation.clocks_s[0] == pytest.approx(found.time_s), seed
         assert simulation.peak_bytes == max(found.memory_bytes) + graph.static_bytes, seed
@@ -54,7 +54,7 @@ def test_the_judge_says_the_same(seeds: range) -> None:
         spent = sum(problem.time_s[op] for op in computed)
         assert spent + sum(found.waits_s) == pytest.approx(found.time_s), seed
         waited += any(found.waits_s)
-        copied += bool(found.away)
+        copied += bool(found.reloads)
     assert waited > 10 and copied > 10
 
 
@@ -67,10 +67,10 @@ def test_every_schedule_with_copies_solves_the_relaxation_at_its_budget(seeds: r
         loose = problem_of(graph, 10**9)
         n = loose.ops
         computed = short_form(loose.graph, random_order(draw, loose))
-        away = some_away(draw, loose, computed)
-        trial = try_out(loose, order_of(Discretization((n - 1,)), computed, away))
+        reloads = some_reloads(draw, loose, computed)
+        trial = try_out(loose, order_of(Discretization((n - 1,)), computed, reloads))
         problem = problem_of(graph, trial.peak_bytes)
-        copied += bool(trial.order.away)
+        copied += bool(trial.order.reloads)
         some = tuple(sorted({*draw.sample(range(n), n // 2), n - 1}))
         for detail in (everything((n - 1,)), everything(some), everything(some).split(range(n))):
             model = build_relaxation(problem, detail)

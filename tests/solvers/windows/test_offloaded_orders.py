@@ -91,7 +91,7 @@ def test_orders_fit_and_the_first_sends_no_more_than_it_must() -> None:
             assert trial.peak_bytes <= problem.budget_bytes or not unlimited
         peak = simulate(graph, least_known(problem.graph, WorkClock(0.1))).peak_bytes
         everything = problem_of(graph, 10 * peak)
-        assert not next(offloaded_orders(everything, should_stop=lambda: False)).away
+        assert not next(offloaded_orders(everything, should_stop=lambda: False)).reloads
 
 
 def test_the_exact_solver_has_a_schedule_at_the_least_budget() -> None:

@@ -26,13 +26,13 @@ def offering(seed: int, link_bytes_per_s: float) -> Graph:
 def random_trial(draw: random.Random, problem: Problem) -> Trial:
     assert problem.offloads is not None
     computed = short_form(problem.graph, random_order(draw, problem))
-    away = frozenset(
+    reloads = frozenset(
         (t, place)
         for place, op in enumerate(computed)
         for t in problem.inputs[op]
         if t in problem.offloads.by_tensor and draw.random() < 0.4
     )
-    return try_out(problem, order_of(Discretization((problem.ops - 1,)), computed, away))
+    return try_out(problem, order_of(Discretization((problem.ops - 1,)), computed, reloads))
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -46,7 +46,7 @@ def test_waits_are_given_up_for_less_time(seed: int) -> None:
     # The judge has taken it: all is computed in order, from what is there.
     assert found.peak_bytes <= budget and found.time_s <= waiting.time_s
     assert sum(found.waits_s) < sum(waiting.waits_s)
-    assert len(found.order.away) < len(waiting.order.away)
+    assert len(found.order.reloads) < len(waiting.order.reloads)
     assert recomputing_where_it_waits(problem, waiting, budget, lambda: True, OffloadingParams()) is waiting
 
 
@@ -57,13 +57,13 @@ def test_simpler_orders_have_one_execution_or_copy_less(seed: int) -> None:
     trial = random_trial(draw, problem)
     whole = Discretization((problem.ops - 1,))
     kinds = {0: 0, 1: 0}
-    for place, computed, away in simpler(problem, trial, trial.peak_bytes):
-        found = try_out(problem, order_of(whole, computed, away))  # raises if what is read is not there
+    for place, computed, reloads in simpler(problem, trial, trial.peak_bytes):
+        found = try_out(problem, order_of(whole, computed, reloads))  # raises if what is read is not there
         fewer = len(trial.order.computed) - len(computed)
         kinds[fewer] += 1
-        assert fewer or len(away) == len(trial.order.away) - 1
+        assert fewer or len(reloads) == len(trial.order.reloads) - 1
         assert (place is not None) == bool(fewer)
-        if fewer and away <= trial.order.away:
+        if fewer and reloads <= trial.order.reloads:
             assert found.peak_bytes
     assert kinds[1] > 3
 

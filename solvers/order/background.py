@@ -28,18 +28,18 @@ class OrderSearch:
         self._cancelled = False
 
     def __enter__(self) -> Self:
-        self._beside: BackgroundThread = self._clock.start(self._go)
+        self._thread: BackgroundThread = self._clock.start(self._go)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._cancelled = True
-        self._beside.end(_GRACE_S)
+        self._thread.end(_GRACE_S)
 
     def wait(self, most: float) -> None:
         """Wait for its end, up to `most` of the clock."""
         until = self._clock.now + most
-        while self._beside.running and self._clock.now < until:
-            self._beside.wait(_POLL)
+        while self._thread.running and self._clock.now < until:
+            self._thread.wait(_POLL)
         if self._failure is not None:
             raise self._failure
 

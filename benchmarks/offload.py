@@ -17,7 +17,7 @@ from graphs.ir import Graph
 from graphs.simulate import simulate
 from graphs.units import format_bytes
 from planner.budgets import budget_in_bytes
-from planner.choices import Choices, choices_of
+from planner.option_settings import OptionSettings, option_settings
 from planner.settings import TraceSettings
 from planner.solving import summarize
 from planner.studies.experiment import Study
@@ -92,12 +92,12 @@ class OffloadRow(Solved):
 
 @dataclass(frozen=True, slots=True)
 class OffloadCase:
-    """One model on one device: `make` returns the timed step without `choices`; each solve has the limit."""
+    """One model on one device: `make` returns the timed step without `options`; each solve has the limit."""
 
     suite: str
     model: str
     make: Callable[[], Graph]
-    choices: Choices
+    options: OptionSettings
     budgets: Sequence[str]
     limit_s: float = LIMIT_S
 
@@ -109,7 +109,7 @@ def solve(case: OffloadCase, known: Sequence[OffloadRow]) -> Iterator[OffloadRow
     if not wanted:
         return
     graph = case.make()
-    offered = case.choices.offered(graph)
+    offered = case.options.apply(graph)
     graphs = {RECOMPUTE: graph, OFFLOAD: once_each(offered)}
     between = any(budget.startswith(_ABOVE_LEAST) for budget, _ in wanted)
     least_bytes = least_budget(graph, clock=WallClock(LEAST_S)).found_bytes if between else None
@@ -125,7 +125,7 @@ def solve(case: OffloadCase, known: Sequence[OffloadRow]) -> Iterator[OffloadRow
             budget_bytes=budget_bytes,
             least_bytes=least_bytes,
             base_peak_bytes=peak_bytes,
-            link=str(case.choices.link(graph.provenance)),
+            link=str(case.options.link(graph.provenance)),
             **provenance(),
         )
         own = graphs.get(method, offered)
@@ -230,11 +230,10 @@ def main(words: Sequence[str] | None = None) -> int:
     cases = {}
     for name in arguments.suites:
         suite = SUITES[name]
-        choices = choices_of(["offload"], suite.link, HOST)
-        assert choices is not None
+        options = option_settings(["offload"], suite.link, HOST)
         for model in [model for model in arguments.models if model in suite.budgets]:
             make = partial(Tracing(TraceSettings(roofline=suite.device)).graph, parse_spec(MODELS[model]))
-            cases[name, model] = OffloadCase(name, model, make, choices, suite.budgets[model])
+            cases[name, model] = OffloadCase(name, model, make, options, suite.budgets[model])
     return carry_out(STUDY, arguments, cases)
 
 

@@ -12,7 +12,7 @@ from functools import partial
 from benchmarks.command import carry_out, command_line
 from benchmarks.offload import HOST
 from graphs.units import parse_budget
-from planner.choices import choices_of
+from planner.option_settings import option_settings
 from planner.settings import TraceSettings
 from planner.studies.experiment import Study
 from planner.studies.max_batch import max_batch
@@ -82,7 +82,7 @@ def search(
         varies=case.varies,
         unit=case.unit,
         samples=samples_for(case.varies, sizes.first),
-        choices=choices_of(["offload"], LINK, HOST),
+        options=option_settings(["offload"], LINK, HOST),
     )
     for answer in max_batch(sizes.graph, wanted):
         yield LargestSizeRow(

@@ -21,8 +21,8 @@ from graphs.simulate import simulate
 from graphs.units import format_bytes, format_ratio, format_seconds
 from planner import options
 from planner.budgets import budget_in_bytes
-from planner.capture.options import OPTIONS, check_options, holding, needs, traced_options, with_options
-from planner.choices import Choices, choices_of
+from planner.capture.options import OPTIONS, check_options, holding, needs, traced_options
+from planner.option_settings import OptionSettings, option_settings
 from planner.settings import SolveSettings, TraceSettings
 from planner.solving import summarize
 from planner.studies.experiment import Study
@@ -148,8 +148,7 @@ class OptionsCase:
 
     def offered(self, some: Sequence[str]) -> Graph:
         """Return the step with a set of options."""
-        choices = _choices(some)
-        return with_options(self.ordered, ()) if choices is None else choices.offered(self.ordered)
+        return _settings(some).apply(self.ordered)
 
 
 def solve(case: OptionsCase, known: Sequence[OptionsRow]) -> Iterator[OptionsRow]:
@@ -167,7 +166,7 @@ def solve(case: OptionsCase, known: Sequence[OptionsRow]) -> Iterator[OptionsRow
 
 
 def _solved(case: OptionsCase, some: Sequence[str], graph: Graph, budget: str) -> OptionsRow:
-    choices, limit, traced = _choices(some), case.clock(), case.traced
+    options, limit, traced = _settings(some), case.clock(), case.traced
     peak_bytes = summarize(traced).keep_everything_peak_bytes
     row = OptionsRow(
         model=case.model,
@@ -176,7 +175,7 @@ def _solved(case: OptionsCase, some: Sequence[str], graph: Graph, budget: str) -
         base_s=traced.time_s,
         base_peak_bytes=peak_bytes,
         limit=limit.amount(limit.limit),
-        link="" if choices is None or choices.host_bytes is None else str(choices.link(traced.provenance)),
+        link=str(options.link(traced.provenance)) if options.offloads else "",
         **provenance(),
     )
     if budget != LEAST:
@@ -191,8 +190,8 @@ def _solved(case: OptionsCase, some: Sequence[str], graph: Graph, budget: str) -
     return replace(row, budget_bytes=bracket.found_bytes, proved_bytes=bracket.proved_bytes)
 
 
-def _choices(some: Sequence[str]) -> Choices | None:
-    return choices_of(some, host_budget=offload.HOST if Need.LINK in needs(some) else None)
+def _settings(some: Sequence[str]) -> OptionSettings:
+    return option_settings(some, host_budget=offload.HOST if Need.LINK in needs(some) else None)
 
 
 _HEAD = """\

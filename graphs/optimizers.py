@@ -11,12 +11,15 @@ class Optimizer:
     Attributes:
         copies: copies of the trained parameters in its state.
         counter_bytes: size of the step counter of each parameter, a tensor on the CPU.
+        temporaries: copies of the trained parameters that it holds while it runs, with the kernels that are the default on CUDA
+            (``foreach``): square roots of the second moments.
         classes: names in ``torch.optim``.
         switches: values of their boolean options.
     """
 
     copies: int
     counter_bytes: int = 0
+    temporaries: int = 0
     classes: tuple[str, ...] = ()
     switches: Mapping[str, bool] = field(default_factory=dict)
 
@@ -30,5 +33,5 @@ OPTIMIZERS: dict[str, Optimizer] = {
     "none": Optimizer(0),
     "sgd": Optimizer(0, classes=("SGD",), switches={"momentum": False}),
     "momentum": Optimizer(1, classes=("SGD",), switches={"momentum": True}),
-    "adamw": Optimizer(2, counter_bytes=4, classes=("Adam", "AdamW"), switches={"amsgrad": False}),
+    "adamw": Optimizer(2, counter_bytes=4, temporaries=1, classes=("Adam", "AdamW"), switches={"amsgrad": False}),
 }

@@ -69,6 +69,16 @@ _OF_FEATURES = (
     Conflict(Feature.ARENA, Feature.ON_GPU, "it is one for PyTorch's CPU allocator: leave it out"),
     Conflict(Feature.MAX_OVERHEAD, Feature.INDUCTOR, "its steps are compiled for a budget: give budget="),
     Conflict(
+        Feature.RESERVED,
+        Feature.MAX_OVERHEAD,
+        "the least memory is searched for in allocated bytes: leave out memory=, and the plan says what is reserved",
+    ),
+    Conflict(
+        Feature.RESERVED,
+        Feature.CUDA_GRAPH,
+        "a CUDA graph holds a pool of its own, which is predicted and counts in the budget: leave out memory=",
+    ),
+    Conflict(
         Feature.HOST_SHARE,
         Feature.SEVERAL_PROCESSES,
         "each would take as much of what is free: say how much each may take, as host_budget='8GB'",

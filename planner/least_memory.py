@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from graphs.ir import Graph
 from graphs.options import without_options
-from graphs.options.offload import without_copies
+from graphs.options.offload import without_offload
 from graphs.schedule import keep_everything
 from graphs.simulate import simulate
 from solvers.bounds import least_budget_bound
@@ -53,7 +53,7 @@ def least_memory(
     best = keep_everything(without_options(graph))
     simulation = simulate(graph, best)
     best_s, high_bytes = simulation.time_s, simulation.peak_bytes
-    low_bytes = proved_bytes = least_budget_bound(*without_copies(graph)).budget_bytes - 1
+    low_bytes = proved_bytes = least_budget_bound(*without_offload(graph)).budget_bytes - 1
     rounds = max(1, math.ceil(math.log2(max(2.0, (high_bytes - low_bytes) / max(1.0, precision * high_bytes)))))
     while high_bytes - low_bytes > precision * high_bytes + 1 and not (should_stop is not None and should_stop()):
         slice_s = _SEARCH_SHARE * clock.limit / rounds

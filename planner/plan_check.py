@@ -13,8 +13,9 @@ from graphs.options.selection import differences
 from graphs.schedule import keep_everything
 from graphs.simulate import Simulation, simulate
 from graphs.units import format_bytes, format_seconds
-from planner.choices import with_recorded
+from planner.option_settings import with_recorded
 from planner.plans.plan import GraphSummary, Plan
+from planner.reserved import reserved_for
 from planner.solving import check_same_graph, other_peaks, summarize
 from solvers.result import Status, is_within
 
@@ -44,7 +45,7 @@ def check_plan(graph: Graph, plan: Plan) -> Simulation:
     found_error = gradient_error(graph, plan.schedule.computed)
     if (found_error is None) != (plan.gradient_error is None) or not _same_time(found_error or 0.0, plan.gradient_error or 0.0):
         wrong.append(f"a gradient error of {plan.gradient_error!r}, but its ops one of {found_error!r}")
-    if wrong := [*wrong, *_other_peaks(plan, graph, simulation)]:
+    if wrong := [*wrong, *_other_peaks(plan, graph, simulation), *_reserved_differences(plan, graph)]:
         raise MismatchError(f"the plan says {'; '.join(wrong)}: its file was edited; solve again")
     return simulation
 
@@ -139,6 +140,15 @@ def _other_peaks(plan: Plan, graph: Graph, simulation: Simulation) -> list[str]:
     if plan.pool_peaks_bytes == others:
         return []
     return [f"peaks of {dict(plan.pool_peaks_bytes)} in other pools than the device's, but its schedule has {others}"]
+
+
+def _reserved_differences(plan: Plan, graph: Graph) -> list[str]:
+    """Return errors in what `plan` says is reserved for it."""
+    said = plan.reserved
+    if said is None:
+        return []
+    found = reserved_for(graph, plan.schedule, plan.memory, said.eager_bytes)
+    return [] if found == said else [f"that {_exact(said.total_bytes)} are reserved, but its schedule has {found}"]
 
 
 def _time_differences(plan: Plan, again: int) -> list[str]:

@@ -17,10 +17,10 @@ from planner.capture.options.traced import with_graph
 from planner.capture.replay import written_tensors
 from planner.capture.signature import Batch, detach_batch
 from planner.capture.step import LossFn, TrainingStep
-from planner.choices import recorded_options, with_recorded
 from planner.compatibility import check_compatible
 from planner.keeping_everything import why_it_does_not_fit
 from planner.models import Workload
+from planner.option_settings import recorded_options, with_recorded
 from planner.plan_check import check_sizes
 from planner.plans.eager import within_own_error
 from planner.plans.plan import Plan
@@ -175,6 +175,7 @@ def _run(plan: Plan, workload: Workload, stages: Stages, *, repeats: int, seed: 
     ):
         isolated = {name: measure.Isolated(step, model, batch) for name, step in steps.items()}
         times = measure.turn_times(isolated, batch, parameters=list(model.parameters()), repeats=repeats)
+    peaks = other_peaks_measured(captured, planned, eager, batch)
     report = RunReport(
         budget_bytes=plan.budget_bytes,
         predicted_peak_bytes=plan.peak_bytes,
@@ -183,8 +184,8 @@ def _run(plan: Plan, workload: Workload, stages: Stages, *, repeats: int, seed: 
         library_bytes=memory.library_bytes,
         predicted_host_bytes=plan.pool_peaks_bytes.get(HOST),
         predicted_pools_bytes={pool: peak for pool, peak in plan.pool_peaks_bytes.items() if pool != HOST},
-        measured_pools_bytes=other_peaks_measured(captured, planned, eager, batch),
-        measured_host_bytes=None if planned.channels is None else planned.channels.memory.peak_bytes,
+        measured_pools_bytes={pool: peak for pool, peak in peaks.items() if pool != HOST},
+        measured_host_bytes=peaks.get(HOST),
         predicted_time_s=plan.time_s,
         measured_time_s=median(times[_PLANNED]),
         predicted_ratio=1 + plan.overhead,

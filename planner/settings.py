@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from graphs.errors import PlannerError, UsageError
 from graphs.options.option import Feature
 from planner.capture.options import check_traced, parsed, traced_options
-from planner.choices import Choices
 from planner.compatibility import check_compatible
+from planner.memory import Memory
+from planner.option_settings import RECOMPUTATION, OptionSettings
 from solvers.clock import Clock, WallClock, WorkClock
-from solvers.registry import check_solver, check_takes
+from solvers.registry import check_solver
 from solvers.tolerance import WIDENING, Tolerance
 
 KERNELS = ("eager", "inductor")
@@ -98,8 +99,9 @@ class SolveSettings:
     """Settings of a solve: arguments of ``planner.solve``.
 
     Attributes:
-        choices: options of the graph and their settings; None for recomputation only.
+        options: options of the graph and their settings.
         params: parameters of the solver, of its own class; None for its defaults.
+        memory: kind of memory that the budget counts; None for the default of the device.
 
     Raises:
         PlannerError: no such solver, it does not take these options, or a limit is not above zero.
@@ -110,16 +112,14 @@ class SolveSettings:
     time_limit_s: float = 3600.0
     work_limit: float | None = None
     reorder: bool | None = None
-    choices: Choices | None = None
+    options: OptionSettings = RECOMPUTATION
     params: object = None
+    memory: Memory | None = None
 
     def __post_init__(self) -> None:
         check_solver(self.solver)
         self.clock()
-        if self.choices is not None:
-            check_takes(
-                self.solver, copies=self.choices.host_bytes is not None, places=self.choices.places, named=self.choices.named
-            )
+        self.options.check_solver(self.solver)
 
     def clock(self) -> Clock:
         """Return a clock that starts now, for the work limit if there is one, else for the time limit."""
@@ -131,20 +131,18 @@ class SolveSettings:
         return WallClock(limit) if self.work_limit is None else WorkClock(limit)
 
     @property
-    def options(self) -> tuple[str, ...]:
-        """The options of the graph, as they were named."""
-        return () if self.choices is None else self.choices.options
-
-    @property
     def traced_options(self) -> tuple[str, ...]:
         """The options that are found in the step when it is traced."""
-        return traced_options(self.options)
+        return traced_options(self.options.names)
 
     @property
     def features(self) -> set[str]:
         """The features in these settings that may exclude others (``planner.compatibility``)."""
-        names = {name for name, _ in map(parsed, self.options)}
-        return names | {Feature.HOST_SHARE} if self.choices is not None and self.choices.shares_host else names
+        given = {
+            Feature.HOST_SHARE: self.options.shares_host,
+            Feature.RESERVED: self.memory in (Memory.RESERVED, Memory.RESERVED_EXPANDABLE),
+        }
+        return {name for name, _ in map(parsed, self.options.names)} | {feature for feature, asked in given.items() if asked}
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,31 +2,36 @@
 
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from graphs.checks import check_sums
 from graphs.errors import InfeasibleError, LimitError, MismatchError, PlannerError, SolverWarning
 from graphs.ir import Graph
 from graphs.options import without_options
 from graphs.options.compress import gradient_error
-from graphs.options.offload import OFFLOAD, without_copies
+from graphs.options.offload import OFFLOAD, without_offload
+from graphs.options.option import Feature
 from graphs.options.selection import differences
 from graphs.options.surroundings import Link, Surroundings
 from graphs.schedule import Schedule, keep_everything
 from graphs.simulate import Simulation, simulate
 from graphs.units import format_bytes
 from planner.budgets import allowed_overhead, budget_in_bytes, budget_or_overhead
-from planner.capture.options import as_executed, with_options
-from planner.choices import Choices, choices_of
+from planner.capture.options import as_executed
+from planner.compatibility import check_compatible
 from planner.least_memory import least_memory
+from planner.memory import Memory
+from planner.option_settings import option_settings
 from planner.plans.plan import GraphSummary, Plan
+from planner.reserved import eager_reserved_bytes, memory_of, on_cuda, reserved_beside, reserved_for
+from planner.reserved_budget import Watch, plan_reserved
 from planner.settings import SolveSettings
 from solvers.bounds import least_budget_bound
 from solvers.clock import Clock, left
 from solvers.least import least_known
 from solvers.order.reorder import Reordering, in_program_order, lowers_peak, may_lower_peak, reordered
 from solvers.order.solve import Solved, solve_in, solve_in_best_order, solve_reordered
-from solvers.registry import Solver, check_takes, get_solver
+from solvers.registry import Solver, get_solver
 from solvers.request import Request
 from solvers.result import Result, SolveProgress, Status
 from solvers.tolerance import WIDENING, Tolerance
@@ -56,6 +61,7 @@ def solve(
     host_budget: str | int | None = None,
     exact: bool = False,
     params: object = None,
+    memory: str | None = None,
     on_progress: Tell | None = None,
     should_stop: Stop | None = None,
     on_plan: Callable[[Plan], None] | None = None,
@@ -82,6 +88,9 @@ def solve(
             or else the published rate of the device is used.
         exact: of the options, use only what was verified to give the same bits.
         params: of the solver: for ``windows`` a ``WindowsParams`` (``solvers.windows.params``). None: its defaults.
+        memory: what the budget counts: ``reserved`` for all that PyTorch's allocator reserves on CUDA with default settings,
+            ``reserved-expandable`` with expandable segments, or ``allocated`` for the bytes of tensors in use. None: ``reserved``
+            for a graph of a CUDA device, ``allocated`` on the CPU and with `max_overhead`.
         on_progress: called as the solve advances.
         should_stop: polled; when it returns True, the best schedule so far is returned.
         on_plan: called with each better plan on the way.
@@ -99,8 +108,9 @@ def solve(
         time_limit_s=time_limit_s,
         work_limit=work_limit,
         reorder=reorder,
-        choices=choices_of(options, link, host_budget, exact=exact),
+        options=option_settings(options, link, host_budget, exact=exact),
         params=params,
+        memory=Memory.of(memory),
     )
     return solve_graph(graph, budget, settings, on_progress=on_progress, should_stop=should_stop, on_plan=on_plan)
 
@@ -115,42 +125,99 @@ def solve_graph(
     on_plan: Callable[[Plan], None] | None = None,
 ) -> Plan:
     """Return the plan of ``solve`` for `settings`; `budget` is what ``budget_or_overhead`` returns."""
-    clock, choices = settings.clock(), settings.choices
-    run = get_solver(settings.solver)
-    graph = with_options(graph, ()) if choices is None else offered_to(settings.solver, graph, choices)
-    summary = summarize(graph)
+    clock, options = settings.clock(), settings.options
+    graph = options.apply(graph)
     overhead = allowed_overhead(budget)
-    recorded = {} if choices is None else choices.recorded(graph)
+    if overhead is not None:
+        check_compatible(settings.features | {Feature.MAX_OVERHEAD})
+    memory = Memory.ALLOCATED if overhead is not None else memory_of(graph, settings.memory)
+    solves = _Solves(
+        graph=graph,
+        settings=settings,
+        summary=summarize(graph),
+        memory=memory,
+        eager_reserved_bytes=eager_reserved_bytes(graph, memory) if on_cuda(graph) else None,
+    )
+    if overhead is not None:
+        run = get_solver(settings.solver)
+        return solves.plan_of(_least_memory(run, graph, settings, overhead, clock, on_progress, should_stop))
+    budget_bytes, watch = budget_in_bytes(budget, solves.eager_bytes), Watch(on_progress, should_stop, on_plan)
+    if memory is Memory.ALLOCATED:
+        return solves.plan(budget_bytes, clock, watch)
+    return plan_reserved(budget_bytes, memory, reserved_beside(graph), solves.plan, clock, watch)
 
-    def made(result: Result) -> Plan:
-        schedule, settings = _as_executed(graph, result), {**result.settings, **recorded}
-        return _plan_from(replace(result, graph=graph, schedule=schedule, settings=settings), summary, graph)
 
-    def interim(schedule: Schedule, bound_s: float) -> Result:
-        return Result(
-            graph,
-            budget_bytes=budget_bytes,
-            status=Status.FEASIBLE,
-            schedule=schedule,
-            bound_s=bound_s,
-            solver=settings.solver,
-            seconds=clock.seconds,
-            settings=request.settings,
-            versions={},
+@dataclass(frozen=True, slots=True)
+class _Solves:
+    """The solves of one graph for budgets of allocated bytes.
+
+    Attributes:
+        graph: with the options that were asked for.
+        settings: of each solve.
+        summary: of the graph, for plans.
+        memory: what the user's budget counts.
+        eager_reserved_bytes: what plain eager PyTorch reserves; None on the CPU.
+    """
+
+    graph: Graph
+    settings: SolveSettings
+    summary: GraphSummary
+    memory: Memory
+    eager_reserved_bytes: int | None
+
+    @property
+    def eager_bytes(self) -> int:
+        """What plain eager PyTorch needs of the memory that the budget counts."""
+        if self.memory is Memory.ALLOCATED or self.eager_reserved_bytes is None:
+            return self.summary.keep_everything_peak_bytes
+        return self.eager_reserved_bytes
+
+    def plan(self, budget_bytes: int, clock: Clock, watch: Watch) -> Plan:
+        """Return the plan for a budget of allocated bytes, with what is reserved for it on CUDA.
+
+        Raises:
+            InfeasibleError, LimitError, PlannerError: as ``solve``.
+        """
+        settings, on_plan = self.settings, watch.on_plan
+        request = Request(
+            self.graph, budget_bytes, settings.tolerance, clock, watch.on_progress, watch.should_stop, settings.params
         )
 
-    if overhead is not None:
-        result = _least_memory(run, graph, settings, overhead, clock, on_progress, should_stop)
-    else:
-        budget_bytes = budget_in_bytes(budget, summary.keep_everything_peak_bytes)
-        request = Request(graph, budget_bytes, settings.tolerance, clock, on_progress, should_stop, settings.params)
+        def interim(schedule: Schedule, bound_s: float) -> Result:
+            return Result(
+                self.graph,
+                budget_bytes=budget_bytes,
+                status=Status.FEASIBLE,
+                schedule=schedule,
+                bound_s=bound_s,
+                solver=settings.solver,
+                seconds=clock.seconds,
+                settings=request.settings,
+                versions={},
+            )
+
+        def tell(schedule: Schedule, bound_s: float) -> None:
+            if on_plan is not None:
+                on_plan(self.plan_of(interim(schedule, bound_s)))
+
         if on_plan is not None:
-            request = replace(request, on_schedule=lambda schedule, bound_s: on_plan(made(interim(schedule, bound_s))))
-        solved = _solved(run, request, settings)
+            request = replace(request, on_schedule=tell)
+        solved = _solved(get_solver(settings.solver), request, settings)
         result = solved.result
         if result.status is Status.INFEASIBLE:
-            raise InfeasibleError(result.message + _what_would_do(solved.order.graph, budget_bytes, clock, should_stop))
-    return made(result)
+            would_do = _what_would_do(solved.order.graph, budget_bytes, clock, watch.should_stop)
+            raise InfeasibleError(result.message + would_do)
+        return self.plan_of(result)
+
+    def plan_of(self, result: Result) -> Plan:
+        """Return the plan of `result`, whose budget counts allocated bytes."""
+        recorded = self.settings.options.recorded(self.graph)
+        schedule = _as_executed(self.graph, result)
+        result = replace(result, graph=self.graph, schedule=schedule, settings={**result.settings, **recorded})
+        plan = _plan_from(result, self.summary, self.graph)
+        if self.eager_reserved_bytes is None:
+            return plan
+        return replace(plan, reserved=reserved_for(self.graph, plan.schedule, self.memory, self.eager_reserved_bytes))
 
 
 def _solved(run: Solver, request: Request, settings: SolveSettings) -> Solved:
@@ -186,16 +253,6 @@ def _as_executed(graph: Graph, result: Result) -> Schedule | None:
     if result.schedule is None or (schedule := as_executed(graph, result.schedule)) is result.schedule:
         return result.schedule
     return schedule if simulate(graph, schedule).peak_bytes <= result.budget_bytes else result.schedule
-
-
-def offered_to(solver: str, graph: Graph, choices: Choices) -> Graph:
-    """Return `graph` with `choices`.
-
-    Raises:
-        PlannerError: `solver` takes no graph that has some.
-    """
-    check_takes(solver, copies=choices.host_bytes is not None, places=choices.places, named=choices.named)
-    return choices.offered(graph)
 
 
 def order_for(graph: Graph, solver: str, *, reorder: bool | None, clock: Clock | None = None) -> Reordering:
@@ -235,14 +292,18 @@ def summarize(graph: Graph) -> GraphSummary:
     )
 
 
-def eager_peak_bytes(eager: Graph, planned: Graph) -> int:
-    """Return the predicted peak of plain eager PyTorch, to which shares refer, for a step with other kernels.
+def eager_peak_bytes(eager: Graph, planned: Graph, asked: Memory | None) -> int:
+    """Return what plain eager PyTorch needs, to which shares refer, for a step with other kernels.
 
     Args:
         eager: the step as eager PyTorch runs it.
         planned: the same step as it is planned, with all static memory that its process holds.
+        asked: the kind of memory that the budget counts; None for the default.
     """
-    return summarize(eager).keep_everything_peak_bytes - eager.static_bytes + planned.static_bytes
+    memory = memory_of(planned, asked)
+    counts_allocated = memory is Memory.ALLOCATED
+    eager_bytes = summarize(eager).keep_everything_peak_bytes if counts_allocated else eager_reserved_bytes(eager, memory)
+    return eager_bytes - eager.static_bytes + planned.static_bytes
 
 
 def check_same_graph(planned: GraphSummary, found: GraphSummary) -> None:
@@ -274,7 +335,7 @@ def _what_would_do(graph: Graph, budget_bytes: int, clock: Clock, should_stop: S
         return ""
     limited = clock.part(_WOULD_DO)
     said, least_bytes = "", budget_bytes + 1
-    proved_bytes = least_budget_bound(*without_copies(graph)).budget_bytes
+    proved_bytes = least_budget_bound(*without_offload(graph)).budget_bytes
     if budget_bytes < proved_bytes:
         half = limited.part(limited.limit / 2)
         known = least_known(graph, half, should_stop=should_stop, proved_bytes=proved_bytes)
@@ -327,6 +388,7 @@ def judged_on(graph: Graph, plan: Plan) -> Plan:
     The only bound known there is that all ops of the program are executed once.
     """
     found = simulate(graph, plan.schedule)
+    reserved = plan.reserved and reserved_for(graph, plan.schedule, plan.memory, plan.reserved.eager_bytes)
     return replace(
         plan,
         graph=summarize(graph),
@@ -334,6 +396,7 @@ def judged_on(graph: Graph, plan: Plan) -> Plan:
         time_s=found.time_s,
         bound_s=graph.time_s if graph.plain else None,
         status=str(Status.FEASIBLE),
+        reserved=reserved,
         pool_peaks_bytes=other_peaks(graph, found),
         source=graph,
     )

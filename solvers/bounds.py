@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from graphs.ir import Graph, Op
-from graphs.options.offload import Copies
+from graphs.options.offload import NO_OFFLOADS, Offloads
 from graphs.units import format_bytes
 from solvers.devices import sizes_in, workspace_bytes_in
 
@@ -50,7 +50,7 @@ class LeastBudget:
     need: Need
 
 
-def least_budget_bound(graph: Graph, copies: Copies | None = None) -> LeastBudget:
+def least_budget_bound(graph: Graph, offloads: Offloads = NO_OFFLOADS) -> LeastBudget:
     """Return the least budget that single ops do not refute if first executions are in program order.
 
     The first execution of op v has in memory its inputs, outputs and workspace; the kept tensors produced before it; and every
@@ -59,17 +59,17 @@ def least_budget_bound(graph: Graph, copies: Copies | None = None) -> LeastBudge
 
     Args:
         graph: a graph without transfers to the host.
-        copies: its transfers to the host. Tensors that can be offloaded may be on the host until they are read, up to the host's
+        offloads: its transfers to the host. Tensors that can be offloaded may be on the host until they are read, up to its
             capacity.
     """
-    need = need_at(graph, None, copies)
+    need = need_at(graph, None, offloads)
     low = need.total_bytes
-    if (found := need_at(graph, low, copies)).total_bytes <= low:
+    if (found := need_at(graph, low, offloads)).total_bytes <= low:
         return LeastBudget(low, need)  # the usual case: no recomputable op needs more
-    low, need, high = low + 1, found, need_at(graph, 0, copies).total_bytes
+    low, need, high = low + 1, found, need_at(graph, 0, offloads).total_bytes
     while low < high:  # budgets below `low` are refuted, `high` is not
         middle = (low + high) // 2
-        found = need_at(graph, middle, copies)
+        found = need_at(graph, middle, offloads)
         if found.total_bytes > middle:
             low, need = middle + 1, found
         else:
@@ -77,14 +77,14 @@ def least_budget_bound(graph: Graph, copies: Copies | None = None) -> LeastBudge
     return LeastBudget(low, need)
 
 
-def need_at(graph: Graph, budget_bytes: int | None, copies: Copies | None = None) -> Need:
+def need_at(graph: Graph, budget_bytes: int | None, offloads: Offloads = NO_OFFLOADS) -> Need:
     """Return the largest need of an op if no op that needs more than `budget_bytes` (None: no limit) is executed again.
 
-    Of alternatives, the one with the least need counts; a place that may be left out has no need. `copies` as in
+    Of alternatives, the one with the least need counts; a place that may be left out has no need. `offloads` as in
     ``least_budget_bound``.
     """
     sizes = sizes_in(graph, graph.pools[0])
-    held, stays, away = _held_bytes(graph, sizes, budget_bytes, copies)
+    held, stays, away = _held_bytes(graph, sizes, budget_bytes, offloads)
     instead: dict[int, list[Op]] = {}
     left_out: set[int] = set()
     for op in graph.ops[len(graph.program) :]:
@@ -124,7 +124,7 @@ def _need_of(graph: Graph, sizes: Sequence[int], op: Op, held_bytes: int, stays:
 
 
 def _held_bytes(
-    graph: Graph, sizes: Sequence[int], budget_bytes: int | None, copies: Copies | None
+    graph: Graph, sizes: Sequence[int], budget_bytes: int | None, offloads: Offloads
 ) -> tuple[list[int], _Stays, _Stays]:
     """Return for each op of the program the bytes, outside its inputs and outputs, that must be in memory at its first execution.
 
@@ -152,12 +152,11 @@ def _held_bytes(
             if t in graph.kept:
                 stays[t] = op.id + 1, n
             elif fixed and sure and len(graph.tensors[t].producers) == 1:
-                (away if copies is not None and t in copies.trips else stays)[t] = op.id + 1, sure[-1]
+                (away if t in offloads.by_tensor else stays)[t] = op.id + 1, sure[-1]
             for change, whose in ((here, stays), (movable, away)):
                 if t in whose:
                     _add(change, sizes[t], *whose[t], readers)
-    room = None if copies is None else copies.host_bytes
-    left = [0 if room is None else max(0, size - room) for size in accumulate(movable)]
+    left = [0 if offloads.host_bytes is None else max(0, size - offloads.host_bytes) for size in accumulate(movable)]
     return [held + more for held, more in zip(accumulate(here[:n]), left, strict=False)], stays, away
 
 

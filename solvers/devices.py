@@ -24,7 +24,7 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class OtherDevices:
-    """Other devices, and the channels between all devices. Ops are numbered by their positions in ``Places``.
+    """Other devices, and the channels between all devices; there may be none. Ops are numbered as in ``Places``.
 
     Attributes:
         streams: for each stream other than the main device's, its ops.
@@ -40,11 +40,12 @@ class OtherDevices:
     device: tuple[int, ...]
     memories: tuple[Memory, ...]
 
+    def __bool__(self) -> bool:
+        return bool(self.streams)
 
-def other_devices_of(graph: Graph, places: Places) -> OtherDevices | None:
-    """Return the other devices of a graph without transfers to the host; None if there is one device."""
-    if len(graph.pools) == 1:
-        return None
+
+def other_devices_of(graph: Graph, places: Places) -> OtherDevices:
+    """Return the other devices of a graph without transfers to the host."""
     ops = [graph.ops[op] for op in places.ids]
     aside = [stream for stream in graph.streams if stream != COMPUTE]
     bases = list(range(len(graph.tensors)))

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from graphs.ir import Graph
 from graphs.options import without_options
-from graphs.options.offload import without_copies
+from graphs.options.offload import without_offload
 from graphs.options.placement import without_placement
 from graphs.options.selection import PartOf, without_computed
 from graphs.schedule import Schedule, keep_everything
@@ -71,7 +71,7 @@ def least_budget(
     whole = with_pass_ends(graph)
     graph = whole.graph
     should_stop = should_stop or (lambda: False)
-    proved = least_budget_bound(*without_copies(graph)).budget_bytes
+    proved = least_budget_bound(*without_offload(graph)).budget_bytes
     best = least_known(graph, clock.part(_SLICE * clock.limit), should_stop=should_stop, proved_bytes=proved)
     found = simulate(graph, best).peak_bytes
     refused = proved  # nothing was found at this budget, though nothing was proved
@@ -101,20 +101,20 @@ def least_known(
     """
     whole = with_pass_ends(graph)
     graph = whole.graph
-    rest, copies = without_copies(graph)
+    rest, offloads = without_offload(graph)
     program = without_options(rest)
     found = [keep_everything(program)]
-    if copies is not None:
+    if offloads:
         sending = without_computed(without_placement(graph))
         least = least_offloaded(sending, clock.part(_SENDING * clock.limit), should_stop=should_stop)
         found.append(PartOf(graph, sending).schedule(least.schedule))
     if proved_bytes is None:
-        proved_bytes = least_budget_bound(rest, copies).budget_bytes
+        proved_bytes = least_budget_bound(rest, offloads).budget_bytes
     if not rest.plain:
         problem = problem_of(rest, rest.static_bytes)
         if (order := least_instead(problem, clock.part(_INSTEAD * clock.limit), should_stop)) is not None:
             found.append(try_out(problem, order).schedule)
-        if problem.devices is not None:
+        if problem.devices:
             found += _placed(rest, proved_bytes, clock.part(_PLACED * clock.limit), should_stop)
     evicting = least_evicting_schedule(program, clock, should_stop=should_stop, proved_bytes=proved_bytes)
     judged = [(schedule, simulate(graph, schedule)) for schedule in (*found, *filter(None, [evicting]))]

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from graphs.ir import Graph
 from graphs.options import without_options
-from graphs.options.offload import Copies, without_copies
+from graphs.options.offload import Offloads, without_offload
 from graphs.pools import COMPUTE
 from solvers.devices import OtherDevices, other_devices_of, sizes_in, workspace_bytes_in
 from solvers.pass_ends import requested_outputs
@@ -23,9 +23,9 @@ class Problem:
     Attributes:
         whole: the original graph.
         graph: the graph without transfers to the host; ops and tensors have the same ids.
-        copies: these transfers, None if there are none.
+        offloads: these transfers.
         places: the order of ops, and which ops replace which.
-        devices: other devices, None if there are none.
+        devices: other devices.
         capacity_bytes: M, the budget less the static bytes.
         time_s: c_i for each op, 0 for ops of other devices.
         inputs, outputs: in(i) without static tensors, and out(i), for each op.
@@ -49,9 +49,9 @@ class Problem:
 
     whole: Graph
     graph: Graph
-    copies: Copies | None
+    offloads: Offloads
     places: Places
-    devices: OtherDevices | None
+    devices: OtherDevices
     capacity_bytes: int
     time_s: tuple[float, ...]
     inputs: tuple[tuple[int, ...], ...]
@@ -82,6 +82,11 @@ class Problem:
         return len(self.time_s)
 
     @property
+    def plain(self) -> bool:
+        """True if only recomputations are to be chosen: there are neither optional ops nor transfers."""
+        return self.places.plain and not self.offloads
+
+    @property
     def budget_bytes(self) -> int:
         """The budget: M plus the static bytes."""
         return self.capacity_bytes + self.graph.static_bytes
@@ -93,7 +98,7 @@ class Problem:
 
     def seconds(self, i: int) -> float:
         """Return the time of op i on its stream."""
-        return self.time_s[i] if self.devices is None else self.time_s[i] + self.devices.seconds[i]
+        return self.time_s[i] + self.devices.seconds[i]
 
     @property
     def least_s(self) -> float:
@@ -125,14 +130,11 @@ def problem_of(graph: Graph, budget_bytes: int, *, repeatable: Collection[int] |
         GraphError: the graph has pools or streams that belong neither to the host nor to other devices.
     """
     whole = graph
-    graph, copies = without_copies(whole)
+    graph, offloads = without_offload(whole)
     places = places_of(graph)
     if places.plain and not graph.plain:  # no optional op can be used
         graph = without_options(graph)
-    if copies is not None:
-        # Tensors that no usable op reads need not be reloaded.
-        read = {t for op in places.ids for t in graph.ops[op].inputs}
-        copies = replace(copies, trips={t: trip for t, trip in copies.trips.items() if t in read})
+    read = {t for op in places.ids for t in graph.ops[op].inputs}  # others need not be reloaded
     ops = [graph.ops[op] for op in places.ids]
     capacity_bytes = budget_bytes - graph.static_bytes
     allowed = [
@@ -160,7 +162,7 @@ def problem_of(graph: Graph, budget_bytes: int, *, repeatable: Collection[int] |
     return Problem(
         whole=whole,
         graph=graph,
-        copies=copies,
+        offloads=offloads.only(read.__contains__),
         places=places,
         devices=devices,
         capacity_bytes=capacity_bytes,
@@ -202,12 +204,9 @@ def without_small(problem: Problem, share: float) -> Problem:
         total += size
         small.add(t)
     kept = tuple(always or t in small for t, always in enumerate(problem.kept))
-    copies = problem.copies
-    if copies is not None:
-        copies = replace(copies, trips={t: trip for t, trip in copies.trips.items() if t not in small})
     return replace(
         problem,
-        copies=copies,
+        offloads=problem.offloads.only(lambda t: t not in small),
         capacity_bytes=problem.capacity_bytes - total,
         sizes=tuple(0 if t in small else size for t, size in enumerate(problem.sizes)),
         kept=kept,

@@ -6,7 +6,7 @@ from importlib import import_module
 
 from graphs.checks import check_plain
 from graphs.errors import PlannerError
-from graphs.options.offload import without_copies
+from graphs.options.offload import without_offload
 from solvers.request import Request
 from solvers.result import Result
 
@@ -149,7 +149,7 @@ def get_solver(name: str) -> Solver:
 
     def solve(request: Request) -> Result:
         if not entry.choices and not entry.places:
-            check_plain(without_copies(request.graph)[0] if entry.copies else request.graph)
+            check_plain(without_offload(request.graph)[0] if entry.copies else request.graph)
         result: Result = function(request, **entry.options)
         return result
 

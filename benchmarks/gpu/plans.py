@@ -28,10 +28,11 @@ from planner.studies.tables import Column, markdown
 
 EAGER = "eager"
 WAYS: Mapping[str, Mapping[str, Any]] = {
-    "recompute": {},
-    "offload": {"options": ["offload"]},
+    "recompute": {"memory": "allocated"},
+    "reserved": {"memory": "reserved"},
+    "offload": {"options": ["offload"], "memory": "allocated"},
     "cuda-graph": {"cuda_graph": True},
-    "inductor": {"kernels": "inductor"},
+    "inductor": {"kernels": "inductor", "memory": "allocated"},
 }
 MODELS: Mapping[str, Callable[..., Workload]] = {
     "gpt2": partial(build, "gpt2", layers=12, width=768, heads=12, batch=8, seq=512),
@@ -51,6 +52,7 @@ class PlanRow(Made):
     share: str = key("of eager PyTorch's peak, as the budget was asked for; empty for eager PyTorch itself")
     budget_bytes: int | None = value()
     predicted_peak_bytes: int | None = value()
+    predicted_reserved_bytes: int | None = value("of all that PyTorch reserves, libraries included")
     allocated_bytes: int | None = value("the most in some steps of training, as PyTorch's allocator counts, without libraries'")
     requested_bytes: int | None = value("the same that is asked for")
     reserved_bytes: int | None = value("the same that is reserved")
@@ -85,6 +87,7 @@ def planned_row(row: PlanRow, workload: Workload) -> PlanRow:
         row,
         budget_bytes=plan.budget_bytes,
         predicted_peak_bytes=plan.peak_bytes,
+        predicted_reserved_bytes=plan.reserved_bytes,
         planning_s=time.perf_counter() - began,
         overhead=plan.overhead,
         gap=plan.gap,
@@ -137,6 +140,10 @@ def failures(rows: Sequence[PlanRow]) -> Iterator[str]:
             yield f"{name}: {row.message}"
         if row.budget_bytes is not None and row.allocated_bytes is not None and row.allocated_bytes > row.budget_bytes:
             yield f"{name}: allocated {row.allocated_bytes} B, {row.allocated_bytes - row.budget_bytes} B over the budget"
+        if row.way == "reserved" and row.reserved_bytes is not None and row.budget_bytes is not None:
+            held_bytes = row.reserved_bytes + (row.library_bytes or 0)
+            if held_bytes > row.budget_bytes:
+                yield f"{name}: reserved {held_bytes} B, {held_bytes - row.budget_bytes} B over the budget"
         if row.bits is False and row.eager_error is None:
             yield f"{name}: other bits than eager PyTorch, which repeats its own"
 

@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from graphs.allocators.caching import CachingAllocator
 from graphs.units import format_bytes
 from planner.profiling.kernel_settings import format_settings, kernel_settings
-from planner.runtime.caching_allocator import CachingAllocator
 from planner.runtime.libraries import warm_up_libraries
 
 _PACKAGES = ("numpy", "scipy", "pandas", "pulp", "highspy", "msgspec", "psutil", "rich", "jinja2")

@@ -4,7 +4,7 @@ Each tensor t has two transfers: one produces ``t@host`` from t, on the channel 
 producer of t, on the channel back. A channel carries one transfer at a time; both work in parallel with the computation.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
@@ -21,33 +21,48 @@ LEAST_BYTES = 2**20
 
 
 @dataclass(frozen=True, slots=True)
-class RoundTrip:
+class HostTransfers:
     """The two transfers that offload and reload a tensor.
 
     Attributes:
         host_tensor: its copy on the host.
-        out_op, in_op: ids of the two ops.
-        out_s, in_s: seconds of each.
+        offload_op, reload_op: ids of the two ops.
+        offload_s, reload_s: seconds of each.
     """
 
     host_tensor: int
-    out_op: int
-    in_op: int
-    out_s: float
-    in_s: float
+    offload_op: int
+    reload_op: int
+    offload_s: float
+    reload_s: float
 
 
 @dataclass(frozen=True, slots=True)
-class Copies:
-    """The tensors that a graph may offload.
+class Offloads:
+    """The tensors that a graph may offload; there may be none.
 
     Attributes:
-        trips: by tensor, in ascending order.
-        host_bytes: capacity of the host's pool, None if all copies fit together.
+        by_tensor: the transfers of each, in ascending order of tensors.
+        host_bytes: capacity of the host's pool, None if all of them fit together.
     """
 
-    trips: Mapping[int, RoundTrip]
-    host_bytes: int | None
+    by_tensor: Mapping[int, HostTransfers]
+    host_bytes: int | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self.by_tensor)
+
+    def only(self, may: Callable[[int], bool]) -> "Offloads":
+        """Return those of the tensors that `may` be offloaded."""
+        return replace(self, by_tensor={t: transfers for t, transfers in self.by_tensor.items() if may(t)})
+
+    def slower(self, times: float) -> "Offloads":
+        """Return the same transfers over links that are `times` as slow."""
+        found = {t: replace(x, offload_s=times * x.offload_s, reload_s=times * x.reload_s) for t, x in self.by_tensor.items()}
+        return replace(self, by_tensor=found)
+
+
+NO_OFFLOADS = Offloads(MappingProxyType({}))
 
 
 def _why_not(graph: Graph, _surroundings: Surroundings) -> str:
@@ -88,23 +103,23 @@ OFFLOAD = GraphOption(
 )
 
 
-def without_copies(graph: Graph) -> tuple[Graph, Copies | None]:
-    """Return `graph` without the transfers of ``OFFLOAD``, with the same ids, and these transfers, or None if there are none.
+def without_offload(graph: Graph) -> tuple[Graph, Offloads]:
+    """Return `graph` without the transfers of ``OFFLOAD``, with the same ids, and these transfers.
 
     Raises:
         GraphError: the graph has pools or streams that belong neither to the host nor to other devices.
     """
     if len(graph.pools) == 1 and len(graph.streams) == 1:
-        return graph, None
+        return graph, NO_OFFLOADS
     host = next((pool for pool in graph.pools if pool.name == HOST), None)
     made = next((t.id for t in graph.tensors if t.pool == HOST), len(graph.tensors))
     rest = next((op.id for op in graph.ops if op.is_transfer and op.stream == DEVICE_TO_HOST), len(graph.ops))
-    trips: dict[int, RoundTrip] = {}
+    by_tensor: dict[int, HostTransfers] = {}
     copying = graph.ops[rest:]
     for out, back in zip(copying[::2], copying[1::2], strict=False):
         if _is_round_trip(graph, out, back):
-            trips[out.inputs[0]] = RoundTrip(out.outputs[0], out.id, back.id, out.time_s, back.time_s)
-    only_these = len(copying) == 2 * len(trips) and len(graph.tensors) == made + len(trips)
+            by_tensor[out.inputs[0]] = HostTransfers(out.outputs[0], out.id, back.id, out.time_s, back.time_s)
+    only_these = len(copying) == 2 * len(by_tensor) and len(graph.tensors) == made + len(by_tensor)
     if not only_these or (host is not None and (host.owner != DEVICE_TO_HOST or graph.static_bytes_by_pool[HOST])):
         raise _other_choices(graph)
     if host is not None:
@@ -118,10 +133,10 @@ def without_copies(graph: Graph) -> tuple[Graph, Copies | None]:
     if is_placed(left):
         placement_beside(left)  # raises an error for other ops
     if host is None:
-        return left, None
-    total = sum(left.tensors[t].size_bytes for t in trips)
+        return left, NO_OFFLOADS
+    total = sum(left.tensors[t].size_bytes for t in by_tensor)
     limited = host.capacity_bytes is not None and total > host.capacity_bytes
-    return left, Copies(MappingProxyType(dict(sorted(trips.items()))), host.capacity_bytes if limited else None)
+    return left, Offloads(MappingProxyType(dict(sorted(by_tensor.items()))), host.capacity_bytes if limited else None)
 
 
 def _is_read(graph: Graph, t: Tensor) -> bool:
@@ -132,8 +147,8 @@ def _is_read(graph: Graph, t: Tensor) -> bool:
 def _other_choices(graph: Graph) -> GraphError:
     return GraphError(
         f"the graph has {len(graph.pools)} pools, {len(graph.streams)} streams and {len(graph.ops) - len(graph.program)} "
-        "optional ops, which are not just round trips of single tensors to the host and ops on other devices: schedules are "
-        "found for graphs without other choices on other streams"
+        "optional ops, which are not just transfers of single tensors to the host and back and ops on other devices: schedules "
+        "are found for graphs without other choices on other streams"
     )
 
 

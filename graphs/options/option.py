@@ -27,6 +27,7 @@ class Feature(StrEnum):
     ROOFLINE = "roofline="
     MEASURED_LINK = "measure_link=True"
     OTHER_DEVICES = "other_devices="
+    RESERVED = "memory='reserved'"
 
 
 def conflict(one: str, other: Feature, reason: str) -> str:

@@ -73,11 +73,11 @@ def run(arguments: argparse.Namespace) -> int:
     if written is not None and result.offsets is not None:
         write_offsets(written, table, result.offsets)
     if arguments.json:
-        print_json(_data(result, len(table.buffers), written), beside=(written,))
+        print_json(_data(result, len(table.buffers), written), written=(written,))
     elif result.offsets is None:
         complain(_text(result, table.buffers))
     else:
-        print_text(_text(result, table.buffers) + (f"\nwritten to {written}" if written else ""), beside=(written,))
+        print_text(_text(result, table.buffers) + (f"\nwritten to {written}" if written else ""), written=(written,))
     if result.offsets is not None:
         return DONE
     return INFEASIBLE if result.status == "infeasible" else LIMIT

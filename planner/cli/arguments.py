@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NoReturn, Protocol, TextIO, TypeAlias
 from graphs.optimizers import OPTIMIZERS
 from planner import options
 from planner.capture.options import OPTIONS, traced_options
-from planner.choices import LINK
+from planner.option_settings import LINK
 from planner.profiling.devices import DEVICES
 from planner.settings import TraceSettings
 from planner.visible import visible, visible_lines
@@ -117,7 +117,7 @@ def add_traced_options(parser: Parser) -> None:
     _add_options(parser, traced_options(tuple(OPTIONS)), "what to look for besides recomputation, and add to the graph")
 
 
-def add_choices(parser: Parser) -> None:
+def add_graph_options(parser: Parser) -> None:
     """Add the choice of options, and the description of the machine for them."""
     _add_options(parser, tuple(OPTIONS), "what the schedule may do besides recomputing")
     parser.add_argument(
@@ -223,7 +223,7 @@ def print_written(graph: "Graph", arguments: argparse.Namespace) -> None:
                 "keep_everything_peak_bytes": summary.keep_everything_peak_bytes,
                 "time_s": summary.time_s,
             },
-            beside=(arguments.output,),
+            written=(arguments.output,),
         )
     else:
         print_text(
@@ -231,28 +231,28 @@ def print_written(graph: "Graph", arguments: argparse.Namespace) -> None:
             f"step time {format_seconds(summary.time_s)}, "
             f"peak without recomputation {format_bytes(summary.keep_everything_peak_bytes)}, "
             f"of it {format_bytes(summary.static_bytes)} static",
-            beside=(arguments.output,),
+            written=(arguments.output,),
         )
 
 
-def print_json(data: dict[str, object], *, beside: Sequence[str | None] = ()) -> None:
+def print_json(data: dict[str, object], *, written: Sequence[str | None] = ()) -> None:
     """Print a result as JSON; `beside` as in ``print_text``."""
-    print(json.dumps(data, indent=2), file=_report_to(beside))
+    print(json.dumps(data, indent=2), file=_report_to(written))
 
 
-def print_text(text: str, *, beside: Sequence[str | None] = ()) -> None:
+def print_text(text: str, *, written: Sequence[str | None] = ()) -> None:
     """Print a result as text; unprintable characters in names are escaped.
 
     Args:
-        beside: the written files. If one of them is the standard output, the text is not printed there.
+        written: the written files. If one of them is the standard output, the text is not printed there.
     """
-    print(visible_lines(text), file=_report_to(beside))
+    print(visible_lines(text), file=_report_to(written))
 
 
-def _report_to(beside: Sequence[str | None]) -> TextIO | None:
+def _report_to(written: Sequence[str | None]) -> TextIO | None:
     from graphs.io.files import is_stdout
 
-    return sys.stderr if any(path is not None and is_stdout(path) for path in beside) else sys.stdout
+    return sys.stderr if any(path is not None and is_stdout(path) for path in written) else sys.stdout
 
 
 def complain(error: object) -> None:

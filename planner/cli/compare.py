@@ -15,8 +15,8 @@ from planner.cli.arguments import (
     MODEL_HELP,
     USAGE,
     Commands,
-    add_choices,
     add_command,
+    add_graph_options,
     add_how_to_trace,
     add_quiet,
     add_workers,
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from graphs.ir import Graph
-    from planner.choices import Choices
+    from planner.option_settings import OptionSettings
     from planner.progress import LineView
     from planner.studies.comparison_rows import ComparisonRow
 
@@ -81,7 +81,7 @@ def add(commands: Commands) -> None:
         f"(default: {_TOTAL_S:.0f}s, and none with --time-limit)",
     )
     parser.add_argument("--tolerance", type=options.fraction, default=1e-3, metavar="GAP", help="0.1%% or 0.001 (default: 0.1%%)")
-    add_choices(parser)
+    add_graph_options(parser)
     add_how_to_trace(parser)
     add_quiet(parser)
 
@@ -89,8 +89,8 @@ def add(commands: Commands) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Compute the missing rows, then write table and figures; return the exit code."""
     from graphs.io.files import check_folder
-    from planner.choices import choices_of
     from planner.cli.interrupt import StopOnInterrupt
+    from planner.option_settings import option_settings
     from planner.progress import LineView
     from planner.report.comparisons import table_text, write_report
     from planner.report.plots import new_figure
@@ -106,8 +106,8 @@ def run(arguments: argparse.Namespace) -> int:
         return _usage("--total-time-limit is for what is only solved, and --measure runs it too: give --time-limit, for each row")
     if arguments.measure and arguments.cluster is not None:
         return _usage("--measure measures on this machine, and --cluster would use others: leave one of them out")
-    choices = choices_of(arguments.options, arguments.link, arguments.host_budget, exact=arguments.exact)
-    methods = methods_named(arguments.methods, offload=choices is not None and choices.host_bytes is not None)
+    options = option_settings(arguments.options, arguments.link, arguments.host_budget, exact=arguments.exact)
+    methods = methods_named(arguments.methods, offload=options.offloads)
     new_figure()  # without matplotlib no computation is useful
     folder = Path(arguments.output)
     check_folder(folder)
@@ -116,9 +116,9 @@ def run(arguments: argparse.Namespace) -> int:
         StopOnInterrupt(progress, ending="with the rows that are done, to go on with the others next time") as interrupt,
     ):
         if arguments.measure:
-            rows = _measure(arguments, methods, choices, progress, interrupt)
+            rows = _measure(arguments, methods, options, progress, interrupt)
         else:
-            rows = _simulate(arguments, methods, choices, progress, interrupt)
+            rows = _simulate(arguments, methods, options, progress, interrupt)
     known = read_rows(folder / "rows.csv", ComparisonRow)
     if known:
         write_report(known, folder)
@@ -136,14 +136,14 @@ def run(arguments: argparse.Namespace) -> int:
 def _simulate(
     arguments: argparse.Namespace,
     methods: "Sequence[str]",
-    choices: "Choices | None",
+    options: "OptionSettings",
     progress: "LineView",
     should_stop: "Callable[[], bool]",
 ) -> "list[ComparisonRow]":
     from planner.studies.compare import compare
     from planner.studies.settings import StudySettings
 
-    graph, name = _graph(arguments, choices, progress)
+    graph, name = _graph(arguments, options, progress)
     progress.say(f"comparing {len(methods)} methods")
     return compare(
         graph,
@@ -155,7 +155,7 @@ def _simulate(
             tolerance=arguments.tolerance,
             time_limit_s=arguments.time_limit or _ROW_S,
             total_time_limit_s=arguments.total_time_limit or (_TOTAL_S if arguments.time_limit is None else math.inf),
-            choices=choices,
+            options=options,
             jobs=arguments.jobs or JOBS,
             cluster=arguments.cluster,
         ),
@@ -167,7 +167,7 @@ def _simulate(
 def _measure(
     arguments: argparse.Namespace,
     methods: "Sequence[str]",
-    choices: "Choices | None",
+    options: "OptionSettings",
     progress: "LineView",
     should_stop: "Callable[[], bool]",
 ) -> "list[ComparisonRow]":
@@ -175,7 +175,7 @@ def _measure(
 
     spec = parse_spec(arguments.model)
     progress.say(f"building {spec}")
-    from planner.runtime.executor import open_channels
+    from planner.runtime.channels import HostChannels
     from planner.settings import TraceSettings
     from planner.studies.baselines import baseline_methods, of_policies
     from planner.studies.compare_measured import compare_measured, profiled
@@ -193,13 +193,13 @@ def _measure(
             optimizer=arguments.optimizer,
             accumulate=arguments.accumulate,
             passes=arguments.passes,
-            measure_link=choices is not None and choices.measures_link,
+            measure_link=options.measures_link,
             name=str(spec),
         ),
     )
     settings = StudySettings(
         model=str(spec),
-        choices=choices,
+        options=options,
         jobs=arguments.jobs or JOBS,
         tolerance=arguments.tolerance,
         time_limit_s=arguments.time_limit or _ROW_S,
@@ -209,8 +209,8 @@ def _measure(
     targets = [op.target for op in captured.graph.ops if op.phase == "forward"]
     stock = baseline_methods(built.model, targets=targets)
     device = next(built.model.parameters()).device
-    host_bytes = None if choices is None else choices.host_bytes
-    channels = None if host_bytes is None else open_channels(device, host_bytes)
+    host_bytes = options.host_bytes
+    channels = None if host_bytes is None else HostChannels(device, host_bytes)
     stock += [] if channels is None else offloading_methods(channels)
     if arguments.methods != "all":
         stock = of_policies(stock, methods)
@@ -233,7 +233,7 @@ def _usage(message: str) -> int:
     return USAGE
 
 
-def _graph(arguments: argparse.Namespace, choices: "Choices | None", progress: "LineView") -> "tuple[Graph, str]":
+def _graph(arguments: argparse.Namespace, options: "OptionSettings", progress: "LineView") -> "tuple[Graph, str]":
     from graphs.io.formats import read_graph
 
     if arguments.model.endswith(".json"):
@@ -242,5 +242,5 @@ def _graph(arguments: argparse.Namespace, choices: "Choices | None", progress: "
     from planner.workload.workload import parse_spec
 
     spec = parse_spec(arguments.model)
-    measure_link = choices is not None and choices.measures_link and arguments.roofline is None
+    measure_link = options.measures_link and arguments.roofline is None
     return trace_model(spec, arguments, progress, measure_link=measure_link), str(spec)

@@ -11,8 +11,8 @@ from planner.cli.arguments import (
     JOBS,
     LIMIT,
     Commands,
-    add_choices,
     add_command,
+    add_graph_options,
     add_quiet,
     add_reorder,
     add_solver,
@@ -66,7 +66,7 @@ def add(commands: Commands) -> None:
         f"(default: {_TOTAL_S:.0f}s, and none with --time-limit)",
     )
     parser.add_argument("--tolerance", type=options.fraction, default=1e-3, metavar="GAP", help="0.1%% or 0.001 (default: 0.1%%)")
-    add_choices(parser)
+    add_graph_options(parser)
     add_reorder(parser, default=None, said="with --solver windows, if one lowers the peak")
     add_quiet(parser)
 
@@ -75,8 +75,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Solve at every budget, and write and plot the curve if requested; return the exit code."""
     from graphs.io.files import check_writable, write_text
     from graphs.io.formats import read_graph
-    from planner.choices import choices_of
     from planner.cli.interrupt import StopOnInterrupt
+    from planner.option_settings import option_settings
     from planner.progress import LineView
     from planner.report.curves import curve_data, curve_frame, curve_text
     from planner.report.plots import check_plot, plot_curve
@@ -85,7 +85,7 @@ def run(arguments: argparse.Namespace) -> int:
     from solvers.result import Status
 
     graph = read_graph(arguments.graph)
-    choices = choices_of(arguments.options, arguments.link, arguments.host_budget, exact=arguments.exact)
+    options = option_settings(arguments.options, arguments.link, arguments.host_budget, exact=arguments.exact)
     if arguments.output is not None:
         check_writable(arguments.output)
     if arguments.plot is not None:
@@ -99,7 +99,7 @@ def run(arguments: argparse.Namespace) -> int:
                 tolerance=arguments.tolerance,
                 time_limit_s=math.inf if arguments.time_limit is None else arguments.time_limit,
                 total_time_limit_s=total_s,
-                choices=choices,
+                options=options,
                 jobs=arguments.jobs or JOBS,
                 cluster=arguments.cluster,
             ),
@@ -113,9 +113,9 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.plot is not None:
         plot_curve(found, Path(arguments.plot), title=str(graph.provenance.get("model", "")))
     if arguments.json:
-        print_json(curve_data(found), beside=(arguments.output, arguments.plot))
+        print_json(curve_data(found), written=(arguments.output, arguments.plot))
     else:
-        print_text(curve_text(found), beside=(arguments.output, arguments.plot))
+        print_text(curve_text(found), written=(arguments.output, arguments.plot))
     if any(point.schedule for point in found.points):
         return DONE
     return INFEASIBLE if all(point.status is Status.INFEASIBLE for point in found.points) else LIMIT

@@ -11,8 +11,8 @@ from planner.cli.arguments import (
     MODEL_HELP,
     USAGE,
     Commands,
-    add_choices,
     add_command,
+    add_graph_options,
     add_how_to_trace,
     add_quiet,
     add_reorder,
@@ -74,20 +74,20 @@ def add(commands: Commands) -> None:
         "--time-limit", type=options.duration, default=15.0, metavar="TIME", help="for each solve: 90, 90s, 10m (default: 15s)"
     )
     parser.add_argument("--tolerance", type=options.fraction, default=1e-3, metavar="GAP", help="0.1%% or 0.001 (default: 0.1%%)")
-    add_choices(parser)
+    add_graph_options(parser)
     add_reorder(parser, default=True, said="if one lowers the peak")
     add_quiet(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Search, and print an answer for each method; return the exit code."""
-    from planner.choices import choices_of
     from planner.cli.interrupt import StopOnInterrupt
+    from planner.option_settings import option_settings
     from planner.progress import LineView
     from planner.report.curves import max_batch_data, max_batch_text
     from planner.studies.sizes import BATCH, Wanted
 
-    choices = choices_of(arguments.options, arguments.link, arguments.host_budget, exact=arguments.exact)
+    options = option_settings(arguments.options, arguments.link, arguments.host_budget, exact=arguments.exact)
     unit = arguments.multiple_of
     if arguments.limit is not None and arguments.limit < unit:
         complain(f"--limit {arguments.limit} is below --multiple-of {unit}, the least that is tried: raise it")
@@ -101,7 +101,7 @@ def run(arguments: argparse.Namespace) -> int:
         reorder=arguments.reorder,
         varies=arguments.vary or BATCH,
         unit=unit,
-        choices=choices,
+        options=options,
     )
     how = tracing(arguments)
     with LineView(quiet=arguments.quiet) as progress, StopOnInterrupt(progress) as interrupt:

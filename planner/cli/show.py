@@ -63,10 +63,10 @@ def run(arguments: argparse.Namespace) -> int:
     for path, make in wanted:
         write_text(path, make(timeline))
     if arguments.json:
-        print_json({"output": arguments.output, "trace": arguments.trace}, beside=(arguments.output, arguments.trace))
+        print_json({"output": arguments.output, "trace": arguments.trace}, written=(arguments.output, arguments.trace))
     else:
         said = "\n".join((str(plan), *(f"written to {path}" for path, _ in wanted)))
-        print_text(said, beside=(arguments.output, arguments.trace))
+        print_text(said, written=(arguments.output, arguments.trace))
     return DONE
 
 

@@ -9,14 +9,15 @@ from planner import options
 from planner.cli.arguments import (
     DONE,
     Commands,
-    add_choices,
     add_command,
+    add_graph_options,
     add_quiet,
     add_reorder,
     add_solver,
     print_json,
     print_text,
 )
+from planner.memory import Memory
 from solvers.tolerance import WIDENING
 
 if TYPE_CHECKING:
@@ -71,7 +72,13 @@ def add(commands: Commands) -> None:
         help="parameters of the solver windows, a TOML file with the fields of WindowsParams: changes how soon a proof is "
         "found, never what is proved",
     )
-    add_choices(parser)
+    parser.add_argument(
+        "--memory",
+        choices=list(Memory),
+        metavar="KIND",
+        help="what the budget counts: reserved (by PyTorch on CUDA: the default there), reserved-expandable, or allocated",
+    )
+    add_graph_options(parser)
     add_reorder(parser, default=None, said="with --solver windows, after program order and where it can gain")
     add_quiet(parser)
 
@@ -141,16 +148,17 @@ def run(arguments: argparse.Namespace) -> int:
             host_budget=arguments.host_budget,
             exact=arguments.exact,
             params=params,
+            memory=arguments.memory,
             on_progress=stage.solving(base_s=graph.time_s),
             should_stop=interrupt,
         )
     if arguments.output is not None:
         write_plan(naming(plan, arguments.output, arguments.graph), arguments.output)
     if arguments.json:
-        print_json({"output": arguments.output, **plan_data(plan)}, beside=(arguments.output, arguments.write_model))
+        print_json({"output": arguments.output, **plan_data(plan)}, written=(arguments.output, arguments.write_model))
     else:
         written = "" if arguments.output is None else f"\nwritten to {arguments.output}"
-        print_text(f"{plan_text(plan)}{written}", beside=(arguments.output, arguments.write_model))
+        print_text(f"{plan_text(plan)}{written}", written=(arguments.output, arguments.write_model))
     return DONE
 
 

@@ -21,9 +21,9 @@ from planner.capture.signature import Batch
 from planner.capture.step import LossFn, check_module
 from planner.distributed.ranks import Ranks, SingleProcess
 from planner.models import Workload
-from planner.runtime.channels import Channels
+from planner.runtime.channels import HostChannels
 from planner.runtime.earlier_gradients import BUCKETS, TO_SEND
-from planner.runtime.executor import Executor, open_channels
+from planner.runtime.executor import Executor
 from planner.settings import TraceSettings
 from planner.tracing import capture_step
 
@@ -42,12 +42,12 @@ class Unwrapped:
     def __init__(self, module: nn.Module, ranks: SingleProcess) -> None:
         self.module = module
         self.ranks = ranks
-        self._channels: Channels | None = None
+        self._channels: HostChannels | None = None
 
-    def channels(self, host_bytes: int | None) -> Channels:
+    def channels(self, host_bytes: int | None) -> HostChannels:
         """Return the channels to the host for all plans of this wrapper, with the `host_bytes` of the first call."""
         if self._channels is None:
-            self._channels = open_channels(next(self.module.parameters()).device, host_bytes)
+            self._channels = HostChannels(next(self.module.parameters()).device, host_bytes)
         return self._channels
 
     def opened(self) -> AbstractContextManager[None]:

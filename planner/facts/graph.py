@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from graphs.ir import Graph, Op, Phase, Tensor
 from graphs.options import without_options
-from graphs.options.offload import OFFLOAD, without_copies
+from graphs.options.offload import OFFLOAD, without_offload
 from graphs.options.placement import PLACEMENT, movable, without_placement
 from graphs.options.selection import exact_ops, holding_ops, traced_with
 from graphs.options.surroundings import Link, OtherDevice, Surroundings
@@ -15,6 +15,7 @@ from graphs.simulate import simulate
 from planner.capture.options import holding
 from planner.plans.plan import GraphSummary
 from planner.profiling.other_devices import decode_devices
+from planner.reserved import EagerMemory, eager_memory
 from planner.solving import summarize
 from solvers.bounds import any_order_need, describe_need, least_budget_bound
 from solvers.clock import WorkClock
@@ -100,7 +101,8 @@ class GraphFacts:
     `least_budget_bytes`; `least_budget_op` sets this bound, and `least_budget_reason` explains it. In that order, keeping
     everything needs `reordered_peak_bytes`. In any order, no schedule needs less than `least_budget_any_order_bytes`. A schedule
     is known for `least_budget_found_bytes`. With offloading the bounds are `least_budget_offload_bytes` and
-    `least_budget_offload_found_bytes`, the latter with `least_budget_offload_host_bytes` on the host. `traced` has each of the
+    `least_budget_offload_found_bytes`, the latter with `least_budget_offload_host_bytes` on the host. `eager_memory` is
+    what allocators take for plain eager PyTorch. `traced` has each of the
     options that the graph was traced with, alone; `placement` has the other devices, by name.
     """
 
@@ -114,6 +116,7 @@ class GraphFacts:
     least_budget_offload_bytes: int
     least_budget_offload_found_bytes: int
     least_budget_offload_host_bytes: int
+    eager_memory: EagerMemory
     traced: Mapping[str, OptionFacts]
     placement: Mapping[str, DeviceFacts]
     least_budget_any_order_bytes: int
@@ -139,8 +142,8 @@ def graph_facts(graph: Graph, *, exact: bool = False) -> GraphFacts:
     traced = {name: _option_facts(holding(_here(graph), (name,))) for name in traced_with(graph)}
     graph = without_options(graph).out_of_place()
     whole = reordered(OFFLOAD.added_to(graph, Surroundings(Link.even(1.0)))).graph
-    order, copies = without_copies(whole)
-    least, offloading = least_budget_bound(order), least_budget_bound(order, copies)
+    order, offloads = without_offload(whole)
+    least, offloading = least_budget_bound(order), least_budget_bound(order, offloads)
     found = simulate(order, least_known(order, WorkClock(_FINDING), proved_bytes=least.budget_bytes))
     sending = simulate(whole, least_known(whole, WorkClock(_FINDING), proved_bytes=offloading.budget_bytes))
     ops = sorted((_op_facts(graph, op) for op in graph.ops), key=lambda op: -op.total_bytes)
@@ -156,6 +159,7 @@ def graph_facts(graph: Graph, *, exact: bool = False) -> GraphFacts:
         least_budget_offload_bytes=offloading.budget_bytes,
         least_budget_offload_found_bytes=sending.peak_bytes,
         least_budget_offload_host_bytes=sending.pool_peaks_bytes[1],
+        eager_memory=eager_memory(graph),
         traced=traced,
         placement={device.name: _device_facts(graph, device) for device in devices},
         least_budget_any_order_bytes=min(least.budget_bytes, any_order_need(graph).total_bytes),
@@ -168,7 +172,7 @@ def graph_facts(graph: Graph, *, exact: bool = False) -> GraphFacts:
 
 def _here(graph: Graph) -> Graph:
     """Return `graph` with only the options that were found when it was traced."""
-    return without_placement(without_copies(graph)[0])
+    return without_placement(without_offload(graph)[0])
 
 
 def _option_facts(graph: Graph) -> OptionFacts:

@@ -48,7 +48,7 @@ class Wait:
 
 
 @dataclass(frozen=True, slots=True)
-class Trip:
+class Offload:
     """A tensor of the device that is copied to another pool.
 
     Attributes:
@@ -104,12 +104,12 @@ def _waits(timeline: Timeline, stream: str) -> Iterator[Wait]:
         yield Wait(now_s, last_s, awaited(last_s, set()), None)
 
 
-def trips(timeline: Timeline) -> tuple[Trip, ...]:
+def offloads(timeline: Timeline) -> tuple[Offload, ...]:
     """Return the transfers from the device to other pools, in order."""
     graph = timeline.graph
     found: list[tuple[Tensor, Tensor, Execution]] = []
     back: list[list[Execution]] = []
-    there: dict[int, int] = {}  # by tensor in another pool, the trip that made it last
+    there: dict[int, int] = {}  # by tensor in another pool, the offload that made it last
     for execution in timeline.executions:
         for source, made in _copied(graph, execution.op):
             if source.pool == DEVICE:
@@ -118,7 +118,7 @@ def trips(timeline: Timeline) -> tuple[Trip, ...]:
                 back.append([])
             elif source.id in there:
                 back[there[source.id]].append(execution)
-    return tuple(Trip(*trip, tuple(came)) for trip, came in zip(found, back, strict=True))
+    return tuple(Offload(*offload, tuple(came)) for offload, came in zip(found, back, strict=True))
 
 
 def _copied(graph: Graph, op: Op) -> Iterator[tuple[Tensor, Tensor]]:

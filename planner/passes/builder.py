@@ -24,11 +24,13 @@ class Pass:
     Attributes:
         module: the module with the code of the pass.
         run: function of its parameters.
+        read: the variables of parameters that any node reads.
         lines: for each line of a step, the position of that step in the schedule.
     """
 
     module: fx.GraphModule
     run: Callable[..., Any]
+    read: frozenset[str]
     lines: Mapping[Line, int]
 
 
@@ -40,32 +42,21 @@ class PassBuilder:
         step: position in the schedule of the step that is being built; None outside of steps.
     """
 
-    def __init__(self, program: Program, names: Mapping[str, object] = MappingProxyType({})) -> None:
-        """Start a pass of `program`.
-
-        Args:
-            names: names of objects in the source.
-        """
+    def __init__(self, program: Program) -> None:
+        """Start a pass of `program`."""
         self.tensors: dict[int, fx.Node] = {}
         self.step: int | None = None
         known = {"generator": program.generator, "own_generator": program.own_generator}
-        self._program, self._names = program, {**known, **program.names, **names}
+        self._program, self._names = program, {**known, **program.names}
         self._graph = fx.Graph()
         self._parameters: list[Parameter] = []
         self._shared: list[tuple[Shared, fx.Node]] = []
-        self._attributes: dict[str, fx.Node] = {}
         self._unaligned = set(program.aligned)
 
     def parameter(self, name: str) -> fx.Node:
         """Add a parameter."""
         self._parameters.append(Parameter(name))
         return self._graph.placeholder(name)
-
-    def attribute(self, name: str) -> fx.Node:
-        """Return the node of one of ``names``, a global that the graph itself does not hold."""
-        if name not in self._attributes:
-            self._attributes[name] = self._graph.get_attr(name)
-        return self._attributes[name]
 
     def tensor_parameters(self, tensors: Sequence[int]) -> None:
         """Add a parameter for each of `tensors`."""
@@ -87,11 +78,6 @@ class PassBuilder:
         more = [self._graph.placeholder(other) for other in others]
         self._parameters.append(Parameter(name, [*nodes, *more], emptied))
         return more
-
-    @property
-    def read(self) -> set[str]:
-        """The variables of parameters that any node reads."""
-        return {variable(node) for node in self._graph.find_nodes(op="placeholder") if node.users}
 
     def value(self, value: Argument, own: Mapping[int, fx.Node] = MappingProxyType({})) -> Any:
         """Return the node or argument for `value` in the graph.
@@ -122,12 +108,6 @@ class PassBuilder:
         kwargs = {key: self.value(arg, own) for key, arg in call.kwargs.items()}
         kind = "call_method" if isinstance(call.target, str) else "call_function"
         return self._noted(self._graph.create_node(kind, call.target, args, kwargs, name))
-
-    def hold(self, call: Call, name: str) -> fx.Node:
-        """Add a call, and hold its result until it is freed or the pass ends."""
-        node = self.call(call, name)
-        node.meta[VARIABLE] = node.name
-        return node
 
     def execute(self, statements: Sequence[Statement], wanted: Collection[int]) -> None:
         """Execute an op, and hold those of its outputs that are `wanted`; the others are freed when it is done."""
@@ -177,12 +157,12 @@ class PassBuilder:
         """Return the pass, with `returned` as its result and `title` as its name in tracebacks."""
         self.step = None
         self._graph.output(self.value(returned))
-        attributes = {name: self._names[name] for name in self._attributes}
-        codegen = StraightLine(self._parameters, {k: v for k, v in self._names.items() if k not in attributes})
-        module = module_of(self._graph, codegen, title, attributes)
+        codegen = StraightLine(self._parameters, self._names)
+        module = module_of(self._graph, codegen, title)
         file, guard = module.forward.__code__.co_filename, self._program.guard
         run: Callable[..., Any] = module.forward if guard is None else _guarded(module.forward, guard)
-        return Pass(module, run, {(file, number): step for number, step in codegen.steps.items()})
+        read = frozenset(variable(node) for node in self._graph.find_nodes(op="placeholder") if node.users)
+        return Pass(module, run, read, {(file, number): step for number, step in codegen.steps.items()})
 
     def _item(self, made: fx.Node, path: Path) -> fx.Node:
         """Return the item of `made` at `path`."""

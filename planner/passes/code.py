@@ -58,7 +58,7 @@ class StraightLine(CodeGen):
     def source(self, nodes: Iterable[fx.Node]) -> tuple[str, dict[str, Any]]:
         """Return the source of ``forward`` and its globals; see ``CodeGen``."""
         nodes = list(nodes)
-        taken = {variable(node) for node in nodes if node.op != "get_attr" and not node.meta.get(INLINE)}
+        taken = {variable(node) for node in nodes if not node.meta.get(INLINE)}
         written = _Globals(self._names, taken | {parameter.name for parameter in self._parameters})
         lines = [f"def forward({', '.join(parameter.name for parameter in self._parameters)}):"]
         for parameter in self._parameters:
@@ -86,7 +86,7 @@ class _Globals:
 
     def line(self, node: fx.Node) -> str | None:
         """Return the line of a node; None if it has none."""
-        if node.op in ("placeholder", "get_attr") or node.meta.get(INLINE):
+        if node.op == "placeholder" or node.meta.get(INLINE):
             return None
         if node.op == "output":
             return f"return {self.expression(node.args[0])}"
@@ -108,8 +108,6 @@ class _Globals:
     def expression(self, value: Any) -> str:
         """Return the expression of an argument."""
         match value:
-            case fx.Node(op="get_attr", target=str(name)):
-                return self._name(getattr(value.graph.owning_module, name), name)
             case fx.Node():
                 return self.call(value) if value.meta.get(INLINE) else variable(value)
             case list():
@@ -125,9 +123,9 @@ class _Globals:
             return ":".join("" if each is None else self.expression(each) for each in (value.start, value.stop, value.step))
         return self.expression(value)
 
-    def _name(self, value: Any, wanted: str | None = None) -> str:
+    def _name(self, value: Any) -> str:
         if id(value) not in self._names:
-            wanted = name = wanted or self._wanted.get(id(value)) or _name_of(value)
+            wanted = name = self._wanted.get(id(value)) or _name_of(value)
             number = 2
             while name in self.values or name in self._taken:
                 name, number = f"{wanted}_{number}", number + 1

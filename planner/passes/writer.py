@@ -1,6 +1,7 @@
 """Writing of the steps of a schedule into passes."""
 
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Mapping
+from types import MappingProxyType
 
 from graphs.errors import ScheduleError
 from graphs.ir import Graph
@@ -23,12 +24,14 @@ class Writer:
         graph: Graph,
         program: Program,
         *,
+        calls: Mapping[int, OpCalls] = MappingProxyType({}),
         repeated: Container[int] = (),
         tick: Callable[[int], object] | None = None,
     ) -> None:
         """Initialize for `graph`.
 
         Args:
+            calls: calls of further ops than those of `program`.
             repeated: ops that are executed more than once.
             tick: called behind each execution of an op, with its id.
         """
@@ -36,7 +39,7 @@ class Writer:
         self.program = program
         self.live: dict[int, None] = {}
         self.builder: PassBuilder
-        self._repeated, self._tick = repeated, tick
+        self._calls, self._repeated, self._tick = calls, repeated, tick
         self._done: set[int] = set()
         self._position = 0  # of the next step
         self._overwriting = Overwriting(graph)
@@ -58,7 +61,6 @@ class Writer:
 
     def _write(self, step: Step, over: Pairs) -> None:
         """Write one step; `over` has the in-place writes of its op."""
-        self._before(step)
         match step:
             case Compute(op):
                 wanted = [t for t in self.graph.ops[op].outputs if t not in self.live]
@@ -75,12 +77,9 @@ class Writer:
             case _:
                 raise ScheduleError(f"step {step!r} cannot be executed")
 
-    def _before(self, step: Step) -> None:
-        """Write the calls that precede `step`; a hook for subclasses."""
-
     def _compute(self, op: int, wanted: frozenset[int], over: Pairs) -> None:
         """Write an execution of `op`."""
-        calls = self.program.calls[op]
+        calls = self._calls[op] if op in self._calls else self.program.calls[op]
         if self._is_after_forward and calls.after_forward is not None:
             statements: tuple[Statement, ...] = (calls.after_forward,)
         elif calls.random_state is None:

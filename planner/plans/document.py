@@ -25,8 +25,10 @@ from graphs.io.formats import summable
 from graphs.io.graph_document import graph_from_dict
 from graphs.ir import Graph
 from graphs.schedule import Compute, Free, Schedule, Step
+from planner.memory import Memory
 from planner.plans.eager import Difference, DifferingOp, EagerComparison
 from planner.plans.plan import GraphSummary, Plan
+from planner.plans.reserved import Reserved
 
 
 class PlanStatus(StrEnum):
@@ -78,6 +80,15 @@ class _Eager(Struct, forbid_unknown_fields=True):
     spread: Seconds | UnsetType = UNSET
 
 
+class _Reserved(Struct, forbid_unknown_fields=True):
+    total_bytes: Natural
+    allocated_bytes: Natural
+    eager_bytes: Natural
+    library_bytes: Natural = 0
+    optimizer_bytes: Natural = 0
+    expandable: bool = False
+
+
 class _Plan(Struct, forbid_unknown_fields=True, kw_only=True):
     format: str
     version: int
@@ -97,6 +108,8 @@ class _Plan(Struct, forbid_unknown_fields=True, kw_only=True):
     pool_peaks_bytes: dict[str, Natural] | UnsetType = UNSET
     differs: tuple[str, ...] | UnsetType = UNSET
     gradient_error: Seconds | UnsetType = UNSET
+    memory: Memory = Memory.ALLOCATED
+    reserved: _Reserved | UnsetType = UNSET
     graph_file: str | UnsetType = UNSET
     eager: _Eager | UnsetType = UNSET
     steps: tuple[tuple[_StepKind, Natural], ...]
@@ -130,6 +143,8 @@ def plan_to_dict(plan: Plan) -> dict[str, object]:
             pool_peaks_bytes=dict(plan.pool_peaks_bytes) or UNSET,
             differs=plan.differs or UNSET,
             gradient_error=UNSET if plan.gradient_error is None else plan.gradient_error,
+            memory=plan.memory,
+            reserved=UNSET if plan.reserved is None else struct_from(plan.reserved, _Reserved),
             graph_file=UNSET if plan.graph_file is None else plan.graph_file,
             eager=UNSET if plan.eager is None else _eager_of(plan.eager),
             steps=tuple(map(_pair_of, plan.schedule.steps)),
@@ -148,6 +163,11 @@ def plan_from_dict(data: Mapping[str, object], *, source: str = "plan") -> Plan:
     provenance = to_json_object(read.graph.provenance, f"{source}: graph.provenance")
     if read.peak_bytes > read.budget_bytes:
         refuse(source, "peak_bytes", read.peak_bytes, f"within budget_bytes, {read.budget_bytes}")
+    if read.memory is not Memory.ALLOCATED:
+        if read.reserved is UNSET:
+            refuse(source, "reserved", None, f"what is reserved, as the budget counts {read.memory} memory")
+        if read.reserved.total_bytes > read.budget_bytes:
+            refuse(source, "reserved.total_bytes", read.reserved.total_bytes, f"within budget_bytes, {read.budget_bytes}")
     return Plan(
         graph=GraphSummary(**arguments_of(read.graph) | {"provenance": provenance}),
         schedule=Schedule(tuple(_step_of(pair, i, read.graph, source) for i, pair in enumerate(read.steps))),
@@ -166,6 +186,8 @@ def plan_from_dict(data: Mapping[str, object], *, source: str = "plan") -> Plan:
         pool_peaks_bytes=read.pool_peaks_bytes or {},
         differs=read.differs or (),
         gradient_error=None if read.gradient_error is UNSET else read.gradient_error,
+        memory=read.memory,
+        reserved=None if read.reserved is UNSET else Reserved(**arguments_of(read.reserved)),
         graph_file=None if read.graph_file is UNSET else read.graph_file,
         eager=None if read.eager is UNSET else _comparison_of(read.eager),
     )

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 from graphs.ir import Graph
 from graphs.schedule import Schedule
 from graphs.units import format_bytes, format_ratio
+from planner.memory import Memory
 from planner.plans.eager import EagerComparison, slower_than
+from planner.plans.reserved import Reserved
 from solvers.result import relative_gap
 
 if TYPE_CHECKING:
@@ -50,6 +52,8 @@ class Plan:
         graph: the graph it is for.
         schedule: the schedule.
         budget_bytes: the user's budget, static memory included.
+        memory: what the budget counts: ``allocated`` bytes, or on CUDA those that are ``reserved`` by PyTorch's allocator with
+            default settings, or with expandable segments (``reserved-expandable``).
         peak_bytes, time_s: predicted for the schedule (``simulate``).
         bound_s: no schedule within the budget is faster than this, of those that first execute the ops in the same order
             (or of the narrower class that `settings` name as ``schedules``); None if unknown.
@@ -62,6 +66,7 @@ class Plan:
         eager: how a step by this plan compares with plain eager PyTorch; None if that was not tried.
         pool_peaks_bytes: predicted peaks of the other pools, by name.
         differs: results that may differ from the program, by options that the user has named; empty if bit-identical.
+        reserved: predicted memory that PyTorch reserves for the plan on CUDA; None on the CPU.
         gradient_error: predicted error for lossy options: the root of the gradients' variance over their squared norm; else None.
         source: the graph itself, if it is in memory; not part of files, of pickles and of comparisons.
     """
@@ -85,6 +90,8 @@ class Plan:
     pool_peaks_bytes: Mapping[str, int] = field(default_factory=dict)
     differs: tuple[str, ...] = ()
     gradient_error: float | None = None
+    memory: Memory = Memory.ALLOCATED
+    reserved: Reserved | None = None
     source: Graph | None = field(default=None, compare=False, repr=False)
 
     def __repr__(self) -> str:
@@ -97,10 +104,12 @@ class Plan:
         unknown = "unknown"
         measured = unknown if self.measured_peak_bytes is None else format_bytes(self.measured_peak_bytes)
         whole = format_bytes(self.graph.keep_everything_peak_bytes)
-        peaks = f"budget {format_bytes(self.budget_bytes)}, peak {format_bytes(self.peak_bytes)} predicted"
+        budget = f"budget {format_bytes(self.budget_bytes)}{'' if self.memory is Memory.ALLOCATED else f' {self.memory}'}"
+        peaks = f"{budget}, peak {format_bytes(self.peak_bytes)} predicted"
         gap = unknown if self.gap is None else format_ratio(self.gap)
         lines = (
             f"{peaks}, {measured} measured (keeping everything: {whole})",
+            *(() if self.reserved is None else (f"{name} {value}" for name, value in self.reserved.lines())),
             f"step time {self._step_time()}, {self.status}, gap {gap}",
             "" if self.eager is None else str(self.eager),
             f"allowed to differ by {'; '.join(self.differs)}" if self.differs else "",
@@ -202,6 +211,32 @@ class Plan:
         if "variant" not in found:
             return ""
         return f"Inductor's kernels ({found['variant']}), compiled in {found.get('compile_seconds')} s"
+
+    @property
+    def reserved_bytes(self) -> int | None:
+        """Predicted bytes that PyTorch reserves on the device; None on the CPU."""
+        return None if self.reserved is None else self.reserved.total_bytes
+
+    @property
+    def eager_bytes(self) -> int:
+        """What plain eager PyTorch needs of the memory that the budget counts: budgets in percent are shares of it."""
+        if self.memory is Memory.ALLOCATED or self.reserved is None:
+            return self.graph.keep_everything_peak_bytes
+        return self.reserved.eager_bytes
+
+    @property
+    def predicted_bytes(self) -> int:
+        """What the plan needs of the memory that the budget counts."""
+        return self.needed_bytes(self.peak_bytes)
+
+    def needed_bytes(self, measured_peak_bytes: int) -> int:
+        """Return the memory of the kind that the budget counts, corrected by a measured peak of allocated bytes.
+
+        What is allocated beyond the prediction is reserved beyond it as well.
+        """
+        if self.memory is Memory.ALLOCATED or self.reserved is None:
+            return measured_peak_bytes
+        return self.reserved.total_bytes + max(0, measured_peak_bytes - self.peak_bytes)
 
     @property
     def gap(self) -> float | None:

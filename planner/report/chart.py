@@ -15,10 +15,10 @@ from graphs.ir import Op
 from graphs.pools import Pool
 from graphs.schedule import Compute
 from graphs.units import format_bytes, format_seconds
+from planner.facts.addresses import Addresses, planned_addresses, reserved_addresses
 from planner.facts.baselines import Baseline, baselines
 from planner.facts.columns import COLUMNS, memory_columns
 from planner.facts.lives import Life, Lives, lives_of
-from planner.facts.reserved import reserved_bytes
 from planner.facts.timeline import Timeline, block
 from planner.report.budget_curve import CurvePoint
 from planner.report.describe import capacity_text, spaced
@@ -39,7 +39,7 @@ _HEADROOM = 1.08
 _FAR = 2.2  # times the plan's peak: the memory of baselines is cut off there
 _NEAR_CAPACITY = 4  # times the peak of another pool: a capacity further away is not drawn
 _BASELINE_POINTS = 4000
-_MEMORY_HEIGHT, _LANE_HEIGHT, _POOL_HEIGHT, _CURVE_HEIGHT = 340, 28, 120, 280
+_MEMORY_HEIGHT, _LANE_HEIGHT, _POOL_HEIGHT, _ADDRESSES_HEIGHT, _CURVE_HEIGHT = 340, 28, 120, 300, 280
 _LEFT, _RIGHT = 84, 16  # pixels left and right of the plots, so that all share one time axis
 _OUTSIDE = "outside modules"
 _BASELINE_COLORS = ("whole", "blocks")
@@ -69,17 +69,18 @@ class Key:
 
 @dataclass(frozen=True, slots=True)
 class Charts:
-    """The figures as a Bokeh document, their legend, and captions of the memory of other pools."""
+    """The figures as a Bokeh document, their legend, and captions: of the memory of other pools, and of addresses."""
 
     document: "Document"
     keys: tuple[Key, ...]
     pools: tuple[str, ...]
+    addresses: tuple[str, ...]
 
 
 def charts(timeline: Timeline, curve: Sequence[CurvePoint] = ()) -> Charts:
     """Return the figures of `timeline`, with the trade-off `curve` if there is one.
 
-    The roots of the document are named ``memory``, ``lanes``, ``pool0`` and so on, and ``curve``.
+    The roots of the document are named ``memory``, ``lanes``, ``pool0`` and so on, ``addresses0`` and so on, and ``curve``.
 
     Raises:
         PlannerError: Bokeh is not installed.
@@ -90,11 +91,13 @@ def charts(timeline: Timeline, curve: Sequence[CurvePoint] = ()) -> Charts:
         from bokeh.models import CustomJS
     except ImportError as error:
         raise PlannerError("the report page needs Bokeh: pip install 'remat-planner[plots]'") from error
+    reserved = reserved_addresses(timeline)
     drawing = _Drawing(timeline)
     others = baselines(timeline.graph, timeline.plan)
-    drawing.draw_memory(others)
+    drawing.draw_memory(others, () if reserved is None else reserved.by_step)
     drawing.draw_lanes()
     pools = drawing.draw_pools()
+    addresses = drawing.draw_addresses(reserved, planned_addresses(timeline))
     if curve:
         drawing.draw_curve(curve)
     document = Document()
@@ -108,10 +111,10 @@ def charts(timeline: Timeline, curve: Sequence[CurvePoint] = ()) -> Charts:
         Key("var(--workspace)", "workspace"),
         Key("var(--backward)", "backward pass"),
         Key("var(--budget)", "budget", kind="line"),
-        *(() if (size := drawing.reserved_bytes) is None else [Key("var(--reserved)", _reserved_text(size), kind="dots")]),
+        *(() if reserved is None else [Key("var(--reserved)", _reserved_text(reserved.total_bytes), kind="dots")]),
         *(Key(f"var(--{c})", _baseline_text(one), kind="line") for c, one in zip(_BASELINE_COLORS, others, strict=False)),
     )
-    return Charts(document, keys, pools)
+    return Charts(document, keys, pools, addresses)
 
 
 @dataclass
@@ -138,14 +141,13 @@ class _Drawing:
         span_s = timeline.time_s if self.timed else float(len(self.lives.moments))
         self.time_scale, self.time_unit = time_unit(span_s) if self.timed else (1.0, "ops")
         self.span = span_s / self.time_scale
-        self.reserved_bytes: int | None = None
         self.starts = [m.start_s / self.time_scale if self.timed else float(i) for i, m in enumerate(self.lives.moments)]
 
-    def draw_memory(self, others: Sequence[Baseline]) -> None:
+    def draw_memory(self, others: Sequence[Baseline], reserved: Sequence[int]) -> None:
+        """Draw memory by module, baselines, and the bytes `reserved` after each step of the schedule, if known."""
         from bokeh.models import BoxAnnotation, ColumnDataSource, Range1d, Span
 
         plan = self.timeline.plan
-        reserved = reserved_bytes(self.timeline)
         near_budget = plan.budget_bytes if plan.budget_bytes < _FAR * plan.peak_bytes else 0
         own_bytes = max(near_budget, plan.peak_bytes, *reserved[-1:], 1)
         top_bytes = _HEADROOM * max(own_bytes, min(max(one.peak_bytes for one in others), _FAR * own_bytes))
@@ -173,7 +175,6 @@ class _Drawing:
             ys = [reserved[k] / self.size_scale for k in (*changes, changes[-1])]
             line = plot.step(xs, ys, mode="after", line_width=1.5, line_dash="dotted", name="reserved")
             self._tag(line.glyph, line_color="reserved")
-            self.reserved_bytes = reserved[-1]
         marks = ColumnDataSource({"xs": [], "ys": []})
         marked = plot.patches("xs", "ys", source=marks, fill_alpha=0.35, line_width=1.5, name="marks")
         self._tag(marked.glyph, fill_color="mark", line_color="mark")
@@ -224,6 +225,45 @@ class _Drawing:
                 plot.add_layout(self._tag(line, line_color="budget"))
             captions.append(_pool_text(pool, peak_bytes))
         return tuple(captions)
+
+    def draw_addresses(self, reserved: Addresses | None, planned: Addresses) -> tuple[str, ...]:
+        """Draw where tensors lie over the step, as the allocator puts them and as planned; return a caption for each."""
+        drawn = [(planned, _planned_text(planned))] if planned.stays else []
+        if reserved is not None and reserved.stays:
+            drawn.insert(0, (reserved, _places_text(reserved)))
+        for index, (addresses, _) in enumerate(drawn):
+            self._draw_addresses(f"addresses{index}", addresses)
+        return tuple(caption for _, caption in drawn)
+
+    def _draw_addresses(self, name: str, addresses: Addresses) -> None:
+        from bokeh.models import ColumnDataSource, HoverTool, Range1d, Span
+
+        scale, unit = size_unit(addresses.total_bytes)
+        top = addresses.total_bytes / scale
+        plot = self._over_time(name, _ADDRESSES_HEIGHT, Range1d(0, top, bounds=(0, top)), f"addresses in {unit}")
+        edges = [*([*self.starts, self.span][moment] for moment in self.lives.at_step), self.span]
+        homes = {life.tensor.name: self.group_of[_block(self._home(life))] for life in self.lives.lives}
+        for border in addresses.borders:
+            plot.add_layout(self._tag(Span(location=border / scale, dimension="width", line_width=0.5), line_color="line"))
+        for group in (*range(len(self.groups)), None):
+            own = [stay for stay in addresses.stays if homes.get(stay.tensor) == group]
+            if not own:
+                continue
+            columns = {
+                "left": [edges[stay.first_step] for stay in own],
+                "right": [edges[stay.end_step] for stay in own],
+                "bottom": [stay.address / scale for stay in own],
+                "top": [(stay.address + stay.size_bytes) / scale for stay in own],
+                "tensor": [visible(stay.tensor) or "workspace" for stay in own],
+                "bytes": [format_bytes(stay.size_bytes) for stay in own],
+            }
+            boxes = plot.quad("left", "right", "top", "bottom", source=ColumnDataSource(columns), line_width=0.5)
+            if group is None:
+                self._tag(boxes.glyph, fill_color="workspace", line_color="page")
+            else:
+                boxes.glyph.fill_color = self.colors[group]
+                self._tag(boxes.glyph, line_color="page")
+            plot.add_tools(HoverTool(renderers=[boxes], tooltips=[("tensor", "@tensor"), ("size", "@bytes")]))
 
     def draw_curve(self, curve: Sequence[CurvePoint]) -> None:
         from bokeh.models import HoverTool
@@ -410,7 +450,16 @@ def _baseline_text(one: Baseline) -> str:
 
 
 def _reserved_text(size_bytes: int) -> str:
-    return f"reserved by PyTorch's caching allocator, simulated from an empty device: {format_bytes(size_bytes)}"
+    return f"reserved by PyTorch's caching allocator in the third step, by a model of it: {format_bytes(size_bytes)}"
+
+
+def _places_text(addresses: Addresses) -> str:
+    count, total = len(addresses.borders), format_bytes(addresses.total_bytes)
+    return f"as PyTorch's caching allocator puts them: {count:,} segments of {total} in all, with static memory in the gaps"
+
+
+def _planned_text(addresses: Addresses) -> str:
+    return f"as they could be planned in one arena: {format_bytes(addresses.total_bytes)}, with static memory outside of it"
 
 
 def _pool_text(pool: Pool, peak_bytes: int) -> str:

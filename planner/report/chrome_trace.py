@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 from graphs.ir import Graph, Phase
 from graphs.pools import COMPUTE, DEVICE, Pool
+from planner.facts.addresses import reserved_addresses
 from planner.facts.columns import left_bytes, stretches
 from planner.facts.streams import Wait, waits
 from planner.facts.timeline import Execution, Timeline
@@ -17,7 +18,8 @@ _WAITING_ROW = 5
 
 
 def chrome_trace(timeline: Timeline) -> str:
-    """Return the trace as JSON in the Trace Event Format: complete events (X), counters (C) and names (M), in microseconds.
+    """Return the trace as JSON in the Trace Event Format: complete events (X), counters (C), buffers (b, e) and names (M), in
+    microseconds.
 
     The computation has a row for each phase, one for recomputed ops and one for waits; each other stream has a row, and each pool
     a counter.
@@ -32,6 +34,7 @@ def chrome_trace(timeline: Timeline) -> str:
     ]
     for pool in graph.pools:
         events += _memory(timeline, pool)
+    events += _reserved(timeline)
     budget = {"budget_bytes": timeline.plan.budget_bytes, "peak_bytes": timeline.peak.memory_bytes}
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": budget})
 
@@ -79,6 +82,21 @@ def _wait(wait: Wait) -> dict[str, object]:
         "dur": wait.time_s * 1e6,
         "args": {"before": followed_by(wait)},
     }
+
+
+def _reserved(timeline: Timeline) -> Iterator[dict[str, object]]:
+    """Yield on CUDA the bytes that PyTorch reserves, and each buffer as an asynchronous event with its address."""
+    addresses = reserved_addresses(timeline)
+    if addresses is None:
+        return
+    times_s = (*timeline.reached_s, timeline.time_s)
+    for time_s, size_bytes in zip(times_s, addresses.by_step, strict=False):
+        yield {"ph": "C", "pid": _PROCESS, "name": "reserved", "ts": time_s * 1e6, "args": {"bytes": size_bytes}}
+    for number, stay in enumerate(addresses.stays):
+        one = {"pid": _PROCESS, "cat": "addresses", "name": stay.tensor or "workspace", "id": number}
+        said = {"address": stay.address, "bytes": stay.size_bytes}
+        yield {"ph": "b", **one, "ts": times_s[stay.first_step] * 1e6, "args": said}
+        yield {"ph": "e", **one, "ts": times_s[stay.end_step] * 1e6}
 
 
 def _memory(timeline: Timeline, pool: Pool) -> Iterator[dict[str, object]]:

@@ -150,7 +150,7 @@ def max_batch_data(answers: Sequence[LargestSize], wanted: Wanted) -> dict[str, 
         "limit": wanted.limit * wanted.unit,
         "varies": wanted.varies,
         "multiple_of": wanted.unit,
-        **({} if wanted.choices is None else wanted.choices.asked),
+        **wanted.options.as_json,
         "methods": [
             {
                 "method": answer.method,

@@ -9,7 +9,8 @@ from graphs.options.selection import LEFT_OUT
 from graphs.pools import HOST, Pool
 from graphs.units import format_bytes, format_ratio, format_seconds
 from planner.capture.options import needs
-from planner.choices import recorded_link, recorded_options
+from planner.memory import Memory
+from planner.option_settings import recorded_link, recorded_options
 from planner.plans.eager import slower_than
 from planner.plans.plan import Plan
 from planner.profiling.link import MEASURED_LINK, measured_link
@@ -27,7 +28,9 @@ def plan_data(plan: Plan) -> dict[str, object]:
         "holds": "plan",
         "status": plan.status,
         "budget_bytes": plan.budget_bytes,
+        "memory": str(plan.memory),
         "predicted_peak_bytes": plan.peak_bytes,
+        "reserved": None if plan.reserved is None else asdict(plan.reserved),
         "measured_peak_bytes": plan.measured_peak_bytes,
         "arena_bytes": plan.arena_bytes,
         "outside_arena_bytes": plan.outside_arena_bytes,
@@ -55,13 +58,17 @@ def plan_data(plan: Plan) -> dict[str, object]:
 
 def plan_text(plan: Plan) -> str:
     """Return what ``planner solve`` prints about a plan, as text."""
-    peak = plan.graph.keep_everything_peak_bytes
-    share = f", {format_ratio(plan.budget_bytes / peak)} of the {format_bytes(peak)} that eager PyTorch needs" if peak else ""
+    eager, counted = plan.eager_bytes, "" if plan.memory is Memory.ALLOCATED else f" {plan.memory}"
+    needs = "needs" if plan.memory is Memory.ALLOCATED else "reserves"
+    share = (
+        f", {format_ratio(plan.budget_bytes / eager)} of the {format_bytes(eager)} that eager PyTorch {needs}" if eager else ""
+    )
     time_s, ratio = format_seconds(plan.time_s), f"{1 + plan.overhead:.4f}"
     lines = [
-        ("budget", format_bytes(plan.budget_bytes) + share),
+        ("budget", f"{format_bytes(plan.budget_bytes)}{counted}{share}"),
         *_price_lines(plan.settings),
         ("predicted peak", format_bytes(plan.peak_bytes)),
+        *(() if plan.reserved is None else plan.reserved.lines()),
         *(() if plan.measured_peak_bytes is None else [("measured peak", format_bytes(plan.measured_peak_bytes))]),
         *([("arena", plan.arena.removeprefix("arena: "))] if plan.arena else []),
         ("predicted step time", f"{time_s}, {ratio} times that of keeping everything"),

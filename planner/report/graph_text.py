@@ -32,6 +32,7 @@ def graph_text(facts: GraphFacts) -> str:
         ("static memory", format_bytes(summary.static_bytes)),
         *((f"  {kind}", format_bytes(size)) for kind, size in facts.static_bytes_by_kind.items()),
         ("peak", f"{format_bytes(summary.keep_everything_peak_bytes)} without recomputation{_reordered(facts)}"),
+        *((f"  {name}", value) for name, value in facts.eager_memory.lines()),
         ("least budget", f"no less than {_least(facts)}: {visible(facts.least_budget_reason)}"),
         ("  known", format_bytes(facts.least_budget_found_bytes)),
         ("with offload", f"no less than {format_bytes(facts.least_budget_offload_bytes)} {_ORDER}"),

@@ -11,9 +11,9 @@ from graphs.pools import COMPUTE
 from graphs.units import format_bytes, format_ratio, format_seconds
 from planner.facts.timeline import Burst, Execution, Held, ModuleCost, Timeline, module_of
 from planner.plans.eager import EagerComparison
-from planner.report.beside import beside, travels
 from planner.report.budget_curve import CurvePoint
 from planner.report.chart import charts
+from planner.report.other_streams import other_streams, travels
 from planner.visible import visible
 
 _LISTED = 15
@@ -30,7 +30,7 @@ def page(timeline: Timeline, curve: Sequence[CurvePoint] = ()) -> str:
     from bokeh.embed import file_html
     from bokeh.resources import INLINE
 
-    others, listed = beside(timeline, _LISTED), held[:_LISTED]
+    others, listed = other_streams(timeline, _LISTED), held[:_LISTED]
     places = travels(timeline, listed)
     elsewhere = [[where] for where in places] if any(places) else [[] for _ in listed]
     costs, bursts = timeline.module_costs, timeline.bursts
@@ -47,12 +47,13 @@ def page(timeline: Timeline, curve: Sequence[CurvePoint] = ()) -> str:
         "overhead": format_ratio(plan.overhead),
         "executions": sum(not execution.op.optional for execution in timeline.executions),
         "recomputations": sum(execution.again for execution in timeline.executions),
-        "beside": others,
+        "other_streams": others,
         "proof": _proof(plan.gap),
         "facts": [*_facts(timeline), *others.facts],
         "names": [root.name for root in drawn.document.roots],
         "keys": drawn.keys,
         "pools": drawn.pools,
+        "addresses": drawn.addresses,
         "costs": [_cost_row(cost, dearest) for cost in costs[:_LISTED]],
         "costs_left_out": len(costs) - _LISTED,
         "bursts": [_burst_row(burst) for burst in longest],
@@ -84,8 +85,9 @@ def _facts(timeline: Timeline) -> list[tuple[str, str]]:
     plan = timeline.plan
     bound = "unknown" if plan.bound_s is None else f"+{format_ratio(_over(plan.bound_s, plan.graph.time_s))}"
     return [
-        ("Budget", format_bytes(plan.budget_bytes)),
+        (f"Budget, {plan.memory}", format_bytes(plan.budget_bytes)),
         ("Peak, predicted", format_bytes(plan.peak_bytes)),
+        *([] if plan.reserved_bytes is None else [("Reserved, predicted", format_bytes(plan.reserved_bytes))]),
         *([] if plan.measured_peak_bytes is None else [("Peak, measured", format_bytes(plan.measured_peak_bytes))]),
         ("Keep everything, peak", format_bytes(plan.graph.keep_everything_peak_bytes)),
         ("Step time", format_seconds(plan.time_s)),
@@ -101,7 +103,7 @@ def _beside_eager(eager: EagerComparison | None) -> list[tuple[str, str]]:
     if eager is None:
         return []
     if eager.failure or eager.overhead is None:
-        return [(f"Beside {eager.reference}", str(eager))]
+        return [(f"OtherStreams {eager.reference}", str(eager))]
     return [
         ("Measured", eager.slowdown),
         (f"Peak of {eager.reference}", format_bytes(eager.peak_bytes)),

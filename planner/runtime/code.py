@@ -1,29 +1,39 @@
 """Compilation of a schedule to the two passes that run it.
 
 The passes contain the calls and the frees of the schedule in its order. The forward pass ends with the first execution of its
-last op. Tensors that are alive then and not returned, and copies under way, are passed to the backward pass in a list. The
+last op. Tensors that are alive then and not returned, and transfers under way, are passed to the backward pass in a list. The
 backward pass empties the list first, so that only its own variables keep tensors in memory.
+
+On several devices each has its part of both passes (``planner.runtime.part_writer``). ``planner.runtime.devices`` runs the parts
+concurrently. A pass ends when all its parts have: no other device runs while the caller has the loss.
 """
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
+from functools import partial
 from typing import Any
 
 import torch
 
+from graphs.errors import GraphError
 from graphs.ir import Graph
-from graphs.schedule import Compute, Schedule, Step, boundary
-from planner.passes.builder import PassBuilder
-from planner.passes.program import Call, Program, Ref
-from planner.runtime.channels import Channels
-from planner.runtime.copying import CopyingWriter
+from graphs.options.offload import without_offload
+from graphs.options.passes import passes_of
+from graphs.options.selection import without_computed
+from graphs.pools import COMPUTE, DEVICE
+from graphs.schedule import Compute, Schedule, Step
+from planner.passes.builder import Line, Pass, PassBuilder
+from planner.passes.moved import moved
+from planner.passes.program import Call, OpCalls, Program, Ref
+from planner.runtime.devices import Devices
+from planner.runtime.part_writer import PartWriter
 from planner.runtime.step_lines import StepLines
 
 # forward(static) -> (loss, extras, saved); backward(static, saved) -> gradients
 Forward = Callable[[Sequence[Any]], tuple[Any, tuple[Any, ...], list[Any]]]
 Backward = Callable[[Sequence[Any], list[Any]], tuple[Any, ...]]
+_Halves = tuple[Sequence[Step], Sequence[Step]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,21 +62,53 @@ def compile_schedule(
     graph: Graph,
     program: Program,
     schedule: Schedule,
-    channels: Channels | None = None,
+    devices: Devices,
     *,
     tick: Callable[[int], None] | None = None,
     static_given_up: bool = False,
 ) -> Code:
-    """Compile `schedule`, which must be valid on `graph` (``simulate``), with transfers by `channels` if it has any.
+    """Compile `schedule`, which must be valid on `graph` (``simulate``), for its `devices`.
 
     Args:
         tick: called with the id of each op after its execution.
         static_given_up: the passes empty the lists of static tensors too, and free these after they are read for the last time.
+
+    Raises:
+        GraphError: it executes an op on a device where it cannot run.
     """
-    cut = boundary(graph, schedule)
-    writer = CopyingWriter(graph, program, repeated=repeated(graph, program, schedule), tick=tick)
-    halves = schedule.steps[:cut], schedule.steps[cut:]
-    return assemble(writer, halves, names={"channels": channels}, static_given_up=static_given_up)
+    calls = _calls_elsewhere(graph, program, schedule, devices)
+    many = repeated(graph, program, schedule)
+    halves = passes_of(graph, schedule)
+    writers = [PartWriter(graph, program, pool, calls=calls, repeated=many, tick=tick) for pool in devices.pools]
+    main = _main_part(writers[0], halves, static_given_up=static_given_up)
+    parts = {pool.owner: _other_part(writer, halves) for pool, writer in zip(devices.pools[1:], writers[1:], strict=True)}
+    all_parts = (main, *parts.values())
+    forward, backward = _runners(devices, main, parts)
+    return Code(
+        forward,
+        backward,
+        backward_reads=tuple(f"t{source.tensor}" in main.passes[1].read for source in program.sources),
+        saved=main.saved,
+        returned=tuple(i for i, t in enumerate(main.saved) if t in graph.kept),
+        source="\n\n".join([main.source, *(f"# {pool.name}\n{parts[pool.owner].source}" for pool in devices.pools[1:])]),
+        lines=StepLines(Schedule((*halves[0], *halves[1])), dict(line for part in all_parts for line in part.lines)),
+    )
+
+
+def check_runnable(graph: Graph, program: Program) -> None:
+    """Raise for a graph with options that cannot be run.
+
+    Raises:
+        GraphError: an option is neither offloading, nor placement on other devices, nor an op on the compute stream with calls in
+            `program`.
+    """
+    without_offload(without_computed(graph))
+    unknown = [op.name for op in graph.ops[len(program.calls) :] if op.stream == COMPUTE]
+    if unknown:
+        raise GraphError(
+            f"the graph offers {unknown[0]!r}, but the captured step has no call for it: capture the step with the options that "
+            "the graph was traced with"
+        )
 
 
 def repeated(graph: Graph, program: Program, schedule: Schedule) -> set[int]:
@@ -77,52 +119,107 @@ def repeated(graph: Graph, program: Program, schedule: Schedule) -> set[int]:
     return redrawn | {op for op, count in times.items() if count > 1}
 
 
-def assemble(
-    writer: CopyingWriter,
-    halves: tuple[Sequence[Step], Sequence[Step]],
-    *,
-    names: Mapping[str, object] = MappingProxyType({}),
-    static_given_up: bool = False,
-) -> Code:
-    """Return both passes as `writer` writes them; `halves` are their steps.
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """The two passes of one device, the streams of all transfers in each, and the tensors that the first saves."""
 
-    Args:
-        names: names of objects in the source.
-        static_given_up: as in ``compile_schedule``.
-    """
+    passes: tuple[Pass, Pass]
+    streams: tuple[Sequence[str], Sequence[str]]
+    saved: tuple[int, ...]
+
+    @property
+    def source(self) -> str:
+        """The source of both passes."""
+        return "\n".join(each.module.code for each in self.passes)
+
+    @property
+    def lines(self) -> list[tuple[Line, int]]:
+        """The lines of steps in both passes."""
+        return [line for each in self.passes for line in each.lines.items()]
+
+
+def _main_part(writer: PartWriter, halves: _Halves, *, static_given_up: bool) -> _Part:
+    """Return the passes of the main device: they take the static tensors, and return the results of the step."""
     graph, program = writer.graph, writer.program
     static = [source.tensor for source in program.sources]
     title = f"schedule of {graph.fingerprint}, {sum(map(len, halves))} steps"
 
-    first = PassBuilder(program, names)
+    first = PassBuilder(program)
     first.tensor_list("static", static, emptied=static_given_up)
     writer.write(first, halves[0])
+    streams = writer.streams
     later = {t for step in halves[1] if isinstance(step, Compute) for t in graph.ops[step.op].inputs}
     alive = [t for t in writer.live if t not in graph.kept or t in later]
     # A saved output would keep itself alive through its own backward pass: an alias is saved, if any.
     saved = [Call(torch.ops.aten.detach.default, (Ref(t),)) if t in graph.kept else Ref(t) for t in alive]
-    copies = writer.copies
-    returned = (program.loss, tuple(program.extras), [*saved, *copies])
+    under_way = writer.under_way
+    returned = (program.loss, tuple(program.extras), [*saved, *under_way])
     if static_given_up:
         first.free_read(static, returned)
     forward = first.finish(returned, title)
 
-    second = PassBuilder(program, names)
+    second = PassBuilder(program)
     second.tensor_list("static", static, emptied=static_given_up)
     writer.end_forward()
-    writer.take_over(second.tensor_list("saved", alive, [copy.name for copy in copies], emptied=True))
+    names = [f"transfer_{i}" for i in range(len(under_way))]
+    writer.take_over(second.tensor_list("saved", alive, names, emptied=True))
     writer.write(second, halves[1])
     gradients = tuple(gradient for _, gradient in program.gradients)
     if static_given_up:
         second.free_read(static, gradients)
-    backward, read = second.finish(gradients, title), second.read
+    return _Part((forward, second.finish(gradients, title)), (streams, writer.streams), tuple(alive))
 
-    return Code(
-        forward.run,
-        backward.run,
-        backward_reads=tuple(f"t{tensor}" in read for tensor in static),
-        saved=tuple(alive),
-        returned=tuple(i for i, t in enumerate(alive) if t in graph.kept),
-        source=f"{forward.module.code}\n{backward.module.code}",
-        lines=StepLines(Schedule((*halves[0], *halves[1])), {**forward.lines, **backward.lines}),
-    )
+
+def _other_part(writer: PartWriter, halves: _Halves) -> _Part:
+    """Return the passes of another device: they take the list of the tensors that it holds between the passes."""
+    title = f"part of a schedule of {writer.graph.fingerprint}"
+    first = PassBuilder(writer.program)
+    state = first.parameter("state")
+    writer.write(first, halves[0])
+    streams, alive = writer.streams, tuple(writer.live)
+    first.call(Call("extend", (state, tuple(map(Ref, alive)))))
+    second = PassBuilder(writer.program)
+    second.tensor_list("state", alive, emptied=True)
+    writer.write(second, halves[1])
+    return _Part((first.finish(None, title), second.finish(None, title)), (streams, writer.streams), alive)
+
+
+def _runners(devices: Devices, main: _Part, others: Mapping[str, _Part]) -> tuple[Forward, Backward]:
+    """Return the functions that run each pass with its transfers, on all devices."""
+    run_forward, run_backward = (each.run for each in main.passes)
+    if not devices.channels:
+        return run_forward, run_backward
+
+    def parts(half: int, states: Sequence[list[Any]]) -> dict[str, Callable[..., Any]]:
+        items = zip(others.items(), states, strict=True)
+        return {stream: partial(part.passes[half].run, state) for (stream, part), state in items}
+
+    def forward(static: Sequence[Any]) -> tuple[Any, tuple[Any, ...], list[Any]]:
+        states: list[list[Any]] = [[] for _ in others]
+        loss, extras, saved = devices.run(partial(run_forward, static), parts(0, states), main.streams[0])
+        return loss, extras, [*saved, *states]
+
+    def backward(static: Sequence[Any], saved: list[Any]) -> tuple[Any, ...]:
+        states = [saved.pop() for _ in others][::-1]
+        gradients: tuple[Any, ...] = devices.run(partial(run_backward, static, saved), parts(1, states), main.streams[1])
+        return gradients
+
+    return forward, backward
+
+
+def _calls_elsewhere(graph: Graph, program: Program, schedule: Schedule, devices: Devices) -> dict[int, OpCalls]:
+    """Return the calls of the executed ops that run on other devices than the main one."""
+    places = {pool.owner: devices.places[pool.name] for pool in devices.pools[1:]}
+    executed = (graph.ops[op] for op in sorted({*schedule.computed}))
+    here, found = devices.places[DEVICE], dict[int, OpCalls]()
+    for op in executed:
+        if op.stream in places:
+            calls = moved(program, graph.ops[op.replaces[0]], op, here, places[op.stream])
+            if calls is None:
+                raise GraphError(
+                    f"op {op.name!r} cannot be called elsewhere than on {here}: it names another device, or what is only there, "
+                    "or is no one call of a kernel of eager PyTorch; to trace the step with other_devices= (--other-devices) "
+                    "finds out"
+                )
+            found[op.id] = calls
+    return found

@@ -1,93 +1,59 @@
-"""Transfers between a CUDA device and the host: a stream for each direction, events, and page-locked memory.
+"""Transfers from and to CUDA devices: a stream for each channel, events, and page-locked memory of the host.
 
-Not tested on a GPU. The device memory of a copy is held until the computation waits for the copy: the allocator thus never reuses
-memory that is still read or written, and no ``record_stream`` is needed.
+Not tested on a GPU. A copy is launched by the thread that gives its second end. The device memory of either end is held until the
+computation there waits for the copy: the allocator thus never reuses memory that is still read or written, and no
+``record_stream`` is needed.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
 import torch
 
-from planner.capture.lowering.statics import allocated_bytes
 from planner.runtime.host_memory import Copy, HostMemory
-from planner.runtime.host_tensor import HostTensor, storage_bytes
+from planner.runtime.transfers import Memory, Transfer
 
 
-class CudaChannels:
-    """Channels of a CUDA device. Copies start after the work already issued on the current stream."""
+class StreamChannel:
+    """A channel with a stream. Copies start after the work already issued on the current stream of either end.
 
-    def __init__(self, device: torch.device, capacity_bytes: int | None = None, *, timed: bool = False) -> None:
-        """Initialize with `capacity_bytes` of host memory, None for no limit; if `timed`, copies record when they end."""
-        self.memory = HostMemory(capacity_bytes, lock=partial(_page_locked, device))
-        self._device, self._timed = device, timed
-        self._out, self._back = torch.cuda.Stream(device), torch.cuda.Stream(device)
-        self._part = _Part()
+    Attributes:
+        stream: the stream.
+        part: the CUDA graph that copies are captured in, or what is launched outside.
+    """
 
-    @contextmanager
-    def captured(self) -> Iterator[None]:
-        """Collect the copies of a CUDA graph capture: they start inside the context, and are joined at its end.
-
-        A capture may not wait for work launched before it, and the streams that it uses must be joined to the capturing stream.
-        Copies made inside need no waiting outside.
+    def __init__(self, name: str, device: torch.device, target: Memory, *, timed: bool = False) -> None:
+        """Initialize a channel called `name` to the memory `target`, with a stream of `device`; if `timed`, copies record when
+        they end.
         """
-        part = self._part = _Part()
-        try:
-            try:
-                yield
-            finally:
-                present = torch.cuda.current_stream(self._device)
-                for stream in part.reached:
-                    present.wait_stream(stream)
-        finally:
-            part.over, self._part = True, _Part()
+        self._name, self._target, self.timed = name, target, timed
+        self.stream, self.part = torch.cuda.Stream(device), _Part()
 
-    def out(self, tensor: torch.Tensor, *after: "StreamCopy") -> tuple[HostTensor, "StreamCopy"]:
-        """Issue a copy to the host; see ``Channels.out``."""
-        source = storage_bytes(tensor)
-        host = HostTensor(tensor, self.memory, allocated_bytes(len(source), tensor.device))
-        events = [copy.event for copy in after if not copy.part.over]
-        return host, self._copied(self._out, source, host.values, [*events, *_events(host.waits_for)], host, tensor)
+    def transfer(self, look: Callable[[], object] = lambda: None) -> "StreamTransfer":
+        """Return a transfer that is not started; long waits for it call `look`, which may raise."""
+        return StreamTransfer(self._name, self._target, look, self)
 
-    def back(self, host: HostTensor) -> tuple[torch.Tensor, "StreamCopy"]:
-        """Issue a copy to the device; see ``Channels.back``."""
-        tensor = host.on_device()
-        made = _events(host.copies[:1])
-        return tensor, self._copied(self._back, host.values, storage_bytes(tensor), made, host, tensor)
 
-    def again(self, tensor: torch.Tensor, host: HostTensor, *, out: bool) -> "StreamCopy":
-        """Issue a copy without allocation; see ``Channels.again``."""
-        here, there = storage_bytes(tensor), host.values
-        if out:
-            return self._copied(self._out, here, there, (), host, tensor)
-        return self._copied(self._back, there, here, (), host, tensor)
+@contextmanager
+def captured(channels: Sequence[StreamChannel]) -> Iterator[None]:
+    """Collect the copies of a CUDA graph capture: they start inside the context, and are joined at its end.
 
-    def wait(self, copy: "StreamCopy") -> None:
-        """Make the current stream wait for `copy`, without blocking the host; see ``Channels.wait``."""
-        if not copy.part.over:
-            torch.cuda.current_stream(self._device).wait_event(copy.event)
-        copy.tensor = None
-
-    def _copied(
-        self,
-        stream: torch.cuda.Stream,
-        source: torch.Tensor,
-        target: torch.Tensor,
-        events: Iterable[torch.cuda.Event],
-        host: HostTensor,
-        tensor: torch.Tensor,
-    ) -> "StreamCopy":
-        present = torch.cuda.current_stream(self._device)
-        stream.wait_stream(present)
-        self._part.reached[stream] = None
-        for event in events:
-            stream.wait_event(event)
-        with torch.cuda.stream(stream):
-            target.copy_(source, non_blocking=True)
-        event = stream.record_event(torch.cuda.Event(enable_timing=self._timed))
-        host.copies.append(_OnStream(event, self._part))
-        return StreamCopy(event, tensor, present, self._part)
+    A capture may not wait for work launched before it, and the streams that it uses must be joined to the capturing stream.
+    Copies made inside need no waiting outside.
+    """
+    part = _Part()
+    for channel in channels:
+        channel.part = part
+    try:
+        yield
+    finally:
+        for channel in channels:
+            channel.part = _Part()
+            if channel.stream in part.reached:
+                computing = torch.cuda.current_stream(channel.stream.device)
+                computing.wait_stream(channel.stream)
+        part.over = True
 
 
 class _Part:
@@ -99,62 +65,112 @@ class _Part:
     """
 
     def __init__(self) -> None:
-        self.reached: dict[torch.cuda.Stream, None] = {}
+        self.reached: set[torch.cuda.Stream] = set()
         self.over = False
 
 
-class _OnStream:
-    """A copy as seen by the host memory; holds nothing on the device."""
+class _Launched:
+    """A copy that was launched, as seen by others; holds nothing on the device."""
 
     def __init__(self, event: torch.cuda.Event, part: _Part) -> None:
         self.event, self.part = event, part
 
     def finish(self) -> None:
-        """Wait for the copy; see ``Copy.finish``. Captured copies are skipped: the device is synchronized before memory is
-        freed.
+        """Wait for the copy on the host; see ``Copy.finish``. Captured copies are skipped: the device is synchronized before
+        memory is freed.
         """
         if not self.part.over:
             self.event.synchronize()
 
+    def before(self, stream: torch.cuda.Stream) -> None:
+        """Make `stream` wait for the copy."""
+        if not self.part.over:
+            stream.wait_event(self.event)
 
-class StreamCopy:
-    """A copy as seen by the computation.
+
+class StreamTransfer(Transfer):
+    """A transfer on a stream.
 
     Attributes:
-        event: recorded after the copy.
-        tensor: its tensor on the device, held until the copy is waited for.
-        part: the part of the pass that it belongs to.
+        launched: the copy; None until it is launched.
     """
 
-    def __init__(self, event: torch.cuda.Event, tensor: torch.Tensor, computing: torch.cuda.Stream, part: _Part) -> None:
-        """Initialize the copy of `tensor`, whose memory returns to the stream `computing`."""
-        self.event, self.part = event, part
-        self.tensor: torch.Tensor | None = tensor
-        self._computing = computing
-
-    def finish(self) -> None:
-        """Wait for the copy on the host, for another thread; see ``Copy.finish``. The computation still has to wait for it."""
-        self.event.synchronize()
+    def __init__(self, name: str, target: Memory, look: Callable[[], object], channel: StreamChannel) -> None:
+        """Initialize a transfer on the stream of `channel`; see ``Transfer``."""
+        super().__init__(name, target, look)
+        self.launched: _Launched | None = None
+        self._channel = channel
+        # The ends on devices, until the computation there has waited for the copy; and the stream that it is on, for CUDA.
+        self._held: dict[bool, tuple[torch.Tensor, torch.cuda.Stream | None]] = {}
+        self._given: list[torch.cuda.Event] = []
 
     @property
     def has_ended(self) -> bool:
-        """True if the copy has finished; see ``Issued.has_ended``."""
-        return bool(self.event.query())
+        """True if the copy has ended."""
+        return self.launched is not None and bool(self.launched.event.query())
 
-    def seconds_after(self, earlier: "StreamCopy") -> float:
-        """Return the seconds since the end of `earlier`, for timed channels; see ``Issued.seconds_after``."""
-        earlier.event.synchronize()
-        self.event.synchronize()
-        return float(earlier.event.elapsed_time(self.event)) / 1e3
+    def seconds_after(self, earlier: "StreamTransfer") -> float:
+        """Return the seconds since the end of `earlier`, for timed channels; see ``Transfer.seconds_after``."""
+        before, now = (transfer.copy().event for transfer in (earlier, self))
+        before.synchronize()
+        now.synchronize()
+        return float(before.elapsed_time(now)) / 1e3
+
+    def copy(self) -> _Launched:
+        """Return the launched copy; see ``Transfer.copy``."""
+        self._wait_until_known()
+        assert self.launched is not None
+        return self.launched
+
+    def _start(self, after: Sequence[Copy], behind: Sequence[Copy]) -> Copy:
+        self.launched = self._launch(after, behind)
+        self._known.set()
+        return self.launched
+
+    def _launch(self, after: Sequence[Copy], behind: Sequence[Copy]) -> _Launched:
+        stream, part = self._channel.stream, self._channel.part
+        part.reached.add(stream)
+        for event in self._given:
+            stream.wait_event(event)
+        for copy in (*after, *behind):
+            if isinstance(copy, _Launched):
+                copy.before(stream)
+            else:
+                copy.finish()
+        values, room = self._ends()
+        with torch.cuda.stream(stream):
+            room.copy_(values, non_blocking=True)
+        event = stream.record_event(torch.cuda.Event(enable_timing=self._channel.timed))
+        return _Launched(event, part)
+
+    def _hold(self, end: torch.Tensor, *, at_target: bool) -> None:
+        stream = torch.cuda.current_stream(end.device) if end.is_cuda else None
+        if stream is not None:
+            self._given.append(stream.record_event())
+        self._held[at_target] = end, stream
+
+    def _wait(self, *, at_target: bool) -> None:
+        launched = self.copy()
+        end, stream = self._held.pop(at_target, (None, None))
+        if stream is not None:
+            assert end is not None
+            launched.before(torch.cuda.current_stream(end.device))
+        elif end is not None:
+            launched.finish()
 
     def __del__(self) -> None:
         # For steps that were dropped halfway: their memory must not be reused before the copy ends.
-        if self.tensor is not None and not self.part.over:
-            self._computing.wait_event(self.event)
+        if self.launched is not None:
+            for _, stream in self._held.values():
+                if stream is not None:
+                    self.launched.before(stream)
+                else:
+                    self.launched.finish()
 
 
-def _events(copies: Iterable[Copy]) -> list[torch.cuda.Event]:
-    return [copy.event for copy in copies if isinstance(copy, _OnStream) and not copy.part.over]
+def host_memory(device: torch.device, capacity_bytes: int | None) -> HostMemory:
+    """Return `capacity_bytes` of page-locked host memory for `device`, None for no limit."""
+    return HostMemory(capacity_bytes, lock=partial(_page_locked, device))
 
 
 def _page_locked(device: torch.device, address: int, size_bytes: int) -> "partial[None]":

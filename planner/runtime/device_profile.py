@@ -3,12 +3,11 @@
 import time
 from collections.abc import Callable, Sequence
 from statistics import median
-from threading import Event, Thread
 from typing import Any
 
 import torch
 
-from graphs.errors import CopyError, GraphError
+from graphs.errors import CopyError, DeviceError, GraphError
 from graphs.options.option import Feature, Need
 from graphs.options.placement import fixed
 from graphs.options.surroundings import OtherDevice
@@ -19,15 +18,16 @@ from planner.capture.options import needing
 from planner.capture.rewrites.explicit_generators import preserve_generator_states
 from planner.compatibility import check_compatible
 from planner.passes.builder import PassBuilder
+from planner.passes.moved import moved
 from planner.passes.program import Ref
 from planner.profiling.allocator import Mark, cpu_allocations, segment_peaks
 from planner.profiling.other_devices import NamedDevice, parse_device
 from planner.profiling.profile import MeasuredOp, distinct_ops, isolated
+from planner.runtime.channels import open_channel
 from planner.runtime.devices import place_of
 from planner.runtime.measure import synchronize
-from planner.runtime.placed import moved
-from planner.runtime.transfers import Channel, copied
-from planner.runtime.workers import Worker
+from planner.runtime.transfers import DeviceMemory, copied
+from planner.runtime.workers import Called, Worker
 
 _LARGE_BYTES, _SMALL_BYTES = 2**24, 2**12
 _COPIES, _SMALL_COPIES = 5, 32
@@ -64,7 +64,7 @@ class _Profile:
         self._capture, self._static, self._named = capture, static, named
         self._here = static[0].device
         self._place = place_of(named)
-        self._worker = Worker(named.name, f"ops on {named.name}", named.threads)
+        self._worker = Worker(named.name, f"ops on {named.name}", DeviceError, named.threads)
         self._block_bytes = _CUDA_BLOCK_BYTES if self._place.type == "cuda" else 1
         self._graph = capture.graph
         self._calls = self._functions()
@@ -171,24 +171,30 @@ class _Profile:
 
     def _link(self) -> tuple[float, float]:
         """Return bytes per second in the slower direction, and the latency of a copy in seconds, with the thread handover."""
-        channel, here = Channel(), self._here
-        large = max(self._copy_s(channel, _LARGE_BYTES, *ends) for ends in ((here, self._place), (self._place, here)))
-        small = median(self._copy_s(channel, _SMALL_BYTES, here, self._place, 1) for _ in range(_SMALL_COPIES))
+        large = max(min(self._copies_s(_LARGE_BYTES, _COPIES, away=away)) for away in (True, False))
+        small = median(self._copies_s(_SMALL_BYTES, _SMALL_COPIES, away=True))
         rate = _LARGE_BYTES / large
         return rate, max(0.0, small - _SMALL_BYTES / rate)
 
-    def _copy_s(
-        self, channel: Channel, size_bytes: int, source: torch.device, target: torch.device, copies: int = _COPIES
-    ) -> float:
+    def _copies_s(self, size_bytes: int, count: int, *, away: bool) -> list[float]:
+        """Return the seconds of `count` copies one after the other, to the device or back."""
+        source, target = (self._here, self._place) if away else (self._place, self._here)
+        channel = open_channel(f"{source}_to_{target}", source, target, DeviceMemory(target))
         sent, made = (torch.zeros(size_bytes, dtype=torch.uint8, device=device) for device in (source, target))
-        for device in (source, target):
-            synchronize(device)
         found = []
-        for _ in range(copies):
+        for _ in range(count):
+            for device in (source, target):
+                synchronize(device)
             start = time.perf_counter()
-            self._there(lambda: channel.copy(sent, made, []))
+            transfer = channel.transfer()
+            transfer.send(sent)
+            transfer.into(made)
+            transfer.arrived(made)
+            transfer.finish()
+            for device in (source, target):
+                synchronize(device)
             found.append(time.perf_counter() - start)
-        return min(found)
+        return found
 
     def _copies(self, op: int, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         sizes = (self._bytes_there(self._graph.tensors[t].size_bytes) for t in self._graph.ops[op].inputs)
@@ -199,29 +205,9 @@ class _Profile:
 
     def _there(self, run: Callable[[], Any]) -> Any:
         """Return the result of `run`, called in the thread of the device."""
-        call = _Called(run)
+        call = Called(run)
         self._worker.issue(call)
-        call.ended.wait()
+        call.settle()
         if call.error is not None:
             raise call.error
         return call.value
-
-
-class _Called:
-    """A function, called in another thread."""
-
-    def __init__(self, run: Callable[[], Any]) -> None:
-        self.thread: Thread | None = None
-        self.ended = Event()
-        self.value: Any = None
-        self.error: BaseException | None = None
-        self._run = run
-
-    def make(self) -> None:
-        """Call the function."""
-        try:
-            with torch.no_grad():
-                self.value = self._run()
-        except BaseException as error:  # noqa: BLE001  # whoever waits for it gets it
-            self.error = error
-        self.ended.set()

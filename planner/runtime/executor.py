@@ -8,10 +8,8 @@ from torch import nn
 from torch.autograd.graph import increment_version
 
 from graphs.errors import MismatchError, PlannerError
-from graphs.ir import Graph, Kind, Tensor
-from graphs.options.placement import is_placed
+from graphs.ir import Kind, Tensor
 from graphs.overwriting import overwritten_saved_tensors
-from graphs.pools import HOST
 from graphs.schedule import Schedule
 from graphs.simulate import simulate
 from planner.capture.lowering.lower import Capture
@@ -19,15 +17,11 @@ from planner.capture.signature import join_returned
 from planner.capture.step import TrainingStep
 from planner.passes.program import Source
 from planner.runtime.arena import Arena
-from planner.runtime.channels import Channels, ThreadChannels
-from planner.runtime.code import Code, compile_schedule
-from planner.runtime.copying import check_runnable
-from planner.runtime.cuda_channels import CudaChannels
+from planner.runtime.channels import HostChannels
+from planner.runtime.code import Code, check_runnable, compile_schedule
 from planner.runtime.devices import Devices
 from planner.runtime.earlier_gradients import EarlierGradients
-from planner.runtime.host_memory import HostMemory
 from planner.runtime.out_of_memory import PlannedMemory, StateNotMade
-from planner.runtime.placed import compile_placed
 from planner.runtime.undo import undoing
 from planner.runtime.unseen_writes import UnseenWrites
 from planner.torch_private.core import backward_retains_graph, current_transform
@@ -48,8 +42,7 @@ class Executor:
 
     Attributes:
         device: device of the model.
-        channels: channels for transfers to and from the host; None if the graph offers none.
-        devices: devices of a placed graph; None if there is only the main one.
+        devices: the devices that it runs on, with the channels between them and to the host.
         launched: both passes of the schedule.
         code: both passes as they run.
         memory: description of their memory.
@@ -64,12 +57,12 @@ class Executor:
         schedule: Schedule,
         model: nn.Module,
         loss_fn: Callable[..., object] | None,
-        channels: Channels | None = None,
+        channels: HostChannels | None = None,
     ) -> None:
         """Compile `schedule` for the captured step of `model`.
 
         Args:
-            channels: channels to copy by; None for its own, if the graph offers transfers.
+            channels: channels to the host; None for its own, if the graph offers transfers there.
 
         Raises:
             GraphError: the captured graph has options that cannot be run.
@@ -83,12 +76,8 @@ class Executor:
         self.schedule = schedule
         self._step = TrainingStep(model, loss_fn)
         self.device = device = next(self._step.parameters()).device
-        self.devices = Devices(capture.graph, device) if is_placed(capture.graph) else None
-        self.channels = _channels(capture.graph, device) if channels is None else channels
-        if self.devices is not None:
-            self.launched = compile_placed(capture.graph, capture.program, schedule, self.devices, self.channels)
-        else:
-            self.launched = compile_schedule(capture.graph, capture.program, schedule, self.channels)
+        self.devices = devices = Devices(capture.graph, device, channels)
+        self.launched = compile_schedule(capture.graph, capture.program, schedule, devices)
         self.earlier_gradients = EarlierGradients(capture.graph, schedule)
         self.check_writes = False
         self.arena: Arena | None = None
@@ -110,12 +99,9 @@ class Executor:
         read = [i for i, reads in enumerate(self.code.backward_reads) if reads and i != self._tangent]
         self._unchecked = [i for i in read if self.program.sources[i].tensor in overwritten]
         self._checked = [i for i in read if self.program.sources[i].tensor not in overwritten]
-        places = {HOST: torch.device("cpu")}
-        if self.devices is not None:
-            places |= dict(zip((pool.name for pool in self.devices.pools), self.devices.places, strict=True))
         self._written_over = overwritten_saved_tensors(self.graph, schedule)
         self.memory = PlannedMemory(
-            self.graph, self.launched.lines, lambda pool: places.get(pool, device), StateNotMade(self.graph, self._step)
+            self.graph, self.launched.lines, devices.places.__getitem__, StateNotMade(self.graph, self._step)
         )
 
     def start_training(self, budget_bytes: int, *, check_writes: bool) -> None:
@@ -134,7 +120,7 @@ class Executor:
 
     def ticking(self, tick: Callable[[int], None]) -> Code:
         """Return both passes with a call of ``tick(op)`` after each execution of an op; on one device only."""
-        code = compile_schedule(self.graph, self.program, self.schedule, self.channels, tick=tick)
+        code = compile_schedule(self.graph, self.program, self.schedule, self.devices, tick=tick)
         code = undoing(self.graph, self.program, code, versions_follow=self._compiled)
         return code if self.arena is None else self.arena.around(code)
 
@@ -262,7 +248,7 @@ class Executor:
         if not backward_retains_graph():
             ctx.alive = None
             return alive
-        if self.channels is not None or self.devices is not None:
+        if self.devices.channels:
             raise PlannerError(
                 "backward(retain_graph=True) of a plan that copies to the host, or to other devices, cannot come again: leave it "
                 "out, or plan without the options offload and placement"
@@ -357,22 +343,6 @@ def check_no_transform(what: str) -> None:
             f"{what} under torch.func.{transform.key().name.lower()}, which transforms what PyTorch calls, and a plan is no such "
             "call: use model(...) itself there"
         )
-
-
-def _channels(graph: Graph, device: torch.device) -> Channels | None:
-    host = next((pool for pool in graph.pools if pool.name == HOST), None)
-    return None if host is None else open_channels(device, host.capacity_bytes)
-
-
-def open_channels(device: torch.device, host_bytes: int | None, *, timed: bool = False) -> Channels:
-    """Return channels between `device` and `host_bytes` of host memory, None for no limit. Several executors may share them.
-
-    Args:
-        timed: True if copies record when they end (``planner.runtime.channels.Issued``).
-    """
-    if device.type == "cuda":
-        return CudaChannels(device, host_bytes, timed=timed)
-    return ThreadChannels(HostMemory(host_bytes))
 
 
 def _dtype(tensor: torch.Tensor) -> str:

@@ -1,9 +1,9 @@
 """Prediction of the memory that CUDA graph pools keep for a schedule: whole segments, and their own workspaces."""
 
+from graphs.allocators.caching import Block, CachingAllocator
 from graphs.ir import Graph
 from graphs.pools import DEVICE
 from graphs.schedule import Compute, Schedule, boundary
-from planner.runtime.caching_allocator import Block, CachingAllocator
 
 
 def pool_bytes(graph: Graph, schedule: Schedule, workspace_bytes: int) -> int:

@@ -21,7 +21,7 @@ from planner.capture.replay import real_static, written_tensors
 from planner.capture.rewrites.random_ops import execute_random_ops_once
 from planner.capture.signature import Batch
 from planner.capture.step import TrainingStep
-from planner.runtime.cuda_channels import CudaChannels
+from planner.runtime.cuda_channels import StreamChannel, captured
 from planner.runtime.executor import Executor
 from planner.torch_private.core import backward_retains_graph, foreach_copy_, pytree
 
@@ -93,11 +93,12 @@ class Recording:
         self._static = [t.detach() if i in self._in_place else t.detach().clone() for i, t in enumerate(static)]
         self._turn = 0
         forward, backward = code.forward, code.backward
-        if (channels := executor.channels) is not None:
-            if not isinstance(channels, CudaChannels):
+        if (host := executor.devices.host) is not None:
+            channels = [each for each in executor.devices.channels.values() if isinstance(each, StreamChannel)]
+            if len(channels) < len(executor.devices.channels):
                 raise PlannerError("only copies on streams of CUDA can be recorded: leave out options=, or cuda_graph=True")
-            channels.memory.let_stay()
-            forward, backward = channels.captured()(forward), channels.captured()(backward)
+            host.let_stay()
+            forward, backward = captured(channels)(forward), captured(channels)(backward)
 
         def both() -> None:
             *_, alive = forward(self._static)

@@ -1,10 +1,10 @@
-"""Host memory for transfers: buffers that are reused between steps, counted, and limited."""
+"""Host memory for transfers: buffers that are reused between steps, counted, and limited; and tensors in them."""
 
 import math
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from threading import Lock
 from typing import Protocol
 
@@ -26,6 +26,26 @@ class Copy(Protocol):
         Raises:
             CopyError: it has failed.
         """
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The layout of a tensor in its storage, in elements."""
+
+    dtype: torch.dtype
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> "Layout":
+        """Return the layout of `tensor`."""
+        return cls(tensor.dtype, int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride())
+
+    def within(self, memory: torch.Tensor) -> torch.Tensor:
+        """Return the tensor with this layout in `memory`."""
+        tensor = torch.empty(0, dtype=self.dtype, device=memory.device)
+        return tensor.set_(memory.untyped_storage(), self.offset, self.shape, self.stride)
 
 
 @dataclass(slots=True)
@@ -77,6 +97,10 @@ class HostMemory:
         with self._taking:
             self._collect()
             return self._used_bytes
+
+    def empty(self, size_bytes: int) -> "HostTensor":
+        """Return a tensor of `size_bytes` that nothing is copied to yet; see ``take``."""
+        return HostTensor(self, self.take(size_bytes))
 
     def take(self, size_bytes: int) -> Buffer:
         """Return a buffer; copies of its previous use may still be under way.
@@ -162,6 +186,43 @@ class HostMemory:
                 size_bytes -= size
             if not buffers:
                 del self._unused[size]
+
+
+@dataclass(slots=True)
+class HostBytes:
+    """The bytes of a tensor on the host, as copies use them. They may outlive the tensor by the copies under way.
+
+    Attributes:
+        room: the memory of the tensor, uint8.
+        users_before: copies issued with that memory for earlier tensors.
+        copies: copies issued with it, the one that fills it first.
+        values: the part that is filled; known once that copy has been made.
+        layout: the tensor's layout within `values`; known likewise.
+    """
+
+    room: torch.Tensor
+    users_before: tuple[Copy, ...]
+    copies: list[Copy] = field(default_factory=list)
+    values: torch.Tensor = field(init=False)
+    layout: Layout | None = None
+
+
+class HostTensor:
+    """A tensor on the host. Its buffer is returned when it dies.
+
+    Attributes:
+        bytes: its bytes.
+    """
+
+    __slots__ = ("_buffer", "_memory", "bytes")
+
+    def __init__(self, memory: HostMemory, buffer: Buffer) -> None:
+        self._memory, self._buffer = memory, buffer
+        self.bytes = HostBytes(buffer.values, tuple(buffer.used_by))
+
+    def __del__(self) -> None:
+        self._buffer.used_by = self.bytes.copies
+        self._memory.give_back(self._buffer)
 
 
 def ended(copy: Copy) -> None:

@@ -9,9 +9,9 @@ import torch
 from planner.capture.lowering.lower import Capture
 from planner.profiling.link import LinkProfile, LinkRates
 from planner.profiling.profile import distinct_ops, isolated
-from planner.runtime.channels import Channels, Issued
-from planner.runtime.executor import open_channels
-from planner.runtime.host_tensor import HostTensor
+from planner.runtime.channels import HostChannels
+from planner.runtime.host_memory import HostTensor
+from planner.runtime.transfers import Transfer
 
 Compute = Callable[[Callable[[], None]], object]  # computes a step, and calls its argument after each op
 
@@ -37,7 +37,7 @@ def link_beside(capture: Capture, static: Sequence[torch.Tensor], step_s: float)
         step_s: seconds of the step.
     """
     device = static[0].device
-    channels = open_channels(device, None, timed=True)
+    channels = HostChannels(device, timed=True)
     ops = distinct_ops(capture, static)
 
     def compute(look: Callable[[], None]) -> None:
@@ -61,7 +61,7 @@ def link_beside(capture: Capture, static: Sequence[torch.Tensor], step_s: float)
 
 def link_alone(device: torch.device) -> LinkRates:
     """Return the rates of the link between the host and `device` while nothing is computed."""
-    large = _Copies(open_channels(device, None, timed=True), device, LARGE_BYTES)
+    large = _Copies(HostChannels(device, timed=True), device, LARGE_BYTES)
     with isolated(device):
         large.seconds(2, out=True, back=True)  # first touch of the memory
         return _rates(large, _LEAST_COPIES, None)
@@ -78,14 +78,14 @@ def _rates(large: "_Copies", count: int, compute: Compute | None) -> LinkRates:
 class _Copies:
     """Copies of one size in both directions, each with its own memory on the device and on the host."""
 
-    def __init__(self, channels: Channels, device: torch.device, size_bytes: int) -> None:
+    def __init__(self, channels: HostChannels, device: torch.device, size_bytes: int) -> None:
         self._channels = channels
         self._sides = {out: self._both_sides(device, size_bytes) for out in (True, False)}
 
     def _both_sides(self, device: torch.device, size_bytes: int) -> tuple[torch.Tensor, HostTensor]:
         tensor = torch.zeros(size_bytes, dtype=torch.uint8, device=device)
         host, copy = self._channels.out(tensor)
-        self._channels.wait(copy)
+        copy.finish()
         return tensor, host
 
     def seconds(self, count: int, *, out: bool, back: bool, compute: Compute | None = None) -> list[list[float]]:
@@ -94,18 +94,18 @@ class _Copies:
         Args:
             compute: run repeatedly during the copies.
         """
-        copies: dict[bool, list[Issued]] = {direction: [] for direction in (True, False) if (out, back)[not direction]}
+        copies: dict[bool, list[Transfer]] = {direction: [] for direction in (True, False) if (out, back)[not direction]}
         for _ in range(count + 1):
             for direction, issued in copies.items():
                 issued.append(self._channels.again(*self._sides[direction], out=direction))
         if compute is not None:
             _compute_until(compute, lambda: all(issued[-1].has_ended for issued in copies.values()))
         found = [[copy.seconds_after(before) for before, copy in pairwise(issued)] for issued in copies.values()]
-        for issued in copies.values():
+        for direction, issued in copies.items():
             for copy in issued:
-                self._channels.wait(copy)
+                copy.finish() if direction else copy.arrived(self._sides[direction][0])
         for _, host in self._sides.values():
-            del host.copies[1:]
+            del host.bytes.copies[1:]
         return found
 
 

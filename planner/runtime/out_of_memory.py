@@ -10,7 +10,7 @@ from torch import nn
 
 from graphs.errors import OutOfMemoryError
 from graphs.ir import Graph, Kind, Op
-from graphs.options.offload import without_copies
+from graphs.options.offload import without_offload
 from graphs.pools import DEVICE, HOST
 from graphs.schedule import Compute
 from graphs.simulate import simulate
@@ -92,8 +92,8 @@ class PlannedMemory:
             return None, f"Lower host_budget= to '{_exact(wanted)}', or free memory of the host."
         if pool != DEVICE:
             return None, f"Free memory there, or leave out the device {pool!r}."
-        graph, copies = without_copies(self.graph)
-        least = least_budget_bound(graph, copies)
+        graph, offloads = without_offload(self.graph)
+        least = least_budget_bound(graph, offloads)
         if wanted < least.budget_bytes:
             return None, (
                 f"No schedule of this step fits into what is free: at least {format_bytes(least.budget_bytes)} are needed, where "

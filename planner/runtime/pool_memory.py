@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import torch
 
+from graphs.pools import HOST
 from planner.capture.frontend.preserved_state import preserve_training_state
 from planner.capture.lowering.lower import Capture
 from planner.capture.replay import written_tensors
@@ -33,28 +34,29 @@ def measured_peak(captured: Capture, executor: Step, step: TrainingStep, batch: 
 
 
 def other_peaks_measured(captured: Capture, executor: Executor, step: TrainingStep, batch: Batch) -> dict[str, int]:
-    """Return the peak bytes in a step of each device except the main one, by name; empty if there are no others.
+    """Return the peak bytes in a step of each pool except the main device's, by name; empty if there are no others.
 
-    Each pool is measured in its own run: allocations are seen in the device's thread, by one profiler at a time.
+    The host memory counts itself. Any other pool is measured in its own run: allocations are seen in the device's thread, by one
+    profiler at a time.
 
     Args:
         captured, step: the capture, and the captured step; it and `batch` are restored.
     """
-    if executor.devices is None:
-        return {}
-    cpu_allocations(lambda _: None)  # the profiler starts in this thread, or raises
-    isolated, found = Isolated(executor, step, batch), {}
+    devices, found = executor.devices, dict[str, int]()
+    if len(devices.pools) > 1:
+        cpu_allocations(lambda _: None)  # the profiler starts in this thread, or raises
+    isolated = Isolated(executor, step, batch)
     with preserve_training_state(step, batch, written=written_tensors(captured, step, batch)):
-        for pool, place in zip(executor.devices.pools[1:], executor.devices.places[1:], strict=True):
+        for pool in devices.pools[1:]:
+            place = devices.places[pool.name]
             measure = _cuda_peak if place.type == "cuda" else _cpu_peak
             found[pool.name] = measure(executor, pool.name, place, lambda: run_both(isolated, batch))
-    return found
+    return found if devices.host is None else {**found, HOST: devices.host.peak_bytes}
 
 
 def _cpu_peak(executor: Executor, pool: str, place: torch.device, run: Callable[[], object]) -> int:
     del place
     events: list[Allocation] = []
-    assert executor.devices is not None
     with executor.devices.watched(pool, lambda part: events.extend(cpu_allocations(lambda _: part()))):
         run()
     level = peak = 0

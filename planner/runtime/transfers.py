@@ -1,169 +1,231 @@
-"""One pass of a step on several devices, and its copies between their memories.
+"""Transfers of tensors from one pool to another: the source sends a tensor, the target takes memory, a channel copies the bytes.
 
-Each device has a thread that computes, each channel one that copies. A copy starts when the source has sent it, the target has
-allocated memory, and the channel's earlier copies are done. ``graphs.clocks`` starts copies at the same events.
-
-CUDA work runs in stream order: source and target record events, the channel waits for them, and a copy is done when the channel's
-stream is. Not tested on a GPU.
+The thread that computes at the source calls ``send``, and ``finish`` before the tensor is freed. The thread that computes at the
+target calls ``take``, and ``arrived`` before the tensor is read or freed. The host computes nothing: the thread of the device at
+the other end calls for both. A copy starts once it has both ends, after the earlier copies of its channel; so on each channel
+the copies of a pass are made in the order of the schedule. These are the waits in ``graphs.clocks``.
 """
 
 import threading
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
-import numpy as np
 import torch
 
 from graphs.errors import CopyError
 from graphs.units import format_bytes
-from planner.runtime.host_memory import Copy
-from planner.runtime.host_tensor import storage_bytes
+from planner.runtime.host_memory import Copy, HostBytes, HostTensor, Layout
+from planner.runtime.workers import LOOK_S, is_dead
 
 
-class StoppedError(Exception):
-    """The error that the pass has failed on another thread, which has the reason."""
+class StoppedError(CopyError):
+    """The error that a copy will not be made, since the pass has failed on another thread, which has the reason."""
 
 
-class Pass:
-    """The shared state of the threads of one pass.
+class Memory(Protocol):
+    """The memory of a pool, as transfers take it."""
 
-    Attributes:
-        copies: the copies, in the order of issue.
-        error: the first error on any thread.
-    """
-
-    def __init__(self, copies: int, look: Callable[[], object]) -> None:
-        """Initialize with `copies` copies; long waits call `look`, which may raise."""
-        self.copies = tuple(Transfer(self) for _ in range(copies))
-        self.error: BaseException | None = None
-        self._failing = threading.Lock()
-        self._look = look
-
-    def fail(self, error: BaseException) -> None:
-        """Record `error`, and stop all waiting threads."""
-        with self._failing:
-            if self.error is None:
-                self.error = error
-        for copy in self.copies:
-            copy.release()
-
-    def wait(self, event: threading.Event) -> None:
-        """Wait for `event`.
-
-        Raises:
-            StoppedError: another thread has failed.
-        """
-        while not event.wait(LOOK_S):
-            self._look()
-        if self.error is not None:
-            raise StoppedError
-
-
-LOOK_S = 0.2  # interval at which a waiting thread checks that the others are alive
+    def empty(self, size_bytes: int) -> Any:
+        """Return memory for a tensor of `size_bytes`, which is freed when the result dies."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Layout:
-    """The layout of a tensor in its storage, in elements."""
+class DeviceMemory:
+    """The memory of a device, counted by PyTorch's allocator."""
 
-    dtype: torch.dtype
-    offset: int
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
+    device: torch.device
+
+    def empty(self, size_bytes: int) -> torch.Tensor:
+        """Return uint8[size_bytes]; see ``Memory.empty``."""
+        return torch.empty(size_bytes, dtype=torch.uint8, device=self.device)
 
 
-class Transfer:
-    """A copy of one tensor from one memory to another."""
+class Transfer(ABC):
+    """A copy of one tensor from one pool to another. It holds neither the ends nor the pool once it is done.
 
-    def __init__(self, under: Pass) -> None:
-        self._under = under
-        self._sent, self._taken, self._done = threading.Event(), threading.Event(), threading.Event()
-        self._layout: _Layout | None = None
-        self._made_by: Copy | None = None
-        self._events: list[torch.cuda.Event] = []
+    Attributes:
+        layout: layout of the tensor within the copied bytes; None until it is copied.
+        thread: the thread that copies; None if none does, or none yet.
+    """
 
-    def send(self, tensor: torch.Tensor, made_by: Copy | None = None) -> None:
-        """Provide `tensor` as the source of the copy.
+    def __init__(self, name: str, target: Memory, look: Callable[[], object]) -> None:
+        """Initialize a transfer to `target`.
 
         Args:
-            made_by: the copy that fills `tensor`, if it may be under way; for a transfer, the one that fills its allocated
-                memory.
+            name: description of the channel: ``device to host``.
+            look: called during long waits; may raise.
         """
-        self._source, self._made_by = tensor, made_by
-        self._note(tensor)
-        self._sent.set()
+        self.layout: Layout | None = None
+        self.thread: threading.Thread | None = None
+        self._source: torch.Tensor | HostBytes | None = None
+        self._target: torch.Tensor | HostBytes | None = None
+        self._memory: Memory | None = target
+        self._name, self._look = name, look
+        self._made_by: Transfer | None = None
+        self._missing_ends, self._giving = 2, threading.Lock()
+        self._known = threading.Event()  # set once the transfer has ended or, on a stream, is launched
+        self._error: BaseException | None = None
 
-    def take(self, size_bytes: int, device: torch.device) -> torch.Tensor:
-        """Return memory for the copy: uint8[size_bytes], to be held until the copy is done."""
-        target = self._target = torch.empty(size_bytes, dtype=torch.uint8, device=device)
-        self._note(target)
-        self._taken.set()
+    def send(self, tensor: "torch.Tensor | HostTensor", made_by: "Transfer | None" = None) -> None:
+        """Provide `tensor` as the source.
+
+        Args:
+            made_by: the transfer that makes `tensor`, if it may be under way: `tensor` is then the memory taken for it.
+
+        Raises:
+            CopyError: no thread can be started for the copy.
+            StoppedError: the pass has failed.
+        """
+        source = self._source = tensor.bytes if isinstance(tensor, HostTensor) else tensor
+        self._made_by = made_by
+        self._give(source, at_target=False)
+
+    def take(self, size_bytes: int) -> Any:
+        """Allocate and return memory of `size_bytes` for the copy: a tensor on the host, or uint8[size_bytes].
+
+        Raises:
+            CopyError: there is no room on the host, or no thread can be started for the copy.
+            StoppedError: the pass has failed.
+        """
+        memory = self._memory
+        if memory is None:
+            raise StoppedError
+        target = memory.empty(size_bytes)
+        self.into(target)
         return target
 
+    def into(self, target: "torch.Tensor | HostTensor") -> None:
+        """Provide existing memory as the target: a tensor on the host, or uint8[n]; see ``take``."""
+        end = self._target = target.bytes if isinstance(target, HostTensor) else target
+        self._give(end, at_target=True)
+
     def arrived(self, taken: torch.Tensor) -> torch.Tensor:
-        """Wait for the copy; return the tensor in the memory that was `taken` for it."""
-        self.finish()
-        assert self._layout is not None
-        made, at = torch.empty(0, dtype=self._layout.dtype, device=taken.device), self._layout
-        return made.set_(taken.untyped_storage(), at.offset, at.shape, at.stride)
+        """Wait for the copy at the target; return the tensor in the memory that was `taken` for it.
+
+        Raises:
+            CopyError: the copy has failed.
+            StoppedError: the pass has failed.
+        """
+        self._wait(at_target=True)
+        assert self.layout is not None
+        return self.layout.within(taken)
 
     def finish(self) -> None:
-        """Wait for the copy.
+        """Wait for the copy at the source.
 
         Raises:
+            CopyError: the copy has failed.
             StoppedError: the pass has failed.
         """
-        self._under.wait(self._done)
+        self._wait(at_target=False)
 
-    def release(self) -> None:
-        """Release all waiting threads after a failed pass."""
-        for event in (self._sent, self._taken, self._done):
-            event.set()
+    def stop(self) -> None:
+        """Release all waiting threads after a failed pass, unless the copy has been started and ends by itself."""
+        with self._giving:
+            if self._missing_ends > 0 and not self._known.is_set():
+                self._fail(StoppedError())
 
-    def make(self, channel: "Channel") -> None:
-        """Execute the copy in the thread of `channel`.
+    @property
+    @abstractmethod
+    def has_ended(self) -> bool:
+        """True if the copy has ended."""
+
+    @abstractmethod
+    def seconds_after(self, earlier: Any) -> float:
+        """Return the seconds between the end of `earlier`, on the same channel, and of this copy; wait for both.
 
         Raises:
-            CopyError: the tensor does not fit the planned bytes, or its copy from the host has failed.
-            StoppedError: the pass has failed.
+            CopyError: one has failed.
         """
-        self._under.wait(self._sent)
-        if self._made_by is not None:
-            self._made_by.finish()
-        self._under.wait(self._taken)
+
+    @abstractmethod
+    def copy(self) -> Copy:
+        """Return what others wait for before they use the copied bytes; a wait until the copy is known to its channel."""
+
+    @abstractmethod
+    def _start(self, after: Sequence[Copy], behind: Sequence[Copy]) -> Copy:
+        """Start the copy, and return what others wait for.
+
+        Args:
+            after: the copies that make the source.
+            behind: other copies that use the target.
+        """
+
+    @abstractmethod
+    def _hold(self, end: torch.Tensor, *, at_target: bool) -> None:
+        """Note one of the ends on a device, in the thread that computes there."""
+
+    @abstractmethod
+    def _wait(self, *, at_target: bool) -> None:
+        """Make the computation at one of the ends wait for the copy."""
+
+    def _give(self, end: torch.Tensor | HostBytes, *, at_target: bool) -> None:
+        if isinstance(end, torch.Tensor):
+            self._hold(end, at_target=at_target)
+        with self._giving:
+            if self._known.is_set():  # stopped
+                raise StoppedError
+            self._missing_ends -= 1
+            if self._missing_ends:
+                return
+        # Of the ends, only memory of the host is held here: the other thread may free its end once the copy has ended.
+        source, target = (end if isinstance(end, HostBytes) else None for end in (self._source, self._target))
+        after = source.copies[:1] if source is not None else []
+        behind = target.users_before if target is not None else ()
+        try:
+            if self._made_by is not None:
+                after = [self._made_by.copy()]
+            started = self._start(after, behind)
+        except BaseException as error:
+            self._fail(error)
+            raise
+        for host in (source, target):
+            if host is not None:
+                host.copies.append(started)
+
+    def _ends(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the bytes to copy, and where to; the transfer lets go of both ends.
+
+        Raises:
+            CopyError: the tensor does not fit into the memory.
+        """
         source, target = self._source, self._target
-        at = self._made_by._layout if isinstance(self._made_by, Transfer) else _layout(source)
-        assert at is not None
-        self._layout, values = _fitting(source, at, len(target))
-        channel.copy(values, target[: len(values)], self._events)
-        del self._source, self._target, source, target, values  # released before others continue
-        self._done.set()
+        assert source is not None and target is not None
+        if isinstance(source, HostBytes):
+            layout, values = source.layout, source.values
+        else:
+            layout = Layout.of(source) if self._made_by is None else self._made_by.layout
+            values = storage_bytes(source)
+        assert layout is not None
+        room = target.room if isinstance(target, HostBytes) else target
+        self.layout, values = fitting(values, layout, len(room))
+        room = room[: len(values)]
+        if isinstance(target, HostBytes):
+            target.layout, target.values = self.layout, room
+        self._let_go()
+        return values, room
 
-    def _note(self, tensor: torch.Tensor) -> None:
-        if tensor.is_cuda:
-            self._events.append(torch.cuda.current_stream(tensor.device).record_event())
+    def _let_go(self) -> None:
+        self._source = self._target = self._made_by = self._memory = None
 
+    def _fail(self, error: BaseException) -> None:
+        self._error = error
+        self._let_go()
+        self._known.set()
 
-class Channel:
-    """A channel between two memories, which makes one copy at a time."""
-
-    def __init__(self) -> None:
-        self._stream: Any = None
-
-    def copy(self, source: torch.Tensor, target: torch.Tensor, after: "list[torch.cuda.Event]") -> None:
-        """Copy uint8[n] to uint8[n], and wait for the end."""
-        if not (source.is_cuda or target.is_cuda):
-            # As arrays: PyTorch would use several threads for each copy.
-            np.copyto(target.numpy(), source.numpy())
-            return
-        if self._stream is None:
-            self._stream = torch.cuda.Stream((source if source.is_cuda else target).device)
-        for event in after:
-            self._stream.wait_event(event)
-        with torch.cuda.stream(self._stream):
-            target.copy_(source, non_blocking=True)
-        self._stream.synchronize()
+    def _wait_until_known(self) -> None:
+        while not self._known.wait(LOOK_S):
+            self._look()
+            if is_dead(self.thread) and not self._known.is_set():
+                raise CopyError(f"a copy from {self._name} was not made: its thread has died; the step can be tried again")
+        if (error := self._error) is not None:
+            if isinstance(error, StoppedError):
+                raise StoppedError
+            # A new one each time, without the frames of earlier waiters.
+            said = f"a copy from {self._name} failed: {type(error).__name__}: {error}; the step can be tried again"
+            raise CopyError(str(error) if isinstance(error, CopyError) else said) from error
 
 
 def copied(tensor: torch.Tensor, size_bytes: int, device: torch.device) -> torch.Tensor:
@@ -172,24 +234,24 @@ def copied(tensor: torch.Tensor, size_bytes: int, device: torch.device) -> torch
     Raises:
         CopyError: it does not fit.
     """
-    at, values = _fitting(tensor, _layout(tensor), size_bytes)
-    target = torch.empty(size_bytes, dtype=torch.uint8, device=device)
+    layout, values = fitting(storage_bytes(tensor), Layout.of(tensor), size_bytes)
+    target = DeviceMemory(device).empty(size_bytes)
     target[: len(values)].copy_(values)
-    return torch.empty(0, dtype=at.dtype, device=device).set_(target.untyped_storage(), at.offset, at.shape, at.stride)
+    return layout.within(target)
 
 
-def _layout(tensor: torch.Tensor) -> _Layout:
-    return _Layout(tensor.dtype, int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride())
+def storage_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the whole storage of `tensor` as a uint8 tensor."""
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
-def _fitting(source: torch.Tensor, at: _Layout, room_bytes: int) -> tuple[_Layout, torch.Tensor]:
+def fitting(whole: torch.Tensor, at: Layout, room_bytes: int) -> tuple[Layout, torch.Tensor]:
     """Return the layout of the tensor within the bytes to copy, and these bytes.
 
-    The bytes are the whole storage if it fits, since views may read more than the tensor itself. Kernels of another device may
+    The bytes are the `whole` storage if it fits, since views may read more than the tensor itself. Kernels of another device may
     have made a larger storage than planned, and an input may be a slice of a data set: then they are the part that the tensor
     covers.
     """
-    whole = storage_bytes(source)
     if len(whole) <= room_bytes:
         return at, whole
     item_bytes = at.dtype.itemsize
@@ -201,4 +263,4 @@ def _fitting(source: torch.Tensor, at: _Layout, room_bytes: int) -> tuple[_Layou
             "inputs without gaps (contiguous()), as it was planned for"
         )
     first = at.offset * item_bytes
-    return _Layout(at.dtype, 0, at.shape, at.stride), whole[first : first + extent * item_bytes]
+    return Layout(at.dtype, 0, at.shape, at.stride), whole[first : first + extent * item_bytes]

@@ -2,14 +2,15 @@
 
 import threading
 import weakref
+from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any, Protocol
 
 import torch
 
-from graphs.errors import CopyError
+from graphs.errors import PlannerError
 
-_LOOK_S = 0.2  # interval at which waiters check that a thread is alive
+LOOK_S = 0.2  # interval at which a waiting thread checks that the others are alive
 
 
 class Job(Protocol):
@@ -25,16 +26,63 @@ class Job(Protocol):
         """Run the job in that thread; it raises nothing."""
 
 
+class Called:
+    """A function that is called in another thread.
+
+    Attributes:
+        thread: its thread.
+        ended: set when the function has returned or raised.
+        value: what it has returned.
+        error: what it has raised.
+    """
+
+    def __init__(self, run: Callable[[], object]) -> None:
+        self.thread: threading.Thread | None = None
+        self.ended = threading.Event()
+        self.value: Any = None
+        self.error: BaseException | None = None
+        self._run: Callable[[], object] | None = run
+
+    def make(self) -> None:
+        """Call the function."""
+        assert self._run is not None
+        try:
+            with torch.no_grad():
+                self.value = self._run()
+        except BaseException as error:  # noqa: BLE001  # whoever waits for it gets it
+            self.error = error
+        finally:
+            self._run = None  # and release all that it holds
+            self.ended.set()
+
+    @property
+    def is_lost(self) -> bool:
+        """True if the thread has died before the function ended."""
+        return is_dead(self.thread) and not self.ended.is_set()
+
+    def wait(self, look: Callable[[], object]) -> None:
+        """Wait until the function has ended; a long wait calls `look`, which may raise."""
+        while not self.ended.wait(LOOK_S):
+            look()
+
+    def settle(self) -> None:
+        """Wait until the function has ended or is lost."""
+        while not self.ended.wait(LOOK_S):
+            if self.is_lost:
+                return
+
+
 class Worker:
     """A thread that runs jobs in the order of issue; started with the first job, and restarted if it has died."""
 
-    def __init__(self, name: str, does: str, threads: int | None = None) -> None:
+    def __init__(self, name: str, does: str, fails: type[PlannerError], threads: int | None = None) -> None:
         """Initialize with a `name`, and what it `does` for messages.
 
         Args:
+            fails: the error that no thread can be started.
             threads: number of operator threads (``torch.set_num_threads``, per thread); None for the default of new threads.
         """
-        self._name, self._does, self._threads = name, does, threads
+        self._name, self._does, self._fails, self._threads = name, does, fails, threads
         self._thread: threading.Thread | None = None
         self._end: weakref.finalize[Any, Any] | None = None
         self._starting = threading.Lock()
@@ -43,7 +91,7 @@ class Worker:
         """Queue `job`.
 
         Raises:
-            CopyError: no thread can be started.
+            PlannerError: no thread can be started.
         """
         with self._starting:
             if self._thread is None or not self._thread.is_alive():
@@ -57,30 +105,26 @@ class Worker:
         try:
             thread.start()
         except RuntimeError as error:
-            raise CopyError(f"no thread can be started for {self._does}: {error}") from error
+            raise self._fails(f"no thread can be started for {self._does}: {error}") from error
         if self._end is not None:
             self._end.detach()
         self._thread, self._end = thread, weakref.finalize(self, self._jobs.put, None)
-        if self._threads is not None:
-            counted = _Threads(self._threads)
+        if (threads := self._threads) is not None:
+            counted = Called(lambda: _set_threads(threads))
             self._jobs.put(counted)
-            while not counted.known.wait(_LOOK_S) and thread.is_alive():
+            while not counted.ended.wait(LOOK_S) and thread.is_alive():
                 pass
             torch.set_num_threads(torch.get_num_threads())  # new threads inherit the value that was set last, by any thread
 
 
-class _Threads:
-    """A job that sets the number of operator threads of its thread."""
+def is_dead(thread: threading.Thread | None) -> bool:
+    """Return True if `thread` was given and has died."""
+    return thread is not None and not thread.is_alive()
 
-    def __init__(self, count: int) -> None:
-        self.thread: threading.Thread | None = None
-        self._count = count
-        self.known = threading.Event()
 
-    def make(self) -> None:
-        torch.get_num_threads()  # a thread that has never asked takes the others' number when it first computes
-        torch.set_num_threads(self._count)
-        self.known.set()
+def _set_threads(count: int) -> None:
+    torch.get_num_threads()  # a thread that has never asked takes the others' number when it first computes
+    torch.set_num_threads(count)
 
 
 def _work(jobs: "SimpleQueue[Job | None]") -> None:

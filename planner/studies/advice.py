@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from graphs.units import format_bytes
 from planner.capture.options import option_called
 from planner.plans.plan import GraphSummary
+from planner.reserved import EagerMemory
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +78,7 @@ class Advice:
         between: budgets between the least and eager PyTorch's, least first.
         options: gain of each option.
         recommended: the budget to choose.
+        eager_memory: what allocators take for plain eager PyTorch; budgets here count allocated bytes.
         seconds: duration of the analysis, without the trace.
     """
 
@@ -88,6 +90,7 @@ class Advice:
     between: tuple[Price, ...]
     options: tuple[OptionAdvice, ...]
     recommended: Recommendation
+    eager_memory: EagerMemory
     seconds: float
 
     @property
@@ -100,6 +103,7 @@ class Advice:
         available = "unknown" if self.available_bytes is None else f"{format_bytes(self.available_bytes)} on {self.device}"
         facts = [
             ("eager PyTorch needs", f"{eager}, {static} of it throughout the step"),
+            *((f"  {name}", value) for name, value in self.eager_memory.lines()),
             ("least budget", f"{format_bytes(self.least.budget_bytes)} ({self.least}), proved to be no less than {proved}"),
             ("available", available),
         ]

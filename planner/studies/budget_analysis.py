@@ -9,7 +9,8 @@ from graphs.options.option import Need
 from graphs.options.selection import traced_with
 from graphs.units import format_bytes
 from planner.capture.options import needing, needs, option_called, with_options
-from planner.choices import choices_of
+from planner.option_settings import option_settings
+from planner.reserved import eager_memory
 from planner.solving import summarize
 from planner.studies.advice import Advice, OptionAdvice, Price, Recommendation
 from planner.studies.frontier import Frontier, evenly, outside_in
@@ -84,6 +85,7 @@ def advise_graph(  # noqa: PLR0913  # those of planner.advise
         between=tuple(work.price(budget) for budget in budgets),
         options=offered,
         recommended=_recommended(work, available_bytes, budgets, offered),
+        eager_memory=eager_memory(graph),
         seconds=work.clock.seconds,
     )
 
@@ -127,10 +129,9 @@ class _Analysis:
         for done, name in enumerate(names):
             self.tell(f"trying {name}")
             copying = (link, host_budget) if Need.LINK in needs((name,)) else ()
-            choices = choices_of([name], *copying)
-            assert choices is not None
+            options = option_settings([name], *copying)
             clock = self.clock.part(max(0.1, left(self.clock) / (len(names) - done)))
-            found.append(self._option(name, choices.offered(self.graph), budget_bytes, clock))
+            found.append(self._option(name, options.apply(self.graph), budget_bytes, clock))
         return tuple(found)
 
     def _option(self, name: str, graph: Graph, budget_bytes: int, clock: Clock) -> OptionAdvice:

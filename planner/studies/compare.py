@@ -12,7 +12,6 @@ from graphs.ir import Graph
 from graphs.options import without_options
 from graphs.schedule import Schedule
 from planner.budgets import budget_in_bytes
-from planner.capture.options import with_options
 from planner.runtime.machine import commit, machine
 from planner.solving import summarize
 from planner.studies.comparison_rows import OPTIMUM, ComparisonRow, Key, RunBy, missing, open_rows
@@ -199,9 +198,8 @@ def compare(
         OutputError: the CSV is of another graph, other options, or another version.
         UsageError: no such method, or options out of range.
     """
-    choices = settings.choices
-    graph = with_options(graph, ()) if choices is None else choices.offered(graph)
-    recorded = {} if choices is None else choices.recorded(graph)
+    graph = settings.options.apply(graph)
+    recorded = settings.options.recorded(graph)
     stop = should_stop or (lambda: False)
     judge = judge_of(graph, settings.model, tolerance=settings.tolerance, time_limit_s=settings.time_limit_s, recorded=recorded)
     tasks = tasks_for(judge, budgets, methods, RunBy.SIMULATOR)

@@ -17,7 +17,7 @@ from planner import tracing
 from planner.capture.lowering.lower import Capture
 from planner.capture.options.traced import with_graph
 from planner.models import Workload
-from planner.runtime.channels import Channels
+from planner.runtime.channels import HostChannels
 from planner.runtime.executor import Executor
 from planner.runtime.measure import device_name
 from planner.settings import TraceSettings
@@ -67,7 +67,7 @@ def compare_measured(  # noqa: PLR0913  # what is compared, where it is kept, wh
     folder: Path,
     settings: StudySettings,
     *,
-    channels: Channels | None = None,
+    channels: HostChannels | None = None,
     on_activity: Callable[[str], None],
     should_stop: Callable[[], bool],
 ) -> list[ComparisonRow]:
@@ -92,9 +92,8 @@ def compare_measured(  # noqa: PLR0913  # what is compared, where it is kept, wh
     Raises:
         BudgetError, OutputError, PlannerError: as in ``planner.studies.compare``.
     """
-    choices = settings.choices
-    offered = captured if choices is None else with_graph(captured, choices.offered(captured.graph))
-    recorded = {} if choices is None else choices.recorded(offered.graph)
+    offered = with_graph(captured, settings.options.apply(captured.graph))
+    recorded = settings.options.recorded(offered.graph)
     judge = judge_of(
         offered.graph,
         settings.model,
@@ -149,7 +148,7 @@ class _Comparison:
         judge: SolveRow,
         kept: KeptRows[ComparisonRow],
         settings: StudySettings,
-        channels: Channels | None,
+        channels: HostChannels | None,
         on_activity: Callable[[str], None],
         should_stop: Callable[[], bool],
     ) -> None:

@@ -8,7 +8,7 @@ from graphs.ir import Graph
 from planner.budgets import budget_in_bytes
 from planner.capture.options import with_options
 from planner.plans.plan import GraphSummary
-from planner.solving import offered_to, order_for, summarize
+from planner.solving import order_for, summarize
 from planner.studies.frontier import Frontier, Point, Turn, Turns, evenly
 from planner.studies.jobs import run
 from planner.studies.settings import StudySettings
@@ -88,7 +88,7 @@ def curve(
         budgets: how many, evenly spaced from the least feasible one to the peak without recomputation;
             or the budgets themselves, in bytes or as text (``8GB``, ``60%`` of that peak).
         settings: settings of all solves. Every budget is solved for a short time first, and those with a gap again for longer,
-            within the total time limit. With `choices`, the budgets are solved without them too, and the better schedule counts.
+            within the total time limit. With options, the budgets are solved without them too, and the better schedule counts.
         solver: a name in ``solvers.registry``.
         reorder: True: in the best order of the ops that is found; False: in program order; None: with the solver ``windows`` in
             the best order if its peak is lower. All budgets are solved in the same order.
@@ -100,12 +100,13 @@ def curve(
         PlannerError: no such solver, or it takes no options; settings out of range, a solve failed, or its process was lost.
     """
     get_solver(solver)
-    clock, choices = WallClock(settings.total_time_limit_s), settings.choices
+    clock, options = WallClock(settings.total_time_limit_s), settings.options
     how = _How(settings, solver, reorder, on_activity, should_stop or (lambda: False))
     program = with_options(graph, ())
-    if choices is None:
+    options.check_solver(solver)
+    if not options.names:
         return _curve(program, budgets, how, clock)
-    found = _curve(offered_to(solver, graph, choices), budgets, how, clock.part(_WITH_OPTIONS * clock.limit))
+    found = _curve(options.apply(graph), budgets, how, clock.part(_WITH_OPTIONS * clock.limit))
     again = tuple(point.budget_bytes for point in found.points)
     least = None
     if isinstance(budgets, int):
@@ -115,7 +116,7 @@ def curve(
     if least is not None:
         without = replace(without, least=replace(least, schedule=order.schedule_of_source(least.schedule)))
     points = tuple(_better(*pair, settings.tolerance) for pair in zip(found.points, without.points, strict=True))
-    return replace(found, points=points, options=choices.options, without=without)
+    return replace(found, points=points, options=options.names, without=without)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from graphs.errors import PlannerError
 from graphs.ir import Graph
 from graphs.options import without_options
-from graphs.options.offload import without_copies
+from graphs.options.offload import without_offload
 from graphs.schedule import Schedule, keep_everything
 from graphs.simulate import simulate
 from graphs.units import format_bytes
@@ -78,7 +78,7 @@ class Frontier:
         self.tolerance = tolerance
         self.infeasible_bytes = -1  # proved infeasible up to this budget
         # With alternative ops or devices, a step may take less time than its program.
-        least_s = graph.time_s if without_copies(graph)[0].plain else 0.0
+        least_s = graph.time_s if without_offload(graph)[0].plain else 0.0
         self.bounds: list[tuple[float, float]] = [(_ANY_BUDGET, least_s)]
         self.schedules: list[tuple[float, int, Schedule]] = []
         self.learn_schedule(keep_everything(without_options(graph)))

@@ -15,26 +15,27 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from planner.capture.step import LossFn, TrainingStep
-from planner.runtime.channels import Channels
-from planner.runtime.host_tensor import HostTensor
+from planner.runtime.channels import HostChannels
+from planner.runtime.host_memory import HostTensor
 from planner.runtime.measure import Step
+from planner.runtime.transfers import Transfer
 from planner.studies.baselines import Method
 from planner.torch_private.core import current_autograd_node
 
 _STASH, _LEAST_BYTES = 5, 1024  # values of torchtune's OffloadActivations
 
 
-def offloading_methods(channels: Channels) -> list[Method]:
+def offloading_methods(channels: HostChannels) -> list[Method]:
     """Return both methods, with copies by `channels`, which limit the host memory."""
     return [save_on_cpu(channels), offload_activations(channels)]
 
 
-def save_on_cpu(channels: Channels) -> Method:
+def save_on_cpu(channels: HostChannels) -> Method:
     """Return the method of ``torch.autograd.graph.save_on_cpu``: all saved tensors and parameters, with synchronous copies."""
     return _method("save-on-cpu", channels, stash=0, least_bytes=0, parameters=True)
 
 
-def offload_activations(channels: Channels) -> Method:
+def offload_activations(channels: HostChannels) -> Method:
     """Return the method of torchtune's ``OffloadActivations``: saved tensors of 1024 bytes and more, without parameters.
 
     Offloads run concurrently with the computation. The last five tensors form a stash on the device, which is freed once a second
@@ -44,7 +45,7 @@ def offload_activations(channels: Channels) -> Method:
     return _method("offload-activations", channels, stash=_STASH, least_bytes=_LEAST_BYTES, parameters=False)
 
 
-def _method(name: str, channels: Channels, *, stash: int, least_bytes: int, parameters: bool) -> Method:
+def _method(name: str, channels: HostChannels, *, stash: int, least_bytes: int, parameters: bool) -> Method:
     def prepare(model: nn.Module, loss_fn: LossFn | None) -> Step:
         step = TrainingStep(model, loss_fn)
         kept = frozenset() if parameters else frozenset(_storage(p) for p in (*model.parameters(), *model.buffers()))
@@ -65,13 +66,13 @@ class _Sent:
 
     host: HostTensor
     here: torch.Tensor | None
-    copy: Any
+    copy: Transfer | None
 
 
 class _Hooks:
     """The saved-tensor hooks of one forward pass and its backward pass."""
 
-    def __init__(self, channels: Channels, stash: int, least_bytes: int, kept: frozenset[int]) -> None:
+    def __init__(self, channels: HostChannels, stash: int, least_bytes: int, kept: frozenset[int]) -> None:
         """Keep `stash` tensors on the device; do not offload those below `least_bytes` or with a storage in `kept`."""
         self._channels = channels
         self._stash: deque[_Sent] = deque()
@@ -105,12 +106,12 @@ class _Hooks:
                 self._let_go(self._stash.popleft())
         if saved.here is not None:
             return saved.here
-        tensor, copy = self._channels.back(saved.host)
-        self._channels.wait(copy)
-        return tensor
+        taken, copy = self._channels.back(saved.host)
+        return copy.arrived(taken)
 
     def _let_go(self, sent: _Sent) -> None:
-        self._channels.wait(sent.copy)
+        if sent.copy is not None:
+            sent.copy.finish()
         sent.here = sent.copy = None
 
 

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from planner.choices import Choices
+from planner.option_settings import RECOMPUTATION, OptionSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,7 +15,7 @@ class StudySettings:
         tolerance: on gaps, relative to the whole step.
         time_limit_s: seconds for each solve.
         total_time_limit_s: seconds for all of them.
-        choices: options of the graph.
+        options: options of the graph.
         jobs: processes that solve at the same time. With more than one, the main module is imported in each: a script needs
             ``if __name__ == "__main__":``.
         cluster: address of a Dask scheduler, whose workers solve instead.
@@ -26,7 +26,7 @@ class StudySettings:
     tolerance: float = 1e-3
     time_limit_s: float = 60.0
     total_time_limit_s: float = math.inf
-    choices: Choices | None = None
+    options: OptionSettings = RECOMPUTATION
     jobs: int = 1
     cluster: str | None = None
     repeats: int = 5

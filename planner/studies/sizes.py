@@ -4,8 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from graphs.ir import Graph
-from planner.capture.options import with_options
-from planner.choices import Choices
+from planner.option_settings import RECOMPUTATION, OptionSettings
 from planner.profiling.scaling import sample_sizes
 from solvers.result import Result
 
@@ -79,7 +78,7 @@ class Wanted:
         varies: the name of the size.
         unit: sizes are multiples of it.
         samples: in units, the sizes whose graphs give the first guess: two for a straight line, three for a square.
-        choices: options of the optimal schedule in an additional row.
+        options: options of the optimal schedule in an additional row.
         guesses: first size to try in units, by name of the method; others are guessed from the samples.
     """
 
@@ -93,7 +92,7 @@ class Wanted:
     varies: str = BATCH
     unit: int = 1
     samples: tuple[int, ...] = BATCHES
-    choices: Choices | None = None
+    options: OptionSettings = RECOMPUTATION
     guesses: Mapping[str, int] = field(default_factory=dict)
 
     def named(self, units: int) -> str:
@@ -105,7 +104,7 @@ class Wanted:
     def methods(self) -> "tuple[Method, ...]":
         """The methods to answer for."""
         methods = tuple(Method(name, solver) for name, solver in METHODS)
-        return methods if self.choices is None else (*methods, Method(f"with {self.choices.named}", OPTIMAL, self.choices))
+        return (*methods, Method(f"with {self.options.named}", OPTIMAL, self.options)) if self.options.names else methods
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,11 +113,11 @@ class Method:
 
     name: str
     solver: str
-    choices: Choices | None = None
+    options: OptionSettings = RECOMPUTATION
 
     def offered(self, graph: Graph) -> Graph:
         """Return `graph` with the options of this method."""
-        return with_options(graph, ()) if self.choices is None else self.choices.offered(graph)
+        return self.options.apply(graph)
 
 
 def samples_for(varies: str, first: int) -> tuple[int, ...]:

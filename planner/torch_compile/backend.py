@@ -55,7 +55,8 @@ def planner(module: fx.GraphModule, inputs: Sequence[Any], *, options: Mapping[s
             model; a share is of the peak without recomputation), ``kernels`` (``eager`` or ``inductor``), ``roofline`` (model the
             times on this device; by default each op is measured where the model is), ``time_limit_s`` (per graph, 60),
             ``tolerance`` and ``wait`` (as in ``planner.compile``; each graph is solved to 1% or for 3 s by default),
-            ``check_writes``, ``options``, ``link`` and ``host_budget`` (as there; all graphs share the host memory).
+            ``check_writes``, ``options``, ``link`` and ``host_budget`` (as there; all graphs share the host memory), and
+            ``memory`` (as there, ``allocated`` by default: other graphs of a step count by what they keep allocated).
 
     Raises:
         PlannerError: unknown options, options that do not go together (``planner.compatibility``), or no budget.

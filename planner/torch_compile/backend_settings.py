@@ -11,8 +11,9 @@ import torch.distributed as dist
 from graphs.errors import PlannerError
 from graphs.options.option import Feature
 from planner.budgets import read_budget
-from planner.choices import choices_of
 from planner.compatibility import check_compatible
+from planner.memory import Memory
+from planner.option_settings import option_settings
 from planner.settings import RunSettings, SolveSettings, Wait
 from solvers.tolerance import WIDENING, Tolerance
 
@@ -72,6 +73,7 @@ def backend_settings(
     host_budget: str | int | None = None,
     kernels: str = "eager",
     link: str | float | None = None,
+    memory: str = Memory.ALLOCATED,
     options: Sequence[str] = (),
     roofline: str | None = None,
     time_limit_s: float = 60.0,
@@ -80,7 +82,10 @@ def backend_settings(
 ) -> BackendSettings:
     """Return settings for the options of the backend; see ``backend.planner``."""
     solve = SolveSettings(
-        tolerance=Tolerance.of(tolerance), time_limit_s=float(time_limit_s), choices=choices_of(options, link, host_budget)
+        tolerance=Tolerance.of(tolerance),
+        time_limit_s=float(time_limit_s),
+        options=option_settings(options, link, host_budget),
+        memory=Memory.of(memory),
     )
     run = RunSettings(kernels=kernels, check_writes=check_writes, wait=Wait.of(wait))
     return BackendSettings(read_budget(budget), solve, run, roofline)

@@ -21,8 +21,9 @@ from graphs.schedule import Schedule
 from graphs.simulate import simulate
 from planner.capture.lowering.lower import Capture
 from planner.capture.rewrites.outputs import outputs
-from planner.runtime.channels import Channels
+from planner.runtime.channels import HostChannels
 from planner.runtime.code import compile_schedule
+from planner.runtime.devices import Devices
 from planner.runtime.out_of_memory import PlannedMemory
 from planner.runtime.step_lines import StepLines
 from planner.runtime.undo import undoing
@@ -66,10 +67,10 @@ class PlannedGraph:
             saved ones.
     """
 
-    def __init__(self, module: fx.GraphModule, captured: Capture, channels: Channels | None, *, outputs: int) -> None:
+    def __init__(self, module: fx.GraphModule, captured: Capture, channels: HostChannels | None, *, outputs: int) -> None:
         """Initialize with the capture, the joint graph `module`, and `channels` if the graph offers transfers."""
         placeholders = module.graph.find_nodes(op="placeholder")
-        self._module, self._channels, self._device = module, channels, device_of(module)
+        self._module, self._devices = module, Devices(captured.graph, device_of(module), channels)
         self._primals = [node for node in placeholders if not isinstance(node.meta["desc"], TangentAOTInput)]
         self._incoming = [node for node in placeholders if isinstance(node.meta["desc"], TangentAOTInput)]
         static = {source.name: source.tensor for source in captured.program.sources if source.kind is Kind.INPUT}
@@ -91,10 +92,10 @@ class PlannedGraph:
         The forward pass returns values unknown to AOTAutograd separately.
         """
         graph, program = self.captured.graph, self.captured.program
-        code = compile_schedule(graph, program, schedule, self._channels, static_given_up=True)
+        code = compile_schedule(graph, program, schedule, self._devices, static_given_up=True)
         # With copies, the forward pass also returns what a failed backward pass needs to undo it.
         compiled = any(calls.launches for calls in program.calls)
-        code = undoing(graph, program, code, in_backward=compiled and self._channels is not None)
+        code = undoing(graph, program, code, in_backward=compiled and bool(self._devices.channels))
         position = {t: i for i, t in enumerate(self.slots)}
         among = [t in position for t in code.saved]  # others are on the host
         later = [i for i, reads in enumerate(code.backward_reads) if reads]
@@ -234,11 +235,10 @@ class PlannedGraph:
 
     def _memory(self, number: int) -> PlannedMemory:
         """Return a description of the memory of the plan `number`, for out-of-memory errors."""
-        places = {HOST: torch.device("cpu")}
         return PlannedMemory(
             self.captured.graph,
             self._passes[number].lines,
-            lambda pool: places.get(pool, self._device),
+            self._devices.places.__getitem__,
             afterwards="Parameters are as before, and no gradient of this graph has been written.",
         )
 

@@ -20,15 +20,15 @@ from graphs.units import format_bytes
 from planner import solving
 from planner.budgets import budget_in_bytes, is_auto, is_share
 from planner.capture.lowering.lower import Capture
-from planner.choices import Choices
+from planner.option_settings import OptionSettings
 from planner.runtime.auto_budget import auto_budget_bytes
-from planner.runtime.channels import Channels
+from planner.runtime.channels import HostChannels
 from planner.search import Search
 from planner.torch_compile.backend_settings import BackendSettings
 from planner.torch_compile.planned_graph import PlannedGraph
 from planner.torch_compile.rest_of_step import keeping_all, kept_bytes, lean_schedule, with_rest, without_rest
-from planner.torch_compile.round_trips import RoundTrips, host_room, with_host_bytes
-from planner.torch_compile.step_memory import Seen, beside, unread
+from planner.torch_compile.shared_channels import SharedChannels, host_room, with_host_bytes
+from planner.torch_compile.step_memory import Seen, bytes_of_others, unread
 from planner.torch_compile.together import Together
 
 
@@ -55,21 +55,20 @@ class SharedBudget:
 
     def __init__(self, settings: BackendSettings) -> None:
         self.settings, self.budget = settings, settings.budget
-        self._choices = choices = settings.solve.choices
-        self._trips = None if choices is None or choices.host_bytes is None else RoundTrips(choices)
-        found = Choices(self.traced) if self.traced else None  # other options are in the graphs already
-        self._solve = Search(replace(settings.solve, choices=found), settings.run).first_plan
+        self._options = options = settings.solve.options
+        self._shared_channels = None if options.host_bytes is None else SharedChannels(options.host_bytes)
+        found = OptionSettings(self.traced)  # other options are in the graphs already
+        self._solve = Search(replace(settings.solve, options=found), settings.run).first_plan
         self._runs: list[_Run] = []
         self._planned: set[tuple[PlannedGraph, ...]] = set()  # steps whose graphs are planned together
         self._learning = True
         self._largest_bytes = 0  # peak of a step without recomputation
         self._known: dict[PlannedGraph, Seen] = {}
 
-    def offered(self, captured: Capture, device: torch.device) -> tuple[Capture, Channels | None]:
+    def offered(self, captured: Capture, device: torch.device) -> tuple[Capture, HostChannels | None]:
         """Return `captured`, a graph on `device`, with the requested options, and its channels if it may offload."""
-        if self._choices is not None:
-            captured = replace(captured, graph=self._choices.offered(captured.graph))
-        return captured, None if self._trips is None else self._trips.channels(device)
+        captured = replace(captured, graph=self._options.apply(captured.graph))
+        return captured, None if self._shared_channels is None else self._shared_channels.channels(device)
 
     @property
     def traced(self) -> tuple[str, ...]:
@@ -94,7 +93,7 @@ class SharedBudget:
         graph.watch = lambda args: self._begin(graph, args)
         runs = [*(run.seen for run in self._runs), Seen.of(inputs)]
         kept = [run.graph.kept_bytes for run in self._runs]
-        others = beside(runs, len(runs) - 1, kept)
+        others = bytes_of_others(runs, len(runs) - 1, kept)
         whole = self.whole([*(run.graph for run in self._runs), graph], runs)
         if self._runs:
             self._warn(max(1, whole - others), whole, others)
@@ -104,7 +103,7 @@ class SharedBudget:
             self._first_plan(graph, room, more=more)
             return
         try:
-            self._first_plan(graph, max(1, whole - beside([*runs, behind], len(runs) - 1, kept)), more=more)
+            self._first_plan(graph, max(1, whole - bytes_of_others([*runs, behind], len(runs) - 1, kept)), more=more)
         except InfeasibleError:
             self._first_plan(graph, room, more=more)  # the model may have parameters that it never reads
 
@@ -148,7 +147,7 @@ class SharedBudget:
 
     @property
     def _host_bytes(self) -> int:
-        return 0 if self._trips is None else self._trips.host_bytes
+        return 0 if self._shared_channels is None else self._shared_channels.host_bytes
 
     def whole(self, graphs: Sequence[PlannedGraph], runs: Sequence[Seen]) -> int:
         """Return the budget in bytes for a step of these graphs; a share refers to the largest step so far.
@@ -158,7 +157,7 @@ class SharedBudget:
         captured = [graph.captured.graph if graph.eager is None else graph.eager for graph in graphs]
         kept = [kept_bytes(graph, keeping_all(graph)) for graph in captured]
         peaks = [solving.summarize(graph).keep_everything_peak_bytes for graph in captured]
-        step_bytes = max(peak + beside(runs, i, kept) for i, peak in enumerate(peaks))
+        step_bytes = max(peak + bytes_of_others(runs, i, kept) for i, peak in enumerate(peaks))
         self._largest_bytes = max(self._largest_bytes, step_bytes)
         return budget_in_bytes(self.budget, self._largest_bytes)
 

@@ -67,7 +67,7 @@ def storages(tensors: Iterable[torch.Tensor]) -> Storages:
     return found
 
 
-def beside(runs: Sequence[Seen], index: int, kept_bytes: Sequence[int]) -> int:
+def bytes_of_others(runs: Sequence[Seen], index: int, kept_bytes: Sequence[int]) -> int:
     """Return the peak memory, in bytes, outside a graph's own plan while it runs forward or backward.
 
     Args:

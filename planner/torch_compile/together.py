@@ -10,8 +10,8 @@ from graphs.simulate import simulate
 from graphs.units import format_bytes
 from planner.torch_compile.planned_graph import PlannedGraph
 from planner.torch_compile.rest_of_step import keeping_all, kept_bytes, lean_schedule, with_rest, without_rest
-from planner.torch_compile.round_trips import host_room
-from planner.torch_compile.step_memory import Seen, beside
+from planner.torch_compile.shared_channels import host_room
+from planner.torch_compile.step_memory import Seen, bytes_of_others
 from solvers.clock import WallClock
 from solvers.eviction.least_peak import least_evicting_schedule
 
@@ -66,7 +66,7 @@ class Together:
         """Warn if the finished step exceeded the budget."""
         kept = [graph.kept_bytes for graph in self._order]
         peaks = [simulate(graph.captured.graph, graph.schedule).peak_bytes for graph in self._order]
-        most = max(peak + beside(self._seen, i, kept) for i, peak in enumerate(peaks))
+        most = max(peak + bytes_of_others(self._seen, i, kept) for i, peak in enumerate(peaks))
         if most > self._whole:
             warnings.warn(
                 f"the first step took {format_bytes(most)}, more than its budget of {format_bytes(self._whole)}: it did not know "
@@ -129,7 +129,7 @@ class Together:
     def _room(self, graph: PlannedGraph, kept: Mapping[PlannedGraph, int]) -> int:
         """Return the bytes available to `graph` in all its runs, given the bytes that the other graphs keep."""
         kept_bytes = [kept[other] for other in self._order]
-        return self._whole - max(beside(self._seen, i, kept_bytes) for i, g in enumerate(self._order) if g is graph)
+        return self._whole - max(bytes_of_others(self._seen, i, kept_bytes) for i, g in enumerate(self._order) if g is graph)
 
     def _rest(self, graph: PlannedGraph, room: int, kept: Mapping[PlannedGraph, int]) -> int:
         """Return the part of `room` for the rest of the step after `graph`."""

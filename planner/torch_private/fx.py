@@ -3,7 +3,7 @@
 import linecache
 import weakref
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -24,22 +24,16 @@ class CodeGen(_CodeGen):
         return PythonCode(*self.source(nodes), {})
 
 
-def module_of(graph: fx.Graph, codegen: CodeGen, title: str, attributes: Mapping[str, object]) -> fx.GraphModule:
+def module_of(graph: fx.Graph, codegen: CodeGen, title: str) -> fx.GraphModule:
     """Return a module that runs `graph` with the code of `codegen`.
 
     Tracebacks show its lines as long as its function exists, in a file with a unique number and `title` in its name. Objects that
     the function holds die with it: classes and graphs form reference cycles that wait for garbage collection, so neither holds
     the function.
-
-    Args:
-        attributes: values of ``get_attr``.
     """
     graph.set_codegen(codegen)
     graph._co_fields = {"co_filename": title, "co_firstlineno": 1, "co_name": "forward"}
-    root = torch.nn.Module()
-    for name, value in attributes.items():
-        setattr(root, name, value)
-    module = fx.GraphModule(root, graph)
+    module = fx.GraphModule(torch.nn.Module(), graph)
     function = type(module).forward
     del type(module).forward
     module.forward = function

@@ -77,12 +77,12 @@ def _check_is_file(path: Path) -> None:
 
 def _check_budget(plan: Plan, budget: str | int) -> None:
     """Raise if the budget, or the measured peak, in the file does not match the requested budget."""
-    if plan.measured_peak_bytes is not None and plan.measured_peak_bytes > plan.budget_bytes:
+    if plan.measured_peak_bytes is not None and plan.needed_bytes(plan.measured_peak_bytes) > plan.budget_bytes:
         raise BudgetError(
             f"its measured peak here is {format_bytes(plan.measured_peak_bytes)}, over its budget of "
             f"{format_bytes(plan.budget_bytes)}"
         )
-    whole_bytes = plan.graph.provenance.get(SHARES_OF, plan.graph.keep_everything_peak_bytes)
+    whole_bytes = plan.graph.provenance.get(SHARES_OF, plan.eager_bytes)
     if type(whole_bytes) is not int or whole_bytes < plan.graph.static_bytes:
         raise FormatError(f"its budget is a share of {whole_bytes!r} B, which is no peak of this step")
     if allowed_overhead(budget) is not None:

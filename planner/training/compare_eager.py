@@ -59,15 +59,15 @@ def compare_with_eager(
         allowed: True if differences are allowed by the user's options: their size is measured, but not where they begin.
         lossy: True if gradients may differ by more than rounding: their error is measured.
     """
-    reference, beside = (step, "eager") if captured.whole is None else (captured.whole, "torch.compile")
+    reference, reference_name = (step, "eager") if captured.whole is None else (captured.whole, "torch.compile")
     device = next(step.parameters()).device
     if failure := why_it_does_not_fit(captured.graph, device):
-        return EagerComparison(failure=failure, reference=beside)
+        return EagerComparison(failure=failure, reference=reference_name)
     undone, written = UndoWrites(), written_tensors(captured, step, batch)  # Inductor's kernels write unseen
     try:
         plain = outcome(reference, step, batch, written=written, undone=undone)
     except Exception as error:  # noqa: BLE001  # whatever stops PyTorch, the plan is good all the same
-        return EagerComparison(failure=_failure(error, device), reference=beside)
+        return EagerComparison(failure=_failure(error, device), reference=reference_name)
     written += undone.written
     found = outcome(planned, step, batch, written=written)
     names = plain.differences(found)
@@ -86,7 +86,7 @@ def compare_with_eager(
         time_s=time_s,
         planned_time_s=time_s * ratio,
         spread=spread,
-        reference=beside,
+        reference=reference_name,
         gradient_error=plain.gradient_error(found) if lossy or own_error is not None else None,
         eager_error=own_error,
     )

@@ -10,8 +10,9 @@ from planner.budgets import budget_or_overhead
 from planner.capture.options import DEFAULTS
 from planner.capture.signature import Batch
 from planner.capture.step import LossFn
-from planner.choices import choices_of
 from planner.distributed.wrappers import Unwrapped, unwrap
+from planner.memory import Memory
+from planner.option_settings import option_settings
 from planner.progress import View
 from planner.settings import RunSettings, SolveSettings, TraceSettings, Wait
 from planner.training.optimizers import optimizer_kind
@@ -51,6 +52,7 @@ def compile(  # noqa: A001
     swap: str = "exact",
     params: object = None,
     check_writes: bool = False,
+    memory: str | None = None,
     on_progress: View | None = None,
 ) -> PlannedStep:
     """Plan the training step of `model` and return it ready to run: the fastest step that fits `budget`.
@@ -101,6 +103,9 @@ def compile(  # noqa: A001
         params: of the solver, as in ``planner.solve``.
         check_writes: check in each step that nothing has written to parameters, buffers or inputs between the forward and the
             backward pass without autograd's notice. This costs time in each step.
+        memory: what the budget counts: ``reserved`` for all that PyTorch's allocator reserves on CUDA, ``reserved-expandable``
+            with expandable segments, or ``allocated`` for tensors in use. None: ``reserved`` on CUDA, except with `cuda_graph`
+            or `max_overhead`, and ``allocated`` on the CPU.
         on_progress: called with each ``planner.progress.Progress``; ``LineView()`` and ``NotebookView()`` show them. None: log to
             the logger ``planner``.
 
@@ -125,14 +130,15 @@ def compile(  # noqa: A001
         tolerance=Tolerance.of(tolerance),
         time_limit_s=time_limit_s,
         reorder=reorder,
-        choices=choices_of(DEFAULTS if options is None else options, link, host_budget, exact=exact),
+        options=option_settings(DEFAULTS if options is None else options, link, host_budget, exact=exact),
         params=params,
+        memory=Memory.ALLOCATED if cuda_graph and memory is None else Memory.of(memory),
     )
     trace = TraceSettings(
         optimizer=optimizer,
         accumulate=accumulate,
         passes=passes,
-        measure_link=solve.choices is not None and solve.choices.measures_link,
+        measure_link=solve.options.measures_link,
         options=solve.traced_options,
         other_devices=tuple(other_devices),
     )

@@ -14,15 +14,15 @@ from planner.capture.options.traced import measured_uses, needs_measuring, with_
 from planner.capture.replay import RealStep
 from planner.capture.signature import Batch
 from planner.capture.step import LossFn, TrainingStep
-from planner.choices import with_recorded
 from planner.distributed.ranks import SingleProcess
 from planner.distributed.wrappers import Unwrapped
 from planner.keeping_everything import why_it_does_not_fit
 from planner.models import Workload
+from planner.option_settings import with_recorded
 from planner.plans.plan import Plan
 from planner.progress import Stage, Stages
 from planner.progress.describe import plan_line
-from planner.runtime.channels import Channels
+from planner.runtime.channels import HostChannels
 from planner.runtime.executor import Executor
 from planner.runtime.graphed_step import Recorder, record, recordable
 from planner.runtime.libraries import workspace_bytes
@@ -68,7 +68,7 @@ class Compiler:
     search: Search
     recorder: Callable[[], Recorder] | None = None
     compare_eager: bool = True
-    channels: Channels | None = None
+    channels: HostChannels | None = None
     stages: Stages = field(default_factory=Stages)
 
     def capture(self, batch: Batch) -> Capture:
@@ -124,16 +124,17 @@ class Compiler:
             plan = with_room_for_pool(captured.graph, plan, library_bytes, partial(self._first_plan, captured.graph))
         for left in reversed(range(_CORRECTIONS + 1)):
             executor, peak_bytes = self._executor(captured, batch, plan)
-            if peak_bytes <= wanted_bytes:
+            needed_bytes = plan.needed_bytes(peak_bytes)
+            if needed_bytes <= wanted_bytes:
                 solved_bytes = plan.budget_bytes
                 plan = with_arena(replace(plan, budget_bytes=wanted_bytes, measured_peak_bytes=peak_bytes), executor.arena)
                 plan = self._compared(captured, batch, plan, executor)
                 return self._step(captured, plan, executor, budget, solved_bytes=solved_bytes)
             del executor  # with the memory of its recording
-            over = over_budget(plan, peak_bytes, wanted_bytes)
+            over = over_budget(plan, needed_bytes, wanted_bytes)
             if left:
                 try:
-                    plan = self._first_plan(captured.graph, plan.peak_bytes - (peak_bytes - wanted_bytes))
+                    plan = self._first_plan(captured.graph, plan.predicted_bytes - (needed_bytes - wanted_bytes))
                 except BudgetError as error:
                     raise InfeasibleError(f"{over}; nothing is found that takes as much less: raise the budget") from error
         raise BudgetError(f"{over}; lower the budget")
@@ -222,7 +223,7 @@ class Compiler:
                 f"{format_bytes(int(self.channels.memory.capacity_bytes))} here"
             )
         executor, peak_bytes = self._executor(captured, batch, plan)
-        if peak_bytes > plan.budget_bytes:
+        if plan.needed_bytes(peak_bytes) > plan.budget_bytes:
             raise BudgetError(
                 f"its measured peak here is {format_bytes(peak_bytes)}, over its budget of {format_bytes(plan.budget_bytes)}"
             )

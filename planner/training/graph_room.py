@@ -5,7 +5,7 @@ from collections.abc import Callable
 from graphs.errors import BudgetError, InfeasibleError
 from graphs.ir import Graph
 from graphs.units import format_bytes
-from planner.choices import with_recorded
+from planner.option_settings import with_recorded
 from planner.plans.plan import Plan
 from planner.runtime.graph_pool import pool_bytes
 

@@ -16,8 +16,9 @@ from graphs.ir import Graph
 from graphs.units import format_bytes
 from planner.background import BackgroundSolve
 from planner.capture.lowering.lower import Capture
-from planner.choices import with_recorded
 from planner.distributed.ranks import SingleProcess
+from planner.memory import Memory
+from planner.option_settings import with_recorded
 from planner.plans.eager import EagerComparison
 from planner.plans.plan import Plan
 from planner.runtime.arena import Arena
@@ -88,7 +89,7 @@ class Improvement:
         self._is_solved = plan.status == "optimal"  # at the known costs
         self._timer: OpTimer | None = None
         self._before: Swap | None = None  # the plan to return to
-        if finds and executor.channels is None:  # otherwise op times would include waits for copies
+        if finds and not executor.devices.channels:  # otherwise op times would include waits for copies
             self._timer = OpTimer(executor, steps=_TIMED_STEPS)
         self._watch = PeakWatch(executor) if plan.measured_peak_bytes is None else None
 
@@ -143,7 +144,7 @@ class Improvement:
         if watch.peak_bytes is None:
             return None
         self.plan = with_arena(replace(self.plan, measured_peak_bytes=watch.peak_bytes), self._executor.arena)
-        return watch.peak_bytes - self.plan.budget_bytes
+        return self.plan.needed_bytes(watch.peak_bytes) - self.plan.budget_bytes
 
     def take_back(self, over_bytes: int) -> Swap:
         """Return to the plan before the one that exceeded the budget; lower the solved budget by `over_bytes`.
@@ -163,12 +164,12 @@ class Improvement:
         self.plan, self._executor = before.plan, before.executor
         return before
 
-    def _begin_anew(self, peak_bytes: int) -> Swap:
-        """Return a plan that replaces the first one, whose peak was `peak_bytes`."""
+    def _begin_anew(self, needed_bytes: int) -> Swap:
+        """Return a plan that replaces the first one, which needed `needed_bytes`."""
         try:
             found = self._search.first_plan(self._captured.graph, self._solved_bytes)
         except BudgetError as error:
-            over = over_budget(self.plan, peak_bytes, self.plan.budget_bytes)
+            over = over_budget(self.plan, needed_bytes, self.plan.budget_bytes)
             raise InfeasibleError(f"{over}; nothing is found that takes as much less: raise the budget") from error
         swap = replace(self.adopt(found), reason="the peak of the first one was over the budget")
         self._before = None
@@ -288,12 +289,13 @@ class Consultation:
         return None if found is None else self.improvement.adopt(found)
 
 
-def over_budget(plan: Plan, peak_bytes: int, budget_bytes: int) -> str:
-    """Return the message that `plan` has exceeded the budget."""
+def over_budget(plan: Plan, needed_bytes: int, budget_bytes: int) -> str:
+    """Return the message that `plan` needs more than the budget by its measured peak (``Plan.needed_bytes``)."""
+    measured = "the measured peak is" if plan.memory is Memory.ALLOCATED else "by the measured peak, the memory reserved is"
     return (
-        f"the measured peak is {format_bytes(peak_bytes)}, over the budget of {format_bytes(budget_bytes)}, though "
-        f"{format_bytes(plan.peak_bytes)} was predicted: some op takes memory that its profile did not show, or a CUDA graph "
-        "keeps segments that its tensors do not fill"
+        f"{measured} {format_bytes(needed_bytes)}, over the budget of {format_bytes(budget_bytes)}, though "
+        f"{format_bytes(plan.predicted_bytes)} was predicted: some op takes memory that its profile did not show, or a CUDA "
+        "graph keeps segments that its tensors do not fill"
     )
 
 

@@ -47,7 +47,7 @@ class InductorCompiler(Compiler):
             eager = replace(self, trace=replace(self.trace, options=(), measure_link=False)).profile(
                 self._captured(batch, None), batch
             )
-            whole_bytes = eager_peak_bytes(eager.graph, captured.graph)
+            whole_bytes = eager_peak_bytes(eager.graph, captured.graph, self.search.settings.memory)
             captured = _shares_of(whole_bytes, captured)
         budget_bytes = budget_in_bytes(budget, whole_bytes)
         steps: list[PlannedStep] = []

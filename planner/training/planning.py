@@ -19,7 +19,7 @@ from planner.plan_check import check_sizes
 from planner.profiling.kernel_settings import kernel_settings
 from planner.progress import LoggingView, Stages, View
 from planner.progress.describe import plan_line
-from planner.runtime.channels import Channels
+from planner.runtime.channels import HostChannels
 from planner.runtime.cuda_graph import CudaGraphs
 from planner.runtime.executor import check_no_transform
 from planner.runtime.measure import device_name
@@ -94,16 +94,16 @@ class Planning:
 
         return ReplannedStep(make, batch, budget, max_plans=run.max_plans) if run.replan else make(batch, budget)
 
-    def _channels(self) -> tuple[Channels | None, SolveSettings]:
+    def _channels(self) -> tuple[HostChannels | None, SolveSettings]:
         """Return the channels to the host, and the settings with the host memory that all plans share; None without transfers."""
-        choices = self.solve.choices
-        if choices is None or choices.host_bytes is None:
+        options = self.solve.options
+        if options.host_bytes is None:
             return None, self.solve
-        channels = self.wrapper.channels(choices.host_bytes)
+        channels = self.wrapper.channels(options.host_bytes)
         host_bytes = int(channels.memory.capacity_bytes)  # the buffers of earlier plans count as free
-        return channels, replace(self.solve, choices=replace(choices, host_bytes=host_bytes))
+        return channels, replace(self.solve, options=replace(options, host_bytes=host_bytes))
 
-    def _compiler(self, channels: Channels | None, solve: SolveSettings) -> Compiler:
+    def _compiler(self, channels: HostChannels | None, solve: SolveSettings) -> Compiler:
         make = Compiler
         if self.run.kernels == "inductor":
             from planner.training.inductor_compiler import InductorCompiler  # importing Inductor takes a second
@@ -123,19 +123,20 @@ class Planning:
 
     def _made_with(self, solve: SolveSettings) -> dict[str, object]:
         """Return the settings that a cached plan depends on."""
-        choices, params = self.solve.choices, solve.params
+        options, params = self.solve.options, solve.params
         made_with: dict[str, object] = {
             "solver": solve.solver,
             "tolerance": solve.tolerance.steps,
             "time_limit_s": solve.time_limit_s,
             "reorder": solve.reorder,
+            "memory": solve.memory,
             "kernels": self.run.kernels,
         }
-        if choices is not None:
-            made_with |= {"options": choices.options, "exact": choices.exact}
-            if choices.host_bytes is not None:
-                host_budget = choices.host_budget if choices.shares_host else choices.host_bytes
-                made_with |= {"link": choices.link_bytes_per_s, "host_budget": host_budget}
+        if options.names:
+            made_with |= {"options": options.names, "exact": options.exact}
+        if options.offloads:
+            host_budget = options.host_budget if options.shares_host else options.host_bytes
+            made_with |= {"link": options.link_bytes_per_s, "host_budget": host_budget}
         if self.trace.other_devices:
             made_with["other_devices"] = list(self.trace.other_devices)
         if self.run.arena:

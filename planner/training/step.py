@@ -12,8 +12,8 @@ from graphs.errors import PlannerError
 from graphs.io.files import check_writable, write_text
 from graphs.ir import Graph
 from planner.capture.signature import Batch, detach_batch
-from planner.choices import with_recorded
 from planner.facts.timeline import Timeline
+from planner.option_settings import with_recorded
 from planner.plans.plan import Plan
 from planner.report.chrome_trace import chrome_trace
 from planner.report.page import page

@@ -147,8 +147,8 @@ class Outer:
 
     def _limits(self) -> list[float]:
         """Return the upper bounds of r and o of each layer."""
-        all_s = sum(trip.out_s for trip in self.offer.trips.values())
-        rate = sum(map(self.offer.size_bytes, self.offer.trips)) / all_s if all_s else np.inf
+        all_s = sum(transfers.offload_s for transfers in self.offer.by_tensor.values())
+        rate = sum(map(self.offer.size_bytes, self.offer.by_tensor)) / all_s if all_s else np.inf
         again, away = [], []
         for b, saved in enumerate(self.saved):
             most_bytes = min(sum(s.size_bytes for s in saved if s.away), rate * self.forward_s[b], rate * self.backward_s[b])

@@ -59,12 +59,12 @@ def swaps_of(offer: Offer) -> list[Swap]:
     """Return the possible swaps, those with the most free time first."""
     starts_s = _starts(offer)
     swaps: list[Swap] = []
-    for t, trip in offer.trips.items():
+    for t, transfers in offer.by_tensor.items():
         accesses = [offer.made_at(t), *offer.program.consumers[t]]
         gaps = [(starts_s[b] - starts_s[a + 1], a, b) for a, b in pairwise(accesses) if b > a + 1]
         if gaps:
             away_s, after, before = max(gaps)
-            swaps.append(Swap(t, after, before, away_s - trip.out_s - trip.in_s))
+            swaps.append(Swap(t, after, before, away_s - transfers.offload_s - transfers.reload_s))
     return sorted(swaps, key=lambda swap: -swap.free_s)
 
 
@@ -92,7 +92,7 @@ class Swapping:
         memory = self._memory_bytes(swaps)
         free_until_s = starts_s[-1]
         for swap in sorted(swaps, key=lambda swap: -swap.before):
-            free_until_s = min(free_until_s, starts_s[swap.before]) - self.offer.trips[swap.tensor].in_s
+            free_until_s = min(free_until_s, starts_s[swap.before]) - self.offer.by_tensor[swap.tensor].reload_s
             begin = max(bisect_right(starts_s, free_until_s, hi=len(ops)) - 1, swap.after + 1)
             begin = min(begin, swap.before)
             size = self.offer.size_bytes(swap.tensor)

@@ -88,7 +88,7 @@ class _Plan:
             begin, passed_s = reader, 0.0
             brought_bytes += offer.size_bytes(t)
             while (
-                passed_s < offer.trips[t].in_s
+                passed_s < offer.by_tensor[t].reload_s
                 and ops[begin - 1].phase is not Phase.FORWARD
                 and self.memory_bytes[begin - 1] + brought_bytes <= budget_bytes
             ):

@@ -194,8 +194,8 @@ class Delta:
         again = self.again[self.graph.tensors[t].producers[0]]
         swap = self.device.can_send(t)
         if again and swap:
-            trip = self.offer.trips[t]
-            swap = self._again_s(t) >= trip.in_s + (0.0 if t in self.device.host else trip.out_s)
+            transfers = self.offer.by_tensor[t]
+            swap = self._again_s(t) >= transfers.reload_s + (0.0 if t in self.device.host else transfers.offload_s)
         if swap:
             self.device.send(t)
         elif again:

@@ -99,12 +99,12 @@ class PoetProgram(Columns):
                 self.R[t, i] = self.column(cost=self.graph.ops[i].time_s / self.time_unit, integer=True)
         for x in self.passing_before(t):
             self.S[t, x] = self.column(integer=True)
-            if (trip := self.offer.trips.get(x)) is None:
+            if (transfers := self.offer.by_tensor.get(x)) is None:
                 continue
-            self.sent[t, x] = self.column(cost=self.power * trip.out_s / self.time_unit, integer=True)
+            self.sent[t, x] = self.column(cost=self.power * transfers.offload_s / self.time_unit, integer=True)
             if t > self.offer.made_at(x) + 1:
                 self.host[t, x] = self.column(integer=True)
-                self.fetched[t, x] = self.column(cost=self.power * trip.in_s / self.time_unit, integer=True)
+                self.fetched[t, x] = self.column(cost=self.power * transfers.reload_s / self.time_unit, integer=True)
 
     def add_inputs(self, t: int) -> None:
         """Add R[t,j] <= R[t,p(x)] + S[t,x] for each op j of stage t and each x that it reads."""

@@ -1,8 +1,8 @@
-"""Eviction: schedules in milliseconds at any budget. Run the program, and evict the tensors that are cheapest to recompute.
+"""Eviction: schedules in milliseconds at any budget. Run the program, and evict the tensors that are cheapest to bring back.
 
 This is dynamic tensor rematerialization (Kirisame et al., ICLR 2021) with the advantages of a static graph: the next use of every
 tensor is known (as in Belady's rule for caches), missing tensors are recomputed in program order, so that none waits in memory
-for the others, and several rules can be tried.
+for the others, and several rules can be tried. A tensor that may be offloaded is reloaded or recomputed, whichever costs less.
 """
 
 import math
@@ -11,22 +11,33 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from heapq import heapify, heappop, heapreplace
 from itertools import accumulate
-from typing import Unpack
+from typing import NamedTuple, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
 
 from graphs.ir import Phase
+from solvers.eviction.channels import NEVER, Channels
 from solvers.eviction.rules import EvictionRule, Guide, Limits
 from solvers.problem import Problem
 
-NEVER = 1 << 60  # the next use of a tensor that is not used again
 _DOOMED_S = 1e9  # cost of a tensor that there will be no room to recompute
 WORK_PER_EVICTION = 4e-5  # and per execution, see ``solvers.clock``
 
 
-def evicting_order(problem: Problem, rule: EvictionRule, **limits: Unpack[Limits]) -> list[int] | None:
-    """Return an order of execution that fits the capacity, by `rule`, without offloading; None if the rule fails.
+class Evicted(NamedTuple):
+    """An order of execution that eviction has found.
+
+    Attributes:
+        reloads: (tensor, position), where a tensor is reloaded before that execution.
+    """
+
+    computed: list[int]
+    reloads: frozenset[tuple[int, int]]
+
+
+def evicting_order(problem: Problem, rule: EvictionRule, **limits: Unpack[Limits]) -> Evicted | None:
+    """Return an order of execution that fits the capacity, by `rule`; None if the rule fails.
 
     First executions are in the program order of `problem`.
     """
@@ -70,15 +81,19 @@ class Eviction:
         self.time = problem.time_s
         self.live: set[int] = set()
         self.there = [t.static for t in graph.tensors]  # in memory: alive, or static
-        self.at_hand = self.there  # nothing need be executed for it: in memory, or on the host
+        self.at_hand = list(self.there)  # nothing need be executed for it: in memory, or on the host
         self.next_use = [readers[0] if readers else NEVER for readers in graph.consumers]
         self.cost: dict[int, float] = {}  # cached costs of recomputation
         self.costs_with: dict[int, set[int]] = {}  # by tensor: those whose costs change when it is evicted or recomputed
-        self.evictable = [p >= 0 and t not in graph.kept and graph.ops[p].recomputable for t, p in enumerate(self.producer)]
+        self.again = [p >= 0 and t not in graph.kept and graph.ops[p].recomputable for t, p in enumerate(self.producer)]
+        self.channels = Channels(problem)
+        self.offloads = self.channels.offloads
+        self.evictable = [again or t in self.offloads for t, again in enumerate(self.again)]
+        self.reloads: set[tuple[int, int]] = set()
         self.alone_bytes = [op.workspace_bytes + sum(self.size[t] for t in problem.held[op.id] - graph.kept) for op in graph.ops]
         self.staying_bytes = self._staying_bytes()
 
-    def run(self) -> list[int] | None:
+    def run(self) -> Evicted | None:
         """Return the order of execution; None if the rule fails."""
         try:
             for op in range(len(self.graph.ops)):
@@ -91,7 +106,7 @@ class Eviction:
                 self._look_ahead(op)
         except FailedError:
             return None
-        return self.order
+        return Evicted(self.order, frozenset(self.reloads))
 
     def _staying_bytes(self) -> list[int]:
         """Return for each op the bytes in memory before it that are never evicted; with gradients, if the rule keeps them."""
@@ -128,7 +143,9 @@ class Eviction:
         return wanted
 
     def _execute(self, i: int, wanted: dict[int, int]) -> None:
-        """Execute op `i`, whose inputs are in memory; tensors in `wanted` are read soon."""
+        """Execute op `i`, whose inputs are at hand; tensors in `wanted` are read soon."""
+        if self.channels.away:
+            self._reload(i, wanted)
         op = self.graph.ops[i]
         self.rounds[i] += 1
         self.time_left_s -= op.time_s
@@ -147,17 +164,32 @@ class Eviction:
             over += self._make_room(needed, i, wanted, [t for t in uses if t not in over])
         self.order.append(i)
         for t in new:
-            self.there[t] = True
+            self.there[t] = self.at_hand[t] = True
             self.live.add(t)
             self.free_bytes -= self.size[t]
             self._forget_costs(t)
         for t in over:
             self.next_use[t] = uses[t]
             self._drop(t)
+        if self.offloads:
+            self.channels.execute(i, self.done)
+
+    def _reload(self, i: int, wanted: dict[int, int]) -> None:
+        """Reload the inputs of op `i` that are on the host only."""
+        reloaded = [t for t in self.inputs[i] if not self.there[t]]
+        needed = sum(self.size[t] for t in reloaded)
+        if reloaded and self.free_bytes < needed:
+            self._make_room(needed, i, wanted)
+        for t in reloaded:
+            self.reloads.add((t, len(self.order)))
+            self.channels.reload(t)
+            self.there[t] = True
+            self.live.add(t)
+            self.free_bytes -= self.size[t]
 
     def _may_go(self, t: int, done: int) -> bool:
         """Return True if t, an input of the new op `done`, may be overwritten: it can be recomputed or is not needed again."""
-        return self.evictable[t] or self._of_no_use(t, done)
+        return self.again[t] or self._of_no_use(t, done)
 
     # What to evict.
 
@@ -189,23 +221,41 @@ class Eviction:
         return going
 
     def _evict_cheapest(self, needed_bytes: int, tensors: list[int]) -> None:
-        for t in tensors:
-            if t not in self.cost:
-                self.cost[t] = self._cost(t)
+        self._find_costs(tensors)
         ranked = list(zip(self._ranks(tensors), tensors, strict=True))
         heapify(ranked)
         while self.free_bytes < needed_bytes and ranked:
             rank, t = ranked[0]
-            if t not in self.cost:  # unknown since an earlier eviction
-                self.cost[t] = self._cost(t)
+            # Unknown since an earlier eviction, or higher because of the load of the channels.
+            if t not in self.cost or self.offloads:
+                self._find_costs([t])
                 if (now := self._ranks([t])[0]) > rank:
                     heapreplace(ranked, (now, t))
                     continue
             heappop(ranked)
             self._evict(t)
 
+    def _find_costs(self, tensors: Sequence[int]) -> None:
+        for t in tensors:
+            if t not in self.cost:
+                self.cost[t] = self._cost(t) if self.again[t] else np.inf
+
     def _evict(self, t: int) -> None:
+        """Drop a tensor or, if reloading it costs less, offload it."""
+        if t in self.offloads:
+            self._find_costs([t])
+            if self.channels.cost_s(t, self.next_use[t], self.rule.channel) < self.cost[t]:
+                self._offload(t)
+                return
         self._drop(t)
+
+    def _offload(self, t: int) -> None:
+        # A tensor without a known next use is taken to be read last.
+        self.channels.offload(t, min(self.next_use[t], len(self.time) - 1))
+        self.live.discard(t)
+        self.there[t] = False
+        self.free_bytes += self.size[t]
+        self._forget_costs(t)
 
     def _of_no_use(self, t: int, done: int) -> bool:
         """Return True if no op that may run after the new op `done` reads t."""
@@ -223,7 +273,10 @@ class Eviction:
         return ranks
 
     def _costs(self, tensors: Sequence[int]) -> list[float]:
-        return [self.cost[t] for t in tensors]
+        if not self.offloads:
+            return [self.cost[t] for t in tensors]
+        price = self.rule.channel
+        return [min(self.cost[t], self.channels.cost_s(t, self.next_use[t], price)) for t in tensors]
 
     def _worth(self, guide: Guide, t: int) -> float:
         """Return the factor to the rank of t by the guide."""
@@ -252,8 +305,11 @@ class Eviction:
     # Next uses of tensors: by a new op, or by the recomputation of a missing tensor.
 
     def _drop(self, t: int) -> None:
+        if t in self.offloads and not (self.again[t] or self._of_no_use(t, self.done)):
+            self._offload(t)  # tensors computed from it may be evicted and recomputed later
+            return
         self.live.discard(t)
-        self.there[t] = False
+        self.there[t] = self.at_hand[t] = False
         self.free_bytes += self.size[t]
         use = self.next_use[t]
         stack = [t]

@@ -39,7 +39,7 @@ def least_evicting_schedule(
         while low < budget and least - low > _PRECISION * least and not ended():
             capacity_bytes = budget - graph.static_bytes
             order = evicting_order(problem, rule, capacity_bytes=capacity_bytes, should_stop=ended)
-            schedule = None if order is None else schedule_of(graph, order)
+            schedule = None if order is None else schedule_of(graph, order.computed)
             peak = None if schedule is None else _peak_bytes(graph, schedule)
             if peak is None or peak >= least:
                 if asked:

@@ -28,8 +28,8 @@ def solve(request: Request) -> Result:
     """
     whole = with_pass_ends(request.graph)
     search = Search.of(request.on(whole.graph, whole.schedule_of_source))
-    program, copies = search.problem.graph, search.problem.copies
-    least = least_budget_bound(program, copies)
+    program, offloads = search.problem.graph, search.problem.offloads
+    least = least_budget_bound(program, offloads)
     settled = request.tolerance.first
     if request.budget_bytes < least.budget_bytes:
         status, message = Status.INFEASIBLE, too_small_message(program, request.budget_bytes, least)

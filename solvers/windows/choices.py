@@ -28,7 +28,7 @@ def parts_of_plain(search: Search) -> list[Part]:
         search.offer(trial.order, Discretization((search.problem.ops - 1,)))
 
     parts = [Part(search, whole.out_of_place(), take_out_of_place)] if whole.writes_over_inputs else []
-    if search.problem.copies is not None:
+    if search.problem.offloads:
         parts.append(Part(search, search.problem.graph, incumbent.reserve))
     return parts
 
@@ -51,7 +51,7 @@ def parts_with_options(search: Search, commitments: Commitments) -> list[Part]:
         here, moved = without_placement(whole), _only(problem.graph.out_of_place(), ())
         sets += [(here, commitments.lift_from(here), False), (moved, commitments.lift_from(moved), True)]
     else:
-        if problem.copies is not None:
+        if problem.offloads:
             sets.append((problem.graph, commitments.keep_without_offloading, False))
         program = commitments.program
         sets.append((program.plain.graph, lambda trial: commitments.take(program, trial), False))
@@ -90,8 +90,8 @@ class _Kinds:
 
     def are_beside_devices(self, search: Search) -> bool:
         """Return True if ops may run on other devices and there are other options, unless some of several are lossy."""
-        some = bool(self.exact or self.lossy) or search.problem.copies is not None
-        return search.problem.devices is not None and some and not self.several_with_lossy
+        some = bool(self.exact or self.lossy or search.problem.offloads)
+        return bool(search.problem.devices) and some and not self.several_with_lossy
 
     @property
     def several_with_lossy(self) -> bool:

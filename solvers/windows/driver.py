@@ -49,10 +49,10 @@ class Stage:
 # Strategies that do not apply to the problem are skipped. The solve ends with the stage that solves it; once the relaxation has
 # been bounded for the first time, the solve goes on until the background stages have had their time too.
 FIRST = (
-    Stage(EvictionRules, lambda s: 0.0 if s.problem.copies is not None else s.params.first_schedule.early_rules_limit),
+    Stage(EvictionRules, lambda s: 0.0 if s.problem.offloads else s.params.first_schedule.early_rules_limit),
     Stage(OffloadingPortfolio, in_background=True),
     Stage(Relaxation, lambda s: s.params.bound.first_slice),
-    Stage(EvictionRules, lambda s: (s.params.first_schedule if s.problem.copies is None else s.params.offloading).rules_limit),
+    Stage(EvictionRules, lambda s: (s.params.offloading if s.problem.offloads else s.params.first_schedule).rules_limit),
 )
 NEXT = (
     Stage(Portfolio, in_background=True),

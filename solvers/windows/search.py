@@ -107,7 +107,7 @@ class Search:
 
     def _is_near(self, trial: Trial) -> bool:
         """Return True if a schedule that offloads may become the best after pruning."""
-        return self.problem.copies is not None and trial.time_s <= self.params.offloading.near * self.incumbent.best_s
+        return bool(self.problem.offloads) and trial.time_s <= self.params.offloading.near * self.incumbent.best_s
 
     def _pruned(self, trial: Trial, detail: Discretization) -> Trial:
         """Return `trial` without needless recomputations."""

@@ -26,7 +26,7 @@ from benchmarks.offload import (
 from graphs.errors import BudgetError
 from graphs.synthetic.random_graphs import random_training_step
 from graphs.units import format_ratio
-from planner.choices import choices_of
+from planner.option_settings import option_settings
 from planner.studies.rows import read_rows
 from planner.workload.workload import parse_spec
 
@@ -34,9 +34,8 @@ RESULTS = Path(__file__).parents[2] / "results" / "offload"
 
 
 def case(*budgets: str) -> OffloadCase:
-    choices = choices_of(["offload"], "2GB/s", "1GB")
-    assert choices is not None
-    return OffloadCase("suite", "step", partial(random_training_step, 5, 20), choices, budgets, limit_s=1.0)
+    options = option_settings(["offload"], "2GB/s", "1GB")
+    return OffloadCase("suite", "step", partial(random_training_step, 5, 20), options, budgets, limit_s=1.0)
 
 
 @pytest.fixture(scope="module")

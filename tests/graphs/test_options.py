@@ -7,7 +7,7 @@ import pytest
 from graphs.errors import GraphError, UsageError
 from graphs.io.graph_document import graph_from_dict, graph_to_dict
 from graphs.ir import Graph, Op, Tensor
-from graphs.options.offload import LEAST_BYTES, OFFLOAD, without_copies
+from graphs.options.offload import LEAST_BYTES, NO_OFFLOADS, OFFLOAD, without_offload
 from graphs.options.surroundings import Link, Surroundings
 from graphs.pools import COMPUTE, DEVICE_TO_HOST, HOST, HOST_TO_DEVICE
 from graphs.synthetic.random_graphs import random_graph
@@ -51,45 +51,45 @@ def test_each_copy_takes_the_latency_and_its_bytes_at_the_rate_of_its_direction(
 def test_all_tensors_of_small_graphs_get_transfers() -> None:
     graph = random_graph(3, 12)
     read = [t for t in graph.tensors if t.producers and t.id not in graph.kept and graph.consumers[t.id] and t.size_bytes]
-    _, copies = without_copies(OFFLOAD.added_to(graph, AROUND))
-    assert copies is not None and list(copies.trips) == [t.id for t in read]
+    _, offloads = without_offload(OFFLOAD.added_to(graph, AROUND))
+    assert offloads and list(offloads.by_tensor) == [t.id for t in read]
 
 
 @pytest.mark.parametrize("graph", [mixed(), training_chain(5), random_graph(7, 15)], ids=["mixed", "chain", "random"])
 def test_removing_transfers_restores_the_program(graph: Graph) -> None:
-    found, copies = without_copies(graph_from_dict(graph_to_dict(OFFLOAD.added_to(graph, AROUND))))
+    found, offloads = without_offload(graph_from_dict(graph_to_dict(OFFLOAD.added_to(graph, AROUND))))
     assert (found.ops, found.tensors, found.kept) == (graph.ops, graph.tensors, graph.kept)
-    assert copies is not None and copies.host_bytes is None  # there is room for all of them
-    assert without_copies(graph) == (graph, None)
+    assert offloads and offloads.host_bytes is None  # there is room for all of them
+    assert without_offload(graph) == (graph, NO_OFFLOADS)
 
 
 def test_host_capacity_is_a_limit() -> None:
     graph = training_chain(5)
-    sizes = [graph.tensors[t].size_bytes for t in without_copies(OFFLOAD.added_to(graph, AROUND))[1].trips]  # type: ignore[union-attr]
+    sizes = [graph.tensors[t].size_bytes for t in without_offload(OFFLOAD.added_to(graph, AROUND))[1].by_tensor]
     for capacity, limit in ((sum(sizes), None), (sum(sizes) - 1, sum(sizes) - 1), (0, 0)):
-        _, copies = without_copies(OFFLOAD.added_to(graph, replace(AROUND, host_bytes=capacity)))
-        assert copies is not None and copies.host_bytes == limit
+        _, offloads = without_offload(OFFLOAD.added_to(graph, replace(AROUND, host_bytes=capacity)))
+        assert offloads and offloads.host_bytes == limit
 
 
 def test_graph_without_candidates_is_unchanged() -> None:
     ops = (Op(0, "op0", "f", (), (0,), 1.0),)
     program = Graph(ops, (Tensor(0, "t0", 8, (0,)),), frozenset({0}))
-    found, copies = without_copies(OFFLOAD.added_to(program, AROUND))
-    assert found == program and copies is not None and not copies.trips
+    found, offloads = without_offload(OFFLOAD.added_to(program, AROUND))
+    assert found == program and not offloads
 
 
 def test_other_optional_ops_and_pools_raise() -> None:
     graph = OFFLOAD.added_to(mixed(), AROUND)
     out, back = graph.ops[4:]
     for changed in (replace(out, stream=COMPUTE), replace(out, recomputable=False), replace(out, differs="rounding")):
-        with pytest.raises(GraphError, match="2 optional ops, which are not just round trips of single tensors"):
-            without_copies(replace(graph, ops=(*graph.ops[:4], changed, back)))
+        with pytest.raises(GraphError, match="2 optional ops, which are not just transfers of single tensors"):
+            without_offload(replace(graph, ops=(*graph.ops[:4], changed, back)))
     for pools in (
         (*graph.pools[:1], replace(graph.pools[1], owner=HOST_TO_DEVICE)),
         (*graph.pools, replace(graph.pools[1], name="disk")),
     ):
-        with pytest.raises(GraphError, match="not just round trips"):
-            without_copies(replace(graph, pools=pools))
+        with pytest.raises(GraphError, match="not just transfers"):
+            without_offload(replace(graph, pools=pools))
 
 
 def test_invalid_options_raise() -> None:

@@ -9,7 +9,7 @@ from graphs.errors import GraphError, UsageError
 from graphs.io.graph_document import graph_from_dict, graph_to_dict
 from graphs.options import without_options
 from graphs.options.compress import VARIANCE
-from graphs.options.offload import OFFLOAD, without_copies
+from graphs.options.offload import NO_OFFLOADS, OFFLOAD, without_offload
 from graphs.options.placement import PLACEMENT, is_placed, placement_beside, placement_of, without_placement
 from graphs.options.selection import without_computed
 from graphs.pools import COMPUTE, DEVICE, DEVICE_TO_HOST, HOST, HOST_TO_DEVICE, channel
@@ -26,7 +26,7 @@ def test_order_of_option_names_does_not_matter() -> None:
         first, *rest = (with_options(graph, names, known) for names in permutations(BESIDE))
         assert all((first.ops, first.tensors, first.pools) == (other.ops, other.tensors, other.pools) for other in rest)
         assert (first.program, first.kept, dict(first.limits)[VARIANCE]) == (graph.program, graph.kept, 0.5)
-        # The program, what is computed otherwise, what other devices do, and last the round trips to the host.
+        # The program, what is computed otherwise, what other devices do, and last the transfers to the host.
         assert first.ops[: len(graph.ops)] == graph.ops
         kinds = [0 if op.stream == COMPUTE else 2 if op.stream in (DEVICE_TO_HOST, HOST_TO_DEVICE) else 1 for op in first.ops]
         assert kinds == sorted(kinds) and set(kinds) == {0, 1, 2}
@@ -61,9 +61,9 @@ def test_optional_ops_and_copies_refer_to_the_program_alone() -> None:
             assert len(op.replaces) <= 1 and not op.overwrites
         offered += sum(op.optional for op in graph.ops)
         # Whatever other devices read, what comes back from the host is what the step itself reads.
-        _, copies = without_copies(whole)
-        _, alone = without_copies(OFFLOAD.added_to(graph, around(graph)))
-        assert copies is not None and alone is not None and list(copies.trips) == list(alone.trips)
+        _, offloads = without_offload(whole)
+        _, alone = without_offload(OFFLOAD.added_to(graph, around(graph)))
+        assert offloads and list(offloads.by_tensor) == list(alone.by_tensor)
     assert offered > 20
 
 
@@ -72,11 +72,11 @@ def test_each_option_can_be_removed() -> None:
         graph = found_in_a_step(seed)
         known = around(graph, "second", "third")
         whole, both = with_options(graph, BESIDE, known), PLACEMENT.added_to(graph, known)
-        rest, copies = without_copies(whole)
-        assert rest == both and copies is not None
-        assert copies.host_bytes is None or copies.host_bytes == 1000
-        assert all(whole.ops[trip.out_op].inputs == (t,) for t, trip in copies.trips.items())
-        assert without_copies(both) == (both, None)
+        rest, offloads = without_offload(whole)
+        assert rest == both and offloads
+        assert offloads.host_bytes is None or offloads.host_bytes == 1000
+        assert all(whole.ops[transfers.offload_op].inputs == (t,) for t, transfers in offloads.by_tensor.items())
+        assert without_offload(both) == (both, NO_OFFLOADS)
         assert without_placement(whole) == OFFLOAD.added_to(graph, known)
         assert without_placement(both) == graph
         assert without_placement(graph) is graph and not is_placed(graph)
@@ -116,12 +116,12 @@ def test_incompatible_options_raise() -> None:
         (replace(stand_in, replaces=()), "neither copies a tensor from one device to another nor stands for one op"),
         (
             replace(stand_in, stream="elsewhere", workspace_bytes=0),
-            "not just round trips of single tensors to the host and ops",
+            "not just transfers of single tensors to the host and back and ops",
         ),
     ):
         ops = (*both.ops[: stand_in.id], changed, *both.ops[stand_in.id + 1 :])
         with pytest.raises(GraphError, match=said):
-            without_copies(replace(both, ops=ops))
+            without_offload(replace(both, ops=ops))
 
 
 def test_both_judges_agree_with_all_options() -> None:

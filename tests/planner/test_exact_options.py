@@ -10,8 +10,8 @@ from graphs.io.formats import write_graph
 from graphs.ir import Graph
 from planner import running, solve, tracing
 from planner.capture.options.traced import with_graph
-from planner.choices import choices_of, with_recorded
 from planner.models import Workload
+from planner.option_settings import option_settings, with_recorded
 from planner.plan_check import check_plan
 from planner.plans.document import read_plan, write_plan
 from planner.settings import TraceSettings
@@ -68,8 +68,8 @@ def test_calls_go_with_the_ops_that_are_left(graph: Graph, workload: Workload) -
 
 def test_it_needs_an_option() -> None:
     with pytest.raises(PlannerError, match=r"exact given, but no option .*--options chunks"):
-        choices_of([], exact=True)
-    assert choices_of(["chunks"], exact=True).asked == {"options": ["chunks"], "exact": True}
+        option_settings([], exact=True)
+    assert option_settings(["chunks"], exact=True).as_json == {"options": ["chunks"], "exact": True}
 
 
 def test_the_commands_take_it(graph: Graph, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,8 +15,8 @@ from graphs.pools import HOST
 from graphs.synthetic.random_graphs import random_training_step
 from planner import solve
 from planner.capture.options import with_options
-from planner.choices import LINK, KnownLink, LinkSource, choices_of
 from planner.facts.graph import graph_facts
+from planner.option_settings import LINK, RECOMPUTATION, KnownLink, LinkSource, option_settings
 from planner.plan_check import check_plan, check_sizes, check_with_its_graph
 from planner.plans.document import read_plan, write_plan
 from planner.profiling.link import MEASURED_LINK, LinkProfile, LinkRates
@@ -118,17 +118,17 @@ def test_facts_have_the_least_budget_with_and_without(step: Graph) -> None:
 
 
 def test_defaults_are_half_of_the_free_memory_and_a_modest_link() -> None:
-    choices = choices_of(["offload"])
-    assert choices is not None and choices.host_bytes == pytest.approx(psutil.virtual_memory().available / 2, rel=0.1)
-    assert choices.link({}) == KnownLink(Link.even(25e9), LinkSource.DEFAULT) and LINK == "25GB/s"
-    assert choices_of([]) is None
+    options = option_settings(["offload"])
+    assert options.host_bytes == pytest.approx(psutil.virtual_memory().available / 2, rel=0.1)
+    assert options.link({}) == KnownLink(Link.even(25e9), LinkSource.DEFAULT) and LINK == "25GB/s"
+    assert option_settings([]) == RECOMPUTATION and not RECOMPUTATION.as_json
 
 
 def test_what_is_given_goes_before_what_is_measured_and_that_before_what_is_published() -> None:
     rates = LinkRates(20e9, 30e9, 19e9)
     measured = LinkProfile(rates, rates, 2e-5)
     there: dict[str, object] = {"device": "NVIDIA H100 80GB HBM3", MEASURED_LINK: measured.recorded}
-    given, found = choices_of(["offload"], "50GB/s"), choices_of(["offload"])
+    given, found = option_settings(["offload"], "50GB/s"), option_settings(["offload"])
     assert given is not None and found is not None
     assert given.link(there) == KnownLink(Link.even(50e9), LinkSource.GIVEN)
     assert found.link(there) == KnownLink(Link(20e9, 30e9, 2e-5), LinkSource.MEASURED)

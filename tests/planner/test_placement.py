@@ -18,8 +18,8 @@ from graphs.options.placement import fixed
 from graphs.options.surroundings import Link, OtherDevice, Surroundings
 from graphs.synthetic.small import diamond
 from planner.capture.options import with_options
-from planner.choices import choices_of, with_recorded
 from planner.cli.main import main
+from planner.option_settings import option_settings, with_recorded
 from planner.plans.document import read_plan
 from planner.profiling.other_devices import DEVICES_KEY, decode_devices, encode_devices, parse_device
 from planner.solving import solve
@@ -180,11 +180,10 @@ def test_plans_have_what_their_graph_is_made_of_again() -> None:
     }
     for options, exact in ((["placement"], False), (["offload", "placement"], False), (["placement", "offload"], True)):
         copies = "offload" in options
-        choices = choices_of(options, "3GB/s" if copies else None, 1000 if copies else None, exact=exact)
-        assert choices is not None
-        offered = choices.offered(graph)
-        assert with_recorded(graph, choices.recorded(graph)) == offered
-        assert (len(offered.pools), "host_budget_bytes" in choices.recorded(graph)) == (3 + copies, copies)
+        options_given = option_settings(options, "3GB/s" if copies else None, 1000 if copies else None, exact=exact)
+        offered = options_given.apply(graph)
+        assert with_recorded(graph, options_given.recorded(graph)) == offered
+        assert (len(offered.pools), "host_budget_bytes" in options_given.recorded(graph)) == (3 + copies, copies)
         stand_ins = [op for op in offered.ops if op.stream == "compute@cpu"]
         assert all(op.exact for op in stand_ins) is exact
         assert not exact or {op.replaces for op in stand_ins} <= {(0,), (2,)}

@@ -15,9 +15,9 @@ from graphs.options.passes import in_passes
 from graphs.pools import HOST
 from graphs.simulate import simulate
 from planner import search
-from planner.choices import choices_of
 from planner.facts.graph import graph_facts
 from planner.facts.timeline import Timeline
+from planner.option_settings import option_settings
 from planner.plan_check import check_plan
 from planner.plans.document import read_plan, write_plan
 from planner.plans.plan import Plan
@@ -53,9 +53,8 @@ def small() -> tuple[nn.Module, nn.Module, tuple[torch.Tensor, torch.Tensor]]:
 
 def random_plan(graph: Graph, budget: int, *, seed: int, options: Sequence[str] = OPTIONS, host_budget: Any = 10**9) -> Plan:
     """What a solve could have found."""
-    choices = choices_of(options, "1GB/s", host_budget, exact=True)
-    assert choices is not None
-    offered = choices.offered(graph)
+    options_given = option_settings(options, "1GB/s", host_budget, exact=True)
+    offered = options_given.apply(graph)
     schedule = in_passes(offered, any_schedule(offered, seed))
     found = simulate(offered, schedule)
     return Plan(
@@ -68,7 +67,7 @@ def random_plan(graph: Graph, budget: int, *, seed: int, options: Sequence[str] 
         status="feasible",
         solver="chance",
         seconds=0.0,
-        settings=choices.recorded(offered),
+        settings=options_given.recorded(offered),
         pool_peaks_bytes=other_peaks(offered, found),
     )
 
@@ -83,7 +82,7 @@ def test_a_plan_is_run(seed: int, tmp_path: Path) -> None:
     graph = planner.trace(model, loss_fn, batch, options=FOUND, other_devices=[SECOND], passes=1)
     write_plan(random_plan(graph, BUDGET, seed=seed), tmp_path / "plan.json")
     plan = read_plan(tmp_path / "plan.json")
-    offered = choices_of(OPTIONS, "1GB/s", 10**9, exact=True).offered(graph)  # type: ignore[union-attr]
+    offered = option_settings(OPTIONS, "1GB/s", 10**9, exact=True).apply(graph)  # type: ignore[union-attr]
     check_plan(offered, plan)
     assert list(plan.pool_peaks_bytes) == [SECOND, HOST]
     text = plan_text(plan)
@@ -100,8 +99,8 @@ def test_it_trains(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     model, loss_fn, batch = small()
 
     def solved(graph: Graph, budget: int, settings: SolveSettings, **_: Any) -> Plan:
-        assert settings.choices is not None
-        return random_plan(graph, budget, seed=3, options=settings.options, host_budget=settings.choices.host_bytes)
+        assert settings.options is not None
+        return random_plan(graph, budget, seed=3, options=settings.options, host_budget=settings.options.host_bytes)
 
     monkeypatch.setattr(search, "solve_graph", solved)
     compiled = partial(planner.compile, budget=BUDGET, options=OPTIONS, host_budget="1GB", exact=True, passes=1)
@@ -123,7 +122,7 @@ def test_it_trains(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_what_a_graph_with_all_of_them_offers_is_what_it_was_traced_with() -> None:
     model, loss_fn, batch = small()
     graph = planner.trace(model, loss_fn, batch, options=FOUND, other_devices=[SECOND], passes=1)
-    offered = choices_of(OPTIONS, "1GB/s", 10**9).offered(graph)  # type: ignore[union-attr]
+    offered = option_settings(OPTIONS, "1GB/s", 10**9).apply(graph)  # type: ignore[union-attr]
     facts, alone = graph_facts(offered), graph_facts(graph)
     assert facts.traced == alone.traced and facts.placement == alone.placement
     assert facts.least_budget_bytes == alone.least_budget_bytes

@@ -11,8 +11,8 @@ import planner
 from graphs.errors import PlannerError
 from graphs.io.formats import write_graph
 from graphs.synthetic.small import training_chain
-from planner.choices import choices_of
 from planner.cli.main import main
+from planner.option_settings import option_settings
 from planner.plans.document import read_plan
 from planner.settings import RunSettings, SolveSettings, TraceSettings
 from solvers.baselines.dtr import DtrParams
@@ -27,7 +27,7 @@ PARAMS = WindowsParams(bound=BoundParams(small_ops=12))
         (lambda: SolveSettings("simplex"), "there is no solver 'simplex'"),
         (lambda: SolveSettings(time_limit_s=0), "time limit is 0: must be seconds, above 0"),
         (lambda: SolveSettings(work_limit=-1.0), "work limit is -1.0: must be a number, above 0"),
-        (lambda: SolveSettings("dtr", choices=choices_of(["offload"])), "the solver 'dtr' recomputes only"),
+        (lambda: SolveSettings("dtr", options=option_settings(["offload"])), "the solver 'dtr' recomputes only"),
         (lambda: TraceSettings(options=("offload",)), "'offload' is not found in a step"),
         (lambda: TraceSettings(roofline="h100", measure_link=True), "roofline= does not go with measure_link=True"),
         (lambda: RunSettings(kernels="triton"), "kernels is 'triton': choose from eager, inductor"),

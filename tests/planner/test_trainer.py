@@ -77,7 +77,7 @@ def test_tensors_may_go_to_the_host(tmp_path: Path) -> None:
     assert_same(planned, eager)
     assert planned.planned.plan.settings["options"] == ["offload"]
     first, last = planned._plans._steps.values()
-    assert first.plan.copied and first._run.channels is last._run.channels is not None
+    assert first.plan.copied and first._run.devices.host is last._run.devices.host is not None
 
 
 def test_batches_of_many_lengths(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graphs.ir import Graph
-from graphs.options.offload import Copies
+from graphs.options.offload import NO_OFFLOADS, Offloads
 from graphs.schedule import keep_everything
 from graphs.simulate import simulate
 from graphs.synthetic.draft import Draft
@@ -61,9 +61,9 @@ def test_what_takes_more_than_the_budget_cannot_be_made_again() -> None:
 def test_budgets_are_searched_only_where_executing_an_op_again_takes_more(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int | None] = []
 
-    def counting(graph: Graph, budget_bytes: int | None, copies: Copies | None = None) -> Need:
+    def counting(graph: Graph, budget_bytes: int | None, offloads: Offloads = NO_OFFLOADS) -> Need:
         asked.append(budget_bytes)
-        return need_at(graph, budget_bytes, copies)
+        return need_at(graph, budget_bytes, offloads)
 
     monkeypatch.setattr(bounds, "need_at", counting)
     graph = training_chain(12)

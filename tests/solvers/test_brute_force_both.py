@@ -1,4 +1,4 @@
-"""The exact solver with optional ops and round trips to the host at once, against all schedules of small graphs."""
+"""The exact solver with optional ops and transfers to the host at once, against all schedules of small graphs."""
 
 import random
 
@@ -48,7 +48,7 @@ def cases(seeds: range) -> list[Case]:
 def test_bounds_and_schedules(seeds: range) -> None:
     met = feasible = both = 0
     for one in cases(seeds):
-        assert problem_of(one.graph, one.budget_bytes).copies is not None
+        assert problem_of(one.graph, one.budget_bytes).offloads
         check_models(one)
         result = solve(ask(one.graph, one.budget_bytes, tolerance=TOLERANCE, time_limit_s=2))
         assert result.status is not Status.ERROR and not (result.message and result.schedule), one.seed

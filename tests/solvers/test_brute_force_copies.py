@@ -1,4 +1,4 @@
-"""The exact solver with round trips to the host, against all schedules of small graphs on three streams."""
+"""The exact solver with transfers to the host, against all schedules of small graphs on three streams."""
 
 import random
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ SEEDS = [
 
 @dataclass(frozen=True)
 class Case:
-    """A small graph with round trips and a budget, and the best of all its schedules."""
+    """A small graph with transfers and a budget, and the best of all its schedules."""
 
     seed: int
     program: Graph
@@ -54,16 +54,15 @@ def case(seed: int, most_ops: int) -> Case | None:
     rates = (1.0, 2.0, 4.0)
     link = Link(draw.choice(rates), draw.choice(rates), draw.choice((0.0, 0.0, 0.5)))
     graph = with_options(program, ("offload",), Surroundings(link, host_bytes))
-    copies = problem_of(graph, 1).copies
-    assert copies is not None
-    least = least_budget_bound(program, copies).budget_bytes
+    offloads = problem_of(graph, 1).offloads
+    least = least_budget_bound(program, offloads).budget_bytes
     peak = simulate(program, keep_everything(program)).peak_bytes
     budget = max(1, least - (draw.random() < 0.2) + round((peak - least) * draw.random() ** 2))
     try:
         optimum = fastest_with_copies(graph, budget, most=100_000)
     except TimeoutError:
         return None
-    return Case(seed, program, graph, budget, optimum) if copies.trips else None
+    return Case(seed, program, graph, budget, optimum) if offloads else None
 
 
 def cases(seeds: range, most_ops: int) -> list[Case]:

@@ -1,10 +1,10 @@
-"""The optimum of small graphs with round trips to the host, by trying everything on three streams."""
+"""The optimum of small graphs with transfers to the host, by trying everything on three streams."""
 
 import heapq
 from dataclasses import dataclass, replace
 
 from graphs.ir import Graph
-from graphs.options.offload import without_copies
+from graphs.options.offload import without_offload
 from graphs.schedule import Compute, Free, Schedule, Step
 from tests.support.brute_force import ways_to_overwrite
 from tests.support.brute_force_options import BEGINNING, Progress, executions, promises
@@ -93,9 +93,8 @@ def _split(state: State) -> tuple[object, tuple[float, ...]]:
 
 class _Search:
     def __init__(self, graph: Graph, budget_bytes: int) -> None:
-        self.program, copies = without_copies(graph)
-        assert copies is not None
-        self.trips = copies.trips
+        self.program, offloads = without_offload(graph)
+        self.by_tensor = offloads.by_tensor
         self.host_bytes = next(pool.capacity_bytes for pool in graph.pools if pool.name == "host")
         self.size = [0 if t.static else t.size_bytes for t in self.program.tensors]
         self.room = budget_bytes - graph.static_bytes
@@ -141,11 +140,11 @@ class _Search:
                             ready=tuple({**ready, **new}.items()),
                             left=tuple((t, s) for t, s in state.left if t not in new),
                         )
-            for t, trip in self.trips.items():
+            for t, transfers in self.by_tensor.items():
                 if t in state.host and t not in state.live and used + self.size[t] <= self.room:
-                    clock = max(back, now, stored.get(t, 0.0)) + trip.in_s
+                    clock = max(back, now, stored.get(t, 0.0)) + transfers.reload_s
                     add(
-                        Compute(trip.in_op),
+                        Compute(transfers.reload_op),
                         live=state.live | {t},
                         clocks=(now, out, clock),
                         ready=tuple({**ready, t: clock}.items()),
@@ -157,13 +156,13 @@ class _Search:
             for t in sorted(state.host):
                 if t > state.host_freed and self.host_bytes is not None:
                     clock = max(out, stored.get(t, 0.0), came.get(t, 0.0))
-                    add(Free(self.trips[t].host_tensor), host_freed=t, host=state.host - {t}, clocks=(now, clock, back))
-            for t, trip in self.trips.items():
+                    add(Free(self.by_tensor[t].host_tensor), host_freed=t, host=state.host - {t}, clocks=(now, clock, back))
+            for t, transfers in self.by_tensor.items():
                 full = self.host_bytes is not None and taken + self.size[t] > self.host_bytes
                 if t in state.live and t not in state.host and not full:
-                    clock = max(out, ready.get(t, 0.0)) + trip.out_s
+                    clock = max(out, ready.get(t, 0.0)) + transfers.offload_s
                     add(
-                        Compute(trip.out_op),
+                        Compute(transfers.offload_op),
                         host=state.host | {t},
                         clocks=(now, clock, back),
                         lent=state.lent | {t},

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from random import Random
 
 from graphs.ir import Graph
-from graphs.options.offload import without_copies
+from graphs.options.offload import without_offload
 from graphs.options.surroundings import Link, Surroundings
 from graphs.schedule import Compute, Free, Schedule, Step, keep_everything
 from graphs.simulate import simulate
@@ -17,9 +17,8 @@ from tests.support.steps import capture_of, make
 
 @dataclass(frozen=True)
 class IssuedCopy:
-    """A copy in the code of a step: where it is issued, by what name, whether back, what it makes, reads and waits for."""
+    """A copy in the code of a step: by what name it is issued, whether back, what it makes, reads and waits for."""
 
-    line: int
     name: str
     back: bool
     made: str | None
@@ -29,25 +28,24 @@ class IssuedCopy:
 
 def copies_in(source: str) -> list[IssuedCopy]:
     """The copies that `source` issues, in order."""
-    lines = [line.strip() for line in source.splitlines()]
     found = []
-    for i, line in enumerate(lines):
-        if issued := re.fullmatch(r"(\w+) = channels\.(out|back)\((t\d+)(?:, (\w+))?\)", line):
-            both, way, read, after = issued.groups()
-            made = re.fullmatch(rf"(t\d+) = {both}\[0\]", lines[i + 1])
-            name = re.fullmatch(rf"(\w+) = {both}\[1\]", lines[i + (1 if made is None else 2)])
-            assert name is not None
-            found.append(IssuedCopy(i, name[1], way == "back", made and made[1], read, after))
+    on_host: set[str] = set()
+    for name, read, after, made in re.findall(
+        r"(transfers\[\d+\])\.send\((t\d+)(?:, (\S+))?\)\n +(?:(t\d+) = )?\1\.take\(\d+\)", source
+    ):
+        back = read in on_host
+        on_host.update(() if back or not made else (made,))
+        found.append(IssuedCopy(name, back, made or None, read, after or None))
     return found
 
 
 def offering(captured: Capture, *, host_bytes: int | None = None) -> Capture:
-    """`captured` with round trips to the host, over a link that is faster than any."""
+    """`captured` with transfers to the host, over a link that is faster than any."""
     return replace(captured, graph=with_options(captured.graph, ["offload"], Surroundings(Link.even(1e12), host_bytes)))
 
 
 def copying_step(name: str, seed: int) -> tuple[Capture, Schedule, Executor]:
-    """The step `name` with round trips, a schedule that makes some at random, and what runs it on a model of its own."""
+    """The step `name` with transfers, a schedule that makes some at random, and what runs it on a model of its own."""
     workload = make(name)
     captured = capture_of(name)
     offered = offering(captured)
@@ -62,25 +60,24 @@ def with_random_copies(offered: Graph, schedule: Schedule, seed: int) -> Schedul
     is being read, or stays to the end.
     """
     random = Random(seed)
-    _, copies = without_copies(offered)
-    assert copies is not None
-    trips = copies.trips
+    _, offloads = without_offload(offered)
+    by_tensor = offloads.by_tensor
     steps: list[Step] = []
     there: set[int] = set()  # on the device
     sent: set[int] = set()  # on the host
 
     def fetch(t: int) -> None:
-        steps.append(Compute(trips[t].in_op))
+        steps.append(Compute(by_tensor[t].reload_op))
         there.add(t)
         if random.random() < 0.3:
             forget(t)
 
     def send(t: int) -> None:
-        steps.append(Compute(trips[t].out_op))
+        steps.append(Compute(by_tensor[t].offload_op))
         sent.add(t)
 
     def forget(t: int) -> None:
-        steps.append(Free(trips[t].host_tensor))
+        steps.append(Free(by_tensor[t].host_tensor))
         sent.remove(t)
 
     for step in schedule.steps:
@@ -97,7 +94,7 @@ def with_random_copies(offered: Graph, schedule: Schedule, seed: int) -> Schedul
                 fetch(t)
         steps.append(step)
         there.update(op.outputs)
-        for t in sorted(there & trips.keys()):
+        for t in sorted(there & by_tensor.keys()):
             if random.random() < (0.02 if t in sent else 0.1):
                 send(t)
             if t in sent and random.random() < 0.3:

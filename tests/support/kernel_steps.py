@@ -19,9 +19,9 @@ from planner.capture.kernels.variants import Variant
 from planner.capture.lowering.lower import Capture
 from planner.capture.options.in_place import IN_PLACE
 from planner.capture.signature import call
-from planner.choices import choices_of
 from planner.distributed.wrappers import unwrap
 from planner.models import Workload, build
+from planner.option_settings import option_settings
 from planner.runtime.measure import loss_of
 from planner.search import Search
 from planner.settings import RunSettings, SolveSettings, TraceSettings
@@ -175,7 +175,7 @@ def prepare(case: Case, variant: Variant = Variant.DEFAULT) -> Prepared:
     workload = case.workload()
     reference = workload._replace(model=copy.deepcopy(workload.model))
     wanted = train(case, compiled(plain_step(reference)), reference)
-    search = Search(SolveSettings(time_limit_s=10.0, choices=choices_of([IN_PLACE.name])), RunSettings(swap="never"))
+    search = Search(SolveSettings(time_limit_s=10.0, options=option_settings([IN_PLACE.name])), RunSettings(swap="never"))
     trace = TraceSettings(accumulate=case.batches > 1, passes=1, options=(IN_PLACE.name,))
     compiler = InductorCompiler(unwrap(workload.model), workload.loss_fn, trace, search, compare_eager=False)
     with case.context():

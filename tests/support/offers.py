@@ -1,4 +1,4 @@
-"""Graphs that offer round trips to the host, and what holds for every answer to them."""
+"""Graphs that offer transfers to the host, and what holds for every answer to them."""
 
 import random
 from dataclasses import replace
@@ -29,7 +29,7 @@ def random_step(seed: int, most_ops: int = 12) -> Graph:
 
 
 def offered(seed: int, most_ops: int = 12) -> Graph:
-    """The same with round trips, now and then to a host that is a limit."""
+    """The same with transfers, now and then to a host that is a limit."""
     draw = random.Random(seed)
     return with_trips(
         random_step(seed, most_ops), draw.choice((0.5, 1.0, 2.0, 8.0)), draw.choice((None, None, draw.randint(3, 30)))
@@ -37,7 +37,7 @@ def offered(seed: int, most_ops: int = 12) -> Graph:
 
 
 def small_gpt(layers: int = 3, bytes_per_s: float = 50e9) -> Graph:
-    """A transformer with module paths like those of a traced one, and round trips."""
+    """A transformer with module paths like those of a traced one, and transfers."""
     graph = transformer(TransformerSize(layers=layers, batch=2, sequence=256, width=256, heads=4, vocabulary=2048))
     ops = []
     for op in graph.ops:

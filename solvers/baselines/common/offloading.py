@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from graphs.ir import Graph, Phase
-from graphs.options.offload import RoundTrip, without_copies
+from graphs.options.offload import HostTransfers, without_offload
 from graphs.schedule import Compute, Free, Schedule, Step, schedule_of
 from solvers.baselines.common.answers import Candidate, answer, failure
 from solvers.baselines.common.blocks import blockings
@@ -25,13 +25,13 @@ class Offer:
     Attributes:
         whole: the graph with them.
         program: the graph without them, with the same ids.
-        trips: by tensor.
+        by_tensor: the transfers of each tensor.
         host_bytes: capacity of the host's pool, None if all tensors fit together.
     """
 
     whole: Graph
     program: Graph
-    trips: Mapping[int, RoundTrip]
+    by_tensor: Mapping[int, HostTransfers]
     host_bytes: int | None
 
     def size_bytes(self, t: int) -> int:
@@ -49,7 +49,7 @@ class Offer:
     def saved(self) -> list[int]:
         """Return the offloadable saved tensors: produced in the forward pass and read after it, in order of production."""
         ops = self.program.ops
-        made = [t for t in self.trips if ops[self.made_at(t)].phase is Phase.FORWARD and self.readers(t, forward=False)]
+        made = [t for t in self.by_tensor if ops[self.made_at(t)].phase is Phase.FORWARD and self.readers(t, forward=False)]
         return sorted(made, key=lambda t: (self.made_at(t), t))
 
     def fitting(self, tensors: Iterable[int]) -> list[int]:
@@ -69,8 +69,8 @@ def offer_of(graph: Graph) -> Offer | None:
     Raises:
         GraphError: the graph has other options.
     """
-    program, copies = without_copies(graph)
-    return None if copies is None else Offer(graph, program, copies.trips, copies.host_bytes)
+    program, offloads = without_offload(graph)
+    return Offer(graph, program, offloads.by_tensor, offloads.host_bytes) if offloads else None
 
 
 def offloading_answer(
@@ -85,7 +85,7 @@ def offloading_answer(
     """Return ``answers.answer`` for methods that need transfers to the host, and blocks if `by_blocks`; LIMIT without these."""
     offer = offer_of(request.graph)
     if offer is None:
-        why = f"{what} does not apply: the graph offers no round trips to the host; solve with the option offload"
+        why = f"{what} does not apply: the graph offers no transfers to the host; solve with the option offload"
         return failure(request, solver, why, Reason.INAPPLICABLE, settings=settings)
     if by_blocks and not blockings(request.graph):
         why = f"{what} does not apply: the graph has no blocks, for no op belongs to a module inside the model"
@@ -122,7 +122,7 @@ def schedule_with(offer: Offer, computed: Sequence[int], moves: Moves) -> Schedu
     out: dict[int, list[int]] = {}
     back: dict[int, list[int]] = {}
     held: dict[int, list[int]] = {}
-    touched: dict[int, list[int]] = {t: [] for t in offer.trips}
+    touched: dict[int, list[int]] = {t: [] for t in offer.by_tensor}
     for position, op in enumerate(computed):
         for t in (*offer.program.ops[op].inputs, *offer.program.ops[op].outputs):
             if t in touched:
@@ -137,11 +137,11 @@ def schedule_with(offer: Offer, computed: Sequence[int], moves: Moves) -> Schedu
     order: list[int] = []
     stays: dict[int, list[int]] = {}
     for position, op in enumerate(computed):
-        order += [offer.trips[t].in_op for t in back.get(position, ())]
+        order += [offer.by_tensor[t].reload_op for t in back.get(position, ())]
         if position in held:
             stays[len(order)] = held[position]
         order.append(op)
-        order += [offer.trips[t].out_op for t in out.get(position, ())]
+        order += [offer.by_tensor[t].offload_op for t in out.get(position, ())]
     return schedule_of(offer.whole, order, stays)
 
 
@@ -192,7 +192,7 @@ class Layers:
         made = [(op, layer) for op, layer in self.of_op.items() if op not in again and (layer < self.last or not self.last)]
         reads = self._first_reads()
         outputs = self.offer.program.ops
-        return [t for op, _ in made for t in outputs[op].outputs if t in reads and t in self.offer.trips]
+        return [t for op, _ in made for t in outputs[op].outputs if t in reads and t in self.offer.by_tensor]
 
     def moves(self, tensors: Iterable[int]) -> Moves:
         """Return the transfers of `tensors`: offloaded when produced, freed a layer after the last layer that reads them.
@@ -300,7 +300,7 @@ class Device:
 
     def can_send(self, t: int) -> bool:
         """Return True if tensor `t` may be offloaded, and the host has or can make space for it."""
-        if t not in self.offer.trips:
+        if t not in self.offer.by_tensor:
             return False
         limit = self.offer.host_bytes
         idle_bytes = sum(self.offer.size_bytes(u) for u in self.host if self.has(u))
@@ -315,16 +315,16 @@ class Device:
                     break
                 self.out_s = max(self.out_s, self.host.pop(other), self.read_s.get(other, 0.0))
                 self.host_bytes -= self.offer.size_bytes(other)
-                self.steps.append(Free(self.offer.trips[other].host_tensor))
-            self.out_s = self.host[t] = max(self.out_s, self.ready_s[t]) + self.offer.trips[t].out_s
+                self.steps.append(Free(self.offer.by_tensor[other].host_tensor))
+            self.out_s = self.host[t] = max(self.out_s, self.ready_s[t]) + self.offer.by_tensor[t].offload_s
             self.host_bytes += self.offer.size_bytes(t)
-            self.steps.append(Compute(self.offer.trips[t].out_op))
+            self.steps.append(Compute(self.offer.by_tensor[t].offload_op))
         self.leaving[t] = max(self.host[t], self.ready_s[t])
 
     def fetch(self, t: int) -> None:
         """Reload tensor `t`, which has a copy on the host and is not in memory."""
         begins_s = max(self.in_s, self.now_s, self.host[t])
-        self.in_s = self.ready_s[t] = self.read_s[t] = begins_s + self.offer.trips[t].in_s
+        self.in_s = self.ready_s[t] = self.read_s[t] = begins_s + self.offer.by_tensor[t].reload_s
         self.live.add(t)
         self.memory_bytes += self.offer.size_bytes(t)
-        self.steps.append(Compute(self.offer.trips[t].in_op))
+        self.steps.append(Compute(self.offer.by_tensor[t].reload_op))

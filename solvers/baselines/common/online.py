@@ -11,37 +11,22 @@ recomputed.
 """
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from enum import StrEnum
-
-import numpy as np
-from numpy.typing import NDArray
 
 from graphs.ir import Graph, Op
 from graphs.schedule import Compute, Free, Schedule, Step
 from graphs.units import format_bytes
 from solvers.baselines.common.answers import Candidate, answer, failure
 from solvers.baselines.common.recomputation import last_needed, repeatable
+from solvers.online.heuristics import Heuristic
+from solvers.online.ledger import Deallocation, Ledger
 from solvers.request import Request
 from solvers.result import Reason, Result
 
 _HOPES = (Reason.TIME, Reason.THRASHING, Reason.MEMORY)
 
 _WORK_PER_OP = 5e-5  # of the evictions for an op and its execution
-
-Floats = NDArray[np.float64]
-
-Ints = NDArray[np.int64]
-
-
-class Deallocation(StrEnum):
-    """The treatment of a tensor after its last use in the program."""
-
-    EAGER = "eager"  # it is evicted; another recomputation may produce it again, to be evicted when memory runs out
-    IGNORE = "ignore"  # nothing
-    BANISH = "banish"  # once all tensors computed from it are in memory, it is removed for good, and these are pinned
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,44 +54,14 @@ def held_storages(graph: Graph) -> tuple[Held, ...]:
     )
 
 
-class Heuristic(ABC):
-    """A choice of the evicted tensor, the one of least score; it is notified of evictions and recomputations.
+class Foresight(Heuristic):
+    """A heuristic that looks at the rest of the program, which only a replay knows."""
 
-    Attributes:
-        keeps_siblings: True if an op that is recomputed for one output leaves the others in memory too.
-    """
+    bounded = False
 
-    keeps_siblings = True
-
-    def spares(self, graph: Graph, t: int) -> bool:
-        """Return True if `t` is never evicted."""
-        return False
-
-    def estimate_s(self, graph: Graph, op: Op) -> float:
-        """Return the heuristic's estimate of the seconds of `op`."""
-        return op.time_s
-
-    def begin(self, run: "Online") -> None:
+    def follow(self, run: "Online") -> None:
         """Prepare for a run, in which nothing has been executed yet."""
         self.run = run
-
-    def evicted(self, t: int) -> None:  # noqa: B027 (not all listen)
-        """Record that `t` was evicted."""
-
-    def restored(self, t: int) -> None:  # noqa: B027
-        """Record that `t`, which was evicted, is in memory again or was banished."""
-
-    @abstractmethod
-    def scores(self, candidates: Ints) -> Floats:
-        """Return the score of each of `candidates`, tensor ids."""
-
-    def choose(self, candidates: Ints) -> int:
-        """Return the candidate of least score; of equal ones the latest to become evictable, but for scores of 0 the first."""
-        scores = self.scores(candidates)
-        least = scores.min()
-        tied = candidates[scores == least]
-        since = self.run.since[tied]
-        return int(tied[since.argmin() if least == 0 else since.argmax()])
 
 
 class FailedError(Exception):
@@ -120,17 +75,12 @@ class FailedError(Exception):
 class Online:
     """One run of a graph within a budget; `run` may be called once.
 
-    Attributes, for heuristics (indexed by tensor id):
-        size_bytes: of each tensor.
-        own_s: time of its producer, and of the ops that produced views of it, by the heuristic's estimate.
-        touched_s: time of its first production or last read.
-        gone: True if it was computed and is not in memory; not for banished ones.
+    Attributes (indexed by tensor id):
+        ledger: costs, uses and neighbourhoods of the tensors computed so far.
+        storage: the id in the ledger of each tensor computed so far that is neither a view nor banished, otherwise -1.
         live: True if it is in memory.
-        since: when it became evictable, a running number.
-        parents, children: inputs of its producer, and outputs of its readers; without static tensors and views.
         clock_s: seconds of execution so far, by the heuristic's estimate.
         now: the current op of the program.
-        again: number of recomputations of each op (by id).
         budget_bytes, memory_bytes: including static memory.
     """
 
@@ -158,27 +108,26 @@ class Online:
         self.deallocation, self.stop = deallocation, stop
         self.thrash_s = (thrash_factor - 1.0) * graph.time_s
         count = len(graph.tensors)
-        self.size_bytes: Floats = np.array([t.size_bytes for t in graph.tensors], dtype=np.float64)
-        self.estimates_s = [heuristic.estimate_s(graph, op) for op in graph.ops]
-        self.own_s: Floats = np.array(
-            [self.estimates_s[t.producers[0]] if t.producers else 0.0 for t in graph.tensors], dtype=np.float64
-        )
-        self.touched_s: Floats = np.zeros(count)
-        self.since: Ints = np.zeros(count, dtype=np.int64)
-        self.live = np.zeros(count, dtype=np.bool_)
-        self.gone = np.zeros(count, dtype=np.bool_)
-        self.pool = np.zeros(count, dtype=np.bool_)
+        self.estimates_s = [heuristic.estimate_s(op.time_s, _moved_bytes(graph, op)) for op in graph.ops]
+        self.ledger = Ledger(heuristic)
+        self.storage = [-1] * count
+        self.tensor: dict[int, int] = {}  # by storage
+        self.noted = [-1] * len(graph.ops)  # the id of each op in the ledger
+        self.live = [False] * count
         self.locks = [0] * count
         self.released = [False] * count
         self.banished = [False] * count
         self.clock_s = self.recomputed_s = 0.0
-        self.again = [0] * len(graph.ops)
         self.memory_bytes = graph.static_bytes
         self.steps: list[Step] = []
-        self.numbers = self.now = 0
+        self.now = 0
         fit = repeatable(graph)
         self.evictable = [
-            not t.static and t.id not in graph.kept and fit[t.producers[0]] and not heuristic.spares(graph, t.id)
+            not t.static
+            and t.id not in graph.kept
+            and fit[t.producers[0]]
+            and not heuristic.spares(t.size_bytes)
+            and not (heuristic.keeps_random and any(graph.ops[p].random for p in t.producers))
             for t in graph.tensors
         ]
         self.held = {h.storage: h for h in held_storages(graph)}
@@ -188,8 +137,9 @@ class Online:
         for view in base:
             self.views.setdefault(base[view], []).append(view)
             self.evictable[view] = False
-        self.parents, self.children = self._relations()
         self.dies = self._deaths()
+        if isinstance(heuristic, Foresight):
+            heuristic.follow(self)
 
     def run(self) -> Schedule:
         """Return the schedule of the run.
@@ -197,34 +147,17 @@ class Online:
         Raises:
             FailedError: out of memory, thrashing, or stopped.
         """
-        self.heuristic.begin(self)
         stand_ins = {op_id for h in self.held.values() for op_id in (h.hold, h.release)}
         for op in self.graph.ops:
             self.now = op.id
             if op.id not in stand_ins:
                 self._execute(op.id)
-                for t in op.outputs:
-                    self.touched_s[self.base[t]] = self.clock_s
-                    if self.base[t] != t:
-                        self.own_s[self.base[t]] += self.estimates_s[op.id]
+                self.ledger.touch(self._storages(op.outputs), self.clock_s)
             for t in self.dies.get(op.id, ()):
                 self._release(t)
         for t in tuple(self.held):
             self._leave(t)
         return Schedule(tuple(self.steps))
-
-    def _relations(self) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:
-        """Return for each tensor the inputs of its producer, and the outputs of its readers."""
-        parents: list[tuple[int, ...]] = [()] * len(self.graph.tensors)
-        children: list[list[int]] = [[] for _ in self.graph.tensors]
-        for op in self.graph.ops:
-            read = tuple(dict.fromkeys(self.base[t] for t in self._inputs(op.id)))
-            made = [t for t in op.outputs if self.base[t] == t]
-            for t in made:
-                parents[t] = read
-            for t in read:
-                children[t] += made
-        return tuple(parents), tuple(map(tuple, children))
 
     def _deaths(self) -> dict[int, list[int]]:
         """Return by op the tensors whose last use it is; for those that are never evicted, the last possible use."""
@@ -279,9 +212,8 @@ class Online:
     def _begin(self, op_id: int) -> list[int]:
         """Touch the inputs and lock those in memory; return the others, the first one last."""
         inputs = self._inputs(op_id)
-        for t in inputs:
-            if self.deallocation is not Deallocation.BANISH or not self.released[self.base[t]]:
-                self.touched_s[self.base[t]] = self.clock_s
+        used = (t for t in inputs if self.deallocation is not Deallocation.BANISH or not self.released[self.base[t]])
+        self.ledger.touch(self._storages(used), self.clock_s)
         missing = [t for t in reversed(inputs) if not self.live[t]]
         for t in inputs:
             if self.live[t]:
@@ -296,8 +228,9 @@ class Online:
         self.clock_s += self.estimates_s[op_id]
         if wanted >= 0:
             self.recomputed_s += op.time_s
-            self.again[op_id] += 1
         asked = wanted if wanted >= 0 else op.outputs[0] if op.outputs else -1
+        for t in op.outputs:
+            self._add(t)
         for t in (*(t for t in op.outputs if t != asked), *((asked,) if asked >= 0 else ())):
             if self.live[t]:
                 continue
@@ -306,47 +239,62 @@ class Online:
                 continue
             self.live[t] = True
             self.memory_bytes += self.graph.tensors[t].size_bytes
-            self._offer(t)
-            if self.gone[t]:
-                self.gone[t] = False
-                self.heuristic.restored(t)
+            if self.base[t] == t:
+                self.ledger.computed(self.storage[t])
+        self._note(op_id)
+
+    def _add(self, t: int) -> None:
+        """Add tensor `t` to the ledger when it is computed for the first time."""
+        if self.base[t] == t and self.storage[t] < 0 and not self.banished[t]:
+            self.storage[t] = storage = self.ledger.add_storage(self.graph.tensors[t].size_bytes)
+            self.tensor[storage] = t
+            if not self.evictable[t]:
+                self.ledger.pinned(storage)
+
+    def _note(self, op_id: int) -> None:
+        """Add op `op_id` to the ledger, or note that it ran again; views add to the cost of their base, not to its neighbours."""
+        if self.noted[op_id] >= 0:
+            self.ledger.recomputed(self.noted[op_id])
+            return
+        outputs = self.graph.ops[op_id].outputs
+        made = self._storages(t for t in outputs if self.base[t] == t)
+        for viewed in self._storages(t for t in outputs if self.base[t] != t):
+            self.noted[op_id] = self.ledger.add_op([viewed], [viewed], self.estimates_s[op_id])
+        if made:
+            inputs = self._storages(self._inputs(op_id))
+            self.noted[op_id] = self.ledger.add_op(inputs, made, self.estimates_s[op_id])
+
+    def _storages(self, tensors: Iterable[int]) -> list[int]:
+        """Return the storages of `tensors`, or of their bases, that are in the ledger."""
+        return [storage for t in tensors if (storage := self.storage[self.base[t]]) >= 0]
 
     def _make_room(self, op_id: int, wanted_bytes: int) -> None:
         while self.memory_bytes + wanted_bytes > self.budget_bytes:
-            candidates = np.flatnonzero(self.pool)
-            if not len(candidates):
+            victim = self.ledger.victim(self.clock_s)
+            if victim is None:
                 raise FailedError(
                     f"out of memory: op {self.graph.ops[op_id].name!r} needs {format_bytes(wanted_bytes)} more, "
                     f"{format_bytes(self.memory_bytes)} are in use, and nothing is left to evict",
                     Reason.MEMORY,
                 )
-            self._free(self.heuristic.choose(candidates))
+            self._free(self.tensor[victim])
             self._go_on()  # an op may need hundreds of evictions, each as long as its execution
 
     # Tensors.
 
     def _lock(self, t: int) -> None:
-        base = self.base[t]
-        self.locks[base] += 1
-        self.pool[base] = False
+        self.locks[self.base[t]] += 1
+        for storage in self._storages((t,)):
+            self.ledger.pinned(storage)
 
     def _unlock(self, t: int) -> None:
-        base = self.base[t]
-        self.locks[base] -= 1
-        if not self.locks[base]:
-            self._offer(base)
-
-    def _offer(self, t: int) -> None:
-        """Make `t` evictable, unless it is pinned."""
-        if self.evictable[t]:
-            self.pool[t] = True
-            self.since[t] = self.numbers
-            self.numbers += 1
+        self.locks[self.base[t]] -= 1
+        for storage in self._storages((t,)):
+            self.ledger.unpinned(storage)
 
     def _free(self, t: int) -> None:
         self._leave(t)
-        self.gone[t] = True
-        self.heuristic.evicted(t)
+        self.ledger.evicted(self.storage[t])
 
     def _leave(self, t: int) -> None:
         """Remove `t` and its views from memory; the first time, release the reference that the program held."""
@@ -355,7 +303,7 @@ class Online:
                 self.live[view] = False
                 self.steps.append(Free(view))
         if self.live[t]:
-            self.live[t] = self.pool[t] = False
+            self.live[t] = False
             self.memory_bytes -= self.graph.tensors[t].size_bytes
             self.steps.append(Free(t))
         if held := self.held.pop(t, None):
@@ -372,16 +320,16 @@ class Online:
 
     def _try_to_banish(self, t: int) -> None:
         """Banish `t` if the program has released it and all outputs of its readers are in memory."""
-        if not self.released[t] or self.banished[t] or self.locks[t] or any(self.gone[c] for c in self.children[t]):
+        if not self.released[t] or self.banished[t] or self.locks[t] or self.ledger.is_needed(self.storage[t]):
             return
-        if self.gone[t]:
-            self.gone[t] = False
-            self.heuristic.restored(t)
         self._leave(t)
         self.banished[t] = True
-        for child in self.children[t]:
-            if not self.banished[child]:
-                self.evictable[child] = self.pool[child] = False
+        self.ledger.dropped(self.storage[t])
+        self.storage[t] = -1
+
+
+def _moved_bytes(graph: Graph, op: Op) -> int:
+    return sum(graph.tensors[t].size_bytes for t in (*op.inputs, *op.outputs))
 
 
 def online_result(

@@ -67,8 +67,6 @@ def read_choice(model: Model, values: Floats) -> Choice:
         if values[column] > 0.5:
             handed[k].add(t)
     instead = frozenset(b for b, column in model.instead.items() if values[column] > 0.5)
-    if model.problem.copies is None:
-        return Choice(tuple(map(frozenset, again)), tuple(map(frozenset, handed)), instead=instead)
     taken: list[set[int]] = [set() for _ in model.detail.ends]
     for (k, t), column in model.taken.items():
         if values[column] > 0.5:
@@ -82,11 +80,11 @@ def try_out(problem: Problem, order: Order) -> Trial:
 
     With offloading, tensors live longer while they are transferred to the host, and are reloaded before they are read.
     """
-    if problem.copies is not None and not problem.places.plain:
+    if problem.offloads and not problem.places.plain:
         return _try_out_plain(problem, order)
-    if problem.devices is not None:
+    if problem.devices:
         return _try_out_side_by_side(problem, order)
-    if problem.copies is not None:
+    if problem.offloads:
         found = timed(problem, order.computed, order.away)
         order, schedule = replace(order, away=found.away), Schedule(tuple(found.steps))
         simulation = simulate(problem.whole, schedule)
@@ -129,7 +127,7 @@ def _try_out_plain(problem: Problem, order: Order) -> Trial:
 def trial_of_whole(problem: Problem, plain: PlainGraph, order: Order, trial: Trial) -> Trial:
     """Return the trial of `order` in the problem, given the trial of its plain graph."""
     schedule = plain.schedule_of_whole(problem, trial.schedule)
-    if problem.devices is not None:
+    if problem.devices:
         found = side_by_side(problem.whole, schedule.computed, problem.budget_bytes)
         schedule = found.schedule
         if not found.fits_elsewhere:
@@ -194,11 +192,8 @@ def order_of(
 
 def decoded(problem: Problem, detail: Discretization, choice: Choice) -> Order:
     """Return the order of a model's solution, with the reloads of offloaded tensors."""
-    places = None if problem.places.plain else problem.places
-    order = order_of(detail, expand(problem, detail, choice), instead=choice.instead, places=places)
-    if problem.copies is None or not choice.taken:
-        return order
-    return replace(order, away=_away(problem, choice, order))
+    order = order_of(detail, expand(problem, detail, choice), instead=choice.instead, places=problem.places)
+    return replace(order, away=_away(problem, choice, order)) if problem.offloads and choice.taken else order
 
 
 def _away(problem: Problem, choice: Choice, order: Order) -> frozenset[tuple[int, int]]:
@@ -206,7 +201,6 @@ def _away(problem: Problem, choice: Choice, order: Order) -> frozenset[tuple[int
 
     A tensor that is reloaded although it was handed over is offloaded in its longest interval without reads.
     """
-    assert problem.copies is not None
     away: set[tuple[int, int]] = set()
     seconds = list(accumulate((problem.time_s[op] for op in order.computed), initial=0.0))
     gaps: dict[tuple[int, int], list[tuple[float, int]]] = {}
@@ -214,7 +208,7 @@ def _away(problem: Problem, choice: Choice, order: Order) -> frozenset[tuple[int
     for place, op in enumerate(order.computed):
         window = order.windows[place]
         for t in problem.inputs[op]:
-            if t in problem.copies.trips and t in last:
+            if t in problem.offloads.by_tensor and t in last:
                 since = order.windows[last[t]]
                 if not all(t in choice.handed[k] for k in range(since + 1, window + 1)):
                     away.add((t, place))

@@ -15,7 +15,7 @@ from solvers.windows.relaxation.discretization import Discretization, Model
 def choice_of(problem: Problem, detail: Discretization, computed: Sequence[int], instead: frozenset[int] = frozenset()) -> Choice:
     """Return the values of R, Q, S and z for an order of execution: the inverse of ``expand``."""
     places = problem.places
-    order = order_of(detail, computed, instead=instead, places=None if places.plain else places)
+    order = order_of(detail, computed, instead=instead, places=places)
     again: list[set[int]] = [set() for _ in detail.ends]
     handed: list[set[int]] = [set() for _ in range(len(detail.ends) + 1)]
     twice: set[tuple[int, int]] = set()
@@ -42,13 +42,13 @@ def choice_of(problem: Problem, detail: Discretization, computed: Sequence[int],
 
 def choice_of_trial(problem: Problem, detail: Discretization, trial: Trial) -> Choice:
     """Return the values of R, Q, S and A for a trial."""
-    if problem.copies is None:
+    if not problem.offloads:
         return choice_of(problem, detail, trial.order.computed, trial.order.instead)
     order = order_of(detail, trial.order.computed)
     again, handed, taken = ([set[int]() for _ in range(len(detail.ends) + 1)] for _ in range(3))
     twice: set[tuple[int, int]] = set()
     executed = {end: place for place, end in enumerate(trial.ends)}
-    back = {trip.in_op: t for t, trip in problem.copies.trips.items()}
+    back = {transfers.reload_op: t for t, transfers in problem.offloads.by_tensor.items()}
     live: set[int] = set()
     window = 0
     for index, step in enumerate(trial.schedule.steps):

@@ -13,7 +13,6 @@ from itertools import accumulate
 
 import numpy as np
 
-from graphs.options.offload import Copies
 from graphs.schedule import Compute, Free, Step
 from solvers.problem import Problem
 
@@ -63,7 +62,6 @@ def stays_of(problem: Problem, computed: Sequence[int], away: Away) -> list[Stay
 
     A tensor is offloaded once: in the last stay in which it is produced before its first reload.
     """
-    assert problem.copies is not None
     stays: list[Stay] = []
     last: dict[int, Stay] = {}
     made: dict[int, Stay] = {}  # the last time that each was produced
@@ -72,7 +70,7 @@ def stays_of(problem: Problem, computed: Sequence[int], away: Away) -> list[Stay
     for place, op in enumerate(computed):
         for t in problem.inputs[op]:
             stay = last[t]
-            if (t, place) in away and stay.end < place and t in problem.copies.trips:
+            if (t, place) in away and stay.end < place and t in problem.offloads.by_tensor:
                 if t not in sent:
                     made[t].leaves = True
                     sent.add(t)
@@ -107,11 +105,10 @@ class _HostFullError(Exception):
 
 class _Run:
     def __init__(self, problem: Problem, computed: Sequence[int], away: frozenset[tuple[int, int]]) -> None:
-        assert problem.copies is not None
         self.problem = problem
         self.away = away
         stays = stays_of(problem, computed, away)
-        self.copies: Copies = problem.copies
+        self.offloads = problem.offloads
         self.computed = computed
         self.stays = stays
         self.ending: list[list[Stay]] = [[] for _ in computed]
@@ -167,7 +164,7 @@ class _Run:
         free_until_s = starts_s[-1]
         for stay in sorted((s for s in self.stays if s.fetched), key=lambda s: -s.read):
             size = problem.sizes[stay.tensor]
-            free_until_s = min(free_until_s, starts_s[stay.read]) - self.copies.trips[stay.tensor].in_s
+            free_until_s = min(free_until_s, starts_s[stay.read]) - self.offloads.by_tensor[stay.tensor].reload_s
             begin = bisect_right(starts_s, free_until_s, hi=stay.read + 1) - 1
             begin = max(begin, stay.after + 1, 0)
             full = np.flatnonzero(self.memory[begin : stay.read] + size > problem.capacity_bytes)
@@ -242,20 +239,20 @@ class _Run:
         self._copy_out(stay)
 
     def _copy_in(self, stay: Stay) -> None:
-        t, trip = stay.tensor, self.copies.trips[stay.tensor]
-        self.steps.append(Compute(trip.in_op))
-        self.in_s = max(self.in_s, self.now_s, self.on_host_s[t]) + trip.in_s
+        t, transfers = stay.tensor, self.offloads.by_tensor[stay.tensor]
+        self.steps.append(Compute(transfers.reload_op))
+        self.in_s = max(self.in_s, self.now_s, self.on_host_s[t]) + transfers.reload_s
         self.ready_s[t] = self.in_s
         if self.last_come[t] == stay.begin:
             self.here_again[t] = self.in_s
 
     def _copy_out(self, stay: Stay) -> None:
-        t, trip = stay.tensor, self.copies.trips[stay.tensor]
-        if self.copies.host_bytes is not None and not self._make_room_on_host(self.copies.host_bytes - self.problem.sizes[t]):
+        t, transfers = stay.tensor, self.offloads.by_tensor[stay.tensor]
+        if self.offloads.host_bytes is not None and not self._make_room_on_host(self.offloads.host_bytes - self.problem.sizes[t]):
             raise _HostFullError(t)
         self.host_bytes += self.problem.sizes[t]
-        self.steps.append(Compute(trip.out_op))
-        self.out_s = max(self.out_s, self.made_s[t]) + trip.out_s
+        self.steps.append(Compute(transfers.offload_op))
+        self.out_s = max(self.out_s, self.made_s[t]) + transfers.offload_s
         self.on_host_s[t] = self.out_s
 
     def _make_room_on_host(self, most_bytes: int) -> bool:
@@ -264,7 +261,7 @@ class _Run:
             t, done_s = self.here_again.popitem()
             self.out_s = max(self.out_s, done_s)
             self.host_bytes -= self.problem.sizes[t]
-            self.steps.append(Free(self.copies.trips[t].host_tensor))
+            self.steps.append(Free(self.offloads.by_tensor[t].host_tensor))
         return self.host_bytes <= most_bytes
 
     def _end(self, stay: Stay) -> None:

@@ -146,14 +146,14 @@ class _Draft:
 
     def graph(self) -> Graph:
         """Return the graph, with transfers to the host of tensors that have one representative."""
-        whole, copies = self.problem.whole, self.problem.copies
-        for t, trip in copies.trips.items() if copies is not None else ():
+        whole = self.problem.whole
+        for t, transfers in self.problem.offloads.by_tensor.items():
             if len(self.copies_of.get(t, ())) == 1:
                 (here,) = self.copies_of[t]
                 out = len(self.ops)
-                on_host = self.new(whole.tensors[trip.host_tensor], (out,))
-                self.put(whole.ops[trip.out_op], (here,), (on_host,))
-                self.put(whole.ops[trip.in_op], (on_host,), (here,))
+                on_host = self.new(whole.tensors[transfers.host_tensor], (out,))
+                self.put(whole.ops[transfers.offload_op], (here,), (on_host,))
+                self.put(whole.ops[transfers.reload_op], (on_host,), (here,))
                 self.tensors[here] = replace(self.tensors[here], producers=(*self.tensors[here].producers, out + 1))
         pools = tuple(pool for pool in whole.pools if pool.name in {DEVICE, HOST})
         return Graph(tuple(self.ops), tuple(self.tensors), frozenset(self.kept), whole.provenance, pools)

@@ -19,7 +19,7 @@ def prune(
 
     With optional ops and transfers to the host nothing is removed: that is done in its plain graph.
     """
-    if problem.copies is None:
+    if not problem.offloads:
         return _prune_recomputations(problem, trial, detail, budget_bytes, should_stop, passes)
     return prune_with_transfers(problem, trial, budget_bytes, should_stop, passes) if problem.places.plain else trial
 
@@ -35,8 +35,7 @@ def _prune_recomputations(
         if not needless:
             break
         computed = [op for position, op in enumerate(trial.order.computed) if position not in needless]
-        places = None if problem.places.plain else problem.places
-        trial = try_out(problem, order_of(detail, computed, instead=trial.order.instead, places=places))
+        trial = try_out(problem, order_of(detail, computed, instead=trial.order.instead, places=problem.places))
     return trial
 
 

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from solvers.devices import OtherDevices
 from solvers.problem import OBJECTIVE_SCALE
 from solvers.windows.relaxation.draft import ModelDraft, Sum
 from solvers.windows.relaxation.paths import Paths
@@ -49,7 +48,7 @@ def add_memory_elsewhere(draft: ModelDraft, k: int) -> None:
     own(v) first_v + sum over t outside io(v) of b_t S[k+1,t] <= its capacity, for each op v that may be executed in the place.
     """
     problem, end = draft.problem, draft.detail.ends[k]
-    for memory in problem.devices.memories if problem.devices is not None else ():
+    for memory in problem.devices.memories:
         there = [t for t, size in enumerate(memory.sizes) if size and (k + 1, t) in draft.handed]
         unit = max(1.0, memory.capacity_bytes / 1e3)
         for v in problem.places.alternatives(end):
@@ -66,9 +65,8 @@ def add_memory_elsewhere(draft: ModelDraft, k: int) -> None:
 
 def add_side_by_side(draft: ModelDraft) -> None:
     """Add rows 18 to 20 and the objective that they bound: the last family of a program, since it needs all costs."""
-    devices = draft.problem.devices
-    if devices is not None and devices.streams:
-        _SideBySide(draft, devices).add()
+    if draft.problem.devices:
+        _SideBySide(draft).add()
 
 
 @dataclass(slots=True)
@@ -101,14 +99,14 @@ class _SideBySide:
         paths: the tensors that each op of the program depends on, whichever alternative is executed.
     """
 
-    def __init__(self, draft: ModelDraft, devices: OtherDevices) -> None:
+    def __init__(self, draft: ModelDraft) -> None:
         self.draft = draft
         self.problem = draft.problem
-        self.devices = devices
+        self.devices = self.problem.devices
         self.again: list[list[int]] = [[] for _ in range(self.problem.ops)]
         for (_, i), column in (*draft.again.items(), *draft.twice.items()):
             self.again[i].append(column)
-        self.paths = Paths(self.problem, devices)
+        self.paths = Paths(self.problem)
         seconds = sum(map(self.problem.seconds, range(self.problem.ops)))
         self.longest = self.problem.units(seconds) * (2 * draft.windows + 1)  # all costs of R, Q, D and z, one after the other
 

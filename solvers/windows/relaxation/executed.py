@@ -18,12 +18,11 @@ def add_executed_at_all(draft: ModelDraft) -> None:
     if op i does, and >= the sum of first_c over the alternatives c of a place that do.
     """
     problem, places = draft.problem, draft.problem.places
-    if places.plain:
+    if not (unsure := [i for i, sure in enumerate(places.sure) if not sure]):
         return
     again: dict[int, list[int]] = {}
     for (_, i), column in draft.again.items():
         again.setdefault(i, []).append(column)
-    unsure = [i for i, sure in enumerate(places.sure) if not sure]
     for i in unsure:
         _add_use(draft, i, again.get(i, []))
     read: set[int] = set()

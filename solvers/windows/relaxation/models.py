@@ -27,7 +27,7 @@ from solvers.windows.relaxation.in_stage import add_memory_in_order
 from solvers.windows.relaxation.memory import add_memory_at_end, add_memory_inside, add_memory_of_repeats
 from solvers.windows.relaxation.resources import add_resources
 from solvers.windows.relaxation.spans import add_spans
-from solvers.windows.relaxation.transfers import add_channels, add_copies
+from solvers.windows.relaxation.transfers import add_channels, add_offloads
 from solvers.windows.relaxation.variables import every_op, variables
 
 
@@ -40,7 +40,7 @@ def build_relaxation(problem: Problem, detail: Discretization, should_stop: Call
     return compose(
         ModelDraft(problem, detail, should_stop=should_stop),
         variables(every_op),
-        add_copies,
+        add_offloads,
         window_rows,
         add_spans,
         add_memory_inside,

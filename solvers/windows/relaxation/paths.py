@@ -2,7 +2,6 @@
 
 import numpy as np
 
-from solvers.devices import OtherDevices
 from solvers.problem import Problem
 
 
@@ -17,7 +16,8 @@ class Paths:
         copied: by tensor and device, the least time of a transfer of it to there.
     """
 
-    def __init__(self, problem: Problem, devices: OtherDevices) -> None:
+    def __init__(self, problem: Problem) -> None:
+        devices = problem.devices
         self.problem, self.devices, self.places = problem, devices, problem.places
         self.ops = [problem.graph.ops[op] for op in self.places.ids]
         self.program = [v for v in range(problem.ops) if not (self.places.optional[v] or self.places.replaces[v])]

@@ -101,8 +101,7 @@ class _Span:
                 column = draft.column(integer=False)
                 self.copied[key] = [column]
                 draft.add_only_with(column, columns)
-                copies = draft.problem.copies
-                if not whole or (copies is not None and copies.host_bytes is None):
+                if not whole or draft.problem.offloads.host_bytes is None:
                     stored = [draft.stored[k, t] for k in windows if (k, t) in draft.stored]
                     draft.add_only_with(column, [draft.hosted[self.first, t], *stored])
         return self.copied[key]

@@ -15,7 +15,7 @@ from itertools import accumulate
 
 import numpy as np
 
-from graphs.options.offload import Copies
+from graphs.options.offload import Offloads
 from solvers.problem import OBJECTIVE_SCALE
 from solvers.windows.relaxation.draft import NONE, ModelDraft
 
@@ -23,21 +23,19 @@ _PARTS = 8  # row 13 divides a window into halves, quarters next to its ends, an
 _LONG = 1e-3  # of the step: an op that takes as long is worth rows for transfers that end before it
 
 
-def add_copies(draft: ModelDraft) -> None:
+def add_offloads(draft: ModelDraft) -> None:
     """Add the variables, and rows 10 to 12 for every window."""
-    copies = draft.problem.copies
-    if copies is None:
-        return
+    offloads = draft.problem.offloads
     for k in range(draft.windows):
-        for t in copies.trips:
+        for t in offloads.by_tensor:
             _add_variables(draft, k, t)
     for k in range(draft.windows):
-        for t in copies.trips:
+        for t in offloads.by_tensor:
             if (k, t) in draft.taken:
-                add_copy_in(draft, copies, k, t)
+                add_reload(draft, offloads, k, t)
             if (k, t) in draft.stored:
-                add_copy_out(draft, k, t)
-        add_host_memory(draft, copies, k)
+                add_offload(draft, k, t)
+        add_host_memory(draft, offloads, k)
 
 
 def _add_variables(draft: ModelDraft, k: int, t: int) -> None:
@@ -56,7 +54,7 @@ def _add_variables(draft: ModelDraft, k: int, t: int) -> None:
             draft.valid[k, t] = draft.column(integer=False)
 
 
-def add_copy_in(draft: ModelDraft, copies: Copies, k: int, t: int) -> None:
+def add_reload(draft: ModelDraft, offloads: Offloads, k: int, t: int) -> None:
     """Add row 10: reloads, and the valid parts of tensors.
 
     Y[k,t] <= S[k,t] + A[k,t]                           (new t: no S)
@@ -70,7 +68,7 @@ def add_copy_in(draft: ModelDraft, copies: Copies, k: int, t: int) -> None:
     draft.add_only_with(fetched, [draft.handed[k, t], taken] if old else [taken])
     on_host = [draft.hosted[k, t], draft.stored[k, t]] if old else [draft.stored[k, t]]
     draft.add_only_with(taken, on_host)
-    if copies.host_bytes is None:
+    if offloads.host_bytes is None:
         draft.add_only_with(fetched, on_host)
     if (k, t) in draft.valid:
         draft.add_only_with(draft.valid[k, t], [draft.handed[k, t]])
@@ -85,7 +83,7 @@ def add_copy_in(draft: ModelDraft, copies: Copies, k: int, t: int) -> None:
             draft.rows.add([valid, taken, *anew, *makes[1]], values, -np.inf, 1.0)
 
 
-def add_copy_out(draft: ModelDraft, k: int, t: int) -> None:
+def add_offload(draft: ModelDraft, k: int, t: int) -> None:
     """Add row 11: X[k,t] <= S[k,t] + R[k,p(t)] for old t, and W[k+1,t] <= W[k,t] + X[k,t]."""
     old = (k, t) in draft.hosted
     if old:
@@ -96,13 +94,13 @@ def add_copy_out(draft: ModelDraft, k: int, t: int) -> None:
         draft.add_only_with(draft.hosted[k + 1, t], [*earlier, draft.stored[k, t]])
 
 
-def add_host_memory(draft: ModelDraft, copies: Copies, k: int) -> None:
+def add_host_memory(draft: ModelDraft, offloads: Offloads, k: int) -> None:
     """Add row 12, if the host has a capacity: sum of b_t W[k,t] <= its capacity."""
-    held = [t for t in copies.trips if (k, t) in draft.hosted]
-    if copies.host_bytes is not None and held:
-        unit = max(1.0, copies.host_bytes / 1e3)
+    held = [t for t in offloads.by_tensor if (k, t) in draft.hosted]
+    if offloads.host_bytes is not None and held:
+        unit = max(1.0, offloads.host_bytes / 1e3)
         sizes = [draft.problem.sizes[t] / unit for t in held]
-        draft.rows.add([draft.hosted[k, t] for t in held], sizes, -np.inf, copies.host_bytes / unit)
+        draft.rows.add([draft.hosted[k, t] for t in held], sizes, -np.inf, offloads.host_bytes / unit)
 
 
 def add_channels(draft: ModelDraft) -> None:
@@ -118,22 +116,22 @@ def add_channels(draft: ModelDraft) -> None:
 
     Z[k,t] >= X[k,t] - S[k+1,t] for t outside io(e_k): tensors freed before e_k were offloaded before.
     """
-    if draft.problem.copies is None:
+    if not draft.problem.offloads:
         return
-    channels = _Channels(draft, draft.problem.copies)
+    channels = _Channels(draft, draft.problem.offloads)
     for k in range(draft.windows):
         channels.add_window(k)
 
 
 class _Channels:
-    def __init__(self, draft: ModelDraft, copies: Copies) -> None:
+    def __init__(self, draft: ModelDraft, offloads: Offloads) -> None:
         self.draft = draft
         units = draft.problem.units
         sure = draft.problem.places.sure
         self.new = [units(time_s) if sure[v] else 0.0 for v, time_s in enumerate(draft.problem.time_s)]
-        self.out = {t: units(trip.out_s) for t, trip in copies.trips.items()}
-        self.back = {t: units(trip.in_s) for t, trip in copies.trips.items()}
-        self.most = sum(max(self.out[t], self.back[t]) for t in copies.trips)  # longest wait in a window
+        self.out = {t: units(transfers.offload_s) for t, transfers in offloads.by_tensor.items()}
+        self.back = {t: units(transfers.reload_s) for t, transfers in offloads.by_tensor.items()}
+        self.most = sum(max(self.out[t], self.back[t]) for t in offloads.by_tensor)  # longest wait in a window
         self.again: list[list[tuple[int, float]]] = [[] for _ in range(draft.windows)]
         for (k, _), column in (*draft.again.items(), *draft.twice.items()):
             self.again[k].append((column, draft.cost[column]))

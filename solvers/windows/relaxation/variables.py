@@ -42,8 +42,6 @@ def variables(choices: Choices) -> Family:
 def _add_stand_ins(draft: ModelDraft) -> None:
     """Add z[b], at the time of b less that of its group; at most one op replaces each op."""
     problem, places = draft.problem, draft.problem.places
-    if places.plain:
-        return
     for b, group in enumerate(places.replaces):
         if group:
             seconds = problem.time_s[b] - sum(problem.time_s[i] for i in group)
@@ -88,14 +86,13 @@ def _add_handed(draft: ModelDraft, k: int) -> None:
             if i == problem.producers[t] and not draft.is_settled(k, t) and problem.last_use[t] >= start:
                 same = draft.handed.get((k - 1, t)) if _is_idle(draft, k - 1, t) else None
                 # Tensors without size are handed over whenever possible.
-                whole = problem.devices is None or problem.sizes[t] > 0
+                whole = not problem.devices or problem.sizes[t] > 0
                 draft.handed[k, t] = draft.column(integer=whole) if same is None else same
 
 
 def _is_idle(draft: ModelDraft, k: int, t: int) -> bool:
     """Return True if old t is neither produced, read nor transferred in window k, so that it is handed over on or was useless."""
-    copies = draft.problem.copies
-    if copies is not None and t in copies.trips:
+    if t in draft.problem.offloads.by_tensor:
         return False
     if k <= draft.first_window or draft.repeat(k, t):
         return False  # tensors at the start of the first window may be fixed, needed or not

@@ -12,6 +12,7 @@ from itertools import groupby
 
 import numpy as np
 
+from graphs.options.offload import NO_OFFLOADS
 from solvers.highs.program import Outcome
 from solvers.problem import OBJECTIVE_SCALE, Problem
 from solvers.result import is_within
@@ -63,7 +64,7 @@ class Branches(Strategy):
         self.params = search.params.bound
         self.orders: deque[Order] = deque()
         self.whole = Discretization((search.problem.ops - 1,), places=search.problem.places.last)
-        self.here = replace(search.problem, copies=None)  # keeping everything offloads nothing
+        self.here = replace(search.problem, offloads=NO_OFFLOADS)  # keeping everything offloads nothing
         self.ways = _ways(search.problem, search.params.branches)
         self.all = [self._branch(frozenset(), -np.inf)]
         if self.ways:

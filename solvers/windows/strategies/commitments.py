@@ -10,7 +10,7 @@ from math import inf
 from typing import Protocol, Self
 
 from graphs.ir import Graph
-from graphs.options.offload import without_copies
+from graphs.options.offload import without_offload
 from graphs.options.selection import PartOf
 from graphs.pools import DEVICE_TO_HOST, HOST_TO_DEVICE
 from solvers.places import places_of
@@ -111,7 +111,7 @@ class Commitments:
         search, params = self.search, self.search.params
         for instead in simple(search.problem):
             self.try_instead(instead)
-        if search.incumbent.best is None and search.problem.copies is None:
+        if search.incumbent.best is None and not search.problem.offloads:
             self.try_least(params.bound.first_slice)
         self.place(min(params.placement.first, params.placement.first_share * search.clock.limit))
 
@@ -140,7 +140,7 @@ class Commitments:
         problem = self.search.problem
         of_whole = PartOf(problem.whole, part)
         place = {op: i for i, op in enumerate(problem.places.ids)}
-        own = places_of(without_copies(part)[0]).ids
+        own = places_of(without_offload(part)[0]).ids
 
         def lift(trial: Trial) -> None:
             schedule = of_whole.schedule(trial.schedule)
@@ -295,7 +295,7 @@ class Commitments:
         computed = [plain.ops[op] for op in trial.order.computed]
         away = frozenset((plain.tensors[t], place) for t, place in trial.order.away)
         order = order_of(self.whole, computed, away, commitment.instead, self.places)
-        if problem.copies is None:
+        if not problem.offloads:
             found = self.search.offer(order, self.whole)
         else:
             found = trial_of_whole(problem, plain, order, trial)

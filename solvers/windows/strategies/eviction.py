@@ -8,7 +8,6 @@ import numpy as np
 
 from solvers.eviction.engine import WORK_PER_EVICTION, evicting_order
 from solvers.eviction.least_peak import least_evicting_schedule
-from solvers.eviction.round_trips import evicting_with_copies
 from solvers.eviction.rules import EvictionRule, Limits
 from solvers.problem import Problem
 from solvers.windows.decoding.decode import Order, late_writers, order_of
@@ -73,7 +72,7 @@ class TightEviction(Strategy):
             if should_stop():
                 return False
             # The rules may take longer than the limit: half of it is reserved for the least peak.
-            if search.problem.copies is not None and search.clock.now > (began + until) / 2:
+            if search.problem.offloads and search.clock.now > (began + until) / 2:
                 break
             offer(search, evicted(search.problem, rule, should_stop=should_stop))
         least = least_evicting_schedule(search.problem.graph, search.clock, should_stop=ended)
@@ -83,26 +82,21 @@ class TightEviction(Strategy):
 
 
 def evicted(problem: Problem, rule: EvictionRule, **limits: Unpack[Limits]) -> Order | None:
-    """Return the order that `rule` finds, with offloading if `problem` has it.
+    """Return the order that `rule` finds.
 
     Return None if the rule fails, or if a recomputation reads a tensor that was written in place, which eviction ignores.
     """
-    whole = Discretization((problem.ops - 1,))
-    if problem.copies is None:
-        computed = evicting_order(problem, rule, **limits)
-        found = None if computed is None else order_of(whole, computed)
-    else:
-        both = evicting_with_copies(problem, rule, **limits)
-        found = None if both is None else order_of(whole, *both)
-    return None if found is None or late_writers(problem, found) else found
+    found = evicting_order(problem, rule, **limits)
+    if found is None:
+        return None
+    order = order_of(Discretization((problem.ops - 1,)), *found)
+    return None if late_writers(problem, order) else order
 
 
 def with_prices(problem: Problem, rules: Sequence[EvictionRule], prices: Sequence[float]) -> Iterator[EvictionRule]:
     """Yield `rules`; with transfers to the host, at one price of channel time after another."""
-    if problem.copies is None:
-        yield from rules
-    else:
-        yield from (replace(rule, channel=price) for price in prices for rule in rules)
+    for price in prices if problem.offloads else prices[:1]:
+        yield from (replace(rule, channel=price) for rule in rules)
 
 
 def offer(search: Search, order: Order | None) -> None:

@@ -42,10 +42,9 @@ class Placed:
         """Yield (window, op) and the cost of each recomputation, and of each reload, by the producer."""
         model, problem = self.model, self.model.problem
         yield from ((key, model.program.cost[column]) for key, column in model.again.items() if self.start[column] > 0.5)
-        if problem.copies is not None:
-            for (k, t), column in model.taken.items():
-                if self.start[column] > 0.5:
-                    yield (k, problem.producers[t]), problem.units(problem.copies.trips[t].in_s)
+        for (k, t), column in model.taken.items():
+            if self.start[column] > 0.5:
+                yield (k, problem.producers[t]), problem.units(problem.offloads.by_tensor[t].reload_s)
 
 
 class NarrowModel:
@@ -250,7 +249,7 @@ class FixAndOptimize(SteppedStrategy):
     @staticmethod
     def applies(problem: Problem) -> bool:
         """Return True if the problem does not have both optional ops and transfers to the host."""
-        return problem.places.plain or problem.copies is None
+        return problem.places.plain or not problem.offloads
 
     @abstractmethod
     def count(self, model: Model) -> int:
@@ -346,7 +345,7 @@ class FixAndOptimizeOptions(Strategy):
     @staticmethod
     def applies(problem: Problem) -> bool:
         """Return True if the problem has optional ops and no transfers to the host: with row 13 a solve takes too long."""
-        return not problem.places.plain and problem.copies is None
+        return not (problem.places.plain or problem.offloads)
 
     def step(self, limit: float) -> bool:
         """Improve the best schedule for about `limit`; return False once no neighbourhood improves it."""

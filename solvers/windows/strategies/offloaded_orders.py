@@ -37,7 +37,7 @@ class OffloadedOrders(Strategy):
     @staticmethod
     def applies(problem: Problem) -> bool:
         """Return True if the problem has transfers to the host and no other optional ops."""
-        return problem.places.plain and problem.copies is not None
+        return problem.places.plain and bool(problem.offloads)
 
     def step(self, limit: float) -> bool:
         """Offer such orders for about `limit`; return False."""
@@ -75,9 +75,9 @@ def offloaded_orders(problem: Problem, *, should_stop: Callable[[], bool]) -> It
         for sent, apart in evicting:
             if should_stop():
                 return
-            computed = evicting_order(apart, rule, max_factor=_FEW_EXECUTIONS, should_stop=should_stop)
-            if computed is not None:
-                yield _with_away(problem, computed, sent)
+            found = evicting_order(apart, rule, max_factor=_FEW_EXECUTIONS, should_stop=should_stop)
+            if found is not None:
+                yield _with_away(problem, found.computed, sent)
 
 
 def least_offloaded(graph: Graph, clock: Clock, *, should_stop: Callable[[], bool] | None = None) -> Trial:
@@ -100,17 +100,17 @@ def _rankings(problem: Problem) -> tuple[list[int], list[int]]:
 
     The second one also starts with tensors of the backward pass, whose recomputation deep in the step is rarely useful.
     """
-    assert problem.copies is not None
-    trips, ops = problem.copies.trips, problem.graph.ops
-    makers = {t: ops[problem.producers[t]] for t in trips}
-    ranked = sorted(trips, key=lambda t: (makers[t].recomputable, trips[t].out_s / max(_INSTANT_S, makers[t].time_s), t))
+    transfers, ops = problem.offloads.by_tensor, problem.graph.ops
+    makers = {t: ops[problem.producers[t]] for t in transfers}
+    ranked = sorted(
+        transfers, key=lambda t: (makers[t].recomputable, transfers[t].offload_s / max(_INSTANT_S, makers[t].time_s), t)
+    )
     return ranked, sorted(ranked, key=lambda t: makers[t].recomputable and makers[t].phase is not Phase.BACKWARD)
 
 
 def _hosted(problem: Problem, ranked: Sequence[int]) -> frozenset[int]:
     """Return the first tensors of `ranked` that fit on the host together, from their production to their last read."""
-    assert problem.copies is not None
-    room = problem.copies.host_bytes
+    room = problem.offloads.host_bytes
     if room is None:
         return frozenset(ranked)
     taken = np.zeros(problem.ops, dtype=np.int64)

@@ -11,7 +11,6 @@ from dataclasses import replace
 
 import numpy as np
 
-from graphs.options.offload import Copies
 from solvers.highs.program import Floats
 from solvers.problem import Problem
 from solvers.windows.decoding.decode import Trial, decoded, late_writers, order_of, read_choice, try_out
@@ -39,7 +38,7 @@ class CoarseVariations(SteppedStrategy):
     @staticmethod
     def applies(problem: Problem) -> bool:
         """Return True if the problem has transfers to the host and no other optional ops."""
-        return problem.places.plain and problem.copies is not None
+        return problem.places.plain and bool(problem.offloads)
 
     def steps(self) -> Iterator[None]:
         """Solve one variation per step and offer its solutions."""
@@ -48,7 +47,9 @@ class CoarseVariations(SteppedStrategy):
         for share, slower in sorted(changes, key=lambda change: 1 / change[0] + params.weight * change[1]):
             search.progress.tell(f"looking for schedules for {share:.0%} of the memory and a link {slower:g} times as slow")
             problem = search.problem
-            varied = replace(problem, capacity_bytes=int(share * problem.capacity_bytes), copies=_slower(problem.copies, slower))
+            varied = replace(
+                problem, capacity_bytes=int(share * problem.capacity_bytes), offloads=problem.offloads.slower(slower)
+            )
             model = build_relaxation(varied, search.models.coarse)
             _solve_and_offer(search, model, self.known)
             yield
@@ -82,20 +83,13 @@ def offer_without_waits(search: Search, trial: Trial) -> None:
         search.offer(better.order, Discretization((search.problem.ops - 1,)))
 
 
-def _slower(copies: Copies | None, times: float) -> Copies | None:
-    if copies is None:
-        return None
-    trips = {t: replace(trip, out_s=times * trip.out_s, in_s=times * trip.in_s) for t, trip in copies.trips.items()}
-    return replace(copies, trips=trips)
-
-
 class Polishing(SteppedStrategy):
     """Removal of one recomputation or transfer of the best schedule at a time, until none can be removed."""
 
     @staticmethod
     def applies(problem: Problem) -> bool:
         """Return True if the problem has transfers to the host and no other optional ops."""
-        return problem.places.plain and problem.copies is not None
+        return problem.places.plain and bool(problem.offloads)
 
     def steps(self) -> Iterator[None]:
         """Try one removal per step."""
@@ -108,7 +102,7 @@ class Polishing(SteppedStrategy):
             offer_without_waits(search, best)
             best = search.incumbent.best_trial
             for place, computed, away in simpler(problem, best, search.budget_bytes, below_s):
-                search.progress.tell("leaving out copies and executions")
+                search.progress.tell("leaving out transfers and executions")
                 _offer_faster(search, computed, away)
                 yield
                 if search.incumbent.best is not best:
@@ -141,7 +135,6 @@ def simpler(
     Args:
         below_s: executions of longer ops are skipped.
     """
-    assert problem.copies is not None
     computed, away = trial.order.computed, trial.order.away
     last_use, next_read = uses_of(problem, computed)
     memory = np.array(trial.memory_bytes)
@@ -160,7 +153,7 @@ def simpler(
         if all(stays.values()):
             yield place, fewer, shifted
         fetched = [t for t in wanted if not stays[t]]
-        if fetched and all(t in problem.copies.trips for t in fetched):
+        if fetched and all(t in problem.offloads.by_tensor for t in fetched):
             yield place, fewer, shifted.union((t, next_read[t, place] - 1) for t in fetched)
     if any(trial.waits_s):
         for pair in sorted(away, key=lambda pair: (problem.sizes[pair[0]], pair)):
@@ -188,7 +181,6 @@ def recomputing_where_it_waits(
 
 def _computing_instead(problem: Problem, trial: Trial, params: OffloadingParams) -> Iterator[tuple[Sequence[int], Away]]:
     """Yield orders with one transfer less: at the longest waits, the cheapest recomputation per second first."""
-    assert problem.copies is not None
     computed, away = trial.order.computed, trial.order.away
     stays = stays_of(problem, computed, away)
     waits = sorted(((wait_s, place) for place, wait_s in enumerate(trial.waits_s) if wait_s > 0), reverse=True)
@@ -205,7 +197,7 @@ def _computing_instead(problem: Problem, trial: Trial, params: OffloadingParams)
             chain = chains[pair]
             cost_s = 0.0 if chain is None else sum(problem.time_s[op] for op in chain)
             if chain is not None and cost_s < wait_s:
-                ranked.append((cost_s / problem.copies.trips[stay.tensor].out_s, pair))
+                ranked.append((cost_s / problem.offloads.by_tensor[stay.tensor].offload_s, pair))
         for _, pair in sorted(ranked)[: params.tensors]:
             tried.add(pair)
             chain = chains[pair]

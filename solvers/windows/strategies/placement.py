@@ -56,7 +56,6 @@ class Where:
 
     def __init__(self, problem: Problem) -> None:
         devices = problem.devices
-        assert devices is not None
         self.problem, self.devices, self.places = problem, devices, problem.places
         ops = [problem.graph.ops[op] for op in self.places.ids]
         self.inputs = [tuple(devices.bases[t] for t in op.inputs) for op in ops]
@@ -186,7 +185,7 @@ class Placements(Strategy):
     @staticmethod
     def applies(problem: Problem) -> bool:
         """Return True if the problem has other devices."""
-        return problem.devices is not None
+        return bool(problem.devices)
 
     def step(self, limit: float) -> bool:
         """Vary the placement for about `limit`; return False once several restarts have failed."""

@@ -28,7 +28,7 @@ class Portfolio(Strategy):
     @staticmethod
     def applies(problem: Problem) -> bool:
         """Return True if the problem has neither optional ops nor transfers to the host."""
-        return problem.places.plain and problem.copies is None
+        return problem.plain
 
     def step(self, limit: float) -> bool:
         """Run the portfolio to its end; return False."""
@@ -85,7 +85,7 @@ class OffloadingPortfolio(Strategy):
     @staticmethod
     def applies(problem: Problem) -> bool:
         """Return True if the problem has transfers to the host and no other optional ops."""
-        return problem.places.plain and problem.copies is not None
+        return problem.places.plain and bool(problem.offloads)
 
     def step(self, limit: float) -> bool:
         """Run the portfolio to its end; return False."""
@@ -119,7 +119,7 @@ class RandomEviction(SteppedStrategy):
     @staticmethod
     def applies(problem: Problem) -> bool:
         """Return True if the problem has transfers to the host and no other optional ops."""
-        return problem.places.plain and problem.copies is not None
+        return problem.places.plain and bool(problem.offloads)
 
     def steps(self) -> Iterator[None]:
         """Try some evictions per step."""

@@ -83,7 +83,7 @@ class RandomKeys:
         exact = self._draw.random() < self.params.whole_share
         factor = 1.0 if exact else float(self._draw.uniform(*self.params.budget_factors))
         rule = EvictionRule(cost, size, distance)
-        if self.problem.copies is not None:
+        if self.problem.offloads:
             rule = replace(rule, channel=float(self._draw.choice(self.params.prices)))
         return Way(rule, factor, None, self._even)
 
@@ -97,7 +97,7 @@ class RandomKeys:
             exponents = (way.rule.cost, way.rule.size, way.rule.distance)
             cost, size, distance = (max(0.0, e + params.rule_step * float(draw.normal())) for e in exponents)
             channel = way.rule.channel
-            if self.problem.copies is not None:
+            if self.problem.offloads:
                 channel *= math.exp(params.price_step * float(draw.normal()))
             way = replace(way, rule=EvictionRule(cost, size, distance, channel=channel))
         if draw.random() < params.budget_share:

@@ -201,7 +201,7 @@ def _solve_model(
 
     start = None
     # A schedule with both optional ops and offloading has values only in the model of its plain graph.
-    if from_best and search.incumbent.best is not None and (search.problem.copies is None or search.problem.places.plain):
+    if from_best and search.incumbent.best is not None and (search.problem.places.plain or not search.problem.offloads):
         start = start_values(model, choice_of_trial(search.problem, model.detail, search.incumbent.best))
     params = search.params.bound
     answer = solve_program(

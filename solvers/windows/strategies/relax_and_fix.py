@@ -47,7 +47,7 @@ class RelaxAndFix(Strategy):
     @staticmethod
     def applies(problem: Problem) -> bool:
         """Return True if the problem has neither optional ops nor transfers to the host."""
-        return problem.places.plain and problem.copies is None
+        return problem.plain
 
     def step(self, limit: float) -> bool:
         """Search for about `limit`, then twice as long with all ops recomputable; return False."""

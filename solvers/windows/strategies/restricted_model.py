@@ -27,7 +27,7 @@ from solvers.windows.relaxation.in_stage import add_memory_in_order
 from solvers.windows.relaxation.memory import add_memory_inside, add_memory_of_repeats
 from solvers.windows.relaxation.models import compose, window_rows
 from solvers.windows.relaxation.resources import add_resources
-from solvers.windows.relaxation.transfers import add_channels, add_copies
+from solvers.windows.relaxation.transfers import add_channels, add_offloads
 from solvers.windows.relaxation.variables import variables
 
 
@@ -64,16 +64,14 @@ class CandidateSet:
 
 def build_restricted(problem: Problem, detail: Discretization, known: CandidateSet, params: NeighbourhoodParams) -> Model:
     """Build the narrow model, with the candidates `known`."""
-    if problem.copies is not None:
-        trips = {t: trip for t, trip in problem.copies.trips.items() if t in known.tensors}
-        problem = replace(problem, copies=replace(problem.copies, trips=trips))
+    problem = replace(problem, offloads=problem.offloads.only(known.tensors.__contains__))
     return compose(ModelDraft(problem, detail, wording=_RunningTotals()), *restricted_families(known, params))
 
 
 def restricted_families(known: CandidateSet, params: NeighbourhoodParams) -> tuple[Family, ...]:
     """Return the families of its rows, without spans of windows, which serve bounds and enlarge the model."""
     return (
-        *(variables(_Near(known, params)), add_copies, window_rows, add_memory_inside, add_memory_of_repeats),
+        *(variables(_Near(known, params)), add_offloads, window_rows, add_memory_inside, add_memory_of_repeats),
         *(add_memory_in_order, add_channels, add_executed_at_all, add_resources, add_side_by_side),
     )
 

@@ -58,7 +58,7 @@ class Segments(SteppedStrategy):
     @staticmethod
     def applies(problem: Problem) -> bool:
         """Return True if the problem has neither optional ops nor transfers to the host."""
-        return problem.places.plain and problem.copies is None
+        return problem.plain
 
     def steps(self) -> Iterator[None]:
         """Improve segments, the costly ones first."""

@@ -22,7 +22,7 @@ class StateSpace(Strategy):
     @staticmethod
     def applies(problem: Problem) -> bool:
         """Return True if the problem has neither optional ops nor transfers to the host."""
-        return problem.places.plain and problem.copies is None
+        return problem.plain
 
     def step(self, limit: float) -> bool:
         """Search all states, and record the schedule and the proof; return False."""

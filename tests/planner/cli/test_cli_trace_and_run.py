@@ -132,4 +132,4 @@ def test_a_model_of_any_size_is_traced_for_a_device_that_is_not_here(tmp_path: P
     assert graph.static_bytes > 900 * 10**9  # two layers of 160 GB, and twice that for AdamW
     assert graph.static_bytes_by_kind["optimizer_state"] == 2 * graph.static_bytes_by_kind["parameter"]
     assert graph.time_s > 0
-    assert call(capsys, "solve", graph_file, "--budget", "99%").code == 3
+    assert call(capsys, "solve", graph_file, "--budget", "98%").code == 3

@@ -19,8 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import planner
 from graphs.errors import InfeasibleError, MismatchError, PlannerError, TraceError
-from planner.choices import with_recorded
 from planner.distributed.wrappers import unwrap
+from planner.option_settings import with_recorded
 from planner.plans.plan import Plan
 from planner.progress import Progress
 from planner.runtime.measure import measure_memory

@@ -17,9 +17,9 @@ from graphs.io.formats import write_graph
 from graphs.ir import Graph, Phase
 from graphs.synthetic.small import training_chain
 from planner.cli.main import main
+from planner.facts.addresses import planned_addresses, reserved_addresses
 from planner.facts.columns import memory_columns
 from planner.facts.lives import lives_of
-from planner.facts.reserved import reserved_bytes
 from planner.facts.timeline import Timeline, block
 from planner.models import build
 from planner.plans.document import write_plan
@@ -41,7 +41,7 @@ def graph(module: str = "model.h.{}.mlp", model: str = "chain") -> Graph:
 
 
 def plan(of: Graph) -> Plan:
-    return solve(of, "60%")
+    return solve(of, "100%" if "device" in of.provenance else "60%")
 
 
 @pytest.fixture
@@ -87,19 +87,53 @@ def test_moments_and_lives_add_up_to_what_the_judge_says(timeline: Timeline) -> 
     assert all(life.born < life.dies for life in found.lives)
 
 
-def test_what_the_allocator_reserves_is_simulated_for_devices_alone() -> None:
+def test_what_the_allocator_reserves_is_shown_for_cuda_devices() -> None:
     shown = graph()
     on_device = replace(shown, provenance={**shown.provenance, "device": "h200"})
-    assert reserved_bytes(Timeline(shown, plan(shown))) == ()
+    assert reserved_addresses(Timeline(shown, plan(shown))) is None
     # All tensors are of some bytes, and share the small segment of 2 MiB that the first of them reserves.
-    found = reserved_bytes(Timeline(on_device, plan(on_device)))
-    assert len(found) == len(plan(on_device).schedule.steps) and set(found) == {2 * 2**20}
+    small = plan(on_device)
+    found = reserved_addresses(Timeline(on_device, small))
+    assert found is not None
+    assert found.by_step == (2 * 2**20,) * len(small.schedule.steps) and found.borders == (0,)
     large = replace(on_device, tensors=tuple(replace(t, size_bytes=12 * 2**20) for t in on_device.tensors))
     timeline = Timeline(large, plan(large))
-    reserved = reserved_bytes(timeline)
-    assert all(held <= now for held, now in zip(timeline.simulation.memory_bytes, reserved, strict=True))
-    assert reserved[-1] == timeline.plan.peak_bytes
-    assert "reserved by PyTorch's caching allocator, simulated" in without_scripts(page(timeline)).replace("&#39;", "'")
+    addresses = reserved_addresses(timeline)
+    assert addresses is not None
+    assert all(held <= now for held, now in zip(timeline.simulation.memory_bytes, addresses.by_step, strict=True))
+    assert addresses.by_step[-1] == addresses.total_bytes == timeline.plan.reserved_bytes == timeline.plan.peak_bytes
+    text = without_scripts(page(timeline)).replace("&#39;", "'")
+    assert "reserved by PyTorch's caching allocator in the third step" in text
+    assert "Budget, reserved" in text and "Reserved, predicted" in text
+    assert "as PyTorch's caching allocator puts them" in text and "as they could be planned in one arena" in text
+
+
+@pytest.mark.parametrize("device", ["cpu", "h200"])
+def test_addresses_of_tensors_in_memory_at_once_do_not_overlap(device: str) -> None:
+    shown = replace(graph(), provenance={"device": device})
+    shown = replace(shown, tensors=tuple(replace(t, size_bytes=(t.id % 3 + 1) * 2**20) for t in shown.tensors))
+    timeline = Timeline(shown, solve(shown, "100%"))
+    drawn = [planned_addresses(timeline), *([found] if (found := reserved_addresses(timeline)) is not None else [])]
+    assert len(drawn) == (1 if device == "cpu" else 2)
+    for addresses in drawn:
+        assert {stay.tensor for stay in addresses.stays} == {tensor.name for tensor in shown.tensors}
+        for number, one in enumerate(addresses.stays):
+            assert 0 <= one.address <= addresses.total_bytes - one.size_bytes
+            for other in addresses.stays[:number]:
+                apart = one.address >= other.address + other.size_bytes or other.address >= one.address + one.size_bytes
+                assert apart or one.end_step <= other.first_step or other.end_step <= one.first_step
+
+
+def test_the_trace_has_the_address_of_each_buffer_on_cuda() -> None:
+    shown = replace(graph(), provenance={"device": "h200"})
+    timeline = Timeline(shown, plan(shown))
+    addresses = reserved_addresses(timeline)
+    assert addresses is not None
+    events = json.loads(chrome_trace(timeline))["traceEvents"]
+    begins = [event for event in events if event["ph"] == "b"]
+    assert [event["args"]["address"] for event in begins] == [stay.address for stay in addresses.stays]
+    assert len([event for event in events if event["ph"] == "e"]) == len(begins)
+    assert {event["args"]["bytes"] for event in events if event["name"] == "reserved"} == {2 * 2**20}
 
 
 def test_what_is_recomputed_is_linked_to_what_reads_it(timeline: Timeline) -> None:

@@ -25,7 +25,7 @@ from planner.facts import timeline as timeline_module
 from planner.facts.baselines import baselines
 from planner.facts.columns import COLUMNS, Stretch, left_bytes, memory_columns, stretches
 from planner.facts.lives import lives_of
-from planner.facts.streams import streams, trips, waits
+from planner.facts.streams import offloads, streams, waits
 from planner.facts.timeline import Timeline
 from planner.plans.document import write_plan
 from planner.report import chart
@@ -76,7 +76,7 @@ def test_the_computation_waits_for_the_last_copy() -> None:
 
 def test_a_copy_that_is_made_anew_is_another_trip() -> None:
     timeline = chain("f1 >f1 -f1@host >f1 f2 -f1 f3 f4 g4 -f3 -f4 <f1 -f1 <f1 g3 -f2 -g4 g2 g1")
-    assert [(trip.out.start_s, [e.end_s for e in trip.back]) for trip in trips(timeline)] == [(1, []), (3, [10, 12])]
+    assert [(offload.out.start_s, [e.end_s for e in offload.back]) for offload in offloads(timeline)] == [(1, []), (3, [10, 12])]
     # Copies are made again, and nothing is computed again.
     assert not any(execution.again for execution in timeline.executions)
     assert "0 of 8 executions are recomputations. 4 more are on other streams" in page(timeline)
@@ -87,9 +87,9 @@ def test_what_the_streams_carry(timeline: Timeline) -> None:
     found = {s.name: (len(s.executions), s.busy_s, s.made_bytes) for s in streams(timeline)}
     assert found == {COMPUTE: (8, 8, 8), DEVICE_TO_HOST: (1, 2, 1), HOST_TO_DEVICE: (1, 2, 1)}
     assert not any(execution.again for execution in timeline.executions)
-    (trip,) = trips(timeline)
-    assert (trip.tensor.name, trip.copy.name, trip.out.start_s) == ("f1", "f1@host", 1)
-    assert [execution.end_s for execution in trip.back] == [8]
+    (offload,) = offloads(timeline)
+    assert (offload.tensor.name, offload.copy.name, offload.out.start_s) == ("f1", "f1@host", 1)
+    assert [execution.end_s for execution in offload.back] == [8]
 
 
 def test_what_is_in_each_memory(timeline: Timeline) -> None:
@@ -174,7 +174,7 @@ def test_what_was_at_the_host_is_said_of_what_is_held() -> None:
     rows = parsed(page(timeline)).rows
     header = next(row for row in rows if row[-1] == "elsewhere")
     held = rows[rows.index(header) + 1 :]
-    gone = {trip.tensor.name for trip in trips(timeline)}
+    gone = {offload.tensor.name for offload in offloads(timeline)}
     assert 0 < len(held) <= 15 and all(len(row) == len(header) for row in held)
     assert all(row[-1].startswith("to host at ") == (row[1] in gone) for row in held)
     assert any(row[-1] for row in held) and not all(row[-1] for row in held)

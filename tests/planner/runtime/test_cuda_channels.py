@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -10,9 +11,11 @@ from graphs.schedule import keep_everything
 from graphs.simulate import simulate
 from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
-from planner.runtime.cuda_channels import CudaChannels
+from planner.runtime.channels import HostChannels
+from planner.runtime.cuda_channels import StreamChannel, StreamTransfer
 from planner.runtime.executor import Executor
 from planner.runtime.pool_memory import measured_peak
+from planner.runtime.transfers import Transfer
 from planner.settings import TraceSettings
 from planner.tracing import profiled
 from tests.support.adamw import assert_same, train
@@ -26,6 +29,12 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 CUDA = torch.device("cuda:0")
 
 
+def launched(transfer: Transfer) -> Any:
+    """The event behind a copy on a stream."""
+    assert isinstance(transfer, StreamTransfer) and transfer.launched is not None
+    return transfer.launched.event
+
+
 @pytest.mark.parametrize("order", Order)
 @pytest.mark.parametrize("name", ["tied", "mutated", pytest.param("unet", marks=pytest.mark.slow)])
 def test_steps_that_copy_have_the_bits_of_eager_pytorch_in_any_order(name: str, order: Order) -> None:
@@ -37,8 +46,9 @@ def test_steps_that_copy_have_the_bits_of_eager_pytorch_in_any_order(name: str, 
             schedule = with_random_copies(offered.graph, keep_everything(captured.graph), seed)
             step = Executor(offered, schedule, workload.model, workload.loss_fn)
             assert_as_eager(workload, step)
-            assert isinstance(step.channels, CudaChannels)
-            memory = step.channels.memory
+            assert all(isinstance(channel, StreamChannel) for channel in step.devices.channels.values())
+            memory = step.devices.host
+            assert memory is not None
             assert memory.used_bytes == 0 and memory.peak_bytes == simulate(offered.graph, schedule).pool_peaks_bytes[1]
             assert len(cuda.locked) == sum(map(len, memory._unused.values())) > 0
             del step, memory
@@ -75,18 +85,18 @@ def test_a_loss_that_is_dropped_leaves_nothing_that_a_copy_uses(order: Order) ->
 
 def test_memory_that_a_copy_uses_is_held_until_it_has_ended() -> None:
     with cuda_device() as cuda:
-        copies = CudaChannels(CUDA)
+        copies = HostChannels(CUDA)
         tensor = torch.arange(5.0, device=CUDA)
         host, out = copies.out(tensor)
         found, back = copies.back(host)
         memory, gone = weakref.ref(tensor), weakref.ref(found)
         del tensor, found
         assert memory() is not None and gone() is not None and cuda.defaults[0].done == 0
-        copies.wait(out)
+        out.finish()
         assert memory() is None
         torch.cuda.current_stream().synchronize()
-        assert torch.equal(host.values.view(torch.float32), torch.arange(5.0))
-        event = back.event
+        assert torch.equal(host.bytes.values.view(torch.float32), torch.arange(5.0))
+        event = launched(back)
         del back  # a step that was dropped: the computation waits before the memory can be taken again
         assert gone() is None and event.point.stream.done < event.point.place
         torch.cuda.current_stream().synchronize()
@@ -99,40 +109,42 @@ def test_memory_that_a_copy_uses_is_held_until_it_has_ended() -> None:
 @pytest.mark.parametrize("seed", range(5))
 def test_copies_wait_for_those_before_them(order: Order, seed: int) -> None:
     with cuda_device(order=order, seed=seed):
-        copies = CudaChannels(CUDA)
+        copies = HostChannels(CUDA)
         ones, twos = torch.ones(1000, device=CUDA), torch.full((1000,), 2.0, device=CUDA)
         host, out = copies.out(ones)
         found, back = copies.back(host)  # not before it is on the host
-        place = host.values.data_ptr()
+        place = host.bytes.room.data_ptr()
         del host
         second, out_again = copies.out(twos)  # into a buffer that is still read
-        assert second.values.data_ptr() == place
+        assert second.bytes.room.data_ptr() == place
         found_again, back_again = copies.back(second)
         third, out_at_last = copies.out(found_again, back_again)  # not before it is on the device
-        for copy in (out, back, out_again, back_again, out_at_last):
-            copies.wait(copy)
+        for copy in (out, out_again, out_at_last):
+            copy.finish()
+        found, found_again = back.arrived(found), back_again.arrived(found_again)
         assert torch.equal(found.cpu(), torch.ones(1000)) and torch.equal(found_again.cpu(), torch.full((1000,), 2.0))
-        assert torch.equal(third.values.view(torch.float32), torch.full((1000,), 2.0))
+        assert third.bytes.layout is not None
+        assert torch.equal(third.bytes.layout.within(third.bytes.values), torch.full((1000,), 2.0))
         del second, third, copies
         gc.collect()
 
 
 def test_the_host_waits_for_a_copy_by_its_event() -> None:
     with cuda_device():
-        copies = CudaChannels(CUDA)
+        copies = HostChannels(CUDA)
         host, out = copies.out(torch.ones(1000, device=CUDA))
-        place = out.event.point
+        place = launched(out).point
         assert place.stream.done < place.place
-        (copy,) = host.copies
+        (copy,) = host.bytes.copies
         copy.finish()
-        assert place.stream.done >= place.place and host.values.any()
+        assert place.stream.done >= place.place and host.bytes.values.any()
         del host, copies
         gc.collect()
 
 
 def test_memory_of_the_host_is_not_unlocked_while_a_copy_uses_it() -> None:
     with cuda_device() as cuda:
-        copies = CudaChannels(CUDA)
+        copies = HostChannels(CUDA)
         host, out = copies.out(torch.ones(1000, device=CUDA))
         assert cuda.locked
         del host, out, copies
@@ -155,5 +167,5 @@ def test_on_a_gpu(name: str) -> None:
         predicted = simulate(offered.graph, schedule)
         measured = measured_peak(captured, step, TrainingStep(workload.model, workload.loss_fn), workload.batch).peak_bytes
         assert abs(measured - predicted.peak_bytes) <= 0.01 * predicted.peak_bytes
-        assert step.channels is not None and step.channels.memory.peak_bytes == predicted.pool_peaks_bytes[1]
+        assert step.devices.host is not None and step.devices.host.peak_bytes == predicted.pool_peaks_bytes[1]
         assert_same(eager, train(workload, (offered, schedule)))

@@ -13,12 +13,10 @@ from graphs.simulate import simulate
 from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
 from planner.models import Workload
-from planner.runtime.channels import ThreadChannels
-from planner.runtime.cuda_channels import CudaChannels
+from planner.runtime.channels import HostChannels
 from planner.runtime.cuda_graph import CudaGraphs
 from planner.runtime.executor import Executor
 from planner.runtime.graphed_step import record, recordable
-from planner.runtime.host_memory import HostMemory
 from tests.support.copies import offering, with_random_copies
 from tests.support.cuda_device import Order, cuda_device, on_device
 from tests.support.recorded_steps import LOOPS, assert_same, dropout_and_norm, train
@@ -29,12 +27,12 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 CUDA = torch.device("cuda:0")
 
 
-def recorded_step(workload: Workload, seed: int, host_bytes: int | None = None) -> tuple[Executor, CudaChannels]:
+def recorded_step(workload: Workload, seed: int, host_bytes: int | None = None) -> tuple[Executor, HostChannels]:
     """The recorded step of a schedule that copies at random."""
     captured = recordable(capture(*workload))
     offered = offering(captured)
     schedule = with_random_copies(offered.graph, keep_everything(captured.graph), seed)
-    channels = CudaChannels(CUDA, host_bytes)
+    channels = HostChannels(CUDA, host_bytes)
     executor = Executor(offered, schedule, workload.model, workload.loss_fn, channels)
     record(captured, executor, TrainingStep(workload.model, workload.loss_fn), workload.batch, CudaGraphs(CUDA))
     return executor, channels
@@ -64,7 +62,7 @@ def test_copies_may_be_under_way_where_the_forward_pass_ends(name: str, order: O
             assert_same(eager, train(workload, step, batches=2))
             assert cuda.locked == locked
             assert channels.memory.peak_bytes == simulate(step.graph, step.schedule).pool_peaks_bytes[1]
-            between += "= channels" in step.launched.source.partition("def backward")[0]
+            between += ".take(" in step.launched.source.partition("def backward")[0]
             del step, channels
             gc.collect()
             assert not cuda.locked
@@ -99,7 +97,7 @@ def test_copies_by_threads_are_not_recorded() -> None:
     workload = dropout_and_norm()
     captured = recordable(capture(*workload))
     offered = offering(captured)
-    threads = ThreadChannels(HostMemory())
+    threads = HostChannels(torch.device("cpu"))
     executor = Executor(offered, keep_everything(captured.graph), workload.model, workload.loss_fn, threads)
     step = TrainingStep(workload.model, workload.loss_fn)
     with pytest.raises(PlannerError, match=r"only copies on streams of CUDA can be recorded: leave out options="):

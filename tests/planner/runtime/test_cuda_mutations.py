@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.support.cuda_device.mutations import MUTATIONS, ROOT, Mutation, survives, table
+from tests.support.cuda_device.mutations import MUTATIONS, ROOT, Mutation, path_of_test, survives, table
 
 
 def name_of(mutation: Mutation) -> str:
@@ -15,7 +15,7 @@ def test_what_is_taken_away_is_in_the_sources(mutation: Mutation) -> None:
     assert source.count(mutation.before) == 1
     compile(source.replace(mutation.before, mutation.after), mutation.file, "exec")
     file, *_ = mutation.test.split()
-    assert (ROOT / "tests" / "planner" / "runtime" / file).exists()
+    assert (ROOT / path_of_test(ROOT, file)).exists()
 
 
 def test_the_page_has_the_table() -> None:

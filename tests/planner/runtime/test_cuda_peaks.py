@@ -80,10 +80,25 @@ def test_a_budget_is_met_by_the_first_plan(monkeypatch: pytest.MonkeyPatch) -> N
     with cuda_device():
         workload = on_device(make("tied"))
         graph = planner.trace(*workload, passes=1)
-        step = planner.compile(*workload, budget=between(graph), passes=1, wait="20 work", swap="never", tolerance=0.05)
+        exactly = {"passes": 1, "wait": "20 work", "swap": "never", "tolerance": 0.05, "memory": "allocated"}
+        step = planner.compile(*workload, budget=between(graph), **exactly)
         assert step.plan.measured_peak_bytes is not None and len(solved) == 1
         assert step.plan.measured_peak_bytes <= step.plan.budget_bytes
         assert_as_eager(workload, step)
+
+
+def test_no_more_is_reserved_than_a_plan_says() -> None:
+    with cuda_device():
+        workload = on_device(make("tied"))
+        step = planner.compile(*workload, budget="100%", passes=1, wait="20 work", compare_eager=False)
+        plan = step.plan
+        assert plan.memory == "reserved" and plan.reserved is not None and plan.reserved_bytes is not None
+        assert plan.reserved.library_bytes == 2 * WORKSPACE_BYTES
+        torch.cuda.empty_cache()
+        for _ in range(3):
+            step(*workload.batch).backward()
+            workload.model.zero_grad()
+        assert torch.cuda.memory_reserved() <= plan.reserved_bytes <= plan.budget_bytes
 
 
 def test_a_run_says_what_libraries_keep() -> None:

@@ -21,6 +21,7 @@ from planner.capture.trace import capture
 from planner.models import Workload
 from planner.profiling.allocator import cpu_allocations
 from planner.runtime.code import compile_schedule
+from planner.runtime.devices import Devices
 from planner.runtime.executor import Executor
 from tests.support.budgets import HALF_WAY
 from tests.support.steps import capture_of, make, random_schedule
@@ -175,7 +176,8 @@ def test_nothing_is_left_in_memory() -> None:
 def test_the_code_says_what_the_schedule_says() -> None:
     captured = capture_of("unet")
     schedule = random_schedule(captured.graph, 2)
-    source = compile_schedule(captured.graph, captured.program, schedule).source
+    devices = Devices(captured.graph, torch.device("cpu"))
+    source = compile_schedule(captured.graph, captured.program, schedule, devices).source
     frees = re.findall(r"^    del t(\d+)$", source, flags=re.MULTILINE)
     assert [int(t) for t in frees] == [step.tensor for step in schedule.steps if isinstance(step, Free)]
     targets = [str(calls.call.target).replace(".", "_") for calls in captured.program.calls]

@@ -15,8 +15,8 @@ from planner.capture.options import traced_options, with_options
 from planner.capture.options.in_place.find import with_out, working_in_place
 from planner.capture.replay import written_tensors
 from planner.capture.step import TrainingStep
-from planner.choices import choices_of
 from planner.models import Workload
+from planner.option_settings import option_settings
 from planner.runtime.executor import Executor
 from planner.runtime.measure import outcome
 from planner.settings import TraceSettings
@@ -129,7 +129,7 @@ def test_plans_with_other_choices_are_run_in_the_memory_that_is_predicted(others
     names = ["in-place", *others]
     graph = tracing.trace(*workload, passes=1, options=traced_options(names))
     link = 25e9 if "offload" in others else None
-    offered = choices_of(names, link, exact=True).offered(graph)
+    offered = option_settings(names, link, exact=True).offered(graph)
     over = 0
     for budget in on_the_way(with_options(graph, ()), 0.15, 0.5):
         plan = solve(graph, budget, options=names, link=link, exact=True, work_limit=5.0)

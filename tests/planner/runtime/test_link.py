@@ -16,9 +16,8 @@ from planner.capture.trace import capture
 from planner.models import Workload
 from planner.profiling.link import MEASURED_LINK, LinkProfile, LinkRates, measured_link, published_link
 from planner.runtime import link
-from planner.runtime.channels import ThreadChannels
-from planner.runtime.host_memory import HostMemory
-from planner.runtime.host_tensor import HostTensor
+from planner.runtime.channels import HostChannels
+from planner.runtime.host_memory import HostTensor
 from planner.runtime.link import link_beside
 from planner.tracing import trace
 from tests.support.cuda_device import cuda_device, on_device
@@ -47,12 +46,15 @@ class KnownCopy:
     def finish(self) -> None:
         """Nothing is left to do."""
 
+    def arrived(self, taken: torch.Tensor) -> torch.Tensor:
+        return taken
 
-class KnownChannels(ThreadChannels):
+
+class KnownChannels(HostChannels):
     """Copies between what is on both sides take a known time, in a lane that the directions share or in one each."""
 
     def __init__(self, *, shared: bool) -> None:
-        super().__init__(HostMemory())
+        super().__init__(torch.device("cpu"))
         self._ends_s = [0.0] if shared else [0.0, 0.0]
 
     def again(self, tensor: torch.Tensor, host: HostTensor, *, out: bool) -> Any:
@@ -68,7 +70,7 @@ def link_of(workload: Workload) -> LinkProfile:
 
 @pytest.mark.parametrize("shared", [False, True], ids=["apart", "one lane"])
 def test_known_figures_are_found(shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(link, "open_channels", lambda device, host_bytes, timed: KnownChannels(shared=shared))
+    monkeypatch.setattr(link, "HostChannels", lambda device, timed: KnownChannels(shared=shared))
     found = link_of(make("tied"))
     rate = link.LARGE_BYTES / (_START_S + link.LARGE_BYTES / _RATE)
     known = pytest.approx([rate, rate, rate / 2 if shared else rate])
@@ -81,14 +83,14 @@ def test_a_thread_copies_one_after_the_other(monkeypatch: pytest.MonkeyPatch) ->
         time.sleep(0.01)
         target[:] = source
 
-    monkeypatch.setattr("planner.runtime.channels.np.copyto", copy)
-    channels = ThreadChannels(HostMemory())
+    monkeypatch.setattr("planner.runtime.thread_channels.np.copyto", copy)
+    channels = HostChannels(torch.device("cpu"))
     values = torch.arange(8.0)
     host, first = channels.out(values)
     copies = [first, channels.again(values, host, out=True), channels.again(values, host, out=True)]
     assert all(later.seconds_after(earlier) >= 0.01 for earlier, later in pairwise(copies))
     assert all(each.has_ended for each in copies)
-    assert torch.equal(torch.from_numpy(host.values.numpy().view("float32")), values)
+    assert torch.equal(torch.from_numpy(host.bytes.values.numpy().view("float32")), values)
 
 
 def test_directions_that_slow_each_other_share_a_figure() -> None:

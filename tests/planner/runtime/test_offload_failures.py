@@ -1,6 +1,5 @@
 """A copy that fails is one clear error, the model is as before the step, and the next step is right."""
 
-import re
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -11,8 +10,9 @@ import pytest
 import torch
 
 from graphs.errors import CopyError, OutOfMemoryError
+from graphs.pools import DEVICE_TO_HOST, HOST_TO_DEVICE
 from planner.models import Workload
-from planner.runtime import channels, workers
+from planner.runtime import transfers, workers
 from planner.runtime.executor import Executor
 from planner.runtime.host_memory import HostMemory
 from tests.support.copies import copying_step
@@ -81,7 +81,7 @@ def test_a_thread_that_cannot_copy(name: str, when: str, monkeypatch: pytest.Mon
     _, _, step = copying_step(name, 1)
     train(step, workload)
     before, generator = state(step), torch.get_rng_state()
-    forward, copies = (len(re.findall(r" = channels\.", part)) for part in (source_of(step, "forward"), step.code.source))
+    forward, copies = (part.count(".take(") for part in (source_of(step, "forward"), step.code.source))
     failing = Failing(np.copyto, _LINK_DOWN)
     late = forward + (copies - forward) * 9 // 10
     failing.fails_at = {"first": 1, "forward": forward // 2, "backward": (forward + copies) // 2, "late": late}[when]
@@ -96,7 +96,7 @@ def test_a_thread_that_cannot_copy(name: str, when: str, monkeypatch: pytest.Mon
     del loss
     failing.fails_at = None
     assert_as_eager(step, workload)
-    assert step.channels.memory.used_bytes == 0  # type: ignore[union-attr]
+    assert step.devices.host.used_bytes == 0  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("name", ["resnet18", "mutated"])
@@ -116,20 +116,20 @@ def test_a_host_without_memory(name: str, share: float, monkeypatch: pytest.Monk
     ) as raised:
         step(*workload.batch)
     assert str(raised.value.__cause__).startswith("the host has no memory for a copy of")
-    assert same(before, state(step)) and step.channels.memory.used_bytes == 0  # type: ignore[union-attr]
+    assert same(before, state(step)) and step.devices.host.used_bytes == 0  # type: ignore[union-attr]
     failing.fails_at = None
     torch.set_rng_state(generator)
     assert_as_eager(step, workload)
 
 
-@pytest.mark.parametrize("place", ["_out", "_back"])
-def test_a_thread_that_dies(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("stream", [DEVICE_TO_HOST, HOST_TO_DEVICE])
+def test_a_thread_that_dies(stream: str, monkeypatch: pytest.MonkeyPatch) -> None:
     workload = make("mutated")
     _, _, step = copying_step("mutated", 1)
     train(step, workload)
     before = state(step)
-    monkeypatch.setattr(channels, "_LOOK_S", 0.01)
-    channel = getattr(step.channels, place)
+    monkeypatch.setattr(transfers, "LOOK_S", 0.01)
+    channel = step.devices.channels[stream]._worker  # type: ignore[attr-defined]
     thread = channel._thread
 
     def dies(copies: Any) -> None:
@@ -145,7 +145,7 @@ def test_a_thread_that_dies(place: str, monkeypatch: pytest.MonkeyPatch) -> None
     channel._thread.join(_SLOW_S)
     assert not channel._thread.is_alive()
     assert_as_eager(step, workload)
-    assert step.channels.memory.used_bytes == 0  # type: ignore[union-attr]
+    assert step.devices.host.used_bytes == 0  # type: ignore[union-attr]
 
 
 def test_no_thread_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,7 +168,7 @@ def test_more_than_the_host_may_hold() -> None:
     _, _, step = copying_step("resnet18", 1)
     workload = make("resnet18")
     train(step, workload)
-    memory = step.channels.memory  # type: ignore[union-attr]
+    memory = step.devices.host  # type: ignore[union-attr]
     memory.capacity_bytes = memory.peak_bytes
     first = step(*workload.batch)
     before = state(step)
@@ -203,9 +203,9 @@ def test_a_step_that_fails_for_another_reason_is_undone_too(monkeypatch: pytest.
     _, _, step = copying_step("mutated", 1)
     before, generator = state(step), torch.get_rng_state()
 
-    waits = Failing(step.channels.wait, KeyboardInterrupt)  # type: ignore[union-attr]
+    waits = Failing(lambda: None, KeyboardInterrupt)
     waits.fails_at = 1
-    monkeypatch.setattr(step.channels, "wait", waits)
+    monkeypatch.setattr(transfers.Transfer, "finish", lambda _: waits())
     with pytest.raises(KeyboardInterrupt):
         step(*workload.batch).backward()
     assert same(before, state(step)) and torch.equal(generator, torch.get_rng_state())

@@ -135,9 +135,12 @@ def test_an_op_that_fails_elsewhere(half: str, monkeypatch: pytest.MonkeyPatch) 
     before, generator = state(step), torch.get_rng_state()
     compute = devices.Devices._compute
 
-    def fails(self: Any, stream: str, part: Any, under: Any) -> None:
-        compute(self, stream, part, under)
-        raise RuntimeError("no such kernel")
+    def fails(self: Any, stream: str, part: Any, running: Any) -> None:
+        def failing(transfers: Any) -> None:
+            part(transfers)
+            raise RuntimeError("no such kernel")
+
+        compute(self, stream, failing, running)
 
     loss = step(*batch) if half == "backward" else None
     with monkeypatch.context() as patch:
@@ -188,9 +191,9 @@ def test_a_thread_that_dies(monkeypatch: pytest.MonkeyPatch) -> None:
     before, generator = state(step), torch.get_rng_state()
     with monkeypatch.context() as patch:
         patch.setattr(workers, "_work", lambda jobs: jobs.get())
-        for module, name in ((devices, "LOOK_S"), (transfers, "LOOK_S"), (workers, "_LOOK_S")):
-            patch.setattr(module, name, 0.01)
-        with pytest.raises(DeviceError, match="was not made: its thread has died; the step can be tried again"):
+        for module in (transfers, workers):
+            patch.setattr(module, "LOOK_S", 0.01)
+        with pytest.raises(DeviceError, match="were not executed: their thread has died; the step can be tried again"):
             step(*batch)
     assert_undone_and_right_again(step, before, generator)
 
@@ -202,13 +205,12 @@ def test_no_thread_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
-    with pytest.raises(CopyError, match=f"no thread can be started for ops on {SECOND}: can't start new thread"):
+    with pytest.raises(DeviceError, match=f"no thread can be started for ops on {SECOND}: can't start new thread"):
         step(*make("mutated").batch)
 
 
 def test_threads_end_with_the_step_and_have_their_own_number_of_threads() -> None:
     _, _, step = placed_step("tied", 1, ("cpu:2",))
-    assert step.devices is not None
     found = []
     with step.devices.watched("cpu:2", lambda part: (found.append(torch.get_num_threads()), part())):
         step(*make("tied").batch).backward()
@@ -216,7 +218,8 @@ def test_threads_end_with_the_step_and_have_their_own_number_of_threads() -> Non
     counted.start()
     counted.join()
     assert found == [2, 2, torch.get_num_threads()]
-    threads = [worker._thread for worker in step.devices._workers.values() if worker._thread is not None]
+    threads = [worker._thread for worker in step.devices._workers.values()]
+    threads += [channel._worker._thread for channel in step.devices.channels.values()]  # type: ignore[attr-defined]
     assert len(threads) == 3
     del step
     gc.collect()

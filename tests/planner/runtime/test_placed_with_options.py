@@ -66,9 +66,9 @@ def assert_within_its_bytes(executor: Executor, workload: Workload, captured: Ca
     # The gradient of the loss is counted throughout, and comes with the backward pass.
     assert predicted.peak_bytes - tangent_bytes <= measured <= predicted.peak_bytes
     others = other_peaks_measured(captured, executor, step, workload.batch)
-    assert executor.channels is not None
-    memory = executor.channels.memory
-    assert (*others.values(), memory.peak_bytes) == predicted.pool_peaks_bytes[1:]
+    memory = executor.devices.host
+    assert memory is not None
+    assert (*others.values(),) == predicted.pool_peaks_bytes[1:]
     assert memory.used_bytes == 0
 
 
@@ -113,17 +113,17 @@ def test_copies_that_are_late_are_waited_for(monkeypatch: pytest.MonkeyPatch) ->
     makers = late_copies(monkeypatch)
     workload = make("mutated")
     eager = train(workload, None)
-    sent_on = waited = 0
+    sent_on: set[str] = set()
     for seed in range(4):
         offered, schedule, executor = step_with_everything("mutated", seed)
         assert_same(eager, train(workload, (offered, schedule)))
-        source = executor.code.source
-        # What comes from the host goes on to the other device at once, what comes from there to the host once it is here.
-        sent_on += len(re.findall(r"\.send\(t\d+, copy\w*\)", source))
-        waited += len(re.findall(r"(t\d+) = copies\[\d+\]\.arrived\(\1\)\n +\w+ = channels\.out\(\1\)", source))
+        # What comes from the host goes on to the other device at once, and what comes from there to the host.
+        main = executor.code.source.partition(f"# {SECOND}")[0]
+        issued = r"(transfers\[\d+\])\.send\(t\d+, transfer\S+\)\n(?: +(?:t\d+ = )?\1\.take)?"
+        sent_on |= {"host" if match[0].endswith("take") else SECOND for match in re.finditer(issued, main)}
     ends = ("device", SECOND), (SECOND, "device"), ("device", "host"), ("host", "device")
     assert makers == {f"planner: {source} to {target}" for source, target in ends}
-    assert sent_on and waited
+    assert sent_on == {"host", SECOND}
 
 
 def test_the_host_holds_no_more_than_it_may() -> None:
@@ -132,8 +132,8 @@ def test_the_host_holds_no_more_than_it_may() -> None:
     workload = make("mutated")
     limited = with_everything("mutated", host_bytes=most)
     executor = Executor(limited, schedule, workload.model, workload.loss_fn)
-    assert executor.channels is not None
-    memory = executor.channels.memory
+    memory = executor.devices.host
+    assert memory is not None
     for _ in range(3):
         executor(*workload.batch).backward()
         assert memory.peak_bytes == most >= memory.allocated_bytes
@@ -152,7 +152,7 @@ def test_the_host_holds_no_more_than_it_may() -> None:
 def test_several_threads_may_step_one_plan() -> None:
     _, _, step = step_with_everything("tied", 3)
     assert_alike_in_threads(step, make("tied").batch, rounds=5)
-    assert step.channels is not None and step.channels.memory.used_bytes == 0
+    assert step.devices.host is not None and step.devices.host.used_bytes == 0
 
 
 @pytest.mark.parametrize("thread", ["device to host", "host to device"])

@@ -12,8 +12,8 @@ from graphs.io.formats import write_graph
 from graphs.ir import Graph
 from graphs.synthetic.small import training_chain
 from graphs.synthetic.transformer import TransformerSize, transformer
-from planner.choices import choices_of
 from planner.cli.main import main
+from planner.option_settings import option_settings
 from planner.report.comparisons import cell_text, table_text, write_report
 from planner.studies.compare import Shares, Task, compare, cut_short, methods_named
 from planner.studies.comparison_rows import OPTIMUM, ComparisonRow, RunBy, bound_of
@@ -92,9 +92,9 @@ def test_where_time_is_up_the_last_rows_are_tried_for_a_moment_and_said_to_be_cu
 
 
 def test_methods_that_offload_beside_those_that_recompute(graph: Graph, tmp_path: Path) -> None:
-    choices = choices_of(["offload"], 50e9, 10**11)
+    options = option_settings(["offload"], 50e9, 10**11)
     names = ("windows", "chen-sqrt", "dtr", "save-on-cpu", "capuchin-swap", "delta")
-    found = compare(graph, ["75%"], names, tmp_path, StudySettings(choices=choices, time_limit_s=4))
+    found = compare(graph, ["75%"], names, tmp_path, StudySettings(options=options, time_limit_s=4))
     by_method = {row.method: row for row in found}
     bound_s = by_method["windows"].bound_s
     assert bound_s is not None and set(by_method) == set(names)
@@ -103,17 +103,17 @@ def test_methods_that_offload_beside_those_that_recompute(graph: Graph, tmp_path
     alone = compare(graph, ["75%"], ["chen-sqrt", "dtr"], tmp_path / "alone")
     assert {row.method: row.time_s for row in alone} == {row.method: by_method[row.method].time_s for row in alone}
     assert all(json.loads(row.settings)["link"]["in_bytes_per_s"] == 50e9 for row in found)
-    assert compare(graph, ["75%"], names, tmp_path, StudySettings(choices=choices)) == found
+    assert compare(graph, ["75%"], names, tmp_path, StudySettings(options=options)) == found
     with pytest.raises(OutputError, match="ask for the same"):
-        compare(graph, ["75%"], names, tmp_path, StudySettings(choices=choices_of(["offload"], 25e9, 10**11)))
+        compare(graph, ["75%"], names, tmp_path, StudySettings(options=option_settings(["offload"], 25e9, 10**11)))
 
 
 def test_all_methods_offload_where_the_graph_offers_it(tmp_path: Path) -> None:
     everywhere = {name for name, entry in SOLVERS.items() if not entry.only_places}
     assert set(methods_named("all", offload=True)) == everywhere
-    choices = choices_of(["offload"], 1.0, 10**6)
+    options = option_settings(["offload"], 1.0, 10**6)
     found = compare(
-        training_chain(6), ["80%"], methods_named("all", offload=True), tmp_path, StudySettings(choices=choices, time_limit_s=20)
+        training_chain(6), ["80%"], methods_named("all", offload=True), tmp_path, StudySettings(options=options, time_limit_s=20)
     )
     assert {row.method for row in found} == everywhere and not [row.message for row in found if row.status == "error"]
 

@@ -19,7 +19,7 @@ from graphs.simulate import simulate
 from graphs.synthetic.random_graphs import random_graph, random_training_step
 from graphs.synthetic.small import training_chain
 from planner import options
-from planner.choices import choices_of
+from planner.option_settings import option_settings
 from planner.profiling.other_devices import DEVICES_KEY, encode_devices
 from planner.report.curves import curve_data, curve_frame, curve_text
 from planner.studies.curve import Curve, curve
@@ -85,11 +85,10 @@ def test_curves_of_random_graphs_keep_their_promises(seed: int, ops: int) -> Non
 
 def test_with_options_there_is_the_curve_without_beside() -> None:
     graph = random_training_step(5, 30)
-    choices = choices_of(["offload"], link=10e9, host_budget=10**12)
-    assert choices is not None
-    found = curve(graph, 3, StudySettings(choices=choices, tolerance=0.02, time_limit_s=1.5))
+    options = option_settings(["offload"], link=10e9, host_budget=10**12)
+    found = curve(graph, 3, StudySettings(options=options, tolerance=0.02, time_limit_s=1.5))
     assert found.options == ("offload",) and found.without is not None and found.without.without is None
-    judged(choices.offered(graph), found)
+    judged(options.apply(graph), found)
     judged(graph, found.without)
     assert found.least is not None and found.without.least is not None
     assert found.least.found_bytes < found.without.least.found_bytes
@@ -104,17 +103,16 @@ def test_with_options_there_is_the_curve_without_beside() -> None:
     assert text.startswith("recomputing only\n") and "\nwith offload\n" in text
     assert text.count("least feasible budget") == 2
     with pytest.raises(PlannerError, match="the solver 'dtr' recomputes only"):
-        curve(graph, 3, StudySettings(choices=choices), solver="dtr")
+        curve(graph, 3, StudySettings(options=options), solver="dtr")
 
 
 def test_what_takes_less_than_the_program_has_a_curve_too() -> None:
     chain = training_chain(3)
     faster = OtherDevice("cpu:1", tuple(op.time_s / 4 for op in chain.ops), 8.0)
     graph = replace(chain, provenance={**chain.provenance, DEVICES_KEY: encode_devices([faster])})
-    choices = choices_of(["placement"])
-    assert choices is not None
-    found = curve(graph, ["80%", "100%"], StudySettings(choices=choices, time_limit_s=1.0))
-    judged(choices.offered(graph), found)
+    options = option_settings(["placement"])
+    found = curve(graph, ["80%", "100%"], StudySettings(options=options, time_limit_s=1.0))
+    judged(options.apply(graph), found)
     assert found.points[1].time_s is not None and found.points[1].time_s < graph.time_s
     assert found.without is not None and found.without.points[1].time_s == graph.time_s
 

@@ -14,7 +14,7 @@ from graphs.ir import Graph, Phase
 from graphs.schedule import keep_everything
 from graphs.simulate import simulate
 from graphs.synthetic.draft import Draft
-from planner.choices import choices_of
+from planner.option_settings import RECOMPUTATION, option_settings
 from planner.profiling.scaling import GraphFit, has_same_ops
 from planner.settings import TraceSettings
 from planner.studies.fitting import Enough, largest
@@ -228,19 +228,18 @@ def test_a_line_through_two_graphs_gives_the_third() -> None:
 
 def test_offload_fits_more_and_both_judges_agree() -> None:
     """Blocks' outputs may run again, yet what is read last is made first: the host takes it."""
-    choices = choices_of(["offload"], link=1e6, host_budget=10**6)
-    assert choices is not None
+    options = option_settings(["offload"], link=1e6, host_budget=10**6)
     for budget, overhead in ((3_000, None), (9_000, None), (9_000, 0.3)):
-        wanted = Wanted(budget, overhead, limit=40, choices=choices)
+        wanted = Wanted(budget, overhead, limit=40, options=options)
         *without, offloading = max_batch(chain, wanted)
         assert (
             by_method(tuple(without))["optimal"].size
-            == by_method(max_batch(chain, replace(wanted, choices=None)))["optimal"].size
+            == by_method(max_batch(chain, replace(wanted, options=RECOMPUTATION)))["optimal"].size
         )
         assert (offloading.method, offloading.undecided) == ("with offload", None)
         assert offloading.size is not None and offloading.size >= (without[-1].size or 0)
         assert offloading.result is not None and offloading.result.schedule is not None
-        simulation = simulate(choices.offered(chain(offloading.size)), offloading.result.schedule)
+        simulation = simulate(options.apply(chain(offloading.size)), offloading.result.schedule)
         assert simulation.peak_bytes == offloading.result.peak_bytes <= budget
         assert offloading.overhead is not None and offloading.overhead <= (10 if overhead is None else overhead)
     assert offloading.size > (without[-1].size or 0)

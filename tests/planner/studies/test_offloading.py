@@ -9,8 +9,7 @@ from torch.autograd.graph import save_on_cpu as torch_save_on_cpu
 
 from planner.capture.step import TrainingStep
 from planner.models import Workload
-from planner.runtime.channels import ThreadChannels
-from planner.runtime.host_memory import HostMemory
+from planner.runtime.channels import HostChannels
 from planner.runtime.measure import loss_of
 from planner.studies.baselines import eager
 from planner.studies.measured import Benchmark, Exactness
@@ -20,7 +19,7 @@ from tests.support.steps import make
 
 @pytest.mark.parametrize("name", ["gpt2_written", "gpt2_sdpa", "resnet18", "tied", "mutated"])
 def test_bits_are_those_of_eager_and_the_host_has_what_the_device_has_not(name: str) -> None:
-    channels = ThreadChannels(HostMemory())
+    channels = HostChannels(torch.device("cpu"))
     benchmark = Benchmark(make(name), host=channels.memory)
     plain, saved, stashed = map(benchmark.enter, (eager(), *offloading_methods(channels)))
     for row in (plain, saved, stashed):
@@ -55,7 +54,7 @@ def test_as_much_is_sent_as_by_pytorch_itself(name: str) -> None:
     counting = Counting()
     with counting:
         TrainingStep(workload.model, workload.loss_fn)(*workload.batch)
-    channels = ThreadChannels(HostMemory())
+    channels = HostChannels(torch.device("cpu"))
     step = save_on_cpu(channels).prepare(workload.model, workload.loss_fn)
     returned = step(*workload.batch)
     assert channels.memory.used_bytes == counting.packed_bytes > 0
@@ -79,10 +78,10 @@ class Chain(nn.Module):
 
 def test_a_stash_of_five_stays_and_small_tensors_and_parameters_do_too() -> None:
     workload = Workload(Chain(), None, (torch.ones(1000),))
-    channels = ThreadChannels(HostMemory())
+    channels = HostChannels(torch.device("cpu"))
     copies: list[int] = []
     back = channels.back
-    channels.back = lambda host: copies.append(len(host.values)) or back(host)  # type: ignore[assignment,func-returns-value]
+    channels.back = lambda host: copies.append(len(host.bytes.room)) or back(host)  # type: ignore[assignment,func-returns-value]
     loss = loss_of(offload_activations(channels).prepare(workload.model, workload.loss_fn)(*workload.batch))
     assert channels.memory.used_bytes == 9 * 4000  # the input, which the product saves, and eight exponentials
     loss.backward()
@@ -92,7 +91,7 @@ def test_a_stash_of_five_stays_and_small_tensors_and_parameters_do_too() -> None
 
 
 def test_a_host_without_room_is_a_row_that_says_so() -> None:
-    channels = ThreadChannels(HostMemory(1000))
+    channels = HostChannels(torch.device("cpu"), 1000)
     row = Benchmark(make("resnet18"), host=channels.memory).enter(save_on_cpu(channels))
     assert row.error is not None and "finds" in row.error and "of the host's memory in use" in row.error
     assert row.peak_bytes is None and not math.isnan(channels.memory.used_bytes)

@@ -5,9 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from planner.runtime.channels import ThreadChannels
-from planner.runtime.host_memory import HostMemory
-from planner.torch_compile import round_trips
+from planner.runtime.channels import HostChannels
+from planner.torch_compile import shared_channels
 from planner.torch_compile.planned_graph import PlannedGraph
 from planner.torch_compile.shared_budget import SharedBudget
 
@@ -27,13 +26,13 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[PlannedGraph]:
 
 
 @pytest.fixture
-def opened(monkeypatch: pytest.MonkeyPatch) -> list[ThreadChannels]:
+def opened(monkeypatch: pytest.MonkeyPatch) -> list[HostChannels]:
     """The channels that were opened."""
-    found: list[ThreadChannels] = []
+    found: list[HostChannels] = []
 
-    def noted(device: torch.device, host_bytes: int | None) -> ThreadChannels:
-        found.append(ThreadChannels(HostMemory(host_bytes)))
+    def noted(device: torch.device, host_bytes: int | None) -> HostChannels:
+        found.append(HostChannels(device, host_bytes))
         return found[-1]
 
-    monkeypatch.setattr(round_trips, "open_channels", noted)
+    monkeypatch.setattr(shared_channels, "HostChannels", noted)
     return found

@@ -13,7 +13,7 @@ from graphs.schedule import keep_everything
 from planner import search
 from planner.profiling import profile
 from planner.torch_compile.rest_of_step import kept_bytes, lean_schedule, with_rest, without_rest
-from planner.torch_compile.step_memory import Seen, beside, unread
+from planner.torch_compile.step_memory import Seen, bytes_of_others, unread
 from tests.support.measured_backend import (
     Apart,
     Masked,
@@ -86,7 +86,7 @@ def test_parameters_are_seen_before_their_graph_is_reached() -> None:
     runs = [Seen.of([torch.randn(2, 3), *early.parameters()])]
     behind = unread([*early.parameters(), *late.parameters()], runs)
     assert behind is not None
-    assert beside([*runs, behind], 0, [0]) == 2 * 4 * (7 * 11 + 11)  # they, and their gradients
+    assert bytes_of_others([*runs, behind], 0, [0]) == 2 * 4 * (7 * 11 + 11)  # they, and their gradients
     assert unread(early.parameters(), runs) is None
 
 
@@ -192,9 +192,9 @@ def test_what_is_beside_a_graph_is_counted_once() -> None:
     first, second = Seen.of([x, weight]), Seen.of([hidden, other, weight])
     first.returned([hidden])
     # Forward and backward of the first: the second's parameter, and gradients of both of its parameters.
-    assert beside([first, second], 0, [1000, 1000]) == 4 * (30 + 30 + 20)
+    assert bytes_of_others([first, second], 0, [1000, 1000]) == 4 * (30 + 30 + 20)
     # Of the second: what the first keeps, in which `hidden` is, and its batch.
-    assert beside([first, second], 1, [1000, 1000]) == 1000 - 4 * 40 + 4 * 10
+    assert bytes_of_others([first, second], 1, [1000, 1000]) == 1000 - 4 * 40 + 4 * 10
 
 
 def test_what_autograd_holds_for_ops_in_no_graph_is_counted() -> None:

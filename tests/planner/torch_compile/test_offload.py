@@ -1,4 +1,4 @@
-"""``torch.compile(backend="planner")`` with round trips to the host: exact, and within both budgets."""
+"""``torch.compile(backend="planner")`` with transfers to the host: exact, and within both budgets."""
 
 import copy
 import shutil
@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from graphs.simulate import simulate
-from planner.runtime.channels import ThreadChannels
+from planner.runtime.channels import HostChannels
 from planner.runtime.measure import measure_memory
 from planner.torch_compile.planned_graph import PlannedGraph
 from planner.torch_compile.rest_of_step import keeping_all
-from planner.torch_compile.round_trips import host_room
+from planner.torch_compile.shared_channels import host_room
 from tests.support.copies import with_random_copies
 from tests.support.offloading_backend import assert_same_state, compiled, layers, trained_once
 
@@ -69,7 +69,7 @@ def host_peak(graph: PlannedGraph) -> int:
 
 @pytest.mark.parametrize("norm", [nn.LayerNorm, nn.BatchNorm1d])
 def test_it_trains_as_eager_does_within_both_budgets(
-    norm: type[nn.Module], graphs: list[PlannedGraph], opened: list[ThreadChannels]
+    norm: type[nn.Module], graphs: list[PlannedGraph], opened: list[HostChannels]
 ) -> None:
     torch.manual_seed(0)
     model, x = layers(norm), torch.randn(256, 64)
@@ -89,7 +89,7 @@ def test_it_trains_as_eager_does_within_both_budgets(
 
 @pytest.mark.parametrize("norm", [nn.LayerNorm, nn.BatchNorm1d])
 def test_copies_may_be_anywhere_and_under_way_between_the_passes(
-    norm: type[nn.Module], graphs: list[PlannedGraph], opened: list[ThreadChannels]
+    norm: type[nn.Module], graphs: list[PlannedGraph], opened: list[HostChannels]
 ) -> None:
     torch.manual_seed(0)
     model, x = layers(norm), torch.randn(256, 64)
@@ -114,7 +114,7 @@ def test_copies_may_be_anywhere_and_under_way_between_the_passes(
 
 
 @pytest.mark.parametrize("host_budget", ["1GB", "700kB"])
-def test_graphs_share_the_hosts_memory(host_budget: str, graphs: list[PlannedGraph], opened: list[ThreadChannels]) -> None:
+def test_graphs_share_the_hosts_memory(host_budget: str, graphs: list[PlannedGraph], opened: list[HostChannels]) -> None:
     torch.manual_seed(0)
     assert_trains_as_eager(Broken(), lambda twin: compiled(twin, "60%", host_budget=host_budget))
     (channels,) = opened
@@ -154,7 +154,7 @@ def test_on_a_gpu(graphs: list[PlannedGraph]) -> None:
 @pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor compiles for the CPU with g++")
 @pytest.mark.parametrize("norm", [nn.LayerNorm, nn.BatchNorm1d])
 def test_what_inductors_kernels_make_may_go_to_the_host(
-    norm: type[nn.Module], graphs: list[PlannedGraph], opened: list[ThreadChannels]
+    norm: type[nn.Module], graphs: list[PlannedGraph], opened: list[HostChannels]
 ) -> None:
     torch.manual_seed(0)
     model, x = layers(norm), torch.randn(256, 64)

@@ -1,4 +1,4 @@
-"""Round trips under ``torch.compile(backend="planner")``: what goes back to the host's memory, and what is refused."""
+"""Transfers under ``torch.compile(backend="planner")``: what goes back to the host's memory, and what is refused."""
 
 import copy
 import gc
@@ -11,11 +11,10 @@ from torch._dynamo.exc import BackendCompilerFailed
 
 from graphs.errors import CopyError, PlannerError
 from graphs.schedule import Compute, boundary
-from planner.choices import choices_of
-from planner.runtime.channels import ThreadChannels
+from planner.runtime.channels import HostChannels
 from planner.torch_compile.planned_graph import PlannedGraph
 from planner.torch_compile.rest_of_step import keeping_all
-from planner.torch_compile.round_trips import RoundTrips
+from planner.torch_compile.shared_channels import SharedChannels
 from tests.support.copies import with_random_copies
 from tests.support.offloading_backend import assert_same_state, compiled, layers, trained_once
 
@@ -24,7 +23,7 @@ pytestmark = [pytest.mark.usefixtures("fresh_compiler"), pytest.mark.filterwarni
 CPU = torch.device("cpu")
 
 
-def test_a_loss_that_is_dropped_gives_back_what_is_on_the_host(opened: list[ThreadChannels], graphs: list[PlannedGraph]) -> None:
+def test_a_loss_that_is_dropped_gives_back_what_is_on_the_host(opened: list[HostChannels], graphs: list[PlannedGraph]) -> None:
     step, x = compiled(layers(), "60%"), torch.randn(256, 64)
     trained_once(step, x)
     (graph,), (channels,) = graphs, opened
@@ -36,7 +35,7 @@ def test_a_loss_that_is_dropped_gives_back_what_is_on_the_host(opened: list[Thre
     assert channels.memory.used_bytes == 0
 
 
-def test_a_backward_pass_may_come_twice(graphs: list[PlannedGraph], opened: list[ThreadChannels]) -> None:
+def test_a_backward_pass_may_come_twice(graphs: list[PlannedGraph], opened: list[HostChannels]) -> None:
     model, x = layers(), torch.randn(256, 64)
     step = compiled(model, "60%")
     out = step(x).sum()
@@ -60,7 +59,7 @@ def test_hooks_on_what_is_saved_are_refused(graphs: list[PlannedGraph]) -> None:
 
 @pytest.mark.parametrize("when", ["forward", "backward"])
 def test_a_copy_that_fails_is_one_error_and_the_step_can_be_called_again(
-    when: str, graphs: list[PlannedGraph], opened: list[ThreadChannels], monkeypatch: pytest.MonkeyPatch
+    when: str, graphs: list[PlannedGraph], opened: list[HostChannels], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(0)
     model, x = layers(nn.BatchNorm1d), torch.randn(256, 64)
@@ -102,7 +101,7 @@ def test_a_copy_that_fails_is_one_error_and_the_step_can_be_called_again(
     assert_same_state(model, twin)
 
 
-def test_a_host_that_is_too_small_for_two_passes_is_one_error(graphs: list[PlannedGraph], opened: list[ThreadChannels]) -> None:
+def test_a_host_that_is_too_small_for_two_passes_is_one_error(graphs: list[PlannedGraph], opened: list[HostChannels]) -> None:
     step, x = compiled(layers(), "60%"), torch.randn(256, 64)
     trained_once(step, x)
     opened[0].memory.capacity_bytes = graphs[0].on_host[0]
@@ -128,9 +127,7 @@ def test_wrong_options_are_refused(options: dict[str, object], message: str) -> 
 
 
 def test_graphs_on_several_devices_are_refused() -> None:
-    choices = choices_of(["offload"], None, "1GB")
-    assert choices is not None
-    trips = RoundTrips(choices)
-    assert trips.channels(CPU) is trips.channels(CPU)
+    shared = SharedChannels(10**9)
+    assert shared.channels(CPU) is shared.channels(CPU)
     with pytest.raises(PlannerError, match=r"graphs of the model run on cpu and on meta, .* leave out"):
-        trips.channels(torch.device("meta"))
+        shared.channels(torch.device("meta"))

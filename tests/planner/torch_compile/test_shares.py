@@ -48,7 +48,7 @@ def test_the_eager_peak_has_the_static_memory_of_what_is_planned() -> None:
     eager = planner.trace(model(), nn.functional.mse_loss, batch, roofline="cpu")
     planned = planner.trace(model(), nn.functional.mse_loss, batch, roofline="cpu", optimizer="adamw")
     assert (
-        eager_peak_bytes(eager, planned)
+        eager_peak_bytes(eager, planned, None)
         == summarize(planned).keep_everything_peak_bytes
         > summarize(eager).keep_everything_peak_bytes
     )

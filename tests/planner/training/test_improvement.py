@@ -14,7 +14,7 @@ from graphs.errors import InfeasibleError, PlannerError
 from graphs.ir import Graph
 from graphs.simulate import simulate
 from planner.background import BackgroundSolve, Ended, Job
-from planner.choices import with_recorded
+from planner.option_settings import with_recorded
 from planner.plans.document import read_plan
 from planner.plans.plan import Plan
 from planner.progress import Progress, Stage, Stages

@@ -47,7 +47,7 @@ def test_compile_is_one_call(tmp_path: Path) -> None:
     assert plan.copied and plan.settings["options"] == ["offload"]
     assert plan.measured_peak_bytes is not None and plan.measured_peak_bytes <= plan.budget_bytes
     assert plan.eager is not None and plan.eager.identical
-    assert executor(step).channels.memory.peak_bytes == plan.pool_peaks_bytes[HOST] > 0  # type: ignore[union-attr]
+    assert executor(step).devices.host.peak_bytes == plan.pool_peaks_bytes[HOST] > 0  # type: ignore[union-attr]
     step.report(tmp_path / "report.html", trace=tmp_path / "trace.json")
     assert "Host memory" in (tmp_path / "report.html").read_text()
     ran = [event["cat"] for event in json.loads((tmp_path / "trace.json").read_text())["traceEvents"] if event["ph"] == "X"]
@@ -102,7 +102,7 @@ def test_a_kept_plan_that_takes_too_much_of_the_host_is_made_again(tmp_path: Pat
     kept = compiled(small(), cache=tmp_path).plan
     assert compiled(small(), cache=tmp_path).plan == kept
     free_bytes = 2 * kept.pool_peaks_bytes[HOST] - 2
-    monkeypatch.setattr("planner.choices.psutil.virtual_memory", lambda: type("Memory", (), {"available": free_bytes}))
+    monkeypatch.setattr("planner.option_settings.psutil.virtual_memory", lambda: type("Memory", (), {"available": free_bytes}))
     with pytest.warns(UserWarning, match=r"it takes .* of the host's memory, and may take .* here"):
         again = compiled(small(), cache=tmp_path)
     assert again.plan.pool_peaks_bytes[HOST] <= free_bytes // 2
@@ -142,15 +142,15 @@ def test_replanned_steps_share_the_hosts_memory() -> None:
         loss.backward()
         torch.manual_seed(1)
         assert torch.equal(loss, workload.loss_fn(model(workload.batch[0]), workload.batch[1]))
-        found.append((step.plan, executor(step).channels))  # type: ignore[arg-type]
+        found.append((step.plan, executor(step).devices.host))  # type: ignore[arg-type]
     assert found[0][1] is found[1][1] is found[2][1]
 
 
 def test_plans_of_varying_sizes_copy_and_share_the_hosts_memory() -> None:
     workload = small()
     step = compiled(workload, dynamic=True, host_budget="1GB", time_limit_s=3.0)
-    channels = executor(step).channels
-    assert channels is not None
+    host = executor(step).devices.host
+    assert host is not None
     copied = 0
     for size in (64, 56, 52, 56):
         batch = tuple(value[:size] for value in workload.batch)
@@ -164,10 +164,10 @@ def test_plans_of_varying_sizes_copy_and_share_the_hosts_memory() -> None:
         assert torch.equal(loss, expected)
         pairs = zip(gradients, torch.autograd.grad(expected, list(workload.model.parameters())), strict=True)
         assert all(torch.equal(found, wanted) for found, wanted in pairs)  # type: ignore[arg-type]
-        assert executor(step).channels is channels and channels.memory.used_bytes == 0
+        assert executor(step).devices.host is host and host.used_bytes == 0
         assert step.plan.measured_peak_bytes is not None and step.plan.measured_peak_bytes <= step.plan.budget_bytes
         copied += step.plan.copied > 0
-    assert copied >= 2 and channels.memory.peak_bytes <= 10**9
+    assert copied >= 2 and host.peak_bytes <= 10**9
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ it only. Keeping everything takes 8, at g7 and g6.
 
 import pytest
 
-from graphs.options.offload import without_copies
+from graphs.options.offload import without_offload
 from graphs.synthetic.small import training_chain
 from solvers.baselines import auto_perf_maxing
 from solvers.baselines.auto_perf_maxing import Outer, Saved, chosen
@@ -51,7 +51,7 @@ def test_fractions() -> None:
 
 
 def test_a_slow_link_is_a_limit() -> None:
-    offer = offer_of(with_trips(without_copies(three_layers())[0], bytes_per_s=0.25))
+    offer = offer_of(with_trips(without_offload(three_layers())[0], bytes_per_s=0.25))
     assert offer is not None
     r, o = Outer(offer, blockings(offer.program)[0].blocks).fractions(7, WallClock()) or ([], [])
     # Half a byte in the 2 seconds of a layer: the other half of a byte is computed again, in layer 0 or 1.

@@ -12,7 +12,8 @@ from graphs.simulate import simulate
 from graphs.synthetic.draft import Draft
 from graphs.synthetic.random_graphs import random_graph, random_training_step
 from solvers.baselines.common.online import Online
-from solvers.baselines.megengine import FACTORS, LEAST_BYTES, Dynamic, MegEngineParams, MegEngineRule, Static, solve
+from solvers.baselines.megengine import FACTORS, LEAST_BYTES, MegEngineParams, MegEngineRule, Static, solve
+from solvers.online.heuristics import Interpreter
 from solvers.registry import get_solver
 from solvers.result import Reason, Status
 from tests.support.requests import ask
@@ -39,8 +40,8 @@ def test_a_training_step_fits_less(rule: MegEngineRule) -> None:
     assert result.time_s < 1.5 * graph.time_s
 
 
-@pytest.mark.parametrize("heuristic", [Dynamic, Static])
-def test_small_tensors_and_random_ops_are_spared(heuristic: type[Dynamic] | type[Static]) -> None:
+@pytest.mark.parametrize("heuristic", [Interpreter, Static])
+def test_small_tensors_and_random_ops_are_spared(heuristic: type[Interpreter] | type[Static]) -> None:
     draft = Draft()
     (a,) = draft.op("a", [], [MiB])
     (b,) = draft.op("b", [], [2 * MiB])
@@ -51,7 +52,7 @@ def test_small_tensors_and_random_ops_are_spared(heuristic: type[Dynamic] | type
     assert Online(graph, 6 * MiB, heuristic()).evictable == [False, True, False, False]
 
 
-def scores_at_the_end(heuristic: Dynamic | Static, ends_with: int) -> dict[str, float]:
+def scores_at_the_end(heuristic: Interpreter | Static, ends_with: int) -> dict[str, float]:
     """Scores of what is in memory when op s is due, in: a -> b, c (siblings), r reads b, s reads a and c; in MiB 4, 2, 3, 1, 1.
 
     b has been evicted after r if `ends_with` is 1.
@@ -64,27 +65,26 @@ def scores_at_the_end(heuristic: Dynamic | Static, ends_with: int) -> dict[str, 
     draft.op("t", [b], [MiB])
     graph = draft.graph([c + 1])
     run = Online(graph, 100 * MiB, heuristic)
-    heuristic.begin(run)
     for op in range(3):
         run.now = op
         run._execute(op)
     if ends_with:
         run._free(b)
     run.now = 3
-    candidates = np.array([a, b, c][: 3 if not ends_with else None])
-    candidates = candidates[run.live[candidates]]
-    return {graph.tensors[t].name: float(score) for t, score in zip(candidates, heuristic.scores(candidates), strict=True)}
+    candidates = [t for t in (a, b, c) if run.live[t]]
+    scores = heuristic.scores(np.array([run.storage[t] for t in candidates]), run.clock_s)
+    return {graph.tensors[t].name: float(score) for t, score in zip(candidates, scores, strict=True)}
 
 
 def test_the_dynamic_score() -> None:
     # The ops read and write 4, 9 and 3 MiB; a is last read when 4, b when 13 of 16 have passed; c is not noted here.
     second = MiB / 1e8
-    kept = scores_at_the_end(Dynamic(0), 0)
+    kept = scores_at_the_end(Interpreter(0), 0)
     assert kept == {
         name: pytest.approx(1e-3 / (size * (stale * second + 1e-3)))
         for name, size, stale in (("a", 4, 12), ("bc", 2, 3), ("bc.1", 3, 16))
     }
-    evicted = scores_at_the_end(Dynamic(0), 1)
+    evicted = scores_at_the_end(Interpreter(0), 1)
     assert evicted["a"] == kept["a"]  # b is made from it: no neighbour
     assert evicted["bc.1"] == pytest.approx((9 * MiB + 1e-3) / (3 * (16 * second + 1e-3)))
 

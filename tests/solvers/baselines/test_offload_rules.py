@@ -90,7 +90,7 @@ def test_deepspeed_brings_back_early_where_memory_allows() -> None:
     plan = deepspeed_offload._Plan(offer, [0])
     # f1 is read by g2, two ops into the backward pass: asked for before g3, a second earlier, where 3 bytes are in use.
     tight, roomy = (plan.early(budget_bytes=budget).computed for budget in (3, 4))
-    copy_in = offer.trips[0].in_op
+    copy_in = offer.by_tensor[0].reload_op
     assert tight.index(copy_in) == tight.index(6) - 1
     assert roomy.index(copy_in) == roomy.index(5) - 1
 

@@ -6,7 +6,7 @@ import pytest
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from graphs.ir import Graph
-from graphs.options.offload import without_copies
+from graphs.options.offload import without_offload
 from graphs.schedule import keep_everything
 from graphs.simulate import simulate
 from graphs.synthetic.small import training_chain
@@ -89,7 +89,7 @@ def test_a_transformer_takes_less_memory(name: str) -> None:
 
 @pytest.fixture(scope="module")
 def captured() -> Graph:
-    """A small GPT-2 as it is trained, modelled for an H200, with round trips."""
+    """A small GPT-2 as it is trained, modelled for an H200, with transfers."""
     with FakeTensorMode(allow_non_fake_inputs=True):
         graph = trace(*build("gpt2", layers=2, width=256, heads=4, vocab=512, batch=8, seq=256), roofline="h200")
     return with_trips(graph, 50e9)
@@ -98,13 +98,13 @@ def captured() -> Graph:
 @pytest.fixture(scope="module")
 def bounds(captured: Graph) -> dict[float, float | None]:
     """By share of the peak of keeping everything, what is proved of the time within it."""
-    peak = peak_bytes(without_copies(captured)[0])
+    peak = peak_bytes(without_offload(captured)[0])
     return {share: solve_exactly(ask(captured, int(share * peak), time_limit_s=5)).bound_s for share in (1.0, 0.85, 0.7)}
 
 
 @pytest.mark.parametrize("name", LARGE)
 def test_a_captured_gpt(name: str, captured: Graph, bounds: dict[float, float | None]) -> None:
-    peak = peak_bytes(without_copies(captured)[0])
+    peak = peak_bytes(without_offload(captured)[0])
     found = 0
     for share, bound_s in bounds.items():
         result = get_solver(name)(ask(captured, int(share * peak), params=RIVALS[name]))
@@ -122,7 +122,7 @@ def test_a_captured_gpt(name: str, captured: Graph, bounds: dict[float, float | 
 def test_a_graph_without_round_trips_is_not_for_them(name: str) -> None:
     result = get_solver(name)(ask(training_chain(5), UNLIMITED))
     assert (result.status, result.reason) == (Status.LIMIT, Reason.INAPPLICABLE)
-    assert "offers no round trips to the host" in result.message
+    assert "offers no transfers to the host" in result.message
 
 
 @pytest.mark.parametrize("name", RIVALS)

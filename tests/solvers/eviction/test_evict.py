@@ -1,6 +1,7 @@
 """Rules of eviction: what they execute fits, and how little memory they get by with."""
 
 from collections.abc import Sequence
+from typing import Unpack
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from solvers.bounds import least_budget_bound
 from solvers.clock import WallClock
 from solvers.eviction.engine import Eviction, evicting_order
 from solvers.eviction.least_peak import least_evicting_schedule
-from solvers.eviction.rules import RULES, TIGHT_RULES, EvictionRule, Guide
+from solvers.eviction.rules import RULES, TIGHT_RULES, EvictionRule, Guide, Limits
 from solvers.problem import problem_of
 
 
@@ -25,14 +26,19 @@ def between(graph: Graph, share: float) -> int:
     return least + int(share * (peak - least))
 
 
+def executed(graph: Graph, budget_bytes: int, rule: EvictionRule, **limits: Unpack[Limits]) -> list[int] | None:
+    found = evicting_order(problem_of(graph, budget_bytes), rule, **limits)
+    return None if found is None else found.computed
+
+
 @pytest.mark.parametrize("graph", [transformer(TransformerSize(layers=2)), random_training_step(3, 40), training_chain(20)])
 @pytest.mark.parametrize("share", [0.15, 0.5, 0.9])
 def test_what_is_executed_fits(graph: Graph, share: float) -> None:
     budget = between(graph, share)
     for rule in (*RULES, *TIGHT_RULES):
-        order = evicting_order(problem_of(graph, budget), rule)
+        order = executed(graph, budget, rule)
         assert order is not None
-        assert order == evicting_order(problem_of(graph, budget), rule)
+        assert order == executed(graph, budget, rule)
         assert simulate(graph, schedule_of(graph, order)).peak_bytes <= budget
         first = list(dict.fromkeys(order))
         assert first == list(range(len(graph.ops)))
@@ -68,28 +74,28 @@ def test_transformers_run_in_little_more_than_their_largest_op(layers: int) -> N
 def test_gradients_are_not_given_up_for_what_they_leave_no_room_to_make() -> None:
     graph = random_training_step(0, 40)
     budget = between(graph, 0.05)
-    assert all(evicting_order(problem_of(graph, budget), rule) is None for rule in RULES)
-    assert all(evicting_order(problem_of(graph, budget), rule) is not None for rule in TIGHT_RULES)
+    assert all(executed(graph, budget, rule) is None for rule in RULES)
+    assert all(executed(graph, budget, rule) is not None for rule in TIGHT_RULES)
 
 
 def test_a_guide_says_what_stays_and_a_factor_likewise() -> None:
     graph = training_chain(16)
     budget = between(graph, 0.3)
-    order = evicting_order(problem_of(graph, budget), EvictionRule())
+    order = executed(graph, budget, EvictionRule())
     assert order is not None
     again = next(i for i in order if order.count(i) > 1)
     (stays,) = graph.ops[again].outputs
 
     handed = np.zeros((2, len(graph.tensors)), dtype=bool)
     handed[:, stays] = True
-    guided = evicting_order(problem_of(graph, budget), EvictionRule(), guide=Guide((15, len(graph.ops) - 1), handed))
+    guided = executed(graph, budget, EvictionRule(), guide=Guide((15, len(graph.ops) - 1), handed))
     assert guided is not None
     assert guided.count(again) == 1
     assert len(guided) > len(graph.ops)
 
     bias = np.ones(len(graph.tensors))
     bias[stays] = 1e9
-    biased = evicting_order(problem_of(graph, budget), EvictionRule(), bias=bias)
+    biased = executed(graph, budget, EvictionRule(), bias=bias)
     assert biased is not None
     assert biased.count(again) == 1
 
@@ -97,13 +103,13 @@ def test_a_guide_says_what_stays_and_a_factor_likewise() -> None:
 def test_it_fails_where_a_limit_is_reached() -> None:
     graph = training_chain(16)
     budget = between(graph, 0.3)
-    order = evicting_order(problem_of(graph, budget), EvictionRule())
+    order = executed(graph, budget, EvictionRule())
     assert order is not None
     seconds = sum(graph.ops[i].time_s for i in order)
-    assert evicting_order(problem_of(graph, budget), EvictionRule(), max_time_s=seconds) == order
-    assert evicting_order(problem_of(graph, budget), EvictionRule(), max_time_s=0.99 * seconds) is None
-    assert evicting_order(problem_of(graph, budget), EvictionRule(), should_stop=lambda: True) is None
-    assert evicting_order(problem_of(graph, least_budget_bound(graph).budget_bytes - 1), EvictionRule()) is None
+    assert executed(graph, budget, EvictionRule(), max_time_s=seconds) == order
+    assert executed(graph, budget, EvictionRule(), max_time_s=0.99 * seconds) is None
+    assert executed(graph, budget, EvictionRule(), should_stop=lambda: True) is None
+    assert executed(graph, least_budget_bound(graph).budget_bytes - 1, EvictionRule()) is None
 
 
 def test_the_least_peak_is_looked_for_no_longer_than_is_allowed() -> None:

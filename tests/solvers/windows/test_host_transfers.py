@@ -1,4 +1,4 @@
-"""Round trips in orders of executions: the judge agrees on when and where they wait, and rows 10 to 13 hold for them."""
+"""Round by_tensor in orders of executions: the judge agrees on when and where they wait, and rows 10 to 13 hold for them."""
 
 import random
 
@@ -31,8 +31,8 @@ def offering(draw: random.Random, most_ops: int) -> Graph:
 
 
 def some_away(draw: random.Random, problem: Problem, computed: list[int]) -> frozenset[tuple[int, int]]:
-    assert problem.copies is not None
-    reads = [(t, place) for place, op in enumerate(computed) for t in problem.inputs[op] if t in problem.copies.trips]
+    assert problem.offloads is not None
+    reads = [(t, place) for place, op in enumerate(computed) for t in problem.inputs[op] if t in problem.offloads.by_tensor]
     return frozenset(pair for pair in reads if draw.random() < 0.5)
 
 
@@ -102,6 +102,6 @@ def test_what_is_to_go_first_goes_out_first() -> None:
     graph = with_options(Graph(ops, tensors, frozenset({8})), ("offload",), Surroundings(Link.even(1.0)))
     problem = problem_of(graph, 100)
     found = timed(problem, range(9), {(b, 6), (a, 7), (z, 8)})
-    assert problem.copies is not None
-    out = {trip.out_op: t for t, trip in problem.copies.trips.items()}
+    assert problem.offloads is not None
+    out = {transfers.offload_op: t for t, transfers in problem.offloads.by_tensor.items()}
     assert [out[step.op] for step in found.steps if isinstance(step, Compute) and step.op in out] == [z, b, a]

@@ -1,4 +1,4 @@
-"""Schedules with all away that is not needed: the least budget that round trips make possible, and what is between."""
+"""Schedules with all away that is not needed: the least budget that transfers make possible, and what is between."""
 
 import itertools
 import random
@@ -6,7 +6,7 @@ import random
 import pytest
 
 from graphs.ir import Graph
-from graphs.options.offload import without_copies
+from graphs.options.offload import without_offload
 from graphs.simulate import simulate
 from graphs.synthetic.draft import Draft
 from graphs.synthetic.random_graphs import random_graph, random_training_step
@@ -35,9 +35,9 @@ def once_each(made: int = 4, size: int = 10) -> Graph:
 
 @pytest.mark.parametrize(("host_bytes", "least"), [(None, 25), (40, 25), (39, 26), (30, 35), (12, 53), (0, 65)])
 def test_the_host_takes_what_it_has_room_for(host_bytes: int | None, least: int) -> None:
-    program, copies = without_copies(with_trips(once_each(), host_bytes=host_bytes))
-    assert least_budget_bound(program, copies).budget_bytes == least
-    assert need_at(program, None, copies).held_bytes == least - 25
+    program, offloads = without_offload(with_trips(once_each(), host_bytes=host_bytes))
+    assert least_budget_bound(program, offloads).budget_bytes == least
+    assert need_at(program, None, offloads).held_bytes == least - 25
     assert least_budget_bound(program).budget_bytes == 65
 
 
@@ -57,7 +57,7 @@ def test_the_host_makes_less_possible_than_recomputing_alone() -> None:
         without = simulate(program, least_known(program, WorkClock(0.5))).peak_bytes
         graph = with_trips(program, 1e9)
         simulation = simulate(graph, least_known(graph, WorkClock(0.5)))
-        assert least_budget_bound(*without_copies(graph)).budget_bytes <= simulation.peak_bytes <= without
+        assert least_budget_bound(*without_offload(graph)).budget_bytes <= simulation.peak_bytes <= without
         less += simulation.peak_bytes < without
     assert less > 0
 
@@ -68,7 +68,7 @@ def test_no_schedule_is_below_what_is_proved_and_one_is_at_what_is_found() -> No
         draw = random.Random(seed)
         program = random_graph(draw.randint(0, 10**6), draw.randint(3, 4))
         graph = with_trips(program, host_bytes=draw.choice((None, None, draw.randint(3, 20))))
-        proved = least_budget_bound(*without_copies(graph)).budget_bytes
+        proved = least_budget_bound(*without_offload(graph)).budget_bytes
         found = simulate(graph, least_known(graph, WorkClock(0.5))).peak_bytes
         assert proved <= found
         try:
@@ -84,7 +84,7 @@ def test_orders_fit_and_the_first_sends_no_more_than_it_must() -> None:
     for seed in range(30):
         graph = offered(seed)
         problem = problem_of(graph, least_offloaded(graph, WorkClock(0.5)).peak_bytes)
-        unlimited = problem.copies is not None and problem.copies.host_bytes is None
+        unlimited = problem.offloads and problem.offloads.host_bytes is None
         for order in itertools.islice(offloaded_orders(problem, should_stop=lambda: False), 6):
             trial = try_out(problem, order)
             assert simulate(graph, trial.schedule).peak_bytes == trial.peak_bytes
@@ -100,5 +100,5 @@ def test_the_exact_solver_has_a_schedule_at_the_least_budget() -> None:
     assert bracket.proved_bytes <= bracket.found_bytes
     result = get_solver("windows")(ask(graph, bracket.found_bytes, time_limit_s=5))
     assert result.schedule is not None and result.peak_bytes is not None and result.peak_bytes <= bracket.found_bytes
-    refused = get_solver("windows")(ask(graph, least_budget_bound(*without_copies(graph)).budget_bytes - 1))
+    refused = get_solver("windows")(ask(graph, least_budget_bound(*without_offload(graph)).budget_bytes - 1))
     assert refused.status is Status.INFEASIBLE

@@ -1,4 +1,4 @@
-"""Moves on schedules with round trips: what comes of them fits and computes what the step computes."""
+"""Moves on schedules with transfers: what comes of them fits and computes what the step computes."""
 
 import random
 
@@ -24,13 +24,13 @@ def offering(seed: int, link_bytes_per_s: float) -> Graph:
 
 
 def random_trial(draw: random.Random, problem: Problem) -> Trial:
-    assert problem.copies is not None
+    assert problem.offloads is not None
     computed = short_form(problem.graph, random_order(draw, problem))
     away = frozenset(
         (t, place)
         for place, op in enumerate(computed)
         for t in problem.inputs[op]
-        if t in problem.copies.trips and draw.random() < 0.4
+        if t in problem.offloads.by_tensor and draw.random() < 0.4
     )
     return try_out(problem, order_of(Discretization((problem.ops - 1,)), computed, away))
 

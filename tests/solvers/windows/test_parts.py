@@ -32,7 +32,7 @@ TRANSFORMER = transformer(TransformerSize(layers=4))
 
 
 def offloading(graph: Graph) -> Graph:
-    """With round trips over a link that carries half of the program's peak in the time of its step."""
+    """With transfers over a link that carries half of the program's peak in the time of its step."""
     program = without_options(graph)
     link = Link.even(peak_bytes(program) / 2 / program.time_s)
     return with_options(graph, ("offload",), Surroundings(link))

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import nn
 
+from graphs.allocators.caching import CachingAllocator
 from planner.models import Workload
 from planner.profiling import profile
 from planner.runtime import libraries
-from planner.runtime.caching_allocator import CachingAllocator
 from tests.support.cuda_device import graphs, tensors
 from tests.support.cuda_device.autograd import DeviceThread, engine
 from tests.support.cuda_device.machine import Machine

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from planner.runtime.caching_allocator import DEFAULT_POOL, Block, CachingAllocator, DeviceFullError, Segment
+from graphs.allocators.caching import DEFAULT_POOL, Block, CachingAllocator, DeviceFullError, Segment
 from tests.support.cuda_device.streams import BYTES_PER_S, LAUNCH_S, Point, Stream, Work
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from tempfile import TemporaryDirectory
 ROOT = Path(__file__).parents[3]
 _COPIED = ("graphs", "solvers", "planner", "tests", "pyproject.toml")
 _LIMIT_S = 300
-_TESTS = "tests/planner/runtime"
+_FOLDERS = ("tests/planner/runtime", "tests/graphs/allocators")
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class Mutation:
         file: of the source.
         takes_away: what is missing then.
         before, after: text of the source, which is there once, and what stands in its place.
-        test: of ``tests/planner/runtime``, which fails then.
+        test: in one of the folders of tests, which fails then.
     """
 
     file: str
@@ -50,78 +50,89 @@ _UNITS = "test_cuda_channels.py -k copies_wait"
 MUTATIONS = (
     Mutation(
         _CHANNELS,
-        "the wait of a copy for what computes",
-        "        stream.wait_stream(present)\n        self._part",
-        "        self._part",
+        "the wait of a copy for what computes at both ends",
+        "            stream.wait_event(event)\n",
+        "            pass\n",
         _BITS,
     ),
     Mutation(
         _CHANNELS,
-        "the wait of a copy to the host for the copy that makes its tensor",
-        "events = [copy.event for copy in after if not copy.part.over]",
-        "events: list[torch.cuda.Event] = []",
+        "the event of who sends",
+        "        if stream is not None:\n            self._given",
+        "        if stream is not None and at_target:\n            self._given",
+        _BITS,
+    ),
+    Mutation(
+        _CHANNELS,
+        "the event of who takes memory",
+        "        if stream is not None:\n            self._given",
+        "        if stream is not None and not at_target:\n            self._given",
+        "test_cuda_placed.py",
+    ),
+    Mutation(
+        _TRANSFERS,
+        "the wait of a copy for the one that makes its tensor",
+        "                after = [self._made_by.copy()]",
+        "                self._made_by.copy()",
         _UNITS,
     ),
     Mutation(
         _CHANNELS,
         "the wait of a copy to the host for those that still use its buffer",
-        "[*events, *_events(host.waits_for)]",
-        "events",
+        "for copy in (*after, *behind):",
+        "for copy in after:",
         _UNITS,
     ),
     Mutation(
-        _CHANNELS,
+        _TRANSFERS,
         "the wait of a copy back for the copy to the host",
-        "made = _events(host.copies[:1])",
-        "made: list[torch.cuda.Event] = []",
+        "after = source.copies[:1] if source is not None else []",
+        "after: list[Copy] = []",
         _UNITS,
     ),
     Mutation(
         _CHANNELS,
         "the wait of what computes for a copy",
-        "torch.cuda.current_stream(self._device).wait_event(copy.event)",
-        "pass",
+        "            launched.before(torch.cuda.current_stream(end.device))",
+        "            pass",
         _BITS,
     ),
     Mutation(
         _CHANNELS,
         "the event behind a copy, which is recorded in front of it",
-        "        with torch.cuda.stream(stream):\n            target.copy_(source, non_blocking=True)\n"
-        "        event = stream.record_event(torch.cuda.Event(enable_timing=self._timed))\n",
-        "        event = stream.record_event(torch.cuda.Event(enable_timing=self._timed))\n"
-        "        with torch.cuda.stream(stream):\n            target.copy_(source, non_blocking=True)\n",
+        "        with torch.cuda.stream(stream):\n            room.copy_(values, non_blocking=True)\n"
+        "        event = stream.record_event(torch.cuda.Event(enable_timing=self._channel.timed))\n",
+        "        event = stream.record_event(torch.cuda.Event(enable_timing=self._channel.timed))\n"
+        "        with torch.cuda.stream(stream):\n            room.copy_(values, non_blocking=True)\n",
         _BITS,
     ),
     Mutation(
         _CHANNELS,
         "the hold of a tensor until its copy was waited for",
-        "self.tensor: torch.Tensor | None = tensor",
-        "self.tensor: torch.Tensor | None = None",
+        "        self._held[at_target] = end, stream",
+        "        self._held[at_target] = torch.empty(0, device=end.device), stream",
         "test_cuda_channels.py -k held_until",
     ),
     Mutation(
         _CHANNELS,
         "the end of that hold",
-        "        copy.tensor = None\n",
-        "",
+        "self._held.pop(at_target, (None, None))",
+        "self._held.get(at_target, (None, None))",
         "test_cuda_channels.py -k held_until",
     ),
     Mutation(
         _CHANNELS,
         "the wait for copies of a step that was dropped",
-        "            self._computing.wait_event(self.event)",
-        "            pass",
+        "                    self.launched.before(stream)",
+        "                    pass",
         "test_cuda_channels.py -k dropped",
     ),
     Mutation(
         _CHANNELS,
-        "the wait of the host for a copy that another thread needs",
-        "    def finish(self) -> None:\n"
-        '        """Wait for the copy on the host, for another thread; see ``Copy.finish``. '
-        'The computation still has to wait for it."""\n'
-        "        self.event.synchronize()",
-        "    def finish(self) -> None:\n        pass",
-        "test_cuda_placed.py -k sent_on",
+        "the wait of the host for another thread that launches the copy",
+        "        self._wait_until_known()\n        assert",
+        "        assert",
+        "test_cuda_placed.py",
     ),
     Mutation(
         _CHANNELS,
@@ -140,28 +151,28 @@ MUTATIONS = (
     Mutation(
         _CHANNELS,
         "the wait for both events before the time between them is asked for",
-        "        earlier.event.synchronize()\n        self.event.synchronize()\n        return",
-        "        return",
+        "        before.synchronize()\n        now.synchronize()\n",
+        "",
         "test_link.py -k streams_of_cuda",
     ),
     Mutation(
         _CHANNELS,
         "the join of the copying streams where a capture ends",
-        "                    present.wait_stream(stream)",
-        "                    pass",
+        "                computing.wait_stream(channel.stream)",
+        "                pass",
         "test_cuda_graph_offload.py -k under_way",
     ),
     Mutation(
         _CHANNELS,
         "the end of a captured part, whose events are waited for outside",
-        "            part.over, self._part = True, _Part()",
-        "            self._part = _Part()",
+        "        part.over = True\n",
+        "",
         "test_cuda_graph_offload.py -k under_way",
     ),
     Mutation(
         "planner/runtime/graphed_step.py",
         "the hold of the host's buffers that a recording uses",
-        "            channels.memory.let_stay()\n",
+        "            host.let_stay()\n",
         "",
         "test_cuda_graph_offload.py -k without_room",
     ),
@@ -199,41 +210,6 @@ MUTATIONS = (
         "        finally:\n            clear_cublas_workspaces()\n",
         "",
         "test_cuda_graph_recorder.py -k workspace",
-    ),
-    Mutation(
-        _TRANSFERS,
-        "the event of who sends",
-        "        self._note(tensor)\n        self._sent.set()",
-        "        self._sent.set()",
-        "test_cuda_placed.py",
-    ),
-    Mutation(
-        _TRANSFERS,
-        "the event of who takes memory",
-        "        self._note(target)\n        self._taken.set()",
-        "        self._taken.set()",
-        "test_cuda_placed.py",
-    ),
-    Mutation(
-        _TRANSFERS,
-        "the wait of a channel for both",
-        "            self._stream.wait_event(event)",
-        "            pass",
-        "test_cuda_placed.py",
-    ),
-    Mutation(
-        _TRANSFERS,
-        "the wait of the host for a channel's stream",
-        "        self._stream.synchronize()\n",
-        "",
-        "test_cuda_placed.py",
-    ),
-    Mutation(
-        _TRANSFERS,
-        "the wait of a copy for the one that fills its tensor",
-        "            self._made_by.finish()",
-        "            pass",
-        "test_cuda_placed.py",
     ),
     Mutation(
         "planner/runtime/observation.py",
@@ -299,27 +275,32 @@ MUTATIONS = (
         "test_cuda_placed.py -k predicted",
     ),
     Mutation(
-        "planner/runtime/caching_allocator.py",
+        "graphs/allocators/caching.py",
         "the rounding of blocks to 512 bytes",
         "return max(1, -(-size_bytes // BLOCK_BYTES)) * BLOCK_BYTES",
         "return size_bytes",
-        "test_caching_allocator.py",
+        "test_caching.py",
     ),
     Mutation(
-        "planner/runtime/caching_allocator.py",
+        "graphs/allocators/caching.py",
         "segments of 20 MiB",
-        "        return _LARGE_SEGMENT_BYTES\n",
-        "        return size_bytes\n",
-        "test_caching_allocator.py",
+        "            return self.large_segment_bytes\n",
+        "            return size_bytes\n",
+        "test_caching.py",
     ),
     Mutation(
-        "planner/runtime/caching_allocator.py",
+        "graphs/allocators/caching.py",
         "the rest of 1 MiB that a large block is not split for",
-        " or (not block.segment.small and remaining <= _SMALL_BYTES)",
-        "",
-        "test_caching_allocator.py",
+        "remaining > SMALL_BYTES and ",
+        "remaining >= BLOCK_BYTES and ",
+        "test_caching.py",
     ),
 )
+
+
+def path_of_test(root: Path, file: str) -> str:
+    """The path of a file of tests in the sources at `root`."""
+    return next(f"{folder}/{file}" for folder in _FOLDERS if (root / folder / file).exists())
 
 
 def survives(mutation: Mutation) -> bool:
@@ -332,7 +313,7 @@ def survives(mutation: Mutation) -> bool:
             shutil.copytree(source, root / name, ignore=skipped) if source.is_dir() else shutil.copy(source, root / name)
         mutation.made_in(root)
         file, *chosen = mutation.test.split()
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", f"{_TESTS}/{file}", *chosen]
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", path_of_test(root, file), *chosen]
         environment = {**os.environ, "PYTHONPATH": folder, "PYTHONDONTWRITEBYTECODE": "1"}
         try:
             run = subprocess.run(command, cwd=root, env=environment, capture_output=True, timeout=_LIMIT_S, check=False)

@@ -16,6 +16,7 @@ from graphs.units import format_seconds, parse_budget, parse_rate
 from planner.capture.options import check_complete, needing, needs, with_options
 from planner.profiling.link import format_rate, measured_link, published_link
 from planner.profiling.other_devices import DEVICES_KEY, decode_devices, encode_devices
+from solvers.registry import check_takes
 
 # The rate per direction of PCIe 4, or of PCIe 5 during a training step that uses memory itself.
 LINK = "25GB/s"
@@ -50,66 +51,84 @@ class KnownLink:
 
 
 @dataclass(frozen=True, slots=True)
-class Choices:
-    """Options of a graph by name, and the machine's properties that they need.
+class OptionSettings:
+    """Options of a graph by name, and the machine's properties that they need; without names, recomputation only.
 
     Attributes:
-        options: names in ``planner.capture.options.OPTIONS``.
+        names: names in ``planner.capture.options.OPTIONS``.
         link_bytes_per_s: rate in each direction; None: the known rate of the graph's device.
         host_bytes: host memory that a step may use; None if no option transfers tensors.
         exact: True to offer only ops with the bits of the program.
         host_budget: the text that `host_bytes` was read from.
     """
 
-    options: tuple[str, ...]
+    names: tuple[str, ...] = ()
     link_bytes_per_s: float | None = None
     host_bytes: int | None = None
     exact: bool = False
     host_budget: str | int | None = None
 
     @property
+    def offloads(self) -> bool:
+        """True if tensors may be transferred to host memory."""
+        return self.host_bytes is not None
+
+    @property
     def measures_link(self) -> bool:
         """True if the link is to be measured during profiling: an option transfers tensors, and no rate was given."""
-        return self.host_bytes is not None and self.link_bytes_per_s is None
+        return self.offloads and self.link_bytes_per_s is None
 
     @property
     def shares_host(self) -> bool:
         """True if the host memory is a share of what is free, which changes from run to run."""
         share = self.host_budget is None or (isinstance(self.host_budget, str) and self.host_budget.strip().endswith("%"))
-        return self.host_bytes is not None and share
+        return self.offloads and share
 
     @property
     def places(self) -> bool:
         """True if ops may run on other devices."""
-        return Need.DEVICES in needs(self.options)
+        return Need.DEVICES in needs(self.names)
 
     @property
     def named(self) -> str:
         """The names of the options, for a sentence."""
-        return ", ".join(self.options)
+        return ", ".join(self.names)
 
     @property
-    def asked(self) -> dict[str, object]:
-        """The choices in the form of JSON output."""
+    def as_json(self) -> dict[str, object]:
+        """These settings in the form of JSON output; empty without options."""
+        if not self.names:
+            return {}
         copying = {"link_bytes_per_s": self.link_bytes_per_s, "host_budget_bytes": self.host_bytes}
-        said = {"options": list(self.options), **({"exact": True} if self.exact else {})}
-        return {**said, **(copying if self.host_bytes is not None else {})}
+        said = {"options": list(self.names), **({"exact": True} if self.exact else {})}
+        return {**said, **(copying if self.offloads else {})}
 
-    def offered(self, graph: Graph) -> Graph:
-        """Return `graph` with these options.
+    def check_solver(self, solver: str) -> None:
+        """Raise unless `solver` accepts graphs with these options.
+
+        Raises:
+            PlannerError: it does not, or there is no such solver.
+        """
+        if self.names:
+            check_takes(solver, copies=self.offloads, places=self.places, named=self.named)
+
+    def apply(self, graph: Graph) -> Graph:
+        """Return `graph` with these options, and without others that it was traced with.
 
         Raises:
             MismatchError: the link in its provenance is impossible.
             GraphError: it was traced without one of them, or one cannot be added to it.
         """
         around = None
-        if self.host_bytes is not None or self.places:
+        if self.offloads or self.places:
             around = Surroundings(self.link(graph.provenance).link, self.host_bytes, self._devices(graph.provenance))
-        return with_options(graph, self.options, around, exact_ops(graph) if self.exact else None)
+        return with_options(graph, self.names, around, exact_ops(graph) if self.exact else None)
 
     def recorded(self, graph: Graph) -> dict[str, object]:
-        """Return the choices in the form of plan settings, for a graph with these options."""
-        said: dict[str, object] = {"options": list(self.options)}
+        """Return these settings in the form of plan settings, for a graph with these options; empty without options."""
+        if not self.names:
+            return {}
+        said: dict[str, object] = {"options": list(self.names)}
         if self.exact:
             said["exact"] = exact_ops(graph)
         if self.places:
@@ -138,14 +157,17 @@ class Choices:
         return KnownLink(Link.even(parse_rate(LINK)), LinkSource.DEFAULT)
 
 
-def choices_of(
+RECOMPUTATION = OptionSettings()  # nothing but recomputation
+
+
+def option_settings(
     options: Sequence[str],
     link: str | float | None = None,
     host_budget: str | int | None = None,
     *,
     exact: bool = False,
-) -> Choices | None:
-    """Return the choices from user arguments; None without options.
+) -> OptionSettings:
+    """Return the settings from user arguments.
 
     Args:
         options: names in ``planner.capture.options.OPTIONS``.
@@ -170,14 +192,14 @@ def choices_of(
             raise PlannerError(
                 f"{' and '.join(given)} given, but no option that copies: add options=[{copying!r}] (--options {copying})"
             )
-        return Choices(tuple(options), exact=exact) if options else None
+        return OptionSettings(tuple(options), exact=exact)
     free_bytes, asked = psutil.virtual_memory().available, host_budget
     if host_budget is None:
         host_budget = int(_HOST_SHARE * free_bytes)
     host_bytes = parse_budget(host_budget, peak_bytes=free_bytes) if isinstance(host_budget, str) else host_budget
     rate = None if link is None else parse_rate(link) if isinstance(link, str) else float(link)
     Surroundings(Link.even(1.0 if rate is None else rate), host_bytes)  # raise before anything is traced or measured
-    return Choices(tuple(options), rate, host_bytes, exact, asked)
+    return OptionSettings(tuple(options), rate, host_bytes, exact, asked)
 
 
 def recorded_link(settings: Mapping[str, object]) -> KnownLink | None:

@@ -14,7 +14,6 @@ from graphs.synthetic.transformer import TransformerSize, transformer
 from planner.capture.options import with_options
 from solvers.bounds import least_budget_bound
 from solvers.eviction.engine import evicting_order
-from solvers.eviction.round_trips import evicting_with_copies
 from solvers.eviction.rules import RULES, TIGHT_RULES, EvictionRule
 from solvers.problem import Problem, problem_of
 from solvers.windows import driver
@@ -32,14 +31,13 @@ TRANSFORMER = transformer(TransformerSize(layers=2))
 def offering(graph: Graph, share: float, link_bytes_per_s: float) -> Problem:
     """With a budget from the bound of single ops (0) to the peak (1)."""
     whole = with_options(graph, ("offload",), Surroundings(Link.even(link_bytes_per_s)))
-    copies = problem_of(whole, 1).copies
-    assert copies is not None
-    least, peak = least_budget_bound(graph, copies).budget_bytes, simulate(graph, keep_everything(graph)).peak_bytes
+    offloads = problem_of(whole, 1).offloads
+    least, peak = least_budget_bound(graph, offloads).budget_bytes, simulate(graph, keep_everything(graph)).peak_bytes
     return problem_of(whole, least + int(share * (peak - least)))
 
 
 def tried(problem: Problem, rule: EvictionRule) -> Trial | None:
-    found = evicting_with_copies(problem, rule)
+    found = evicting_order(problem, rule)
     if found is None or late_writers(problem, order := order_of(Discretization((problem.ops - 1,)), *found)):
         return None
     return try_out(problem, order)
@@ -62,7 +60,7 @@ def test_what_is_executed_fits(graph: Graph, share: float) -> None:
             assert trial.peak_bytes <= problem.budget_bytes
             copied += len(trial.order.away)
     assert copied > 0
-    assert evicting_with_copies(problem, RULES[0]) == evicting_with_copies(problem, RULES[0])
+    assert evicting_order(problem, RULES[0]) == evicting_order(problem, RULES[0])
 
 
 @pytest.mark.parametrize("share", [0.15, 0.5])
@@ -70,14 +68,14 @@ def test_the_way_that_costs_less_is_taken(share: float) -> None:
     graph = TRANSFORMER
     rule = EvictionRule(channel=0.01)
     fast, slow = (offering(graph, share, per_second(graph, steps)) for steps in (0.1, 1e6))
-    order = evicting_order(slow, rule)
-    assert order is not None
-    found = evicting_with_copies(slow, rule)
-    assert found == (order, frozenset())
+    recomputing = evicting_order(problem_of(slow.graph, slow.budget_bytes), rule)
+    assert recomputing is not None
+    assert not recomputing.reloads
+    assert evicting_order(slow, rule) == recomputing
     # Where the link is no limit, next to nothing is executed again.
     trial = tried(fast, rule)
     assert trial is not None
-    assert trial.time_s < graph.time_s + 0.1 * (simulate(graph, schedule_of(graph, order)).time_s - graph.time_s)
+    assert trial.time_s < graph.time_s + 0.1 * (simulate(graph, schedule_of(graph, recomputing.computed)).time_s - graph.time_s)
 
 
 def test_where_the_time_of_the_channels_has_a_price_it_is_left_to_what_is_dear_to_make() -> None:
@@ -110,8 +108,9 @@ class ModelsNextError(Exception):
 
 def test_a_solve_has_a_schedule_with_copies_before_it_looks_for_any_with_models(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = offering(TRANSFORMER, 0.15, per_second(TRANSFORMER, 4.0))
-    orders = [evicting_order(problem, rule) for rule in RULES]
-    recomputing_s = min(simulate(TRANSFORMER, schedule_of(TRANSFORMER, order)).time_s for order in orders if order is not None)
+    plain = problem_of(TRANSFORMER, problem.budget_bytes)
+    found = filter(None, (evicting_order(plain, rule) for rule in RULES))
+    recomputing_s = min(simulate(TRANSFORMER, schedule_of(TRANSFORMER, one.computed)).time_s for one in found)
 
     def next_comes(strategy: OffloadedOrders, limit: float) -> bool:
         raise ModelsNextError  # beside that, there is a search without
@@ -133,7 +132,7 @@ def test_what_must_not_run_again_is_sent_where_what_is_made_of_it_may_go() -> No
     for seed in range(30):
         problem = offering(random_graph(seed, 40), 0.1, 1.0)
         for rule in RULES:
-            if (found := evicting_with_copies(problem, rule)) is not None:
+            if (found := evicting_order(problem, rule)) is not None:
                 executed, _ = found
                 again = {op for op in executed if executed.count(op) > 1}
                 once += len(executed) > problem.ops

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 from graphs.pools import COMPUTE, Pool
 from graphs.units import format_bytes, format_ratio, format_seconds
-from planner.facts.streams import Stream, Trip, Wait, streams, trips, waits
+from planner.facts.streams import Offload, Stream, Wait, offloads, streams, waits
 from planner.facts.timeline import Held, Timeline, module_of
 from planner.report.describe import capacity_text, followed_by, spaced
 
 
 @dataclass(frozen=True, slots=True)
-class Beside:
+class OtherStreams:
     """Facts about the other streams and pools of a plan; empty if the plan uses only the computation stream and the device.
 
     Attributes:
@@ -22,7 +22,7 @@ class Beside:
         streams: rows of name, executions, bytes, busy seconds, their share of the step as text, and the share in percent as a
             number.
         waits: the longest, in order: start, duration, awaited execution, next op; `waits_left_out` are omitted.
-        trips: the largest: size, tensor, block, pool, departure, return; `trips_left_out` are omitted.
+        offloads: the largest: size, tensor, block, pool, departure, return; `offloads_left_out` are omitted.
     """
 
     in_short: str = ""
@@ -31,16 +31,16 @@ class Beside:
     streams: tuple[list[str], ...] = ()
     waits: tuple[list[str], ...] = ()
     waits_left_out: int = 0
-    trips: tuple[list[str], ...] = ()
-    trips_left_out: int = 0
+    offloads: tuple[list[str], ...] = ()
+    offloads_left_out: int = 0
 
 
-def beside(timeline: Timeline, listed: int) -> Beside:
+def other_streams(timeline: Timeline, listed: int) -> OtherStreams:
     """Return the facts about the other streams and pools, with at most `listed` rows in a table."""
     others = [stream for stream in streams(timeline)[1:] if stream.executions]
     if not others:
-        return Beside()
-    stalls, gone = waits(timeline, COMPUTE), sorted(trips(timeline), key=lambda trip: -trip.tensor.size_bytes)
+        return OtherStreams()
+    stalls, gone = waits(timeline, COMPUTE), sorted(offloads(timeline), key=lambda offload: -offload.tensor.size_bytes)
     longest = sorted(sorted(stalls, key=lambda wait: -wait.time_s)[:listed], key=lambda wait: wait.start_s)
     waited_s = math.fsum(wait.time_s for wait in stalls)
     waited = (
@@ -50,7 +50,7 @@ def beside(timeline: Timeline, listed: int) -> Beside:
     peaks = zip(timeline.graph.pools[1:], timeline.simulation.pool_peaks_bytes[1:], strict=True)
     most = [(pool, peak_bytes) for pool, peak_bytes in peaks if peak_bytes]
     ran = sum(len(stream.executions) for stream in others)
-    return Beside(
+    return OtherStreams(
         in_short=f" {ran:,} more are on other streams, and the computation {waited} for them.",
         facts=(
             *((_memory_of(pool), format_bytes(peak_bytes)) for pool, peak_bytes in most),
@@ -65,26 +65,26 @@ def beside(timeline: Timeline, listed: int) -> Beside:
         streams=tuple(_stream_row(stream, timeline) for stream in others),
         waits=tuple(map(_wait_row, longest)),
         waits_left_out=len(stalls) - listed,
-        trips=tuple(_trip_row(trip, timeline) for trip in gone[:listed]),
-        trips_left_out=len(gone) - listed,
+        offloads=tuple(_offload_row(offload, timeline) for offload in gone[:listed]),
+        offloads_left_out=len(gone) - listed,
     )
 
 
 def travels(timeline: Timeline, held: Iterable[Held]) -> list[str]:
     """Return for each of `held` when it leaves the device and when it is back; "" for a tensor that stays."""
-    of: dict[int, list[Trip]] = {}
-    for trip in trips(timeline):
-        of.setdefault(trip.tensor.id, []).append(trip)
-    return ["; ".join(_travel(trip) for trip in of.get(one.tensor.id, ())) for one in held]
+    of: dict[int, list[Offload]] = {}
+    for offload in offloads(timeline):
+        of.setdefault(offload.tensor.id, []).append(offload)
+    return ["; ".join(_travel(offload) for offload in of.get(one.tensor.id, ())) for one in held]
 
 
 def _memory_of(pool: Pool) -> str:
     return f"{spaced(pool.name).capitalize()} memory"
 
 
-def _travel(trip: Trip) -> str:
-    back = f", back at {_times(trip)}" if trip.back else ""
-    return f"to {spaced(trip.copy.pool)} at {format_seconds(trip.out.start_s)}{back}"
+def _travel(offload: Offload) -> str:
+    back = f", back at {_times(offload)}" if offload.back else ""
+    return f"to {spaced(offload.copy.pool)} at {format_seconds(offload.out.start_s)}{back}"
 
 
 def _stream_row(stream: Stream, timeline: Timeline) -> list[str]:
@@ -97,14 +97,14 @@ def _wait_row(wait: Wait) -> list[str]:
     return [format_seconds(wait.start_s), format_seconds(wait.time_s), wait.awaited.op.name, followed_by(wait)]
 
 
-def _trip_row(trip: Trip, timeline: Timeline) -> list[str]:
-    made_in = "" if trip.tensor.static else module_of(timeline.graph.ops[trip.tensor.producers[0]])
-    out = (spaced(trip.copy.pool), format_seconds(trip.out.start_s))
-    return [format_bytes(trip.tensor.size_bytes), trip.tensor.name, made_in, *out, _times(trip)]
+def _offload_row(offload: Offload, timeline: Timeline) -> list[str]:
+    made_in = "" if offload.tensor.static else module_of(timeline.graph.ops[offload.tensor.producers[0]])
+    out = (spaced(offload.copy.pool), format_seconds(offload.out.start_s))
+    return [format_bytes(offload.tensor.size_bytes), offload.tensor.name, made_in, *out, _times(offload)]
 
 
-def _times(trip: Trip) -> str:
-    return ", ".join(format_seconds(execution.end_s) for execution in trip.back)
+def _times(offload: Offload) -> str:
+    return ", ".join(format_seconds(execution.end_s) for execution in offload.back)
 
 
 def _share(time_s: float, timeline: Timeline) -> float:

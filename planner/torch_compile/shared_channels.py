@@ -9,34 +9,31 @@ import torch
 from graphs.errors import PlannerError
 from graphs.ir import Graph
 from graphs.pools import HOST
-from planner.choices import Choices
-from planner.runtime.channels import Channels
-from planner.runtime.executor import open_channels
+from planner.runtime.channels import HostChannels
 
 G = TypeVar("G")
 
 
-class RoundTrips:
+class SharedChannels:
     """The channels of one ``torch.compile`` call.
 
     Attributes:
         host_bytes: host memory for all graphs together.
     """
 
-    def __init__(self, choices: Choices) -> None:
-        """Initialize for graphs with these options."""
-        assert choices.host_bytes is not None
-        self.host_bytes = choices.host_bytes
-        self._opened: tuple[torch.device, Channels] | None = None
+    def __init__(self, host_bytes: int) -> None:
+        """Initialize with `host_bytes` of host memory."""
+        self.host_bytes = host_bytes
+        self._opened: tuple[torch.device, HostChannels] | None = None
 
-    def channels(self, device: torch.device) -> Channels:
+    def channels(self, device: torch.device) -> HostChannels:
         """Return the channels between `device`, where a graph runs, and the host; all graphs and steps share them.
 
         Raises:
             PlannerError: other graphs run on another device.
         """
         if self._opened is None:
-            self._opened = device, open_channels(device, self.host_bytes)
+            self._opened = device, HostChannels(device, self.host_bytes)
         there, channels = self._opened
         if there != device:
             raise PlannerError(

@@ -1,0 +1,155 @@
+"""What PyTorch reserves for plans on a CUDA device: ``make bench-reserved`` writes results/reserved/.
+
+Plans of models on the roofline of an H200 at five budgets of allocated bytes: what PyTorch's caching allocator reserves in
+three steps of training, by a model of it, with default settings and with expandable segments; the least capacity of a device at
+which the steps run; and the arena of planned addresses. Then plans whose budget counts what is reserved, in both ways, at the
+same shares of what eager PyTorch reserves.
+"""
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from benchmarks.command import carry_out, command_line, one_thread
+from graphs.addresses import buffers_of
+from graphs.allocators.caching import EXPANDABLE
+from graphs.allocators.training import least_capacity_bytes, usage_of
+from graphs.errors import BudgetError, LimitError
+from graphs.ir import Graph
+from planner.memory import Memory
+from planner.plans.plan import Plan
+from planner.reserved import requests_of
+from planner.settings import TraceSettings
+from planner.solving import solve
+from planner.studies.experiment import Study
+from planner.studies.rows import Made, column, key, provenance, text, value
+from planner.studies.tables import Column, markdown
+from planner.workload.tracing import Tracing
+from planner.workload.workload import parse_spec
+from solvers.addresses.solve import solve as solve_addresses
+
+MODELS: Mapping[str, str] = {
+    "unet": "zoo:unet,batch=8",
+    "resnet50": "zoo:resnet50,batch=128",
+    "vgg16": "zoo:vgg16,batch=64",
+    "mobilenet_v2": "zoo:mobilenet_v2,batch=128",
+    "densenet121": "zoo:densenet121,batch=64",
+    "gpt2": "zoo:gpt2,layers=12,width=768,heads=12,batch=8,dropout=0,dtype=bfloat16",
+    "gpt2-medium": "zoo:gpt2,layers=24,width=1024,heads=16,batch=8,dropout=0,dtype=bfloat16",
+    "llama": "zoo:llama,batch=4,dtype=bfloat16",
+    "vit": "zoo:vit,batch=64,dtype=bfloat16",
+}
+BUDGETS = ("100%", "80%", "60%", "50%", "40%")
+PLAN_LIMIT_S = 20.0
+ARENA_LIMIT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReservedRow(Made):
+    """What is reserved for the plan of a model."""
+
+    model: str = key()
+    counts: str = key("memory that the budget counts: allocated, or reserved with default settings or expandable segments")
+    budget: str = key("of the plan, as a share of what eager PyTorch needs of that memory")
+    budget_bytes: int | None = value()
+    peak_bytes: int | None = value("predicted by the judge")
+    static_bytes: int = column("of it throughout the step")
+    overhead: float | None = value("of the step time, predicted")
+    gap: float | None = value("proved")
+    in_use_bytes: int | None = value(
+        "most in use at once, rounded to blocks, with workspaces of libraries and what the optimizer holds"
+    )
+    library_bytes: int | None = value("of workspaces of libraries")
+    reserved_bytes: int | None = value("by the default allocator")
+    expandable_bytes: int | None = value("with expandable segments")
+    least_device_bytes: int | None = value("least capacity of a device at which the steps run, with default settings")
+    arena_bytes: int | None = value("planned addresses of the step in one arena, aligned to 512 bytes, and static memory")
+    bound_bytes: int | None = value("below which there is no arena, with static memory")
+    status: str = text("of the addresses, or why there is no plan")
+
+
+def plan_row(model: str, graph: Graph, counts: Memory, budget: str, limit_s: float) -> ReservedRow:
+    """Return the row of a plan, or of the reason why there is none."""
+    row = partial(ReservedRow, model=model, counts=str(counts), budget=budget, static_bytes=graph.static_bytes, **provenance())
+    try:
+        plan = solve(graph, budget, memory=counts, time_limit_s=limit_s, tolerance=0.01)
+    except (BudgetError, LimitError) as error:
+        return row(status=f"{type(error).__name__}: {error}")
+    return row(**_measured(graph, plan))
+
+
+def _measured(graph: Graph, plan: Plan) -> dict[str, object]:
+    training = requests_of(graph, plan.schedule)
+    usage = usage_of(training)
+    addresses = solve_addresses(buffers_of(graph, plan.schedule, alignment=512), time_limit_s=ARENA_LIMIT_S)
+    return {
+        "budget_bytes": plan.budget_bytes,
+        "peak_bytes": plan.peak_bytes,
+        "overhead": plan.overhead,
+        "gap": plan.gap,
+        "in_use_bytes": usage.allocated_bytes,
+        "library_bytes": sum(training.libraries),
+        "reserved_bytes": usage.reserved_bytes,
+        "expandable_bytes": usage_of(training, EXPANDABLE).reserved_bytes,
+        "least_device_bytes": least_capacity_bytes(training),
+        "arena_bytes": graph.static_bytes + addresses.height_bytes,
+        "bound_bytes": graph.static_bytes + addresses.bound_bytes,
+        "status": str(addresses.status),
+    }
+
+
+def run(model: str, known: Sequence[ReservedRow], *, limit_s: float = PLAN_LIMIT_S) -> Iterator[ReservedRow]:
+    """Yield the rows of a model that are not `known`."""
+    done = {(row.counts, row.budget) for row in known if row.model == model}
+    graph = Tracing(TraceSettings(roofline="h200", optimizer="adamw")).graph(parse_spec(MODELS[model]))
+    for counts in (Memory.ALLOCATED, Memory.RESERVED, Memory.RESERVED_EXPANDABLE):
+        for budget in BUDGETS:
+            if (counts, budget) not in done:
+                yield plan_row(model, graph, counts, budget, limit_s)
+
+
+def _of(name: str, base: str = "in_use_bytes") -> Column:
+    def ratio(row: ReservedRow) -> str | None:
+        size, whole = getattr(row, name), getattr(row, base)
+        return f"{size / whole:.3f}" if size is not None and whole else None
+
+    return Column(_TITLES[name], ratio)
+
+
+def _share(row: ReservedRow) -> str | None:
+    """Return what is reserved as a part of the budget, with the settings that it is for."""
+    reserved_bytes = row.expandable_bytes if row.counts == Memory.RESERVED_EXPANDABLE else row.reserved_bytes
+    return f"{reserved_bytes / row.budget_bytes:.3f}" if reserved_bytes and row.budget_bytes else None
+
+
+_TITLES = {
+    "reserved_bytes": "reserved",
+    "expandable_bytes": "expandable",
+    "least_device_bytes": "least device",
+    "arena_bytes": "arena of peak",
+}
+TABLE = (
+    *("model", "counts", "budget"),
+    Column("budget", "budget_bytes"),
+    Column("peak", "peak_bytes"),
+    Column("in use", "in_use_bytes"),
+    *map(_of, ("reserved_bytes", "expandable_bytes", "least_device_bytes")),
+    _of("arena_bytes", "peak_bytes"),
+    Column("of budget", _share),
+    Column("overhead", "overhead"),
+    Column("gap", "gap"),
+    "status",
+)
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Solve what is missing; write rows and table."""
+    arguments = command_line(__doc__, ReservedRow, models=MODELS, out="results/reserved").parse_args(words)
+    one_thread()
+    cases = {(model,): model for model in arguments.models}
+    return carry_out(Study(ReservedRow, run, whole=False, pages={"table.md": partial(markdown, columns=TABLE)}), arguments, cases)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Models of memory allocators: where blocks lie, and what a process reserves for the requests of a training step."""

@@ -1,0 +1,194 @@
+"""What a training loop asks of an allocator, derived from a graph and a schedule, and what an allocator reserves for it."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
+from typing import Any, Protocol
+
+from graphs.addresses import Buffer, buffers_of
+from graphs.allocators.caching import DEFAULT, CachingAllocator, DeviceFullError, Level, Rules
+from graphs.ir import Graph, Kind, Tensor
+from graphs.optimizers import OPTIMIZERS
+from graphs.pools import DEVICE
+from graphs.schedule import Schedule
+
+STEPS = 3  # the first is cold, the second begins with the optimizer's state, the third shows the steady state
+_GRAIN_BYTES = 2 * 2**20  # of what the driver gives
+_FOR_ALL_PARAMETERS = (Kind.OPTIMIZER_STATE, Kind.ACCUMULATED_GRADIENT)  # one tensor of a graph for one of each parameter
+
+
+@dataclass(frozen=True)
+class Training:
+    """The requests of a training loop: in order, as sizes in bytes.
+
+    Attributes:
+        static: memory before the first step: parameters, inputs, gradients that are accumulated.
+        libraries: workspaces that libraries allocate in the first step and keep.
+        buffers: memory of each step (``buffers_of``). What stays at its end is freed after the optimizer has run.
+        state: of the optimizer, allocated after the first step.
+        temporaries: of the optimizer, held at the same time after each step.
+    """
+
+    static: tuple[int, ...]
+    buffers: tuple[Buffer, ...]
+    libraries: tuple[int, ...] = ()
+    state: tuple[int, ...] = ()
+    temporaries: tuple[int, ...] = ()
+
+    @cached_property
+    def events(self) -> tuple[tuple[int, int, bool], ...]:
+        """The frees and requests of a step in order, as time, index of the buffer, and whether it is requested.
+
+        At one moment what ends goes first. What stays at the end has no free.
+        """
+        end = max((buffer.upper for buffer in self.buffers), default=0)
+        frees = ((b.upper, 0, i) for i, b in enumerate(self.buffers) if b.upper < end or self._passing(b, end))
+        starts = ((b.lower, 1, i) for i, b in enumerate(self.buffers))
+        return tuple((time, index, bool(kind)) for time, kind, index in sorted((*frees, *starts)))
+
+    @staticmethod
+    def _passing(buffer: Buffer, end: int) -> bool:
+        return buffer.upper == end == buffer.lower + 1
+
+
+def training_of(graph: Graph, schedule: Schedule, *, pool: str = DEVICE, library_bytes: Sequence[int] = ()) -> Training:
+    """Return the requests of training by `schedule`, which is valid on `graph`, in memory `pool`.
+
+    All streams allocate in the order of the stream that owns the pool, so that there is one sequence of requests. Memory that a
+    graph holds as one tensor, for all parameters, is divided as they are: the optimizer's state, and accumulated gradients.
+
+    Args:
+        library_bytes: workspaces of libraries, one for each thread and stream that uses them.
+    """
+    held = [tensor for tensor in graph.tensors if tensor.static and tensor.pool == pool and tensor.size_bytes]
+    parameters = [tensor.size_bytes for tensor in held if tensor.kind is Kind.PARAMETER]
+    optimizer = OPTIMIZERS.get(str(graph.provenance.get("optimizer")), OPTIMIZERS["none"])
+
+    def sizes(tensors: Iterable[Tensor]) -> tuple[int, ...]:
+        divided = (_divided(t.size_bytes, parameters) if t.kind in _FOR_ALL_PARAMETERS else [t.size_bytes] for t in tensors)
+        return tuple(chain.from_iterable(divided))
+
+    return Training(
+        static=sizes(tensor for tensor in held if tensor.kind is not Kind.OPTIMIZER_STATE),
+        buffers=buffers_of(graph, schedule, pool=pool),
+        libraries=tuple(library_bytes),
+        state=sizes(tensor for tensor in held if tensor.kind is Kind.OPTIMIZER_STATE),
+        temporaries=tuple(parameters) * optimizer.temporaries,
+    )
+
+
+def _divided(size_bytes: int, parts: Sequence[int]) -> list[int]:
+    """Return `size_bytes` as copies of `parts`, with what is left over as one more; undivided if it is less than one copy."""
+    copies, left_bytes = divmod(size_bytes, sum(parts)) if parts else (0, size_bytes)
+    return [*(part for part in parts for _ in range(copies)), *([left_bytes] if left_bytes else [])]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The position of a block: number of its segment, offset there, and size in bytes."""
+
+    segment: int
+    offset: int
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What an allocator reserves for a training loop.
+
+    Attributes:
+        allocated_bytes: most bytes in use at once, rounded to blocks.
+        reserved_bytes: most bytes reserved.
+        by_step: for each step of training, the bytes reserved after each of ``Training.events``.
+        places: of the buffers, in the last step.
+        retries: how often all unused memory was returned to the driver because the device was full.
+    """
+
+    allocated_bytes: int
+    reserved_bytes: int
+    by_step: tuple[tuple[int, ...], ...]
+    places: tuple[Place, ...]
+    retries: int
+
+
+class Allocator(Protocol):
+    """The model of an allocator, from whose blocks places are known."""
+
+    allocated: Level
+    reserved: Level
+    retries: int
+
+    def alloc(self, size_bytes: int) -> Any:
+        """Return a block of at least `size_bytes`."""
+        ...
+
+    def free(self, block: Any) -> None:
+        """Free a block."""
+        ...
+
+
+def play(training: Training, allocator: Allocator, *, steps: int = STEPS) -> Usage:
+    """Make the requests of `training` for some steps on `allocator`, which is empty.
+
+    Raises:
+        DeviceFullError: the device is too small.
+    """
+    for size_bytes in training.static:
+        allocator.alloc(size_bytes)
+    places: dict[int, Place] = {}
+    by_step = tuple(_play_step(training, allocator, places, first=not number) for number in range(steps))
+    return Usage(
+        allocator.allocated.peak_bytes,
+        allocator.reserved.peak_bytes,
+        by_step,
+        tuple(places[index] for index in range(len(training.buffers))),
+        allocator.retries,
+    )
+
+
+def _play_step(training: Training, allocator: Allocator, places: dict[int, Place], *, first: bool) -> tuple[int, ...]:
+    """Return the bytes reserved after each event; `places` gets the positions of the buffers."""
+    libraries = list(training.libraries) if first else []
+    blocks: dict[int, Any] = {}
+    found = []
+    for _, index, requested in training.events:
+        if not requested:
+            allocator.free(blocks.pop(index))
+        else:
+            if libraries:  # with the first products of matrices
+                allocator.alloc(libraries.pop())
+            block = blocks[index] = allocator.alloc(training.buffers[index].size)
+            places[index] = Place(block.segment.number, block.offset, block.size_bytes)
+        found.append(allocator.reserved.bytes)
+    for size_bytes in (*libraries, *(training.state if first else ())):
+        allocator.alloc(size_bytes)
+    for block in [allocator.alloc(size_bytes) for size_bytes in training.temporaries]:
+        allocator.free(block)
+    for block in blocks.values():
+        allocator.free(block)
+    return tuple(found)
+
+
+def usage_of(training: Training, rules: Rules = DEFAULT) -> Usage:
+    """Return what PyTorch reserves for `training` on a device without a limit."""
+    return play(training, CachingAllocator(rules=rules))
+
+
+def least_capacity_bytes(training: Training, rules: Rules = DEFAULT) -> int:
+    """Return a capacity of the device at which `training` runs, and does not with 2 MiB less; unused memory is returned there.
+
+    It is found by bisection between the bytes in use at once and what is reserved without a limit. A step may fail at a capacity
+    between others at which it runs.
+    """
+    usage = usage_of(training, rules)
+    low, high = (usage.allocated_bytes - 1) // _GRAIN_BYTES, -(-usage.reserved_bytes // _GRAIN_BYTES)
+    while high - low > 1:
+        middle = (low + high) // 2
+        try:
+            play(training, CachingAllocator(middle * _GRAIN_BYTES, rules=rules))
+        except DeviceFullError:
+            low = middle
+        else:
+            high = middle
+    return high * _GRAIN_BYTES

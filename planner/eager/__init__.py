@@ -1,0 +1,1 @@
+"""An eager runtime."""

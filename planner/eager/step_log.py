@@ -1,0 +1,185 @@
+"""A step of an eager loop as it ran: its ops over storages, in order, and the graph that solvers take. No torch."""
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+from graphs.ir import Graph, Kind, Op, Phase, Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LoggedOp:
+    """One op of a step; storages are named by their numbers in the step.
+
+    Attributes:
+        target: the operator, as ``aten.mm.default``.
+        inputs: storages that it read.
+        made: storages that it made.
+        written: storages that it wrote in place.
+        time_s: measured seconds.
+        recomputable: it can be executed again.
+        random: it draws random numbers.
+        backward: autograd called it.
+    """
+
+    target: str
+    inputs: tuple[int, ...]
+    made: tuple[int, ...] = ()
+    written: tuple[int, ...] = ()
+    time_s: float = 0.0
+    recomputable: bool = True
+    random: bool = False
+    backward: bool = False
+
+
+class StepLog:
+    """The ops of a step, with a hash of what came so far after each.
+
+    Two steps have the same hashes if they execute the same operators on storages that are connected in the same way, with the
+    same shapes. Times, addresses and contents do not matter.
+
+    Attributes:
+        ops: the ops so far.
+        chains: for each of them, the hash of it and those before.
+        sizes_bytes: of each storage, by number.
+        released: for storages that the program has let go of, the number of ops until then.
+        evictions: number of evictions in the step.
+    """
+
+    def __init__(self, held_bytes: int) -> None:
+        """Begin a step with `held_bytes` in memory."""
+        self.held_bytes = held_bytes
+        self.ops: list[LoggedOp] = []
+        self.chains: list[int] = []
+        self.sizes_bytes: list[int] = []
+        self.released: dict[int, int] = {}
+        self.evictions = 0
+
+    @property
+    def chain(self) -> int:
+        """The hash of all ops so far."""
+        return self.chains[-1] if self.chains else 0
+
+    def add_storage(self, size_bytes: int) -> int:
+        """Return the number of a storage that the step has not met before."""
+        self.sizes_bytes.append(size_bytes)
+        return len(self.sizes_bytes) - 1
+
+    def add_op(self, op: LoggedOp, signature: Hashable) -> int:
+        """Add an op and return the hash of all so far; the `signature` says what it is and of which shapes its tensors are."""
+        chain = hash((self.chain, signature, op.inputs, op.made, op.written))
+        self.ops.append(op)
+        self.chains.append(chain)
+        return chain
+
+    def release(self, storage: int) -> None:
+        """Record that the program has let go of a storage."""
+        self.released[storage] = len(self.ops)
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedStep:
+    """A step as a graph.
+
+    Attributes:
+        graph: the graph, with the ops of the step in order. A write in place makes a tensor of its own.
+        storages: the number of the storage of each tensor.
+    """
+
+    graph: Graph
+    storages: tuple[int, ...]
+
+
+def recorded_step(log: StepLog, provenance: dict[str, object] | None = None) -> RecordedStep:
+    """Return the graph of a step that has ended.
+
+    Storages that the step found in memory are static, and so is what else was there. A storage that the program holds for longer
+    than its readers is read by the last op before it lets go; one that it still holds at the end is kept.
+
+    Raises:
+        GraphError: the step has no ops.
+    """
+    draft = _Draft(log)
+    for index, op in enumerate(log.ops):
+        draft.add(index, op)
+    return draft.step(provenance or {})
+
+
+class _Draft:
+    """The graph of a log, op by op."""
+
+    def __init__(self, log: StepLog) -> None:
+        self.log = log
+        self.made = {storage for op in log.ops for storage in op.made}
+        self.tensors: list[Tensor] = []
+        self.storages: list[int] = []
+        self.ops: list[Op] = []
+        self.current: dict[int, int] = {}  # the tensor with the present contents of each storage
+        self.backward = False
+        self.names: dict[str, int] = {}
+        self.held: dict[int, list[int]] = {}  # by op, the storages that it reads since they are held until then
+        last = {storage: i for i, op in enumerate(log.ops) for storage in (*op.inputs, *op.made, *op.written)}
+        for storage, count in log.released.items():
+            if storage in self.made and last[storage] < count - 1:
+                self.held.setdefault(count - 1, []).append(storage)
+
+    def add(self, index: int, op: LoggedOp) -> None:
+        """Add an op and its outputs."""
+        self.backward = self.backward or op.backward
+        name = self._name(op.target)
+        read = (*op.inputs, *op.written, *self.held.get(index, ()))
+        inputs = dict.fromkeys(self._tensor(storage) for storage in read)
+        rewritten = [storage for storage in op.written if storage in self.made and storage in self.current]
+        mutated = [self._tensor(storage) for storage in op.written if storage not in self.made]
+        outputs: list[int] = []
+        overwrites: list[tuple[int, int]] = []
+        for storage in (*op.made, *rewritten):
+            before = self.current.get(storage)
+            t = self._add_tensor(storage, name if not outputs else f"{name}.{len(outputs)}", (index,), Kind.ACTIVATION)
+            if before is not None:
+                overwrites.append((t, before))
+            outputs.append(t)
+        self.ops.append(
+            Op(
+                id=index,
+                name=name,
+                target=op.target,
+                inputs=tuple(inputs),
+                outputs=tuple(outputs),
+                time_s=op.time_s,
+                phase=Phase.BACKWARD if self.backward else Phase.FORWARD,
+                recomputable=op.recomputable,
+                random=op.random,
+                mutates=tuple(mutated),
+                overwrites=tuple(overwrites),
+            )
+        )
+
+    def step(self, provenance: dict[str, object]) -> RecordedStep:
+        """Return the recorded step."""
+        log = self.log
+        static_bytes = sum(t.size_bytes for t in self.tensors if t.static)
+        if (others := log.held_bytes - static_bytes) > 0:
+            self.tensors.append(Tensor(len(self.tensors), "not read in the step", others, (), Kind.CONSTANT))
+            self.storages.append(-1)
+        kept = frozenset(t for storage, t in self.current.items() if storage in self.made and storage not in log.released)
+        return RecordedStep(Graph(tuple(self.ops), tuple(self.tensors), kept, provenance), tuple(self.storages))
+
+    def _tensor(self, storage: int) -> int:
+        """Return the tensor with the present contents of a storage; it is static if no op has made it."""
+        if storage not in self.current:
+            self._add_tensor(storage, f"held_{storage}", (), Kind.CONSTANT)
+        return self.current[storage]
+
+    def _add_tensor(self, storage: int, name: str, producers: tuple[int, ...], kind: Kind) -> int:
+        t = len(self.tensors)
+        self.tensors.append(Tensor(t, name, self.log.sizes_bytes[storage], producers, kind))
+        self.storages.append(storage)
+        self.current[storage] = t
+        return t
+
+    def _name(self, target: str) -> str:
+        """Return a name for an op of an operator: ``mm``, ``mm_1`` and so on."""
+        parts = target.split(".")
+        base = parts[1] if len(parts) > 1 else target
+        count = self.names[base] = self.names.get(base, -1) + 1
+        return f"{base}_{count}" if count else base

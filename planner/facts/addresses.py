@@ -1,0 +1,100 @@
+"""Addresses of the tensors of a plan over its schedule: where PyTorch's caching allocator puts them, and where they could lie."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from graphs.addresses import Buffer, buffers_of
+from graphs.allocators.caching import CachingAllocator
+from graphs.allocators.training import play
+from planner.facts.timeline import Timeline
+from planner.reserved import on_cuda, requests_of, rules_of
+from solvers.addresses.solve import solve
+
+_ALIGNMENT = 512
+_WORK = 2.0  # for the search of addresses, after constructions
+
+
+@dataclass(frozen=True, slots=True)
+class Stay:
+    """A buffer of the step at its address.
+
+    Attributes:
+        tensor: name of its tensor; "" for workspaces and second copies.
+        first_step, end_step: in use from the first to before the second of these steps of the schedule.
+        address, size_bytes: its range of addresses.
+    """
+
+    tensor: str
+    first_step: int
+    end_step: int
+    address: int
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Addresses:
+    """The addresses of a step.
+
+    Attributes:
+        stays: the buffers of the step.
+        total_bytes: size of the whole range.
+        borders: where segments begin, which lie one above the other.
+        by_step: bytes reserved after each step of the schedule; empty for planned addresses, which take `total_bytes` throughout.
+    """
+
+    stays: tuple[Stay, ...]
+    total_bytes: int
+    borders: tuple[int, ...] = ()
+    by_step: tuple[int, ...] = ()
+
+
+def reserved_addresses(timeline: Timeline) -> Addresses | None:
+    """Return the addresses in the third step of training by the plan of `timeline`; None on the CPU, which has no such allocator.
+
+    Static memory and workspaces of libraries lie where no stay is.
+    """
+    graph, plan = timeline.graph, timeline.plan
+    if not on_cuda(graph):
+        return None
+    training = requests_of(graph, plan.schedule)
+    allocator = CachingAllocator(rules=rules_of(plan.memory))
+    usage = play(training, allocator)
+    begins = dict(zip(allocator.segments, accumulate((s.size_bytes for s in allocator), initial=0), strict=False))
+    changes = {step: size for (step, _, _), size in zip(training.events, usage.by_step[-1], strict=True)}
+    by_step = accumulate(
+        range(len(plan.schedule.steps)), lambda held, step: changes.get(step, held), initial=usage.by_step[-2][-1]
+    )
+    return Addresses(
+        stays=_stays(
+            timeline,
+            training.buffers,
+            [begins[place.segment] + place.offset for place in usage.places],
+            [place.size_bytes for place in usage.places],
+        ),
+        total_bytes=allocator.reserved.bytes,
+        borders=tuple(begins.values()),
+        by_step=tuple(by_step)[1:],
+    )
+
+
+def planned_addresses(timeline: Timeline) -> Addresses:
+    """Return addresses of all tensors of the step in one arena, by a short search; static memory is outside of it."""
+    buffers = buffers_of(timeline.graph, timeline.plan.schedule, alignment=_ALIGNMENT)
+    result = solve(buffers, work_limit=_WORK)
+    assert result.offsets is not None
+    offsets = result.offsets.offsets
+    return Addresses(_stays(timeline, buffers, offsets, [buffer.size for buffer in buffers]), result.height_bytes)
+
+
+def _stays(timeline: Timeline, buffers: Sequence[Buffer], addresses: Sequence[int], sizes: Sequence[int]) -> tuple[Stay, ...]:
+    names = {tensor.name for tensor in timeline.graph.tensors}
+
+    def tensor(buffer: Buffer) -> str:
+        name = buffer.id if buffer.id in names else buffer.id.rpartition("#")[0]
+        return name if name in names else ""
+
+    return tuple(
+        Stay(tensor(buffer), buffer.lower, buffer.upper, address, size)
+        for buffer, address, size in zip(buffers, addresses, sizes, strict=True)
+    )

@@ -1,0 +1,26 @@
+"""The kinds of memory that a budget can count."""
+
+from enum import StrEnum
+
+from graphs.errors import UsageError
+
+
+class Memory(StrEnum):
+    """What a budget counts on the device, besides which it always counts static memory."""
+
+    RESERVED = "reserved"  # by PyTorch's caching allocator with default settings, on CUDA
+    RESERVED_EXPANDABLE = "reserved-expandable"  # with expandable_segments:True
+    ALLOCATED = "allocated"  # bytes of tensors in use
+
+    @staticmethod
+    def of(value: str | None) -> "Memory | None":
+        """Return the kind of user input; None stands for the default of the device.
+
+        Raises:
+            UsageError: there is no such kind.
+        """
+        if value is None:
+            return None
+        if value not in list(Memory):
+            raise UsageError(f"memory is {value!r}: choose from {', '.join(Memory)}")
+        return Memory(value)

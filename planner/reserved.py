@@ -1,0 +1,148 @@
+"""What PyTorch reserves on the device for a step, by the model of its allocator, and which kind of memory a budget counts.
+
+Never imports torch.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from graphs.allocators.caching import DEFAULT, EXPANDABLE, Rules
+from graphs.allocators.glibc import GlibcAllocator
+from graphs.allocators.training import Training, least_capacity_bytes, play, training_of, usage_of
+from graphs.errors import UsageError
+from graphs.ir import Graph, Kind
+from graphs.optimizers import OPTIMIZERS
+from graphs.options import without_options
+from graphs.pools import DEVICE
+from graphs.schedule import Schedule, keep_everything
+from graphs.units import format_bytes
+from planner.memory import Memory
+from planner.plans.reserved import Reserved
+from planner.profiling.devices import find_device
+from planner.reserved_budget import Beside
+
+_RULES: Mapping[Memory, Rules] = {Memory.RESERVED_EXPANDABLE: EXPANDABLE}
+# parseChosenWorkspaceSize of aten/src/ATen/cuda/CublasHandlePool.cpp: :4096:2:16:8, and 32 MiB on Hopper.
+_WORKSPACE_BYTES, _HOPPER_WORKSPACE_BYTES = (2 * 4096 + 8 * 16) * 1024, 32 * 2**20
+_HOPPER = ("gh200", "h200", "h100")
+_PRODUCT = re.compile(r"\b(addmm|mm|bmm|baddbmm|addbmm|addmv|mv|dot|linear)\b")
+
+
+def on_cuda(graph: Graph) -> bool:
+    """Return whether the step runs on a device whose memory PyTorch's caching allocator hands out: traced there, or modelled."""
+    return not str(graph.provenance.get("device", "cpu")).startswith("cpu")
+
+
+def memory_of(graph: Graph, asked: Memory | None) -> Memory:
+    """Return the kind of memory that a budget of `graph` counts: `asked`, or by default what is reserved on CUDA.
+
+    Raises:
+        UsageError: reserved memory is asked for on the CPU.
+    """
+    if asked is None:
+        return Memory.RESERVED if on_cuda(graph) else Memory.ALLOCATED
+    if asked is not Memory.ALLOCATED and not on_cuda(graph):
+        raise UsageError(
+            f"memory is {asked.value!r}, and the step is planned for the CPU, where PyTorch reserves nothing ahead: leave it "
+            f"out, or take memory={Memory.ALLOCATED.value!r}"
+        )
+    return asked
+
+
+def rules_of(memory: Memory) -> Rules:
+    """Return the settings of the allocator: the default ones where the budget counts allocated memory."""
+    return _RULES.get(memory, DEFAULT)
+
+
+def requests_of(graph: Graph, schedule: Schedule) -> Training:
+    """Return the requests of a training loop by `schedule`, with the workspaces of cuBLAS where matrices are multiplied.
+
+    They belong to a thread and a stream: the forward pass runs in the caller's thread, the backward pass in autograd's.
+    """
+    return training_of(graph, schedule, library_bytes=_libraries(graph))
+
+
+def reserved_beside(graph: Graph) -> Beside:
+    """Return what is reserved for the step of `graph` beside any plan."""
+    library_bytes, parameters = sum(_libraries(graph)), graph.static_bytes_by_kind.get(Kind.PARAMETER, 0)
+    optimizer = OPTIMIZERS.get(str(graph.provenance.get("optimizer")), OPTIMIZERS["none"])
+    kept_bytes = sum(graph.tensors[t].size_bytes for t in graph.kept if graph.tensors[t].pool == DEVICE)
+    in_use_bytes = graph.static_bytes + kept_bytes + optimizer.temporaries * parameters + library_bytes
+    return Beside(library_bytes, in_use_bytes)
+
+
+def reserved_for(graph: Graph, schedule: Schedule, memory: Memory, eager_bytes: int) -> Reserved:
+    """Return what is reserved on the CUDA device of `graph` for a training loop by `schedule`.
+
+    Args:
+        memory: the kind of memory that the budget counts.
+        eager_bytes: what ``eager_reserved_bytes`` returns.
+    """
+    training = requests_of(graph, schedule)
+    usage = usage_of(training, rules_of(memory))
+    return Reserved(
+        total_bytes=usage.reserved_bytes,
+        allocated_bytes=usage.allocated_bytes,
+        eager_bytes=eager_bytes,
+        library_bytes=sum(training.libraries),
+        optimizer_bytes=sum(training.temporaries),
+        expandable=memory is Memory.RESERVED_EXPANDABLE,
+    )
+
+
+def eager_reserved_bytes(graph: Graph, memory: Memory) -> int:
+    """Return what plain eager PyTorch reserves for the step of `graph`, which is on a CUDA device."""
+    program = without_options(graph).out_of_place()
+    return usage_of(requests_of(program, keep_everything(program)), rules_of(memory)).reserved_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class EagerMemory:
+    """What allocators take for plain eager PyTorch; None where it is not the device's allocator.
+
+    Attributes:
+        reserved_bytes, expandable_bytes: reserved on CUDA with default settings, and with expandable segments.
+        least_device_bytes: capacity of a device at which it runs, and returns unused memory on the way.
+        resident_bytes: on the CPU with glibc, besides the interpreter and its libraries.
+    """
+
+    reserved_bytes: int | None = None
+    expandable_bytes: int | None = None
+    least_device_bytes: int | None = None
+    resident_bytes: int | None = None
+
+    def lines(self) -> list[tuple[str, str]]:
+        """Return the facts as names and values, for people."""
+        if self.resident_bytes is not None:
+            return [("resident", f"{format_bytes(self.resident_bytes)} with glibc's allocator, besides Python and its libraries")]
+        reserved, expandable, least = (
+            format_bytes(size or 0) for size in (self.reserved_bytes, self.expandable_bytes, self.least_device_bytes)
+        )
+        least = f"on a full device it runs with {least}"
+        return [("reserved", f"{reserved} by PyTorch's allocator, {expandable} with expandable segments; {least}")]
+
+
+def eager_memory(graph: Graph) -> EagerMemory:
+    """Return what allocators take for training with plain eager PyTorch, by models of them."""
+    program = without_options(graph).out_of_place()
+    training = requests_of(program, keep_everything(program))
+    if not on_cuda(graph):
+        return EagerMemory(resident_bytes=play(training, GlibcAllocator()).reserved_bytes)
+    return EagerMemory(
+        usage_of(training).reserved_bytes, usage_of(training, EXPANDABLE).reserved_bytes, least_capacity_bytes(training)
+    )
+
+
+def least_device_bytes(graph: Graph, schedule: Schedule) -> int:
+    """Return the least capacity of a device at which training by `schedule` runs, with PyTorch's default settings."""
+    return least_capacity_bytes(requests_of(graph, schedule))
+
+
+def _libraries(graph: Graph) -> tuple[int, ...]:
+    if not on_cuda(graph):
+        return ()
+    passes = len({op.phase for op in graph.ops if _PRODUCT.search(op.target)})
+    device = find_device(str(graph.provenance.get("device", "")))
+    is_hopper = device is not None and device.name in _HOPPER
+    return (_HOPPER_WORKSPACE_BYTES if is_hopper else _WORKSPACE_BYTES,) * passes

@@ -1,0 +1,83 @@
+"""Transfers between memories of the CPU, by a thread for each channel."""
+
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from graphs.errors import CopyError
+from planner.runtime.host_memory import Copy, ended
+from planner.runtime.transfers import Memory, Transfer
+from planner.runtime.workers import Worker
+
+
+class ThreadChannel:
+    """A channel with a thread that copies."""
+
+    def __init__(self, name: str, target: Memory) -> None:
+        """Initialize the channel called `name`, as in ``device to host``, to the memory `target`."""
+        self._name, self._target = name, target
+        self._worker = Worker(name, f"copies from {name}", CopyError)
+
+    def transfer(self, look: Callable[[], object] = lambda: None) -> "ThreadTransfer":
+        """Return a transfer that is not started; long waits for it call `look`, which may raise."""
+        return ThreadTransfer(self._name, self._target, look, self._worker)
+
+
+class ThreadTransfer(Transfer):
+    """A transfer by a thread."""
+
+    def __init__(self, name: str, target: Memory, look: Callable[[], object], worker: Worker) -> None:
+        """Initialize a transfer by `worker`; see ``Transfer``."""
+        super().__init__(name, target, look)
+        self._worker: Worker | None = worker
+
+    def make(self) -> None:
+        """Execute the copy in the channel's thread."""
+        try:
+            self._copy()
+        except BaseException as error:  # noqa: BLE001  # whoever waits for it hears of it
+            self._fail(error)
+        else:
+            self._known.set()
+
+    @property
+    def has_ended(self) -> bool:
+        """True if the copy has ended."""
+        return self._known.is_set()
+
+    def seconds_after(self, earlier: "ThreadTransfer") -> float:
+        """Return the seconds since the end of `earlier`; see ``Transfer.seconds_after``."""
+        earlier.finish()
+        self.finish()
+        return self._ended_s - earlier._ended_s
+
+    def copy(self) -> Copy:
+        """Return the transfer itself; see ``Transfer.copy``."""
+        return self
+
+    def _start(self, after: Sequence[Copy], behind: Sequence[Copy]) -> Copy:
+        assert self._worker is not None
+        self._after, self._behind = after, behind
+        self._worker.issue(self)
+        self._worker = None  # which host memory would hold by its copies
+        return self
+
+    def _copy(self) -> None:
+        for copy in self._after:
+            copy.finish()
+        for copy in self._behind:
+            ended(copy)
+        self._after = self._behind = ()
+        values, room = self._ends()
+        # As arrays: PyTorch would use several threads for each copy.
+        np.copyto(room.numpy(), values.numpy())
+        self._ended_s = time.perf_counter()
+
+    def _hold(self, end: torch.Tensor, *, at_target: bool) -> None:
+        """Do nothing: memory of the CPU is held until the copy has ended."""
+
+    def _wait(self, *, at_target: bool) -> None:
+        del at_target
+        self._wait_until_known()

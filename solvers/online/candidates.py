@@ -1,0 +1,155 @@
+"""The evictable storage of least score, found without computing the scores of all.
+
+As time passes, scores fall: staleness grows. They rise when a storage is read, and change with its neighbourhood. So the score
+at a later time is a lower bound until then, unless the neighbourhood becomes cheaper. The candidates are sorted by such a bound
+now and then; a choice looks at them from the least bound on, in blocks, until the bound exceeds the least score found, and at all
+that are new, restored, or have a cheaper neighbourhood since they were sorted. The choice is exact. They are sorted again when
+the time has come or when too many have changed: after about as many changes as the square root of their number.
+"""
+
+from collections.abc import Collection
+from math import isqrt
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from solvers.online.heuristics import Bits, Floats, Ints
+
+if TYPE_CHECKING:
+    from solvers.online.ledger import Ledger
+
+_ROUNDING = 1.0 - 1e-9  # of bounds, which are not computed as the scores are
+_LEAST_ROOM = 64  # storages looked at together
+
+
+class Candidates:
+    """The storages in memory, and those of them that may be evicted.
+
+    Attributes:
+        pool: True for those that may be evicted, by storage id.
+    """
+
+    def __init__(self, ledger: "Ledger", *, sampled: bool, ignored_share: float, seed: int) -> None:
+        self.ledger = ledger
+        self.sampled, self.ignored_share = sampled, ignored_share
+        self.pool: Bits = np.zeros(0, dtype=np.bool_)
+        self._draw = np.random.default_rng(seed)
+        self._order: Ints = np.zeros(0, dtype=np.int64)  # by bound
+        self._bounds: Floats = np.zeros(0)
+        self._changed: set[int] = set()  # not in the order, or with a bound that no longer holds
+        self._removed = 0  # since they were sorted
+        self._room = 0
+        self._until_s = 0.0
+        self._small_bytes = 0.0  # candidates below it are ignored
+
+    def grow(self, capacity: int) -> None:
+        """Make room for `capacity` storages."""
+        self.pool = np.concatenate([self.pool, np.zeros(capacity - len(self.pool), dtype=np.bool_)])
+        self._pool = self.pool.data.cast("B").cast("?")
+
+    def add(self, storage: int, *, barred: bool) -> None:
+        """Add a storage that is in memory from now on; it may not be evicted if `barred`."""
+        self._pool[storage] = not barred
+        self._changed.add(storage)
+
+    def remove(self, storage: int) -> None:
+        """Remove a storage that is no longer in memory."""
+        self._pool[storage] = False
+        self._changed.discard(storage)
+        self._removed += 1
+
+    def bar(self, storage: int) -> None:
+        """Record that a storage may not be evicted."""
+        self._pool[storage] = False
+
+    def readmit(self, storage: int) -> None:
+        """Record that a storage in memory may be evicted again."""
+        self._pool[storage] = True
+
+    def look_again(self, storages: Collection[int]) -> None:
+        """Record that the scores of `storages` may have fallen."""
+        self._changed.update(storages)
+
+    def least(self, now_s: float) -> int | None:
+        """Return the candidate of least score at `now_s`; None if there is none."""
+        if self.sampled:
+            return self._least_of(self._large(self._sample()), now_s)
+        if not self.ledger.heuristic.bounded:
+            return self._least_of(self._large(np.flatnonzero(self.pool)), now_s)
+        if now_s > self._until_s or len(self._changed) + self._removed > self._room:
+            self._sort(now_s)
+        return self._first(now_s, self._small_bytes)
+
+    def _first(self, now_s: float, least_bytes: float) -> int | None:
+        """Return the candidate of least score of those of at least `least_bytes`, or of all if there are none."""
+        changed = np.fromiter(self._changed, dtype=np.int64, count=len(self._changed))
+        seen, scores = [], []
+        least, at = np.inf, 0
+        block = changed
+        while True:
+            block = block[self.pool[block]]
+            if least_bytes:
+                block = block[self.ledger.size_bytes[block] >= least_bytes]
+            if len(block):
+                seen.append(block)
+                scores.append(self._scores(block, now_s))
+                least = min(least, float(scores[-1].min()))
+            if at >= len(self._order) or self._bounds[at] > least:
+                break
+            block = self._order[at : at + self._room]
+            at += self._room
+        if seen:
+            return self._pick(np.concatenate(seen), np.concatenate(scores))
+        return self._first(now_s, 0.0) if least_bytes else None
+
+    def _least_of(self, storages: Ints, now_s: float) -> int | None:
+        return self._pick(storages, self._scores(storages, now_s)) if len(storages) else None
+
+    def _pick(self, storages: Ints, scores: Floats) -> int:
+        """Return the storage of least score; of equal ones the latest to become evictable, but for scores of 0 the first."""
+        least = scores.min()
+        tied = storages[scores == least]
+        since = self.ledger.since[tied]
+        return int(tied[since.argmin() if least == 0 else since.argmax()])
+
+    def _scores(self, storages: Ints, now_s: float) -> Floats:
+        self.ledger.work += len(storages)
+        return self.ledger.heuristic.scores(storages, now_s)
+
+    def _sort(self, now_s: float) -> None:
+        """Sort all storages in memory, pinned ones too, by their scores at a time from which on they are sorted again."""
+        ledger = self.ledger
+        order = np.flatnonzero(ledger.live)
+        pool = order[self.pool[order]]
+        root = isqrt(len(pool)) + 1
+        oldest_s = float(ledger.touched_s[pool].min()) if len(pool) else now_s
+        self._until_s = now_s + (now_s - oldest_s) / root
+        bounds = self._scores(order, self._until_s) * _ROUNDING
+        by_bound = np.argsort(bounds, kind="stable")
+        self._order, self._bounds = order[by_bound], bounds[by_bound]
+        self._small_bytes = self._least_bytes(pool)
+        self._room = max(_LEAST_ROOM, 2 * root)
+        self._changed.clear()
+        self._removed = 0
+
+    def _sample(self) -> Ints:
+        """Return as many candidates as the square root of their number, drawn at random."""
+        count = len(self.ledger.parents)
+        if not count:
+            return np.zeros(0, dtype=np.int64)
+        tried = np.unique(self._draw.integers(count, size=4 * (isqrt(count) + 1)))
+        found = tried[self.pool[tried]]
+        if not len(found):
+            found = np.flatnonzero(self.pool)
+        wanted = isqrt(max(0, len(found) * count // len(tried) - 1)) + 1  # of about so many candidates
+        return self._draw.permutation(found)[:wanted]
+
+    def _large(self, storages: Ints) -> Ints:
+        """Return those of `storages` that are not small, or all if there are no others."""
+        if not self.ignored_share or not len(storages):
+            return storages
+        large = storages[self.ledger.size_bytes[storages] >= self._least_bytes(storages)]
+        return large if len(large) else storages
+
+    def _least_bytes(self, storages: Ints) -> float:
+        return self.ignored_share * float(self.ledger.size_bytes[storages].mean()) if len(storages) else 0.0

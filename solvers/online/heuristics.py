@@ -1,0 +1,432 @@
+"""Heuristics of eviction: those of DTR (Kirisame et al., ICLR 2021), what they were compared with, and MegEngine's.
+
+
+The evicted storage is the one of least score, in DTR
+
+    h = (own cost + cost of its evicted neighbourhood) / (bytes x staleness),
+
+staleness being the time since it was last read. The neighbourhood of h_DTR are its evicted ancestors and descendants that are
+reachable through evicted storages; that of h_DTR-eq, the published default, are classes of a union-find of evicted storages:
+eviction merges neighbouring classes, recomputation subtracts the cost from a class and never splits it; h_DTR-local has none. For
+comparison: least recently used, largest, random, and MSPS (Peng et al., 2020): (own cost + evicted ancestors) / bytes.
+
+MegEngine's (Megvii, 2020) is in ``Interpreter``.
+"""
+
+import random
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from solvers.online.ledger import Ledger
+
+Floats = NDArray[np.float64]
+
+Ints = NDArray[np.int64]
+
+Bits = NDArray[np.bool_]
+
+MIB = 2**20
+BYTES_PER_S = 1e8  # by which MegEngine estimates the time of an op
+
+
+class DtrRule(StrEnum):
+    """A heuristic of the DTR paper, by its name in the registry of solvers."""
+
+    DTR = "dtr"
+    FULL = "dtr-full"
+    LOCAL = "dtr-local"
+    LRU = "lru"
+    LARGEST = "largest"
+    MSPS = "msps"
+    RANDOM = "dtr-random"
+
+
+MEGENGINE = "megengine"
+
+NAMES = (*(rule.value for rule in DtrRule), MEGENGINE)
+
+
+def heuristic_of(name: str, seed: int = 0) -> "Heuristic":
+    """Return the heuristic called `name`, one of ``NAMES``; `seed` is for the random one.
+
+    Raises:
+        ValueError: there is no such heuristic.
+    """
+    match name:
+        case DtrRule.DTR:
+            return CostByClasses()
+        case DtrRule.FULL:
+            return CostByRegions(ancestors=True, descendants=True)
+        case DtrRule.MSPS:
+            return CostByRegions(ancestors=True, descendants=False, stale=False)
+        case DtrRule.LOCAL:
+            return Cost()
+        case DtrRule.LRU:
+            return LeastRecentlyUsed()
+        case DtrRule.LARGEST:
+            return Largest()
+        case DtrRule.RANDOM:
+            return Random(seed)
+        case _ if name == MEGENGINE:
+            return Interpreter()
+    raise ValueError(f"there is no heuristic {name!r}; choose one of {', '.join(NAMES)}")
+
+
+class Heuristic(ABC):
+    """A choice of the evicted storage, the one of least score; it is notified of evictions and recomputations.
+
+    A score may fall as time passes. It rises when a storage is read. If it falls for another reason, the heuristic calls
+    ``Ledger.fell``.
+
+    Attributes:
+        bounded: True if that holds; otherwise all candidates are scored for each choice.
+        keeps_siblings: True if an op that is recomputed for one output leaves the others in memory too.
+        keeps_random: True if outputs of random ops are never evicted.
+    """
+
+    bounded = True
+    keeps_siblings = True
+    keeps_random = False
+
+    def spares(self, size_bytes: int) -> bool:
+        """Return True if storages of this size are never evicted."""
+        return False
+
+    def estimate_s(self, time_s: float, moved_bytes: int) -> float:
+        """Return the heuristic's estimate of the seconds of an op, which takes `time_s` and reads and writes `moved_bytes`.
+
+        It is the cost of the op, and what it adds to the clock by which storages become stale.
+        """
+        return time_s
+
+    def begin(self, ledger: "Ledger") -> None:
+        """Prepare for an empty ledger, whose heuristic it is from now on."""
+        self.ledger = ledger
+
+    def grow(self, capacity: int) -> None:  # noqa: B027 (not all have arrays)
+        """Make room for `capacity` storages."""
+
+    def added(self, storage: int) -> None:  # noqa: B027
+        """Record a new storage; its id is the next one, or that of a dropped storage."""
+
+    def evicted(self, storage: int) -> None:  # noqa: B027 (not all listen)
+        """Record that `storage` was evicted."""
+
+    def restored(self, storage: int) -> None:  # noqa: B027
+        """Record that `storage`, which was evicted, is in memory again or was dropped."""
+
+    @abstractmethod
+    def scores(self, storages: Ints, now_s: float) -> Floats:
+        """Return the score of each of `storages` at `now_s`."""
+
+
+class LeastRecentlyUsed(Heuristic):
+    """The heuristic h = time of the last read."""
+
+    def scores(self, storages: Ints, now_s: float) -> Floats:
+        """Return the times of the last reads."""
+        return self.ledger.touched_s[storages]
+
+
+class Largest(Heuristic):
+    """The heuristic h = 1 / bytes."""
+
+    def scores(self, storages: Ints, now_s: float) -> Floats:
+        """Return the inverse sizes."""
+        return ratio(np.ones(len(storages)), self.ledger.size_bytes[storages])
+
+
+class Random(Heuristic):
+    """The heuristic of random scores."""
+
+    bounded = False
+
+    def __init__(self, seed: int) -> None:
+        self.draw = random.Random(seed)
+
+    def scores(self, storages: Ints, now_s: float) -> Floats:
+        """Return uniform random scores."""
+        return np.array([self.draw.random() for _ in storages])
+
+
+class Cost(Heuristic):
+    """The heuristic h = (own cost + cost of the neighbourhood) / (bytes x staleness), or / bytes; without a neighbourhood."""
+
+    def __init__(self, *, stale: bool = True) -> None:
+        self.stale = stale
+
+    def scores(self, storages: Ints, now_s: float) -> Floats:
+        """Return h; infinite for storages of no bytes or read just now."""
+        ledger = self.ledger
+        below = ledger.size_bytes[storages]
+        if self.stale:
+            below = below * (now_s - ledger.touched_s[storages])
+        return ratio(ledger.own_s[storages] + self.neighbourhood_s(storages), below)
+
+    def neighbourhood_s(self, storages: Ints) -> Floats:
+        """Return the cost of the evicted neighbourhood of each of `storages`, in seconds."""
+        return np.zeros(len(storages))
+
+
+def ratio(above: Floats, below: Floats) -> Floats:
+    """Return `above` / `below`, infinite where `below` is 0."""
+    quotient: Floats = np.full(len(above), np.inf)
+    np.divide(above, below, out=quotient, where=below > 0)
+    return quotient
+
+
+class _Cached:
+    """A cost of each storage that is computed when it is asked for and has changed."""
+
+    def __init__(self) -> None:
+        self.cost_s: Floats = np.zeros(0)
+        self.outdated: Bits = np.ones(0, dtype=np.bool_)
+
+    def grow(self, capacity: int) -> None:
+        """Make room for `capacity` storages."""
+        more = capacity - len(self.cost_s)
+        self.cost_s = np.concatenate([self.cost_s, np.zeros(more)])
+        self.outdated = np.concatenate([self.outdated, np.ones(more, dtype=np.bool_)])
+
+
+@dataclass(slots=True)
+class _Class:
+    """A class of evicted storages that are neighbours.
+
+    Attributes:
+        members: those that are evicted.
+        around: storages with a neighbour among them, and some that had one.
+        cost_s: of the members; what has left it may leave a rounding error.
+        joined: number of storages that have joined it.
+    """
+
+    members: set[int]
+    around: set[int] = field(default_factory=set)
+    cost_s: float = 0.0
+    joined: int = 1
+
+
+class CostByClasses(Cost):
+    """The cost with classes of a union-find as neighbourhood: a cheap estimate, as classes are never split."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.costs = _Cached()
+        self.label: list[int] = []  # class of each evicted storage, otherwise -1
+        self.classes: dict[int, _Class] = {}
+        self.labels = 0
+
+    def grow(self, capacity: int) -> None:
+        """Make room for `capacity` storages."""
+        self.costs.grow(capacity)
+
+    def added(self, storage: int) -> None:
+        """Record a new storage, without neighbours."""
+        if storage == len(self.label):
+            self.label.append(-1)
+        self.costs.outdated[storage] = True
+
+    def neighbours(self, storage: int) -> list[int]:
+        """Return the storages whose classes `storage` joins when evicted, and by which it is scored."""
+        return [*self.ledger.parents[storage], *self.ledger.children[storage]]
+
+    def observers(self, storage: int) -> list[int]:
+        """Return the storages that have `storage` as a neighbour."""
+        return self.neighbours(storage)
+
+    def evicted(self, storage: int) -> None:
+        """Add a class for `storage`, merged with those of its evicted neighbours."""
+        around = {self.label[n] for n in self.neighbours(storage)} - {-1}
+        new = self.labels
+        self.labels += 1
+        own = self.classes[new] = _Class({storage}, cost_s=float(self.ledger.own_s[storage]))
+        own.around.update(self.observers(storage))
+        self.label[storage] = new
+        merged = self._merge({new, *around})
+        self._changed(merged)
+
+    def restored(self, storage: int) -> None:
+        """Subtract the cost of `storage` from its class."""
+        label = self.label[storage]
+        left = self.classes[label]
+        left.cost_s -= float(self.ledger.own_s[storage])
+        left.members.discard(storage)
+        self.label[storage] = -1
+        self.costs.outdated[storage] = True
+        self.ledger.fell(self._changed(left))
+        if not left.members:
+            del self.classes[label]
+        for n in self.neighbours(storage):
+            if self.label[n] >= 0:
+                self.classes[self.label[n]].around.add(storage)
+
+    def _merge(self, labels: set[int]) -> _Class:
+        classes = self.classes
+        largest = max(labels, key=lambda label: classes[label].joined)
+        into = classes[largest]
+        for label in labels - {largest}:
+            merged = classes.pop(label)
+            for storage in merged.members:
+                self.label[storage] = largest
+            into.members |= merged.members
+            into.joined += len(merged.members)
+            into.cost_s += merged.cost_s
+            into.around = _union(into.around, merged.around)
+            self.ledger.work += len(merged.members)
+        return into
+
+    def _changed(self, changed: _Class) -> set[int]:
+        """Mark the costs of storages around a class as out of date, and return them."""
+        gone = self.ledger.gone
+        changed.around = {storage for storage in changed.around if not gone[storage]}
+        self.ledger.work += len(changed.around)
+        self.costs.outdated[list(changed.around)] = True
+        return changed.around
+
+    def neighbourhood_s(self, storages: Ints) -> Floats:
+        """Return the sum over the distinct classes of the evicted neighbours of each storage."""
+        costs = self.costs
+        for storage in storages[costs.outdated[storages]].tolist():
+            around = self.neighbours(storage)
+            self.ledger.work += len(around)
+            costs.cost_s[storage] = self.cost_around_s(around)
+            costs.outdated[storage] = False
+        return costs.cost_s[storages]
+
+    def cost_around_s(self, neighbours: Iterable[int]) -> float:
+        """Return the cost of a storage's neighbourhood."""
+        cost_s = 0.0
+        for label in sorted({self.label[n] for n in neighbours} - {-1}):
+            cost_s += self.classes[label].cost_s
+        return cost_s
+
+
+def _union(one: set[int], other: set[int]) -> set[int]:
+    """Return the union of two sets that are no longer used, in the time of the smaller."""
+    if len(one) < len(other):
+        one, other = other, one
+    one |= other
+    return one
+
+
+class CostByRegions(Cost):
+    """The cost with the exact neighbourhood: storages reachable through evicted ones, upwards, downwards or both."""
+
+    def __init__(self, *, ancestors: bool, descendants: bool, stale: bool = True) -> None:
+        super().__init__(stale=stale)
+        self.upwards = _Cached() if ancestors else None
+        self.downwards = _Cached() if descendants else None
+
+    def grow(self, capacity: int) -> None:
+        """Make room for `capacity` storages."""
+        for side in (self.upwards, self.downwards):
+            if side is not None:
+                side.grow(capacity)
+
+    def added(self, storage: int) -> None:
+        """Record a new storage, without neighbours."""
+        for side in (self.upwards, self.downwards):
+            if side is not None:
+                side.outdated[storage] = True
+
+    def evicted(self, storage: int) -> None:
+        """Mark the costs that include `storage` as out of date."""
+        self._changed(storage)
+
+    def restored(self, storage: int) -> None:
+        """Mark the costs that included `storage`, and its own, as out of date."""
+        self.ledger.fell(self._changed(storage))
+
+    def _changed(self, storage: int) -> set[int]:
+        """Mark costs as out of date, and return the storages that they are of."""
+        ledger, changed = self.ledger, set()
+        for side, back in ((self.upwards, ledger.children), (self.downwards, ledger.parents)):
+            if side is not None:
+                behind = self._reachable(storage, back, through=False)
+                side.outdated[[storage, *behind]] = True
+                changed.update(behind)
+        return changed
+
+    def _reachable(self, storage: int, onward: list[dict[int, None]], *, through: bool) -> list[int]:
+        """Return the evicted storages that `storage` reaches through evicted ones (`through`), or those in memory behind them."""
+        gone = self.ledger.gone
+        seen, stack = {storage}, [storage]
+        found: list[int] = []
+        while stack:
+            for n in onward[stack.pop()]:
+                if n in seen:
+                    continue
+                seen.add(n)
+                if gone[n]:
+                    stack.append(n)
+                if gone[n] == through:
+                    found.append(n)
+        self.ledger.work += len(seen)
+        return found
+
+    def neighbourhood_s(self, storages: Ints) -> Floats:
+        """Return the sum over all reachable storages; those reachable in both directions count twice, as published."""
+        ledger = self.ledger
+        total = np.zeros(len(storages))
+        for side, onward in ((self.upwards, ledger.parents), (self.downwards, ledger.children)):
+            if side is None:
+                continue
+            for storage in storages[side.outdated[storages]].tolist():
+                side.cost_s[storage] = ledger.own_s[self._reachable(storage, onward, through=True)].sum()
+                side.outdated[storage] = False
+            total += side.cost_s[storages]
+        return total
+
+
+class Interpreter(CostByClasses):
+    """The heuristic of MegEngine's interpreter.
+
+    The score is (cost of neighbours + 1e-3) x 1.0001^(number of recomputations) / (MiB x (staleness + 1e-3)), neighbours being
+    evicted inputs and siblings of the storage's producer; each counts with its class in a union-find of these relations, or with
+    its own cost if that is more. MegEngine's bytes include free memory next to the tensor; here memory has no addresses, so there
+    is none. The time of an op is estimated from its bytes read and written.
+    """
+
+    keeps_random = True
+
+    def __init__(self, least_bytes: int = MIB) -> None:
+        super().__init__()
+        self.least_bytes = least_bytes
+
+    def spares(self, size_bytes: int) -> bool:
+        """Return True for up to `least_bytes`."""
+        return size_bytes <= self.least_bytes
+
+    def estimate_s(self, time_s: float, moved_bytes: int) -> float:
+        """Return the seconds by the bytes."""
+        return moved_bytes / BYTES_PER_S
+
+    def neighbours(self, storage: int) -> list[int]:
+        """Return the inputs of the producer of `storage`, and its siblings."""
+        return [*self.ledger.parents[storage], *self.ledger.siblings(storage)]
+
+    def observers(self, storage: int) -> list[int]:
+        """Return the storages that are computed from `storage`, and its siblings."""
+        return [*self.ledger.children[storage], *self.ledger.siblings(storage)]
+
+    def scores(self, storages: Ints, now_s: float) -> Floats:
+        """Return the scores of the rule."""
+        ledger = self.ledger
+        cost = self.neighbourhood_s(storages) * BYTES_PER_S + 1e-3
+        below = ledger.size_bytes[storages] / MIB * (now_s - ledger.touched_s[storages] + 1e-3)
+        return ratio(cost * 1.0001 ** ledger.again[storages], below)
+
+    def cost_around_s(self, neighbours: Iterable[int]) -> float:
+        """Return the sum over the evicted neighbours of their class, or of themselves if they cost more."""
+        cost_s = 0.0
+        for n in neighbours:
+            if self.label[n] >= 0:
+                cost_s += max(self.classes[self.label[n]].cost_s, float(self.ledger.own_s[n]))
+        return cost_s

@@ -1,0 +1,52 @@
+"""``make bench-reserved``: rows of plans, and their table."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks import reserved
+from benchmarks.reserved import BUDGETS, TABLE, ReservedRow, plan_row, run
+from graphs.synthetic.transformer import TransformerSize, transformer
+from planner.memory import Memory
+from planner.studies.rows import KeptRows
+from planner.studies.tables import markdown
+
+FOLDER = Path(__file__).parents[2] / "results" / "reserved"
+
+
+def assert_ordered(row: ReservedRow) -> None:
+    """What is in use is not above what is reserved, nor a plan above its budget."""
+    assert row.budget_bytes and row.peak_bytes and row.in_use_bytes and row.reserved_bytes and row.expandable_bytes
+    assert row.least_device_bytes is not None and row.arena_bytes is not None and row.bound_bytes is not None
+    assert row.peak_bytes <= row.in_use_bytes <= row.least_device_bytes <= row.reserved_bytes
+    assert row.in_use_bytes <= row.expandable_bytes and row.peak_bytes <= row.bound_bytes <= row.arena_bytes
+    counted = {"allocated": row.peak_bytes, "reserved": row.reserved_bytes, "reserved-expandable": row.expandable_bytes}
+    assert counted[row.counts] <= row.budget_bytes
+
+
+@pytest.mark.parametrize("counts", list(Memory))
+def test_a_row_has_all_kinds_of_memory_in_order(counts: Memory) -> None:
+    graph = transformer(TransformerSize(layers=2, vocabulary=8192, batch=2, sequence=512))
+    assert_ordered(plan_row("small", replace(graph, provenance={"device": "h200"}), counts, "100%", 2.0))
+
+
+def test_a_budget_without_a_plan_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(reserved.MODELS, "tiny", "zoo:gpt2,layers=1,width=32,heads=2,vocab=50,batch=2,seq=16")  # type: ignore[arg-type]
+    rows = list(run("tiny", (), limit_s=1.0))
+    assert [(row.counts, row.budget) for row in rows] == [
+        (counts, budget) for counts in ("allocated", "reserved", "reserved-expandable") for budget in BUDGETS
+    ]
+    without = [row for row in rows if row.counts == "reserved" and row.budget == "40%"]
+    assert [row.status.startswith("InfeasibleError") for row in without] == [True]
+    assert list(run("tiny", rows)) == []
+
+
+def test_the_committed_rows_are_those_of_the_committed_table() -> None:
+    rows = list(KeptRows(FOLDER / "rows.csv", ReservedRow))
+    assert len({row.model for row in rows}) >= 4 and len(rows) == 15 * len({row.model for row in rows})
+    planned = [row for row in rows if row.peak_bytes is not None]
+    assert len(planned) >= len(rows) / 2
+    for row in planned:
+        assert_ordered(row)
+    assert (FOLDER / "table.md").read_text() == markdown(rows, TABLE)

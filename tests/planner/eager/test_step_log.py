@@ -1,0 +1,71 @@
+"""Steps as they ran: hashes that tell steps apart, and the graphs that solvers take."""
+
+from graphs.io.graph_document import graph_from_dict, graph_to_dict
+from graphs.ir import Kind, Phase
+from graphs.schedule import Compute, Free, keep_everything
+from graphs.simulate import simulate
+from planner.eager.step_log import LoggedOp, StepLog, recorded_step
+
+
+def add(log: StepLog, target: str, inputs: tuple[int, ...], made: tuple[int, ...] = (), **facts: object) -> int:
+    return log.add_op(LoggedOp(target, inputs, made, **facts), target)  # type: ignore[arg-type]
+
+
+def small_step() -> StepLog:
+    """x, w -> h = mm(x, w); h <- relu_(h); y = mm(h, w); g = mm_backward(y, h), the gradient of w; then w <- sub_(w, g)."""
+    log = StepLog(held_bytes=100)
+    x, w = log.add_storage(20), log.add_storage(30)
+    h = log.add_storage(8)
+    add(log, "aten.mm.default", (x, w), (h,), time_s=3.0)
+    add(log, "aten.relu_.default", (h,), written=(h,), time_s=1.0)
+    y = log.add_storage(4)
+    add(log, "aten.mm.default", (h, w), (y,), time_s=2.0)
+    g = log.add_storage(30)
+    add(log, "aten.mm.default", (y, h), (g,), time_s=2.0, backward=True)
+    log.release(h)
+    add(log, "aten.sub_.Tensor", (w, g), written=(w,), time_s=1.0, recomputable=False)
+    log.release(y)
+    return log
+
+
+def test_a_step_becomes_a_graph() -> None:
+    step = recorded_step(small_step(), {"model": "small"})
+    graph = step.graph
+    assert [op.name for op in graph.ops] == ["mm", "relu_", "mm_1", "mm_2", "sub_"]
+    assert [t.name for t in graph.tensors] == ["held_0", "held_1", "mm", "relu_", "mm_1", "mm_2", "not read in the step"]
+    assert step.storages == (0, 1, 2, 2, 3, 4, -1)
+    assert [op.inputs for op in graph.ops] == [(0, 1), (2,), (3, 1), (4, 3), (1, 5, 4)]  # y is held until w is updated
+    assert [op.outputs for op in graph.ops] == [(2,), (3,), (4,), (5,), ()]
+    assert graph.ops[1].overwrites == ((3, 2),)
+    assert graph.ops[4].mutates == (1,)
+    assert [op.phase for op in graph.ops] == [Phase.FORWARD] * 3 + [Phase.BACKWARD] * 2
+    assert graph.kept == {5}
+    assert graph.static_bytes == 100
+    assert graph.tensors[6].kind is Kind.CONSTANT
+    assert graph_from_dict(graph_to_dict(graph)) == graph
+    assert simulate(graph, keep_everything(graph)).peak_bytes == 100 + 8 + 4 + 30
+
+
+def test_the_schedule_of_keeping_everything_frees_what_the_program_lets_go_of() -> None:
+    graph = recorded_step(small_step()).graph
+    assert keep_everything(graph).steps == (
+        *(Compute(0), Compute(1), Free(2)),
+        *(Compute(2), Compute(3), Free(3)),
+        *(Compute(4), Free(4)),
+    )
+
+
+def test_hashes_depend_on_operators_signatures_and_connections() -> None:
+    def chain(targets: str = "ab", second_reads: int = 0, signature: object = 1) -> list[int]:
+        log = StepLog(0)
+        for i, target in enumerate(targets):
+            storage = log.add_storage(1)
+            log.add_op(
+                LoggedOp(target, (second_reads,) if i else (), (storage,), time_s=float(log.chain % 7)), (target, signature)
+            )
+        return log.chains
+
+    assert chain() == chain()
+    assert chain("abc")[:2] == chain("ab")
+    assert chain("ac")[0] == chain("ab")[0]
+    assert len({chain()[-1], chain("ac")[-1], chain(second_reads=1)[-1], chain(signature=2)[-1], chain("abc")[-1]}) == 5

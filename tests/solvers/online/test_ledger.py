@@ -1,0 +1,256 @@
+"""The ledger of evictions: exact choices, work per op, flat memory, and its settings."""
+
+import math
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from solvers.online.heuristics import NAMES, Interpreter, heuristic_of
+from solvers.online.ledger import Ledger
+
+MiB = 2**20
+DETERMINISTIC = [name for name in NAMES if name != "dtr-random"]
+
+
+class Program:
+    """A random program that drives a ledger: ops, reads, evictions, recomputations and drops, by a seed."""
+
+    def __init__(self, ledger: Ledger, seed: int) -> None:
+        self.ledger, self.draw = ledger, random.Random(seed)
+        self.now_s = 0.0
+        self.kept: list[int] = []
+        self.ops: dict[int, int] = {}  # by storage
+
+    def op(self) -> None:
+        """Run an op on storages in memory, or on restored ones."""
+        ledger, draw = self.ledger, self.draw
+        inputs = draw.sample(self.kept, min(len(self.kept), draw.randrange(3)))
+        for storage in inputs:
+            if ledger.gone[storage]:
+                ledger.computed(storage)
+                ledger.recomputed(self.ops[storage])
+        ledger.touch(inputs, self.now_s)
+        made = [ledger.add_storage(draw.randrange(4) * MiB) for _ in range(draw.randrange(1, 3))]
+        seconds = draw.randrange(5) / 4
+        op = ledger.add_op(inputs, made, seconds)
+        self.now_s += seconds
+        ledger.touch(made, self.now_s)
+        self.kept += made
+        self.ops.update(dict.fromkeys(made, op))
+
+    def candidates(self) -> list[int]:
+        """The storages that may be evicted."""
+        return [
+            s for s in self.kept if not self.ledger.gone[s] and not self.ledger.heuristic.spares(int(self.ledger.size_bytes[s]))
+        ]
+
+    def drop_unneeded(self) -> None:
+        """Free for good what is no longer read and was never evicted with a child."""
+        for storage in self.kept[:-20]:
+            if not self.ledger.is_needed(storage):
+                self.kept.remove(storage)
+                self.ledger.dropped(storage)
+                self.ops.pop(storage)
+
+
+def by_brute_force(ledger: Ledger, candidates: list[int], now_s: float) -> int:
+    """The candidate of least score; of equal ones the latest, but for scores of 0 the first."""
+    scores = dict(zip(candidates, ledger.heuristic.scores(np.array(candidates), now_s).tolist(), strict=True))
+    least = min(scores.values())
+    tied = sorted((s for s in candidates if scores[s] == least), key=lambda s: ledger.since[s])
+    return tied[0] if least == 0 else tied[-1]
+
+
+@pytest.mark.parametrize("name", DETERMINISTIC)
+@given(seed=st.integers(0, 10**6))
+def test_the_victim_has_the_least_score_of_all(name: str, seed: int) -> None:
+    ledger = Ledger(Interpreter(0) if name == "megengine" else name)
+    program = Program(ledger, seed)
+    for _ in range(150):
+        program.op()
+        if candidates := program.candidates():
+            victim = ledger.victim(program.now_s)
+            assert victim == by_brute_force(ledger, candidates, program.now_s)
+            if program.draw.random() < 0.6:
+                assert victim is not None
+                ledger.evicted(victim)
+
+
+@pytest.mark.parametrize("name", ["dtr", "dtr-full", "msps", "megengine"])
+@pytest.mark.parametrize("seed", range(3))
+def test_cached_costs_of_neighbourhoods_are_those_from_scratch(name: str, seed: int) -> None:
+    ledger = Ledger(Interpreter(0) if name == "megengine" else name)
+    program = Program(ledger, seed)
+    for _ in range(100):
+        program.op()
+        if (victim := ledger.victim(program.now_s)) is not None and program.draw.random() < 0.7:
+            ledger.evicted(victim)
+        everything = np.array([s for s in program.kept if not ledger.gone[s]], dtype=np.int64)
+        cached = ledger.heuristic.neighbourhood_s(everything)  # type: ignore[attr-defined]
+        for side in ("costs", "upwards", "downwards"):
+            if (costs := getattr(ledger.heuristic, side, None)) is not None:
+                costs.outdated[:] = True
+        assert np.array_equal(cached, ledger.heuristic.neighbourhood_s(everything))  # type: ignore[attr-defined]
+
+
+def run_chain(ledger: Ledger, ops: int, most: int) -> None:
+    """Run a chain of `ops` ops of a second each with at most `most` storages in memory, of random sizes."""
+    draw = random.Random(0)
+    now_s = 0.0
+    before: list[int] = []
+    for i in range(ops):
+        ledger.touch(before, now_s)
+        if i >= most:
+            victim = ledger.victim(now_s, exclude=before)
+            assert victim is not None
+            ledger.evicted(victim)
+        storage = ledger.add_storage(draw.randrange(MiB, 2 * MiB) + 1)
+        ledger.add_op(before, [storage], 1.0)
+        now_s += 1.0
+        ledger.touch([storage], now_s)
+        before = [storage]
+
+
+@pytest.mark.parametrize("name", ["dtr", "dtr-local", "lru", "largest", "megengine"])
+@pytest.mark.parametrize("ops", [10_000, pytest.param(100_000, marks=pytest.mark.slow)])
+def test_bookkeeping_per_op_is_sublinear(name: str, ops: int) -> None:
+    # 1/4 of the ops are in memory at once. Work grows with the square root of that: 4 times as many cost about twice as much.
+    work = []
+    for most in (ops // 16, ops // 4):
+        ledger = Ledger(name)
+        run_chain(ledger, most + ops // 4, most)
+        work.append(ledger.work / (ops // 4))
+    assert work[1] < 5 * math.isqrt(ops // 4)
+    assert work[1] < 3 * work[0]
+
+
+def test_a_sample_looks_at_the_square_root_of_the_candidates() -> None:
+    ledger = Ledger("dtr-local", sampled=True, seed=1)
+    run_chain(ledger, 10_000, 9_000)
+    assert ledger.work / 1_000 == pytest.approx(math.isqrt(9_000), rel=0.1)
+
+
+def test_a_sample_is_by_its_seed_and_near_the_best() -> None:
+    def evicted(seed: int) -> list[int]:
+        ledger = Ledger("lru", sampled=True, seed=seed)
+        storages = [ledger.add_storage(1) for _ in range(400)]
+        for i, storage in enumerate(storages):
+            ledger.touch([storage], float(i))
+        found = []
+        for _ in range(20):
+            victim = ledger.victim(400.0)
+            assert victim is not None
+            ledger.evicted(victim)
+            found.append(victim)
+        return found
+
+    assert evicted(1) == evicted(1) != evicted(2)
+    assert sum(evicted(1)) / 20 < 60  # the least recent of 20 of 400
+
+
+def test_memory_is_flat_over_a_thousand_steps() -> None:
+    ledger = Ledger("dtr")
+    program = Program(ledger, 5)
+    most_labels = 0
+    for step in range(1000):
+        for _ in range(10):
+            program.op()
+            if (victim := ledger.victim(program.now_s)) is not None and program.draw.random() < 0.5:
+                ledger.evicted(victim)
+        for storage in program.kept:
+            ledger.dropped(storage)
+        program.kept.clear()
+        program.ops.clear()
+        assert (len(ledger), ledger.op_count) == (0, 0)
+        most_labels = max(most_labels, len(ledger.heuristic.classes))  # type: ignore[attr-defined]
+        assert len(ledger.size_bytes) == 1024, step
+    assert most_labels == 0
+    assert len(ledger.parents) < 30  # ids of dropped storages are used again
+
+
+@pytest.mark.parametrize("name", DETERMINISTIC)
+@pytest.mark.parametrize("seed", range(3))
+def test_choices_stay_exact_when_ids_are_used_again(name: str, seed: int) -> None:
+    ledger = Ledger(Interpreter(0) if name == "megengine" else name)
+    program = Program(ledger, seed)
+    pinned: set[int] = set()
+    for _ in range(300):
+        program.op()
+        program.drop_unneeded()
+        pinned = {s for s in program.kept if ledger._pins[s]}
+        if candidates := [s for s in program.candidates() if s not in pinned]:
+            victim = ledger.victim(program.now_s)
+            assert victim == by_brute_force(ledger, candidates, program.now_s)
+            if program.draw.random() < 0.7:
+                assert victim is not None
+                ledger.evicted(victim)
+    assert len(ledger.parents) < 200
+
+
+# --- what may be evicted --------------------------------------------------------------------------
+
+
+def test_neither_pinned_nor_excluded_storages_are_evicted() -> None:
+    ledger = Ledger("lru")
+    a, b, c = (ledger.add_storage(1) for _ in range(3))
+    for i, storage in enumerate((a, b, c)):
+        ledger.touch([storage], i + 1.0)
+    ledger.pinned(a)
+    ledger.pinned(a)
+    assert ledger.victim(5.0) == b
+    assert ledger.victim(5.0, exclude=[b]) == c
+    assert ledger.victim(5.0, exclude=[b, c]) is None
+    ledger.unpinned(a)
+    assert ledger.victim(5.0) == b
+    ledger.unpinned(a)
+    assert ledger.victim(5.0) == a
+
+
+def test_a_storage_computed_from_a_dropped_one_is_pinned() -> None:
+    ledger = Ledger("lru")
+    a = ledger.add_storage(1)
+    ledger.add_op([], [a], 1.0)
+    b = ledger.add_storage(1)
+    ledger.add_op([a], [b], 1.0)
+    ledger.evicted(b)
+    assert ledger.is_needed(a)
+    ledger.computed(b)
+    assert not ledger.is_needed(a)
+    ledger.dropped(a)
+    assert ledger.victim(3.0) is None
+    assert ledger.add_storage(1) == a
+    assert ledger.victim(3.0) == a
+
+
+def test_a_write_in_place_adds_its_cost_and_what_it_read() -> None:
+    ledger = Ledger("dtr-local")
+    x, y = ledger.add_storage(4), ledger.add_storage(4)
+    ledger.add_op([], [x], 1.0)
+    ledger.add_op([], [y], 1.5)
+    ledger.touch([x, y], 0.0)
+    assert ledger.victim(1.0) == x
+    ledger.add_op([x, y], [x], 2.0)
+    assert ledger.own_s[x] == 3.0
+    assert list(ledger.parents[x]) == [y]
+    assert ledger.victim(1.0) == y
+
+
+def test_small_candidates_are_ignored_as_long_as_there_are_others() -> None:
+    for sampled in (False, True):
+        ledger = Ledger("lru", ignored_share=0.01, sampled=sampled)
+        small, large, larger = ledger.add_storage(1), ledger.add_storage(1000), ledger.add_storage(1000)
+        for i, storage in enumerate((small, large, larger)):
+            ledger.touch([storage], i + 1.0)
+        if not sampled:
+            assert ledger.victim(9.0) == large
+        ledger.evicted(large)
+        ledger.evicted(larger)
+        assert ledger.victim(9.0) == small
+
+
+def test_an_unknown_heuristic_is_refused() -> None:
+    with pytest.raises(ValueError, match="there is no heuristic 'best'; choose one of dtr, dtr-full"):
+        heuristic_of("best")

@@ -129,6 +129,22 @@ def test_a_better_plan_takes_the_place_of_the_first(at_once: type[Solved], monke
 
 
 @pytest.mark.usefixtures("at_once")
+def test_a_better_plan_has_an_arena_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    worst_first(monkeypatch)
+    model, batch = model_and_batch()
+    step = planned(model, batch, arena=True)
+    first = step.plan
+    for seed in range(6):
+        assert_trains_as_eager(step, model, batch, seed)
+    plan = step.plan
+    assert len(step.history) > 1
+    assert first.arena_bytes is not None and plan.arena_bytes is not None and plan.outside_arena_bytes is not None
+    assert plan.arena_bytes > first.arena_bytes  # the first plan needs the least memory
+    assert plan.measured_peak_bytes == plan.graph.static_bytes + plan.arena_bytes + plan.outside_arena_bytes
+    assert plan.measured_peak_bytes <= plan.budget_bytes
+
+
+@pytest.mark.usefixtures("at_once")
 def test_the_better_plan_is_kept_in_the_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     worst_first(monkeypatch)
     model, batch = model_and_batch()

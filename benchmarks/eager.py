@@ -1,7 +1,7 @@
 """The eager runtime (``planner.rematerialize``): ``make bench-eager`` writes results/eager/.
 
-For each model the runtime with a budget that is never reached, and each heuristic at shares of eager PyTorch's peak. Steps of eager
-PyTorch and of the runtime take turns; times are of the thread, minima over the turns. Results are compared to the last bit.
+For each model the runtime with a budget that is never reached, and each heuristic at shares of eager PyTorch's peak. Steps of
+eager PyTorch and of the runtime take turns; times are of the thread, minima over the turns. Results are compared to the last bit.
 """
 
 import gc

@@ -80,8 +80,8 @@ class Recorder(TorchDispatchMode):
         memory = self.memory
         if memory.freed:
             memory.settle()
-        if not self.saved and self._recorded > _FEW_OPS and 4 * self._recorded > len(memory.resident):
-            self.forget()
+        if not self.saved:
+            self._begin_step()
         call = _Call(operator, func, args, kwargs)
         if operator.mutated or operator.statistics is not None:
             self._find_writes(call)
@@ -363,8 +363,10 @@ class Recorder(TorchDispatchMode):
         self._needed_at = self.packs, needed
         return needed
 
-    def forget(self) -> None:
-        """Forget how all that is resident was made, since no tensor is saved."""
+    def _begin_step(self) -> None:
+        """Forget how all that is resident was made, since no tensor is saved; not for a few ops, as it takes time."""
+        if self._recorded <= _FEW_OPS or 4 * self._recorded <= len(self.memory.resident):
+            return
         self.memory.forget()
         self.recomputation.begin_step()
         self._recorded = 0
@@ -380,6 +382,8 @@ class Recorder(TorchDispatchMode):
             memory = self.memory
             if memory.freed:
                 memory.settle()
+            if not self.saved:  # autograd saves the inputs of the first op of a step before the op runs
+                self._begin_step()
             storage = memory.find(storage_address(tensor)) or memory.add(tensor)
             return SavedTensor(self, storage, tensor)
 

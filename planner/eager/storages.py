@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from planner.runtime.random_state import RandomState
+from planner.torch_private.core import make_subclass
 
 
 class TrackedStorage:
@@ -213,4 +214,4 @@ class RecordedOp:
 
 def make_alias(tensor: torch.Tensor) -> torch.Tensor:
     """Return a detached alias of `tensor` that shares its version counter; no dispatch mode sees it."""
-    return torch.Tensor._make_subclass(torch.Tensor, tensor)
+    return make_subclass(torch.Tensor, tensor)

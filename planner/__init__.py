@@ -1,4 +1,4 @@
-"""Optimal rematerialization for PyTorch training steps: ``trace``, ``solve``, ``compile``, ``checkpoint``, ``run``."""
+"""Optimal rematerialization for PyTorch: ``trace``, ``solve``, ``compile``, ``checkpoint``, ``rematerialize``, ``run``."""
 
 from importlib import import_module
 from importlib.metadata import version
@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     __version__: str
     from graphs.errors import OutOfMemoryError, PlannerError
     from planner.advising import advise
+    from planner.eager.session import rematerialize
     from planner.plans.plan import Plan
     from planner.running import RunReport, run
     from planner.solving import solve
@@ -32,6 +33,7 @@ __all__ = [
     "advise",
     "checkpoint",
     "compile",
+    "rematerialize",
     "run",
     "solve",
     "trace",
@@ -78,6 +80,7 @@ def __getattr__(name: str) -> object:
         "advise": "planner.advising",
         "checkpoint": "planner.torch_compile.checkpoint",
         "compile": "planner.training.compile",
+        "rematerialize": "planner.eager.session",
         "run": "planner.running",
         "solve": "planner.solving",
         "trace": "planner.tracing",

@@ -1,1 +1,24 @@
-"""An eager runtime."""
+"""The eager runtime: any training loop within a memory budget, without a trace (``planner.rematerialize``).
+
+Two mechanisms work with autograd. In one, a dispatch mode records each op as a closure over storages, and saved-tensor hooks
+give autograd handles; in the other, a subclass of ``Tensor`` wraps a tensor that can be evicted, and autograd saves the
+wrapper. The first is used:
+
+- Everything outside of autograd's saved tensors is an ordinary tensor. What leaves the block, what C++ holds and what another
+  library checks for its type is what it would be without the block. A wrapper has to be unwrapped in all of these places.
+- Only saved tensors can be evicted. That loses little: a tensor that neither autograd nor the program holds is freed anyway,
+  and one that the program holds could be read at any time. A wrapper could evict the latter too.
+- An op costs one call from the dispatcher into Python in both; the wrapper adds a second tensor for each result.
+- PyTorch checks versions of saved tensors only without hooks. So a handle compares the version counter itself, which an alias
+  shares: writes in place raise as in plain eager PyTorch.
+
+Memory is a set of storages, not of tensors: views cost nothing, and a reference is a storage with a geometry. A write in
+place makes another version of the contents; a storage has a chain of the ops that made its versions, and is recomputed
+through it. Contents that nothing can recompute (parameters, data from outside, outputs of operators with unknown effects) are
+pinned, and copied before they are overwritten if a saved tensor may have to be recomputed from them. Records are freed by
+reference counts: an op is known as long as a tensor that is alive may need it. When no tensor is saved, between two steps,
+all of them are forgotten.
+
+``recording`` sees the ops, ``sizes`` knows what they will allocate, ``memory`` makes room and asks the ledger of
+``solvers.online`` for the victim, ``recompute`` executes chains again, ``session`` is what users hold.
+"""

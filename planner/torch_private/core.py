@@ -53,6 +53,11 @@ current_autograd_node = torch._C._current_autograd_node
 backward_retains_graph = torch._C._autograd._get_current_graph_task_keep_graph
 # Lets a replacement of a kernel call the op itself, without recursion.
 below_autograd = torch._C._AutoDispatchBelowAutograd
+# Ops below autocast see the dtypes that autocast gave them.
+without_autocast = torch._C._ExcludeDispatchKeyGuard
+AUTOCAST_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | torch._C.DispatchKeySet(
+    torch._C.DispatchKey.AutocastCUDA
+)
 # Calls inside a capture or a custom operator run as outside: with the dispatch keys of the outside.
 force_dispatch_keys = torch._C._ForceDispatchKeyGuard
 included_dispatch_keys = torch._C._dispatch_tls_local_include_set
@@ -75,6 +80,11 @@ preserve_version_counter = torch.autograd._unsafe_preserve_version_counter
 set_version_counter = torch._C._autograd._unsafe_set_version_counter
 # Workspaces are measured by the profiler; only one can run.
 profiler_enabled = torch.autograd._profiler_enabled
+# The identity of the memory of a tensor, and who holds it, at the cost of a call.
+storage_address: Callable[[torch.Tensor], int] = torch._C._storage_address  # type: ignore[attr-defined]
+storage_use_count: Callable[[int], int] = torch._C._storage_Use_Count
+# A detached alias of a tensor, with its version counter, which no dispatch mode sees.
+make_subclass = torch.Tensor._make_subclass
 # Copies many tensors by few kernels.
 foreach_copy_ = torch._foreach_copy_
 # Reads the numbers in a mask, which no graph can do.

@@ -1,0 +1,306 @@
+"""The budgeted memory: which storages are resident, and what is evicted to make room."""
+
+import itertools
+import sys
+import weakref
+from collections import deque
+from collections.abc import Callable
+from time import perf_counter
+
+import torch
+
+from graphs.errors import BudgetError
+from graphs.units import format_bytes
+from planner.eager.sizes import OutputSizes
+from planner.eager.storages import RecordedOp, StorageWatch, TrackedStorage, make_alias
+from planner.torch_private.core import storage_address, storage_use_count
+from solvers.online.ledger import Ledger
+
+# Storages in use are pinned in the ledger; before each search for a victim a few of them are asked again.
+_ASKED_AGAIN = 4
+
+
+class Memory:
+    """Bytes in memory, and the storages that make them up.
+
+    The ledger is made and fed when memory first runs out: until then an op costs no bookkeeping but its record.
+
+    Args:
+        budget_bytes: the limit.
+        sizes: counts bytes.
+        new_ledger: makes an empty ledger.
+
+    Attributes:
+        live_bytes: bytes of the resident storages.
+        peak_bytes: the most so far.
+        evicted_bytes: bytes of evicted storages that saved tensors need.
+        extra_bytes: bytes in memory that plain eager PyTorch does not have.
+        eager_peak_bytes: the most so far that plain eager PyTorch has.
+        evictions: number of evictions.
+        clock_s: time that ops have taken.
+    """
+
+    def __init__(self, budget_bytes: int, sizes: OutputSizes, new_ledger: Callable[[], Ledger]) -> None:
+        self.budget_bytes = budget_bytes
+        self.live_bytes = self.peak_bytes = self.eager_peak_bytes = 0
+        self.evicted_bytes = self.extra_bytes = 0
+        self.evictions = 0
+        self.clock_s = 0.0
+        self.sizes = sizes
+        self.resident: dict[int, TrackedStorage] = {}
+        self.find = self.resident.get
+        self._watches: set[StorageWatch] = set()
+        self.freed: deque[StorageWatch] = deque()
+        self.dropped: deque[int] = deque()
+        self.ledger: Ledger | None = None
+        self.now = perf_counter
+        self._new_ledger = new_ledger
+        self._unheld = _unheld()
+        self._pending: list[weakref.ref[RecordedOp]] = []
+        self._by_id: dict[int, weakref.ref[TrackedStorage]] = {}
+        self._in_use: dict[int, TrackedStorage] = {}
+
+    # Storages that come and go.
+
+    def add(
+        self,
+        tensor: torch.Tensor,
+        storage: TrackedStorage | None = None,
+        *,
+        pinned: bool = True,
+        visible: bool = True,
+    ) -> TrackedStorage:
+        """Note that the storage of `tensor` is resident: of a known `storage`, or of a new one, which is returned.
+
+        Args:
+            tensor: a tensor on it.
+            storage: None if it is new.
+            pinned: a new one cannot be recomputed.
+            visible: ops outside of the runtime may read it.
+        """
+        memory = tensor.untyped_storage()
+        address = storage_address(tensor)
+        if storage is None:
+            storage = TrackedStorage(self.sizes.counted_bytes(tensor), tensor.device, pinned=pinned)
+            storage.touched_s = self.clock_s
+        storage.address = address
+        storage.watch = watch = StorageWatch(memory, self.freed.append, storage)
+        self._watches.add(watch)
+        if visible:
+            self.resident[address] = storage
+        self.live_bytes += storage.size_bytes
+        if self.live_bytes > self.peak_bytes:
+            self.peak_bytes = self.live_bytes
+        if not visible:
+            watch.extra_bytes = storage.size_bytes
+            self.extra_bytes += watch.extra_bytes
+        elif (eager_bytes := self.live_bytes + self.evicted_bytes - self.extra_bytes) > self.eager_peak_bytes:
+            self.eager_peak_bytes = eager_bytes
+        return storage
+
+    def settle(self) -> None:
+        """Take note of the storages that were freed since."""
+        while self.freed:
+            watch = self.freed.popleft()
+            self._watches.discard(watch)
+            self.live_bytes -= watch.size_bytes
+            self.extra_bytes -= watch.extra_bytes
+            storage = watch.storage()
+            if storage is not None and storage.watch is watch:
+                if self.resident.get(storage.address) is storage:  # else the address is that of a new storage by now
+                    del self.resident[storage.address]
+                storage.address, storage.watch = 0, None
+                if storage.ledger_id is not None and self.ledger is not None:
+                    self._in_use.pop(storage.ledger_id, None)
+                    self.ledger.evicted(storage.ledger_id)
+        while self.dropped:
+            ledger_id = self.dropped.popleft()
+            if self._by_id.pop(ledger_id, None) is not None and self.ledger is not None:
+                self.ledger.dropped(ledger_id)
+
+    def not_evicted(self, storage: TrackedStorage) -> None:
+        """Take note that `storage` is resident again, or that no saved tensor needs it."""
+        if storage.evicted:
+            storage.evicted = False
+            self.evicted_bytes -= storage.size_bytes
+
+    def resize(self, storage: TrackedStorage, tensor: torch.Tensor) -> None:
+        """Take note of the size of a resident storage that was resized; it is pinned from now on."""
+        size_bytes = self.sizes.counted_bytes(tensor)
+        assert storage.watch is not None
+        self.live_bytes += size_bytes - storage.size_bytes
+        storage.size_bytes = storage.watch.size_bytes = size_bytes
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+
+    def recomputed(self, op: RecordedOp) -> None:
+        """Take note that an op ran again."""
+        if op.ledger_id is not None and self.ledger is not None:
+            self.ledger.recomputed(op.ledger_id)
+
+    def recorded(self, op: RecordedOp) -> None:
+        """Take note of an op; the ledger hears of it when it is asked next."""
+        self._pending.append(weakref.ref(op))
+
+    def touched(self, storage: TrackedStorage) -> None:
+        """Take note of a read."""
+        storage.touched_s = self.clock_s
+        if storage.ledger_id is not None and self.ledger is not None:
+            self.ledger.touch((storage.ledger_id,), self.clock_s)
+
+    def saved(self, storage: TrackedStorage) -> None:
+        """Take note that the runtime keeps `storage` in memory."""
+        self._allow(storage, evictable=not storage.pinned)
+
+    def released(self, storage: TrackedStorage) -> None:
+        """Take note that the runtime does not keep `storage` in memory any more, or must not evict it."""
+        self._allow(storage, evictable=False)
+
+    def computed(self, storage: TrackedStorage, tensor: torch.Tensor) -> None:
+        """Take note that `storage` is resident again, as the storage of `tensor`; the runtime keeps it."""
+        if storage.evicted:
+            self.not_evicted(storage)
+        storage.base = make_alias(tensor)
+        self.add(tensor, storage, visible=storage.saved > 0)
+        if storage.ledger_id is not None and self.ledger is not None:
+            self.ledger.computed(storage.ledger_id)
+            self._allow(storage, evictable=True)
+
+    def _allow(self, storage: TrackedStorage, *, evictable: bool) -> None:
+        """Tell the ledger whether `storage` may be evicted, if that has changed."""
+        if storage.ledger_id is not None and self.ledger is not None and storage.barred == evictable:
+            storage.barred = not evictable
+            if evictable:
+                self.ledger.unpinned(storage.ledger_id)
+            else:
+                self.ledger.pinned(storage.ledger_id)
+
+    def forget(self) -> None:
+        """Pin all that is resident, and forget how it was made: no saved tensor needs it."""
+        for storage in self.resident.values():
+            storage.chain = []
+            storage.pinned = True
+            storage.ledger_id = None
+            storage.snapshots = None
+            storage.last_read = -1
+        self.ledger, self.evicted_bytes = None, 0
+        self._pending, self._by_id, self._in_use = [], {}, {}
+        self.dropped.clear()
+
+    # Room.
+
+    def make_room(self, size_bytes: int, purpose: object) -> None:
+        """Evict until `size_bytes` fit.
+
+        Raises:
+            BudgetError: all that is resident is in use.
+        """
+        if self.live_bytes + size_bytes <= self.budget_bytes:
+            return
+        self.settle()
+        while self.live_bytes + size_bytes > self.budget_bytes:
+            if not self.evict_one():
+                raise BudgetError(self._too_small(size_bytes, purpose))
+
+    def evict_one(self) -> bool:
+        """Evict the storage that the heuristic chooses, and return True; False if all are in use."""
+        ledger = self._fed_ledger()
+        for ledger_id in list(itertools.islice(self._in_use, _ASKED_AGAIN)):
+            self._ask_again(ledger_id)
+        for last in (False, True):
+            while (chosen := ledger.victim(self.clock_s)) is not None:
+                storage = self._by_id[chosen]()
+                assert storage is not None and storage.address, "the ledger chose what is not resident"
+                if self._held_elsewhere(storage):
+                    self._allow(storage, evictable=False)
+                    self._in_use[chosen] = storage
+                else:
+                    self._evict(storage)
+                    return True
+            if not last:
+                for known in list(self._in_use):
+                    self._ask_again(known)
+        return False
+
+    def _held_elsewhere(self, storage: TrackedStorage) -> bool:
+        uses, references = _holders(storage.address, storage.watch)
+        return uses > self._unheld[0] + len(storage.aliases) + (storage.base is not None) or references > self._unheld[1]
+
+    def _ask_again(self, ledger_id: int) -> None:
+        storage = self._in_use.pop(ledger_id)
+        if not storage.owned():
+            return
+        if self._held_elsewhere(storage):
+            self._in_use[ledger_id] = storage
+        else:
+            self._allow(storage, evictable=True)
+
+    def _evict(self, storage: TrackedStorage) -> None:
+        if storage.aliases:
+            versions = storage.evicted_versions or {}
+            versions.update((number, alias._version) for number, alias in storage.aliases.items())
+            storage.evicted_versions = versions
+        if storage.saved:
+            storage.evicted = True
+            self.evicted_bytes += storage.size_bytes
+        storage.base = None
+        storage.aliases.clear()
+        self.evictions += 1
+        self.settle()
+        assert not storage.address, "an evicted storage is still in memory"
+
+    def _fed_ledger(self) -> Ledger:
+        """Return the ledger, with all ops entered that are not yet."""
+        if self.ledger is None:
+            self.ledger = self._new_ledger()
+        self.settle()
+        pending, self._pending = self._pending, []
+        for reference in pending:
+            op = reference()
+            if op is None:
+                continue
+            inputs = {storage: None for ref in op.inputs if (storage := ref.storage) is not None}
+            outputs = [storage for _, weak in op.outputs if (storage := weak()) is not None]
+            read = [self._enter(self.ledger, storage) for storage in inputs]
+            made = [self._enter(self.ledger, storage) for storage in outputs]
+            if op.in_place:
+                read += made
+            moved_bytes = sum(storage.size_bytes for storage in (*inputs, *outputs))
+            op.ledger_id = self.ledger.add_op(read, made, self.ledger.heuristic.estimate_s(op.seconds, moved_bytes))
+        return self.ledger
+
+    def _enter(self, ledger: Ledger, storage: TrackedStorage) -> int:
+        """Return the ledger's id of `storage`, which is entered if it is not yet."""
+        if storage.ledger_id is None:
+            ledger_id = ledger.add_storage(storage.size_bytes)
+            storage.ledger_id, storage.dropped = ledger_id, self.dropped
+            self._by_id[ledger_id] = weakref.ref(storage)
+            ledger.touch((ledger_id,), storage.touched_s)
+            if not storage.address:
+                ledger.evicted(ledger_id)
+            storage.barred = False
+            self._allow(storage, evictable=storage.owned())
+        return storage.ledger_id
+
+    def _too_small(self, size_bytes: int, purpose: object) -> str:
+        needed = self.live_bytes + size_bytes
+        return (
+            f"budget {format_bytes(self.budget_bytes)} is too small: {format_bytes(self.live_bytes)} are in use "
+            f"and cannot be evicted, and {purpose} needs {format_bytes(size_bytes)} more. At this point "
+            f"{format_bytes(needed)} would do, and {format_bytes(max(self.eager_peak_bytes, needed))} is the most that plain "
+            "eager PyTorch has had so far. Raise the budget, or lower the batch size"
+        )
+
+
+def _holders(address: int, watch: StorageWatch | None) -> tuple[int, int]:
+    """Return how many hold a storage, and how many hold its Python object."""
+    return storage_use_count(address), sys.getrefcount(None if watch is None else watch.memory())
+
+
+def _unheld() -> tuple[int, int]:
+    """Return the numbers of holders of a storage that nobody holds: PyTorch's own, which differ between its versions."""
+    tensor = torch.empty(0)
+    address = storage_address(tensor)
+    storage = TrackedStorage(0, tensor.device, pinned=True)
+    watch = StorageWatch(tensor.untyped_storage(), deque[StorageWatch]().append, storage)
+    uses, references = _holders(address, watch)
+    return uses - 1, references

@@ -1,0 +1,112 @@
+"""What an operator of PyTorch does to memory and to random numbers, read from its schema and tags."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from graphs.errors import UsageError
+from planner.capture.rewrites.outputs import KNOWN_NAMESPACES
+from planner.torch_private.core import OpOverload
+
+_aten = torch.ops.aten
+
+# They give the tensor other memory, or more of it.
+_REBIND = {"aten::resize_", "aten::resize_as_", "aten::set_", "aten::set_data"}
+# Operators that update running statistics: positions of the mean and the variance, and of the flag that says so (None: always).
+# Only some of their schemas say that they write.
+_RUNNING_STATISTICS: dict[str, tuple[int, int | None]] = {
+    "aten::native_batch_norm": (3, 5),
+    "aten::cudnn_batch_norm": (3, 5),
+    "aten::miopen_batch_norm": (3, 5),
+    "aten::_native_batch_norm_legit": (3, 5),
+    "aten::_batch_norm_with_update": (3, None),
+    "aten::batch_norm_update_stats": (1, None),
+    "aten::batch_norm_gather_stats": (3, None),
+    "aten::batch_norm_gather_stats_with_counts": (3, None),
+}
+# With None in place of the running statistics these compute the same outputs, and write nothing.
+_WITHOUT_STATISTICS = {"aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miopen_batch_norm"}
+
+
+@dataclass(frozen=True, slots=True)
+class Operator:
+    """The facts about one operator.
+
+    Attributes:
+        name: its name, without the overload.
+        passes: it makes views or reads sizes: neither memory nor contents change.
+        mutated: the arguments that it writes, by position and name.
+        returns_nothing_new: all that it returns is what it has written.
+        rebinds: it gives its argument other memory.
+        random: it draws from a generator.
+        repeatable: it can be executed again, with the same outputs for the same inputs and the same random state.
+        sized_by_data: the sizes of its outputs depend on the contents of its inputs.
+        reads_to_host: its result is a Python number, read from a tensor.
+        statistics: position of the running mean, which the running variance follows; None if it has none.
+        training: position of the flag that says that it updates them; None if it always does.
+        replay: what to call instead of it, with None for the statistics, to recompute the outputs of training.
+    """
+
+    name: str
+    passes: bool
+    mutated: tuple[tuple[int, str], ...]
+    returns_nothing_new: bool
+    rebinds: bool
+    random: bool
+    repeatable: bool
+    sized_by_data: bool
+    reads_to_host: bool
+    statistics: int | None
+    training: int | None
+    replay: Callable[..., Any] | None
+
+    @classmethod
+    def of(cls, op: object) -> "Operator":
+        """Return the facts about `op`.
+
+        Raises:
+            UsageError: a higher-order operator, whose inner ops cannot be seen.
+        """
+        if not isinstance(op, OpOverload):
+            raise UsageError(
+                f"planner.rematerialize does not support the higher-order operator {op}: run that part of the model outside of "
+                "the block, or plan the step with planner.compile"
+            )
+        schema, tags = op._schema, op.tags
+        name = schema.name
+        rebinds = name in _REBIND
+        mutated = tuple(
+            (i, argument.name)
+            for i, argument in enumerate(schema.arguments)
+            if argument.alias_info is not None and argument.alias_info.is_write
+        )
+        statistics, training = _RUNNING_STATISTICS.get(name, (None, None))
+        return cls(
+            name=name,
+            passes=(op.is_view or torch.Tag.inplace_view in tags or not _has_tensors(schema)) and not rebinds,
+            mutated=() if statistics is not None else mutated,
+            returns_nothing_new=bool(mutated) and all(value.alias_info is not None for value in schema.returns),
+            rebinds=rebinds,
+            random=torch.Tag.nondeterministic_seeded in tags,
+            repeatable=op.namespace in KNOWN_NAMESPACES or torch.Tag.pt2_compliant_tag in tags,
+            sized_by_data=torch.Tag.dynamic_output_shape in tags,
+            reads_to_host=name == "aten::_local_scalar_dense",
+            statistics=statistics,
+            training=training,
+            replay=_replay(op, name),
+        )
+
+
+def _has_tensors(schema: Any) -> bool:
+    """Return whether an operator of this schema reads or returns tensors whose memory may matter."""
+    return any("Tensor" in str(value.type) for value in (*schema.returns, *schema.arguments))
+
+
+def _replay(op: OpOverload, name: str) -> Callable[..., Any] | None:
+    if name in _WITHOUT_STATISTICS:
+        return op
+    if name == "aten::_native_batch_norm_legit":
+        return lambda *args: _aten._native_batch_norm_legit.no_stats(*args[:3], *args[5:])
+    return None

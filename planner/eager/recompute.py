@@ -1,0 +1,250 @@
+"""Recomputation of evicted storages, with all that they need and that is not resident either."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from graphs.errors import BudgetError, PlannerError
+from graphs.units import format_bytes
+from planner.eager.memory import Memory
+from planner.eager.storages import RecordedOp, Reference, TrackedStorage
+from planner.passes.draws import LOCK
+from planner.torch_private.core import AUTOCAST_KEYS, below_autograd, without_autocast
+
+# Fewer recomputed ops than these say nothing about the rest of a step.
+_FEW_OPS = 1000
+
+
+class Recomputation:
+    """Recomputes storages by their chains of ops.
+
+    Args:
+        memory: where room is made before each op.
+        max_recomputation: the most ops that may be recomputed in a step, as a multiple of the ops of the step.
+
+    Attributes:
+        ops: number of recomputed ops.
+        seconds: time that they took.
+        step_ops: number of ops of the step that are not recomputed.
+        by_operator: number and time by operator.
+        running: the runtime executes ops of its own.
+    """
+
+    def __init__(self, memory: Memory, max_recomputation: float) -> None:
+        self.memory = memory
+        self.max_recomputation = max_recomputation
+        self.step_ops = 0
+        self.ops = 0
+        self.seconds = 0.0
+        self.by_operator: dict[str, tuple[int, float]] = {}
+        self.running = False
+        self._ops_before = 0
+
+    def begin_step(self) -> None:
+        """Count the ops of a step from here on."""
+        self._ops_before, self.step_ops = self.ops, 0
+
+    @contextmanager
+    def own_ops(self) -> Iterator[None]:
+        """Run ops that are not recorded, as ops ran first: below autograd and autocast, whose casts are recorded ops."""
+        self.running = True
+        try:
+            with below_autograd(), without_autocast(AUTOCAST_KEYS):
+                yield
+        finally:
+            self.running = False
+
+    def recompute(self, storage: TrackedStorage) -> torch.Tensor:
+        """Make the present contents of `storage` resident, and return a tensor on it.
+
+        Storages that are needed for it and not resident are recomputed first. The stack of storages under way is a list: chains
+        may be longer than Python's stack is deep.
+
+        Raises:
+            BudgetError: it does not fit, or recomputation takes too long.
+        """
+        stack = [_Rebuild(storage, storage.version)]
+        try:
+            while stack:
+                self.memory.settle()
+                top = stack[-1]
+                missing = top.next_missing()
+                if missing is not None:
+                    stack.append(_Rebuild(*missing))
+                elif top.step < len(top.chain):
+                    self._execute(top, stack)
+                else:
+                    stack.pop()
+                    if stack:
+                        stack[-1].receive(top)
+        except BaseException:
+            for rebuild in stack:
+                rebuild.abandon(self.memory)
+            raise
+        assert storage.base is not None
+        return storage.base
+
+    def _execute(self, rebuild: "_Rebuild", stack: "list[_Rebuild]") -> None:
+        op = rebuild.chain[rebuild.step]
+        tensors = [tensor for ref in op.inputs if (tensor := rebuild.tensor(ref)) is not None]
+        if len(tensors) < len(op.inputs):  # the garbage collector has just freed one
+            return
+        # While they are held here, nothing evicts them.
+        self._make_room(op, stack)
+        outputs, seconds = self._call(op, tensors)
+        for ref in op.inputs:
+            if ref.storage is not None:
+                self.memory.touched(ref.storage)
+        rebuild.executed(op, outputs, self.memory)
+        self.memory.recomputed(op)
+        self._count(op, seconds)
+
+    def _make_room(self, op: RecordedOp, stack: "list[_Rebuild]") -> None:
+        """Evict for the outputs of `op`; as the last resort, inputs that storages under way wait with, which each loses once."""
+        while True:
+            try:
+                self.memory.make_room(op.out_bytes, f"recomputing {op.function}")
+            except BudgetError:
+                if not any(rebuild.let_go() for rebuild in stack[:-1]):
+                    raise
+            else:
+                return
+
+    def _call(self, op: RecordedOp, tensors: list[torch.Tensor]) -> tuple[list[Any], float]:
+        remaining = iter(tensors)
+        args = fill(op.args, remaining)
+        kwargs = fill(op.kwargs, remaining)
+        start = self.memory.now()
+        outputs = _draw_again(op, args, kwargs) if op.draws else op.function(*args, **kwargs)
+        seconds = self.memory.now() - start
+        return (list(outputs) if isinstance(outputs, list | tuple) else [outputs]), seconds
+
+    def _count(self, op: RecordedOp, seconds: float) -> None:
+        self.ops += 1
+        self.seconds += seconds
+        self.memory.clock_s += seconds
+        name = str(op.function)
+        count, total = self.by_operator.get(name, (0, 0.0))
+        self.by_operator[name] = count + 1, total + seconds
+        step = self.ops - self._ops_before
+        if step > _FEW_OPS and step > self.max_recomputation * self.step_ops:
+            raise BudgetError(
+                f"at budget {format_bytes(self.memory.budget_bytes)} more than {self.max_recomputation:g} times as many ops are "
+                f"recomputed as the step has ({step} and {self.step_ops} so far). Plain eager PyTorch has had at most "
+                f"{format_bytes(self.memory.eager_peak_bytes)} so far: with that budget nothing is recomputed. Raise the budget, "
+                "or allow more with max_recomputation="
+            )
+
+
+class _Rebuild:
+    """The rebuilding of one version of a storage, in new memory, by the first ops of its chain."""
+
+    def __init__(self, storage: TrackedStorage, version: int) -> None:
+        self.storage = storage
+        self.version = version
+        if not storage.recomputable(version):
+            raise PlannerError("an evicted tensor cannot be recomputed: this is an error of the planner, please report it")
+        self.chain = storage.chain[: version + 1]
+        self.step = 0
+        self.built: torch.Tensor | None = None
+        self._inputs: dict[tuple[int, int], torch.Tensor] = {}
+        self._let_go = 0
+
+    def next_missing(self) -> tuple[TrackedStorage, int] | None:
+        """Return the next input of the next op that is not resident."""
+        if self.step == len(self.chain):
+            return None
+        for ref in self.chain[self.step].inputs:
+            storage = ref.storage
+            if storage is None or (storage.address and ref.version == storage.version):
+                continue
+            if (id(storage), ref.version) in self._inputs or (storage.snapshots and ref.version in storage.snapshots):
+                continue
+            return storage, ref.version
+        return None
+
+    def receive(self, made: "_Rebuild") -> None:
+        """Hold what was rebuilt for the next op."""
+        assert made.built is not None
+        self._inputs[id(made.storage), made.version] = made.built
+
+    def let_go(self) -> bool:
+        """Do not hold the inputs of the next op any more, and return True; False if there are none or it has lost some before."""
+        if not self._inputs or self._let_go > self.step:
+            return False
+        self._let_go = self.step + 1
+        self._inputs.clear()
+        return True
+
+    def tensor(self, ref: Reference) -> torch.Tensor | None:
+        """Return the tensor of an input; None if it is not resident."""
+        storage = ref.storage
+        if storage is None:
+            assert self.built is not None
+            return ref.view_of(self.built)
+        source = self._inputs.get((id(storage), ref.version))
+        if source is None and storage.snapshots is not None:
+            source = storage.snapshots.get(ref.version)
+        if source is None:
+            source = resident_tensor(storage)
+        return None if source is None else ref.view_of(source)
+
+    def executed(self, op: RecordedOp, outputs: list[Any], memory: Memory) -> None:
+        """Take the outputs of an op of the chain; others that it made are kept where a saved tensor needs them."""
+        self.step += 1
+        self._inputs.clear()
+        if op.in_place:
+            return
+        for position, weak in op.outputs:
+            storage = weak()
+            if storage is self.storage:
+                self.built = outputs[position]
+                if self.version == storage.version:
+                    memory.computed(storage, self.built)
+                else:
+                    memory.add(self.built, visible=False)
+            elif storage is not None and storage.saved and not storage.address and storage.version == 0:
+                memory.computed(storage, outputs[position])
+
+    def abandon(self, memory: Memory) -> None:
+        """Free what was built in part."""
+        if self.built is not None and self.version == self.storage.version:
+            self.storage.base = self.built = None
+            memory.settle()
+
+
+def resident_tensor(storage: TrackedStorage) -> torch.Tensor | None:
+    """Return a tensor on a storage; None if it is not resident."""
+    if storage.base is not None:
+        return storage.base
+    for alias in storage.aliases.values():
+        return alias
+    memory = None if storage.watch is None else storage.watch.memory()
+    return None if memory is None else torch.empty(0, dtype=torch.uint8, device=memory.device).set_(memory)
+
+
+def fill(values: Any, tensors: Any) -> Any:
+    """Return nested arguments with the next of `tensors` in place of each ``Reference``."""
+    if isinstance(values, list):
+        return [
+            next(tensors) if isinstance(value, Reference) else fill(value, tensors) if isinstance(value, list) else value
+            for value in values
+        ]
+    return {
+        key: next(tensors) if isinstance(value, Reference) else fill(value, tensors) if isinstance(value, list) else value
+        for key, value in values.items()
+    }
+
+
+def _draw_again(op: RecordedOp, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    assert op.draws is not None
+    generator, state = op.draws
+    with LOCK:
+        now = generator.clone_state()
+        try:
+            generator.set_state(state.copy.get_state())
+            return op.function(*args, **kwargs)
+        finally:
+            generator.set_state(now.get_state())

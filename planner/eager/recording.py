@@ -1,0 +1,535 @@
+"""The dispatch mode: makes room before each op, and records it after."""
+
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from planner.eager.memory import Memory
+from planner.eager.operators import Operator
+from planner.eager.recompute import Recomputation, resident_tensor
+from planner.eager.sizes import KnownOp, OutputSizes, data_dependent_bytes, tensors_in
+from planner.eager.storages import RecordedOp, Reference, TrackedStorage, make_alias
+from planner.passes.draws import LOCK
+from planner.runtime.allocator_failure import allocator_failure
+from planner.runtime.random_state import RandomState
+from planner.torch_private.core import TorchDispatchMode, storage_address
+
+# The number of recorded ops after which it is worth while to forget them, if no tensor is saved.
+_FEW_OPS = 64
+# A storage that is written in place more often is kept, as the cost to recompute it grows with each write.
+_LONGEST_CHAIN = 1000
+
+
+class Recorder(TorchDispatchMode):
+    """While entered, sees each op of its thread and of the backward passes that begin there.
+
+    Args:
+        memory: the budgeted memory.
+        sizes: of outputs, by signature.
+        recomputation: executes recorded ops.
+
+    Attributes:
+        lock: held by whatever reads or changes the state of the runtime; a backward pass may run in several threads.
+        saved: number of tensors that autograd has saved.
+        saved_storages: those that hold saved tensors, by identity.
+        packs: number of tensors saved so far.
+        ops: number of ops that were recorded.
+        kept_ops: number of ops whose outputs cannot be recomputed.
+        host_reads: number of Python numbers that were read from tensors.
+        retries: number of ops that were tried again after the allocator failed.
+    """
+
+    def __init__(self, memory: Memory, sizes: OutputSizes, recomputation: Recomputation) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.memory = memory
+        self.sizes = sizes
+        self.recomputation = recomputation
+        self.lock = threading.RLock()
+        self.saved = 0
+        self.saved_storages: dict[int, TrackedStorage] = {}
+        self.packs = 0
+        self.ops = self.kept_ops = self.host_reads = self.retries = self.copies = 0
+        self._operators: dict[int, Operator] = {}
+        self._recorded = 0
+        self._needed_at: tuple[int, set[tuple[int, int]]] = (-1, set())
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # what else PyTorch wraps around each op takes as long as all that is done here
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        operator = self._operators.get(id(func))  # operators are never freed, and compute their hashes slowly
+        if operator is None:
+            operator = self._operators[id(func)] = Operator.of(func)
+        if kwargs is None:
+            kwargs = {}
+        if operator.passes:
+            return func(*args, **kwargs)
+        for kind in types:
+            if kind is not torch.Tensor and kind is not torch.nn.Parameter:
+                return NotImplemented  # a subclass, whose inner ops are seen
+        with self.lock:
+            if self.recomputation.running:
+                return func(*args, **kwargs)
+            return self._run(func, operator, args, kwargs)
+
+    def _run(self, func: Callable[..., Any], operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        memory = self.memory
+        if memory.freed:
+            memory.settle()
+        if not self.saved:
+            self._begin_step()
+        call = _Call(operator, func, args, kwargs)
+        if operator.mutated or operator.statistics is not None:
+            self._find_writes(call)
+            if operator.returns_nothing_new and all(storage.pinned for storage in call.written) and not operator.rebinds:
+                return self._write_pinned(call, args, kwargs)
+        known = self._describe(call)
+        out_bytes = known.out_bytes
+        if memory.live_bytes + out_bytes > memory.budget_bytes:
+            memory.make_room(out_bytes, func)
+        elif memory.live_bytes + out_bytes > memory.peak_bytes:
+            memory.peak_bytes = memory.live_bytes + out_bytes
+        if call.written:
+            self._before_writes(call)
+        if operator.random:
+            with LOCK:
+                generator = generator_of(args, kwargs)
+                call.draws = (generator, RandomState.of(generator))
+                outputs = self._execute(call, args, kwargs)
+        else:
+            outputs = self._execute(call, args, kwargs)
+        if memory.freed:
+            memory.settle()
+        if call.seconds < known.seconds:
+            known.seconds = call.seconds
+        else:
+            call.seconds = known.seconds
+        made_bytes = self._record(call, outputs)
+        if made_bytes != out_bytes:
+            known.out_bytes = made_bytes
+            memory.make_room(0, func)
+        return outputs
+
+    def _write_pinned(self, call: "_Call", args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Execute an op that writes only what is pinned, of which nothing is recorded: an update of parameters, for example."""
+        self._before_writes(call)
+        start = self.memory.now()
+        outputs = call.function(*args, **kwargs)
+        self.memory.clock_s += self.memory.now() - start
+        for storage in call.written:
+            storage.version += 1
+        return outputs
+
+    def _find_writes(self, call: "_Call") -> None:
+        """Find the storages that an op writes, and what recomputes its outputs without that."""
+        operator, args = call.operator, call.args
+        if operator.statistics is None:
+            tensors = [
+                tensor
+                for i, name in operator.mutated
+                for tensor in tensors_in(args[i] if i < len(args) else call.kwargs.get(name))
+            ]
+        elif operator.training is None or args[operator.training]:
+            first = operator.statistics
+            tensors = list(tensors_in(args[first : first + 2]))
+            if operator.replay is None:
+                call.recordable = False
+            else:
+                call.recorded_args = (*args[:first], None, None, *args[first + 2 :])
+                call.replay = operator.replay
+        else:
+            return
+        found = {storage_address(tensor): tensor for tensor in tensors if tensor.layout is torch.strided}
+        call.written = [self.memory.find(address) or self.memory.add(tensor) for address, tensor in found.items()]
+
+    def _execute(self, call: "_Call", args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Execute an op and time it."""
+        memory = self.memory
+        start = memory.now()
+        try:
+            outputs = call.function(*args, **kwargs)
+        except Exception as error:
+            if call.written or allocator_failure(error) is None:
+                raise
+            outputs = self._retry(call, args, kwargs, error)
+        call.seconds = memory.now() - start
+        memory.clock_s += call.seconds
+        self.recomputation.step_ops += 1
+        return outputs
+
+    def _describe(self, call: "_Call") -> KnownOp:
+        """Turn the arguments of `call` into references, and return what is known of such ops."""
+        key: list[Any] = [id(call.function)]
+        operator, args = call.operator, call.args
+        try:
+            call.recorded_args = self._references(call.recorded_args or args, call, key)
+            if call.kwargs:
+                names = list(call.kwargs)
+                key += names
+                call.recorded_kwargs = dict(zip(names, self._references(call.kwargs.values(), call, key), strict=True))
+        except (NotImplementedError, RuntimeError):  # a tensor without a storage: sparse, or of another backend
+            call.recordable = False
+            return KnownOp(0)
+        if operator.sized_by_data and (operator.name != "aten::index" or _has_mask(args[1])):
+            return KnownOp(data_dependent_bytes(operator.name, args))
+        signature = tuple(key)
+        known = self.sizes.known(signature)
+        if known is None:
+            known = self.sizes.learn(signature, call.function, args, call.kwargs)
+        return known
+
+    def _references(self, values: Iterable[Any], call: "_Call", key: list[Any]) -> list[Any]:
+        found: list[Any] = []
+        memory = self.memory
+        for value in values:
+            kind = type(value)
+            if kind is torch.Tensor or kind is torch.nn.Parameter:
+                storage = memory.find(storage_address(value)) or memory.add(value)
+                version = storage.last_read = storage.version
+                reference = Reference(storage, version, value)
+                storage.touched_s = memory.clock_s
+                if storage.ledger_id is not None:
+                    memory.touched(storage)
+                if storage.pinned:
+                    call.kept.append(storage.keep(value))
+                call.inputs.append(reference)
+                found.append(reference)
+                key += (reference.shape, reference.dtype, storage.device)
+            elif kind is list or kind is tuple:
+                if value and type(value[0]) is int:
+                    found.append(value)
+                    key.append(tuple(value))
+                else:
+                    key.append(len(value))
+                    found.append(self._references(value, call, key))
+            else:
+                found.append(value)
+                key.append(kind)
+                if kind is not float:  # the value of a float changes no size
+                    key.append(value)
+        return found
+
+    def _retry(self, call: "_Call", args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception) -> Any:
+        """Evict, and execute an op again that the allocator had no memory for, until it succeeds or nothing is left to evict."""
+        self.retries += 1
+        failure = allocator_failure(error)
+        while failure is not None:
+            enough = self.memory.live_bytes - (failure.asked_bytes or 1)
+            evicted = False
+            while self.memory.live_bytes > enough and self.memory.evict_one():
+                evicted = True
+            if not evicted:
+                raise error
+            if call.draws is not None:
+                generator, state = call.draws
+                state.restore(generator)
+            try:
+                return call.function(*args, **kwargs)
+            except Exception as again:  # noqa: BLE001  it is raised below unless it is the allocator's
+                failure, error = allocator_failure(again), again
+        raise error
+
+    # What an op has made and written.
+
+    def _record(self, call: "_Call", outputs: Any) -> int:
+        """Record an op and return the bytes that it has made."""
+        memory = self.memory
+        made: list[tuple[int, torch.Tensor]] = []
+        if isinstance(outputs, torch.Tensor):
+            outputs = (outputs,)
+        for position, output in enumerate(outputs if isinstance(outputs, list | tuple) else ()):
+            if isinstance(output, torch.Tensor):
+                if type(output) is torch.Tensor and output.layout is torch.strided:
+                    if memory.find(storage_address(output)) is None:
+                        made.append((position, output))
+                else:
+                    call.recordable = False
+        operator = call.operator
+        call.recordable = call.recordable and operator.repeatable
+        if call.written:
+            self._note_writes(call, makes_outputs=bool(made))
+        if operator.reads_to_host:
+            self.host_reads += 1
+        if not made:
+            return 0
+        op = call.record() if call.recordable else None
+        made_bytes = 0
+        for position, output in made:
+            address = storage_address(output)
+            if memory.find(address) is not None:  # another view of the same output
+                continue
+            storage = memory.add(output, pinned=op is None)
+            made_bytes += storage.size_bytes
+            if op is not None:
+                storage.chain.append(op)
+                op.outputs.append((position, weakref.ref(storage)))
+        if call.in_place is not None:
+            call.in_place.out_bytes = made_bytes
+        if op is None:
+            self.kept_ops += 1
+        else:
+            op.out_bytes = made_bytes
+            self._recorded += 1
+            self.ops += 1
+            memory.recorded(op)
+        return made_bytes
+
+    def _note_writes(self, call: "_Call", *, makes_outputs: bool) -> None:
+        """Give what an op has written its next version: in the chain of its storage, or pinned."""
+        written, operator = call.written, call.operator
+        storage = written[0]
+        if operator.statistics is None and len(written) == 1 and not operator.rebinds:
+            if not storage.pinned and call.recordable and len(storage.chain) < _LONGEST_CHAIN:
+                call.in_place = self._in_place_op(call, storage)
+                storage.chain.append(call.in_place)
+                storage.version += 1
+                return
+            if storage.pinned and not makes_outputs:
+                storage.version += 1
+                return
+        for storage in written:
+            storage.version += 1
+            if not storage.pinned:
+                self.kept_ops += 1
+                storage.pinned = True
+                self.memory.released(storage)
+        if operator.statistics is None and makes_outputs:
+            call.recordable = False
+        if operator.rebinds:
+            self.memory.resize(storage, call.args[0])
+
+    def _in_place_op(self, call: "_Call", storage: TrackedStorage) -> RecordedOp:
+        """Record an op as one that turns a version of `storage` into the next, in its memory."""
+        op = call.record()
+        op.inputs = []
+        op.in_place = True
+        op.args = self._in_own_memory(op.args, storage, op.inputs)
+        op.kwargs = dict(zip(op.kwargs, self._in_own_memory(op.kwargs.values(), storage, op.inputs), strict=True))
+        op.outputs.append((0, weakref.ref(storage)))
+        self._recorded += 1
+        self.ops += 1
+        self.memory.recorded(op)
+        return op
+
+    def _in_own_memory(self, values: Iterable[Any], storage: TrackedStorage, inputs: list[Reference]) -> list[Any]:
+        """Return the arguments with references to `storage` replaced, and enter all references into `inputs`."""
+        found = []
+        for value in values:
+            if isinstance(value, Reference):
+                value = value.to_own_memory() if value.storage is storage else value
+                inputs.append(value)
+            elif isinstance(value, list):
+                value = self._in_own_memory(value, storage, inputs)
+            found.append(value)
+        return found
+
+    def _before_writes(self, call: "_Call") -> None:
+        """Copy the contents of pinned storages that are about to change, if a saved tensor may need them."""
+        if not self.saved:
+            return
+        for storage in call.written:
+            if storage.pinned and storage.last_read == storage.version and (id(storage), storage.version) in self._needed():
+                tensor = resident_tensor(storage)
+                assert tensor is not None
+                self.memory.make_room(storage.size_bytes, f"a copy of what {call.function} writes")
+                copy = tensor.clone()
+                self.memory.add(copy, visible=False)
+                storage.snapshots = {**(storage.snapshots or {}), storage.version: copy}
+                self.copies += 1
+
+    def _needed(self) -> set[tuple[int, int]]:
+        """Return the pinned storages, with the version, from which saved tensors may have to be recomputed."""
+        packs, needed = self._needed_at
+        if packs == self.packs:
+            return needed
+        needed = set()
+        seen = set(self.saved_storages)
+        stack = list(self.saved_storages.values())
+        while stack:
+            for op in stack.pop().chain:
+                for reference in op.inputs:
+                    storage = reference.storage
+                    if storage is None:
+                        continue
+                    if storage.pinned:
+                        needed.add((id(storage), reference.version))
+                    if id(storage) not in seen:
+                        seen.add(id(storage))
+                        stack.append(storage)
+        self._needed_at = self.packs, needed
+        return needed
+
+    def _begin_step(self) -> None:
+        """Forget how all that is resident was made, since no tensor is saved; not for a few ops, as it takes time."""
+        if self._recorded <= _FEW_OPS or 4 * self._recorded <= len(self.memory.resident):
+            return
+        self.memory.forget()
+        self.recomputation.begin_step()
+        self._recorded = 0
+        self._needed_at = (-1, set())
+
+    # Tensors that autograd saves.
+
+    def pack(self, tensor: torch.Tensor) -> object:
+        """Return what autograd holds in place of `tensor`."""
+        if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
+            return tensor
+        with self.lock:
+            memory = self.memory
+            if memory.freed:
+                memory.settle()
+            if not self.saved:  # autograd saves the inputs of the first op of a step before the op runs
+                self._begin_step()
+            storage = memory.find(storage_address(tensor)) or memory.add(tensor)
+            return SavedTensor(self, storage, tensor)
+
+
+class SavedTensor:
+    """What autograd holds in place of a saved tensor: its storage, which may be evicted.
+
+    Attributes:
+        version: autograd's version counter when it was saved.
+    """
+
+    __slots__ = ("_number", "_recorder", "_reference", "_storage", "version")
+
+    def __init__(self, recorder: Recorder, storage: TrackedStorage, tensor: torch.Tensor) -> None:
+        self._recorder = recorder
+        self._storage = storage
+        self._reference = Reference(None, 0, tensor)
+        self._number = recorder.packs
+        self.version = tensor._version
+        recorder.packs += 1
+        recorder.saved += 1
+        storage.saved += 1
+        storage.aliases[self._number] = make_alias(tensor)
+        recorder.saved_storages[id(storage)] = storage
+        if storage.saved == 1:
+            recorder.memory.saved(storage)
+
+    def __del__(self) -> None:
+        storage, recorder = self._storage, self._recorder
+        recorder.saved -= 1
+        storage.saved -= 1
+        storage.aliases.pop(self._number, None)
+        if storage.evicted_versions is not None:
+            storage.evicted_versions.pop(self._number, None)
+        if not storage.saved:
+            recorder.saved_storages.pop(id(storage), None)
+            recorder.memory.not_evicted(storage)
+            storage.base = None
+            recorder.memory.released(storage)
+
+    def unpack(self) -> torch.Tensor:
+        """Return the tensor, recomputed if it was evicted.
+
+        Raises:
+            RuntimeError: it was written in place since it was saved.
+        """
+        storage, recorder = self._storage, self._recorder
+        with recorder.lock:
+            alias = storage.aliases.get(self._number)
+            if alias is None:
+                evicted = storage.evicted_versions or {}
+                self._check(evicted.get(self._number, self.version))
+                with recorder.recomputation.own_ops():
+                    source = resident_tensor(storage)
+                    if source is None:
+                        source = recorder.recomputation.recompute(storage)
+                    alias = storage.aliases[self._number] = make_alias(self._reference.view_of(source))
+                evicted.pop(self._number, None)
+                self.version = alias._version
+            else:
+                self._check(alias._version)
+            return make_alias(alias)  # autograd may keep what it is given: then the count of holders of the storage says so
+
+    def _check(self, version: int) -> None:
+        if version != self.version:
+            kind = f"{self._reference.dtype}".removeprefix("torch.")
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"[{kind} {list(self._reference.shape)}] is at version {version}; expected version {self.version} instead. "
+                "Hint: torch.autograd.set_detect_anomaly(True) finds the operation that failed to compute its gradient"
+            )
+
+
+def unpack(saved: object) -> torch.Tensor:
+    """Return the tensor that ``Recorder.pack`` was given."""
+    if isinstance(saved, SavedTensor):
+        return saved.unpack()
+    assert isinstance(saved, torch.Tensor)
+    return saved
+
+
+def generator_of(args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Generator:
+    """Return the generator that an op with these arguments draws from."""
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, torch.Generator):
+            return value
+    device = kwargs.get("device")
+    if device is None:
+        device = next((tensor.device for tensor in tensors_in((args, kwargs))), torch.device("cpu"))
+    device = torch.device(device)
+    if device.type == "cpu":
+        return torch.default_generator
+    module = torch.get_device_module(device)
+    generator: torch.Generator = module.default_generators[module.current_device() if device.index is None else device.index]
+    return generator
+
+
+def _has_mask(indices: Sequence[torch.Tensor | None]) -> bool:
+    return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices)
+
+
+class _Call:
+    """One op that is about to run.
+
+    Attributes:
+        function: the operator.
+        replay: what is recorded: the operator, or what recomputes its outputs without further effects.
+        args: its arguments, kwargs its keyword arguments.
+        written: the storages that it writes.
+        recordable: all that it reads can be named.
+        in_place: the op in the chain of what it writes.
+    """
+
+    __slots__ = (
+        "args",
+        "draws",
+        "function",
+        "in_place",
+        "inputs",
+        "kept",
+        "kwargs",
+        "operator",
+        "recordable",
+        "recorded_args",
+        "recorded_kwargs",
+        "replay",
+        "seconds",
+        "written",
+    )
+
+    def __init__(self, operator: Operator, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        self.operator = operator
+        self.function = self.replay = function
+        self.args: Sequence[Any] = args
+        self.kwargs = kwargs
+        self.written: list[TrackedStorage] = []
+        self.recordable = True
+        self.in_place: RecordedOp | None = None
+        self.inputs: list[Reference] = []
+        self.kept: list[torch.Tensor] = []
+        self.draws: tuple[torch.Generator, RandomState] | None = None
+        self.seconds = 0.0
+        self.recorded_args: Sequence[Any] = ()
+        self.recorded_kwargs: dict[str, Any] = {}
+
+    def record(self) -> RecordedOp:
+        """Return the record of it."""
+        arguments = (list(self.recorded_args), self.recorded_kwargs)
+        return RecordedOp(self.replay, arguments, self.inputs, self.kept, self.draws, self.seconds)

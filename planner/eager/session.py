@@ -1,0 +1,200 @@
+"""``planner.rematerialize``: a block in which PyTorch code of any kind runs within a memory budget."""
+
+import gc
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+from functools import partial
+from types import TracebackType
+from typing import Self
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from graphs.errors import BudgetError, UsageError
+from graphs.units import format_bytes, format_seconds
+from planner.budgets import budget_in_bytes, is_auto, is_share, read_budget
+from planner.eager.memory import Memory
+from planner.eager.recompute import Recomputation
+from planner.eager.recording import Recorder, unpack
+from planner.eager.sizes import OutputSizes
+from planner.runtime.auto_budget import auto_budget_bytes
+from planner.torch_private.core import storage_address
+from solvers.online.heuristics import NAMES
+from solvers.online.ledger import Ledger
+
+_ACTIVE = threading.local()
+_SHOWN = 5  # operators in the report
+
+
+def rematerialize(
+    budget: str | int,
+    *,
+    heuristic: str = "dtr",
+    device: torch.device | str | None = None,
+    max_recomputation: float = 10.0,
+) -> "Rematerialization":
+    """Return a context manager in which tensors that autograd saves are evicted and recomputed to stay within `budget`.
+
+    Losses, gradients, parameters, buffers and random numbers are those of plain eager PyTorch, to the last bit. No trace and no
+    static graph is needed: use it for models that ``planner.compile`` refuses.
+
+        with planner.rematerialize(budget="8GB") as session:
+            for x, y in loader:
+                loss_fn(model(x), y).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        print(session)
+
+    Args:
+        budget: memory for all tensors on the device, parameters and optimizer state included: ``"8GB"``, bytes, or ``"auto"``.
+        heuristic: which tensor is evicted, by the name of the baseline: ``planner solvers`` lists them.
+        device: where memory is counted; by default the current CUDA device, or the CPU if there is none.
+        max_recomputation: the most ops that may be recomputed in a step, as a multiple of the ops of the step; with more the
+            block ends by an error that names a budget.
+
+    Raises:
+        BudgetError: the budget cannot be read, or is a share of a peak that is not known.
+        UsageError: there is no such heuristic, or `max_recomputation` is not above 0.
+    """
+    if not max_recomputation > 0:
+        raise UsageError(f"max_recomputation is {max_recomputation!r}: must be above 0, such as 10 for ten times the step's ops")
+    if heuristic not in NAMES:
+        raise UsageError(f"there is no heuristic {heuristic!r}: choose one of {', '.join(NAMES)}")
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.empty(0, device=device).device  # with its index
+    budget = read_budget(budget)
+    if not is_auto(budget):
+        if is_share(budget):
+            raise BudgetError(
+                f"budget {budget!r} is a share of the peak of plain eager PyTorch, which is not known before the model has run: "
+                "give an amount such as '8GB', or 'auto' for the free memory of the device"
+            )
+        budget = budget_in_bytes(budget, 0)
+    return Rematerialization(budget, heuristic=heuristic, device=device, max_recomputation=max_recomputation)
+
+
+class Rematerialization:
+    """A block within a memory budget, and the report of it; ``str`` of it says what happened."""
+
+    def __init__(self, budget: str | int, *, heuristic: str, device: torch.device, max_recomputation: float) -> None:
+        self._budget = budget
+        self._heuristic = heuristic
+        self._max_recomputation = max_recomputation
+        self._device = device
+        self._recorder: Recorder | None = None
+        self._block = ExitStack()
+
+    def __enter__(self) -> Self:
+        """Begin to record."""
+        if getattr(_ACTIVE, "session", None) is not None:
+            raise UsageError("planner.rematerialize is active in this thread already: blocks cannot be nested")
+        gc.collect()
+        tensors = list(_tensors(self._device))
+        budget_bytes = self._budget
+        if isinstance(budget_bytes, str):
+            budget_bytes = auto_budget_bytes(self._device, tensors)
+        sizes = OutputSizes(self._device)
+        memory = Memory(budget_bytes, sizes, partial(Ledger, self._heuristic))
+        for tensor in tensors:
+            if memory.find(storage_address(tensor)) is None:
+                memory.add(tensor)
+        del tensors
+        memory.make_room(0, "the block")
+        self._recorder = recorder = Recorder(memory, sizes, Recomputation(memory, self._max_recomputation))
+        with ExitStack() as block:
+            block.enter_context(recorder)
+            block.enter_context(saved_tensors_hooks(recorder.pack, unpack))
+            self._block = block.pop_all()
+        _ACTIVE.session = self
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Stop recording. Tensors that autograd still has are recomputed when a backward pass reads them."""
+        _ACTIVE.session = None
+        self._block.__exit__(kind, error, trace)
+        if isinstance(error, RuntimeError) and "saved tensor hooks" in str(error):
+            error.add_note(
+                "planner.rematerialize holds saved tensors by such hooks, which torch.func.grad and the like do not support: use "
+                "torch.autograd.grad inside the block, or transforms of functions outside of it"
+            )
+
+    @property
+    def _entered(self) -> Recorder:
+        if self._recorder is None:
+            raise UsageError("the block was not entered yet: use it as `with planner.rematerialize(...) as session:`")
+        return self._recorder
+
+    @property
+    def budget_bytes(self) -> int:
+        """The budget."""
+        return self._entered.memory.budget_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes of all tensors so far, known to the runtime or seen in ops."""
+        return self._entered.memory.peak_bytes
+
+    @property
+    def eager_peak_bytes(self) -> int:
+        """The most bytes that plain eager PyTorch would have had so far, approximately."""
+        return self._entered.memory.eager_peak_bytes
+
+    @property
+    def evictions(self) -> int:
+        """The number of evictions so far."""
+        return self._entered.memory.evictions
+
+    @property
+    def ops(self) -> int:
+        """The number of ops that the loop has executed itself, without views."""
+        return self._entered.ops
+
+    @property
+    def recomputed_ops(self) -> int:
+        """The number of recomputed ops so far."""
+        return self._entered.recomputation.ops
+
+    @property
+    def recomputed_s(self) -> float:
+        """The time of recomputed ops so far; on CUDA the time to launch them."""
+        return self._entered.recomputation.seconds
+
+    @property
+    def kept_ops(self) -> int:
+        """The number of ops whose outputs cannot be recomputed, and are kept."""
+        return self._entered.kept_ops
+
+    @property
+    def host_reads(self) -> int:
+        """The number of values that Python has read from tensors, as by ``.item()``."""
+        return self._entered.host_reads
+
+    def __str__(self) -> str:
+        recorder = self._entered
+        memory, again = recorder.memory, recorder.recomputation
+        first = format_seconds(memory.clock_s - again.seconds)
+        lines = [
+            f"budget           {format_bytes(memory.budget_bytes)}",
+            f"peak             {format_bytes(memory.peak_bytes)}, plain eager about {format_bytes(memory.eager_peak_bytes)}",
+            f"evictions        {memory.evictions}",
+            f"recomputed ops   {again.ops} in {format_seconds(again.seconds)}, beside {recorder.ops} in {first}",
+            f"kept             outputs of {recorder.kept_ops} ops that cannot be recomputed",
+            f"copied           {recorder.copies} tensors that were overwritten",
+            f"read by Python   {recorder.host_reads} values",
+        ]
+        if recorder.retries:
+            lines.append(f"out of memory    in {recorder.retries} ops, which were tried again")
+        most = sorted(again.by_operator.items(), key=lambda item: -item[1][1])[:_SHOWN]
+        lines += [f"    {name}: {count} times, {format_seconds(seconds)}" for name, (count, seconds) in most]
+        return "\n".join(lines)
+
+
+def _tensors(device: torch.device) -> Iterator[torch.Tensor]:
+    """Yield the tensors on `device` that Python knows of, and their gradients."""
+    for value in gc.get_objects():
+        if issubclass(type(value), torch.Tensor) and type(value) in (torch.Tensor, torch.nn.Parameter):
+            for tensor in (value, value.grad if value.is_leaf else None):
+                if tensor is not None and tensor.layout is torch.strided and tensor.device == device:
+                    yield tensor

@@ -1,0 +1,100 @@
+"""Bytes that an op will allocate for its outputs, known before it runs: computed once for each signature."""
+
+import math
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from planner.capture.lowering.statics import allocated_bytes
+from planner.torch_private.core import FakeTensorMode, disable_current_modes, pytree
+
+Signature = Hashable
+
+
+@dataclass(slots=True)
+class KnownOp:
+    """What is known of ops of one signature.
+
+    Attributes:
+        out_bytes: bytes of the outputs; 0 if they are not known.
+        seconds: the least time of an execution.
+    """
+
+    out_bytes: int
+    seconds: float = math.inf
+
+
+class OutputSizes:
+    """Sizes by signature: the operator, the shapes and dtypes of its tensors, and its other arguments.
+
+    Args:
+        device: where memory is counted.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._known: dict[Signature, KnownOp] = {}
+        self._fake: FakeTensorMode | None = None
+        self.known = self._known.get
+
+    def learn(self, signature: Signature, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> "KnownOp":
+        """Return what is known of a new op: the bytes that it will allocate, by executing it on fake tensors."""
+        with disable_current_modes():
+            self._fake = self._fake or FakeTensorMode()
+            size_bytes = self._fake_bytes(function, args, kwargs)
+        known = self._known[signature] = KnownOp(size_bytes)
+        return known
+
+    def _fake_bytes(self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> int:
+        assert self._fake is not None
+        copies: dict[int, torch.Tensor] = {}
+
+        def copy(value: object) -> object:
+            if not isinstance(value, torch.Tensor):
+                return value
+            if id(value) not in copies:
+                copies[id(value)] = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+            return copies[id(value)]
+
+        try:
+            with self._fake:
+                fake_args, fake_kwargs = pytree.tree_map(copy, (tuple(args), kwargs))
+                outputs = function(*fake_args, **fake_kwargs)
+        except Exception:  # noqa: BLE001  a kernel for fake tensors may be missing or raise anything; the real op decides
+            return 0
+        there = {value.untyped_storage()._cdata for value in copies.values()}
+        made = {value.untyped_storage()._cdata: value for value in tensors_in(outputs)}
+        return sum(self.counted_bytes(value) for address, value in made.items() if address not in there)
+
+    def counted_bytes(self, tensor: torch.Tensor) -> int:
+        """Return the bytes that the allocator takes for the storage of `tensor`; 0 on other devices."""
+        if tensor.device != self._device:
+            return 0
+        size_bytes = tensor.untyped_storage().nbytes()
+        return size_bytes if self._device.type == "cpu" else allocated_bytes(size_bytes, self._device)
+
+
+def data_dependent_bytes(name: str, args: Sequence[Any]) -> int:
+    """Return an upper bound for the outputs of an op whose sizes depend on data."""
+    first: torch.Tensor = next(tensors_in(args))
+    if name == "aten::nonzero":
+        return first.numel() * max(1, first.dim()) * 8
+    if name == "aten::masked_select":
+        shape = torch.broadcast_shapes(first.shape, args[1].shape)
+        count: int = math.prod(shape)
+        return count * first.element_size()
+    # Values that are selected, or different ones, with a position or a count for each.
+    return first.numel() * (first.element_size() if name == "aten::index" else first.element_size() + 16)
+
+
+def tensors_in(values: object) -> Iterator[torch.Tensor]:
+    """Yield the tensors in nested lists, tuples and dicts, in order."""
+    if isinstance(values, torch.Tensor):
+        yield values
+    elif isinstance(values, list | tuple):
+        for value in values:
+            yield from tensors_in(value)
+    elif isinstance(values, dict):
+        yield from tensors_in(list[Any](values.values()))

@@ -1,0 +1,217 @@
+"""What the runtime knows of memory: storages with their versions, the ops that made them, tensors that autograd saved."""
+
+import weakref
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from planner.runtime.random_state import RandomState
+from planner.torch_private.core import make_subclass
+
+
+class TrackedStorage:
+    """The memory behind a tensor and its views, whether it is resident or not.
+
+    A write in place makes another version of the contents. The chain holds the op that made each version, so that the contents
+    can be computed again: from the first version on, in one piece of memory.
+
+    Attributes:
+        size_bytes: size; 0 on devices whose memory is not budgeted.
+        device: where it is.
+        version: number of writes in place since the first contents.
+        chain: the op that made each version.
+        pinned: the present contents cannot be recomputed; they are kept.
+        address: identity of the resident storage; 0 if it is not resident.
+        watch: the weak reference that reports when the storage is freed.
+        barred: the ledger knows that it must not be evicted.
+        base: a tensor that keeps recomputed contents in memory.
+        aliases: for each saved tensor, by its number, an alias that keeps the storage in memory.
+        evicted_versions: for each saved tensor whose alias was dropped, the version counter of autograd at that time.
+        saved: number of saved tensors.
+        evicted: it was evicted, and saved tensors need it.
+        ledger_id: identity in the ledger; None before it is entered.
+        touched_s: time of the last read, on the clock of ops.
+        last_read: the last version that a recorded op has read.
+        snapshots: earlier contents of a pinned storage, by version.
+        keeper: weak reference to an alias that keeps a pinned storage in memory.
+        dropped: where its ledger id is reported when nothing can need it any more.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "address",
+        "aliases",
+        "barred",
+        "base",
+        "chain",
+        "device",
+        "dropped",
+        "evicted",
+        "evicted_versions",
+        "keeper",
+        "last_read",
+        "ledger_id",
+        "pinned",
+        "saved",
+        "size_bytes",
+        "snapshots",
+        "touched_s",
+        "version",
+        "watch",
+    )
+
+    def __init__(self, size_bytes: int, device: torch.device, *, pinned: bool) -> None:
+        self.size_bytes = size_bytes
+        self.device = device
+        self.version = 0
+        self.chain: list[RecordedOp] = []
+        self.pinned = pinned
+        self.address = 0
+        self.watch: StorageWatch | None = None
+        self.barred = False
+        self.base: torch.Tensor | None = None
+        self.aliases: dict[int, torch.Tensor] = {}
+        self.evicted_versions: dict[int, int] | None = None
+        self.saved = 0
+        self.evicted = False
+        self.ledger_id: int | None = None
+        self.touched_s = 0.0
+        self.last_read = -1
+        self.snapshots: dict[int, torch.Tensor] | None = None
+        self.keeper: weakref.ref[torch.Tensor] | None = None
+        self.dropped: deque[int] | None = None
+
+    def __del__(self) -> None:
+        if self.dropped is not None and self.ledger_id is not None:
+            self.dropped.append(self.ledger_id)
+
+    def recomputable(self, version: int) -> bool:
+        """Return whether the contents of `version` can be recomputed by the chain."""
+        return version < len(self.chain)
+
+    def owned(self) -> bool:
+        """Return whether the runtime keeps it in memory, and may free it if nobody else holds it."""
+        return not self.pinned and (self.base is not None or bool(self.aliases))
+
+    def keep(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return an alias that keeps the storage of `tensor` in memory as long as it lives."""
+        alias = None if self.keeper is None else self.keeper()
+        if alias is None:
+            alias = make_alias(tensor)
+            self.keeper = weakref.ref(alias)
+        return alias
+
+
+class StorageWatch:
+    """A weak reference to the memory of a resident storage, which knows what it was.
+
+    Attributes:
+        memory: the weak reference.
+        storage: weak reference to what is known of it.
+        size_bytes: its bytes.
+        extra_bytes: those of them that plain eager PyTorch does not have.
+    """
+
+    __slots__ = ("extra_bytes", "memory", "size_bytes", "storage")
+
+    def __init__(self, memory: torch.UntypedStorage, freed: Callable[["StorageWatch"], None], storage: TrackedStorage) -> None:
+        """Watch `memory`; `freed` is called with the watch when it is freed."""
+        self.memory = weakref.ref(memory, lambda _: freed(self))
+        self.storage = weakref.ref(storage)
+        self.size_bytes, self.extra_bytes = storage.size_bytes, 0
+
+
+class Reference:
+    """A tensor as an argument of a recorded op: a storage, the version of its contents, and the geometry of the view.
+
+    The storage that the op itself writes is None: what is being rebuilt.
+    """
+
+    __slots__ = ("conjugated", "dtype", "offset", "shape", "storage", "stride", "version")
+
+    def __init__(self, storage: TrackedStorage | None, version: int, tensor: torch.Tensor) -> None:
+        self.storage = storage
+        self.version = version
+        self.shape = tensor.shape
+        self.stride = tensor.stride()
+        self.offset = tensor.storage_offset()
+        self.dtype = dtype = tensor.dtype
+        self.conjugated = dtype.is_complex and tensor.is_conj()
+
+    def to_own_memory(self) -> "Reference":
+        """Return the same view of what the op itself writes."""
+        own = Reference.__new__(Reference)
+        own.storage, own.version = None, self.version
+        own.shape, own.stride, own.offset = self.shape, self.stride, self.offset
+        own.dtype, own.conjugated = self.dtype, self.conjugated
+        return own
+
+    def view_of(self, source: torch.Tensor) -> torch.Tensor:
+        """Return the tensor on the storage of `source`."""
+        if source.dtype == self.dtype:
+            view = source.as_strided(self.shape, self.stride, self.offset)
+        else:
+            view = torch.empty(0, dtype=self.dtype, device=source.device)
+            view.set_(source.untyped_storage(), self.offset, self.shape, self.stride)
+        return view.conj() if self.conjugated else view
+
+
+class RecordedOp:
+    """One execution of an operator, with all that is needed to execute it again.
+
+    Attributes:
+        function: the operator.
+        args: its arguments, with a ``Reference`` in place of each tensor.
+        kwargs: its keyword arguments, likewise.
+        inputs: the references among them.
+        outputs: weak references to the storages that it made, by the position of the output; the one that it writes, if it
+            works in place.
+        in_place: it writes a storage that existed.
+        out_bytes: size of what it allocates.
+        seconds: measured time.
+        draws: the generator and its state before the op; None if it does not draw.
+        ledger_id: identity in the ledger; None before it is entered.
+        kept: aliases that keep inputs in memory that cannot be recomputed.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "args",
+        "draws",
+        "function",
+        "in_place",
+        "inputs",
+        "kept",
+        "kwargs",
+        "ledger_id",
+        "out_bytes",
+        "outputs",
+        "seconds",
+    )
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        args: tuple[list[Any], dict[str, Any]],
+        inputs: list[Reference],
+        kept: list[torch.Tensor],
+        draws: tuple[torch.Generator, RandomState] | None,
+        seconds: float,
+    ) -> None:
+        self.function = function
+        self.args, self.kwargs = args
+        self.inputs = inputs
+        self.outputs: list[tuple[int, weakref.ref[TrackedStorage]]] = []
+        self.in_place = False
+        self.out_bytes = 0
+        self.seconds = seconds
+        self.ledger_id: int | None = None
+        self.draws = draws
+        self.kept = kept
+
+
+def make_alias(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a detached alias of `tensor` that shares its version counter; no dispatch mode sees it."""
+    return make_subclass(torch.Tensor, tensor)

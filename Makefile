@@ -12,7 +12,7 @@ MODELS_STAMP := $(MODELS)/.installed
 # What pip installs without constraints.txt, as it does for users: made again each time, for one Python or another.
 LATEST := .venv-latest-$(notdir $(PYTHON))
 
-.PHONY: help test test-latest demo lint format docs docs-serve figures results results-gpu bench-solve bench-compiled bench-offload bench-options bench-placement bench-addresses bench-reserved bench-arena bench-compression bench-executor bench-training bench-first-step try-models gpu clean
+.PHONY: help test test-latest demo lint format docs docs-serve figures results results-gpu bench-solve bench-compiled bench-offload bench-options bench-placement bench-addresses bench-reserved bench-arena bench-compression bench-eager bench-executor bench-training bench-first-step try-models gpu clean
 .DEFAULT_GOAL := help
 
 help: ## say what there is to make
@@ -58,6 +58,9 @@ bench-compiled: $(STAMP) ## plans over Inductor's kernels beside torch.compile a
 
 bench-executor: $(STAMP) ## what the executor itself costs, against eager and torch.compile(mode="lite"), into results/executor
 	$(BIN)/python -m benchmarks.executor $(ARGS)
+
+bench-eager: $(STAMP) ## the eager runtime: its cost with nothing to evict, and time at budgets, into results/eager
+	$(BIN)/python -m benchmarks.eager $(ARGS)
 
 bench-training: $(STAMP) ## 50 steps of a training loop at half of the memory, beside eager PyTorch, into results/training
 	$(BIN)/python -m benchmarks.training $(ARGS)

@@ -20,5 +20,6 @@ reference counts: an op is known as long as a tensor that is alive may need it. 
 all of them are forgotten.
 
 ``recording`` sees the ops, ``sizes`` knows what they will allocate, ``memory`` makes room and asks the ledger of
-``solvers.online`` for the victim, ``recompute`` executes chains again, ``session`` is what users hold.
+``solvers.online`` for the victim, ``recompute`` executes chains again, ``session`` is what users hold. ``following`` logs each
+step; ``step_log`` makes it a graph, ``step_plans`` has it solved when it repeats, and says what its plan does before each op.
 """

@@ -38,6 +38,7 @@ class Memory:
         eager_peak_bytes: the most so far that plain eager PyTorch has.
         evictions: number of evictions.
         clock_s: time that ops have taken.
+        on_release: called with each storage that the program has let go of.
     """
 
     def __init__(self, budget_bytes: int, sizes: OutputSizes, new_ledger: Callable[[], Ledger]) -> None:
@@ -54,6 +55,7 @@ class Memory:
         self.dropped: deque[int] = deque()
         self.ledger: Ledger | None = None
         self.now = perf_counter
+        self.on_release: Callable[[TrackedStorage], None] | None = None
         self._new_ledger = new_ledger
         self._unheld = _unheld()
         self._pending: list[weakref.ref[RecordedOp]] = []
@@ -110,6 +112,8 @@ class Memory:
                 if self.resident.get(storage.address) is storage:  # else the address is that of a new storage by now
                     del self.resident[storage.address]
                 storage.address, storage.watch = 0, None
+                if not storage.saved and self.on_release is not None:
+                    self.on_release(storage)
                 if storage.ledger_id is not None and self.ledger is not None:
                     self._in_use.pop(storage.ledger_id, None)
                     self.ledger.evicted(storage.ledger_id)
@@ -220,6 +224,13 @@ class Memory:
                 for known in list(self._in_use):
                     self._ask_again(known)
         return False
+
+    def evict(self, storage: TrackedStorage) -> bool:
+        """Evict `storage`, and return True; False if it is in use, or not resident."""
+        if not storage.address or not storage.owned() or self._held_elsewhere(storage):
+            return False
+        self._evict(storage)
+        return True
 
     def _held_elsewhere(self, storage: TrackedStorage) -> bool:
         uses, references = _holders(storage.address, storage.watch)

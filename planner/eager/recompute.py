@@ -86,6 +86,11 @@ class Recomputation:
         assert storage.base is not None
         return storage.base
 
+    def recompute_saved(self, storage: TrackedStorage) -> None:
+        """Make an evicted storage that a saved tensor needs resident, ahead of its use."""
+        with self.own_ops():
+            self.recompute(storage)
+
     def _execute(self, rebuild: "_Rebuild", stack: "list[_Rebuild]") -> None:
         op = rebuild.chain[rebuild.step]
         tensors = [tensor for ref in op.inputs if (tensor := rebuild.tensor(ref)) is not None]

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from planner.eager.following import StepFollower
 from planner.eager.memory import Memory
 from planner.eager.operators import Operator
 from planner.eager.recompute import Recomputation, resident_tensor
@@ -52,6 +53,7 @@ class Recorder(TorchDispatchMode):
         self.saved_storages: dict[int, TrackedStorage] = {}
         self.packs = 0
         self.ops = self.kept_ops = self.host_reads = self.retries = self.copies = 0
+        self.follower: StepFollower | None = None
         self._operators: dict[int, Operator] = {}
         self._recorded = 0
         self._needed_at: tuple[int, set[tuple[int, int]]] = (-1, set())
@@ -80,8 +82,10 @@ class Recorder(TorchDispatchMode):
         memory = self.memory
         if memory.freed:
             memory.settle()
-        if not self.saved and self._recorded > _FEW_OPS and 4 * self._recorded > len(memory.resident):
-            self.forget()
+        if not self.saved:
+            self._begin_step()
+        if self.follower is not None:
+            self.follower.before_op(self.saved)
         call = _Call(operator, func, args, kwargs)
         if operator.mutated or operator.statistics is not None:
             self._find_writes(call)
@@ -109,6 +113,8 @@ class Recorder(TorchDispatchMode):
         else:
             call.seconds = known.seconds
         made_bytes = self._record(call, outputs)
+        if self.follower is not None:
+            self.follower.after_op(call, known.number)
         if made_bytes != out_bytes:
             known.out_bytes = made_bytes
             memory.make_room(0, func)
@@ -122,6 +128,9 @@ class Recorder(TorchDispatchMode):
         self.memory.clock_s += self.memory.now() - start
         for storage in call.written:
             storage.version += 1
+        if self.follower is not None:
+            call.recordable = False
+            self.follower.after_op(call, 0)
         return outputs
 
     def _find_writes(self, call: "_Call") -> None:
@@ -264,6 +273,7 @@ class Recorder(TorchDispatchMode):
                 continue
             storage = memory.add(output, pinned=op is None)
             made_bytes += storage.size_bytes
+            call.made.append(storage)
             if op is not None:
                 storage.chain.append(op)
                 op.outputs.append((position, weakref.ref(storage)))
@@ -363,8 +373,10 @@ class Recorder(TorchDispatchMode):
         self._needed_at = self.packs, needed
         return needed
 
-    def forget(self) -> None:
-        """Forget how all that is resident was made, since no tensor is saved."""
+    def _begin_step(self) -> None:
+        """Forget how all that is resident was made, since no tensor is saved; not for a few ops, as it takes time."""
+        if self._recorded <= _FEW_OPS or 4 * self._recorded <= len(self.memory.resident):
+            return
         self.memory.forget()
         self.recomputation.begin_step()
         self._recorded = 0
@@ -380,7 +392,11 @@ class Recorder(TorchDispatchMode):
             memory = self.memory
             if memory.freed:
                 memory.settle()
+            if not self.saved:  # autograd saves the inputs of the first op of a step before the op runs
+                self._begin_step()
             storage = memory.find(storage_address(tensor)) or memory.add(tensor)
+            if self.follower is not None:
+                self.follower.saved()
             return SavedTensor(self, storage, tensor)
 
 
@@ -418,6 +434,8 @@ class SavedTensor:
             recorder.saved_storages.pop(id(storage), None)
             recorder.memory.not_evicted(storage)
             storage.base = None
+            if not storage.address and recorder.follower is not None:
+                recorder.follower.released(storage)
             recorder.memory.released(storage)
 
     def unpack(self) -> torch.Tensor:
@@ -428,6 +446,9 @@ class SavedTensor:
         """
         storage, recorder = self._storage, self._recorder
         with recorder.lock:
+            if recorder.follower is not None:
+                recorder.follower.before_op(recorder.saved)
+                recorder.follower.unpacked(storage)
             alias = storage.aliases.get(self._number)
             if alias is None:
                 evicted = storage.evicted_versions or {}
@@ -489,6 +510,7 @@ class _Call:
         replay: what is recorded: the operator, or what recomputes its outputs without further effects.
         args: its arguments, kwargs its keyword arguments.
         written: the storages that it writes.
+        made: the storages that it has made.
         recordable: all that it reads can be named.
         in_place: the op in the chain of what it writes.
     """
@@ -501,6 +523,7 @@ class _Call:
         "inputs",
         "kept",
         "kwargs",
+        "made",
         "operator",
         "recordable",
         "recorded_args",
@@ -520,6 +543,7 @@ class _Call:
         self.in_place: RecordedOp | None = None
         self.inputs: list[Reference] = []
         self.kept: list[torch.Tensor] = []
+        self.made: list[TrackedStorage] = []
         self.draws: tuple[torch.Generator, RandomState] | None = None
         self.seconds = 0.0
         self.recorded_args: Sequence[Any] = ()

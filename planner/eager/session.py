@@ -1,6 +1,7 @@
 """``planner.rematerialize``: a block in which PyTorch code of any kind runs within a memory budget."""
 
 import gc
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -12,12 +13,15 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from graphs.errors import BudgetError, UsageError
+from graphs.io.formats import write_graph
 from graphs.units import format_bytes, format_seconds
 from planner.budgets import budget_in_bytes, is_auto, is_share, read_budget
+from planner.eager.following import StepFollower
 from planner.eager.memory import Memory
 from planner.eager.recompute import Recomputation
 from planner.eager.recording import Recorder, unpack
 from planner.eager.sizes import OutputSizes
+from planner.eager.step_plans import StepPlans
 from planner.runtime.auto_budget import auto_budget_bytes
 from planner.torch_private.core import storage_address
 from solvers.online.heuristics import NAMES
@@ -103,7 +107,11 @@ class Rematerialization:
         del tensors
         memory.make_room(0, "the block")
         self._recorder = recorder = Recorder(memory, sizes, Recomputation(memory, self._max_recomputation))
+        plans = StepPlans(memory.budget_bytes)
+        recorder.follower = follower = StepFollower(plans, memory, recorder.recomputation.recompute_saved)
+        memory.on_release = follower.released
         with ExitStack() as block:
+            block.callback(follower.close)
             block.enter_context(recorder)
             block.enter_context(saved_tensors_hooks(recorder.pack, unpack))
             self._block = block.pop_all()
@@ -170,6 +178,31 @@ class Rematerialization:
     def host_reads(self) -> int:
         """The number of values that Python has read from tensors, as by ``.item()``."""
         return self._entered.host_reads
+
+    @property
+    def plans(self) -> StepPlans:
+        """The steps that have ended so far, and the plans of those that repeat."""
+        assert self._entered.follower is not None
+        return self._entered.follower.plans
+
+    def wait_for_plans(self, seconds: float | None = None) -> None:
+        """Wait until the steps that repeat are solved, at most `seconds`; when they come again, they run by their plans."""
+        recorder = self._entered
+        assert recorder.follower is not None
+        if not recorder.saved:
+            recorder.follower.end()
+        self.plans.wait(seconds)
+
+    def save_graph(self, path: str | os.PathLike[str]) -> None:
+        """Write the longest step so far as a graph, which ``planner solve`` and ``planner compare`` take.
+
+        Raises:
+            UsageError: no step has ended.
+        """
+        step = self.plans.longest_step
+        if step is None:
+            raise UsageError("no step has ended: a step is recorded from the forward pass to the end of the backward pass")
+        write_graph(step.graph, path)
 
     def __str__(self) -> str:
         recorder = self._entered

@@ -20,10 +20,12 @@ class KnownOp:
     Attributes:
         out_bytes: bytes of the outputs; 0 if they are not known.
         seconds: the least time of an execution.
+        number: of the signature; 0 if the sizes depend on more than it.
     """
 
     out_bytes: int
     seconds: float = math.inf
+    number: int = 0
 
 
 class OutputSizes:
@@ -44,7 +46,7 @@ class OutputSizes:
         with disable_current_modes():
             self._fake = self._fake or FakeTensorMode()
             size_bytes = self._fake_bytes(function, args, kwargs)
-        known = self._known[signature] = KnownOp(size_bytes)
+        known = self._known[signature] = KnownOp(size_bytes, number=len(self._known) + 1)
         return known
 
     def _fake_bytes(self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> int:

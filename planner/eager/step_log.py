@@ -1,17 +1,17 @@
 """A step of an eager loop as it ran: its ops over storages, in order, and the graph that solvers take. No torch."""
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from graphs.ir import Graph, Kind, Op, Phase, Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class LoggedOp:
+class LoggedOp(NamedTuple):
     """One op of a step; storages are named by their numbers in the step.
 
     Attributes:
-        target: the operator, as ``aten.mm.default``.
+        target: the operator, whose text is as ``aten.mm.default``.
         inputs: storages that it read.
         made: storages that it made.
         written: storages that it wrote in place.
@@ -21,7 +21,7 @@ class LoggedOp:
         backward: autograd called it.
     """
 
-    target: str
+    target: object
     inputs: tuple[int, ...]
     made: tuple[int, ...] = ()
     written: tuple[int, ...] = ()
@@ -41,6 +41,7 @@ class StepLog:
         ops: the ops so far.
         chains: for each of them, the hash of it and those before.
         sizes_bytes: of each storage, by number.
+        unpacked: by the number of ops until then, storages that autograd has unpacked.
         released: for storages that the program has let go of, the number of ops until then.
         evictions: number of evictions in the step.
     """
@@ -51,6 +52,7 @@ class StepLog:
         self.ops: list[LoggedOp] = []
         self.chains: list[int] = []
         self.sizes_bytes: list[int] = []
+        self.unpacked: dict[int, list[int]] = {}
         self.released: dict[int, int] = {}
         self.evictions = 0
 
@@ -71,9 +73,13 @@ class StepLog:
         self.chains.append(chain)
         return chain
 
+    def unpack(self, storage: int) -> None:
+        """Record that autograd has unpacked a storage: it does so for all that a backward function reads, before its ops."""
+        self.unpacked.setdefault(len(self.ops), []).append(storage)
+
     def release(self, storage: int) -> None:
-        """Record that the program has let go of a storage."""
-        self.released[storage] = len(self.ops)
+        """Record that the program has let go of a storage; what the runtime recomputes of it later is its own."""
+        self.released.setdefault(storage, len(self.ops))
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,17 +89,20 @@ class RecordedStep:
     Attributes:
         graph: the graph, with the ops of the step in order. A write in place makes a tensor of its own.
         storages: the number of the storage of each tensor.
+        released: for storages that the program lets go of, the number of ops until then.
     """
 
     graph: Graph
     storages: tuple[int, ...]
+    released: Mapping[int, int]
 
 
 def recorded_step(log: StepLog, provenance: dict[str, object] | None = None) -> RecordedStep:
     """Return the graph of a step that has ended.
 
-    Storages that the step found in memory are static, and so is what else was there. A storage that the program holds for longer
-    than its readers is read by the last op before it lets go; one that it still holds at the end is kept.
+    Storages that the step found in memory are static, and so is what else was there. A storage that autograd has unpacked is read
+    by the op after that; one that the program holds for longer than its readers is read by the last op before it lets go; one
+    that it still holds at the end is kept.
 
     Raises:
         GraphError: the step has no ops.
@@ -116,7 +125,8 @@ class _Draft:
         self.current: dict[int, int] = {}  # the tensor with the present contents of each storage
         self.backward = False
         self.names: dict[str, int] = {}
-        self.held: dict[int, list[int]] = {}  # by op, the storages that it reads since they are held until then
+        # By op, what is in memory then besides what it reads: what autograd has unpacked, and what the program still holds.
+        self.held = {index: list(storages) for index, storages in log.unpacked.items()}
         last = {storage: i for i, op in enumerate(log.ops) for storage in (*op.inputs, *op.made, *op.written)}
         for storage, count in log.released.items():
             if storage in self.made and last[storage] < count - 1:
@@ -125,7 +135,8 @@ class _Draft:
     def add(self, index: int, op: LoggedOp) -> None:
         """Add an op and its outputs."""
         self.backward = self.backward or op.backward
-        name = self._name(op.target)
+        target = str(op.target)
+        name = self._name(target)
         read = (*op.inputs, *op.written, *self.held.get(index, ()))
         inputs = dict.fromkeys(self._tensor(storage) for storage in read)
         rewritten = [storage for storage in op.written if storage in self.made and storage in self.current]
@@ -142,7 +153,7 @@ class _Draft:
             Op(
                 id=index,
                 name=name,
-                target=op.target,
+                target=target,
                 inputs=tuple(inputs),
                 outputs=tuple(outputs),
                 time_s=op.time_s,
@@ -162,7 +173,9 @@ class _Draft:
             self.tensors.append(Tensor(len(self.tensors), "not read in the step", others, (), Kind.CONSTANT))
             self.storages.append(-1)
         kept = frozenset(t for storage, t in self.current.items() if storage in self.made and storage not in log.released)
-        return RecordedStep(Graph(tuple(self.ops), tuple(self.tensors), kept, provenance), tuple(self.storages))
+        return RecordedStep(
+            Graph(tuple(self.ops), tuple(self.tensors), kept, provenance), tuple(self.storages), dict(log.released)
+        )
 
     def _tensor(self, storage: int) -> int:
         """Return the tensor with the present contents of a storage; it is static if no op has made it."""

@@ -8,11 +8,9 @@ torch.
 
 import math
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from graphs.errors import PlannerError
-from graphs.ir import Graph
 from graphs.schedule import Compute, Schedule
 from planner.background import BackgroundSolve, Job
 from planner.eager.step_log import LoggedOp, RecordedStep, StepLog, recorded_step
@@ -58,8 +56,8 @@ def step_plan(plan: Plan, step: RecordedStep) -> StepPlan:
 def actions(step: RecordedStep, schedule: Schedule) -> tuple[tuple[Action, ...], ...]:
     """Return what to do before each op of the step, and at its end, to run it by a schedule.
 
-    A tensor that the program itself lets go of then is not evicted. Contents that were written over since are not recomputed by
-    themselves, but with the present contents.
+    What the program lets go of is not evicted, unless it was recomputed after that. Contents that were written over since are not
+    recomputed by themselves, but with the present contents.
 
     Raises:
         PlannerError: the schedule does not execute the ops of the step in their order.
@@ -68,38 +66,28 @@ def actions(step: RecordedStep, schedule: Schedule) -> tuple[tuple[Action, ...],
     found: list[list[Action]] = [[] for _ in range(len(graph.ops) + 1)]
     current: dict[int, int] = {}  # tensor with the present contents of each storage
     live: set[int] = set()
+    recomputed: set[int] = set()  # storages that the program has let go of
     done = 0
-    read_later = _reads_to_come(graph, schedule)
     for place in schedule.steps:
-        if not isinstance(place, Compute):
-            t = place.tensor
-            live.discard(t)
-            if next(read_later) and current[storages[t]] == t:
-                found[done].append(Action(storages[t], evict=True))
-            continue
-        outputs = graph.ops[place.op].outputs
-        if place.op == done:
-            done += 1
-            current.update((storages[t], t) for t in outputs)
-        elif place.op > done:
-            raise PlannerError(f"the schedule executes op {graph.ops[place.op].name!r} before those ahead of it in the step")
-        else:
-            again = (t for t in outputs if t not in live and current[storages[t]] == t)
-            found[done] += (Action(storages[t], evict=False) for t in again)
-        live.update(outputs)
-    return tuple(map(tuple, found))
-
-
-def _reads_to_come(graph: Graph, schedule: Schedule) -> Iterator[bool]:
-    """Yield for each free of the schedule whether an op reads the tensor later."""
-    flags: list[bool] = []
-    read: set[int] = set()
-    for place in reversed(schedule.steps):
         if isinstance(place, Compute):
-            read.update(graph.ops[place.op].inputs)
+            outputs = graph.ops[place.op].outputs
+            if place.op == done:
+                done += 1
+                current.update((storages[t], t) for t in outputs)
+            elif place.op > done:
+                raise PlannerError(f"the schedule executes op {graph.ops[place.op].name!r} before those ahead of it in the step")
+            else:
+                again = [storages[t] for t in outputs if t not in live and current[storages[t]] == t]
+                found[done] += [Action(storage, evict=False) for storage in again]
+                recomputed.update(storage for storage in again if step.released.get(storage, math.inf) <= done)
+            live.update(outputs)
         else:
-            flags.append(place.tensor in read)
-    return reversed(flags)
+            live.discard(place.tensor)
+            storage = storages[place.tensor]
+            if current[storage] == place.tensor and (storage in recomputed or step.released.get(storage, math.inf) > done):
+                recomputed.discard(storage)
+                found[done].append(Action(storage, evict=True))
+    return tuple(map(tuple, found))
 
 
 @dataclass(slots=True)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from planner.runtime.random_state import RandomState
+from planner.torch_private.core import make_subclass
 
 
 class TrackedStorage:
@@ -36,6 +37,7 @@ class TrackedStorage:
         snapshots: earlier contents of a pinned storage, by version.
         keeper: weak reference to an alias that keeps a pinned storage in memory.
         dropped: where its ledger id is reported when nothing can need it any more.
+        step, number: the last step that has met it, and its number there.
     """
 
     __slots__ = (
@@ -52,10 +54,12 @@ class TrackedStorage:
         "keeper",
         "last_read",
         "ledger_id",
+        "number",
         "pinned",
         "saved",
         "size_bytes",
         "snapshots",
+        "step",
         "touched_s",
         "version",
         "watch",
@@ -81,6 +85,7 @@ class TrackedStorage:
         self.snapshots: dict[int, torch.Tensor] | None = None
         self.keeper: weakref.ref[torch.Tensor] | None = None
         self.dropped: deque[int] | None = None
+        self.step = self.number = 0
 
     def __del__(self) -> None:
         if self.dropped is not None and self.ledger_id is not None:
@@ -213,4 +218,4 @@ class RecordedOp:
 
 def make_alias(tensor: torch.Tensor) -> torch.Tensor:
     """Return a detached alias of `tensor` that shares its version counter; no dispatch mode sees it."""
-    return torch.Tensor._make_subclass(torch.Tensor, tensor)
+    return make_subclass(torch.Tensor, tensor)

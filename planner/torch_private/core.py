@@ -83,6 +83,8 @@ profiler_enabled = torch.autograd._profiler_enabled
 # The identity of the memory of a tensor, and who holds it, at the cost of a call.
 storage_address: Callable[[torch.Tensor], int] = torch._C._storage_address  # type: ignore[attr-defined]
 storage_use_count: Callable[[int], int] = torch._C._storage_Use_Count
+# A detached alias of a tensor, with its version counter, which no dispatch mode sees.
+make_subclass = torch.Tensor._make_subclass
 # Copies many tensors by few kernels.
 foreach_copy_ = torch._foreach_copy_
 # Reads the numbers in a mask, which no graph can do.

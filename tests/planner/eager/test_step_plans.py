@@ -1,7 +1,5 @@
 """Steps that repeat: plans in the third, what they do before each op, and other steps."""
 
-from dataclasses import replace
-
 import pytest
 
 from graphs.errors import PlannerError
@@ -125,7 +123,7 @@ def test_an_op_that_differs_ends_the_plan_within_the_step() -> None:
         run(plans, ops)
     plans.wait()
     planned = run(plans, ops)
-    changed = [*ops[:-3], (replace(ops[-3][0], target="c"), *ops[-3][1:]), *ops[-2:]]
+    changed = [*ops[:-3], (ops[-3][0]._replace(target="c"), *ops[-3][1:]), *ops[-2:]]
     done = run(plans, changed)
     differs = done.index(2 * LENGTH - 3)
     assert done[:differs] == planned[:differs]

@@ -1,0 +1,240 @@
+"""The eager runtime (``planner.rematerialize``): ``make bench-eager`` writes results/eager/.
+
+For each model the runtime with a budget that is never reached, and each heuristic at shares of eager PyTorch's peak. Steps of
+eager PyTorch and of the runtime take turns; times are of the thread, minima over the turns. Results are compared to the last bit.
+"""
+
+import gc
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.command import carry_out, command_line, one_thread
+from benchmarks.storages import LiveStorages
+from graphs.errors import BudgetError
+from graphs.units import format_seconds
+from planner import options
+from planner.eager.session import Rematerialization, rematerialize
+from planner.models import build
+from planner.studies.experiment import Study
+from planner.studies.rows import Made, column, key, listed, provenance, value
+from planner.studies.tables import Column, markdown
+
+Step = Callable[[], Tensor]  # runs one step, and returns its loss
+
+PLENTY = "nothing evicted"
+SHARES = (0.8, 0.6, 0.4)
+HEURISTICS = ("dtr", "dtr-full", "dtr-local", "lru", "largest", "msps", "megengine")
+
+
+class TreeNet(nn.Module):
+    """Recurses over a binary tree: no two steps need have the same ops."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.leaf = nn.Embedding(100, width)
+        self.gates = nn.Linear(2 * width, 4 * width)
+        self.batch = 256
+
+    def forward(self, leaves: int, draw: random.Random) -> Tensor:
+        """Return the vectors of random trees of `leaves` leaves."""
+        if leaves == 1:
+            return self.leaf(torch.randint(100, (self.batch,)))
+        left = draw.randrange(1, leaves)
+        i, f, g, o = self.gates(torch.cat((self(left, draw), self(leaves - left, draw)), 1)).chunk(4, 1)
+        return o.sigmoid() * (i.sigmoid() * g.tanh() + f.sigmoid()).tanh()
+
+
+def tree() -> tuple[nn.Module, Step]:
+    """Return a recursive network, and a step on a random tree."""
+    model, draw = TreeNet(128), random.Random(0)
+    state = draw.getstate()
+
+    def step() -> Tensor:
+        draw.setstate(state)  # each turn has the same tree
+        loss: Tensor = model(30, draw).square().mean()
+        return loss
+
+    return model, step
+
+
+def zoo(name: str, **sizes: int | float) -> tuple[nn.Module, Step]:
+    """Return a model of the zoo and its step."""
+    model, loss_fn, batch = build(name, **sizes)
+    return model, lambda: loss_fn(model(*batch[:-1]), batch[-1])
+
+
+MODELS: dict[str, Callable[[], tuple[nn.Module, Step]]] = {
+    "tree": tree,
+    "gpt2": partial(zoo, "gpt2", layers=4, width=128, heads=4, vocab=500, batch=8, seq=128, dropout=0.1),
+    "gpt2-wide": partial(zoo, "gpt2", layers=4, width=256, heads=4, vocab=500, batch=8, seq=128, dropout=0.1),
+    "resnet50": partial(zoo, "resnet50", width=16, size=64, classes=10, batch=16),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EagerRow(Made):
+    """The measurements of a model at a budget."""
+
+    model: str = key()
+    share: str = key()
+    heuristic: str = key()
+    ops: int | None = value("ops of a step, without views")
+    eager_s: float = column("a step of eager PyTorch")
+    time_s: float | None = value("a step within the budget; unknown if it does not fit")
+    eager_peak_bytes: int = column("most bytes of storages, eager PyTorch")
+    peak_bytes: int | None = value("the same within the budget")
+    budget_bytes: int = column("the budget, of the storages of the model")
+    evictions: int | None = value("in all steps")
+    recomputed_ops: int | None = value("in all steps")
+    exact: bool | None = value("losses and gradients of all steps are eager PyTorch's to the last bit")
+    steps: int = column("steps that are timed")
+
+
+def measure(name: str, known: Sequence[EagerRow], *, steps: int) -> Iterator[EagerRow]:
+    """Yield the rows of a model."""
+    torch.manual_seed(0)
+    model, step = MODELS[name]()
+    with LiveStorages([*model.parameters(), *model.buffers()]) as live:
+        expected = train(model, step)
+    others = existing_bytes() - sum(t.untyped_storage().nbytes() for t in (*model.parameters(), *model.buffers()))
+    have = {(row.share, row.heuristic) for row in known}
+    cases = [(PLENTY, 2.0, "dtr")] + [(f"{share:.0%}", share, heuristic) for share in SHARES for heuristic in HEURISTICS]
+    for label, share, heuristic in cases:
+        if (label, heuristic) in have:
+            continue
+        budget = int(share * live.peak_bytes)
+        found = within(others + budget, heuristic, model, step, steps=steps)
+        yield EagerRow(
+            model=name,
+            share=label,
+            heuristic=heuristic,
+            eager_peak_bytes=live.peak_bytes,
+            budget_bytes=budget,
+            steps=steps,
+            **found.columns(expected),
+            **provenance(),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What was measured within a budget.
+
+    Attributes:
+        eager_s: the shortest step of eager PyTorch.
+        time_s: the shortest step of the runtime; None if it does not fit.
+        session: its report.
+        results: loss and gradients of a step.
+        peak_bytes: the most bytes of storages.
+    """
+
+    eager_s: float
+    time_s: float | None
+    session: Rematerialization
+    results: list[Tensor]
+    peak_bytes: int
+
+    def columns(self, expected: list[Tensor]) -> dict[str, object]:
+        """Return the columns of a row."""
+        if self.time_s is None:
+            return {"eager_s": self.eager_s}
+        session = self.session
+        return {
+            "eager_s": self.eager_s,
+            "time_s": self.time_s,
+            "ops": session.ops,
+            "peak_bytes": self.peak_bytes,
+            "evictions": session.evictions,
+            "recomputed_ops": session.recomputed_ops,
+            "exact": all(torch.equal(a, b) for a, b in zip(self.results, expected, strict=True)),
+        }
+
+
+def within(budget: int, heuristic: str, model: nn.Module, step: Step, *, steps: int) -> Found:
+    """Run steps within a budget and plain steps, by turns; first one of which results and peak are taken."""
+    session = rematerialize(budget, heuristic=heuristic, max_recomputation=100)
+    eager, times, results, peak = [], [], [], 0
+    try:
+        with LiveStorages([*model.parameters(), *model.buffers()]) as live, session:
+            results = train(model, step)
+        peak = live.peak_bytes
+        for _ in range(steps):
+            eager.append(seconds(model, step))
+            with rematerialize(budget, heuristic=heuristic, max_recomputation=100):
+                train(model, step)  # learns sizes and times
+                times.append(seconds(model, step))
+    except BudgetError:
+        model.zero_grad()
+        return Found(seconds(model, step), None, session, [], 0)
+    return Found(min(eager), min(times), session, results, peak)
+
+
+def seconds(model: nn.Module, step: Step) -> float:
+    """Return the time of the thread in a step, with its backward pass."""
+    start = time.thread_time()
+    step().backward()
+    took = time.thread_time() - start
+    model.zero_grad()
+    return took
+
+
+def train(model: nn.Module, step: Step) -> list[Tensor]:
+    """Return the loss and the gradients of a step, on the random numbers of a seed."""
+    torch.manual_seed(1)
+    loss = step()
+    loss.backward()
+    results = [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+    model.zero_grad()
+    return results
+
+
+def existing_bytes() -> int:
+    """Return the bytes of all tensors that Python knows of, as the runtime counts them."""
+    gc.collect()
+    tensors = [found for found in gc.get_objects() if type(found) in (torch.Tensor, nn.Parameter)]
+    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+def per_op(row: EagerRow) -> float | None:
+    """Return the time that the runtime adds to each op."""
+    return (row.time_s - row.eager_s) / row.ops if row.time_s is not None and row.ops else None
+
+
+TABLE = (
+    *("model", "share", "heuristic"),
+    Column("eager step", "eager_s"),
+    Column("of eager's time", lambda row: row.time_s / row.eager_s if row.time_s else None, "{:.2f}", missing="does not fit"),
+    Column("added per op", lambda row: per_op(row) if row.share == PLENTY else None, format_seconds),
+    Column(
+        "peak of eager's", lambda row: row.peak_bytes / row.eager_peak_bytes if row.peak_bytes else None, "{:.0%}", missing=""
+    ),
+    Column("recomputed ops", lambda row: row.recomputed_ops / row.ops if row.ops else None, "{:.0%}"),
+    Column("exact", lambda row: {True: "yes", False: "no", None: ""}[row.exact], "{}"),
+)
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Measure the missing models; write rows and table."""
+    parser = command_line(__doc__, EagerRow, models=MODELS, out="results/eager")
+    parser.add_argument("--steps", type=options.count, default=3, help="steps timed of each (default: %(default)s)")
+    arguments = parser.parse_args(words)
+    one_thread()
+    study = Study(
+        EagerRow,
+        partial(measure, steps=arguments.steps),
+        order=listed(model=MODELS, share=(PLENTY, *(f"{share:.0%}" for share in SHARES)), heuristic=HEURISTICS),
+        pages={"table.md": partial(markdown, columns=TABLE)},
+        whole=False,
+    )
+    return carry_out(study, arguments, {(name,): name for name in arguments.models})
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,144 @@
+"""What connects the runtime with the steps that repeat: its ops become a log, and the plan's actions become its evictions."""
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+from planner.eager.memory import Memory
+from planner.eager.operators import Operator
+from planner.eager.step_log import LoggedOp, StepLog
+from planner.eager.step_plans import StepPlans
+from planner.eager.storages import Reference, TrackedStorage
+from planner.torch_private.core import current_autograd_node
+
+# A step within this share of the budget evicted nothing, and the next one will not: it costs no log.
+_FAR = 0.9
+
+
+class Call(Protocol):
+    """An op that has run, as the runtime knows it: see the recorder."""
+
+    function: Callable[..., Any]
+    operator: Operator
+    inputs: list[Reference]
+    made: list[TrackedStorage]
+    written: list[TrackedStorage]
+    seconds: float
+    recordable: bool
+
+
+class StepFollower:
+    """Logs each step, and evicts and recomputes as the plan of a step that repeats says.
+
+    A step begins when autograd saves a tensor and ends when it has none: what can be evicted is made in between.
+
+    Args:
+        plans: the steps so far.
+        memory: where storages are evicted.
+        recompute: makes an evicted storage resident.
+
+    Attributes:
+        number: of the current step.
+    """
+
+    def __init__(self, plans: StepPlans, memory: Memory, recompute: Callable[[TrackedStorage], object]) -> None:
+        self.plans = plans
+        self.memory = memory
+        self._recompute = recompute
+        self.number = 0
+        self._log: StepLog | None = None  # None if this step is not logged
+        self._storages: list[weakref.ref[TrackedStorage]] = []  # by their number in the step
+        self._late: list[TrackedStorage] = []  # to be evicted as soon as nobody else holds them
+        self._is_in_step = False
+        self._evictions = 0
+
+    # What happens in the runtime.
+
+    def saved(self) -> None:
+        """Begin a step, if none is under way, as autograd saves a tensor."""
+        if not self._is_in_step:
+            self._begin()
+
+    def before_op(self, saved: int) -> None:
+        """End the step if autograd has no saved tensor; do what the plan does before the next op.
+
+        Args:
+            saved: number of tensors that autograd has saved.
+        """
+        if not saved:
+            self.end()
+        if self._log is None:
+            return
+        if self._late:
+            self._late = [storage for storage in self._late if storage.owned() and not self.memory.evict(storage)]
+        for action in self.plans.due():
+            storage = self._storages[action.storage]()
+            if storage is None:
+                continue
+            if action.evict:
+                if storage.owned() and not self.memory.evict(storage):
+                    self._late.append(storage)
+            elif not storage.address and storage.recomputable(storage.version):
+                self._recompute(storage)
+
+    def after_op(self, call: "Call", signature: int) -> None:
+        """Log an op that has run; `signature` is the number of its signature, 0 if its sizes depend on more than that."""
+        if self._log is None:
+            return
+        op = LoggedOp(
+            call.function,
+            self._numbers([ref.storage for ref in call.inputs if ref.storage is not None]),
+            self._numbers(call.made),
+            self._numbers(call.written),
+            call.seconds,
+            call.recordable,
+            call.operator.random,
+            current_autograd_node() is not None,
+        )
+        sizes = () if signature else tuple([storage.size_bytes for storage in call.made])
+        self.plans.add_op(op, (id(call.function), signature, sizes))
+
+    def unpacked(self, storage: TrackedStorage) -> None:
+        """Log that autograd unpacks a storage."""
+        if self._log is not None:
+            self._log.unpack(*self._numbers((storage,)))
+
+    def released(self, storage: TrackedStorage) -> None:
+        """Log that the program has let go of a storage."""
+        if self._log is not None and storage.step == self.number:
+            self._log.release(storage.number)
+
+    def end(self) -> None:
+        """End the step."""
+        if self._log is not None:
+            self._log.evictions = self.memory.evictions - self._evictions
+            self.plans.end()
+        self._log = None
+        self._is_in_step = False
+        self._late = []
+
+    def close(self) -> None:
+        """End the step, and the solves."""
+        self.end()
+        self.plans.stop()
+
+    def _begin(self) -> None:
+        memory = self.memory
+        near = memory.peak_bytes > _FAR * memory.budget_bytes
+        if near or not self.number:
+            self.plans.begin(memory.live_bytes)
+            self._log = self.plans.log
+        self.number += 1
+        self._storages = []
+        self._is_in_step = True
+        self._evictions = memory.evictions
+
+    def _numbers(self, storages: Iterable[TrackedStorage]) -> tuple[int, ...]:
+        """Return the numbers of storages in this step, each once."""
+        return tuple({(storage.number if storage.step == self.number else self._meet(storage)): None for storage in storages})
+
+    def _meet(self, storage: TrackedStorage) -> int:
+        assert self._log is not None
+        storage.step, storage.number = self.number, self._log.add_storage(storage.size_bytes)
+        self._storages.append(weakref.ref(storage))
+        return storage.number

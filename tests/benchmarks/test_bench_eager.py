@@ -1,0 +1,33 @@
+"""The bench of the eager runtime: what it measures is so, and the committed table is what its rows say."""
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks import eager
+from benchmarks.eager import PLENTY, SHARES, TABLE, EagerRow, main
+from planner.studies.rows import read_rows
+from planner.studies.tables import markdown
+
+COMMITTED = Path(__file__).parents[2] / "results" / "eager"
+
+
+def test_a_small_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(eager, "SHARES", (0.7,))
+    monkeypatch.setattr(eager, "HEURISTICS", ("lru",))
+    assert main(["--models", "tree", "--steps", "1", "--out", str(tmp_path)]) == 0
+    plenty, tight = read_rows(tmp_path / "rows.csv", EagerRow)
+    assert (plenty.share, plenty.evictions, plenty.recomputed_ops, plenty.exact) == (PLENTY, 0, 0, True)
+    assert (tight.share, tight.heuristic, tight.exact) == ("70%", "lru", True)
+    assert tight.evictions and tight.recomputed_ops
+    assert tight.peak_bytes is not None and tight.peak_bytes <= tight.budget_bytes < plenty.eager_peak_bytes
+
+
+def test_committed_runs_are_exact_and_within_their_budgets() -> None:
+    rows = read_rows(COMMITTED / "rows.csv", EagerRow)
+    assert {row.share for row in rows} == {PLENTY, *(f"{share:.0%}" for share in SHARES)}
+    for row in rows:
+        if row.time_s is not None:
+            assert row.exact
+            assert row.peak_bytes is not None and row.peak_bytes <= row.budget_bytes
+    assert (COMMITTED / "table.md").read_text() == markdown(rows, columns=TABLE)

@@ -1,0 +1,223 @@
+"""Steps that repeat run by their plans: same bits, the plan's evictions, other steps, and the replay of what was recorded."""
+
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from graphs.io.formats import read_graph
+from planner.cli.main import main
+from planner.eager.memory import Memory
+from planner.eager.session import Rematerialization, rematerialize
+from planner.eager.storages import TrackedStorage
+from solvers.baselines.common.online import Online
+from solvers.online.heuristics import heuristic_of
+from tests.planner.eager.test_exactness import other_bytes
+
+ROOM = 560_000  # beside parameters and input; a step of 8 layers takes about twice as much
+_PATIENCE_S = 60.0
+
+
+@contextmanager
+def within(budget: int) -> Iterator[Rematerialization]:
+    """A block whose steps are solved for at most a few seconds each."""
+    with rematerialize(other_bytes() + budget) as session:
+        session.plans.settings = replace(session.plans.settings, time_limit_s=4.0)
+        yield session
+
+
+def network(layers: int = 8, *, dropout: bool = True) -> nn.Sequential:
+    torch.manual_seed(0)
+    blocks = (nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Dropout(0.1 if dropout else 0.0)) for _ in range(layers))
+    return nn.Sequential(*blocks)
+
+
+class Loop:
+    """A training loop over inputs, with what came out of it."""
+
+    def __init__(
+        self, forward: Callable[[nn.Module, Tensor, int], Tensor] = lambda model, x, i: model(x).square().mean()
+    ) -> None:
+        self.model = network()
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.forward = forward
+        self.losses: list[float] = []
+
+    def step(self, x: Tensor, i: int) -> None:
+        loss = self.forward(self.model, x, i)
+        loss.backward()
+        self.losses.append(float(loss.detach().item()))
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def state(self) -> list[Tensor]:
+        return [*(p.detach().clone() for p in self.model.parameters()), torch.get_rng_state(), torch.tensor(self.losses)]
+
+
+class Watched:
+    """The storages that were evicted, by their numbers in the step, and how many of them the heuristic chose."""
+
+    def __init__(self) -> None:
+        self.evicted: list[int] = []
+        self.chosen = 0
+
+
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
+    found = Watched()
+    evict, choose = Memory._evict, Memory.evict_one
+
+    def note(memory: Memory, storage: TrackedStorage) -> None:
+        found.evicted.append(storage.number)
+        evict(memory, storage)
+
+    def note_choice(memory: Memory) -> bool:
+        found.chosen += 1
+        return choose(memory)
+
+    monkeypatch.setattr(Memory, "_evict", note)
+    monkeypatch.setattr(Memory, "evict_one", note_choice)
+    return found
+
+
+def plainly(inputs: list[Tensor], forward: Callable[[nn.Module, Tensor, int], Tensor] | None = None) -> list[Tensor]:
+    """What plain eager PyTorch ends with."""
+    loop = Loop() if forward is None else Loop(forward)
+    torch.manual_seed(1)
+    for i, x in enumerate(inputs):
+        loop.step(x, i)
+    return loop.state()
+
+
+def planned(session: Rematerialization) -> int:
+    return session.plans.planned_steps
+
+
+def same(one: list[Tensor], other: list[Tensor]) -> bool:
+    return all(map(torch.equal, one, other))
+
+
+def test_a_static_net_is_planned_in_its_third_step(watched: Watched) -> None:
+    x = torch.randn(256, 64)
+    expected = plainly([x] * 4)
+    loop = Loop()
+    torch.manual_seed(1)
+    with within(ROOM) as session:
+        for i in range(4):
+            watched.evicted.clear()
+            watched.chosen = 0
+            loop.step(x, i)
+            assert session.peak_bytes <= session.budget_bytes
+            if i < 2:
+                assert watched.chosen > 0
+            else:
+                (plan,) = session.plans.plans
+                assert watched.chosen == 0
+                evicted = [action.storage for before in plan.actions for action in before if action.evict]
+                assert sorted(watched.evicted) == sorted(evicted)
+                assert evicted
+            session.wait_for_plans(_PATIENCE_S)
+    assert planned(session) == 2
+    assert same(loop.state(), expected)
+
+
+def test_an_op_that_differs_in_the_middle_falls_back(watched: Watched) -> None:
+    def forward(model: nn.Module, x: Tensor, i: int) -> Tensor:
+        assert isinstance(model, nn.Sequential)
+        x = model[:6](x)
+        if i == 2:
+            x = x.sin()
+        return model[6:](x).square().mean()
+
+    x = torch.randn(256, 64)
+    expected = plainly([x] * 4, forward)
+    loop = Loop(forward)
+    torch.manual_seed(1)
+    with within(ROOM) as session:
+        for i in range(4):
+            watched.chosen = 0
+            loop.step(x, i)
+            assert (watched.chosen > 0) == (i < 3)
+            session.wait_for_plans(_PATIENCE_S)
+        assert session.peak_bytes <= session.budget_bytes
+    assert (planned(session), session.plans.left_steps) == (1, 1)
+    assert same(loop.state(), expected)
+
+
+def test_each_recurring_size_has_a_plan(watched: Watched) -> None:
+    sizes = [256, 224, 256, 224, 224, 256, 224]
+    inputs = [torch.randn(256, 64)[:size] for size in sizes]
+    expected = plainly(inputs)
+    loop = Loop()
+    torch.manual_seed(1)
+    with within(ROOM) as session:
+        for i, x in enumerate(inputs):
+            watched.chosen = 0
+            loop.step(x, i)
+            assert (watched.chosen > 0) == (i < 4)
+            session.wait_for_plans(_PATIENCE_S)
+    assert len(session.plans.plans) == 2
+    assert planned(session) == 3
+    assert same(loop.state(), expected)
+
+
+# --- the recorded graph ---------------------------------------------------------------------------
+
+
+def test_the_recorded_step_is_a_graph_for_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    loop, x = Loop(), torch.randn(256, 64)
+    with within(ROOM) as session:
+        for i in range(2):
+            loop.step(x, i)
+    path = tmp_path / "step.json"
+    session.save_graph(path)
+    graph = read_graph(path)
+    assert graph.static_bytes >= sum(p.numel() * 4 for p in loop.model.parameters())
+    assert main(["solve", str(path), "--budget", "70%", "--json", "--quiet", "-o", str(tmp_path / "plan.json")]) == 0
+    assert main(["compare", str(path), "--budgets", "70%", "--methods", "dtr,lru", "-o", str(tmp_path / "rows")]) == 0
+    capsys.readouterr()
+
+
+@contextmanager
+def unit_times(session: Rematerialization) -> Iterator[None]:
+    """Let each op last one second."""
+    seconds = itertools.count()
+    session._entered.memory.now = lambda: float(next(seconds))
+    yield
+
+
+@pytest.mark.parametrize(
+    ("name", "share"),
+    [
+        *((name, share) for name in ("dtr", "dtr-full", "dtr-local", "lru") for share in (0.9, 0.75)),
+        ("dtr", 0.6),
+        ("dtr-full", 0.6),
+    ],
+)
+def test_the_runtime_evicts_what_the_replay_of_its_trace_evicts(name: str, share: float, watched: Watched) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(layer for i in range(10) for layer in (nn.Linear(64, 64), nn.GELU() if i % 2 else nn.Tanh())))
+    x = torch.randn(256, 64)
+    with rematerialize(other_bytes() + int(share * 1_150_000), heuristic=name) as session, unit_times(session):
+        model(x).square().mean().backward()
+    step = session.plans.longest_step
+    assert step is not None
+    replay = Online(step.graph, session.budget_bytes, heuristic_of(name))
+    replayed: list[int] = []
+    choose = replay.ledger.victim
+
+    def note(now_s: float) -> int | None:
+        victim = choose(now_s)
+        assert victim is not None
+        replayed.append(step.storages[replay.tensor[victim]])
+        return victim
+
+    replay.ledger.victim = note  # type: ignore[method-assign, assignment]
+    replay.run()
+    assert watched.evicted == replayed
+    assert replayed

@@ -8,13 +8,13 @@ from functools import partial
 from statistics import median
 
 import torch
-from planner.choices import with_recorded
 
 from benchmarks.command import one_thread
 from planner.capture.options.traced import with_graph
 from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
 from planner.models import build
+from planner.option_settings import with_recorded
 from planner.plans.plan import Plan
 from planner.profiling.allocator import cpu_allocations
 from planner.runtime.executor import Executor

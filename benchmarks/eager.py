@@ -198,7 +198,7 @@ def train(model: nn.Module, step: Step) -> list[Tensor]:
 def existing_bytes() -> int:
     """Return the bytes of all tensors that Python knows of, as the runtime counts them."""
     gc.collect()
-    tensors = [found for found in gc.get_objects() if type(found) in (torch.Tensor, nn.Parameter)]
+    tensors = [found for found in gc.get_objects() if type(found) in (torch.Tensor, nn.Parameter) and found.is_cpu]
     return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
 
 

@@ -88,9 +88,9 @@ class EagerRow(Made):
     ops: int | None = value("ops of a step, without views")
     eager_s: float = column("a step of eager PyTorch")
     time_s: float | None = value("a step within the budget; unknown if it does not fit")
-    eager_peak_bytes: int = column("most bytes of storages, eager PyTorch")
+    eager_peak_bytes: int = column("most bytes of all tensors, eager PyTorch")
     peak_bytes: int | None = value("the same within the budget")
-    budget_bytes: int = column("the budget, of the storages of the model")
+    budget_bytes: int = column("the budget")
     evictions: int | None = value("in all steps")
     recomputed_ops: int | None = value("in all steps")
     exact: bool | None = value("losses and gradients of all steps are eager PyTorch's to the last bit")
@@ -101,16 +101,16 @@ def measure(name: str, known: Sequence[EagerRow], *, steps: int) -> Iterator[Eag
     """Yield the rows of a model."""
     torch.manual_seed(0)
     model, step = MODELS[name]()
-    with LiveStorages([*model.parameters(), *model.buffers()]) as live:
+    with LiveStorages(existing()) as live:
         expected = train(model, step)
-    others = existing_bytes() - sum(t.untyped_storage().nbytes() for t in (*model.parameters(), *model.buffers()))
+    others = sum(t.untyped_storage().nbytes() for t in expected)  # they stay, to be compared
     have = {(row.share, row.heuristic) for row in known}
     cases = [(PLENTY, 2.0, "dtr")] + [(f"{share:.0%}", share, heuristic) for share in SHARES for heuristic in HEURISTICS]
     for label, share, heuristic in cases:
         if (label, heuristic) in have:
             continue
         budget = int(share * live.peak_bytes)
-        found = within(others + budget, heuristic, model, step, steps=steps)
+        found = within(others + budget, heuristic, model, step, expected, steps=steps)
         yield EagerRow(
             model=name,
             share=label,
@@ -118,7 +118,7 @@ def measure(name: str, known: Sequence[EagerRow], *, steps: int) -> Iterator[Eag
             eager_peak_bytes=live.peak_bytes,
             budget_bytes=budget,
             steps=steps,
-            **found.columns(expected),
+            **found.columns(),
             **provenance(),
         )
 
@@ -131,17 +131,17 @@ class Found:
         eager_s: the shortest step of eager PyTorch.
         time_s: the shortest step of the runtime; None if it does not fit.
         session: its report.
-        results: loss and gradients of a step.
+        exact: loss and gradients of a step are the expected ones.
         peak_bytes: the most bytes of storages.
     """
 
     eager_s: float
     time_s: float | None
     session: Rematerialization
-    results: list[Tensor]
+    exact: bool
     peak_bytes: int
 
-    def columns(self, expected: list[Tensor]) -> dict[str, object]:
+    def columns(self) -> dict[str, object]:
         """Return the columns of a row."""
         if self.time_s is None:
             return {"eager_s": self.eager_s}
@@ -153,18 +153,18 @@ class Found:
             "peak_bytes": self.peak_bytes,
             "evictions": session.evictions,
             "recomputed_ops": session.recomputed_ops,
-            "exact": all(torch.equal(a, b) for a, b in zip(self.results, expected, strict=True)),
+            "exact": self.exact,
         }
 
 
-def within(budget: int, heuristic: str, model: nn.Module, step: Step, *, steps: int) -> Found:
+def within(budget: int, heuristic: str, model: nn.Module, step: Step, expected: list[Tensor], *, steps: int) -> Found:
     """Run steps within a budget and plain steps, by turns; first one of which results and peak are taken."""
     session = rematerialize(budget, heuristic=heuristic, max_recomputation=100)
-    eager, times, results, peak = [], [], [], 0
+    eager, times = [], []
     try:
-        with LiveStorages([*model.parameters(), *model.buffers()]) as live, session:
-            results = train(model, step)
-        peak = live.peak_bytes
+        with LiveStorages(existing()) as live, session:
+            exact = all(torch.equal(a, b) for a, b in zip(train(model, step), expected, strict=True))
+        peak = live.peak_bytes - sum(t.untyped_storage().nbytes() for t in expected)
         for _ in range(steps):
             eager.append(seconds(model, step))
             with rematerialize(budget, heuristic=heuristic, max_recomputation=100):
@@ -172,8 +172,8 @@ def within(budget: int, heuristic: str, model: nn.Module, step: Step, *, steps: 
                 times.append(seconds(model, step))
     except BudgetError:
         model.zero_grad()
-        return Found(seconds(model, step), None, session, [], 0)
-    return Found(min(eager), min(times), session, results, peak)
+        return Found(seconds(model, step), None, session, exact=False, peak_bytes=0)
+    return Found(min(eager), min(times), session, exact, peak)
 
 
 def seconds(model: nn.Module, step: Step) -> float:
@@ -195,11 +195,10 @@ def train(model: nn.Module, step: Step) -> list[Tensor]:
     return results
 
 
-def existing_bytes() -> int:
-    """Return the bytes of all tensors that Python knows of, as the runtime counts them."""
+def existing() -> list[Tensor]:
+    """Return all tensors that Python knows of, as the runtime counts them."""
     gc.collect()
-    tensors = [found for found in gc.get_objects() if type(found) in (torch.Tensor, nn.Parameter)]
-    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
+    return [found for found in gc.get_objects() if type(found) in (torch.Tensor, nn.Parameter) and found.is_cpu]
 
 
 def per_op(row: EagerRow) -> float | None:

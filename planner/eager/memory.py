@@ -188,7 +188,7 @@ class Memory:
             storage.last_read = -1
         self.ledger, self.evicted_bytes = None, 0
         self._pending, self._by_id, self._in_use = [], {}, {}
-        self.dropped.clear()
+        self.dropped = deque()  # ids of the old ledger may still come into the old one
 
     # Room.
 

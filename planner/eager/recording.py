@@ -433,10 +433,10 @@ class SavedTensor:
         if not storage.saved:
             recorder.saved_storages.pop(id(storage), None)
             recorder.memory.not_evicted(storage)
+            # The ledger is not told: the garbage collector may call this while the ledger is at work. Its choice is looked at.
             storage.base = None
             if not storage.address and recorder.follower is not None:
                 recorder.follower.released(storage)
-            recorder.memory.released(storage)
 
     def unpack(self) -> torch.Tensor:
         """Return the tensor, recomputed if it was evicted.

@@ -209,6 +209,72 @@ def gpt2() -> Loop:
     return Loop([model], [t for t in batch if isinstance(t, Tensor)], lambda _: loss_fn(model(*batch[:-1]), batch[-1]))
 
 
+def longformer() -> Loop:
+    """Attention in windows, with masks that depend on the batch."""
+    from transformers import LongformerConfig, LongformerForSequenceClassification
+
+    sizes = {"hidden_size": 32, "num_hidden_layers": 6, "num_attention_heads": 2, "intermediate_size": 64}
+    config = LongformerConfig(vocab_size=100, attention_window=[16] * 6, max_position_embeddings=300, **sizes)
+    model = LongformerForSequenceClassification(config)
+    x, y = torch.randint(2, 100, (12, 64)), torch.randint(2, (12,))
+    return Loop([model], [x, y], lambda _: model(x, labels=y).loss)
+
+
+def reformer() -> Loop:
+    """Reversible layers, whose backward pass runs them again; attention among hashes."""
+    from transformers import ReformerConfig, ReformerForMaskedLM
+
+    config = ReformerConfig(
+        vocab_size=100,
+        hidden_size=32,
+        attention_head_size=16,
+        num_attention_heads=2,
+        attn_layers=["local", "lsh"] * 3,
+        axial_pos_shape=(8, 16),
+        axial_pos_embds_dim=(8, 24),
+        feed_forward_size=64,
+        is_decoder=False,
+        local_attn_chunk_length=16,
+        lsh_attn_chunk_length=16,
+        num_buckets=4,
+        num_hashes=1,
+        max_position_embeddings=128,
+    )
+    model = ReformerForMaskedLM(config)
+    x = torch.randint(2, 100, (16, 128))
+    return Loop([model], [x], lambda _: model(x, labels=x).loss)
+
+
+def detr() -> Loop:
+    """Detection, with a matching of boxes on the host."""
+    from transformers import DetrConfig, DetrForObjectDetection, ResNetConfig
+
+    backbone = ResNetConfig(
+        embedding_size=8, hidden_sizes=[8, 16, 16, 16], depths=[1] * 4, layer_type="basic", out_features=["stage4"]
+    )
+    config = DetrConfig(
+        use_timm_backbone=False,
+        use_pretrained_backbone=False,
+        backbone_config=backbone,
+        backbone=None,
+        d_model=32,
+        encoder_layers=4,
+        decoder_layers=4,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+        encoder_ffn_dim=64,
+        decoder_ffn_dim=64,
+        num_queries=20,
+        num_labels=4,
+    )
+    model = DetrForObjectDetection(config)
+    x = torch.randn(16, 3, 64, 64)
+    targets = [{"class_labels": torch.randint(4, (n,)), "boxes": torch.rand(n, 4) * 0.3 + 0.3} for n in (1, 2, 3, 4) * 4]
+    return Loop([model], [x], lambda _: model(pixel_values=x, labels=targets).loss)
+
+
+TRANSFORMERS: dict[str, Callable[[], Loop]] = {function.__name__: function for function in (longformer, reformer, detr)}
+
 LOOPS: dict[str, Callable[[], Loop]] = {
     function.__name__: function
     for function in (

@@ -217,6 +217,8 @@ class Rematerialization:
             f"copied           {recorder.copies} tensors that were overwritten",
             f"read by Python   {recorder.host_reads} values",
         ]
+        if self.plans.plans:
+            lines.append(f"planned          {self.plans.planned_steps} steps, of {len(self.plans.plans)} kinds that repeat")
         if recorder.retries:
             lines.append(f"out of memory    in {recorder.retries} ops, which were tried again")
         most = sorted(again.by_operator.items(), key=lambda item: -item[1][1])[:_SHOWN]

@@ -66,7 +66,7 @@ def graph_break_advice() -> str:
     """Return the advice for steps that are not one static graph."""
     return (
         'train with torch.compile(model, backend="planner", options={"budget": ...}), which plans what is before and after '
-        "such a line apart"
+        "such a line apart, or in a block planner.rematerialize(budget=...), which needs no graph"
     )
 
 

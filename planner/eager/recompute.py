@@ -28,7 +28,7 @@ class Recomputation:
         ops: number of recomputed ops.
         seconds: time that they took.
         step_ops: number of ops of the step that are not recomputed.
-        by_operator: number and time by operator.
+        by_operator, by_module: number and time by operator, and by the module in which ops ran first.
         running: the runtime executes ops of its own.
     """
 
@@ -39,6 +39,7 @@ class Recomputation:
         self.ops = 0
         self.seconds = 0.0
         self.by_operator: dict[str, tuple[int, float]] = {}
+        self.by_module: dict[str, tuple[int, float]] = {}
         self.running = False
         self._ops_before = 0
 
@@ -130,9 +131,9 @@ class Recomputation:
         self.ops += 1
         self.seconds += seconds
         self.memory.clock_s += seconds
-        name = str(op.function)
-        count, total = self.by_operator.get(name, (0, 0.0))
-        self.by_operator[name] = count + 1, total + seconds
+        for by, name in ((self.by_operator, str(op.function)), (self.by_module, op.module or "outside of modules")):
+            count, total = by.get(name, (0, 0.0))
+            by[name] = count + 1, total + seconds
         step = self.ops - self._ops_before
         if step > _FEW_OPS and step > self.max_recomputation * self.step_ops:
             raise BudgetError(

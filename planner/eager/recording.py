@@ -9,6 +9,7 @@ import torch
 
 from planner.eager.following import StepFollower
 from planner.eager.memory import Memory
+from planner.eager.modules import CurrentModule
 from planner.eager.operators import Operator
 from planner.eager.recompute import Recomputation, resident_tensor
 from planner.eager.sizes import KnownOp, OutputSizes, data_dependent_bytes, tensors_in
@@ -41,6 +42,7 @@ class Recorder(TorchDispatchMode):
         kept_ops: number of ops whose outputs cannot be recomputed.
         host_reads: number of Python numbers that were read from tensors.
         retries: number of ops that were tried again after the allocator failed.
+        module: the module that is running, while entered.
     """
 
     def __init__(self, memory: Memory, sizes: OutputSizes, recomputation: Recomputation) -> None:
@@ -54,6 +56,7 @@ class Recorder(TorchDispatchMode):
         self.packs = 0
         self.ops = self.kept_ops = self.host_reads = self.retries = self.copies = 0
         self.follower: StepFollower | None = None
+        self.module = CurrentModule()
         self._operators: dict[int, Operator] = {}
         self._recorded = 0
         self._needed_at: tuple[int, set[tuple[int, int]]] = (-1, set())
@@ -283,9 +286,7 @@ class Recorder(TorchDispatchMode):
             self.kept_ops += 1
         else:
             op.out_bytes = made_bytes
-            self._recorded += 1
-            self.ops += 1
-            memory.recorded(op)
+            self._count(op)
         return made_bytes
 
     def _note_writes(self, call: "_Call", *, makes_outputs: bool) -> None:
@@ -320,10 +321,14 @@ class Recorder(TorchDispatchMode):
         op.args = self._in_own_memory(op.args, storage, op.inputs)
         op.kwargs = dict(zip(op.kwargs, self._in_own_memory(op.kwargs.values(), storage, op.inputs), strict=True))
         op.outputs.append((0, weakref.ref(storage)))
+        self._count(op)
+        return op
+
+    def _count(self, op: RecordedOp) -> None:
+        op.module = self.module.name
         self._recorded += 1
         self.ops += 1
         self.memory.recorded(op)
-        return op
 
     def _in_own_memory(self, values: Iterable[Any], storage: TrackedStorage, inputs: list[Reference]) -> list[Any]:
         """Return the arguments with references to `storage` replaced, and enter all references into `inputs`."""

@@ -28,7 +28,7 @@ from solvers.online.heuristics import NAMES
 from solvers.online.ledger import Ledger
 
 _ACTIVE = threading.local()
-_SHOWN = 5  # operators in the report
+_SHOWN = 5  # operators and modules in the report
 
 
 def rematerialize(
@@ -112,6 +112,7 @@ class Rematerialization:
         memory.on_release = follower.released
         with ExitStack() as block:
             block.callback(follower.close)
+            block.enter_context(recorder.module)
             block.enter_context(recorder)
             block.enter_context(saved_tensors_hooks(recorder.pack, unpack))
             self._block = block.pop_all()
@@ -170,6 +171,11 @@ class Rematerialization:
         return self._entered.recomputation.seconds
 
     @property
+    def recomputed_by_module(self) -> dict[str, tuple[int, float]]:
+        """The number and the time of recomputed ops by the module in which they ran first; see ``planner.eager.modules``."""
+        return dict(self._entered.recomputation.by_module)
+
+    @property
     def kept_ops(self) -> int:
         """The number of ops whose outputs cannot be recomputed, and are kept."""
         return self._entered.kept_ops
@@ -221,8 +227,10 @@ class Rematerialization:
             lines.append(f"planned          {self.plans.planned_steps} steps, of {len(self.plans.plans)} kinds that repeat")
         if recorder.retries:
             lines.append(f"out of memory    in {recorder.retries} ops, which were tried again")
-        most = sorted(again.by_operator.items(), key=lambda item: -item[1][1])[:_SHOWN]
-        lines += [f"    {name}: {count} times, {format_seconds(seconds)}" for name, (count, seconds) in most]
+        for what, by in (("operator", again.by_operator), ("module", again.by_module)):
+            most = sorted(by.items(), key=lambda item: -item[1][1])[:_SHOWN]
+            lines += [f"recomputed most, by {what}"] if most else []
+            lines += [f"    {name}: {count} times, {format_seconds(seconds)}" for name, (count, seconds) in most]
         return "\n".join(lines)
 
 

@@ -177,6 +177,7 @@ class RecordedOp:
         seconds: measured time.
         draws: the generator and its state before the op; None if it does not draw.
         ledger_id: identity in the ledger; None before it is entered.
+        module: name of the module that was running.
         kept: aliases that keep inputs in memory that cannot be recomputed.
     """
 
@@ -190,6 +191,7 @@ class RecordedOp:
         "kept",
         "kwargs",
         "ledger_id",
+        "module",
         "out_bytes",
         "outputs",
         "seconds",
@@ -212,6 +214,7 @@ class RecordedOp:
         self.out_bytes = 0
         self.seconds = seconds
         self.ledger_id: int | None = None
+        self.module = ""
         self.draws = draws
         self.kept = kept
 

@@ -223,6 +223,7 @@ def test_an_exception_leaves_nothing_behind() -> None:
         fail()
     assert session.evictions > 0
     assert modes() == 0
+    assert not torch.nn.modules.module._global_forward_hooks and not torch.nn.modules.module._global_forward_pre_hooks
     assert (
         not torch._C._autograd._saved_tensors_hooks_is_enabled()
         or torch._C._autograd._top_saved_tensors_default_hooks(False) is None
@@ -414,6 +415,8 @@ def test_the_report_says_what_happened() -> None:
     assert f"recomputed ops   {session.recomputed_ops} in " in text
     assert f"beside {session.ops} in " in text
     assert "aten.addmm.default: " in text
+    assert "recomputed most, by module\n    Sequential." in text
+    assert sum(count for count, _ in session.recomputed_by_module.values()) == session.recomputed_ops
 
 
 def test_the_report_before_the_block_raises() -> None:

@@ -21,7 +21,13 @@ from planner.capture.guards.messages import Scope, code_of, explain, fails, is_m
 from planner.capture.guards.replaced_names import Frames, Replaceable, asks_for_layout, replaceable
 from planner.capture.rewrites.sparse_products import is_sparse, part_addresses
 from planner.torch_private.capture import CaptureOutput, CheckFunctionManager, Guard, GuardsSet, dynamo_phase
-from planner.torch_private.core import disable_current_modes, is_in_torch_dispatch_mode, nn_module, pytree
+from planner.torch_private.core import (
+    disable_current_modes,
+    is_in_torch_dispatch_mode,
+    nn_module,
+    no_python_dispatcher,
+    pytree,
+)
 
 PLAN_AGAIN = "plan again (planner.compile), or plan with replan=True, which does so by itself"
 WAYS_OUT = f"{PLAN_AGAIN}; a number that changes often may be a tensor that is changed in place, which a plan reads at every step"
@@ -167,7 +173,8 @@ def build_guards(
     captured = output.graph_capture_output
     graph = captured.output_graph
     graph._guards = GuardsSet(type(graph.guards.inner)(guard for guard in graph.guards if _matters(guard)))
-    with dynamo_phase("build_guards"):
+    # The capture's dispatcher, which is active here, is not when a step is called: guards on tensors compare dispatch keys.
+    with dynamo_phase("build_guards"), no_python_dispatcher():
         manager = captured.build_guards(code)
     local, scope = {"self": step, "args": args, "kwargs": kwargs}, captured.f_globals
     sources = [source.name for source in graph.export_metadata.graph_input_idx_to_local_source.values() if source]

@@ -12,6 +12,7 @@ from torch import nn
 
 import planner
 from graphs.errors import MismatchError, TraceError
+from planner.capture.trace import capture
 
 CONFIG = SimpleNamespace(alpha=0.5)
 WEIGHTS = torch.ones(4)
@@ -273,3 +274,11 @@ def test_external_parameter_raises_but_trains_in_a_loss_module(batch: tuple[torc
         planner.compile(Net(), lambda output, target: F.mse_loss(criterion(output), target), batch, budget="100%")
     planner.compile(Net(), Criterion(), batch, budget="100%")(*batch).backward()
     assert criterion.weight.grad is not None
+
+
+def test_guards_on_tensors_are_for_calls_outside_of_a_capture(batch: tuple[torch.Tensor, ...]) -> None:
+    captured = capture(Net(), F.mse_loss, batch)
+    assert captured.guards is not None
+    guards = str(captured.guards.manager.guard_manager)
+    assert "DispatchKeySet" in guards
+    assert "PythonDispatcher" not in guards  # Dynamo skips guards of unchanged modules, but not always

@@ -100,7 +100,7 @@ def test_it_trains(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
     def solved(graph: Graph, budget: int, settings: SolveSettings, **_: Any) -> Plan:
         assert settings.options is not None
-        return random_plan(graph, budget, seed=3, options=settings.options, host_budget=settings.options.host_bytes)
+        return random_plan(graph, budget, seed=3, options=settings.options.names, host_budget=settings.options.host_bytes)
 
     monkeypatch.setattr(search, "solve_graph", solved)
     compiled = partial(planner.compile, budget=BUDGET, options=OPTIONS, host_budget="1GB", exact=True, passes=1)

@@ -102,7 +102,7 @@ def test_training_by_it_warns_of_nothing_and_says_how_much(
     asked: list[Any] = []
 
     def solved(graph: Graph, budget: int | str, settings: SolveSettings, **options: Any) -> Plan:
-        asked.append(settings.options)
+        asked.append(settings.options.names)
         return plan_of(graph, schedule_with(graph, in_chunks(graph, 8)), 10**9)
 
     monkeypatch.setattr(search, "solve_graph", solved)

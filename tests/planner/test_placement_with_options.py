@@ -99,7 +99,6 @@ def test_it_trains(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     model, loss_fn, batch = small()
 
     def solved(graph: Graph, budget: int, settings: SolveSettings, **_: Any) -> Plan:
-        assert settings.options is not None
         return random_plan(graph, budget, seed=3, options=settings.options.names, host_budget=settings.options.host_bytes)
 
     monkeypatch.setattr(search, "solve_graph", solved)

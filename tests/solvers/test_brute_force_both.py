@@ -10,7 +10,6 @@ from graphs.schedule import keep_everything
 from graphs.simulate import simulate
 from graphs.synthetic.random_graphs import random_options, with_overwriting
 from planner.capture.options import with_options
-from solvers.problem import problem_of
 from solvers.result import Status
 from solvers.windows import solve
 from tests.support.brute_force_copies import fastest_with_copies
@@ -48,7 +47,6 @@ def cases(seeds: range) -> list[Case]:
 def test_bounds_and_schedules(seeds: range) -> None:
     met = feasible = both = 0
     for one in cases(seeds):
-        assert problem_of(one.graph, one.budget_bytes).offloads
         check_models(one)
         result = solve(ask(one.graph, one.budget_bytes, tolerance=TOLERANCE, time_limit_s=2))
         assert result.status is not Status.ERROR and not (result.message and result.schedule), one.seed

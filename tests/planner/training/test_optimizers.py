@@ -54,7 +54,9 @@ def test_others_are_not(make: Any) -> None:
 
 
 def test_one_line_is_all_that_another_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(OPTIMIZERS, "amsgrad", Optimizer(3, 4, ("Adam", "AdamW"), {"amsgrad": True}))
+    monkeypatch.setitem(
+        OPTIMIZERS, "amsgrad", Optimizer(3, counter_bytes=4, classes=("Adam", "AdamW"), switches={"amsgrad": True})
+    )
     model, batch = nn.Linear(4, 1), (torch.randn(2, 4), torch.randn(2, 1))
     optimizer = torch.optim.AdamW(model.parameters(), amsgrad=True)
     nn.functional.mse_loss(model(batch[0]), batch[1]).backward()

@@ -37,7 +37,7 @@ def test_it_is_traced_without_being_allocated(llama: Graph, layers: int) -> None
 def test_it_is_solved_nearly_to_optimality(llama: Graph, share: float) -> None:
     # Parameters and gradients alone are 68% of the peak: the shares are of what lies above the least budget.
     peak, least = summarize(llama).keep_everything_peak_bytes, least_budget_bound(llama).budget_bytes
-    plan = solve(llama, int(least + share * (peak - least)), time_limit_s=60.0)
+    plan = solve(llama, int(least + share * (peak - least)), time_limit_s=60.0, memory="allocated")
     assert plan.gap is not None
     assert plan.gap < 0.005
     assert 0 < plan.overhead < 0.05
@@ -45,4 +45,4 @@ def test_it_is_solved_nearly_to_optimality(llama: Graph, share: float) -> None:
 
 def test_parameters_and_gradients_must_fit(llama: Graph) -> None:
     with pytest.raises(InfeasibleError, match=r"GB of tensors that must be kept and .* GB that live throughout"):
-        solve(llama, "60%")
+        solve(llama, "60%", memory="allocated")

@@ -71,7 +71,7 @@ class Arena:
 
     @property
     def step_bytes(self) -> int | None:
-        """What a step takes, with the slab; None until one has been recorded."""
+        """Bytes that a step takes, with the slab; None until one has been recorded."""
         return None if self._planned is None else self._planned.slab.size_bytes + self._planned.outside_bytes
 
     def drop(self) -> None:
@@ -172,7 +172,7 @@ def _planned(recorded: _Recorded, gradients: Sequence[Any]) -> _Planned:
     requests = recorded.recording.requests()
     staying = _held(requests, gradients)
     buffers = [
-        Buffer(str(i), i, len(requests) if request.end is None else request.end, request.size_bytes, _ALIGNMENT)
+        _buffer(requests, i)
         for i, request in enumerate(requests)
         if request.size_bytes >= LEAST_BYTES and i not in recorded.returned and (request.end is not None or i in staying)
     ]
@@ -188,12 +188,13 @@ def _planned(recorded: _Recorded, gradients: Sequence[Any]) -> _Planned:
 
 def _outside_bytes(requests: Sequence[Request], inside: Container[int]) -> int:
     """Return the most bytes in use at once of the requests that are not `inside`."""
-    outside = [
-        Buffer(str(i), i, len(requests) if request.end is None else request.end, request.size_bytes)
-        for i, request in enumerate(requests)
-        if i not in inside
-    ]
-    return live_bytes(outside)
+    return live_bytes([_buffer(requests, i) for i in range(len(requests)) if i not in inside])
+
+
+def _buffer(requests: Sequence[Request], i: int) -> Buffer:
+    """Return request `i` as a buffer; one that was not freed stays to the end."""
+    end = requests[i].end
+    return Buffer(str(i), i, len(requests) if end is None else end, requests[i].size_bytes, _ALIGNMENT)
 
 
 def _held(requests: Sequence[Request], tensors: Sequence[torch.Tensor | None]) -> frozenset[int]:

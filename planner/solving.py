@@ -167,7 +167,7 @@ class _Solves:
 
     @property
     def eager_bytes(self) -> int:
-        """What plain eager PyTorch needs of the memory that the budget counts."""
+        """Bytes that plain eager PyTorch needs of the memory that the budget counts."""
         if self.memory is Memory.ALLOCATED or self.eager_reserved_bytes is None:
             return self.summary.keep_everything_peak_bytes
         return self.eager_reserved_bytes

@@ -219,14 +219,14 @@ class Plan:
 
     @property
     def eager_bytes(self) -> int:
-        """What plain eager PyTorch needs of the memory that the budget counts: budgets in percent are shares of it."""
+        """Bytes that plain eager PyTorch needs of the memory that the budget counts: budgets in percent are shares of it."""
         if self.memory is Memory.ALLOCATED or self.reserved is None:
             return self.graph.keep_everything_peak_bytes
         return self.reserved.eager_bytes
 
     @property
     def predicted_bytes(self) -> int:
-        """What the plan needs of the memory that the budget counts."""
+        """Bytes that the plan needs of the memory that the budget counts."""
         return self.needed_bytes(self.peak_bytes)
 
     def needed_bytes(self, measured_peak_bytes: int) -> int:

@@ -35,3 +35,8 @@ OPTIMIZERS: dict[str, Optimizer] = {
     "momentum": Optimizer(1, classes=("SGD",), switches={"momentum": True}),
     "adamw": Optimizer(2, counter_bytes=4, temporaries=1, classes=("Adam", "AdamW"), switches={"amsgrad": False}),
 }
+
+
+def optimizer_of(provenance: Mapping[str, object]) -> Optimizer:
+    """Return the optimizer that a graph of this provenance was traced for; one without memory if it is none of ``OPTIMIZERS``."""
+    return OPTIMIZERS.get(str(provenance.get("optimizer")), OPTIMIZERS["none"])

@@ -12,7 +12,7 @@ from graphs.allocators.glibc import GlibcAllocator
 from graphs.allocators.training import Training, least_capacity_bytes, play, training_of, usage_of
 from graphs.errors import UsageError
 from graphs.ir import Graph, Kind
-from graphs.optimizers import OPTIMIZERS
+from graphs.optimizers import optimizer_of
 from graphs.options import without_options
 from graphs.pools import DEVICE
 from graphs.schedule import Schedule, keep_everything
@@ -66,7 +66,7 @@ def requests_of(graph: Graph, schedule: Schedule) -> Training:
 def reserved_beside(graph: Graph) -> Beside:
     """Return what is reserved for the step of `graph` beside any plan."""
     library_bytes, parameters = sum(_libraries(graph)), graph.static_bytes_by_kind.get(Kind.PARAMETER, 0)
-    optimizer = OPTIMIZERS.get(str(graph.provenance.get("optimizer")), OPTIMIZERS["none"])
+    optimizer = optimizer_of(graph.provenance)
     kept_bytes = sum(graph.tensors[t].size_bytes for t in graph.kept if graph.tensors[t].pool == DEVICE)
     in_use_bytes = graph.static_bytes + kept_bytes + optimizer.temporaries * parameters + library_bytes
     return Beside(library_bytes, in_use_bytes)
@@ -93,8 +93,7 @@ def reserved_for(graph: Graph, schedule: Schedule, memory: Memory, eager_bytes: 
 
 def eager_reserved_bytes(graph: Graph, memory: Memory) -> int:
     """Return what plain eager PyTorch reserves for the step of `graph`, which is on a CUDA device."""
-    program = without_options(graph).out_of_place()
-    return usage_of(requests_of(program, keep_everything(program)), rules_of(memory)).reserved_bytes
+    return usage_of(_eager_requests(graph), rules_of(memory)).reserved_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,13 +124,18 @@ class EagerMemory:
 
 def eager_memory(graph: Graph) -> EagerMemory:
     """Return what allocators take for training with plain eager PyTorch, by models of them."""
-    program = without_options(graph).out_of_place()
-    training = requests_of(program, keep_everything(program))
+    training = _eager_requests(graph)
     if not on_cuda(graph):
         return EagerMemory(resident_bytes=play(training, GlibcAllocator()).reserved_bytes)
     return EagerMemory(
         usage_of(training).reserved_bytes, usage_of(training, EXPANDABLE).reserved_bytes, least_capacity_bytes(training)
     )
+
+
+def _eager_requests(graph: Graph) -> Training:
+    """Return the requests of training with plain eager PyTorch."""
+    program = without_options(graph).out_of_place()
+    return requests_of(program, keep_everything(program))
 
 
 def least_device_bytes(graph: Graph, schedule: Schedule) -> int:

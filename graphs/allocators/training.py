@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from graphs.addresses import Buffer, buffers_of
 from graphs.allocators.caching import DEFAULT, CachingAllocator, DeviceFullError, Level, Rules
 from graphs.ir import Graph, Kind, Tensor
-from graphs.optimizers import OPTIMIZERS
+from graphs.optimizers import optimizer_of
 from graphs.pools import DEVICE
 from graphs.schedule import Schedule
 
@@ -63,7 +63,7 @@ def training_of(graph: Graph, schedule: Schedule, *, pool: str = DEVICE, library
     """
     held = [tensor for tensor in graph.tensors if tensor.static and tensor.pool == pool and tensor.size_bytes]
     parameters = [tensor.size_bytes for tensor in held if tensor.kind is Kind.PARAMETER]
-    optimizer = OPTIMIZERS.get(str(graph.provenance.get("optimizer")), OPTIMIZERS["none"])
+    optimizer = optimizer_of(graph.provenance)
 
     def sizes(tensors: Iterable[Tensor]) -> tuple[int, ...]:
         divided = (_divided(t.size_bytes, parameters) if t.kind in _FOR_ALL_PARAMETERS else [t.size_bytes] for t in tensors)

@@ -1,27 +1,31 @@
 """The eager runtime (``planner.rematerialize``): ``make bench-eager`` writes results/eager/.
 
 For each model the runtime with a budget that is never reached, and each heuristic at shares of eager PyTorch's peak. Steps of
-eager PyTorch and of the runtime take turns; times are of the thread, minima over the turns. Results are compared to the last bit.
+eager PyTorch and of the runtime take turns; times are of the thread, or on CUDA until the device is done, minima over the turns.
+Results are compared to the last bit; on CUDA under deterministic algorithms.
 """
 
 import gc
+import os
 import random
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Self
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks.command import carry_out, command_line, one_thread
+from benchmarks.command import add_names, carry_out, command_line, one_thread
 from benchmarks.storages import LiveStorages
 from graphs.errors import BudgetError
 from graphs.units import format_seconds
 from planner import options
 from planner.eager.session import Rematerialization, rematerialize
 from planner.models import build
+from planner.runtime.libraries import warm_up_libraries
 from planner.studies.experiment import Study
 from planner.studies.rows import Made, column, key, listed, provenance, value
 from planner.studies.tables import Column, markdown
@@ -45,15 +49,15 @@ class TreeNet(nn.Module):
     def forward(self, leaves: int, draw: random.Random) -> Tensor:
         """Return the vectors of random trees of `leaves` leaves."""
         if leaves == 1:
-            return self.leaf(torch.randint(100, (self.batch,)))
+            return self.leaf(torch.randint(100, (self.batch,), device=self.leaf.weight.device))
         left = draw.randrange(1, leaves)
         i, f, g, o = self.gates(torch.cat((self(left, draw), self(leaves - left, draw)), 1)).chunk(4, 1)
         return o.sigmoid() * (i.sigmoid() * g.tanh() + f.sigmoid()).tanh()
 
 
-def tree() -> tuple[nn.Module, Step]:
+def tree(device: str) -> tuple[nn.Module, Step]:
     """Return a recursive network, and a step on a random tree."""
-    model, draw = TreeNet(128), random.Random(0)
+    model, draw = TreeNet(128).to(device), random.Random(0)
     state = draw.getstate()
 
     def step() -> Tensor:
@@ -64,18 +68,22 @@ def tree() -> tuple[nn.Module, Step]:
     return model, step
 
 
-def zoo(name: str, **sizes: int | float) -> tuple[nn.Module, Step]:
+def zoo(name: str, device: str, **sizes: int | float) -> tuple[nn.Module, Step]:
     """Return a model of the zoo and its step."""
-    model, loss_fn, batch = build(name, **sizes)
+    model, loss_fn, batch = build(name, device=device, **sizes)
     return model, lambda: loss_fn(model(*batch[:-1]), batch[-1])
 
 
-MODELS: dict[str, Callable[[], tuple[nn.Module, Step]]] = {
+MODELS: dict[str, Callable[[str], tuple[nn.Module, Step]]] = {
     "tree": tree,
     "gpt2": partial(zoo, "gpt2", layers=4, width=128, heads=4, vocab=500, batch=8, seq=128, dropout=0.1),
     "gpt2-wide": partial(zoo, "gpt2", layers=4, width=256, heads=4, vocab=500, batch=8, seq=128, dropout=0.1),
     "resnet50": partial(zoo, "resnet50", width=16, size=64, classes=10, batch=16),
+    # For a GPU, on which the ops of the others are shorter than their launches.
+    "gpt2-small": partial(zoo, "gpt2", layers=12, width=768, heads=12, batch=8, seq=512),
+    "resnet50-full": partial(zoo, "resnet50", batch=48),
 }
+ON_CPU = ("tree", "gpt2", "gpt2-wide", "resnet50")  # by default
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,15 +105,18 @@ class EagerRow(Made):
     steps: int = column("steps that are timed")
 
 
-def measure(name: str, known: Sequence[EagerRow], *, steps: int) -> Iterator[EagerRow]:
+def measure(name: str, known: Sequence[EagerRow], *, steps: int, device: str, heuristics: Sequence[str]) -> Iterator[EagerRow]:
     """Yield the rows of a model."""
     torch.manual_seed(0)
-    model, step = MODELS[name]()
-    with LiveStorages(existing()) as live:
+    model, step = MODELS[name](device)
+    warm_up_libraries(torch.device(device))
+    train(model, step)  # libraries load their kernels
+    with counted(model) as live:
         expected = train(model, step)
     others = sum(t.untyped_storage().nbytes() for t in expected)  # they stay, to be compared
+    others += warm_up_libraries(torch.device(device))  # workspaces that stay too
     have = {(row.share, row.heuristic) for row in known}
-    cases = [(PLENTY, 2.0, "dtr")] + [(f"{share:.0%}", share, heuristic) for share in SHARES for heuristic in HEURISTICS]
+    cases = [(PLENTY, 2.0, "dtr")] + [(f"{share:.0%}", share, heuristic) for share in SHARES for heuristic in heuristics]
     for label, share, heuristic in cases:
         if (label, heuristic) in have:
             continue
@@ -119,7 +130,7 @@ def measure(name: str, known: Sequence[EagerRow], *, steps: int) -> Iterator[Eag
             budget_bytes=budget,
             steps=steps,
             **found.columns(),
-            **provenance(),
+            **provenance(torch.device(device)),
         )
 
 
@@ -159,15 +170,16 @@ class Found:
 
 def within(budget: int, heuristic: str, model: nn.Module, step: Step, expected: list[Tensor], *, steps: int) -> Found:
     """Run steps within a budget and plain steps, by turns; first one of which results and peak are taken."""
-    session = rematerialize(budget, heuristic=heuristic, max_recomputation=100)
+    block = partial(rematerialize, budget, heuristic=heuristic, device=device_of(model), max_recomputation=100)
+    session = block()
     eager, times = [], []
     try:
-        with LiveStorages(existing()) as live, session:
+        with counted(model) as live, session:
             exact = all(torch.equal(a, b) for a, b in zip(train(model, step), expected, strict=True))
         peak = live.peak_bytes - sum(t.untyped_storage().nbytes() for t in expected)
         for _ in range(steps):
             eager.append(seconds(model, step))
-            with rematerialize(budget, heuristic=heuristic, max_recomputation=100):
+            with block():
                 train(model, step)  # learns sizes and times
                 times.append(seconds(model, step))
     except BudgetError:
@@ -177,10 +189,13 @@ def within(budget: int, heuristic: str, model: nn.Module, step: Step, expected: 
 
 
 def seconds(model: nn.Module, step: Step) -> float:
-    """Return the time of the thread in a step, with its backward pass."""
-    start = time.thread_time()
+    """Return the time of the thread in a step, with its backward pass; on CUDA until the device is done."""
+    clock, wait = (time.perf_counter, torch.cuda.synchronize) if device_of(model).type == "cuda" else (time.thread_time, None)
+    start = clock()
     step().backward()
-    took = time.thread_time() - start
+    if wait is not None:
+        wait()
+    took = clock() - start
     model.zero_grad()
     return took
 
@@ -195,10 +210,35 @@ def train(model: nn.Module, step: Step) -> list[Tensor]:
     return results
 
 
-def existing() -> list[Tensor]:
-    """Return all tensors that Python knows of, as the runtime counts them."""
+def counted(model: nn.Module) -> "LiveStorages | DevicePeak":
+    """Return a block that counts the bytes of all tensors: on CUDA the allocator's own count, without workspaces of libraries."""
+    device = device_of(model)
     gc.collect()
-    return [found for found in gc.get_objects() if type(found) in (torch.Tensor, nn.Parameter) and found.is_cpu]
+    if device.type == "cuda":
+        return DevicePeak(device)
+    return LiveStorages(found for found in gc.get_objects() if type(found) in (torch.Tensor, nn.Parameter) and found.is_cpu)
+
+
+class DevicePeak:
+    """The most bytes that PyTorch's allocator hands out in a block."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.peak_bytes = 0
+
+    def __enter__(self) -> Self:
+        """Begin to count."""
+        torch.cuda.reset_peak_memory_stats(self._device)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Take the peak."""
+        self.peak_bytes = torch.cuda.max_memory_allocated(self._device) - warm_up_libraries(self._device)
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Return the device of the parameters."""
+    return next(model.parameters()).device
 
 
 def per_op(row: EagerRow) -> float | None:
@@ -221,13 +261,19 @@ TABLE = (
 
 def main(words: Sequence[str] | None = None) -> int:
     """Measure the missing models; write rows and table."""
-    parser = command_line(__doc__, EagerRow, models=MODELS, out="results/eager")
+    parser = command_line(__doc__, EagerRow, out="results/eager")
+    add_names(parser, "--models", MODELS, ",".join(ON_CPU))
     parser.add_argument("--steps", type=options.count, default=3, help="steps timed of each (default: %(default)s)")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda (default: %(default)s)")
+    add_names(parser, "--heuristics", HEURISTICS)
     arguments = parser.parse_args(words)
     one_thread()
+    if arguments.device != "cpu":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else products may differ in bits
+        torch.use_deterministic_algorithms(True)
     study = Study(
         EagerRow,
-        partial(measure, steps=arguments.steps),
+        partial(measure, steps=arguments.steps, device=arguments.device, heuristics=arguments.heuristics),
         order=listed(model=MODELS, share=(PLENTY, *(f"{share:.0%}" for share in SHARES)), heuristic=HEURISTICS),
         pages={"table.md": partial(markdown, columns=TABLE)},
         whole=False,

@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from graphs.errors import PlannerError
-from graphs.ir import Graph
+from graphs.ir import Graph, Op
 from graphs.lifetimes import lifetimes
 from graphs.overwriting import Overwriting, Pairs
 from graphs.pools import DEVICE
-from graphs.schedule import Compute, Schedule
+from graphs.requests import WORKSPACE
+from graphs.schedule import Compute, Schedule, Step
 
 
 class AddressError(PlannerError):
@@ -129,13 +130,20 @@ def live_bytes(buffers: Sequence[Buffer]) -> int:
     return total
 
 
-def buffers_of(graph: Graph, schedule: Schedule, *, pool: str = DEVICE, alignment: int = 1) -> tuple[Buffer, ...]:
-    """Return the buffers in memory `pool` of a step, one for each stay of a tensor there; times are indices of steps.
+def buffers_of(
+    graph: Graph, schedule: Schedule, *, pool: str = DEVICE, alignment: int = 1, moments: int = 1
+) -> tuple[Buffer, ...]:
+    """Return the buffers in memory `pool` of a step, one for each stay of a tensor there.
 
     An output that is written over an input shares its buffer. Workspaces, and the second copies of outputs that are in
     memory already, are buffers of one step. Static tensors are left out: the most bytes in use at once are the peak of
     ``simulate`` less ``Graph.static_bytes``.
+
+    Args:
+        moments: a step of the schedule takes so much of the buffers' time. With 1, all that an op takes begins at once; with
+            ``moments_of``, its requests follow one another.
     """
+    in_order = _InOrder(graph, moments)
     stays = _stays_of(graph, schedule)
     overwriting = Overwriting(graph)
     pairs = [overwriting.follow(schedule.steps, index) for index in range(len(schedule.steps))]
@@ -153,10 +161,47 @@ def buffers_of(graph: Graph, schedule: Schedule, *, pool: str = DEVICE, alignmen
                 stay = joined[stay]
             end = stays[stay[0]][stay[1]]
             name = tensor.name if number == 1 else f"{tensor.name}#{number}"
-            buffers.append(Buffer(name, first, end, tensor.size_bytes, alignment, pool))
-    for index, name, size_bytes in _passing(graph, schedule, pairs, stays, pool):
-        buffers.append(Buffer(f"{name} of step {index}", index, index + 1, size_bytes, alignment, pool))
+            lower = in_order.of_output(schedule.steps[first], first, tensor.id)
+            buffers.append(Buffer(name, lower, end * moments, tensor.size_bytes, alignment, pool))
+    for index, name, passing in _passing(graph, schedule, pairs, stays, pool, in_order):
+        buffers.append(Buffer(f"{name} of step {index}", *passing, alignment, pool))
     return tuple(buffers)
+
+
+def moments_of(graph: Graph) -> int:
+    """Return the least number of moments in a step, so that all requests of an op have their own."""
+    return 1 + max(max(len(op.requests), len(op.outputs) + 1) for op in graph.ops)
+
+
+class _InOrder:
+    """The times of the requests of ops: those of a step begin at its index times `moments`."""
+
+    def __init__(self, graph: Graph, moments: int) -> None:
+        self._graph, self._moments = graph, moments
+
+    def of_output(self, step: Step, index: int, tensor: int) -> int:
+        """Return when an output is requested."""
+        if self._moments == 1 or not isinstance(step, Compute):
+            return index * self._moments
+        op = self._graph.ops[step.op]
+        position = op.outputs.index(tensor)
+        places = (place for place, request in enumerate(op.requests) if request.output == position)
+        return index * self._moments + next(places, position)
+
+    def workspaces(self, index: int, op: Op) -> Iterator[tuple[int, int, int]]:
+        """Yield beginning, end and bytes of each workspace."""
+        begin, end = index * self._moments, (index + 1) * self._moments
+        if self._moments == 1 or not op.requests:
+            if op.workspace_bytes:
+                yield begin + (0 if self._moments == 1 else len(op.outputs)), end, op.workspace_bytes
+            return
+        for place, request in enumerate(op.requests):
+            if request.output == WORKSPACE:
+                yield begin + place, end if request.until == len(op.requests) else begin + request.until, request.size_bytes
+
+    def second_copy(self, index: int) -> tuple[int, int]:
+        """Return beginning and end of an output that is in memory already."""
+        return (index + 1) * self._moments - 1, (index + 1) * self._moments
 
 
 _Stay = tuple[int, int]  # of a tensor: its id, and the step that makes it
@@ -179,18 +224,22 @@ def _joined(pairs: Sequence[Pairs], stays: _Stays) -> dict[_Stay, _Stay]:
 
 
 def _passing(
-    graph: Graph, schedule: Schedule, pairs: Sequence[Pairs], stays: _Stays, pool: str
-) -> Iterator[tuple[int, str, int]]:
-    """Yield what is in use during one step only, its name and bytes: workspaces, and second copies of outputs."""
+    graph: Graph, schedule: Schedule, pairs: Sequence[Pairs], stays: _Stays, pool: str, in_order: _InOrder
+) -> Iterator[tuple[int, str, tuple[int, int, int]]]:
+    """Yield what is in use during one step only: workspaces, and second copies of outputs.
+
+    Each has the index of the step, a name, and beginning, end and bytes.
+    """
     works_for = {owner: next(p.name for p in graph.pools if p.owner == owner) for owner in {p.owner for p in graph.pools}}
     for index, step in enumerate(schedule.steps):
         if not isinstance(step, Compute):
             continue
         op = graph.ops[step.op]
-        if op.workspace_bytes and works_for.get(op.stream) == pool:
-            yield index, "workspace", op.workspace_bytes
+        if works_for.get(op.stream) == pool:
+            for number, passing in enumerate(in_order.workspaces(index, op), 1):
+                yield index, "workspace" if number == 1 else f"workspace {number}", passing
         over = {output for output, _ in pairs[index]}
         for t in op.outputs:
             tensor = graph.tensors[t]
             if index not in stays[t] and t not in over and tensor.pool == pool and tensor.size_bytes:
-                yield index, f"second {tensor.name}", tensor.size_bytes
+                yield index, f"second {tensor.name}", (*in_order.second_copy(index), tensor.size_bytes)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from graphs.errors import GraphError
 from graphs.pools import COMPUTE, DEVICE
+from graphs.requests import WORKSPACE
 
 if TYPE_CHECKING:
     from graphs.ir import Graph, Op
@@ -117,6 +118,7 @@ def _check_ops(graph: "Graph") -> None:
         if not isinstance(op.workspace_bytes, int) or op.workspace_bytes < 0:
             raise GraphError(f"{where} has workspace {op.workspace_bytes!r}: sizes are whole bytes, 0 or more")
         _check_amounts(where, "uses", op.uses)
+        _check_requests(where, op)
         if not op.stream:
             raise GraphError(f"{where} runs on a stream without a name")
         if op.workspace_bytes and op.stream not in owners:
@@ -127,6 +129,16 @@ def _check_ops(graph: "Graph") -> None:
         _check_order(before, op)
         _check_op_tensors(graph, op)
         before = op
+
+
+def _check_requests(where: str, op: "Op") -> None:
+    """Raise an error unless each request is for one of the outputs, once, or a workspace that is freed later."""
+    outputs = [request.output for request in op.requests if request.output != WORKSPACE]
+    if len(set(outputs)) < len(outputs) or not all(0 <= position < len(op.outputs) for position in outputs):
+        raise GraphError(f"{where} requests memory for outputs {outputs}: each of its {len(op.outputs)} at most once")
+    for index, request in enumerate(op.requests):
+        if request.output == WORKSPACE and (request.size_bytes <= 0 or not index < request.until <= len(op.requests)):
+            raise GraphError(f"{where} has the request {tuple(request)} at {index}: it must be above 0 bytes, and freed later")
 
 
 def _check_amounts(where: str, does: str, amounts: Sequence[tuple[str, float]]) -> None:

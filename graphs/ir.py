@@ -18,6 +18,7 @@ from functools import cached_property
 
 from graphs.checks import check_graph
 from graphs.pools import COMPUTE, DEVICE, TRANSFER, Pool
+from graphs.requests import Request
 
 TANGENT = "tangent"  # name of the gradient of the loss among the inputs
 
@@ -112,6 +113,8 @@ class Op:
             after the op, and no other stream has read it since it was produced. Empty for optional ops.
         uses: pairs of a resource name and the amount used if the op is executed at all, counted once. Empty for ops of the
             program.
+        requests: all requests for memory in their order, as recorded on a device, which is what its allocator reserves memory
+            by. Empty if unknown: first the outputs, then one workspace.
     """
 
     id: int
@@ -132,6 +135,7 @@ class Op:
     differs: str = ""
     overwrites: tuple[tuple[int, int], ...] = ()
     uses: tuple[tuple[str, float], ...] = ()
+    requests: tuple[Request, ...] = ()
 
     @property
     def exact(self) -> bool:

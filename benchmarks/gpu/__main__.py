@@ -41,8 +41,16 @@ _TESTS = ("pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", "--durations=20
 STEPS: Mapping[str, GpuStep] = {
     "probe": GpuStep(("benchmarks.gpu.probe",), 60.0),
     "tests": GpuStep(_TESTS, 240.0),
-    "plans": GpuStep(("benchmarks.gpu.plans", "--fresh", "--out", "{out}/plans"), 240.0),
+    "plans": GpuStep(("benchmarks.gpu.plans", "--fresh", "--ways", "recompute,reserved", "--out", "{out}/plans"), 300.0),
     "ways": GpuStep(("benchmarks.gpu.plans", "--fresh", "--ways", "offload,cuda-graph,inductor", "--out", "{out}/ways"), 300.0),
+    "eager": GpuStep(
+        (
+            *("benchmarks.eager", "--fresh", "--device", "cuda", "--models", "tree,gpt2-small,resnet50-full"),
+            *("--heuristics", "dtr,megengine", "--out", "{out}/eager"),
+        ),
+        240.0,
+    ),
+    "allocator": GpuStep(("benchmarks.gpu.allocator", "--out", "{out}/allocator"), 180.0),
 }
 
 

@@ -66,6 +66,26 @@ def attention() -> Lines:
                 yield f"attention, {dtype}, {backend.name}", f"no: {str(error).splitlines()[0]}"
 
 
+def context() -> Lines:
+    """Yield the bytes of the device that are outside of PyTorch's allocator, after each kind of work that loads more."""
+
+    def outside() -> str:
+        torch.cuda.synchronize()
+        free, total = torch.cuda.mem_get_info()
+        return f"{total - free - torch.cuda.memory_reserved()} B"
+
+    ones = torch.ones(64, 64, device="cuda", requires_grad=True)
+    yield "outside of the allocator, first tensor", outside()
+    torch.mm(ones, ones).sum().backward()
+    yield "outside of the allocator, product", outside()
+    image, kernel = torch.ones(2, 8, 32, 32, device="cuda"), torch.ones(8, 8, 3, 3, device="cuda", requires_grad=True)
+    F.conv2d(image, kernel).sum().backward()
+    yield "outside of the allocator, convolution", outside()
+    query = torch.ones(2, 4, 64, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    F.scaled_dot_product_attention(query, query, query).sum().backward()
+    yield "outside of the allocator, attention", outside()
+
+
 def workspaces() -> Lines:
     """Yield the bytes that libraries allocate in a forward and a backward pass, which they do once."""
     for turn in ("first", "second"):
@@ -138,7 +158,7 @@ def link() -> Lines:
         yield f"copies {name}", f"{_COPY_BYTES / (time.perf_counter() - began) / 1e9:.1f} GB/s"
 
 
-PROBES = (versions, device, workspaces, rounding, attention, repeating, graphs, link)
+PROBES = (versions, device, workspaces, context, rounding, attention, repeating, graphs, link)
 
 
 def main() -> int:

@@ -6,7 +6,7 @@ from functools import cached_property
 from itertools import chain
 from typing import Any, Protocol
 
-from graphs.addresses import Buffer, buffers_of
+from graphs.addresses import Buffer, buffers_of, moments_of
 from graphs.allocators.caching import DEFAULT, CachingAllocator, DeviceFullError, Level, Rules
 from graphs.ir import Graph, Kind, Tensor
 from graphs.optimizers import optimizer_of
@@ -26,6 +26,7 @@ class Training:
         static: memory before the first step: parameters, inputs, gradients that are accumulated.
         libraries: workspaces that libraries allocate in the first step and keep.
         buffers: memory of each step (``buffers_of``). What stays at its end is freed after the optimizer has run.
+        moments: a step of the schedule takes so much of the buffers' time.
         state: of the optimizer, allocated after the first step.
         temporaries: of the optimizer, held at the same time after each step.
     """
@@ -35,6 +36,7 @@ class Training:
     libraries: tuple[int, ...] = ()
     state: tuple[int, ...] = ()
     temporaries: tuple[int, ...] = ()
+    moments: int = 1
 
     @cached_property
     def events(self) -> tuple[tuple[int, int, bool], ...]:
@@ -47,9 +49,8 @@ class Training:
         starts = ((b.lower, 1, i) for i, b in enumerate(self.buffers))
         return tuple((time, index, bool(kind)) for time, kind, index in sorted((*frees, *starts)))
 
-    @staticmethod
-    def _passing(buffer: Buffer, end: int) -> bool:
-        return buffer.upper == end == buffer.lower + 1
+    def _passing(self, buffer: Buffer, end: int) -> bool:
+        return buffer.upper == end and buffer.lower >= end - self.moments
 
 
 def training_of(graph: Graph, schedule: Schedule, *, pool: str = DEVICE, library_bytes: Sequence[int] = ()) -> Training:
@@ -69,9 +70,11 @@ def training_of(graph: Graph, schedule: Schedule, *, pool: str = DEVICE, library
         divided = (_divided(t.size_bytes, parameters) if t.kind in _FOR_ALL_PARAMETERS else [t.size_bytes] for t in tensors)
         return tuple(chain.from_iterable(divided))
 
+    moments = moments_of(graph)
     return Training(
+        moments=moments,
         static=sizes(tensor for tensor in held if tensor.kind is not Kind.OPTIMIZER_STATE),
-        buffers=buffers_of(graph, schedule, pool=pool),
+        buffers=buffers_of(graph, schedule, pool=pool, moments=moments),
         libraries=tuple(library_bytes),
         state=sizes(tensor for tensor in held if tensor.kind is Kind.OPTIMIZER_STATE),
         temporaries=tuple(parameters) * optimizer.temporaries,

@@ -147,6 +147,7 @@ class _Devices:
                     optional=True,
                     replaces=(op.id,),
                     overwrites=(),
+                    requests=(),
                     differs="" if op.id in device.exact else device.differs,
                 )
             )

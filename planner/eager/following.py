@@ -81,8 +81,14 @@ class StepFollower:
             elif not storage.address and storage.recomputable(storage.version):
                 self._recompute(storage)
 
-    def after_op(self, call: "Call", signature: int) -> None:
-        """Log an op that has run; `signature` is the number of its signature, 0 if its sizes depend on more than that."""
+    def after_op(self, call: "Call", signature: int, workspace_bytes: int = 0) -> None:
+        """Log an op that has run.
+
+        Args:
+            call: the op.
+            signature: number of its signature; 0 if its sizes depend on more than that.
+            workspace_bytes: what it takes while it runs.
+        """
         if self._log is None:
             return
         op = LoggedOp(
@@ -94,6 +100,7 @@ class StepFollower:
             call.recordable,
             call.operator.random,
             current_autograd_node() is not None,
+            workspace_bytes,
         )
         sizes = () if signature else tuple([storage.size_bytes for storage in call.made])
         self.plans.add_op(op, (id(call.function), signature, sizes))

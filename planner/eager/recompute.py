@@ -23,6 +23,7 @@ class Recomputation:
     Args:
         memory: where room is made before each op.
         max_recomputation: the most ops that may be recomputed in a step, as a multiple of the ops of the step.
+        returns_early: ops return before they are done, as on CUDA: they count as they were measured first.
 
     Attributes:
         ops: number of recomputed ops.
@@ -32,8 +33,9 @@ class Recomputation:
         running: the runtime executes ops of its own.
     """
 
-    def __init__(self, memory: Memory, max_recomputation: float) -> None:
+    def __init__(self, memory: Memory, max_recomputation: float, *, returns_early: bool = False) -> None:
         self.memory = memory
+        self._returns_early = returns_early
         self.max_recomputation = max_recomputation
         self.step_ops = 0
         self.ops = 0
@@ -111,7 +113,7 @@ class Recomputation:
         """Evict for the outputs of `op`; as the last resort, inputs that storages under way wait with, which each loses once."""
         while True:
             try:
-                self.memory.make_room(op.out_bytes, f"recomputing {op.function}")
+                self.memory.make_room(op.room_bytes, f"recomputing {op.function}")
             except BudgetError:
                 if not any(rebuild.let_go() for rebuild in stack[:-1]):
                     raise
@@ -124,7 +126,7 @@ class Recomputation:
         kwargs = fill(op.kwargs, remaining)
         start = self.memory.now()
         outputs = _draw_again(op, args, kwargs) if op.draws else op.function(*args, **kwargs)
-        seconds = self.memory.now() - start
+        seconds = op.seconds if self._returns_early else self.memory.now() - start
         return (list(outputs) if isinstance(outputs, list | tuple) else [outputs]), seconds
 
     def _count(self, op: RecordedOp, seconds: float) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from planner.eager.device_costs import DeviceCosts
 from planner.eager.following import StepFollower
 from planner.eager.memory import Memory
 from planner.eager.modules import CurrentModule
@@ -32,6 +33,7 @@ class Recorder(TorchDispatchMode):
         memory: the budgeted memory.
         sizes: of outputs, by signature.
         recomputation: executes recorded ops.
+        device_costs: measures ops on a CUDA device; None on the CPU.
 
     Attributes:
         lock: held by whatever reads or changes the state of the runtime; a backward pass may run in several threads.
@@ -45,11 +47,14 @@ class Recorder(TorchDispatchMode):
         module: the module that is running, while entered.
     """
 
-    def __init__(self, memory: Memory, sizes: OutputSizes, recomputation: Recomputation) -> None:
+    def __init__(
+        self, memory: Memory, sizes: OutputSizes, recomputation: Recomputation, device_costs: DeviceCosts | None = None
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.memory = memory
         self.sizes = sizes
         self.recomputation = recomputation
+        self.device_costs = device_costs
         self.lock = threading.RLock()
         self.saved = 0
         self.saved_storages: dict[int, TrackedStorage] = {}
@@ -96,28 +101,29 @@ class Recorder(TorchDispatchMode):
                 return self._write_pinned(call, args, kwargs)
         known = self._describe(call)
         out_bytes = known.out_bytes
-        if memory.live_bytes + out_bytes > memory.budget_bytes:
-            memory.make_room(out_bytes, func)
-        elif memory.live_bytes + out_bytes > memory.peak_bytes:
-            memory.peak_bytes = memory.live_bytes + out_bytes
+        room_bytes = out_bytes + known.workspace_bytes
+        if memory.live_bytes + room_bytes > memory.budget_bytes:
+            memory.make_room(room_bytes, func)
+        elif memory.live_bytes + room_bytes > memory.peak_bytes:
+            memory.peak_bytes = memory.live_bytes + room_bytes
         if call.written:
             self._before_writes(call)
         if operator.random:
             with LOCK:
                 generator = generator_of(args, kwargs)
                 call.draws = (generator, RandomState.of(generator))
-                outputs = self._execute(call, args, kwargs)
+                outputs = self._execute(call, known, args, kwargs)
         else:
-            outputs = self._execute(call, args, kwargs)
+            outputs = self._execute(call, known, args, kwargs)
         if memory.freed:
             memory.settle()
         if call.seconds < known.seconds:
             known.seconds = call.seconds
         else:
             call.seconds = known.seconds
-        made_bytes = self._record(call, outputs)
+        made_bytes = self._record(call, known, outputs)
         if self.follower is not None:
-            self.follower.after_op(call, known.number)
+            self.follower.after_op(call, known.number, known.workspace_bytes)
         if made_bytes != out_bytes:
             known.out_bytes = made_bytes
             memory.make_room(0, func)
@@ -158,9 +164,10 @@ class Recorder(TorchDispatchMode):
         found = {storage_address(tensor): tensor for tensor in tensors if tensor.layout is torch.strided}
         call.written = [self.memory.find(address) or self.memory.add(tensor) for address, tensor in found.items()]
 
-    def _execute(self, call: "_Call", args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _execute(self, call: "_Call", known: KnownOp, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Execute an op and time it."""
         memory = self.memory
+        is_measured = self.device_costs is not None and self.device_costs.start(known.number)
         start = memory.now()
         try:
             outputs = call.function(*args, **kwargs)
@@ -168,7 +175,12 @@ class Recorder(TorchDispatchMode):
             if call.written or allocator_failure(error) is None:
                 raise
             outputs = self._retry(call, args, kwargs, error)
-        call.seconds = memory.now() - start
+        if self.device_costs is None:
+            call.seconds = memory.now() - start
+        elif is_measured:
+            call.seconds, call.taken_bytes = self.device_costs.stop()
+        else:
+            call.seconds = known.seconds
         memory.clock_s += call.seconds
         self.recomputation.step_ops += 1
         return outputs
@@ -247,7 +259,7 @@ class Recorder(TorchDispatchMode):
 
     # What an op has made and written.
 
-    def _record(self, call: "_Call", outputs: Any) -> int:
+    def _record(self, call: "_Call", known: KnownOp, outputs: Any) -> int:
         """Record an op and return the bytes that it has made."""
         memory = self.memory
         made: list[tuple[int, torch.Tensor]] = []
@@ -280,12 +292,15 @@ class Recorder(TorchDispatchMode):
             if op is not None:
                 storage.chain.append(op)
                 op.outputs.append((position, weakref.ref(storage)))
+        if call.taken_bytes > made_bytes + known.workspace_bytes:
+            known.workspace_bytes = call.taken_bytes - made_bytes
+        room_bytes = made_bytes + known.workspace_bytes
         if call.in_place is not None:
-            call.in_place.out_bytes = made_bytes
+            call.in_place.room_bytes = room_bytes
         if op is None:
             self.kept_ops += 1
         else:
-            op.out_bytes = made_bytes
+            op.room_bytes = room_bytes
             self._count(op)
         return made_bytes
 
@@ -516,6 +531,8 @@ class _Call:
         args: its arguments, kwargs its keyword arguments.
         written: the storages that it writes.
         made: the storages that it has made.
+        seconds: time that it has taken, or that such ops take.
+        taken_bytes: all that it has allocated; 0 if that was not measured.
         recordable: all that it reads can be named.
         in_place: the op in the chain of what it writes.
     """
@@ -535,6 +552,7 @@ class _Call:
         "recorded_kwargs",
         "replay",
         "seconds",
+        "taken_bytes",
         "written",
     )
 
@@ -551,6 +569,7 @@ class _Call:
         self.made: list[TrackedStorage] = []
         self.draws: tuple[torch.Generator, RandomState] | None = None
         self.seconds = 0.0
+        self.taken_bytes = 0
         self.recorded_args: Sequence[Any] = ()
         self.recorded_kwargs: dict[str, Any] = {}
 

@@ -16,6 +16,7 @@ from graphs.errors import BudgetError, UsageError
 from graphs.io.formats import write_graph
 from graphs.units import format_bytes, format_seconds
 from planner.budgets import budget_in_bytes, is_auto, is_share, read_budget
+from planner.eager.device_costs import DeviceCosts
 from planner.eager.following import StepFollower
 from planner.eager.memory import Memory
 from planner.eager.recompute import Recomputation
@@ -105,8 +106,13 @@ class Rematerialization:
             if memory.find(storage_address(tensor)) is None:
                 memory.add(tensor)
         del tensors
+        costs = None
+        if self._device.type == "cuda":
+            costs = DeviceCosts(self._device)
+            memory.live_bytes = max(memory.live_bytes, costs.in_use_bytes())  # with what Python does not know of
         memory.make_room(0, "the block")
-        self._recorder = recorder = Recorder(memory, sizes, Recomputation(memory, self._max_recomputation))
+        recomputation = Recomputation(memory, self._max_recomputation, returns_early=costs is not None)
+        self._recorder = recorder = Recorder(memory, sizes, recomputation, costs)
         plans = StepPlans(memory.budget_bytes)
         recorder.follower = follower = StepFollower(plans, memory, recorder.recomputation.recompute_saved)
         memory.on_release = follower.released
@@ -167,7 +173,7 @@ class Rematerialization:
 
     @property
     def recomputed_s(self) -> float:
-        """The time of recomputed ops so far; on CUDA the time to launch them."""
+        """The time of recomputed ops so far; on CUDA by the times of their first executions."""
         return self._entered.recomputation.seconds
 
     @property

@@ -19,6 +19,7 @@ class KnownOp:
 
     Attributes:
         out_bytes: bytes of the outputs; 0 if they are not known.
+        workspace_bytes: bytes that it takes besides them while it runs, as far as known.
         seconds: the least time of an execution.
         number: of the signature; 0 if the sizes depend on more than it.
     """
@@ -26,6 +27,7 @@ class KnownOp:
     out_bytes: int
     seconds: float = math.inf
     number: int = 0
+    workspace_bytes: int = 0
 
 
 class OutputSizes:

@@ -19,6 +19,7 @@ class LoggedOp(NamedTuple):
         recomputable: it can be executed again.
         random: it draws random numbers.
         backward: autograd called it.
+        workspace_bytes: what it takes while it runs besides what it makes.
     """
 
     target: object
@@ -29,6 +30,7 @@ class LoggedOp(NamedTuple):
     recomputable: bool = True
     random: bool = False
     backward: bool = False
+    workspace_bytes: int = 0
 
 
 class StepLog:
@@ -157,6 +159,7 @@ class _Draft:
                 inputs=tuple(inputs),
                 outputs=tuple(outputs),
                 time_s=op.time_s,
+                workspace_bytes=op.workspace_bytes,
                 phase=Phase.BACKWARD if self.backward else Phase.FORWARD,
                 recomputable=op.recomputable,
                 random=op.random,

@@ -173,7 +173,7 @@ class RecordedOp:
         outputs: weak references to the storages that it made, by the position of the output; the one that it writes, if it
             works in place.
         in_place: it writes a storage that existed.
-        out_bytes: size of what it allocates.
+        room_bytes: bytes of its outputs, and that it takes while it runs.
         seconds: measured time.
         draws: the generator and its state before the op; None if it does not draw.
         ledger_id: identity in the ledger; None before it is entered.
@@ -192,8 +192,8 @@ class RecordedOp:
         "kwargs",
         "ledger_id",
         "module",
-        "out_bytes",
         "outputs",
+        "room_bytes",
         "seconds",
     )
 
@@ -211,7 +211,7 @@ class RecordedOp:
         self.inputs = inputs
         self.outputs: list[tuple[int, weakref.ref[TrackedStorage]]] = []
         self.in_place = False
-        self.out_bytes = 0
+        self.room_bytes = 0
         self.seconds = seconds
         self.ledger_id: int | None = None
         self.module = ""

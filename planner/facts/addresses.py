@@ -61,7 +61,7 @@ def reserved_addresses(timeline: Timeline) -> Addresses | None:
     allocator = CachingAllocator(rules=rules_of(plan.memory))
     usage = play(training, allocator)
     begins = dict(zip(allocator.segments, accumulate((s.size_bytes for s in allocator), initial=0), strict=False))
-    changes = {step: size for (step, _, _), size in zip(training.events, usage.by_step[-1], strict=True)}
+    changes = {time // training.moments: size for (time, _, _), size in zip(training.events, usage.by_step[-1], strict=True)}
     by_step = accumulate(
         range(len(plan.schedule.steps)), lambda held, step: changes.get(step, held), initial=usage.by_step[-2][-1]
     )
@@ -71,6 +71,7 @@ def reserved_addresses(timeline: Timeline) -> Addresses | None:
             training.buffers,
             [begins[place.segment] + place.offset for place in usage.places],
             [place.size_bytes for place in usage.places],
+            moments=training.moments,
         ),
         total_bytes=allocator.reserved.bytes,
         borders=tuple(begins.values()),
@@ -87,7 +88,9 @@ def planned_addresses(timeline: Timeline) -> Addresses:
     return Addresses(_stays(timeline, buffers, offsets, [buffer.size for buffer in buffers]), result.height_bytes)
 
 
-def _stays(timeline: Timeline, buffers: Sequence[Buffer], addresses: Sequence[int], sizes: Sequence[int]) -> tuple[Stay, ...]:
+def _stays(
+    timeline: Timeline, buffers: Sequence[Buffer], addresses: Sequence[int], sizes: Sequence[int], *, moments: int = 1
+) -> tuple[Stay, ...]:
     names = {tensor.name for tensor in timeline.graph.tensors}
 
     def tensor(buffer: Buffer) -> str:
@@ -95,6 +98,6 @@ def _stays(timeline: Timeline, buffers: Sequence[Buffer], addresses: Sequence[in
         return name if name in names else ""
 
     return tuple(
-        Stay(tensor(buffer), buffer.lower, buffer.upper, address, size)
+        Stay(tensor(buffer), buffer.lower // moments, -(-buffer.upper // moments), address, size)
         for buffer, address, size in zip(buffers, addresses, sizes, strict=True)
     )

@@ -2,12 +2,16 @@
 
 import gc
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.autograd.profiler import profile, record_function
+
+from graphs.requests import WORKSPACE, Request
+from planner.torch_private.cuda import is_recording_memory, recorded_memory
 
 # Called by the measured function where one segment ends and the next begins.
 Mark = Callable[[], None]
@@ -66,6 +70,60 @@ def _quiet_kineto() -> Iterator[None]:
             del os.environ[name]
 
 
+def cuda_bytes(device: torch.device) -> int:
+    """Return the bytes that are in use on a CUDA device, as they were asked for.
+
+    ``torch.cuda.memory_allocated`` counts whole blocks: what it says of the same tensors depends on which blocks were free, since
+    up to 1 MiB of a block is not split off.
+    """
+    return int(torch.cuda.memory_stats(device)["requested_bytes.all.current"])
+
+
+def cuda_peak_bytes(device: torch.device) -> int:
+    """Return the most bytes that were in use on a CUDA device since ``torch.cuda.reset_peak_memory_stats``, as asked for."""
+    return int(torch.cuda.memory_stats(device)["requested_bytes.all.peak"])
+
+
+def cuda_requests(run: Callable[[], Sequence[torch.Tensor | None]], device: torch.device) -> tuple[Request, ...]:
+    """Return the requests that `run`, which returns the outputs of an op, makes for memory of a CUDA device, in their order.
+
+    They are empty if somebody records the allocator already, who would lose that, or if PyTorch cannot say.
+    """
+    if is_recording_memory():
+        return ()
+    with no_collection(), recorded_memory(device) as trace:
+        outputs = run()
+        torch.cuda.synchronize(device)
+    places = {value.untyped_storage().data_ptr(): i for i, value in enumerate(outputs) if isinstance(value, torch.Tensor)}
+    return requests_of(trace, places)
+
+
+def requests_of(trace: Iterable[Mapping[str, Any]], outputs: Mapping[int, int]) -> tuple[Request, ...]:
+    """Return the requests of an op from the recorded actions of the allocator; `outputs` has positions by address.
+
+    What stays and is no output belongs to a library, which asks for it once.
+    """
+    found: list[Request | None] = []
+    held: dict[int, tuple[int, int]] = {}
+    for entry in trace:
+        address, size_bytes = entry["addr"], entry["size"]
+        if entry["action"] == "alloc":
+            held[address] = len(found), size_bytes
+            found.append(None)
+        elif entry["action"] == "free_completed" and address in held:
+            place, size_bytes = held.pop(address)
+            found[place] = Request(WORKSPACE, size_bytes, len(found))
+    for address, (place, _) in held.items():
+        if address in outputs:
+            found[place] = Request(outputs[address])
+    kept = [place for place, request in enumerate(found) if request is not None]
+    return tuple(
+        request._replace(until=sum(place < request.until for place in kept)) if request.output == WORKSPACE else request
+        for request in found
+        if request is not None
+    )
+
+
 def segment_peaks(run: Callable[[Mark], object], device: torch.device) -> list[int]:
     """Return the bytes by which memory rises above its level at the start of each segment of `run`.
 
@@ -91,13 +149,13 @@ def _cuda_segment_peaks(run: Callable[[Mark], object], device: torch.device) -> 
 
     def mark() -> None:
         nonlocal start
-        peaks.append(torch.cuda.max_memory_allocated(device) - start)
+        peaks.append(cuda_peak_bytes(device) - start)
         torch.cuda.reset_peak_memory_stats(device)
-        start = torch.cuda.memory_allocated(device)
+        start = cuda_bytes(device)
 
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
-    start = torch.cuda.memory_allocated(device)
+    start = cuda_bytes(device)
     run(mark)
     mark()
     return peaks

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -19,12 +20,13 @@ from torch import fx
 
 from graphs.errors import PlannerError, first_line
 from graphs.ir import Kind, Op, Tensor
+from graphs.requests import Request
 from planner.capture.frontend.random_states import RandomStates, preserve_random_states
 from planner.capture.lowering.lower import Capture
 from planner.capture.lowering.statics import allocated_bytes, dtype_name
 from planner.capture.rewrites.explicit_generators import preserve_generator_states
 from planner.passes.program import Path
-from planner.profiling.allocator import Mark, segment_peaks
+from planner.profiling.allocator import Mark, cuda_requests, segment_peaks
 from planner.profiling.devices import DEVICES, DeviceSpec, find_device, get_device, op_time_s, workspace_bytes
 from planner.profiling.isolated_op import IsolatedOp, OpFunction
 from planner.profiling.kernel_settings import SETTINGS, format_settings, kernel_settings
@@ -52,12 +54,14 @@ class OpCost:
         workspace_bytes: memory besides inputs and outputs.
         outputs: layout of each output; None if it is no tensor.
         repeats: False if a second execution would give other bits.
+        requests: as in ``graphs.ir.Op``.
     """
 
     time_s: float
     workspace_bytes: int
     outputs: tuple[TensorSpec | None, ...]
     repeats: bool = True
+    requests: tuple[Request, ...] = ()
 
 
 _Key = tuple[object, ...]
@@ -72,7 +76,7 @@ class MeasuredOp:
         call: the op.
         run: its function.
         inputs: for each tensor that it reads, by id, a real tensor, or the layout of a synthetic one.
-        time_s, rise_bytes, outputs, repeats: the measurements; `rise_bytes` is the rise of memory while it runs.
+        time_s, rise_bytes, outputs, repeats, requests: the measurements; `rise_bytes` is the rise of memory while it runs.
     """
 
     call: IsolatedOp
@@ -82,6 +86,7 @@ class MeasuredOp:
     rise_bytes: int = 0
     outputs: tuple[TensorSpec | None, ...] = ()
     repeats: bool = True
+    requests: tuple[Request, ...] = ()
 
     def tensors(self) -> dict[int, torch.Tensor]:
         """Return the inputs by id: synthetic tensors, and the real ones, with copies of those that the op overwrites."""
@@ -216,9 +221,9 @@ class _Profiler:
             calls = waiting
         self._measure_workspaces(list(new.values()))
         for key, measured in new.items():
-            output_bytes = sum(_bytes_of(spec, self.device) for spec in measured.outputs)
-            workspace = max(0, measured.rise_bytes - output_bytes)
-            cost = OpCost(measured.time_s, workspace, measured.outputs, measured.repeats)
+            output_bytes = sum(_asked_bytes(spec, self.device) for spec in measured.outputs)
+            workspace = allocated_bytes(max(0, measured.rise_bytes - output_bytes), self.device)
+            cost = OpCost(measured.time_s, workspace, measured.outputs, measured.repeats, measured.requests)
             costs = _COSTS if measured.call.is_shared else self._local_costs
             costs[key] = cost
         for number, key in self.keys.items():
@@ -304,6 +309,8 @@ class _Profiler:
             return
         for measured, rise in zip(ops, segment_peaks(run, self.device)[1::2], strict=True):
             measured.rise_bytes = rise
+            if self.device.type == "cuda":
+                measured.requests = cuda_requests(partial(measured.run, *measured.arguments()), self.device)
 
     def _modelled(self, call: IsolatedOp, error: Exception) -> OpCost:
         """Return a modelled cost for an op that failed."""
@@ -348,7 +355,8 @@ def _with_costs(capture: Capture, costs: Mapping[int, OpCost], device: torch.dev
         # A recomputed random op restores the generator's present state, which passes through a tensor of its own.
         state = capture.program.calls[op.id].random_state
         swap_bytes = 0 if state is None else graph.tensors[state].size_bytes
-        ops.append(replace(op, time_s=cost.time_s, workspace_bytes=max(cost.workspace_bytes, swap_bytes)))
+        workspace_bytes = max(cost.workspace_bytes, swap_bytes)
+        ops.append(replace(op, time_s=cost.time_s, workspace_bytes=workspace_bytes, requests=cost.requests))
         for t, spec in zip(op.outputs, cost.outputs, strict=True):
             if graph.tensors[t].producers[0] == op.id:
                 tensors[t] = _as_allocated(tensors[t], spec, device)
@@ -378,9 +386,11 @@ def _as_allocated(tensor: Tensor, spec: TensorSpec | None, device: torch.device)
 
 
 def _bytes_of(spec: TensorSpec | None, device: torch.device) -> int:
-    if spec is None or spec.device.type != device.type:
-        return 0
-    return allocated_bytes(spec.elements * spec.dtype.itemsize, device)
+    return allocated_bytes(_asked_bytes(spec, device), device)
+
+
+def _asked_bytes(spec: TensorSpec | None, device: torch.device) -> int:
+    return 0 if spec is None or spec.device.type != device.type else spec.elements * spec.dtype.itemsize
 
 
 def _timed(

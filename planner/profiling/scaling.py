@@ -70,7 +70,7 @@ class GraphFit:
         workspaces, times = np.ceil(self._workspaces @ [*at, 1.0]).astype(np.int64), self._times @ at
         tensors = tuple(replace(t, size_bytes=max(0, int(size))) for t, size in zip(first.tensors, tensor_bytes, strict=True))
         ops = tuple(
-            replace(op, workspace_bytes=int(workspace), time_s=float(time_s), overwrites=pairs)
+            replace(op, workspace_bytes=int(workspace), time_s=float(time_s), overwrites=pairs, requests=())
             for op, workspace, time_s, pairs in zip(first.ops, workspaces, times, self._overwrites, strict=True)
         )
         made = {"fitted_at_sizes": [list(known) for known in self.graphs], "fitted_to_sizes": list(sizes)}

@@ -1,9 +1,9 @@
 """Prediction of the memory that CUDA graph pools keep for a schedule: whole segments, and their own workspaces."""
 
 from graphs.allocators.caching import Block, CachingAllocator
+from graphs.allocators.training import training_of
 from graphs.ir import Graph
-from graphs.pools import DEVICE
-from graphs.schedule import Compute, Schedule, boundary
+from graphs.schedule import Schedule, boundary
 
 
 def pool_bytes(graph: Graph, schedule: Schedule, workspace_bytes: int) -> int:
@@ -14,23 +14,18 @@ def pool_bytes(graph: Graph, schedule: Schedule, workspace_bytes: int) -> int:
     Args:
         workspace_bytes: bytes of library workspaces in the pool for each capture (``planner.runtime.libraries``).
     """
-    allocator = CachingAllocator()
+    allocator, training = CachingAllocator(), training_of(graph, schedule)
+    captures = [0, boundary(graph, schedule) * training.moments] if workspace_bytes else []
     blocks: dict[int, Block] = {}
-    cut, workspace = boundary(graph, schedule), None
-    for place, step in enumerate(schedule.steps):
-        if place in (0, cut) and workspace_bytes:
+    workspace: Block | None = None
+    for time, index, requested in training.events:
+        if captures and time >= captures[0]:
+            captures.pop(0)
             if workspace is not None:
                 allocator.free(workspace)
             workspace = allocator.alloc(workspace_bytes)
-        if not isinstance(step, Compute):
-            if step.tensor in blocks:
-                allocator.free(blocks.pop(step.tensor))
-            continue
-        op = graph.ops[step.op]
-        for t in op.outputs:
-            tensor = graph.tensors[t]
-            if tensor.pool == DEVICE and tensor.size_bytes and t not in blocks:
-                blocks[t] = allocator.alloc(tensor.size_bytes)
-        if op.workspace_bytes:
-            allocator.free(allocator.alloc(op.workspace_bytes))
+        if requested:
+            blocks[index] = allocator.alloc(training.buffers[index].size)
+        else:
+            allocator.free(blocks.pop(index))
     return allocator.reserved.bytes

@@ -1,8 +1,10 @@
-"""Memory that libraries keep on a CUDA device outside any plan: workspaces of cuBLAS.
+"""Memory that libraries keep on a CUDA device outside any plan: workspaces of cuBLAS and cuBLASLt.
 
 PyTorch allocates one for each thread and stream that multiplies matrices, and keeps it: 32 MiB each on Hopper. A forward pass
 runs in the caller's thread and a backward pass in autograd's, so that the first step of a process allocates two.
 """
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,14 +26,29 @@ def warm_up_libraries(device: torch.device) -> int:
     factor = torch.ones(8, 8, device=device, requires_grad=True)
     before = torch.cuda.memory_allocated(device)
     with torch.enable_grad(), torch.autocast(device.type, enabled=False):
-        F.linear(factor.detach(), factor.detach(), factor[0].detach())
+        _products(factor.detach())
         between = torch.cuda.memory_allocated(device)
-        torch.autograd.grad(F.linear(factor, factor, factor[0]).sum(), factor)
+        torch.autograd.grad(_ProductsInBothPasses.apply(factor).sum(), factor)  # type: ignore[no-untyped-call]
     after = torch.cuda.memory_allocated(device)
     # The maximum: workspaces may be freed, as before a CUDA graph is captured, and allocated again.
     _of_a_pass[device] = max(_of_a_pass.get(device, 0), between - before, after - between)
     _of_both[device] = max(_of_both.get(device, 0), after - before)
     return _of_both[device]
+
+
+def _products(factor: torch.Tensor) -> torch.Tensor:
+    """Multiply by cuBLAS, and with a bias by cuBLASLt, which has a workspace of its own."""
+    return F.linear(factor, factor, factor[0]) + factor @ factor
+
+
+class _ProductsInBothPasses(torch.autograd.Function):
+    @staticmethod
+    def forward(_: Any, factor: torch.Tensor) -> torch.Tensor:
+        return _products(factor)
+
+    @staticmethod
+    def backward(_: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return _products(gradients[0])
 
 
 def workspace_bytes(device: torch.device) -> int:

@@ -14,7 +14,7 @@ from torch import nn
 from planner.capture.frontend.preserved_state import UndoWrites, has_same_values, preserve_training_state
 from planner.capture.signature import Batch, arguments, call, detach_batch, leaves
 from planner.plans.eager import Difference
-from planner.profiling.allocator import cpu_allocations, no_collection
+from planner.profiling.allocator import cpu_allocations, cuda_bytes, cuda_peak_bytes, no_collection
 from planner.runtime.libraries import warm_up_libraries
 from planner.runtime.machine import machine
 from planner.torch_private.core import pytree
@@ -28,7 +28,7 @@ class Memory:
     """Memory of one forward and backward pass.
 
     Attributes:
-        peak_bytes: peak in use (CUDA: allocated), static memory included, without library workspaces.
+        peak_bytes: peak in use (CUDA: as asked for), static memory included, without library workspaces.
         reserved_bytes: peak of the CUDA allocator's reserved memory; None on the CPU.
         timeline: (seconds, bytes) after each event of the CPU allocator; empty on CUDA.
         library_bytes: workspaces of libraries on the device (``planner.runtime.libraries``); 0 on the CPU.
@@ -58,10 +58,10 @@ def measure_memory(step: "Step | Isolated", batch: Batch, *, static_bytes: int, 
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
         with no_collection():
-            before = torch.cuda.memory_allocated(device)
+            before = cuda_bytes(device)
             run()
             torch.cuda.synchronize(device)
-        peak = static_bytes + torch.cuda.max_memory_allocated(device) - before
+        peak = static_bytes + cuda_peak_bytes(device) - before
         return Memory(peak, torch.cuda.max_memory_reserved(device), (), library_bytes)
     events = cpu_allocations(run)
     level, timeline = static_bytes, []

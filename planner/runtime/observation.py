@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from planner.profiling.allocator import cpu_allocations, no_collection
+from planner.profiling.allocator import cpu_allocations, cuda_bytes, cuda_peak_bytes, no_collection
 from planner.runtime.executor import Executor
 from planner.runtime.libraries import warm_up_libraries
 from planner.torch_private.core import profiler_enabled
@@ -132,11 +132,11 @@ class PeakWatch:
             with no_collection():
                 torch.cuda.synchronize(self._device)
                 torch.cuda.reset_peak_memory_stats(self._device)
-                before = torch.cuda.memory_allocated(self._device)
+                before = cuda_bytes(self._device)
                 run()
                 torch.cuda.synchronize(self._device)
-                peak = torch.cuda.max_memory_allocated(self._device)
-                return peak - before, torch.cuda.memory_allocated(self._device) - before
+                peak = cuda_peak_bytes(self._device)
+                return peak - before, cuda_bytes(self._device) - before
         level = peak = 0
         for event in cpu_allocations(lambda _: run()):
             level += event.size_bytes or 0

@@ -11,7 +11,7 @@ from planner.capture.lowering.lower import Capture
 from planner.capture.replay import written_tensors
 from planner.capture.signature import Batch
 from planner.capture.step import TrainingStep
-from planner.profiling.allocator import Allocation, cpu_allocations
+from planner.profiling.allocator import Allocation, cpu_allocations, cuda_bytes, cuda_peak_bytes
 from planner.runtime.executor import Executor
 from planner.runtime.measure import Isolated, Memory, Step, measure_memory, run_both
 
@@ -71,7 +71,7 @@ def _cuda_peak(executor: Executor, pool: str, place: torch.device, run: Callable
     run()  # libraries allocate their workspaces for the device's thread
     torch.cuda.synchronize(place)
     torch.cuda.reset_peak_memory_stats(place)
-    before = torch.cuda.memory_allocated(place)
+    before = cuda_bytes(place)
     run()
     torch.cuda.synchronize(place)
-    return int(torch.cuda.max_memory_allocated(place)) - before
+    return cuda_peak_bytes(place) - before

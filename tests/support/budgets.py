@@ -67,3 +67,8 @@ def half_way_known() -> Iterator[None]:
         patch.setattr(SharedBudget, "whole", whole_half_way)
         patch.setattr("planner.torch_compile.checkpoint.budget_in_bytes", lambda *_: None)  # which looks at the spelling only
         yield
+
+
+def assert_is_peak(measured_bytes: int, peak_bytes: int, graph: Graph) -> None:
+    """Check a peak that was measured on CUDA as it was asked for, where a plan counts blocks of 512 bytes."""
+    assert measured_bytes <= peak_bytes < measured_bytes + 512 * len(graph.tensors)

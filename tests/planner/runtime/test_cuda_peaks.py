@@ -23,7 +23,7 @@ from planner.studies.baselines import Method
 from planner.studies.measured import Benchmark
 from planner.tracing import profiled
 from planner.training import compiler
-from tests.support.budgets import between
+from tests.support.budgets import assert_is_peak, between
 from tests.support.cuda_device import cuda_device, on_device
 from tests.support.cuda_device.memory import WORKSPACE_BYTES
 from tests.support.cuda_device.steps import assert_as_eager
@@ -52,7 +52,7 @@ def test_the_first_backward_pass_of_a_process_is_measured_without_its_workspaces
         step, captured, workload = step_on_cuda("tied", seed)
         forget_workspaces(cuda)
         measured = measured_peak(captured, step, TrainingStep(workload.model, workload.loss_fn), workload.batch)
-        assert measured.peak_bytes == simulate(captured.graph, step.schedule).peak_bytes
+        assert_is_peak(measured.peak_bytes, simulate(captured.graph, step.schedule).peak_bytes, captured.graph)
         assert measured.library_bytes == 2 * WORKSPACE_BYTES  # of the caller's thread, and of autograd's
         assert measured.reserved_bytes >= measured.peak_bytes + measured.library_bytes
 
@@ -63,7 +63,8 @@ def test_the_first_step_that_is_watched_is_measured_without_its_workspaces() -> 
         forget_workspaces(cuda)
         watch = PeakWatch(step)
         loss_of(step(*workload.batch)).backward()
-        assert watch.done and watch.peak_bytes == simulate(captured.graph, step.schedule).peak_bytes
+        assert watch.done and watch.peak_bytes is not None
+        assert_is_peak(watch.peak_bytes, simulate(captured.graph, step.schedule).peak_bytes, captured.graph)
 
 
 def test_libraries_are_warm_in_both_threads_afterwards() -> None:

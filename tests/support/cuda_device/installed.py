@@ -209,7 +209,8 @@ def _free_and_total(memory: Any) -> tuple[int, int]:
 
 def _stats(allocator: CachingAllocator) -> dict[str, int]:
     levels = {"allocated": allocator.allocated, "requested": allocator.requested, "reserved": allocator.reserved}
-    return {f"{name}_bytes.all.peak": level.peak_bytes for name, level in levels.items()}
+    peaks = {f"{name}_bytes.all.peak": level.peak_bytes for name, level in levels.items()}
+    return peaks | {f"{name}_bytes.all.current": level.bytes for name, level in levels.items()}
 
 
 def _snapshot(machine: Machine) -> list[dict[str, Any]]:

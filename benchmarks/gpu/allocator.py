@@ -1,0 +1,102 @@
+"""PyTorch's allocator on a CUDA device beside its model: training is recorded, action by action, and played on the model.
+
+Each model of the zoo is trained by plans and by plain eager PyTorch with the default settings and with expandable segments. The
+recorded actions are written too: as CSV, in units that ``graphs.allocators.recorded`` reads.
+"""
+
+import argparse
+import gc
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import planner
+from benchmarks.gpu.plans import MODELS
+from graphs.allocators.caching import DEFAULT, EXPANDABLE, Rules
+from graphs.allocators.recorded import actions_of, compare_with_model, lines_of
+from planner.capture.signature import call
+from planner.capture.step import TrainingStep
+from planner.models import Workload, build
+from planner.runtime.measure import loss_of
+
+_STEPS = 3
+_EVENTS = 1_000_000
+_SETTINGS: dict[str, tuple[str, Rules]] = {
+    "default": ("expandable_segments:False", DEFAULT),
+    "expandable": ("expandable_segments:True", EXPANDABLE),
+}
+_SMALL = "gpt2-tiny"  # whose trace is small enough for a test
+
+
+def workload_of(name: str) -> Workload:
+    """Return a model on the device."""
+    if name == _SMALL:
+        return build("gpt2", device="cuda", layers=2, width=256, heads=4, batch=4, seq=256)
+    return MODELS[name](device="cuda")
+
+
+def record(name: str, share: str) -> list[dict[str, Any]]:
+    """Return what the allocator did in some steps of training, from an empty device on; `share` is empty for eager PyTorch."""
+    gc.collect()
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+    if left := torch.cuda.memory_allocated():
+        raise RuntimeError(f"{left} B are allocated already, which are in no recording")
+    torch.cuda.memory._record_memory_history("all", context=None, max_entries=_EVENTS)
+    try:
+        workload = workload_of(name)
+        optimizer = torch.optim.AdamW(workload.model.parameters(), fused=True)
+        step: Callable[..., Any] = TrainingStep(workload.model, workload.loss_fn)
+        if share:
+            step = planner.compile(*workload, budget=share, memory="allocated", time_limit_s=5, wait=5, swap="never")
+        for _ in range(_STEPS):
+            loss_of(call(step, workload.batch)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        torch.cuda.synchronize()
+        return torch.cuda.memory._snapshot()["device_traces"][torch.cuda.current_device()]
+    finally:
+        torch.cuda.memory._record_memory_history(None)
+
+
+def lines(out: Path, names: Sequence[str]) -> Iterator[str]:
+    """Yield a line for each recording, and write it."""
+    for setting, (asked, rules) in _SETTINGS.items():
+        torch.cuda.memory._set_allocator_settings(asked)
+        for name in names:
+            for share in ("", "70%", "50%"):
+                label = f"{name} {share or 'eager'}, {setting}"
+                try:
+                    actions = actions_of(record(name, share))
+                    found = compare_with_model(actions, rules)
+                except Exception as error:  # noqa: BLE001  # the others are recorded all the same
+                    yield f"{label}: FAILED, {type(error).__name__}: {error}"
+                    continue
+                path = out / f"{name}-{share.rstrip('%') or 'eager'}-{setting}.csv"
+                path.write_text("\n".join(lines_of(actions)) + "\n")
+                yield (
+                    f"{label}: {found.requests} requests, {found.same_place} at the modelled place; reserved "
+                    f"{found.reserved_bytes} B, {found.modelled_bytes} B by the model; {len(found.differences)} differences "
+                    f"{'; '.join(found.differences[:2])}"
+                )
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Print a line for each recording; return 1 if one failed or differs."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("results/gpu/allocator"), help="folder (default: %(default)s)")
+    parser.add_argument("--models", default=f"{_SMALL},{','.join(MODELS)}", help="with commas (default: %(default)s)")
+    options = parser.parse_args(words)
+    options.out.mkdir(parents=True, exist_ok=True)
+    failed = False
+    for line in lines(options.out, options.models.split(",")):
+        print(line, flush=True)
+        failed |= "FAILED" in line or " 0 differences" not in line
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,131 @@
+"""What PyTorch's caching allocator was recorded to do on a device, beside what its model does with the same requests."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from graphs.allocators.caching import DEFAULT, Block, CachingAllocator, Rules
+
+
+class Kind(StrEnum):
+    """The kinds of recorded actions."""
+
+    ALLOC = "alloc"
+    FREE = "free"
+    RESERVE = "reserve"
+    RELEASE = "release"
+
+
+# The names of TraceEntry::Action in c10/cuda/CUDACachingAllocator.h. A free is complete once no other stream uses the block.
+_KINDS: Mapping[str, Kind] = {
+    "alloc": Kind.ALLOC,
+    "free_completed": Kind.FREE,
+    "segment_alloc": Kind.RESERVE,
+    "segment_map": Kind.RESERVE,
+    "segment_free": Kind.RELEASE,
+    "segment_unmap": Kind.RELEASE,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """A recorded action of the allocator.
+
+    Attributes:
+        kind: what was done.
+        address: of the block, segment or pages.
+        size_bytes: requested size of a block; size of a segment or of pages.
+        stream: number of the stream.
+    """
+
+    kind: Kind
+    address: int
+    size_bytes: int
+    stream: int
+
+
+def actions_of(trace: Iterable[Mapping[str, Any]]) -> list[Action]:
+    """Return the actions of one device of ``torch.cuda.memory._snapshot()["device_traces"]``, streams numbered as they occur."""
+    streams: dict[int, int] = {}
+    return [
+        Action(kind, entry["addr"], entry["size"], streams.setdefault(entry["stream"], len(streams)))
+        for entry in trace
+        if (kind := _KINDS.get(entry["action"])) is not None
+    ]
+
+
+@dataclass(slots=True)
+class Agreement:
+    """How far the model did what was recorded.
+
+    Attributes:
+        requests: number of requests.
+        same_place: requests whose block has its offset from the beginning of its segment in both.
+        reserved_bytes: the most that was reserved in fact.
+        modelled_bytes: the same by the model.
+        differences: a line for each request or release after which the reserved bytes differ.
+    """
+
+    requests: int = 0
+    same_place: int = 0
+    reserved_bytes: int = 0
+    modelled_bytes: int = 0
+    differences: list[str] = field(default_factory=list)
+
+
+def compare_with_model(actions: Sequence[Action], rules: Rules = DEFAULT) -> Agreement:
+    """Return how far the model does what was recorded from the allocator's first request on, with settings `rules`.
+
+    Unused memory is released in the model where a release was recorded.
+    """
+    model, agreement = CachingAllocator(rules=rules), Agreement()
+    blocks: dict[int, Block] = {}
+    segments: dict[int, int] = {}  # address of each segment, and its size
+    reserved = 0
+    releasing = False
+    for index, action in enumerate(actions):
+        if action.kind is Kind.RELEASE:
+            if not releasing:
+                model.release_unused()
+            reserved -= action.size_bytes
+            segments.pop(action.address, None)
+        elif action.kind is Kind.RESERVE:
+            reserved += action.size_bytes
+            segments[action.address] = action.size_bytes
+        elif action.kind is Kind.FREE:
+            model.free(blocks.pop(action.address))
+        else:
+            block = blocks[action.address] = model.alloc(action.size_bytes, action.stream)
+            agreement.requests += 1
+            agreement.same_place += _offset(segments, action.address) == block.offset
+        releasing = action.kind is Kind.RELEASE
+        agreement.reserved_bytes = max(agreement.reserved_bytes, reserved)
+        if action.kind is Kind.ALLOC and model.reserved.bytes != reserved:
+            agreement.differences.append(
+                f"action {index}, {action.size_bytes} B: {reserved} B are reserved, {model.reserved.bytes} B by the model"
+            )
+    agreement.modelled_bytes = model.reserved.peak_bytes
+    return agreement
+
+
+def _offset(segments: Mapping[int, int], address: int) -> int | None:
+    return next((address - begin for begin, size in segments.items() if begin <= address < begin + size), None)
+
+
+_HEADER = "kind,address,size_bytes,stream"
+
+
+def lines_of(actions: Iterable[Action]) -> Iterator[str]:
+    """Yield the lines of a CSV file of actions, addresses counted in units of 512 bytes from the lowest."""
+    found = list(actions)
+    lowest = min((action.address for action in found), default=0)
+    yield _HEADER
+    for action in found:
+        yield f"{action.kind},{(action.address - lowest) // 512},{action.size_bytes},{action.stream}"
+
+
+def actions_in(lines: Iterable[str]) -> list[Action]:
+    """Return the actions of the lines of a CSV file."""
+    rows = (line.strip().split(",") for line in list(lines)[1:])
+    return [Action(Kind(kind), int(address) * 512, int(size), int(stream)) for kind, address, size, stream in rows]

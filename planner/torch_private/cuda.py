@@ -1,0 +1,27 @@
+"""Private names of ``torch.cuda``: the recording of the allocator."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+
+def is_recording_memory() -> bool:
+    """Return whether the allocator of CUDA devices is recorded, or cannot be."""
+    is_enabled = getattr(torch._C, "_cuda_isHistoryEnabled", None)
+    return is_enabled is None or bool(is_enabled())
+
+
+@contextmanager
+def recorded_memory(device: torch.device) -> Iterator[list[dict[str, Any]]]:
+    """Record the allocator inside; the list that is yielded has the actions on `device` afterwards."""
+    trace: list[dict[str, Any]] = []
+    torch.cuda.memory._record_memory_history("all", context=None, clear_history=True)
+    try:
+        yield trace
+    finally:
+        snapshot = torch.cuda.memory._snapshot(device)
+        torch.cuda.memory._record_memory_history(None)
+        index = torch.cuda.current_device() if device.index is None else device.index
+        trace += snapshot["device_traces"][index]

@@ -1,0 +1,96 @@
+"""Requests of ops in their order, and what PyTorch's allocator was recorded to do beside its model."""
+
+from dataclasses import replace
+
+import pytest
+
+from graphs.addresses import buffers_of, live_bytes, moments_of
+from graphs.allocators.caching import CachingAllocator
+from graphs.allocators.recorded import Action, Kind, actions_in, compare_with_model, lines_of
+from graphs.allocators.training import training_of, usage_of
+from graphs.errors import GraphError
+from graphs.io.graph_document import graph_from_dict, graph_to_dict
+from graphs.requests import WORKSPACE, Request
+from graphs.schedule import keep_everything
+from graphs.synthetic.draft import Draft
+
+MIB = 2**20
+
+
+def with_requests(*requests: Request, workspace_bytes: int = 40 * MIB):
+    """Return a graph whose op makes two outputs of 4 and 30 MiB between its workspaces."""
+    draft = Draft()
+    (x,) = draft.op("x", [], [MIB])
+    draft.op("grad", [x], [4 * MIB, 30 * MIB], workspace_bytes=workspace_bytes)
+    graph = draft.graph()
+    return replace(graph, ops=(graph.ops[0], replace(graph.ops[1], requests=requests)))
+
+
+IN_TURNS = (Request(0), Request(WORKSPACE, 30 * MIB, 2), Request(1), Request(WORKSPACE, 20 * MIB, 4))
+
+
+def test_requests_in_turns_need_less_than_all_at_once() -> None:
+    at_once, in_turns = with_requests(), with_requests(*IN_TURNS)
+    assert usage_of(training_of(at_once, keep_everything(at_once))).reserved_bytes > 90 * MIB
+    # The second output has the memory of the first workspace.
+    assert usage_of(training_of(in_turns, keep_everything(in_turns))).reserved_bytes < 78 * MIB
+
+
+def test_buffers_in_turns_are_in_use_when_requests_say() -> None:
+    graph = with_requests(*IN_TURNS)
+    schedule = keep_everything(graph)
+    moments = moments_of(graph)
+    found = {buffer.id: buffer for buffer in buffers_of(graph, schedule, moments=moments)}
+    first, second = (name for name in found if name.startswith("workspace"))
+    assert found[first].upper == found["grad.1"].lower < found[second].lower
+    assert live_bytes(tuple(found.values())) == (1 + 4 + 30 + 20) * MIB
+    assert live_bytes(buffers_of(graph, schedule)) == (1 + 4 + 30 + 40) * MIB
+
+
+def test_requests_are_in_the_file_of_a_graph() -> None:
+    graph = with_requests(*IN_TURNS)
+    read = graph_from_dict(graph_to_dict(graph))
+    assert read == graph and isinstance(read.ops[1].requests[0], Request)
+
+
+@pytest.mark.parametrize(
+    "request_", [Request(2), Request(-2), Request(WORKSPACE, 0, 1), Request(WORKSPACE, 8, 0), Request(WORKSPACE, 8, 2)]
+)
+def test_wrong_requests_are_refused(request_: Request) -> None:
+    with pytest.raises(GraphError, match="request"):
+        with_requests(request_)
+
+
+def test_an_output_is_requested_once() -> None:
+    with pytest.raises(GraphError, match="at most once"):
+        with_requests(Request(0), Request(0))
+
+
+def recorded(sizes: list[int]) -> list[Action]:
+    """Return what the model does, as a recording of it: requests, of which each second one is freed at the end."""
+    model, actions, held = CachingAllocator(), list[Action](), []
+    for size in sizes:
+        before = model.reserved.bytes
+        block = model.alloc(size)
+        begin = block.segment.number << 40
+        if (grown := model.reserved.bytes - before) > 0:
+            actions.append(Action(Kind.RESERVE, begin, grown, 0))
+        actions.append(Action(Kind.ALLOC, begin + block.offset, size, 0))
+        held.append((block, begin + block.offset))
+    for block, address in held[::2]:
+        actions.append(Action(Kind.FREE, address, block.requested_bytes, 0))
+        model.free(block)
+    return actions
+
+
+def test_the_model_agrees_with_a_recording_of_it() -> None:
+    actions = recorded([1000, 3 * MIB, 600, 5 * MIB, 40 * MIB, 12 * MIB])
+    found = compare_with_model(actions)
+    assert (found.requests, found.same_place, found.differences) == (6, 6, [])
+    assert found.reserved_bytes == found.modelled_bytes
+    assert compare_with_model(actions_in(lines_of(actions))) == found
+
+
+def test_another_allocator_differs_from_the_model() -> None:
+    actions = [replace(a, size_bytes=64 * MIB) if a.kind is Kind.RESERVE else a for a in recorded([3 * MIB, 40 * MIB])]
+    assert len(compare_with_model(actions).differences) == 2

@@ -25,6 +25,9 @@ from planner.reserved_budget import Beside
 _RULES: Mapping[Memory, Rules] = {Memory.RESERVED_EXPANDABLE: EXPANDABLE}
 # parseChosenWorkspaceSize of aten/src/ATen/cuda/CublasHandlePool.cpp: :4096:2:16:8, and 32 MiB on Hopper.
 _WORKSPACE_BYTES, _HOPPER_WORKSPACE_BYTES = (2 * 4096 + 8 * 16) * 1024, 32 * 2**20
+# _parseChosenWorkspaceSize of aten/src/ATen/cuda/CUDABlas.cpp, for cuBLASLt.
+_BIASED_WORKSPACE_BYTES = 2**20
+_BIASED_PRODUCT = re.compile(r"\b(addmm|linear)\b")
 _HOPPER = ("gh200", "h200", "h100")
 _PRODUCT = re.compile(r"\b(addmm|mm|bmm|baddbmm|addbmm|addmv|mv|dot|linear)\b")
 
@@ -146,7 +149,9 @@ def least_device_bytes(graph: Graph, schedule: Schedule) -> int:
 def _libraries(graph: Graph) -> tuple[int, ...]:
     if not on_cuda(graph):
         return ()
-    passes = len({op.phase for op in graph.ops if _PRODUCT.search(op.target)})
+    products = {op.phase for op in graph.ops if _PRODUCT.search(op.target)}
+    biased = {op.phase for op in graph.ops if _BIASED_PRODUCT.search(op.target)}
     device = find_device(str(graph.provenance.get("device", "")))
     is_hopper = device is not None and device.name in _HOPPER
-    return (_HOPPER_WORKSPACE_BYTES if is_hopper else _WORKSPACE_BYTES,) * passes
+    of_a_pass = _HOPPER_WORKSPACE_BYTES if is_hopper else _WORKSPACE_BYTES
+    return (of_a_pass,) * len(products) + (_BIASED_WORKSPACE_BYTES,) * len(biased)

@@ -27,6 +27,17 @@ def frozen() -> None:
     gc.freeze()
 
 
+@pytest.fixture
+def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Kernels that repeat their bits, also on a GPU: what is compared with eager PyTorch needs them."""
+    import torch
+
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 @pytest.fixture(scope="module")
 def fresh_compilers() -> Iterator[None]:
     """Dynamo without what it compiled before the module."""

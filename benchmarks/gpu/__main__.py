@@ -37,20 +37,20 @@ def gpu_tests() -> tuple[str, ...]:
     return tuple(str(file.relative_to(ROOT)) for file in files if any(mark in file.read_text() for mark in marks))
 
 
-_TESTS = ("pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", "--durations=20", *gpu_tests())
+_TESTS = ("pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", "-p", "no:benchmark", "--durations=20", *gpu_tests())
 STEPS: Mapping[str, GpuStep] = {
     "probe": GpuStep(("benchmarks.gpu.probe",), 60.0),
     "tests": GpuStep(_TESTS, 240.0),
-    "plans": GpuStep(("benchmarks.gpu.plans", "--fresh", "--ways", "recompute,reserved", "--out", "{out}/plans"), 300.0),
+    "plans": GpuStep(("benchmarks.gpu.plans", "--fresh", "--ways", "recompute,reserved", "--out", "{out}/plans"), 240.0),
     "ways": GpuStep(("benchmarks.gpu.plans", "--fresh", "--ways", "offload,cuda-graph,inductor", "--out", "{out}/ways"), 300.0),
     "eager": GpuStep(
         (
             *("benchmarks.eager", "--fresh", "--device", "cuda", "--models", "tree,gpt2-small,resnet50-full"),
-            *("--heuristics", "dtr,megengine", "--out", "{out}/eager"),
+            *("--heuristics", "dtr", "--out", "{out}/eager"),
         ),
-        240.0,
+        150.0,
     ),
-    "allocator": GpuStep(("benchmarks.gpu.allocator", "--out", "{out}/allocator"), 180.0),
+    "allocator": GpuStep(("benchmarks.gpu.allocator", "--out", "{out}/allocator"), 120.0),
 }
 
 

@@ -34,7 +34,7 @@ _SMALL = "gpt2-tiny"  # whose trace is small enough for a test
 def workload_of(name: str) -> Workload:
     """Return a model on the device."""
     if name == _SMALL:
-        return build("gpt2", device="cuda", layers=2, width=256, heads=4, batch=4, seq=256)
+        return build("gpt2", device="cuda", layers=2, width=256, heads=4, vocab=2000, batch=4, seq=256)
     return MODELS[name](device="cuda")
 
 
@@ -65,9 +65,9 @@ def record(name: str, share: str) -> list[dict[str, Any]]:
 def lines(out: Path, names: Sequence[str]) -> Iterator[str]:
     """Yield a line for each recording, and write it."""
     for setting, (asked, rules) in _SETTINGS.items():
-        torch.cuda.memory._set_allocator_settings(asked)
+        torch._C._accelerator_setAllocatorSettings(asked)
         for name in names:
-            for share in ("", "70%", "50%"):
+            for share in ("", "70%"):
                 label = f"{name} {share or 'eager'}, {setting}"
                 try:
                     actions = actions_of(record(name, share))

@@ -158,7 +158,7 @@ def link() -> Lines:
         yield f"copies {name}", f"{_COPY_BYTES / (time.perf_counter() - began) / 1e9:.1f} GB/s"
 
 
-PROBES = (versions, device, workspaces, context, rounding, attention, repeating, graphs, link)
+PROBES = (versions, device, rounding, workspaces, context, attention, repeating, graphs, link)
 
 
 def main() -> int:

@@ -86,7 +86,7 @@ class Segment:
     """A range of addresses whose memory is reserved from the driver: at once, or in pages.
 
     Attributes:
-        number: unique among the segments of an allocator, in the order in which they were reserved.
+        number: unique among the segments of an allocator, in the order of their addresses.
         size_bytes: reserved bytes.
         stream: stream of its blocks.
         pool: its pool.
@@ -176,19 +176,21 @@ class CachingAllocator:
         *,
         rules: Rules = DEFAULT,
         released: Callable[[Segment], object] = lambda _: None,
+        numbers: Iterator[int] | None = None,
     ) -> None:
         """Initialize for a device of `capacity_bytes`; None for no limit.
 
         Args:
             rules: settings.
             released: called with each segment that is returned to the driver.
+            numbers: of the segments as they are reserved, in the order of their addresses; by default each is above the last.
         """
         self.capacity_bytes, self.rules = capacity_bytes, rules
         self.allocated, self.requested, self.reserved = Level(), Level(), Level()
         self.retries = 0
         self.segments: dict[int, Segment] = {}
         self._released = released
-        self._numbers = count()
+        self._numbers = count() if numbers is None else numbers
         self._free: dict[_Key, list[tuple[int, int, int, Block]]] = {}
         self._unmapped: dict[_Key, list[Block]] = {}  # by address
         self._kept_pools: set[PoolId] = set()

@@ -61,7 +61,7 @@ class Agreement:
 
     Attributes:
         requests: number of requests.
-        same_place: requests whose block has its offset from the beginning of its segment in both.
+        same_place: requests whose block is in the same segment at the same offset in both.
         reserved_bytes: the most that was reserved in fact.
         modelled_bytes: the same by the model.
         differences: a line for each request or release after which the reserved bytes differ.
@@ -79,9 +79,11 @@ def compare_with_model(actions: Sequence[Action], rules: Rules = DEFAULT) -> Agr
 
     Unused memory is released in the model where a release was recorded.
     """
-    model, agreement = CachingAllocator(rules=rules), Agreement()
+    # Among free blocks of a size the lowest is taken: segments have the addresses that the driver gave them.
+    addresses = None if rules.expandable_segments else (a.address for a in actions if a.kind is Kind.RESERVE)
+    model, agreement = CachingAllocator(rules=rules, numbers=addresses), Agreement()
     blocks: dict[int, Block] = {}
-    segments: dict[int, int] = {}  # address of each segment, and its size
+    beginnings: dict[int, int] = {}  # addresses by the number of a segment
     reserved = 0
     releasing = False
     for index, action in enumerate(actions):
@@ -89,16 +91,15 @@ def compare_with_model(actions: Sequence[Action], rules: Rules = DEFAULT) -> Agr
             if not releasing:
                 model.release_unused()
             reserved -= action.size_bytes
-            segments.pop(action.address, None)
         elif action.kind is Kind.RESERVE:
             reserved += action.size_bytes
-            segments[action.address] = action.size_bytes
         elif action.kind is Kind.FREE:
             model.free(blocks.pop(action.address))
         else:
             block = blocks[action.address] = model.alloc(action.size_bytes, action.stream)
             agreement.requests += 1
-            agreement.same_place += _offset(segments, action.address) == block.offset
+            beginning = action.address - block.offset
+            agreement.same_place += beginnings.setdefault(block.segment.number, beginning) == beginning
         releasing = action.kind is Kind.RELEASE
         agreement.reserved_bytes = max(agreement.reserved_bytes, reserved)
         if action.kind is Kind.ALLOC and model.reserved.bytes != reserved:
@@ -107,10 +108,6 @@ def compare_with_model(actions: Sequence[Action], rules: Rules = DEFAULT) -> Agr
             )
     agreement.modelled_bytes = model.reserved.peak_bytes
     return agreement
-
-
-def _offset(segments: Mapping[int, int], address: int) -> int | None:
-    return next((address - begin for begin, size in segments.items() if begin <= address < begin + size), None)
 
 
 _HEADER = "kind,address,size_bytes,stream"

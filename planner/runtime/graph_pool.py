@@ -1,29 +1,31 @@
 """Prediction of the memory that CUDA graph pools keep for a schedule: whole segments, and their own workspaces."""
 
+from collections.abc import Sequence
+
 from graphs.allocators.caching import Block, CachingAllocator
 from graphs.allocators.training import training_of
 from graphs.ir import Graph
 from graphs.schedule import Schedule, boundary
 
 
-def pool_bytes(graph: Graph, schedule: Schedule, workspace_bytes: int) -> int:
+def pool_bytes(graph: Graph, schedule: Schedule, libraries: Sequence[int]) -> int:
     """Return the bytes of the pool once both passes of `schedule`, which is valid on `graph`, are captured.
 
     A capture allocates as the passes do, in the order of the schedule, from private segments.
 
     Args:
-        workspace_bytes: bytes of library workspaces in the pool for each capture (``planner.runtime.libraries``).
+        libraries: bytes of the workspaces that libraries allocate in the pool for each capture (``planner.runtime.libraries``).
     """
     allocator, training = CachingAllocator(), training_of(graph, schedule)
-    captures = [0, boundary(graph, schedule) * training.moments] if workspace_bytes else []
+    captures = [0, boundary(graph, schedule) * training.moments] if libraries else []
     blocks: dict[int, Block] = {}
-    workspace: Block | None = None
+    workspaces: list[Block] = []
     for time, index, requested in training.events:
         if captures and time >= captures[0]:
             captures.pop(0)
-            if workspace is not None:
+            for workspace in workspaces:
                 allocator.free(workspace)
-            workspace = allocator.alloc(workspace_bytes)
+            workspaces = [allocator.alloc(size_bytes) for size_bytes in libraries]
         if requested:
             blocks[index] = allocator.alloc(training.buffers[index].size)
         else:

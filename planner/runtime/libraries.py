@@ -9,8 +9,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-# By device: the most bytes that a pass, and both passes together, have allocated. Per process, like the workspaces.
-_of_a_pass: dict[torch.device, int] = {}
+# By device: the bytes of both workspaces of a pass, and the most that both passes together have allocated. Per process, like the
+# workspaces.
+_of_a_pass: dict[torch.device, tuple[int, int]] = {}
 _of_both: dict[torch.device, int] = {}
 
 
@@ -26,19 +27,22 @@ def warm_up_libraries(device: torch.device) -> int:
     factor = torch.ones(8, 8, device=device, requires_grad=True)
     before = torch.cuda.memory_allocated(device)
     with torch.enable_grad(), torch.autocast(device.type, enabled=False):
+        factor.detach() @ factor.detach()
+        product = torch.cuda.memory_allocated(device)
         _products(factor.detach())
-        between = torch.cuda.memory_allocated(device)
+        biased = torch.cuda.memory_allocated(device)
         torch.autograd.grad(_ProductsInBothPasses.apply(factor).sum(), factor)  # type: ignore[no-untyped-call]
     after = torch.cuda.memory_allocated(device)
     # The maximum: workspaces may be freed, as before a CUDA graph is captured, and allocated again.
-    _of_a_pass[device] = max(_of_a_pass.get(device, 0), between - before, after - between)
+    found = product - before, biased - product
+    _of_a_pass[device] = max(_of_a_pass.get(device, (0, 0)), found)
     _of_both[device] = max(_of_both.get(device, 0), after - before)
     return _of_both[device]
 
 
 def _products(factor: torch.Tensor) -> torch.Tensor:
     """Multiply by cuBLAS, and with a bias by cuBLASLt, which has a workspace of its own."""
-    return F.linear(factor, factor, factor[0]) + factor @ factor
+    return factor @ factor + F.linear(factor, factor, factor[0])
 
 
 class _ProductsInBothPasses(torch.autograd.Function):
@@ -48,9 +52,9 @@ class _ProductsInBothPasses(torch.autograd.Function):
 
     @staticmethod
     def backward(_: Any, *gradients: torch.Tensor) -> torch.Tensor:
-        return _products(gradients[0])
+        return _products(gradients[0].contiguous())  # cuBLASLt takes no others
 
 
-def workspace_bytes(device: torch.device) -> int:
-    """Return the bytes that libraries keep for one thread and stream, as measured by ``warm_up_libraries``."""
-    return _of_a_pass.get(device, 0)
+def workspaces(device: torch.device) -> tuple[int, ...]:
+    """Return the bytes of each workspace of a thread and stream, as measured by ``warm_up_libraries``."""
+    return tuple(size_bytes for size_bytes in _of_a_pass.get(device, ()) if size_bytes)

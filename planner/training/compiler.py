@@ -25,7 +25,7 @@ from planner.progress.describe import plan_line
 from planner.runtime.channels import HostChannels
 from planner.runtime.executor import Executor
 from planner.runtime.graphed_step import Recorder, record, recordable
-from planner.runtime.libraries import workspace_bytes
+from planner.runtime.libraries import workspaces
 from planner.runtime.out_of_memory import reporting
 from planner.runtime.pool_memory import measured_peak
 from planner.runtime.release import large_blocks_returned, release_unused
@@ -120,8 +120,8 @@ class Compiler:
             return self._step(captured, plan, executor, budget, solved_bytes=plan.budget_bytes)
         wanted_bytes = plan.budget_bytes
         if self.recorder is not None:
-            library_bytes = workspace_bytes(next(self.wrapper.module.parameters()).device)
-            plan = with_room_for_pool(captured.graph, plan, library_bytes, partial(self._first_plan, captured.graph))
+            libraries = workspaces(next(self.wrapper.module.parameters()).device)
+            plan = with_room_for_pool(captured.graph, plan, libraries, partial(self._first_plan, captured.graph))
         for left in reversed(range(_CORRECTIONS + 1)):
             executor, peak_bytes = self._executor(captured, batch, plan)
             needed_bytes = plan.needed_bytes(peak_bytes)

@@ -1,6 +1,6 @@
 """Plans that leave room for the overhead of CUDA graph pools, predicted before anything is recorded."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from graphs.errors import BudgetError, InfeasibleError
 from graphs.ir import Graph
@@ -12,20 +12,20 @@ from planner.runtime.graph_pool import pool_bytes
 _TRIES = 6  # solves: segments are coarse, so a plan with a lower peak may keep the same memory
 
 
-def with_room_for_pool(graph: Graph, plan: Plan, library_bytes: int, solve: Callable[[int], Plan]) -> Plan:
+def with_room_for_pool(graph: Graph, plan: Plan, libraries: Sequence[int], solve: Callable[[int], Plan]) -> Plan:
     """Return `plan`, or one whose tensors and pool together are within the budget of `plan`.
 
     First the budget is lowered by the excess, then bisected between budgets known to be too small and too large.
 
     Args:
-        library_bytes: bytes of library workspaces in the pool (``pool_bytes``).
+        libraries: bytes of each workspace of libraries in the pool (``pool_bytes``).
         solve: solves `graph` for a budget.
 
     Raises:
         InfeasibleError: none is found; with the budget that has room for the closest plan.
     """
     budget_bytes, low_bytes = plan.budget_bytes, graph.static_bytes
-    high_bytes, closest, closest_bytes = plan.peak_bytes, plan, _kept_bytes(graph, plan, library_bytes)
+    high_bytes, closest, closest_bytes = plan.peak_bytes, plan, _kept_bytes(graph, plan, libraries)
     asked_bytes = plan.peak_bytes - (closest_bytes - budget_bytes)
     for _ in range(_TRIES):
         if closest_bytes <= budget_bytes:
@@ -36,18 +36,18 @@ def with_room_for_pool(graph: Graph, plan: Plan, library_bytes: int, solve: Call
             low_bytes = max(asked_bytes, low_bytes)
         else:
             high_bytes = found.peak_bytes
-            if (kept_bytes := _kept_bytes(graph, found, library_bytes)) < closest_bytes:
+            if (kept_bytes := _kept_bytes(graph, found, libraries)) < closest_bytes:
                 closest, closest_bytes = found, kept_bytes
         asked_bytes = (low_bytes + high_bytes) // 2
     pool, tensors = closest_bytes - graph.static_bytes, closest.peak_bytes - graph.static_bytes
     raise InfeasibleError(
         f"a CUDA graph keeps {format_bytes(pool)} for {format_bytes(tensors)} of tensors: whole segments of 2 or 20 MiB, and "
-        f"{format_bytes(library_bytes)} that libraries work in. With {format_bytes(graph.static_bytes)} outside of it that is "
+        f"{format_bytes(sum(libraries))} that libraries work in. With {format_bytes(graph.static_bytes)} outside of it that is "
         f"over the budget of {format_bytes(budget_bytes)}, and no plan is found that keeps less: raise the budget to "
         f"{format_bytes(closest_bytes)}, or leave out cuda_graph=True"
     )
 
 
-def _kept_bytes(graph: Graph, plan: Plan, library_bytes: int) -> int:
+def _kept_bytes(graph: Graph, plan: Plan, libraries: Sequence[int]) -> int:
     """Return the static memory that remains allocated once `plan` is recorded."""
-    return graph.static_bytes + pool_bytes(with_recorded(graph, plan.settings), plan.schedule, library_bytes)
+    return graph.static_bytes + pool_bytes(with_recorded(graph, plan.settings), plan.schedule, libraries)

@@ -80,9 +80,9 @@ def test_an_error_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_what_a_plan_must_not_do_is_said() -> None:
-    row = plans.PlanRow(model="m", way="recompute", share="50%", budget_bytes=10, allocated_bytes=11, bits=False)
+    row = plans.PlanRow(model="m", way="recompute", share="50%", budget_bytes=10, requested_bytes=11, bits=False)
     assert list(plans.failures([row])) == [
-        "m recompute 50%: allocated 11 B, 1 B over the budget",
+        "m recompute 50%: 11 B of tensors, 1 B over the budget",
         "m recompute 50%: other bits than eager PyTorch, which repeats its own",
     ]
     assert list(plans.failures([replace(row, allocated_bytes=10, eager_error=1e-7)])) == []

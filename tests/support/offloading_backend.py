@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from planner.torch_compile.backend import planner as planner_backend
+
 
 def layers(norm: type[nn.Module] = nn.LayerNorm) -> nn.Sequential:
     """Layers with dropout."""
@@ -14,7 +16,7 @@ def layers(norm: type[nn.Module] = nn.LayerNorm) -> nn.Sequential:
 
 def compiled(model: nn.Module, budget: str | int, **options: object) -> Callable[..., Any]:
     given = {"budget": budget, "time_limit_s": 2, "tolerance": 0.05, "options": ["offload"], "link": 1e12, **options}
-    return torch.compile(model, backend="planner", dynamic=False, options=given)
+    return torch.compile(model, backend=planner_backend, dynamic=False, options=given)
 
 
 def trained_once(step: Callable[..., Any], x: torch.Tensor) -> None:

@@ -23,7 +23,7 @@ from planner.runtime.cuda_graph import CudaGraphs
 from planner.runtime.executor import Executor
 from planner.runtime.graph_pool import pool_bytes
 from planner.runtime.graphed_step import record, recordable
-from planner.runtime.libraries import warm_up_libraries, workspace_bytes
+from planner.runtime.libraries import warm_up_libraries, workspaces
 from planner.search import Search
 from planner.settings import RunSettings, SolveSettings, TraceSettings
 from planner.tracing import profiled
@@ -89,8 +89,8 @@ def test_the_pool_holds_what_was_predicted(name: str, seed: int | None) -> None:
     recorder = CudaGraphs(device)
     executor = Executor(captured, schedule, workload.model, workload.loss_fn)
     record(captured, executor, step, workload.batch, recorder)
-    predicted = pool_bytes(captured.graph, schedule, workspace_bytes(device))
-    assert recorder.held_bytes() == predicted >= workspace_bytes(device)
+    predicted = pool_bytes(captured.graph, schedule, workspaces(device))
+    assert recorder.held_bytes() == predicted >= sum(workspaces(device))
 
 
 def solved(workload: Workload, budget: str | int, recorder: Callable[[], CudaGraphs]) -> PlannedStep:
@@ -108,7 +108,7 @@ def budget_with_pool(workload: Workload) -> int:
     """Half way from the least to the peak of keeping everything, and what a pool takes besides its tensors."""
     captured = profiled(recordable(capture(*workload, optimizer="adamw")), workload, TraceSettings(passes=1))
     device = next(workload.model.parameters()).device
-    held_bytes = pool_bytes(captured.graph, keep_everything(captured.graph), workspace_bytes(device))
+    held_bytes = pool_bytes(captured.graph, keep_everything(captured.graph), workspaces(device))
     return captured.graph.static_bytes + held_bytes
 
 

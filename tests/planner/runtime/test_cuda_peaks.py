@@ -25,7 +25,7 @@ from planner.tracing import profiled
 from planner.training import compiler
 from tests.support.budgets import assert_is_peak, between
 from tests.support.cuda_device import cuda_device, on_device
-from tests.support.cuda_device.memory import WORKSPACE_BYTES
+from tests.support.cuda_device.memory import LIBRARY_BYTES
 from tests.support.cuda_device.steps import assert_as_eager
 from tests.support.steps import make, random_schedule
 
@@ -53,7 +53,7 @@ def test_the_first_backward_pass_of_a_process_is_measured_without_its_workspaces
         forget_workspaces(cuda)
         measured = measured_peak(captured, step, TrainingStep(workload.model, workload.loss_fn), workload.batch)
         assert_is_peak(measured.peak_bytes, simulate(captured.graph, step.schedule).peak_bytes, captured.graph)
-        assert measured.library_bytes == 2 * WORKSPACE_BYTES  # of the caller's thread, and of autograd's
+        assert measured.library_bytes == LIBRARY_BYTES  # of the caller's thread, and of autograd's
         assert measured.reserved_bytes >= measured.peak_bytes + measured.library_bytes
 
 
@@ -69,9 +69,9 @@ def test_the_first_step_that_is_watched_is_measured_without_its_workspaces() -> 
 
 def test_libraries_are_warm_in_both_threads_afterwards() -> None:
     with cuda_device() as cuda:
-        assert warm_up_libraries(CUDA) == 2 * WORKSPACE_BYTES == torch.cuda.memory_allocated(CUDA)
-        assert {thread in cuda.passes for thread, _ in cuda.memories[0].workspaces} == {True, False}
-        assert warm_up_libraries(CUDA) == 2 * WORKSPACE_BYTES == torch.cuda.memory_allocated(CUDA)
+        assert warm_up_libraries(CUDA) == LIBRARY_BYTES == torch.cuda.memory_allocated(CUDA)
+        assert {thread in cuda.passes for thread, *_ in cuda.memories[0].workspaces} == {True, False}
+        assert warm_up_libraries(CUDA) == LIBRARY_BYTES == torch.cuda.memory_allocated(CUDA)
     assert warm_up_libraries(torch.device("cpu")) == 0
 
 
@@ -95,7 +95,7 @@ def test_no_more_is_reserved_than_a_plan_says() -> None:
         step = planner.compile(*workload, budget="100%", passes=1, wait="20 work", compare_eager=False)
         plan = step.plan
         assert plan.memory == "reserved" and plan.reserved is not None and plan.reserved_bytes is not None
-        assert plan.reserved.library_bytes == 2 * WORKSPACE_BYTES
+        assert plan.reserved.library_bytes == LIBRARY_BYTES
         torch.cuda.empty_cache()
         for _ in range(3):
             step(*workload.batch).backward()
@@ -109,7 +109,7 @@ def test_a_run_says_what_libraries_keep() -> None:
         plan = planner.solve(planner.trace(*workload, passes=1), "100%", time_limit_s=5.0)
         report = planner.run(plan, *workload, repeats=1)
     assert report.measured_peak_bytes <= report.budget_bytes and report.identical
-    assert report.library_bytes == run_data(report)["library_bytes"] == 2 * WORKSPACE_BYTES
+    assert report.library_bytes == run_data(report)["library_bytes"] == LIBRARY_BYTES
     text = run_text(report)
     assert "67.11 MB of workspaces that libraries keep are beside it" in text
     assert report.predicted_reserved_bytes == plan.reserved_bytes == report.needed_bytes <= report.budget_bytes

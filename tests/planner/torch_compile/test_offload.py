@@ -135,6 +135,7 @@ def test_the_hosts_memory_of_graphs_that_follow_each_other() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("deterministic")
 def test_on_a_gpu(graphs: list[PlannedGraph]) -> None:
     torch.manual_seed(0)
     model, x = layers().cuda(), torch.randn(256, 64, device="cuda")

@@ -11,7 +11,7 @@ from planner.models import Workload, build
 from planner.runtime.measure import outcome
 from tests.support.budgets import on_the_way
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fresh_compiler")]
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fresh_compiler", "deterministic")]
 
 
 # What the pool of CUDA graphs keeps besides their tensors: a workspace of cuBLAS, and segments of 20 MiB that are not full; and

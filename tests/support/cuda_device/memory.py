@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from tests.support.cuda_device.machine import Machine
 
 WORKSPACE_BYTES = 32 * 2**20  # of cuBLAS on Hopper
+BIASED_WORKSPACE_BYTES = 2**20  # of cuBLASLt
+LIBRARY_BYTES = 2 * (WORKSPACE_BYTES + BIASED_WORKSPACE_BYTES)  # of both passes
 _MOST_FILLED_BYTES = 24 * 2**20
 _FREED = 0xFF  # NaN in any floating point type, -1 in any integer type
 
@@ -45,7 +47,7 @@ class DeviceMemory:
     Attributes:
         allocator: says where blocks lie.
         held: by address.
-        workspaces: of libraries, by thread and stream.
+        workspaces: of libraries, by thread, stream and size.
     """
 
     def __init__(self, machine: "Machine", index: int, capacity_bytes: int | None) -> None:
@@ -53,7 +55,7 @@ class DeviceMemory:
         self.capacity_bytes = 2**40 if capacity_bytes is None else capacity_bytes
         self.allocator = CachingAllocator(self.capacity_bytes, released=self._released)
         self.held: dict[int, Held] = {}
-        self.workspaces: dict[tuple[int, Stream], torch.Tensor] = {}
+        self.workspaces: dict[tuple[int, Stream, int], torch.Tensor] = {}
         self._slabs: dict[int, np.ndarray] = {}
         self._freed: deque[Held] = deque()
         self._waiting: list[tuple[Held, list[Point]]] = []
@@ -104,11 +106,12 @@ class DeviceMemory:
                 else:
                     self._waiting.append((held, points))
 
-    def workspace(self, stream: Stream) -> None:
-        """What a library does where this thread first multiplies matrices on `stream`."""
-        key = (threading.get_ident(), stream)
-        if key not in self.workspaces:
-            self.workspaces[key] = self.take(WORKSPACE_BYTES, stream)
+    def workspace(self, stream: Stream, *, biased: bool) -> None:
+        """What libraries do where this thread first multiplies matrices on `stream`, and first adds a bias."""
+        for size_bytes in (WORKSPACE_BYTES, BIASED_WORKSPACE_BYTES) if biased else (WORKSPACE_BYTES,):
+            key = (threading.get_ident(), stream, size_bytes)
+            if key not in self.workspaces:
+                self.workspaces[key] = self.take(size_bytes, stream)
 
     def release_unused(self) -> None:
         """As ``torch.cuda.empty_cache``: waits for the device where there is anything to be returned."""

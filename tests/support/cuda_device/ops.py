@@ -37,7 +37,7 @@ def launch(machine: Machine, func: Any, args: Sequence[Any], kwargs: dict[str, A
     if func in _VIEWS or _is_view(func) or func.overloadpacket is aten.set_:
         return _viewed(func, args, kwargs)
     if func.overloadpacket in _MATRIX_PRODUCTS:
-        machine.memories[index].workspace(machine.current(index))
+        machine.memories[index].workspace(machine.current(index), biased=func.overloadpacket is aten.addmm)
     if func is aten._local_scalar_dense.default or func is aten.equal.default:
         return _waited(machine, func, args, kwargs, index)
     written = _written(func, args, kwargs)

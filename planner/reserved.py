@@ -27,7 +27,6 @@ _RULES: Mapping[Memory, Rules] = {Memory.RESERVED_EXPANDABLE: EXPANDABLE}
 _WORKSPACE_BYTES, _HOPPER_WORKSPACE_BYTES = (2 * 4096 + 8 * 16) * 1024, 32 * 2**20
 # _parseChosenWorkspaceSize of aten/src/ATen/cuda/CUDABlas.cpp, for cuBLASLt.
 _BIASED_WORKSPACE_BYTES = 2**20
-_BIASED_PRODUCT = re.compile(r"\b(addmm|linear)\b")
 _HOPPER = ("gh200", "h200", "h100")
 _PRODUCT = re.compile(r"\b(addmm|mm|bmm|baddbmm|addbmm|addmv|mv|dot|linear)\b")
 
@@ -149,9 +148,8 @@ def least_device_bytes(graph: Graph, schedule: Schedule) -> int:
 def _libraries(graph: Graph) -> tuple[int, ...]:
     if not on_cuda(graph):
         return ()
-    products = {op.phase for op in graph.ops if _PRODUCT.search(op.target)}
-    biased = {op.phase for op in graph.ops if _BIASED_PRODUCT.search(op.target)}
+    if not any(_PRODUCT.search(op.target) for op in graph.ops):
+        return ()
     device = find_device(str(graph.provenance.get("device", "")))
     is_hopper = device is not None and device.name in _HOPPER
-    of_a_pass = _HOPPER_WORKSPACE_BYTES if is_hopper else _WORKSPACE_BYTES
-    return (of_a_pass,) * len(products) + (_BIASED_WORKSPACE_BYTES,) * len(biased)
+    return 2 * (_HOPPER_WORKSPACE_BYTES if is_hopper else _WORKSPACE_BYTES, _BIASED_WORKSPACE_BYTES)  # warmed up in both passes

@@ -24,6 +24,7 @@ def warm_up_libraries(device: torch.device) -> int:
     """
     if device.type != "cuda":
         return 0
+    device = _indexed(device)
     factor = torch.ones(8, 8, device=device, requires_grad=True)
     before = torch.cuda.memory_allocated(device)
     with torch.enable_grad(), torch.autocast(device.type, enabled=False):
@@ -57,4 +58,8 @@ class _ProductsInBothPasses(torch.autograd.Function):
 
 def workspaces(device: torch.device) -> tuple[int, ...]:
     """Return the bytes of each workspace of a thread and stream, as measured by ``warm_up_libraries``."""
-    return tuple(size_bytes for size_bytes in _of_a_pass.get(device, ()) if size_bytes)
+    return tuple(size_bytes for size_bytes in _of_a_pass.get(_indexed(device), ()) if size_bytes)
+
+
+def _indexed(device: torch.device) -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" and device.index is None else device

@@ -1,11 +1,13 @@
 """Requests of ops in their order, and what PyTorch's allocator was recorded to do beside its model."""
 
+import gzip
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from graphs.addresses import buffers_of, live_bytes, moments_of
-from graphs.allocators.caching import CachingAllocator
+from graphs.allocators.caching import DEFAULT, EXPANDABLE, CachingAllocator, Rules
 from graphs.allocators.recorded import Action, Kind, actions_in, compare_with_model, lines_of
 from graphs.allocators.training import training_of, usage_of
 from graphs.errors import GraphError
@@ -15,6 +17,7 @@ from graphs.schedule import keep_everything
 from graphs.synthetic.draft import Draft
 
 MIB = 2**20
+RECORDED = Path(__file__).parent / "recorded"
 
 
 def with_requests(*requests: Request, workspace_bytes: int = 40 * MIB):
@@ -94,3 +97,20 @@ def test_the_model_agrees_with_a_recording_of_it() -> None:
 def test_another_allocator_differs_from_the_model() -> None:
     actions = [replace(a, size_bytes=64 * MIB) if a.kind is Kind.RESERVE else a for a in recorded([3 * MIB, 40 * MIB])]
     assert len(compare_with_model(actions).differences) == 2
+
+
+@pytest.mark.parametrize("run", ["eager", "plan"])
+@pytest.mark.parametrize(("setting", "rules"), [("default", DEFAULT), ("expandable", EXPANDABLE)])
+def test_the_model_does_what_an_h100_did(run: str, setting: str, rules: Rules) -> None:
+    """``python -m benchmarks.gpu.allocator`` has recorded three steps of a small GPT-2, and the planning of them."""
+    with gzip.open(RECORDED / f"h100-gpt2-{run}-{setting}.csv.gz", "rt") as file:
+        found = compare_with_model(actions_in(file), rules)
+    assert found.requests > 500
+    assert (found.same_place, found.modelled_bytes, found.differences) == (found.requests, found.reserved_bytes, [])
+
+
+def test_other_rules_do_not() -> None:
+    with gzip.open(RECORDED / "h100-gpt2-plan-expandable.csv.gz", "rt") as file:
+        actions = actions_in(file)
+    found = compare_with_model(actions, DEFAULT)
+    assert found.differences and found.same_place < found.requests

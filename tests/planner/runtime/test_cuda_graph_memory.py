@@ -149,7 +149,7 @@ def test_the_budget_holds_for_what_the_recordings_keep(monkeypatch: pytest.Monke
 
 @pytest.mark.usefixtures("_stand_in")
 def test_a_plan_leaves_room_for_segments_that_are_not_full() -> None:
-    workload = on_device(build("gpt2", layers=3, width=64, heads=4, vocab=64, batch=4, seq=32))
+    workload = on_device(build("gpt2", layers=3, width=64, heads=4, vocab=64, batch=16, seq=32))
     device = next(workload.model.parameters()).device
     recorders: list[CudaGraphs] = []
 

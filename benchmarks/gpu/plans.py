@@ -185,7 +185,7 @@ def main(words: Sequence[str] | None = None) -> int:
         parser.error(f"there is no way {unknown[0]!r}: choose from {', '.join(WAYS)}")
     pairs = [(EAGER, ""), *((way, share) for way in ways for share in shares)]
     keys = [(model, way, share) for way, share in pairs for model in arguments.models]
-    about = provenance(torch.device("cuda"))
+    about = {} if arguments.tables_only else provenance(torch.device("cuda"))
     cases = {key: PlanRow(model=key[0], way=key[1], share=key[2], **about) for key in keys}
     study = Study(PlanRow, measure, pages={"table.md": table}, failures=failures)
     return carry_out(study, arguments, cases, say=lambda row: markdown([row], TABLE).splitlines()[2])

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from graphs.errors import BudgetError
 from planner.eager.device_costs import DeviceCosts
 from planner.eager.following import StepFollower
 from planner.eager.memory import Memory
@@ -103,7 +104,7 @@ class Recorder(TorchDispatchMode):
         out_bytes = known.out_bytes
         room_bytes = out_bytes + known.workspace_bytes
         if memory.live_bytes + room_bytes > memory.budget_bytes:
-            memory.make_room(room_bytes, func)
+            self._make_room(known, func)
         elif memory.live_bytes + room_bytes > memory.peak_bytes:
             memory.peak_bytes = memory.live_bytes + room_bytes
         if call.written:
@@ -128,6 +129,15 @@ class Recorder(TorchDispatchMode):
             known.out_bytes = made_bytes
             memory.make_room(0, func)
         return outputs
+
+    def _make_room(self, known: KnownOp, function: object) -> None:
+        """Evict until an op has room; a guessed workspace only as far as possible."""
+        try:
+            self.memory.make_room(known.out_bytes + known.workspace_bytes, function)
+        except BudgetError:
+            if not known.guessed:
+                raise
+            self.memory.make_room(known.out_bytes, function)
 
     def _write_pinned(self, call: "_Call", args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Execute an op that writes only what is pinned, of which nothing is recorded: an update of parameters, for example."""
@@ -292,8 +302,8 @@ class Recorder(TorchDispatchMode):
             if op is not None:
                 storage.chain.append(op)
                 op.outputs.append((position, weakref.ref(storage)))
-        if call.taken_bytes > made_bytes + known.workspace_bytes:
-            known.workspace_bytes = call.taken_bytes - made_bytes
+        if call.taken_bytes:
+            known.measured(call.taken_bytes - made_bytes)
         room_bytes = made_bytes + known.workspace_bytes
         if call.in_place is not None:
             call.in_place.room_bytes = room_bytes

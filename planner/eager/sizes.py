@@ -19,7 +19,8 @@ class KnownOp:
 
     Attributes:
         out_bytes: bytes of the outputs; 0 if they are not known.
-        workspace_bytes: bytes that it takes besides them while it runs, as far as known.
+        workspace_bytes: bytes that it takes besides them while it runs.
+        guessed: `workspace_bytes` is a guess, as it was not measured yet.
         seconds: the least time of an execution.
         number: of the signature; 0 if the sizes depend on more than it.
     """
@@ -28,6 +29,12 @@ class KnownOp:
     seconds: float = math.inf
     number: int = 0
     workspace_bytes: int = 0
+    guessed: bool = False
+
+    def measured(self, workspace_bytes: int) -> None:
+        """Take note of what an execution has taken besides its outputs."""
+        self.workspace_bytes = max(0 if self.guessed else self.workspace_bytes, workspace_bytes)
+        self.guessed = False
 
 
 class OutputSizes:
@@ -49,6 +56,10 @@ class OutputSizes:
             self._fake = self._fake or FakeTensorMode()
             size_bytes = self._fake_bytes(function, args, kwargs)
         known = self._known[signature] = KnownOp(size_bytes, number=len(self._known) + 1)
+        if self._device.type == "cuda" and "convolution" in str(function):
+            # cuDNN often takes about a copy of what goes in and comes out.
+            known.workspace_bytes = size_bytes + sum(map(self.counted_bytes, tensors_in((*args, *kwargs.values()))))
+            known.guessed = True
         return known
 
     def _fake_bytes(self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> int:

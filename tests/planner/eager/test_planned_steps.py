@@ -25,9 +25,9 @@ _PATIENCE_S = 60.0
 
 @contextmanager
 def within(budget: int) -> Iterator[Rematerialization]:
-    """A block whose steps are solved for at most a few seconds each."""
+    """A block whose steps are solved for as long on any machine."""
     with rematerialize(other_bytes() + budget) as session:
-        session.plans.settings = replace(session.plans.settings, time_limit_s=4.0)
+        session.plans.settings = replace(session.plans.settings, work_limit=4.0)
         yield session
 
 

@@ -16,7 +16,7 @@ from planner.studies.processes import ALONE, stream
 from planner.studies.rows import listed
 from planner.studies.tables import Column, markdown
 
-BUDGETS = ("85%", "70%")
+BUDGETS = ("90%", "80%")
 _LIMIT_S = 600.0
 _WITHIN = 0.02
 

@@ -21,9 +21,10 @@ from planner.capture.signature import call
 from planner.capture.step import TrainingStep
 from planner.models import Workload, build
 from planner.runtime.measure import loss_of
+from planner.torch_private.core import clear_cublas_workspaces
+from planner.torch_private.cuda import recorded_memory, set_allocator_settings
 
 _STEPS = 3
-_EVENTS = 1_000_000
 _SETTINGS: dict[str, tuple[str, Rules]] = {
     "default": ("expandable_segments:False", DEFAULT),
     "expandable": ("expandable_segments:True", EXPANDABLE),
@@ -41,12 +42,11 @@ def workload_of(name: str) -> Workload:
 def record(name: str, share: str) -> list[dict[str, Any]]:
     """Return what the allocator did in some steps of training, from an empty device on; `share` is empty for eager PyTorch."""
     gc.collect()
-    torch._C._cuda_clearCublasWorkspaces()
+    clear_cublas_workspaces()
     torch.cuda.empty_cache()
     if left := torch.cuda.memory_allocated():
         raise RuntimeError(f"{left} B are allocated already, which are in no recording")
-    torch.cuda.memory._record_memory_history("all", context=None, max_entries=_EVENTS)
-    try:
+    with recorded_memory(torch.device("cuda")) as trace:
         workload = workload_of(name)
         optimizer = torch.optim.AdamW(workload.model.parameters(), fused=True)
         step: Callable[..., Any] = TrainingStep(workload.model, workload.loss_fn)
@@ -57,15 +57,13 @@ def record(name: str, share: str) -> list[dict[str, Any]]:
             optimizer.step()
             optimizer.zero_grad()
         torch.cuda.synchronize()
-        return torch.cuda.memory._snapshot()["device_traces"][torch.cuda.current_device()]
-    finally:
-        torch.cuda.memory._record_memory_history(None)
+    return trace
 
 
 def lines(out: Path, names: Sequence[str]) -> Iterator[str]:
     """Yield a line for each recording, and write it."""
     for setting, (asked, rules) in _SETTINGS.items():
-        torch._C._accelerator_setAllocatorSettings(asked)
+        set_allocator_settings(asked)
         for name in names:
             for share in ("", "70%"):
                 label = f"{name} {share or 'eager'}, {setting}"

@@ -1,10 +1,13 @@
-"""Private names of ``torch.cuda``: the recording of the allocator."""
+"""Private names of ``torch.cuda``: the allocator's recording and settings."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+
+# As PYTORCH_CUDA_ALLOC_CONF does, for what is reserved from then on.
+set_allocator_settings = torch._C._accelerator_setAllocatorSettings
 
 
 def is_recording_memory() -> bool:

@@ -207,7 +207,7 @@ def trace_model(
 def print_written(graph: "Graph", arguments: argparse.Namespace) -> None:
     """Print which graph was written to which file."""
     from graphs.units import format_bytes, format_seconds
-    from planner.solving import summarize
+    from planner.plans.summary import summarize
 
     summary = summarize(graph)
     optional = f" and {summary.optional_ops:,} optional ones" if getattr(arguments, "options", ()) else ""

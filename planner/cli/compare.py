@@ -93,10 +93,10 @@ def run(arguments: argparse.Namespace) -> int:
     from planner.option_settings import option_settings
     from planner.progress import LineView
     from planner.report.comparisons import table_text, write_report
-    from planner.report.plots import new_figure
     from planner.studies.compare import cut_short, methods_named
     from planner.studies.comparison_rows import ComparisonRow
     from planner.studies.rows import read_rows
+    from planner.views.figures import new_figure
 
     if arguments.measure and arguments.model.endswith(".json"):
         return _usage(f"--measure runs the model, and {arguments.model} is a graph: name zoo:NAME or file.py:function")

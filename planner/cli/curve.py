@@ -79,9 +79,10 @@ def run(arguments: argparse.Namespace) -> int:
     from planner.option_settings import option_settings
     from planner.progress import LineView
     from planner.report.curves import curve_data, curve_frame, curve_text
-    from planner.report.plots import check_plot, plot_curve
+    from planner.report.plots import plot_curve
     from planner.studies.curve import curve
     from planner.studies.settings import StudySettings
+    from planner.views.figures import check_plot
     from solvers.result import Status
 
     graph = read_graph(arguments.graph)

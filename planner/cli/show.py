@@ -38,7 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
     from graphs.io.formats import read_graph
     from planner.facts.timeline import Timeline
     from planner.plan_check import planned_graph
-    from planner.plans.document import read_plan
+    from planner.plans.plan import read_plan
     from planner.report.budget_curve import read_curve
     from planner.report.chrome_trace import chrome_trace
     from planner.report.page import page

@@ -24,7 +24,7 @@ from planner.report.budget_curve import CurvePoint
 from planner.report.describe import capacity_text, spaced
 from planner.report.lanes import Bar, bars, lanes
 from planner.report.module_groups import grouped
-from planner.report.plots import size_unit, time_unit
+from planner.views.figures import size_unit, time_unit
 from planner.visible import visible
 
 if TYPE_CHECKING:

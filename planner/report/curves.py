@@ -5,11 +5,11 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from graphs.units import format_bytes, format_ratio
-from planner.report.describe import table
 from planner.studies.curve import Curve
 from planner.studies.frontier import Point
 from planner.studies.sizes import LargestSize, Wanted
 from planner.studies.tables import Column, lines
+from planner.views.text import table
 from planner.visible import visible
 from solvers.result import Status
 

@@ -7,8 +7,9 @@ from graphs.errors import BudgetError
 from graphs.ir import Graph
 from planner.budgets import budget_in_bytes
 from planner.capture.options import with_options
-from planner.plans.plan import GraphSummary
-from planner.solving import order_for, summarize
+from planner.plans.record import GraphSummary
+from planner.plans.summary import summarize
+from planner.solving import order_for
 from planner.studies.frontier import Frontier, Point, Turn, Turns, evenly
 from planner.studies.jobs import run
 from planner.studies.settings import StudySettings

@@ -73,14 +73,15 @@ def add(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Solve at every budget, and write and plot the curve if requested; return the exit code."""
-    from graphs.io.files import check_writable, write_text
+    from graphs.io.files import check_writable
     from graphs.io.formats import read_graph
     from planner.cli.interrupt import StopOnInterrupt
     from planner.option_settings import option_settings
     from planner.progress import LineView
-    from planner.report.curves import curve_data, curve_frame, curve_text
+    from planner.report.curves import curve_data, curve_text
     from planner.report.plots import plot_curve
-    from planner.studies.curve import curve
+    from planner.studies.curve import CurveRow, curve
+    from planner.studies.rows import write_rows
     from planner.studies.settings import StudySettings
     from planner.views.figures import check_plot
     from solvers.result import Status
@@ -110,7 +111,7 @@ def run(arguments: argparse.Namespace) -> int:
             should_stop=interrupt,
         )
     if arguments.output is not None:
-        write_text(arguments.output, curve_frame(found).to_csv(index=False))
+        write_rows(Path(arguments.output), CurveRow, found.all_rows)
     if arguments.plot is not None:
         plot_curve(found, Path(arguments.plot), title=str(graph.provenance.get("model", "")))
     if arguments.json:

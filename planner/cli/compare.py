@@ -19,6 +19,9 @@ from planner.cli.arguments import (
     add_graph_options,
     add_how_to_trace,
     add_quiet,
+    add_time_limit,
+    add_tolerance,
+    add_total_time_limit,
     add_workers,
     complain,
     print_json,
@@ -70,17 +73,13 @@ def add(commands: Commands) -> None:
     )
     parser.add_argument("--repeats", type=options.count, default=5, metavar="N", help="steps timed with --measure (default: 5)")
     add_workers(parser, said="rows computed")
-    parser.add_argument(
-        "--time-limit", type=options.duration, metavar="TIME", help=f"for each row: 90, 90s, 10m (default: {_ROW_S:.0f}s)"
+    add_time_limit(parser, said=f"for each row: 90, 90s, 10m (default: {_ROW_S:.0f}s)")
+    add_total_time_limit(
+        parser,
+        said="for solving all rows, without --measure: methods that solve large programs come last and share what is left",
+        default=_TOTAL_S,
     )
-    parser.add_argument(
-        "--total-time-limit",
-        type=options.duration,
-        metavar="TIME",
-        help="for solving all rows, without --measure: methods that solve large programs come last and share what is left "
-        f"(default: {_TOTAL_S:.0f}s, and none with --time-limit)",
-    )
-    parser.add_argument("--tolerance", type=options.fraction, default=1e-3, metavar="GAP", help="0.1%% or 0.001 (default: 0.1%%)")
+    add_tolerance(parser)
     add_graph_options(parser)
     add_how_to_trace(parser)
     add_quiet(parser)

@@ -16,6 +16,9 @@ from planner.cli.arguments import (
     add_quiet,
     add_reorder,
     add_solver,
+    add_time_limit,
+    add_tolerance,
+    add_total_time_limit,
     add_workers,
     print_json,
     print_text,
@@ -52,20 +55,13 @@ def add(commands: Commands) -> None:
     parser.add_argument("--plot", metavar="FILE", help="figure to write (.png, .pdf, .svg)")
     add_workers(parser, said="budgets solved")
     add_solver(parser)
-    parser.add_argument(
-        "--time-limit",
-        type=options.duration,
-        metavar="TIME",
-        help="for each budget: 90, 90s, 10m (default: what the whole curve may take)",
+    add_time_limit(parser, said="for each budget: 90, 90s, 10m (default: what the whole curve may take)")
+    add_total_time_limit(
+        parser,
+        said="for the whole curve: every budget is solved for a short time first, and those with a gap again while time is left",
+        default=_TOTAL_S,
     )
-    parser.add_argument(
-        "--total-time-limit",
-        type=options.duration,
-        metavar="TIME",
-        help="for the whole curve: every budget is solved for a short time first, and those with a gap again while time is left "
-        f"(default: {_TOTAL_S:.0f}s, and none with --time-limit)",
-    )
-    parser.add_argument("--tolerance", type=options.fraction, default=1e-3, metavar="GAP", help="0.1%% or 0.001 (default: 0.1%%)")
+    add_tolerance(parser)
     add_graph_options(parser)
     add_reorder(parser, default=None, said="with --solver windows, if one lowers the peak")
     add_quiet(parser)

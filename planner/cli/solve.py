@@ -14,6 +14,9 @@ from planner.cli.arguments import (
     add_quiet,
     add_reorder,
     add_solver,
+    add_time_limit,
+    add_tolerance,
+    add_work_limit,
     print_json,
     print_text,
 )
@@ -60,7 +63,15 @@ def add(commands: Commands) -> None:
         "-o", "--output", type=options.output, metavar="FILE", help="the plan to write (default: only print what is found)"
     )
     add_solver(parser)
-    _add_limits(parser)
+    limits = parser.add_mutually_exclusive_group()
+    add_time_limit(limits, said="end after it with the best schedule so far: 90, 90s, 10m or 1.5h (default: 1h)", default=3600.0)
+    add_work_limit(limits, said="the same plan on every run, and on slower machines; one thread works at a time")
+    add_tolerance(
+        parser,
+        said="end with a schedule that is this close to the bound, as 0.1%% or 0.001 "
+        "(default: 0.1%%, 0.5%% after 20 s, 2%% after 2 minutes)",
+        default=WIDENING,
+    )
     parser.add_argument(
         "--write-model",
         metavar="FILE",
@@ -81,33 +92,6 @@ def add(commands: Commands) -> None:
     add_graph_options(parser)
     add_reorder(parser, default=None, said="with --solver windows, after program order and where it can gain")
     add_quiet(parser)
-
-
-def _add_limits(parser: argparse.ArgumentParser) -> None:
-    """Add what ends a solve."""
-    limits = parser.add_mutually_exclusive_group()
-    limits.add_argument(
-        "--time-limit",
-        type=options.duration,
-        default=3600.0,
-        metavar="TIME",
-        help="end after it with the best schedule so far: 90, 90s, 10m or 1.5h (default: 1h)",
-    )
-    limits.add_argument(
-        "--work-limit",
-        type=options.work,
-        metavar="WORK",
-        help="count work instead of time, about a second each: the same plan on every run, and on slower machines; one "
-        "thread works at a time",
-    )
-    parser.add_argument(
-        "--tolerance",
-        type=options.fraction,
-        default=WIDENING,
-        metavar="GAP",
-        help="end with a schedule that is this close to the bound, as 0.1%% or 0.001 "
-        "(default: 0.1%%, 0.5%% after 20 s, 2%% after 2 minutes)",
-    )
 
 
 def run(arguments: argparse.Namespace) -> int:

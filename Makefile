@@ -12,7 +12,7 @@ MODELS_STAMP := $(MODELS)/.installed
 # What pip installs without constraints.txt, as it does for users: made again each time, for one Python or another.
 LATEST := .venv-latest-$(notdir $(PYTHON))
 
-.PHONY: help test test-latest demo lint format docs docs-serve figures results results-gpu bench-solve bench-compiled bench-offload bench-options bench-placement bench-addresses bench-reserved bench-arena bench-compression bench-eager bench-executor bench-training bench-first-step try-models gpu clean
+.PHONY: help test test-latest demo lint format docs docs-serve figures results results-gpu bench-solve bench-compiled bench-offload bench-options bench-placement bench-addresses bench-reserved bench-arena bench-resident bench-compression bench-eager bench-executor bench-training bench-first-step try-models gpu clean
 .DEFAULT_GOAL := help
 
 help: ## say what there is to make
@@ -83,6 +83,9 @@ bench-addresses: $(STAMP) ## addresses of buffers in one arena, of public instan
 
 bench-reserved: $(STAMP) ## what PyTorch reserves on CUDA for plans of models, beside planned addresses, into results/reserved (ARGS='--models unet')
 	$(BIN)/python -m benchmarks.reserved $(ARGS)
+
+bench-resident: $(STAMP) ## the resident memory of training by plans, with and without an arena, beside budget and interpreter, into results/resident
+	$(BIN)/python -m benchmarks.resident $(ARGS)
 
 bench-arena: $(STAMP) ## steps in an arena beside the same steps without and eager PyTorch, with the pages that each takes, into results/arena (ARGS='--models unet')
 	$(BIN)/python -m benchmarks.arena $(ARGS)

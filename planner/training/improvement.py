@@ -294,8 +294,8 @@ def over_budget(plan: Plan, needed_bytes: int, budget_bytes: int) -> str:
     measured = "the measured peak is" if plan.memory is Memory.ALLOCATED else "by the measured peak, the memory reserved is"
     return (
         f"{measured} {format_bytes(needed_bytes)}, over the budget of {format_bytes(budget_bytes)}, though "
-        f"{format_bytes(plan.predicted_bytes)} was predicted: some op takes memory that its profile did not show, or a CUDA "
-        "graph keeps segments that its tensors do not fill"
+        f"{format_bytes(plan.predicted_bytes)} was predicted: some op takes memory that its profile did not show, a CUDA graph "
+        "keeps segments that its tensors do not fill, or addresses in an arena leave gaps"
     )
 
 

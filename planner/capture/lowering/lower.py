@@ -191,7 +191,7 @@ class _Lowering:
         if node.target is torch.ops.aten.copy_.default:
             self._add(node, phase, [], mutates=(self.statics.find(_node(node.args[0]).meta["desc"]),))
             return
-        made = list(_storages(node.meta["val"]))
+        made = list(_storages(node.meta.get("val")))  # missing for ops that return nothing, before PyTorch 2.12
         if called in CHECKS:
             self._add(node, phase, [])
             return

@@ -32,9 +32,13 @@ from planner.cli.arguments import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from torch import nn
+
     from graphs.ir import Graph
     from planner.option_settings import OptionSettings
     from planner.progress import LineView
+    from planner.runtime.channels import HostChannels
+    from planner.studies.baselines import Method
     from planner.studies.comparison_rows import ComparisonRow
 
 _ROW_S, _TOTAL_S = 60.0, 40.0
@@ -176,9 +180,8 @@ def _measure(
     progress.say(f"building {spec}")
     from planner.runtime.channels import HostChannels
     from planner.settings import TraceSettings
-    from planner.studies.baselines import baseline_methods, of_policies
+    from planner.studies.baselines import of_policies
     from planner.studies.compare_measured import compare_measured, profiled
-    from planner.studies.offloading import offloading_methods
     from planner.studies.settings import StudySettings
     from planner.workload import workload
 
@@ -205,26 +208,30 @@ def _measure(
         repeats=arguments.repeats,
         seed=arguments.seed,
     )
-    targets = [op.target for op in captured.graph.ops if op.phase == "forward"]
-    stock = baseline_methods(built.model, targets=targets)
-    device = next(built.model.parameters()).device
     host_bytes = options.host_bytes
-    channels = None if host_bytes is None else HostChannels(device, host_bytes)
-    stock += [] if channels is None else offloading_methods(channels)
-    if arguments.methods != "all":
-        stock = of_policies(stock, methods)
+    channels = None if host_bytes is None else HostChannels(next(built.model.parameters()).device, host_bytes)
+    stock = _methods_of_pytorch(built.model, captured.graph, channels)
     return compare_measured(
         built,
         captured,
         arguments.budgets,
         methods,
-        stock,
+        stock if arguments.methods == "all" else of_policies(stock, methods),
         folder,
         settings,
         channels=channels,
         on_activity=progress.say,
         should_stop=should_stop,
     )
+
+
+def _methods_of_pytorch(model: "nn.Module", graph: "Graph", channels: "HostChannels | None") -> "list[Method]":
+    """Return the methods that PyTorch itself has for `model`, those that offload if there are `channels`."""
+    from planner.studies.baselines import baseline_methods
+    from planner.studies.offloading import offloading_methods
+
+    found = baseline_methods(model, targets=[op.target for op in graph.ops if op.phase == "forward"])
+    return found if channels is None else [*found, *offloading_methods(channels)]
 
 
 def _usage(message: str) -> int:

@@ -9,6 +9,7 @@ from planner import options
 from planner.cli.arguments import (
     DONE,
     Commands,
+    Parser,
     add_command,
     add_graph_options,
     add_quiet,
@@ -63,15 +64,7 @@ def add(commands: Commands) -> None:
         "-o", "--output", type=options.output, metavar="FILE", help="the plan to write (default: only print what is found)"
     )
     add_solver(parser)
-    limits = parser.add_mutually_exclusive_group()
-    add_time_limit(limits, said="end after it with the best schedule so far: 90, 90s, 10m or 1.5h (default: 1h)", default=3600.0)
-    add_work_limit(limits, said="the same plan on every run, and on slower machines; one thread works at a time")
-    add_tolerance(
-        parser,
-        said="end with a schedule that is this close to the bound, as 0.1%% or 0.001 "
-        "(default: 0.1%%, 0.5%% after 20 s, 2%% after 2 minutes)",
-        default=WIDENING,
-    )
+    _add_limits(parser)
     parser.add_argument(
         "--write-model",
         metavar="FILE",
@@ -92,6 +85,19 @@ def add(commands: Commands) -> None:
     add_graph_options(parser)
     add_reorder(parser, default=None, said="with --solver windows, after program order and where it can gain")
     add_quiet(parser)
+
+
+def _add_limits(parser: Parser) -> None:
+    """Add what ends a solve."""
+    limits = parser.add_mutually_exclusive_group()
+    add_time_limit(limits, said="end after it with the best schedule so far: 90, 90s, 10m or 1.5h (default: 1h)", default=3600.0)
+    add_work_limit(limits, said="the same plan on every run, and on slower machines; one thread works at a time")
+    add_tolerance(
+        parser,
+        said="end with a schedule that is this close to the bound, as 0.1%% or 0.001 "
+        "(default: 0.1%%, 0.5%% after 20 s, 2%% after 2 minutes)",
+        default=WIDENING,
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -15,8 +15,8 @@ from benchmarks.command import carry_out, command_line, one_thread
 from graphs.addresses import Buffer, buffers_of
 from graphs.io.buffers import read_buffers
 from planner.budgets import budget_in_bytes
+from planner.plans.summary import summarize
 from planner.settings import TraceSettings
-from planner.solving import summarize
 from planner.studies.experiment import Study
 from planner.studies.rows import Made, column, key, provenance, value
 from planner.studies.tables import Column, markdown

@@ -78,7 +78,7 @@ def carry_out(
         if not arguments.tables_only:
             if arguments.fresh:
                 kept.drop([row for key in cases for row in kept.of(*key)])
-            for rows in study.fill(kept, cases, cluster):
+            for rows in study.fill(kept, cases, cluster=cluster):
                 for row in rows if say is not None else ():
                     print(say(row), flush=True)
                 study.write_pages(list(kept), arguments.out)

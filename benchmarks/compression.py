@@ -32,7 +32,6 @@ from planner.capture.options import with_options
 from planner.capture.signature import Batch
 from planner.capture.step import TrainingStep
 from planner.models import Workload, build
-from planner.report.plots import COLORS, new_figure, save_figure
 from planner.runtime import measure
 from planner.runtime.executor import Executor
 from planner.runtime.pool_memory import measured_peak
@@ -40,6 +39,7 @@ from planner.settings import TraceSettings
 from planner.studies.experiment import Study
 from planner.studies.rows import Made, column, key, listed, provenance
 from planner.studies.tables import ALL, Column, SideBySide, by, markdown, side_by_side
+from planner.views.figures import COLORS, new_figure, save_figure
 
 EXACT = "exact"
 BITS = ("8", "4")

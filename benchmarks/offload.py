@@ -18,8 +18,8 @@ from graphs.simulate import simulate
 from graphs.units import format_bytes
 from planner.budgets import budget_in_bytes
 from planner.option_settings import OptionSettings, option_settings
+from planner.plans.summary import summarize
 from planner.settings import TraceSettings
-from planner.solving import summarize
 from planner.studies.experiment import Study
 from planner.studies.rows import column, key, listed, provenance, text, value
 from planner.studies.tables import Column, bullets, by, markdown, side_by_side

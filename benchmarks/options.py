@@ -23,8 +23,8 @@ from planner import options
 from planner.budgets import budget_in_bytes
 from planner.capture.options import OPTIONS, check_options, holding, needs, traced_options
 from planner.option_settings import OptionSettings, option_settings
+from planner.plans.summary import summarize
 from planner.settings import SolveSettings, TraceSettings
-from planner.solving import summarize
 from planner.studies.experiment import Study
 from planner.studies.rows import KeptRows, Made, column, key, provenance, text, value
 from planner.studies.tables import as_markdown, bullets, by

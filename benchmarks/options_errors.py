@@ -18,12 +18,12 @@ from planner.capture.lowering.lower import Capture
 from planner.capture.options import with_options
 from planner.capture.step import TrainingStep
 from planner.models import Workload, build
+from planner.plans.summary import summarize
 from planner.runtime import measure
 from planner.runtime.executor import Executor
 from planner.runtime.measure import StepOutcome
 from planner.runtime.pool_memory import measured_peak
 from planner.settings import TraceSettings
-from planner.solving import summarize
 from planner.studies.experiment import Study
 from planner.studies.measured import relative_error
 from planner.studies.rows import Made, column, key, listed, provenance, text, value

@@ -29,6 +29,7 @@ from planner.capture.options import with_options
 from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
 from planner.models import Workload
+from planner.plans.summary import summarize
 from planner.profiling.devices import DeviceSpec, get_device
 from planner.profiling.other_devices import decode_devices
 from planner.profiling.roofline import model_times
@@ -36,7 +37,6 @@ from planner.runtime.executor import Executor
 from planner.runtime.measure import median_times
 from planner.runtime.pool_memory import measured_peak, other_peaks_measured
 from planner.settings import TraceSettings
-from planner.solving import summarize
 from planner.studies.experiment import Study
 from planner.studies.rows import Made, column, key, listed, provenance, value
 from planner.studies.tables import ALL, Column, markdown, side_by_side

@@ -5,12 +5,11 @@ the rows before, and exits with 1 if one is worse. The same schedules are found 
 """
 
 import argparse
-import csv
 import math
 import random
 import sys
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from graphs.errors import PlannerError
@@ -20,6 +19,8 @@ from graphs.schedule import schedule_of
 from graphs.simulate import simulate
 from graphs.synthetic.random_graphs import random_graph, random_options, random_training_step, with_overwriting
 from planner.capture.options import with_options
+from planner.studies.experiment import Study
+from planner.studies.rows import Key, column, key, read_rows, value
 from solvers.bounds import least_budget_bound
 from solvers.clock import WorkClock
 from solvers.registry import get_solver
@@ -32,19 +33,19 @@ TOLERANCE = 1e-3
 CLOSE = 1e-9  # share of a time that arithmetic may be off by
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """The result of a solve; time, bound and peak are empty if there is none."""
+    """The result of a solve."""
 
-    kind: str
-    seed: int
-    ops: int
-    budget_bytes: int
-    status: str
-    time_s: str
-    bound_s: str
-    peak_bytes: str
-    steps: int
+    kind: str = key()
+    seed: int = key()
+    ops: int = column()
+    budget_bytes: int = column()
+    status: str = column("as in solvers.result; error if the solver failed")
+    time_s: float | None = value("of the schedule, as peak_bytes")
+    bound_s: float | None = value()
+    peak_bytes: int | None = value()
+    steps: int = column("of the schedule", default=0)
 
 
 def graph_of(kind: str, seed: int) -> tuple[Graph, int, float]:
@@ -84,44 +85,45 @@ def _device(name: str, graph: Graph, draw: random.Random, link: Link, room: int 
     return OtherDevice(name, times, link.out_bytes_per_s, room)
 
 
-def solved(case: tuple[str, int]) -> Row:
-    """Return the row of one graph."""
-    graph, budget_bytes, limit = graph_of(*case)
-    request = Request(graph, budget_bytes, Tolerance.of(TOLERANCE), WorkClock(limit))
+def solved(case: tuple[str, int], known: Sequence[Row] = ()) -> Iterator[Row]:
+    """Yield the row of one graph, given by kind and seed."""
+    kind, seed = case
+    graph, budget_bytes, limit = graph_of(kind, seed)
+    row = Row(kind=kind, seed=seed, ops=len(graph.ops), budget_bytes=budget_bytes, status="error")
     try:
-        result = get_solver("windows")(request)
+        result = get_solver("windows")(Request(graph, budget_bytes, Tolerance.of(TOLERANCE), WorkClock(limit)))
     except PlannerError:
-        return Row(*case, len(graph.ops), budget_bytes, "error", "", "", "", 0)
-    steps = 0 if result.schedule is None else len(result.schedule.steps)
-    time_s, bound_s, peak_bytes = ("" if x is None else repr(x) for x in (result.time_s, result.bound_s, result.peak_bytes))
-    return Row(*case, len(graph.ops), budget_bytes, str(result.status), time_s, bound_s, peak_bytes, steps)
+        yield row
+        return
+    yield replace(
+        row,
+        status=str(result.status),
+        time_s=result.time_s,
+        bound_s=result.bound_s,
+        peak_bytes=result.peak_bytes,
+        steps=0 if result.schedule is None else len(result.schedule.steps),
+    )
+
+
+STUDY = Study(Row, solved, order=lambda row: (KINDS.index(row.kind), row.seed))
 
 
 def verdict(before: Row, now: Row) -> str:
     """Return "equal", "worse" by status, time or bound, else "better", or "other" for another schedule that takes as long."""
     losses = (
         RANK.index(now.status) - RANK.index(before.status),
-        _number(now.time_s, math.inf) - _number(before.time_s, math.inf) if now.time_s != before.time_s else 0.0,
-        _number(before.bound_s, -math.inf) - _number(now.bound_s, -math.inf) if now.bound_s != before.bound_s else 0.0,
+        _loss(now.time_s, before.time_s, math.inf),
+        _loss(before.bound_s, now.bound_s, -math.inf),
     )
-    close = CLOSE * _number(before.time_s, 1.0)
+    close = CLOSE * (1.0 if before.time_s is None else before.time_s)
     if any(loss > close for loss in losses):
         return "worse"
     return "equal" if before == now else "better" if any(loss < -close for loss in losses) else "other"
 
 
-def _number(cell: str, otherwise: float) -> float:
-    return float(cell) if cell else otherwise
-
-
-def read(path: Path) -> dict[tuple[str, int], Row]:
-    """Return the rows of a file by kind and seed."""
-    with path.open(newline="") as file:
-        rows = [
-            Row(**{f.name: int(row[f.name]) if f.type is int else row[f.name] for f in fields(Row)})
-            for row in csv.DictReader(file)
-        ]
-    return {(row.kind, row.seed): row for row in rows}
+def _loss(one: float | None, other: float | None, unknown: float) -> float:
+    """Return `one` minus `other`, 0 if they are equal or both unknown."""
+    return 0.0 if one == other else (unknown if one is None else one) - (unknown if other is None else other)
 
 
 def main() -> int:
@@ -134,18 +136,17 @@ def main() -> int:
     parser.add_argument("--against", type=Path, help="rows to compare with")
     parser.add_argument("--processes", type=int, default=2)
     args = parser.parse_args()
-    cases = [(kind, seed) for kind in args.kinds.split(",") for seed in range(args.first_seed, args.first_seed + args.count)]
-    rows = []
-    with ProcessPoolExecutor(args.processes) as pool, args.out.open("w", newline="") as file:
-        writer = csv.DictWriter(file, [f.name for f in fields(Row)])
-        writer.writeheader()
-        for row in pool.map(solved, cases, chunksize=5):
-            rows.append(row)
-            writer.writerow(asdict(row))
+    seeds = range(args.first_seed, args.first_seed + args.count)
+    cases: dict[Key, tuple[str, int]] = {(kind, seed): (kind, seed) for kind in args.kinds.split(",") for seed in seeds}
+    before = {} if args.against is None else {(row.kind, row.seed): row for row in read_rows(args.against, Row)}
+    args.out.unlink(missing_ok=True)  # the rows of another state of the solver
+    kept = replace(STUDY, file=args.out.name).kept(args.out.parent)
+    for _ in STUDY.fill(kept, cases, jobs=args.processes):
+        pass
     if args.against is None:
         return 0
-    before, verdicts = read(args.against), dict.fromkeys(("equal", "other", "better", "worse"), 0)
-    for row in rows:
+    verdicts = dict.fromkeys(("equal", "other", "better", "worse"), 0)
+    for row in kept:
         verdicts[found := verdict(before[row.kind, row.seed], row)] += 1
         if found != "equal":
             print(found, before[row.kind, row.seed], row, sep="\n  ")

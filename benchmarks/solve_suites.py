@@ -9,7 +9,7 @@ from typing import Any
 from graphs.importers import import_graph
 from graphs.ir import Graph
 from graphs.synthetic.random_graphs import random_training_step
-from planner.solving import summarize
+from planner.plans.summary import summarize
 from solvers.clock import WallClock
 from solvers.least import least_budget
 

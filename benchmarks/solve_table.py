@@ -9,9 +9,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter
 
 from benchmarks.solve_case import TOLERANCE, SolverRow
-from planner.report.plots import COLORS, save_figure
 from planner.studies.rows import frame, summarize
 from planner.studies.tables import Column, by, markdown, of_frame, said
+from planner.views.figures import COLORS, save_figure
 
 NEAR = 0.005  # gap up to which a solve counts as near to optimal
 FIRST_LIMITS = ((1_500, 5.0), (5_000, 20.0))  # ops, and by when a graph of so many has a first schedule, in seconds

@@ -18,8 +18,9 @@ from benchmarks.runner import SEED, Runner, whole_step
 from graphs.errors import PlannerError
 from planner import tracing
 from planner.models import Workload
+from planner.plans.summary import summarize
 from planner.runtime.measure import turn_times
-from planner.solving import order_for, summarize
+from planner.solving import order_for
 from planner.studies import baselines
 from planner.studies.blocks import block_levels
 from planner.studies.rows import Made, column, key, made, value

@@ -12,10 +12,10 @@ import torch
 import planner
 from graphs.units import format_bytes
 from planner.models import build
-from planner.report.describe import table
+from planner.plans.summary import summarize
 from planner.report.plots import plot_memory
 from planner.report.tables import COLUMNS, kept, run_row
-from planner.solving import summarize
+from planner.views.text import table
 from solvers.clock import WallClock
 from solvers.least import least_budget
 

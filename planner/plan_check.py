@@ -14,16 +14,16 @@ from graphs.schedule import keep_everything
 from graphs.simulate import Simulation, simulate
 from graphs.units import format_bytes, format_seconds
 from planner.option_settings import with_recorded
-from planner.plans.plan import GraphSummary, Plan
+from planner.plans.record import GraphSummary, PlanRecord
+from planner.plans.summary import check_same_graph, other_peaks, summarize
 from planner.reserved import reserved_for
-from planner.solving import check_same_graph, other_peaks, summarize
 from solvers.result import Status, is_within
 
 _ROUNDING = 1e-9  # relative tolerance of sums of seconds
 _BOUND_ROUNDING = 1e-4  # relative tolerance of bounds from linear programs
 
 
-def check_plan(graph: Graph, plan: Plan) -> Simulation:
+def check_plan(graph: Graph, plan: PlanRecord) -> Simulation:
     """Return the judge's simulation of `plan` on `graph`, after checking that the plan agrees with it.
 
     Raises:
@@ -50,7 +50,7 @@ def check_plan(graph: Graph, plan: Plan) -> Simulation:
     return simulation
 
 
-def check_with_its_graph(plan: Plan, plan_path: str | os.PathLike[str]) -> None:
+def check_with_its_graph(plan: PlanRecord, plan_path: str | os.PathLike[str]) -> None:
     """Check `plan`, read from `plan_path`, if its graph's file still exists.
 
     Raises:
@@ -70,7 +70,7 @@ def check_with_its_graph(plan: Plan, plan_path: str | os.PathLike[str]) -> None:
         check_plan(graph, plan)
 
 
-def check_sizes(graph: Graph, plan: Plan) -> None:
+def check_sizes(graph: Graph, plan: PlanRecord) -> None:
     """Check `plan` on the graph of a captured step, whose times and workspaces are not measured.
 
     Args:
@@ -107,7 +107,7 @@ def check_sizes(graph: Graph, plan: Plan) -> None:
         raise MismatchError(f"the plan says {'; '.join(wrong)}: its file was edited; solve again")
 
 
-def planned_graph(graph: Graph, plan: Plan) -> Graph:
+def planned_graph(graph: Graph, plan: PlanRecord) -> Graph:
     """Return `graph` with the options that `plan` was solved with, unless it has them already.
 
     Raises:
@@ -118,12 +118,12 @@ def planned_graph(graph: Graph, plan: Plan) -> Graph:
     return graph if graph.fingerprint == plan.graph.fingerprint else with_recorded(graph, plan.settings)
 
 
-def graph_path(plan: Plan, plan_path: str | os.PathLike[str]) -> Path | None:
+def graph_path(plan: PlanRecord, plan_path: str | os.PathLike[str]) -> Path | None:
     """Return the path of the graph of `plan`, which was read from `plan_path`; None if the plan has none."""
     return None if plan.graph_file is None else Path(plan_path).resolve().parent / plan.graph_file
 
 
-def figure_differences(plan: Plan, simulation: Simulation) -> list[str]:
+def figure_differences(plan: PlanRecord, simulation: Simulation) -> list[str]:
     """Return the claims of `plan` that disagree with the `simulation` of its schedule."""
     found = []
     if plan.peak_bytes != simulation.peak_bytes:
@@ -135,14 +135,14 @@ def figure_differences(plan: Plan, simulation: Simulation) -> list[str]:
     return [*found, *_bound_differences(plan, simulation.time_s)]
 
 
-def _other_peaks(plan: Plan, graph: Graph, simulation: Simulation) -> list[str]:
+def _other_peaks(plan: PlanRecord, graph: Graph, simulation: Simulation) -> list[str]:
     others = other_peaks(graph, simulation)
     if plan.pool_peaks_bytes == others:
         return []
     return [f"peaks of {dict(plan.pool_peaks_bytes)} in other pools than the device's, but its schedule has {others}"]
 
 
-def _reserved_differences(plan: Plan, graph: Graph) -> list[str]:
+def _reserved_differences(plan: PlanRecord, graph: Graph) -> list[str]:
     """Return errors in what `plan` says is reserved for it."""
     said = plan.reserved
     if said is None:
@@ -151,7 +151,7 @@ def _reserved_differences(plan: Plan, graph: Graph) -> list[str]:
     return [] if found == said else [f"that {_exact(said.total_bytes)} are reserved, but its schedule has {found}"]
 
 
-def _time_differences(plan: Plan, again: int) -> list[str]:
+def _time_differences(plan: PlanRecord, again: int) -> list[str]:
     """Return errors in the times of `plan`, whose schedule has `again` recomputations and transfers."""
     said = f"a step time of {plan.time_s!r} s, and {plan.graph.time_s!r} s without recomputation"
     if plan.time_s < plan.graph.time_s * (1 - _ROUNDING):
@@ -161,7 +161,7 @@ def _time_differences(plan: Plan, again: int) -> list[str]:
     return []
 
 
-def _bound_differences(plan: Plan, time_s: float) -> list[str]:
+def _bound_differences(plan: PlanRecord, time_s: float) -> list[str]:
     """Return errors in the bound of `plan`, whose schedule takes `time_s`."""
     found = []
     if plan.bound_s is not None and plan.bound_s > time_s * (1 + _BOUND_ROUNDING):

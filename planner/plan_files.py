@@ -8,11 +8,11 @@ from graphs.errors import PlannerError
 from graphs.io.files import is_replaced
 from graphs.io.formats import read_graph, write_graph
 from planner.plan_check import check_plan, graph_path, planned_graph
-from planner.plans.document import read_plan, write_plan
-from planner.plans.plan import Plan
+from planner.plans.document import read_record, write_plan
+from planner.plans.record import PlanRecord
 
 
-def save(plan: Plan, path: str | os.PathLike[str], graph: str | os.PathLike[str] | None) -> None:
+def save(plan: PlanRecord, path: str | os.PathLike[str], graph: str | os.PathLike[str] | None) -> None:
     """Write `plan` to a file; see ``Plan.save``."""
     if graph is not None:
         if plan.source is None:
@@ -22,7 +22,7 @@ def save(plan: Plan, path: str | os.PathLike[str], graph: str | os.PathLike[str]
     write_plan(plan, path)
 
 
-def naming(plan: Plan, path: str | os.PathLike[str], graph: str | os.PathLike[str]) -> Plan:
+def naming(plan: PlanRecord, path: str | os.PathLike[str], graph: str | os.PathLike[str]) -> PlanRecord:
     """Return `plan`, to be written to `path`, with the file `graph` of its graph relative to the plan's folder.
 
     If the plan is written to a pipe, the path is absolute.
@@ -32,9 +32,9 @@ def naming(plan: Plan, path: str | os.PathLike[str], graph: str | os.PathLike[st
     return replace(plan, graph_file=near.as_posix())
 
 
-def load(path: str | os.PathLike[str]) -> Plan:
+def load(path: str | os.PathLike[str]) -> PlanRecord:
     """Return the plan in the file `path`; see ``Plan.load``."""
-    plan = read_plan(path)
+    plan = read_record(path)
     where = graph_path(plan, path)
     if where is None or not where.is_file():
         return plan

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from graphs.allocators.caching import DEFAULT, EXPANDABLE, Rules
 from graphs.allocators.glibc import GlibcAllocator
 from graphs.allocators.training import Training, least_capacity_bytes, play, training_of, usage_of
-from graphs.errors import UsageError
+from graphs.errors import InfeasibleError, UsageError
 from graphs.ir import Graph, Kind
 from graphs.optimizers import optimizer_of
 from graphs.options import without_options
@@ -20,7 +20,6 @@ from graphs.units import format_bytes
 from planner.memory import Memory
 from planner.plans.reserved import Reserved
 from planner.profiling.devices import find_device
-from planner.reserved_budget import Beside
 
 _RULES: Mapping[Memory, Rules] = {Memory.RESERVED_EXPANDABLE: EXPANDABLE}
 # parseChosenWorkspaceSize of aten/src/ATen/cuda/CublasHandlePool.cpp: :4096:2:16:8, and 32 MiB on Hopper.
@@ -63,6 +62,38 @@ def requests_of(graph: Graph, schedule: Schedule) -> Training:
     They belong to a thread and a stream: the forward pass runs in the caller's thread, the backward pass in autograd's.
     """
     return training_of(graph, schedule, library_bytes=_libraries(graph))
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """Memory that is reserved beside any plan.
+
+    Attributes:
+        library_bytes: workspaces of libraries.
+        optimizing_bytes: all that is in use while the optimizer runs: static memory, gradients, its temporaries, and libraries.
+    """
+
+    library_bytes: int
+    optimizing_bytes: int
+
+    def check(self, budget_bytes: int) -> None:
+        """Raise if a budget has no room for it.
+
+        Raises:
+            InfeasibleError: no plan can fit.
+        """
+        ways_out = f"raise the budget, or let it count only what tensors of the step take (memory={Memory.ALLOCATED.value!r})"
+        if budget_bytes < self.optimizing_bytes:
+            raise InfeasibleError(
+                f"budget {format_bytes(budget_bytes)} is below the {format_bytes(self.optimizing_bytes)} in use while the "
+                f"optimizer runs, whatever the plan: static memory, gradients, workspaces of libraries and its own temporaries. "
+                f"An optimizer with fused=True needs less; else {ways_out}"
+            )
+        if budget_bytes <= self.library_bytes:
+            raise InfeasibleError(
+                f"budget {format_bytes(budget_bytes)} is no more than the {format_bytes(self.library_bytes)} of workspaces that "
+                f"libraries keep beside any plan: {ways_out}"
+            )
 
 
 def reserved_beside(graph: Graph) -> Beside:

@@ -7,6 +7,7 @@ from graphs.errors import InfeasibleError, LimitError
 from graphs.units import format_bytes
 from planner.memory import Memory
 from planner.plans.plan import Plan
+from planner.reserved import Beside
 from solvers.clock import Clock, left
 from solvers.result import SolveProgress, Status, is_within
 
@@ -30,38 +31,6 @@ class Watch:
     on_progress: Callable[[SolveProgress], None] | None = None
     should_stop: Callable[[], bool] | None = None
     on_plan: Callable[[Plan], object] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Beside:
-    """Memory that is reserved beside any plan.
-
-    Attributes:
-        library_bytes: workspaces of libraries.
-        optimizing_bytes: all that is in use while the optimizer runs: static memory, gradients, its temporaries, and libraries.
-    """
-
-    library_bytes: int
-    optimizing_bytes: int
-
-    def check(self, budget_bytes: int) -> None:
-        """Raise if a budget has no room for it.
-
-        Raises:
-            InfeasibleError: no plan can fit.
-        """
-        ways_out = f"raise the budget, or let it count only what tensors of the step take (memory={Memory.ALLOCATED.value!r})"
-        if budget_bytes < self.optimizing_bytes:
-            raise InfeasibleError(
-                f"budget {format_bytes(budget_bytes)} is below the {format_bytes(self.optimizing_bytes)} in use while the "
-                f"optimizer runs, whatever the plan: static memory, gradients, workspaces of libraries and its own temporaries. "
-                f"An optimizer with fused=True needs less; else {ways_out}"
-            )
-        if budget_bytes <= self.library_bytes:
-            raise InfeasibleError(
-                f"budget {format_bytes(budget_bytes)} is no more than the {format_bytes(self.library_bytes)} of workspaces that "
-                f"libraries keep beside any plan: {ways_out}"
-            )
 
 
 Solve = Callable[[int, Clock, Watch], Plan]  # for a budget of allocated bytes

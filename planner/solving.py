@@ -4,17 +4,15 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from graphs.checks import check_sums
-from graphs.errors import InfeasibleError, LimitError, MismatchError, PlannerError, SolverWarning
+from graphs.errors import InfeasibleError, LimitError, PlannerError, SolverWarning
 from graphs.ir import Graph
-from graphs.options import without_options
 from graphs.options.compress import gradient_error
 from graphs.options.offload import OFFLOAD, without_offload
 from graphs.options.option import Feature
 from graphs.options.selection import differences
 from graphs.options.surroundings import Link, Surroundings
-from graphs.schedule import Schedule, keep_everything
-from graphs.simulate import Simulation, simulate
+from graphs.schedule import Schedule
+from graphs.simulate import simulate
 from graphs.units import format_bytes
 from planner.budgets import allowed_overhead, budget_in_bytes, budget_or_overhead
 from planner.capture.options import as_executed
@@ -22,7 +20,9 @@ from planner.compatibility import check_compatible
 from planner.least_memory import least_memory
 from planner.memory import Memory
 from planner.option_settings import option_settings
-from planner.plans.plan import GraphSummary, Plan
+from planner.plans.plan import Plan
+from planner.plans.record import GraphSummary
+from planner.plans.summary import other_peaks, summarize
 from planner.reserved import eager_reserved_bytes, memory_of, on_cuda, reserved_beside, reserved_for
 from planner.reserved_budget import Watch, plan_reserved
 from planner.settings import SolveSettings
@@ -271,27 +271,6 @@ def order_for(graph: Graph, solver: str, *, reorder: bool | None, clock: Clock |
     return in_program_order(graph)
 
 
-def summarize(graph: Graph) -> GraphSummary:
-    """Return the summary of a graph for its plans: its program as eager PyTorch runs it, without options.
-
-    Raises:
-        GraphError: its sizes or times sum to more than can be counted.
-    """
-    check_sums(graph)
-    program = without_options(graph).out_of_place()
-    return GraphSummary(
-        fingerprint=graph.fingerprint,
-        ops=len(program.ops),
-        tensors=len(program.tensors),
-        static_bytes=graph.static_bytes,
-        keep_everything_peak_bytes=simulate(program, keep_everything(program)).peak_bytes,
-        time_s=graph.time_s,
-        provenance=graph.provenance,
-        optional_ops=len(graph.ops) - len(program.ops),
-        optional_tensors=len(graph.tensors) - len(program.tensors),
-    )
-
-
 def eager_peak_bytes(eager: Graph, planned: Graph, asked: Memory | None) -> int:
     """Return what plain eager PyTorch needs, to which shares refer, for a step with other kernels.
 
@@ -304,24 +283,6 @@ def eager_peak_bytes(eager: Graph, planned: Graph, asked: Memory | None) -> int:
     counts_allocated = memory is Memory.ALLOCATED
     eager_bytes = summarize(eager).keep_everything_peak_bytes if counts_allocated else eager_reserved_bytes(eager, memory)
     return eager_bytes - eager.static_bytes + planned.static_bytes
-
-
-def check_same_graph(planned: GraphSummary, found: GraphSummary) -> None:
-    """Raise if a plan is for another graph.
-
-    Raises:
-        MismatchError: the fingerprints differ; with other differences.
-    """
-    if planned.fingerprint == found.fingerprint:
-        return
-    described = ("model", "inputs", "parameters", "parameter_dtype", "device", "torch")
-    pairs = [(key, planned.provenance.get(key), found.provenance.get(key)) for key in described]
-    pairs += [("ops", planned.ops, found.ops), ("tensors", planned.tensors, found.tensors)]
-    differences = [f"{what} {wanted} there, {given} here" for what, wanted, given in pairs if wanted != given]
-    raise MismatchError(
-        f"the plan is for another graph ({planned.fingerprint[:12]}, here {found.fingerprint[:12]}): "
-        f"{'; '.join(differences) or 'sizes or kinds of ops differ'}; trace and solve for this model, batch and device"
-    )
 
 
 def _what_would_do(graph: Graph, budget_bytes: int, clock: Clock, should_stop: Stop | None) -> str:
@@ -400,8 +361,3 @@ def judged_on(graph: Graph, plan: Plan) -> Plan:
         pool_peaks_bytes=other_peaks(graph, found),
         source=graph,
     )
-
-
-def other_peaks(graph: Graph, simulation: Simulation) -> dict[str, int]:
-    """Return the peak bytes of the pools other than the device, by the `simulation` of a schedule."""
-    return {pool.name: peak for pool, peak in zip(graph.pools[1:], simulation.pool_peaks_bytes[1:], strict=True)}

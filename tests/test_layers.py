@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.structure import FLOORS, import_cycles, read
+
 ROOT = Path(__file__).parent.parent
 SCRIPTS = sorted(path for folder in ("benchmarks", "examples") for path in (ROOT / folder).rglob("*.py"))
-SOURCES = sorted(path for floor in ("graphs", "solvers", "planner") for path in (ROOT / floor).rglob("*.py"))
+SOURCES = sorted(path for floor in FLOORS for path in (ROOT / floor).rglob("*.py"))
 
 
 def private_names(source: str) -> list[str]:
@@ -99,3 +101,7 @@ def test_the_check_for_long_functions_finds_them() -> None:
     short = 'def short():\n    """Docstring\n' + "\n" * 70 + '    """\n    return 1\n'
     long = "def long():\n" + "    x = 1\n" * 61
     assert long_bodies(short + long) == ["long"]
+
+
+def test_no_module_imports_one_that_imports_it() -> None:
+    assert import_cycles([module for floor in FLOORS for module in read(ROOT, floor)]) == []

@@ -14,8 +14,9 @@ from graphs.schedule import Compute, Schedule
 from graphs.synthetic.random_graphs import random_training_step
 from graphs.synthetic.small import training_chain
 from graphs.synthetic.transformer import TransformerSize, transformer
+from planner.plans.summary import summarize
 from planner.settings import TraceSettings
-from planner.solving import order_for, summarize
+from planner.solving import order_for
 from planner.workload.tracing import Tracing
 from planner.workload.workload import parse_spec
 from solvers.clock import WallClock

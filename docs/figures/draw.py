@@ -12,7 +12,7 @@ from graphs.schedule import Compute, Free, Schedule
 from graphs.simulate import simulate
 from graphs.synthetic.small import training_chain
 from graphs.synthetic.transformer import TransformerSize, transformer
-from planner.report.plots import save_figure
+from planner.views.figures import save_figure
 
 HERE = Path(__file__).parent
 # The calls of docs/architecture.md, in their order: where, what it is called with, and what comes of it.

@@ -7,7 +7,18 @@ from typing import TYPE_CHECKING
 from graphs.errors import BudgetError
 from graphs.units import format_bytes, format_ratio, format_seconds, parse_budget
 from planner import options
-from planner.cli.arguments import DONE, INFEASIBLE, LIMIT, Commands, add_command, complain, print_json, print_text
+from planner.cli.arguments import (
+    DONE,
+    INFEASIBLE,
+    LIMIT,
+    Commands,
+    add_command,
+    add_time_limit,
+    add_work_limit,
+    complain,
+    print_json,
+    print_text,
+)
 
 if TYPE_CHECKING:
     from graphs.addresses import Buffer
@@ -37,19 +48,8 @@ def add(commands: Commands) -> None:
     )
     parser.add_argument("-o", "--output", type=options.output, metavar="FILE", help="the addresses to write (.csv)")
     limits = parser.add_mutually_exclusive_group()
-    limits.add_argument(
-        "--time-limit",
-        type=options.duration,
-        default=60.0,
-        metavar="TIME",
-        help="end after it with the best so far: 90, 90s, 10m or 1.5h (default: 1m)",
-    )
-    limits.add_argument(
-        "--work-limit",
-        type=options.work,
-        metavar="WORK",
-        help="count work instead of time, about a second each: the same addresses on every run and machine",
-    )
+    add_time_limit(limits, said="end after it with the best so far: 90, 90s, 10m or 1.5h (default: 1m)", default=60.0)
+    add_work_limit(limits, said="the same addresses on every run and machine")
     parser.add_argument("--seed", type=options.seed, default=0, metavar="N", help="for what is drawn (default: 0)")
 
 

@@ -11,6 +11,7 @@ from planner.cli.arguments import (
     add_copying,
     add_how_to_trace,
     add_quiet,
+    add_time_limit,
     print_json,
     print_text,
 )
@@ -38,13 +39,7 @@ def add(commands: Commands) -> None:
         help="options to try, each alone (default: offload and all that are found in the step; compress with --roofline only)",
     )
     add_copying(parser)
-    parser.add_argument(
-        "--time-limit",
-        type=options.duration,
-        default=55.0,
-        metavar="TIME",
-        help="for all of it: 90, 90s, 10m (default: 55s)",
-    )
+    add_time_limit(parser, said="for all of it: 90, 90s, 10m (default: 55s)", default=55.0)
     add_quiet(parser)
 
 

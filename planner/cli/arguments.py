@@ -18,6 +18,7 @@ from planner.profiling.devices import DEVICES
 from planner.settings import TraceSettings
 from planner.visible import visible, visible_lines
 from planner.workload.tracing import Tracing
+from solvers.tolerance import Tolerance
 
 if TYPE_CHECKING:
     from graphs.ir import Graph
@@ -100,6 +101,32 @@ def add_workers(parser: Parser, *, said: str) -> None:
         metavar="ADDRESS",
         help=f"have the workers of a Dask scheduler do it (tcp://HOST:8786): {said} at all of them",
     )
+
+
+def add_time_limit(parser: "argparse._ActionsContainer", *, said: str, default: float | None = None) -> None:
+    """Add a time limit; `said` is the help on it."""
+    parser.add_argument("--time-limit", type=options.duration, default=default, metavar="TIME", help=said)
+
+
+def add_total_time_limit(parser: Parser, *, said: str, default: float) -> None:
+    """Add the time limit of several solves, which by default holds if there is none for each; `said` is the help on it."""
+    parser.add_argument(
+        "--total-time-limit",
+        type=options.duration,
+        metavar="TIME",
+        help=f"{said} (default: {default:.0f}s, and none with --time-limit)",
+    )
+
+
+def add_work_limit(parser: "argparse._ActionsContainer", *, said: str) -> None:
+    """Add a limit of work in place of time; `said` is the help on what it is for."""
+    help_text = f"count work instead of time, about a second each: {said}"
+    parser.add_argument("--work-limit", type=options.work, metavar="WORK", help=help_text)
+
+
+def add_tolerance(parser: Parser, *, said: str = "0.1%% or 0.001 (default: 0.1%%)", default: float | Tolerance = 1e-3) -> None:
+    """Add the tolerance on the gap of a schedule; `said` is the help on it."""
+    parser.add_argument("--tolerance", type=options.fraction, default=default, metavar="GAP", help=said)
 
 
 def add_reorder(parser: Parser, *, default: bool | None, said: str) -> None:
@@ -207,7 +234,7 @@ def trace_model(
 def print_written(graph: "Graph", arguments: argparse.Namespace) -> None:
     """Print which graph was written to which file."""
     from graphs.units import format_bytes, format_seconds
-    from planner.solving import summarize
+    from planner.plans.summary import summarize
 
     summary = summarize(graph)
     optional = f" and {summary.optional_ops:,} optional ones" if getattr(arguments, "options", ()) else ""

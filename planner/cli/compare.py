@@ -19,6 +19,9 @@ from planner.cli.arguments import (
     add_graph_options,
     add_how_to_trace,
     add_quiet,
+    add_time_limit,
+    add_tolerance,
+    add_total_time_limit,
     add_workers,
     complain,
     print_json,
@@ -29,9 +32,13 @@ from planner.cli.arguments import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from torch import nn
+
     from graphs.ir import Graph
     from planner.option_settings import OptionSettings
     from planner.progress import LineView
+    from planner.runtime.channels import HostChannels
+    from planner.studies.baselines import Method
     from planner.studies.comparison_rows import ComparisonRow
 
 _ROW_S, _TOTAL_S = 60.0, 40.0
@@ -70,17 +77,13 @@ def add(commands: Commands) -> None:
     )
     parser.add_argument("--repeats", type=options.count, default=5, metavar="N", help="steps timed with --measure (default: 5)")
     add_workers(parser, said="rows computed")
-    parser.add_argument(
-        "--time-limit", type=options.duration, metavar="TIME", help=f"for each row: 90, 90s, 10m (default: {_ROW_S:.0f}s)"
+    add_time_limit(parser, said=f"for each row: 90, 90s, 10m (default: {_ROW_S:.0f}s)")
+    add_total_time_limit(
+        parser,
+        said="for solving all rows, without --measure: methods that solve large programs come last and share what is left",
+        default=_TOTAL_S,
     )
-    parser.add_argument(
-        "--total-time-limit",
-        type=options.duration,
-        metavar="TIME",
-        help="for solving all rows, without --measure: methods that solve large programs come last and share what is left "
-        f"(default: {_TOTAL_S:.0f}s, and none with --time-limit)",
-    )
-    parser.add_argument("--tolerance", type=options.fraction, default=1e-3, metavar="GAP", help="0.1%% or 0.001 (default: 0.1%%)")
+    add_tolerance(parser)
     add_graph_options(parser)
     add_how_to_trace(parser)
     add_quiet(parser)
@@ -93,10 +96,10 @@ def run(arguments: argparse.Namespace) -> int:
     from planner.option_settings import option_settings
     from planner.progress import LineView
     from planner.report.comparisons import table_text, write_report
-    from planner.report.plots import new_figure
     from planner.studies.compare import cut_short, methods_named
     from planner.studies.comparison_rows import ComparisonRow
     from planner.studies.rows import read_rows
+    from planner.views.figures import new_figure
 
     if arguments.measure and arguments.model.endswith(".json"):
         return _usage(f"--measure runs the model, and {arguments.model} is a graph: name zoo:NAME or file.py:function")
@@ -177,9 +180,8 @@ def _measure(
     progress.say(f"building {spec}")
     from planner.runtime.channels import HostChannels
     from planner.settings import TraceSettings
-    from planner.studies.baselines import baseline_methods, of_policies
+    from planner.studies.baselines import of_policies
     from planner.studies.compare_measured import compare_measured, profiled
-    from planner.studies.offloading import offloading_methods
     from planner.studies.settings import StudySettings
     from planner.workload import workload
 
@@ -206,26 +208,30 @@ def _measure(
         repeats=arguments.repeats,
         seed=arguments.seed,
     )
-    targets = [op.target for op in captured.graph.ops if op.phase == "forward"]
-    stock = baseline_methods(built.model, targets=targets)
-    device = next(built.model.parameters()).device
     host_bytes = options.host_bytes
-    channels = None if host_bytes is None else HostChannels(device, host_bytes)
-    stock += [] if channels is None else offloading_methods(channels)
-    if arguments.methods != "all":
-        stock = of_policies(stock, methods)
+    channels = None if host_bytes is None else HostChannels(next(built.model.parameters()).device, host_bytes)
+    stock = _methods_of_pytorch(built.model, captured.graph, channels)
     return compare_measured(
         built,
         captured,
         arguments.budgets,
         methods,
-        stock,
+        stock if arguments.methods == "all" else of_policies(stock, methods),
         folder,
         settings,
         channels=channels,
         on_activity=progress.say,
         should_stop=should_stop,
     )
+
+
+def _methods_of_pytorch(model: "nn.Module", graph: "Graph", channels: "HostChannels | None") -> "list[Method]":
+    """Return the methods that PyTorch itself has for `model`, those that offload if there are `channels`."""
+    from planner.studies.baselines import baseline_methods
+    from planner.studies.offloading import offloading_methods
+
+    found = baseline_methods(model, targets=[op.target for op in graph.ops if op.phase == "forward"])
+    return found if channels is None else [*found, *offloading_methods(channels)]
 
 
 def _usage(message: str) -> int:

@@ -16,6 +16,9 @@ from planner.cli.arguments import (
     add_quiet,
     add_reorder,
     add_solver,
+    add_time_limit,
+    add_tolerance,
+    add_total_time_limit,
     add_workers,
     print_json,
     print_text,
@@ -52,20 +55,13 @@ def add(commands: Commands) -> None:
     parser.add_argument("--plot", metavar="FILE", help="figure to write (.png, .pdf, .svg)")
     add_workers(parser, said="budgets solved")
     add_solver(parser)
-    parser.add_argument(
-        "--time-limit",
-        type=options.duration,
-        metavar="TIME",
-        help="for each budget: 90, 90s, 10m (default: what the whole curve may take)",
+    add_time_limit(parser, said="for each budget: 90, 90s, 10m (default: what the whole curve may take)")
+    add_total_time_limit(
+        parser,
+        said="for the whole curve: every budget is solved for a short time first, and those with a gap again while time is left",
+        default=_TOTAL_S,
     )
-    parser.add_argument(
-        "--total-time-limit",
-        type=options.duration,
-        metavar="TIME",
-        help="for the whole curve: every budget is solved for a short time first, and those with a gap again while time is left "
-        f"(default: {_TOTAL_S:.0f}s, and none with --time-limit)",
-    )
-    parser.add_argument("--tolerance", type=options.fraction, default=1e-3, metavar="GAP", help="0.1%% or 0.001 (default: 0.1%%)")
+    add_tolerance(parser)
     add_graph_options(parser)
     add_reorder(parser, default=None, said="with --solver windows, if one lowers the peak")
     add_quiet(parser)
@@ -73,15 +69,17 @@ def add(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Solve at every budget, and write and plot the curve if requested; return the exit code."""
-    from graphs.io.files import check_writable, write_text
+    from graphs.io.files import check_writable
     from graphs.io.formats import read_graph
     from planner.cli.interrupt import StopOnInterrupt
     from planner.option_settings import option_settings
     from planner.progress import LineView
-    from planner.report.curves import curve_data, curve_frame, curve_text
-    from planner.report.plots import check_plot, plot_curve
-    from planner.studies.curve import curve
+    from planner.report.curves import curve_data, curve_text
+    from planner.report.plots import plot_curve
+    from planner.studies.curve import CurveRow, curve
+    from planner.studies.rows import write_rows
     from planner.studies.settings import StudySettings
+    from planner.views.figures import check_plot
     from solvers.result import Status
 
     graph = read_graph(arguments.graph)
@@ -109,7 +107,7 @@ def run(arguments: argparse.Namespace) -> int:
             should_stop=interrupt,
         )
     if arguments.output is not None:
-        write_text(arguments.output, curve_frame(found).to_csv(index=False))
+        write_rows(Path(arguments.output), CurveRow, found.all_rows)
     if arguments.plot is not None:
         plot_curve(found, Path(arguments.plot), title=str(graph.provenance.get("model", "")))
     if arguments.json:

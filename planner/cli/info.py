@@ -25,8 +25,7 @@ def add(commands: Commands) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the contents of the file; return the exit code."""
     from planner.facts.graph import graph_facts
-    from planner.plans.document import read_graph_or_plan
-    from planner.plans.plan import Plan
+    from planner.plans.plan import Plan, read_graph_or_plan
     from planner.report.describe import plan_data, plan_info_text
     from planner.report.graph_text import graph_data, graph_text
 

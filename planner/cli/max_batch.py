@@ -16,6 +16,8 @@ from planner.cli.arguments import (
     add_how_to_trace,
     add_quiet,
     add_reorder,
+    add_time_limit,
+    add_tolerance,
     complain,
     print_json,
     print_text,
@@ -70,10 +72,8 @@ def add(commands: Commands) -> None:
     parser.add_argument("--multiple-of", type=options.count, default=1, metavar="N", help="try multiples of N only (default: 1)")
     parser.add_argument("--limit", type=options.count, metavar="N", help="largest to try (default: 4096 times --multiple-of)")
     add_how_to_trace(parser)
-    parser.add_argument(
-        "--time-limit", type=options.duration, default=15.0, metavar="TIME", help="for each solve: 90, 90s, 10m (default: 15s)"
-    )
-    parser.add_argument("--tolerance", type=options.fraction, default=1e-3, metavar="GAP", help="0.1%% or 0.001 (default: 0.1%%)")
+    add_time_limit(parser, said="for each solve: 90, 90s, 10m (default: 15s)", default=15.0)
+    add_tolerance(parser)
     add_graph_options(parser)
     add_reorder(parser, default=True, said="if one lowers the peak")
     add_quiet(parser)

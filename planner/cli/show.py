@@ -38,12 +38,12 @@ def run(arguments: argparse.Namespace) -> int:
     from graphs.io.formats import read_graph
     from planner.facts.timeline import Timeline
     from planner.plan_check import planned_graph
-    from planner.plans.document import read_plan
-    from planner.report.budget_curve import read_curve
+    from planner.plans.plan import read_plan
     from planner.report.chrome_trace import chrome_trace
     from planner.report.page import page
+    from planner.studies.curve import read_curve
 
-    curve = () if arguments.curve is None else read_curve(arguments.curve)
+    curve = () if arguments.curve is None else read_curve(Path(arguments.curve))
     makers = ((arguments.output, lambda timeline: page(timeline, curve)), (arguments.trace, chrome_trace))
     wanted = [(path, make) for path, make in makers if path is not None]
     if not wanted:

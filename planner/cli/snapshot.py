@@ -33,7 +33,7 @@ def add(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the contents of the snapshot; return the exit code."""
-    from planner.plans.document import read_plan
+    from planner.plans.plan import read_plan
     from planner.report.snapshot import read_snapshot
 
     peaks = read_snapshot(arguments.file)
@@ -54,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _device_text(peak: "DevicePeak", plan: "Plan | None", listed: int) -> str:
     from graphs.units import format_bytes, format_ratio
-    from planner.report.describe import aligned, table
+    from planner.views.text import aligned, table
 
     where = "before the first" if peak.at_action is None else f"at action {peak.at_action + 1:,}"
     lines = [

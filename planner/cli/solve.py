@@ -9,11 +9,15 @@ from planner import options
 from planner.cli.arguments import (
     DONE,
     Commands,
+    Parser,
     add_command,
     add_graph_options,
     add_quiet,
     add_reorder,
     add_solver,
+    add_time_limit,
+    add_tolerance,
+    add_work_limit,
     print_json,
     print_text,
 )
@@ -83,30 +87,16 @@ def add(commands: Commands) -> None:
     add_quiet(parser)
 
 
-def _add_limits(parser: argparse.ArgumentParser) -> None:
+def _add_limits(parser: Parser) -> None:
     """Add what ends a solve."""
     limits = parser.add_mutually_exclusive_group()
-    limits.add_argument(
-        "--time-limit",
-        type=options.duration,
-        default=3600.0,
-        metavar="TIME",
-        help="end after it with the best schedule so far: 90, 90s, 10m or 1.5h (default: 1h)",
-    )
-    limits.add_argument(
-        "--work-limit",
-        type=options.work,
-        metavar="WORK",
-        help="count work instead of time, about a second each: the same plan on every run, and on slower machines; one "
-        "thread works at a time",
-    )
-    parser.add_argument(
-        "--tolerance",
-        type=options.fraction,
-        default=WIDENING,
-        metavar="GAP",
-        help="end with a schedule that is this close to the bound, as 0.1%% or 0.001 "
+    add_time_limit(limits, said="end after it with the best schedule so far: 90, 90s, 10m or 1.5h (default: 1h)", default=3600.0)
+    add_work_limit(limits, said="the same plan on every run, and on slower machines; one thread works at a time")
+    add_tolerance(
+        parser,
+        said="end with a schedule that is this close to the bound, as 0.1%% or 0.001 "
         "(default: 0.1%%, 0.5%% after 20 s, 2%% after 2 minutes)",
+        default=WIDENING,
     )
 
 
@@ -179,7 +169,8 @@ def _write_model(graph: "Graph", arguments: argparse.Namespace) -> None:
         raise UsageError("--write-model writes the program of one budget: give --budget in place of --max-overhead")
     from planner.budgets import budget_in_bytes
     from planner.capture.options import with_options
-    from planner.solving import order_for, summarize
+    from planner.plans.summary import summarize
+    from planner.solving import order_for
     from solvers.baselines.checkmate import write_model
 
     graph = with_options(graph, ())

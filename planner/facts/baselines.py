@@ -7,7 +7,7 @@ from graphs.ir import Graph
 from graphs.options import without_options
 from graphs.schedule import Compute, Schedule, keep_everything
 from graphs.simulate import simulate
-from planner.plans.plan import Plan
+from planner.plans.record import PlanRecord
 from solvers.baselines.common.blocks import blockings
 from solvers.baselines.common.recomputation import recompute_groups
 
@@ -31,7 +31,7 @@ class Baseline:
     memory_bytes: tuple[int, ...]
 
 
-def baselines(graph: Graph, plan: Plan) -> tuple[Baseline, ...]:
+def baselines(graph: Graph, plan: PlanRecord) -> tuple[Baseline, ...]:
     """Return keeping everything, and checkpointing blocks if the model has blocks.
 
     Of all divisions into blocks, the fastest that fits the budget of `plan` is chosen, or the one with the lowest peak if none

@@ -13,10 +13,10 @@ from graphs.options.surroundings import Link, OtherDevice, Surroundings
 from graphs.schedule import keep_everything
 from graphs.simulate import simulate
 from planner.capture.options import holding
-from planner.plans.plan import GraphSummary
+from planner.plans.record import GraphSummary
+from planner.plans.summary import summarize
 from planner.profiling.other_devices import decode_devices
 from planner.reserved import EagerMemory, eager_memory
-from planner.solving import summarize
 from solvers.bounds import any_order_need, describe_need, least_budget_bound
 from solvers.clock import WorkClock
 from solvers.least import least_known

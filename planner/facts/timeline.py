@@ -12,7 +12,7 @@ from graphs.pools import COMPUTE, DEVICE
 from graphs.schedule import Compute, live_after
 from graphs.simulate import Simulation
 from planner.plan_check import check_plan
-from planner.plans.plan import Plan
+from planner.plans.record import PlanRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ class Timeline:
     """
 
     graph: Graph
-    plan: Plan
+    plan: PlanRecord
     simulation: Simulation = field(init=False)
 
     def __post_init__(self) -> None:

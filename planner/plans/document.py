@@ -21,13 +21,10 @@ from graphs.io.documents import (
     to_json_object,
 )
 from graphs.io.files import format_json, read_object, write_text
-from graphs.io.formats import summable
-from graphs.io.graph_document import graph_from_dict
-from graphs.ir import Graph
 from graphs.schedule import Compute, Free, Schedule, Step
 from planner.memory import Memory
 from planner.plans.eager import Difference, DifferingOp, EagerComparison
-from planner.plans.plan import GraphSummary, Plan
+from planner.plans.record import GraphSummary, PlanRecord
 from planner.plans.reserved import Reserved
 
 
@@ -115,7 +112,7 @@ class _Plan(Struct, forbid_unknown_fields=True, kw_only=True):
     steps: tuple[tuple[_StepKind, Natural], ...]
 
 
-def plan_to_dict(plan: Plan) -> dict[str, object]:
+def plan_to_dict(plan: PlanRecord) -> dict[str, object]:
     """Return `plan` as in a file.
 
     Raises:
@@ -152,7 +149,7 @@ def plan_to_dict(plan: Plan) -> dict[str, object]:
     )
 
 
-def plan_from_dict(data: Mapping[str, object], *, source: str = "plan") -> Plan:
+def record_from_dict(data: Mapping[str, object], *, source: str = "plan") -> PlanRecord:
     """Return the plan in `data`; `source` names it in messages.
 
     Raises:
@@ -168,7 +165,7 @@ def plan_from_dict(data: Mapping[str, object], *, source: str = "plan") -> Plan:
             refuse(source, "reserved", None, f"what is reserved, as the budget counts {read.memory} memory")
         if read.reserved.total_bytes > read.budget_bytes:
             refuse(source, "reserved.total_bytes", read.reserved.total_bytes, f"within budget_bytes, {read.budget_bytes}")
-    return Plan(
+    return PlanRecord(
         graph=GraphSummary(**arguments_of(read.graph) | {"provenance": provenance}),
         schedule=Schedule(tuple(_step_of(pair, i, read.graph, source) for i, pair in enumerate(read.steps))),
         budget_bytes=read.budget_bytes,
@@ -193,16 +190,16 @@ def plan_from_dict(data: Mapping[str, object], *, source: str = "plan") -> Plan:
     )
 
 
-def read_plan(path: str | os.PathLike[str]) -> Plan:
+def read_record(path: str | os.PathLike[str]) -> PlanRecord:
     """Return the plan in the file `path`. Whether it is valid on a graph is checked by ``simulate``.
 
     Raises:
         FormatError: the file is not a plan of a version this planner reads.
     """
-    return plan_from_dict(read_object(path), source=str(path))
+    return record_from_dict(read_object(path), source=str(path))
 
 
-def write_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
+def write_plan(plan: PlanRecord, path: str | os.PathLike[str]) -> None:
     """Write `plan` to the file `path` atomically.
 
     Raises:
@@ -210,18 +207,6 @@ def write_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
         OutputError: the file cannot be written.
     """
     write_text(path, format_json(plan_to_dict(plan)))
-
-
-def read_graph_or_plan(path: str | os.PathLike[str]) -> Graph | Plan:
-    """Return the graph or plan in the file `path`.
-
-    Raises:
-        FormatError, GraphError: as ``read_graph`` and ``read_plan``.
-    """
-    data = read_object(path)
-    if data.get("format") == PLAN_FORMAT:
-        return plan_from_dict(data, source=str(path))
-    return summable(graph_from_dict(data, source=str(path)), str(path))
 
 
 def _eager_of(comparison: EagerComparison) -> _Eager:

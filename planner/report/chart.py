@@ -20,11 +20,11 @@ from planner.facts.baselines import Baseline, baselines
 from planner.facts.columns import COLUMNS, memory_columns
 from planner.facts.lives import Life, Lives, lives_of
 from planner.facts.timeline import Timeline, block
-from planner.report.budget_curve import CurvePoint
 from planner.report.describe import capacity_text, spaced
 from planner.report.lanes import Bar, bars, lanes
 from planner.report.module_groups import grouped
-from planner.report.plots import size_unit, time_unit
+from planner.studies.curve import CurveRow
+from planner.views.figures import size_unit, time_unit
 from planner.visible import visible
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ class Charts:
     addresses: tuple[str, ...]
 
 
-def charts(timeline: Timeline, curve: Sequence[CurvePoint] = ()) -> Charts:
+def charts(timeline: Timeline, curve: Sequence[CurveRow] = ()) -> Charts:
     """Return the figures of `timeline`, with the trade-off `curve` if there is one.
 
     The roots of the document are named ``memory``, ``lanes``, ``pool0`` and so on, ``addresses0`` and so on, and ``curve``.
@@ -265,7 +265,7 @@ class _Drawing:
                 self._tag(boxes.glyph, line_color="page")
             plot.add_tools(HoverTool(renderers=[boxes], tooltips=[("tensor", "@tensor"), ("size", "@bytes")]))
 
-    def draw_curve(self, curve: Sequence[CurvePoint]) -> None:
+    def draw_curve(self, curve: Sequence[CurveRow]) -> None:
         from bokeh.models import HoverTool
         from bokeh.plotting import figure
 

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from graphs.units import format_bytes
-from planner.report.plots import add_legend, new_figure, save_figure, set_title, shades, size_unit
 from planner.studies.best import kind_of
 from planner.studies.comparison_rows import ComparisonRow, RunBy, bound_of, methods_of, simulated
+from planner.views.figures import add_legend, new_figure, save_figure, set_title, shades, size_unit
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

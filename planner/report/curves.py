@@ -1,20 +1,16 @@
-"""Output of ``planner curve`` and ``planner max-batch``: text, plain data, and tables for files."""
+"""Output of ``planner curve`` and ``planner max-batch``: text and plain data."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import asdict
 from functools import partial
-from typing import TYPE_CHECKING
 
 from graphs.units import format_bytes, format_ratio
-from planner.report.describe import table
 from planner.studies.curve import Curve
-from planner.studies.frontier import Point
 from planner.studies.sizes import LargestSize, Wanted
 from planner.studies.tables import Column, lines
+from planner.views.text import table
 from planner.visible import visible
 from solvers.result import Status
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 _UNKNOWN = "-"
 _PERCENT = "{:z.2%}"
@@ -30,20 +26,16 @@ def curve_text(curve: Curve) -> str:
 
 
 def _part_text(curve: Curve) -> str:
-    def overhead(name: str) -> Callable[[Point], float | None]:
-        return lambda point: curve.overhead(getattr(point, name))
-
-    peak = curve.graph.keep_everything_peak_bytes
     columns = (
         Column("budget", "budget_bytes"),
-        _column("% of peak", lambda point: point.budget_bytes / peak if peak else None, format_ratio),
-        _column("overhead", overhead("time_s"), _PERCENT),
-        _column("bound", overhead("bound_s"), _PERCENT),
+        _column("% of peak", "budget_share", format_ratio),
+        _column("overhead", form=_PERCENT),
+        _column("bound", "bound_overhead", _PERCENT),
         _column("gap", form=_PERCENT),
         _column("seconds", form="{:.2f}"),
         "status",
     )
-    header, *rows = lines(curve.points, columns)
+    header, *rows = lines(curve.rows, columns)
     return "\n".join((table(header, rows, numbers=6), *_least_line(curve), *_gaps_line(curve), *_seconds_line(curve)))
 
 
@@ -59,37 +51,10 @@ def curve_data(curve: Curve) -> dict[str, object]:
         "keep_everything_time_s": curve.graph.time_s,
         "least_budget_proved_bytes": None if least is None else least.proved_bytes,
         "least_budget_found_bytes": None if least is None else least.found_bytes,
-        "points": _rows(curve),
+        "points": [{name: cell for name, cell in asdict(row).items() if name != "options"} for row in curve.rows],
         "options": list(curve.options),
         "without_options": None if curve.without is None else curve_data(curve.without),
     }
-
-
-def curve_frame(curve: Curve) -> "pd.DataFrame":
-    """Return the curve as a table for CSV, first without options; unknown values and missing options are empty cells."""
-    import pandas as pd
-
-    parts = (curve,) if curve.without is None else (curve.without, curve)
-    return pd.DataFrame([{**row, "options": ",".join(part.options)} for part in parts for row in _rows(part)])
-
-
-def _rows(curve: Curve) -> list[dict[str, object]]:
-    peak = curve.graph.keep_everything_peak_bytes
-    return [
-        {
-            "budget_bytes": point.budget_bytes,
-            "budget_share": point.budget_bytes / peak if peak else None,
-            "status": str(point.status),
-            "overhead": curve.overhead(point.time_s),
-            "bound_overhead": curve.overhead(point.bound_s),
-            "gap": point.gap,
-            "time_s": point.time_s,
-            "bound_s": point.bound_s,
-            "peak_bytes": point.peak_bytes,
-            "seconds": point.seconds,
-        }
-        for point in curve.points
-    ]
 
 
 def _least_line(curve: Curve) -> list[str]:

@@ -1,6 +1,6 @@
-"""Plans and runs as text and as plain data, and the layout of such text."""
+"""Plans and runs as text and as plain data."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
@@ -15,6 +15,7 @@ from planner.plans.eager import slower_than
 from planner.plans.plan import Plan
 from planner.profiling.link import MEASURED_LINK, measured_link
 from planner.profiling.other_devices import DEVICES_KEY, decode_devices
+from planner.views.text import aligned, table
 from planner.visible import visible
 
 if TYPE_CHECKING:
@@ -233,33 +234,12 @@ def _beside_eager_itself(report: "RunReport") -> list[str]:
     return [f"{line}. Under torch.use_deterministic_algorithms(True) bits can be compared"]
 
 
-def aligned(lines: Iterable[tuple[str, str]]) -> str:
-    """Return names and values as text in two columns."""
-    pairs = list(lines)
-    width = max((len(name) for name, _ in pairs), default=0)
-    return "\n".join(f"{name:<{width}}  {value}" for name, value in pairs)
-
-
 def _bound_of(plan: Plan) -> str:
     """Return for which schedules the bound holds; solvers that search a smaller class name it in their settings."""
     narrower = plan.settings.get("schedules")
     taken = visible(str(narrower)) if narrower else "each op first in program order"
     order = " as reordered" if plan.settings.get("reordered") else ""
     return f"no schedule that fits, and takes {taken}{order}, is faster"
-
-
-def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: int) -> str:
-    """Return rows under a header as text; the first `numbers` columns are right-aligned."""
-    cells = [tuple(header), *(tuple(map(visible, row)) for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = (
-        "  ".join(
-            f"{cell:>{width}}" if i < numbers else f"{cell:<{width}}"
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in cells
-    )
-    return "\n".join(line.rstrip() for line in lines)
 
 
 def summary_data(summary: dict[str, object]) -> dict[str, object]:

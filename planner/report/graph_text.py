@@ -6,7 +6,8 @@ from graphs.units import format_bytes, format_seconds
 from planner.capture.options import option_called
 from planner.facts.graph import DeviceFacts, GraphFacts, OptionFacts
 from planner.profiling.link import format_rate
-from planner.report.describe import aligned, provenance_lines, summary_data, table
+from planner.report.describe import provenance_lines, summary_data
+from planner.views.text import aligned, table
 from planner.visible import visible
 
 _ORDER = "in the order of the ops that a solve takes"

@@ -11,15 +11,15 @@ from graphs.pools import COMPUTE
 from graphs.units import format_bytes, format_ratio, format_seconds
 from planner.facts.timeline import Burst, Execution, Held, ModuleCost, Timeline, module_of
 from planner.plans.eager import EagerComparison
-from planner.report.budget_curve import CurvePoint
 from planner.report.chart import charts
 from planner.report.other_streams import other_streams, travels
+from planner.studies.curve import CurveRow
 from planner.visible import visible
 
 _LISTED = 15
 
 
-def page(timeline: Timeline, curve: Sequence[CurvePoint] = ()) -> str:
+def page(timeline: Timeline, curve: Sequence[CurveRow] = ()) -> str:
     """Return the whole page, with the trade-off `curve` if there is one.
 
     Raises:

@@ -1,47 +1,15 @@
-"""Figures as pure functions of measurements."""
+"""Figures of runs and of curves, as pure functions of measurements."""
 
-import io
-import textwrap
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from graphs.errors import PlannerError, UsageError
-from graphs.io.files import check_writable, write_bytes
 from graphs.units import format_bytes, format_seconds
-from planner.visible import visible
+from planner.views.figures import COLORS, add_legend, new_figure, save_figure, set_title, shades, size_unit, spread_out
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
     from planner.running import RunReport
     from planner.studies.curve import Curve
-
-_TITLE_WIDTH, _TITLE_LINES = 90, 3
-# Colours for colour-blind readers (Okabe and Ito), by their meaning.
-COLORS = {
-    "ours": "#0072B2",
-    "whole": "#555555",
-    "blocks": "#D55E00",
-    "budget": "#CC3311",
-    "second": "#E69F00",
-    "third": "#009E73",
-}
-_SQUASHED = 6  # times the median: a value above that hides the others
-_SIZES = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
-_TIMES = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
-
-
-def size_unit(largest_bytes: float) -> tuple[float, str]:
-    """Return the bytes and the name of the unit for an axis of memory, such that 16 MB is not shown as 0.016 GB."""
-    return next(((scale, name) for scale, name in _SIZES if largest_bytes >= scale), (1.0, "B"))
-
-
-def time_unit(largest_s: float) -> tuple[float, str]:
-    """Return the seconds of the unit for an axis of time, and its name."""
-    return next(((scale, name) for scale, name in _TIMES if largest_s >= scale), _TIMES[-1])
 
 
 def plot_memory(reports: "Sequence[RunReport]", path: Path, *, title: str) -> None:
@@ -68,20 +36,6 @@ def plot_memory(reports: "Sequence[RunReport]", path: Path, *, title: str) -> No
     add_legend(figure, axes)
     path.parent.mkdir(parents=True, exist_ok=True)
     save_figure(figure, path)
-
-
-def check_plot(path: Path) -> None:
-    """Raise if a figure cannot be written to `path`; called before the work begins.
-
-    Raises:
-        OutputError: the folder is not there or not writable.
-        UsageError: the name's ending is no format of figures.
-        PlannerError: matplotlib is not installed.
-    """
-    check_writable(path)
-    formats = new_figure().canvas.get_supported_filetypes()
-    if path.suffix.removeprefix(".").lower() not in formats:
-        raise UsageError(f"{path} does not end in a format of figures: choose one of {', '.join(sorted(formats))}")
 
 
 def plot_curve(curve: "Curve", path: Path, *, title: str) -> None:
@@ -116,76 +70,3 @@ def plot_curve(curve: "Curve", path: Path, *, title: str) -> None:
     spread_out(axes, overheads)
     add_legend(figure, axes)
     save_figure(figure, path)
-
-
-def spread_out(axes: "Axes", values: Sequence[float]) -> None:
-    """Start the y axis at 0; if one value is far above the others, make it logarithmic above the median of `values`."""
-    positive = sorted(value for value in values if value > 0)
-    middle = positive[len(positive) // 2] if positive else 0.0
-    if positive and positive[-1] > _SQUASHED * middle:
-        from matplotlib.ticker import FuncFormatter, SymmetricalLogLocator
-
-        axes.set_yscale("symlog", linthresh=middle, linscale=1.5)
-        axes.yaxis.set_major_locator(SymmetricalLogLocator(base=10, linthresh=1, subs=(1, 2, 5)))
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-        axes.axhline(middle, color="0.85", linewidth=0.8, zorder=0)
-    axes.set_ylim(bottom=0)
-
-
-def shades(count: int) -> list[str]:
-    """Return `count` colours from dark to light for ordered values; they differ in lightness only."""
-    from matplotlib import colormaps
-    from matplotlib.colors import to_hex
-
-    viridis = colormaps["viridis"]
-    return [to_hex(viridis(0.85 * i / max(1, count - 1))) for i in range(count)]
-
-
-def add_legend(figure: "Figure", axes: "Axes", *, columns: int = 3) -> None:
-    """Put the legend of `axes` below the figure."""
-    handles, labels = axes.get_legend_handles_labels()
-    if handles:  # nothing is drawn if no method fits
-        figure.legend(handles, labels, loc="outside lower center", ncols=columns, fontsize="small", frameon=False)
-
-
-def set_title(axes: "Axes", title: str) -> None:
-    """Set `title` as plain text: dollar signs start no formula, and long titles are cut."""
-    spaced = visible(title).removeprefix("zoo:").replace(",", ", ")
-    lines = textwrap.wrap(spaced, _TITLE_WIDTH, max_lines=_TITLE_LINES, placeholder=" ...")
-    axes.set_title("\n".join(lines), parse_math=False, usetex=False, fontsize="medium")
-
-
-def save_figure(figure: "Figure", path: Path) -> None:
-    """Write the figure atomically.
-
-    Raises:
-        OutputError: it cannot be written.
-    """
-    content = io.BytesIO()
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Glyph .* missing from")  # a box is drawn for it
-        figure.savefig(content, format=path.suffix.removeprefix(".").lower(), dpi=120)
-    write_bytes(path, _reduced(content) if path.suffix.lower() == ".png" else content.getvalue())
-
-
-def _reduced(png: io.BytesIO) -> bytes:
-    """Return `png` with a palette of 256 colours, about a quarter of the size."""
-    from PIL import Image  # a dependency of matplotlib
-
-    reduced = io.BytesIO()
-    with Image.open(png) as image:
-        image.convert("RGB").quantize(256).save(reduced, format="png", optimize=True)
-    return reduced.getvalue()
-
-
-def new_figure() -> "Figure":
-    """Return a new figure of the common size.
-
-    Raises:
-        PlannerError: matplotlib is not installed.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise PlannerError("plots need matplotlib: pip install 'remat-planner[plots]'") from error
-    return Figure(figsize=(9, 5), layout="constrained")

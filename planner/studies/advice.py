@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from graphs.units import format_bytes
 from planner.capture.options import option_called
-from planner.plans.plan import GraphSummary
+from planner.plans.record import GraphSummary
 from planner.reserved import EagerMemory
 
 

@@ -10,8 +10,8 @@ from graphs.options.selection import traced_with
 from graphs.units import format_bytes
 from planner.capture.options import needing, needs, option_called, with_options
 from planner.option_settings import option_settings
+from planner.plans.summary import summarize
 from planner.reserved import eager_memory
-from planner.solving import summarize
 from planner.studies.advice import Advice, OptionAdvice, Price, Recommendation
 from planner.studies.frontier import Frontier, evenly, outside_in
 from solvers.clock import Clock, WallClock, left

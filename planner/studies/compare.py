@@ -12,8 +12,8 @@ from graphs.ir import Graph
 from graphs.options import without_options
 from graphs.schedule import Schedule
 from planner.budgets import budget_in_bytes
+from planner.plans.summary import summarize
 from planner.runtime.machine import commit, machine
-from planner.solving import summarize
 from planner.studies.comparison_rows import OPTIMUM, ComparisonRow, Key, RunBy, missing, open_rows
 from planner.studies.jobs import run
 from planner.studies.settings import StudySettings

@@ -17,11 +17,11 @@ from planner import tracing
 from planner.capture.lowering.lower import Capture
 from planner.capture.options.traced import with_graph
 from planner.models import Workload
+from planner.plans.summary import check_same_graph, summarize
 from planner.runtime.channels import HostChannels
 from planner.runtime.executor import Executor
 from planner.runtime.measure import device_name
 from planner.settings import TraceSettings
-from planner.solving import check_same_graph, summarize
 from planner.studies.baselines import Method, eager
 from planner.studies.best import HEURISTICS, undominated
 from planner.studies.compare import Solved, SolveRow, Task, judge_of, solve_tasks, tasks_for

@@ -2,15 +2,18 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
-from graphs.errors import BudgetError
+from graphs.errors import BudgetError, FormatError, OutputError
 from graphs.ir import Graph
 from planner.budgets import budget_in_bytes
 from planner.capture.options import with_options
-from planner.plans.plan import GraphSummary
-from planner.solving import order_for, summarize
+from planner.plans.record import GraphSummary
+from planner.plans.summary import summarize
+from planner.solving import order_for
 from planner.studies.frontier import Frontier, Point, Turn, Turns, evenly
 from planner.studies.jobs import run
+from planner.studies.rows import column, key, read_rows, text, value
 from planner.studies.settings import StudySettings
 from solvers.clock import Clock, WallClock, left
 from solvers.least import LeastBudgetBracket, least_budget
@@ -24,6 +27,23 @@ _LEAST_S, _LEAST_SHARE = 5.0, 0.1  # in seconds, and as a share of the time: for
 _ORDER_SHARE = 0.25  # share of the time for an order of the ops
 _DEFAULTS = StudySettings()
 _WITH_OPTIONS = 0.6  # share of the time with options; the same budgets are then solved without them
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CurveRow:
+    """What is known at one budget, as a row of the CSV that ``planner curve -o`` writes."""
+
+    budget_bytes: int = key("static memory included")
+    budget_share: float | None = value("of the peak without recomputation")
+    status: str = column("as in solvers.result")
+    overhead: float | None = value("of the fastest schedule that fits, over the step without recomputation")
+    bound_overhead: float | None = value("the same of bound_s")
+    gap: float | None = value("as in solvers.result")
+    time_s: float | None = value("of the schedule, as peak_bytes")
+    bound_s: float | None = value("no schedule within the budget is faster")
+    peak_bytes: int | None = value()
+    seconds: float | None = value("of the solves at this budget; unknown where those at others settle it")
+    options: str = text("that the graph offers, with commas")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +73,47 @@ class Curve:
         if time_s is None:
             return None
         return time_s / self.graph.time_s - 1 if self.graph.time_s else 0.0
+
+    @property
+    def rows(self) -> tuple[CurveRow, ...]:
+        """A row for each point."""
+        peak_bytes = self.graph.keep_everything_peak_bytes
+        return tuple(
+            CurveRow(
+                budget_bytes=point.budget_bytes,
+                budget_share=point.budget_bytes / peak_bytes if peak_bytes else None,
+                status=str(point.status),
+                overhead=self.overhead(point.time_s),
+                bound_overhead=self.overhead(point.bound_s),
+                gap=point.gap,
+                time_s=point.time_s,
+                bound_s=point.bound_s,
+                peak_bytes=point.peak_bytes,
+                seconds=point.seconds,
+                options=",".join(self.options),
+            )
+            for point in self.points
+        )
+
+    @property
+    def all_rows(self) -> tuple[CurveRow, ...]:
+        """The rows without options, if the graph has some, then those with them."""
+        return (*(() if self.without is None else self.without.rows), *self.rows)
+
+
+def read_curve(path: Path) -> tuple[CurveRow, ...]:
+    """Return the rows that ``planner curve -o`` wrote to `path`, in order of options and budget.
+
+    Raises:
+        FormatError: it is no curve, or one without rows.
+    """
+    try:
+        rows = read_rows(path, CurveRow)
+    except OutputError as error:
+        raise FormatError(f"{path} is not a curve that planner curve -o wrote: {error}") from error
+    if not rows:
+        raise FormatError(f"{path} holds no points of a curve: planner curve model.json -o curve.csv writes one")
+    return tuple(sorted(rows, key=lambda row: (row.options, row.budget_bytes)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,20 +45,23 @@ class Study(Generic[Case, Row]):
         """
         return KeptRows(folder / self.file, self.row, self.order)
 
-    def fill(self, kept: KeptRows[Row], cases: Mapping[Key, Case], cluster: str | None = None) -> Iterator[tuple[Row, ...]]:
+    def fill(
+        self, kept: KeptRows[Row], cases: Mapping[Key, Case], *, jobs: int = 1, cluster: str | None = None
+    ) -> Iterator[tuple[Row, ...]]:
         """Run the cases missing in `kept`; yield rows once they are stored.
 
         Args:
             kept: rows of this study.
             cases: cases by the prefixes of their rows' keys.
+            jobs: number of parallel cases: one runs in this process, several run in other processes.
             cluster: address of a Dask scheduler, whose workers run the cases; None: they run here.
 
         Raises:
             PlannerError: a case cannot be run, or the cluster cannot be reached or was lost.
         """
         waiting = ((case, known) for key, case in cases.items() if self._is_missing(known := kept.of(*key)))
-        job = _Job(self.run, at_once=self.whole or cluster is not None)
-        for made in run(job, lambda: next(waiting, None), lambda: False, cluster=cluster):
+        job = _Job(self.run, at_once=self.whole or jobs > 1 or cluster is not None)
+        for made in run(job, lambda: next(waiting, None), lambda: False, jobs=jobs, cluster=cluster):
             for rows in (made,) if isinstance(made, tuple) else ((row,) for row in made):
                 kept.add(*rows)
                 yield rows

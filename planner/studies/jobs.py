@@ -8,39 +8,16 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from multiprocessing.connection import wait as wait_for
 from multiprocessing.synchronize import Event
-from typing import Any, Generic, ParamSpec, TypeAlias, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from graphs.errors import PlannerError
+from planner.studies.cluster import on_cluster
+from planner.studies.workers import POLL_S, Done, Job, Task, Workers
 
-POLL_S = 0.2
-
-
-Task = TypeVar("Task")
-Done = TypeVar("Done")
-Returned = TypeVar("Returned")
 Given = ParamSpec("Given")
-# The work on a task, picklable; the second argument is polled, and once True the work ends with its results so far.
-Job: TypeAlias = Callable[[Task, Callable[[], bool]], Done]
-
-
-@dataclass(frozen=True, slots=True)
-class Workers(Generic[Task, Done]):
-    """An executor for the tasks of a job.
-
-    Attributes:
-        submit: starts a task.
-        count: number of parallel tasks.
-        stop: tells running tasks to end with their results so far.
-        check: raises ``PlannerError`` if running tasks will not end.
-    """
-
-    submit: Callable[[Task], Future[Done]]
-    count: int
-    stop: Callable[[], object] = lambda: None
-    check: Callable[[], object] = lambda: None
+Returned = TypeVar("Returned")
 
 
 def run(
@@ -87,8 +64,6 @@ def _workers(
     if jobs < 1:
         raise PlannerError(f"jobs is {jobs!r}: must be at least 1")
     if cluster is not None:
-        from planner.studies.cluster import on_cluster  # needs an extra
-
         return on_cluster(job, cluster)
     return _here(job, should_stop) if jobs == 1 else _beside(job, jobs)
 

@@ -186,7 +186,8 @@ def write_rows(path: Path, kind: type[Row], rows: Iterable[Row]) -> None:
     Raises:
         OutputError: it cannot be written.
     """
-    write_csv(path, columns_of(kind), map(asdict, rows))
+    names = columns_of(kind)
+    write_csv(path, names, ({name: getattr(row, name) for name in names} for row in rows))
 
 
 def write_csv(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, object]]) -> None:

@@ -21,10 +21,10 @@ from planner.budgets import is_share
 from planner.capture.frontend.eager_ops import dynamo_as_eager_where, ops_as_eager
 from planner.capture.guards.messages import readable
 from planner.capture.lowering.lower import Capture
+from planner.plans.summary import summarize
 from planner.profiling.devices import DEVICES, DeviceSpec, find_device, get_device
 from planner.progress import LoggingView, Stage, Stages
 from planner.progress.describe import saved_line
-from planner.solving import summarize
 from planner.torch_compile import polyfills as polyfills  # registers them with Dynamo
 from planner.torch_compile.backend_settings import BackendSettings, settings_of
 from planner.torch_compile.joint_capture import capture_joint

@@ -17,10 +17,10 @@ from graphs.errors import InfeasibleError, LimitError
 from graphs.optimizers import OPTIMIZERS
 from graphs.schedule import Schedule
 from graphs.units import format_bytes
-from planner import solving
 from planner.budgets import budget_in_bytes, is_auto, is_share
 from planner.capture.lowering.lower import Capture
 from planner.option_settings import OptionSettings
+from planner.plans.summary import summarize
 from planner.runtime.auto_budget import auto_budget_bytes
 from planner.runtime.channels import HostChannels
 from planner.search import Search
@@ -114,7 +114,7 @@ class SharedBudget:
         there = host_room(order, graph, {run.graph: run.graph.on_host for run in self._runs}, self._host_bytes)
         if more:
             if self._in_percent:
-                room = solving.summarize(captured).keep_everything_peak_bytes
+                room = summarize(captured).keep_everything_peak_bytes
             graph.lean = lean_schedule(captured, graph.tangents, room, time_limit_s=self.limit_s)
         try:
             if graph.lean is None:
@@ -126,7 +126,7 @@ class SharedBudget:
             if not self._runs:
                 raise
             if any(run.graph.lean is None for run in self._runs):  # assumed to be the last graph; keeps less from now on
-                peak_bytes = solving.summarize(captured).keep_everything_peak_bytes
+                peak_bytes = summarize(captured).keep_everything_peak_bytes
                 graph.lean = lean_schedule(captured, graph.tangents, peak_bytes, time_limit_s=self.limit_s)
                 graph.schedule = graph.lean or keeping_all(captured)
                 return
@@ -156,7 +156,7 @@ class SharedBudget:
         """
         captured = [graph.captured.graph if graph.eager is None else graph.eager for graph in graphs]
         kept = [kept_bytes(graph, keeping_all(graph)) for graph in captured]
-        peaks = [solving.summarize(graph).keep_everything_peak_bytes for graph in captured]
+        peaks = [summarize(graph).keep_everything_peak_bytes for graph in captured]
         step_bytes = max(peak + bytes_of_others(runs, i, kept) for i, peak in enumerate(peaks))
         self._largest_bytes = max(self._largest_bytes, step_bytes)
         return budget_in_bytes(self.budget, self._largest_bytes)

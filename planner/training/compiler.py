@@ -20,6 +20,7 @@ from planner.keeping_everything import why_it_does_not_fit
 from planner.models import Workload
 from planner.option_settings import with_recorded
 from planner.plans.plan import Plan
+from planner.plans.summary import check_same_graph, summarize
 from planner.progress import Stage, Stages
 from planner.progress.describe import plan_line
 from planner.runtime.channels import HostChannels
@@ -31,7 +32,6 @@ from planner.runtime.pool_memory import measured_peak
 from planner.runtime.release import large_blocks_returned, release_unused
 from planner.search import Search
 from planner.settings import TraceSettings
-from planner.solving import check_same_graph, summarize
 from planner.tracing import as_recorded, profiled
 from planner.training.compare_eager import compare_with_eager, warn_of_differences
 from planner.training.graph_room import with_room_for_pool

@@ -10,7 +10,8 @@ from planner.capture.kernels.variants import Variant
 from planner.capture.lowering.lower import Capture
 from planner.capture.signature import Batch
 from planner.plans.plan import Plan
-from planner.solving import eager_peak_bytes, summarize
+from planner.plans.summary import summarize
+from planner.solving import eager_peak_bytes
 from planner.training.cache import SHARES_OF
 from planner.training.compiler import Compiler
 from planner.training.step import PlannedStep

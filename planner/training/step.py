@@ -17,9 +17,9 @@ from planner.option_settings import with_recorded
 from planner.plans.plan import Plan
 from planner.report.chrome_trace import chrome_trace
 from planner.report.page import page
-from planner.report.plan_views import html
 from planner.runtime.executor import Executor
 from planner.training.improvement import Consultation, Swap
+from planner.views.plan_views import html
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,8 +22,9 @@ import numpy as np
 
 from graphs.ir import Graph
 from solvers.baselines.common.online import Foresight, Online, online_result
-from solvers.online.heuristics import BYTES_PER_S, MIB, Floats, Heuristic, Interpreter, Ints
+from solvers.online.heuristics import BYTES_PER_S, MIB, Heuristic, Interpreter
 from solvers.online.ledger import Deallocation
+from solvers.online.storages import Floats, Ints
 from solvers.request import Request
 from solvers.result import Result
 

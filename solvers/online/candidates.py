@@ -7,16 +7,12 @@ that are new, restored, or have a cheaper neighbourhood since they were sorted. 
 the time has come or when too many have changed: after about as many changes as the square root of their number.
 """
 
-from collections.abc import Collection
 from math import isqrt
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from solvers.online.heuristics import Bits, Floats, Ints
-
-if TYPE_CHECKING:
-    from solvers.online.ledger import Ledger
+from solvers.online.heuristics import Heuristic
+from solvers.online.storages import Bits, Floats, Ints, Storages
 
 _ROUNDING = 1.0 - 1e-9  # of bounds, which are not computed as the scores are
 _LEAST_ROOM = 64  # storages looked at together
@@ -29,14 +25,14 @@ class Candidates:
         pool: True for those that may be evicted, by storage id.
     """
 
-    def __init__(self, ledger: "Ledger", *, sampled: bool, ignored_share: float, seed: int) -> None:
-        self.ledger = ledger
+    def __init__(self, storages: Storages, heuristic: Heuristic, *, sampled: bool, ignored_share: float, seed: int) -> None:
+        self.storages, self.heuristic = storages, heuristic
         self.sampled, self.ignored_share = sampled, ignored_share
         self.pool: Bits = np.zeros(0, dtype=np.bool_)
         self._draw = np.random.default_rng(seed)
         self._order: Ints = np.zeros(0, dtype=np.int64)  # by bound
         self._bounds: Floats = np.zeros(0)
-        self._changed: set[int] = set()  # not in the order, or with a bound that no longer holds
+        self._changed = storages.changed  # not in the order, or with a bound that no longer holds
         self._removed = 0  # since they were sorted
         self._room = 0
         self._until_s = 0.0
@@ -66,15 +62,11 @@ class Candidates:
         """Record that a storage in memory may be evicted again."""
         self._pool[storage] = True
 
-    def look_again(self, storages: Collection[int]) -> None:
-        """Record that the scores of `storages` may have fallen."""
-        self._changed.update(storages)
-
     def least(self, now_s: float) -> int | None:
         """Return the candidate of least score at `now_s`; None if there is none."""
         if self.sampled:
             return self._least_of(self._large(self._sample()), now_s)
-        if not self.ledger.heuristic.bounded:
+        if not self.heuristic.bounded:
             return self._least_of(self._large(np.flatnonzero(self.pool)), now_s)
         if now_s > self._until_s or len(self._changed) + self._removed > self._room:
             self._sort(now_s)
@@ -89,7 +81,7 @@ class Candidates:
         while True:
             block = block[self.pool[block]]
             if least_bytes:
-                block = block[self.ledger.size_bytes[block] >= least_bytes]
+                block = block[self.storages.size_bytes[block] >= least_bytes]
             if len(block):
                 seen.append(block)
                 scores.append(self._scores(block, now_s))
@@ -109,20 +101,19 @@ class Candidates:
         """Return the storage of least score; of equal ones the latest to become evictable, but for scores of 0 the first."""
         least = scores.min()
         tied = storages[scores == least]
-        since = self.ledger.since[tied]
+        since = self.storages.since[tied]
         return int(tied[since.argmin() if least == 0 else since.argmax()])
 
     def _scores(self, storages: Ints, now_s: float) -> Floats:
-        self.ledger.work += len(storages)
-        return self.ledger.heuristic.scores(storages, now_s)
+        self.storages.work += len(storages)
+        return self.heuristic.scores(storages, now_s)
 
     def _sort(self, now_s: float) -> None:
         """Sort all storages in memory, pinned ones too, by their scores at a time from which on they are sorted again."""
-        ledger = self.ledger
-        order = np.flatnonzero(ledger.live)
+        order = np.flatnonzero(self.storages.live)
         pool = order[self.pool[order]]
         root = isqrt(len(pool)) + 1
-        oldest_s = float(ledger.touched_s[pool].min()) if len(pool) else now_s
+        oldest_s = float(self.storages.touched_s[pool].min()) if len(pool) else now_s
         self._until_s = now_s + (now_s - oldest_s) / root
         bounds = self._scores(order, self._until_s) * _ROUNDING
         by_bound = np.argsort(bounds, kind="stable")
@@ -134,7 +125,7 @@ class Candidates:
 
     def _sample(self) -> Ints:
         """Return as many candidates as the square root of their number, drawn at random."""
-        count = len(self.ledger.parents)
+        count = len(self.storages.parents)
         if not count:
             return np.zeros(0, dtype=np.int64)
         tried = np.unique(self._draw.integers(count, size=4 * (isqrt(count) + 1)))
@@ -148,8 +139,8 @@ class Candidates:
         """Return those of `storages` that are not small, or all if there are no others."""
         if not self.ignored_share or not len(storages):
             return storages
-        large = storages[self.ledger.size_bytes[storages] >= self._least_bytes(storages)]
+        large = storages[self.storages.size_bytes[storages] >= self._least_bytes(storages)]
         return large if len(large) else storages
 
     def _least_bytes(self, storages: Ints) -> float:
-        return self.ignored_share * float(self.ledger.size_bytes[storages].mean()) if len(storages) else 0.0
+        return self.ignored_share * float(self.storages.size_bytes[storages].mean()) if len(storages) else 0.0

@@ -18,19 +18,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    from solvers.online.ledger import Ledger
-
-Floats = NDArray[np.float64]
-
-Ints = NDArray[np.int64]
-
-Bits = NDArray[np.bool_]
+from solvers.online.storages import Bits, Floats, Ints, Storages
 
 MIB = 2**20
 BYTES_PER_S = 1e8  # by which MegEngine estimates the time of an op
@@ -83,7 +74,7 @@ class Heuristic(ABC):
     """A choice of the evicted storage, the one of least score; it is notified of evictions and recomputations.
 
     A score may fall as time passes. It rises when a storage is read. If it falls for another reason, the heuristic calls
-    ``Ledger.fell``.
+    ``Storages.fell``.
 
     Attributes:
         bounded: True if that holds; otherwise all candidates are scored for each choice.
@@ -106,9 +97,9 @@ class Heuristic(ABC):
         """
         return time_s
 
-    def begin(self, ledger: "Ledger") -> None:
-        """Prepare for an empty ledger, whose heuristic it is from now on."""
-        self.ledger = ledger
+    def begin(self, storages: Storages) -> None:
+        """Prepare for the storages of an empty ledger, whose heuristic it is from now on."""
+        self.storages = storages
 
     def grow(self, capacity: int) -> None:  # noqa: B027 (not all have arrays)
         """Make room for `capacity` storages."""
@@ -138,7 +129,7 @@ class LeastRecentlyUsed(Heuristic):
 
     def scores(self, storages: Ints, now_s: float) -> Floats:
         """Return the times of the last reads."""
-        return self.ledger.touched_s[storages]
+        return self.storages.touched_s[storages]
 
 
 class Largest(Heuristic):
@@ -146,7 +137,7 @@ class Largest(Heuristic):
 
     def scores(self, storages: Ints, now_s: float) -> Floats:
         """Return the inverse sizes."""
-        return ratio(np.ones(len(storages)), self.ledger.size_bytes[storages])
+        return ratio(np.ones(len(storages)), self.storages.size_bytes[storages])
 
 
 class Random(Heuristic):
@@ -170,11 +161,11 @@ class Cost(Heuristic):
 
     def scores(self, storages: Ints, now_s: float) -> Floats:
         """Return h; infinite for storages of no bytes or read just now."""
-        ledger = self.ledger
-        below = ledger.size_bytes[storages]
+        known = self.storages
+        below = known.size_bytes[storages]
         if self.stale:
-            below = below * (now_s - ledger.touched_s[storages])
-        return ratio(ledger.own_s[storages] + self.neighbourhood_s(storages), below)
+            below = below * (now_s - known.touched_s[storages])
+        return ratio(known.own_s[storages] + self.neighbourhood_s(storages), below)
 
     def neighbourhood_s(self, storages: Ints) -> Floats:
         """Return the cost of the evicted neighbourhood of each of `storages`, in seconds."""
@@ -241,7 +232,7 @@ class CostByClasses(Cost):
 
     def neighbours(self, storage: int) -> list[int]:
         """Return the storages whose classes `storage` joins when evicted, and by which it is scored."""
-        return [*self.ledger.parents[storage], *self.ledger.children[storage]]
+        return [*self.storages.parents[storage], *self.storages.children[storage]]
 
     def observers(self, storage: int) -> list[int]:
         """Return the storages that have `storage` as a neighbour."""
@@ -252,7 +243,7 @@ class CostByClasses(Cost):
         around = {self.label[n] for n in self.neighbours(storage)} - {-1}
         new = self.labels
         self.labels += 1
-        own = self.classes[new] = _Class({storage}, cost_s=float(self.ledger.own_s[storage]))
+        own = self.classes[new] = _Class({storage}, cost_s=float(self.storages.own_s[storage]))
         own.around.update(self.observers(storage))
         self.label[storage] = new
         merged = self._merge({new, *around})
@@ -262,11 +253,11 @@ class CostByClasses(Cost):
         """Subtract the cost of `storage` from its class."""
         label = self.label[storage]
         left = self.classes[label]
-        left.cost_s -= float(self.ledger.own_s[storage])
+        left.cost_s -= float(self.storages.own_s[storage])
         left.members.discard(storage)
         self.label[storage] = -1
         self.costs.outdated[storage] = True
-        self.ledger.fell(self._changed(left))
+        self.storages.fell(self._changed(left))
         if not left.members:
             del self.classes[label]
         for n in self.neighbours(storage):
@@ -298,14 +289,14 @@ class CostByClasses(Cost):
             into.joined += len(merged.members)
             into.cost_s += merged.cost_s
             into.around = _union(into.around, merged.around)
-            self.ledger.work += len(merged.members)
+            self.storages.work += len(merged.members)
         return into
 
     def _changed(self, changed: _Class) -> set[int]:
         """Mark the costs of storages around a class as out of date, and return them."""
-        gone = self.ledger.gone
+        gone = self.storages.gone
         changed.around = {storage for storage in changed.around if not gone[storage]}
-        self.ledger.work += len(changed.around)
+        self.storages.work += len(changed.around)
         self.costs.outdated[list(changed.around)] = True
         return changed.around
 
@@ -314,7 +305,7 @@ class CostByClasses(Cost):
         costs = self.costs
         for storage in storages[costs.outdated[storages]].tolist():
             around = self.neighbours(storage)
-            self.ledger.work += len(around)
+            self.storages.work += len(around)
             costs.cost_s[storage] = self.cost_around_s(around)
             costs.outdated[storage] = False
         return costs.cost_s[storages]
@@ -361,7 +352,7 @@ class CostByRegions(Cost):
 
     def restored(self, storage: int) -> None:
         """Mark the costs that included `storage`, and its own, as out of date."""
-        self.ledger.fell(self._changed(storage))
+        self.storages.fell(self._changed(storage))
 
     def related(self, parent: int, child: int) -> None:
         """Mark the costs on both sides of the evicted one as out of date."""
@@ -374,8 +365,8 @@ class CostByRegions(Cost):
 
     def _changed(self, storage: int) -> set[int]:
         """Mark costs as out of date, and return the storages that they are of."""
-        ledger, changed = self.ledger, set()
-        for side, back in ((self.upwards, ledger.children), (self.downwards, ledger.parents)):
+        known, changed = self.storages, set()
+        for side, back in ((self.upwards, known.children), (self.downwards, known.parents)):
             if side is not None:
                 behind = self._reachable(storage, back, through=False)
                 side.outdated[[storage, *behind]] = True
@@ -384,7 +375,7 @@ class CostByRegions(Cost):
 
     def _reachable(self, storage: int, onward: list[dict[int, None]], *, through: bool) -> list[int]:
         """Return the evicted storages that `storage` reaches through evicted ones (`through`), or those in memory behind them."""
-        gone = self.ledger.gone
+        gone = self.storages.gone
         seen, stack = {storage}, [storage]
         found: list[int] = []
         while stack:
@@ -396,18 +387,18 @@ class CostByRegions(Cost):
                     stack.append(n)
                 if gone[n] == through:
                     found.append(n)
-        self.ledger.work += len(seen)
+        self.storages.work += len(seen)
         return found
 
     def neighbourhood_s(self, storages: Ints) -> Floats:
         """Return the sum over all reachable storages; those reachable in both directions count twice, as published."""
-        ledger = self.ledger
+        known = self.storages
         total = np.zeros(len(storages))
-        for side, onward in ((self.upwards, ledger.parents), (self.downwards, ledger.children)):
+        for side, onward in ((self.upwards, known.parents), (self.downwards, known.children)):
             if side is None:
                 continue
             for storage in storages[side.outdated[storages]].tolist():
-                side.cost_s[storage] = ledger.own_s[self._reachable(storage, onward, through=True)].sum()
+                side.cost_s[storage] = known.own_s[self._reachable(storage, onward, through=True)].sum()
                 side.outdated[storage] = False
             total += side.cost_s[storages]
         return total
@@ -438,23 +429,23 @@ class Interpreter(CostByClasses):
 
     def neighbours(self, storage: int) -> list[int]:
         """Return the inputs of the producer of `storage`, and its siblings."""
-        return [*self.ledger.parents[storage], *self.ledger.siblings(storage)]
+        return [*self.storages.parents[storage], *self.storages.siblings(storage)]
 
     def observers(self, storage: int) -> list[int]:
         """Return the storages that are computed from `storage`, and its siblings."""
-        return [*self.ledger.children[storage], *self.ledger.siblings(storage)]
+        return [*self.storages.children[storage], *self.storages.siblings(storage)]
 
     def scores(self, storages: Ints, now_s: float) -> Floats:
         """Return the scores of the rule."""
-        ledger = self.ledger
+        known = self.storages
         cost = self.neighbourhood_s(storages) * BYTES_PER_S + 1e-3
-        below = ledger.size_bytes[storages] / MIB * (now_s - ledger.touched_s[storages] + 1e-3)
-        return ratio(cost * 1.0001 ** ledger.again[storages], below)
+        below = known.size_bytes[storages] / MIB * (now_s - known.touched_s[storages] + 1e-3)
+        return ratio(cost * 1.0001 ** known.again[storages], below)
 
     def cost_around_s(self, neighbours: Iterable[int]) -> float:
         """Return the sum over the evicted neighbours of their class, or of themselves if they cost more."""
         cost_s = 0.0
         for n in neighbours:
             if self.label[n] >= 0:
-                cost_s += max(self.classes[self.label[n]].cost_s, float(self.ledger.own_s[n]))
+                cost_s += max(self.classes[self.label[n]].cost_s, float(self.storages.own_s[n]))
         return cost_s

@@ -6,13 +6,13 @@ and the eager runtime. Terms are those of dynamic tensor rematerialization (DTR,
 """
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
 from enum import StrEnum
 
 import numpy as np
 
 from solvers.online.candidates import Candidates
-from solvers.online.heuristics import Bits, Floats, Heuristic, Ints, heuristic_of
+from solvers.online.heuristics import Heuristic, heuristic_of
+from solvers.online.storages import RecordedOp, Storages
 
 
 class Deallocation(StrEnum):
@@ -23,28 +23,11 @@ class Deallocation(StrEnum):
     BANISH = "banish"  # once all tensors computed from it are in memory, it is removed for good, and these are pinned
 
 
-@dataclass(slots=True)
-class _Op:
-    inputs: tuple[int, ...]
-    outputs: list[int] = field(default_factory=list)  # without dropped ones
-
-
-class Ledger:
+class Ledger(Storages):
     """Storages and the ops that computed them, with a heuristic that chooses the next to evict.
 
     The id of a dropped storage is given to a later one, so that memory stays flat over many steps. Seconds are of any clock that
     does not go back.
-
-    Attributes, for heuristics (indexed by storage id unless said otherwise):
-        size_bytes: of each storage.
-        own_s: time of the ops that write it: its producer, views of it and writes in place.
-        touched_s: time of its first production or last read.
-        since: when it was last produced, restored or used by an op, a running number.
-        again: recomputations of the ops that write it.
-        gone: 1 if it is evicted.
-        live: True if it is in memory.
-        parents, children: storages that the ops writing it read, and those that ops reading it write; in the order of the ops.
-        work: scores, neighbours and members of classes looked at so far, to measure the bookkeeping independently of time.
     """
 
     def __init__(
@@ -60,23 +43,12 @@ class Ledger:
                 prototype sets 0.01.
             seed: of the sample, and of the heuristic ``dtr-random``.
         """
-        self.size_bytes: Floats = np.zeros(0)
-        self.own_s: Floats = np.zeros(0)
-        self.touched_s: Floats = np.zeros(0)
-        self.since: Ints = np.zeros(0, dtype=np.int64)
-        self.again: Ints = np.zeros(0, dtype=np.int64)
-        self.live: Bits = np.zeros(0, dtype=np.bool_)
-        self.gone = bytearray()
-        self.parents: list[dict[int, None]] = []
-        self.children: list[dict[int, None]] = []
-        self.work = 0
+        super().__init__()
         self._pins: list[int] = []
-        self._ops: dict[int, _Op] = {}
-        self._writers: list[list[int]] = []  # ops that write each storage
         self._unused: list[int] = []  # ids of dropped storages
         self._numbers = self._op_numbers = 0
         self.heuristic = heuristic_of(heuristic, seed) if isinstance(heuristic, str) else heuristic
-        self.candidates = Candidates(self, sampled=sampled, ignored_share=ignored_share, seed=seed)
+        self.candidates = Candidates(self, self.heuristic, sampled=sampled, ignored_share=ignored_share, seed=seed)
         self.heuristic.begin(self)
         self._grow(1024)
 
@@ -87,7 +59,7 @@ class Ledger:
     @property
     def op_count(self) -> int:
         """The number of ops with an output that is not dropped."""
-        return len(self._ops)
+        return len(self.ops)
 
     # What the program does.
 
@@ -101,7 +73,7 @@ class Ledger:
                 self._grow(2 * storage)
             self.gone.append(0)
             self._pins.append(0)
-            self._writers.append([])
+            self.writers.append([])
             self.parents.append({})
             self.children.append({})
         self.size_bytes[storage] = size_bytes
@@ -124,12 +96,12 @@ class Ledger:
         op = self._op_numbers
         self._op_numbers += 1
         if outputs:
-            self._ops[op] = _Op(tuple(inputs), list(outputs))
+            self.ops[op] = RecordedOp(tuple(inputs), list(outputs))
         for out in outputs:
             self.own_s[out] += seconds
             if self.gone[out]:
                 self.heuristic.dearer(out, seconds)
-            self._writers[out].append(op)
+            self.writers[out].append(op)
             parents = self.parents[out]
             for storage in inputs:
                 if storage != out and storage not in parents:
@@ -142,7 +114,7 @@ class Ledger:
 
     def recomputed(self, op: int) -> None:
         """Record that `op` ran again, after `computed` for the storages that it restored."""
-        record = self._ops[op]
+        record = self.ops[op]
         for out in record.outputs:
             self.again[out] += 1
         self._number(record.inputs)
@@ -196,12 +168,12 @@ class Ledger:
             del self.parents[child][storage]
         for parent in self.parents[storage]:
             del self.children[parent][storage]
-        for op in self._writers[storage]:
-            outputs = self._ops[op].outputs
+        for op in self.writers[storage]:
+            outputs = self.ops[op].outputs
             outputs.remove(storage)
             if not outputs:
-                del self._ops[op]
-        self.parents[storage], self.children[storage], self._writers[storage] = {}, {}, []
+                del self.ops[op]
+        self.parents[storage], self.children[storage], self.writers[storage] = {}, {}, []
         self._unused.append(storage)
 
     # The choice.
@@ -222,15 +194,6 @@ class Ledger:
         for storage in barred:
             self.candidates.readmit(storage)
         return chosen
-
-    def siblings(self, storage: int) -> list[int]:
-        """Return the other outputs of the ops that write `storage`."""
-        return [out for op in self._writers[storage] for out in self._ops[op].outputs if out != storage]
-
-    def fell(self, storages: Collection[int]) -> None:
-        """Record, for a heuristic, that the cost of the neighbourhood of `storages` may have fallen."""
-        self.work += len(storages)
-        self.candidates.look_again(storages)
 
     def _enter(self, storage: int) -> None:
         self._since[storage] = self._numbers

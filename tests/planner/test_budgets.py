@@ -10,7 +10,7 @@ from graphs.ir import Graph
 from graphs.synthetic.random_graphs import random_graph
 from graphs.synthetic.small import training_chain
 from planner.budgets import allowed_overhead, at_overhead, budget_in_bytes, budget_or_overhead, cache_key, is_auto, read_budget
-from planner.solving import summarize
+from planner.plans.summary import summarize
 from solvers.bounds import least_budget_bound
 from tests.support.brute_force import fastest
 

@@ -20,9 +20,9 @@ from planner.capture.options import with_options
 from planner.facts.graph import graph_facts
 from planner.models import Workload, build
 from planner.plan_check import check_plan, check_sizes, check_with_its_graph
-from planner.plans.document import read_plan, write_plan
+from planner.plans.document import write_plan
 from planner.plans.eager import Difference, EagerComparison
-from planner.plans.plan import Plan
+from planner.plans.plan import Plan, read_plan
 from planner.report.describe import plan_data, plan_info_text, plan_text, run_data, run_text
 from planner.report.graph_text import graph_text
 from planner.settings import SolveSettings

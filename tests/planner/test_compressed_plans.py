@@ -20,7 +20,8 @@ from planner.capture.options import with_options
 from planner.capture.step import TrainingStep
 from planner.models import Workload, build
 from planner.plan_check import check_plan
-from planner.plans.document import read_plan, write_plan
+from planner.plans.document import write_plan
+from planner.plans.plan import read_plan
 from planner.runtime import measure
 from planner.runtime.executor import Executor
 from planner.runtime.pool_memory import measured_peak

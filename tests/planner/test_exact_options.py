@@ -13,7 +13,8 @@ from planner.capture.options.traced import with_graph
 from planner.models import Workload
 from planner.option_settings import option_settings, with_recorded
 from planner.plan_check import check_plan
-from planner.plans.document import read_plan, write_plan
+from planner.plans.document import write_plan
+from planner.plans.plan import read_plan
 from planner.settings import TraceSettings
 from tests.support.command import call, refused
 from tests.support.stand_ins import make

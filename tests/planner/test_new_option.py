@@ -18,7 +18,8 @@ from planner.capture import options
 from planner.capture.options import OPTIONS, register, with_options
 from planner.models import Workload
 from planner.plan_check import check_plan
-from planner.plans.document import read_plan, write_plan
+from planner.plans.document import write_plan
+from planner.plans.plan import read_plan
 from tests.support import bfloat16_option
 from tests.support.bfloat16_option import BFLOAT16
 from tests.support.command import call

@@ -20,7 +20,7 @@ from graphs.synthetic.small import diamond
 from planner.capture.options import with_options
 from planner.cli.main import main
 from planner.option_settings import option_settings, with_recorded
-from planner.plans.document import read_plan
+from planner.plans.plan import read_plan
 from planner.profiling.other_devices import DEVICES_KEY, decode_devices, encode_devices, parse_device
 from planner.solving import solve
 from tests.support.all_choices import found_in_a_step

@@ -19,13 +19,13 @@ from planner.facts.graph import graph_facts
 from planner.facts.timeline import Timeline
 from planner.option_settings import option_settings
 from planner.plan_check import check_plan
-from planner.plans.document import read_plan, write_plan
-from planner.plans.plan import Plan
+from planner.plans.document import write_plan
+from planner.plans.plan import Plan, read_plan
+from planner.plans.summary import other_peaks, summarize
 from planner.report.describe import plan_text
 from planner.report.page import page
 from planner.running import run
 from planner.settings import SolveSettings
-from planner.solving import other_peaks, summarize
 from tests.support.all_choices import any_schedule
 
 SECOND = "cpu:1"

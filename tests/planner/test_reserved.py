@@ -16,8 +16,8 @@ from graphs.synthetic.transformer import TransformerSize, transformer
 from planner.facts.graph import graph_facts
 from planner.memory import Memory
 from planner.plan_check import check_plan
-from planner.plans.document import plan_from_dict, plan_to_dict
-from planner.plans.plan import Plan
+from planner.plans.document import plan_to_dict
+from planner.plans.plan import Plan, plan_from_dict
 from planner.report.graph_text import graph_text
 from planner.reserved import EagerMemory, eager_reserved_bytes, least_device_bytes, requests_of, reserved_beside
 from planner.solving import solve

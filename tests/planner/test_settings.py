@@ -13,7 +13,7 @@ from graphs.io.formats import write_graph
 from graphs.synthetic.small import training_chain
 from planner.cli.main import main
 from planner.option_settings import option_settings
-from planner.plans.document import read_plan
+from planner.plans.plan import read_plan
 from planner.settings import RunSettings, SolveSettings, TraceSettings
 from solvers.baselines.dtr import DtrParams
 from solvers.windows.params import BoundParams, WindowsParams

@@ -13,7 +13,8 @@ from graphs.io import files
 from graphs.ir import Graph, Kind, Op, Phase, Tensor
 from graphs.pools import COMPUTE, DEVICE, Pool
 from graphs.schedule import Compute, Free, Schedule
-from planner.plans.plan import GraphSummary, Plan
+from planner.plans.plan import Plan
+from planner.plans.record import GraphSummary
 
 names = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
 sizes = st.integers(0, 2**63 - 1)

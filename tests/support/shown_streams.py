@@ -12,7 +12,7 @@ from planner import solve
 from planner.capture.options import with_options
 from planner.facts.timeline import Timeline
 from planner.plans.plan import Plan
-from planner.solving import summarize
+from planner.plans.summary import summarize
 
 
 def plan_of(graph: Graph, schedule: Schedule) -> Plan:

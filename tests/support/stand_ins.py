@@ -14,7 +14,7 @@ from graphs.schedule import Schedule, schedule_of
 from graphs.simulate import simulate
 from planner.models import Workload, build
 from planner.plans.plan import Plan
-from planner.solving import summarize
+from planner.plans.summary import summarize
 
 
 def schedule_with(graph: Graph, stand_ins: Collection[Op]) -> Schedule:

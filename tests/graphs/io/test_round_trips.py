@@ -12,8 +12,8 @@ from graphs.io.formats import read_graph, write_graph
 from graphs.io.graph_document import graph_from_dict, graph_to_dict
 from graphs.ir import Graph, Kind, Phase
 from graphs.simulate import simulate
-from planner.plans.document import plan_from_dict, plan_to_dict, read_graph_or_plan, read_plan, write_plan
-from planner.plans.plan import Plan
+from planner.plans.document import plan_to_dict, write_plan
+from planner.plans.plan import Plan, plan_from_dict, read_graph_or_plan, read_plan
 from tests.support.documents import graphs, plans, through_text
 
 

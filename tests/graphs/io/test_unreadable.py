@@ -11,8 +11,8 @@ from graphs.io import files
 from graphs.io.formats import read_graph, write_graph
 from graphs.io.graph_document import graph_to_dict
 from graphs.ir import Graph
-from planner.plans.document import plan_to_dict, read_graph_or_plan, read_plan, write_plan
-from planner.plans.plan import Plan
+from planner.plans.document import plan_to_dict, write_plan
+from planner.plans.plan import Plan, read_graph_or_plan, read_plan
 from tests.support.documents import refusal
 
 

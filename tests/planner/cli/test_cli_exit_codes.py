@@ -14,7 +14,8 @@ from graphs.errors import OutOfMemoryError
 from graphs.io.formats import write_graph
 from graphs.synthetic.small import training_chain
 from planner.cli.main import main
-from planner.plans.document import read_plan, write_plan
+from planner.plans.document import write_plan
+from planner.plans.plan import read_plan
 from planner.running import RunReport
 from planner.solving import solve
 from planner.studies.comparison_rows import ComparisonRow

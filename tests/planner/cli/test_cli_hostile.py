@@ -21,8 +21,8 @@ from graphs.ir import Graph
 from graphs.synthetic.small import training_chain
 from planner.cli.arguments import complain
 from planner.facts.timeline import Timeline
-from planner.plans.document import plan_to_dict, read_plan, write_plan
-from planner.plans.plan import Plan
+from planner.plans.document import plan_to_dict, write_plan
+from planner.plans.plan import Plan, read_plan
 from planner.progress import LineView
 from planner.solving import solve
 from planner.studies.comparison_rows import ComparisonRow

@@ -7,7 +7,7 @@ import pytest
 
 from graphs.io.formats import write_graph
 from graphs.ir import Graph, Op, Tensor
-from planner.plans.document import read_plan
+from planner.plans.plan import read_plan
 from tests.support.command import call
 from tests.support.command_process import chain
 

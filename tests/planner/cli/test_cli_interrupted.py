@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from graphs.simulate import simulate
-from planner.plans.document import read_plan
+from planner.plans.plan import read_plan
 from tests.support.command_process import PATIENCE_S, ROOT, WITH_ENDLESS_SOLVER, chain, start
 
 

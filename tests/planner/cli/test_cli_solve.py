@@ -9,7 +9,7 @@ import pytest
 from graphs.errors import PlannerError
 from graphs.io.formats import read_graph
 from graphs.simulate import simulate
-from planner.plans.document import read_plan
+from planner.plans.plan import read_plan
 from tests.support.command import call, refused
 
 

@@ -11,7 +11,8 @@ import pytest
 from graphs.io.formats import read_graph
 from graphs.ir import Graph
 from planner.models import Workload
-from planner.plans.document import read_plan, write_plan
+from planner.plans.document import write_plan
+from planner.plans.plan import read_plan
 from planner.progress import LineView
 from planner.running import RunReport
 from planner.settings import TraceSettings

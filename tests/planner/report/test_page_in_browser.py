@@ -15,9 +15,9 @@ from graphs.synthetic.small import training_chain
 from planner.capture.options import with_options
 from planner.facts.lives import lives_of
 from planner.facts.timeline import Timeline
-from planner.report.budget_curve import CurvePoint
 from planner.report.page import page
 from planner.solving import solve
+from planner.studies.curve import CurveRow
 from tests.support.shown_streams import solved
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -99,7 +99,10 @@ def written(text: str, folder: Path) -> Path:
     return folder / "report.html"
 
 
-CURVE = (CurvePoint(10, 0.5, 0.4, ""), CurvePoint(16, 0.0, 0.0, ""))
+CURVE = (
+    CurveRow(budget_bytes=10, status="feasible", overhead=0.5, bound_overhead=0.4),
+    CurveRow(budget_bytes=16, status="optimal", overhead=0.0, bound_overhead=0.0),
+)
 
 
 @pytest.fixture(scope="module")

@@ -15,10 +15,9 @@ from graphs.schedule import keep_everything
 from graphs.simulate import simulate
 from graphs.synthetic.small import training_chain
 from planner.cli.main import main
-from planner.plans.document import read_plan
-from planner.plans.plan import Plan
-from planner.report.plan_views import PlanComparison
+from planner.plans.plan import Plan, read_plan
 from planner.solving import solve
+from planner.views.plan_views import PlanComparison
 from tests.support.html_page import parsed
 from tests.support.shown_streams import solved
 

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from planner.report import comparison_plots
-from planner.report.plots import add_legend, new_figure, set_title, shades, size_unit, spread_out, time_unit
 from planner.studies.comparison_rows import ComparisonRow
 from planner.studies.rows import read_rows
+from planner.views.figures import add_legend, new_figure, set_title, shades, size_unit, spread_out, time_unit
 
 pytest.importorskip("matplotlib")
 

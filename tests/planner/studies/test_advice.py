@@ -12,7 +12,7 @@ from graphs.errors import PlannerError, UsageError
 from graphs.ir import Graph
 from graphs.synthetic.random_graphs import random_graph
 from graphs.synthetic.transformer import TransformerSize, transformer
-from planner.solving import summarize
+from planner.plans.summary import summarize
 from planner.studies.advice import Advice
 from planner.studies.budget_analysis import BETWEEN, advise_graph, options_to_try
 

@@ -21,7 +21,7 @@ from graphs.synthetic.small import training_chain
 from planner import options
 from planner.option_settings import option_settings
 from planner.profiling.other_devices import DEVICES_KEY, encode_devices
-from planner.report.curves import curve_data, curve_frame, curve_text
+from planner.report.curves import curve_data, curve_text
 from planner.studies.curve import Curve, curve
 from planner.studies.frontier import Frontier, Turn, Turns, evenly, outside_in
 from planner.studies.settings import StudySettings
@@ -98,7 +98,7 @@ def test_with_options_there_is_the_curve_without_beside() -> None:
         assert without.time_s is None or (point.time_s is not None and point.time_s <= without.time_s)
     assert found.points[1].time_s is not None and found.without.points[1].time_s is not None
     assert curve_data(found)["without_options"] == curve_data(found.without)
-    assert list(curve_frame(found)["options"]) == [""] * 3 + ["offload"] * 3
+    assert [row.options for row in found.all_rows] == [""] * 3 + ["offload"] * 3
     text = curve_text(found)
     assert text.startswith("recomputing only\n") and "\nwith offload\n" in text
     assert text.count("least feasible budget") == 2

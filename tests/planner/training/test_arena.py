@@ -12,7 +12,7 @@ import planner
 from graphs.errors import UsageError
 from graphs.options.option import Feature
 from planner.models import Workload
-from planner.plans.document import read_plan
+from planner.plans.plan import read_plan
 from planner.profiling.allocator import cpu_allocations
 from planner.running import run
 from planner.runtime import arena_allocator

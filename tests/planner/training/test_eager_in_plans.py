@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from graphs.errors import EagerWarning, FormatError
-from planner.plans.document import plan_from_dict, plan_to_dict, read_plan, write_plan
+from planner.plans.document import plan_to_dict, write_plan
 from planner.plans.eager import EagerComparison
-from planner.plans.plan import Plan
+from planner.plans.plan import Plan, plan_from_dict, read_plan
 from planner.report.describe import plan_data, plan_text
 from planner.training.compare_eager import warn_of_differences
 from tests.support.eager_comparison import DIFFERS, compiled, plain

@@ -15,8 +15,7 @@ from graphs.ir import Graph
 from graphs.simulate import simulate
 from planner.background import BackgroundSolve, Ended, Job
 from planner.option_settings import with_recorded
-from planner.plans.document import read_plan
-from planner.plans.plan import Plan
+from planner.plans.plan import Plan, read_plan
 from planner.progress import Progress, Stage, Stages
 from planner.progress.stages import StageReport
 from planner.runtime.measure import outcome

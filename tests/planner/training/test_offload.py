@@ -15,7 +15,8 @@ from graphs.io.formats import read_graph
 from graphs.pools import HOST
 from planner import search
 from planner.models import Workload, build
-from planner.plans.document import read_plan, write_plan
+from planner.plans.document import write_plan
+from planner.plans.plan import read_plan
 from planner.profiling.link import measured_link
 from planner.runtime.executor import Executor
 from tests.support.command import call

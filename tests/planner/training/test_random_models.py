@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 from benchmarks.runner import Runner
 from planner.capture.step import TrainingStep
 from planner.distributed.wrappers import unwrap
+from planner.plans.summary import summarize
 from planner.search import Search
 from planner.settings import RunSettings, SolveSettings, TraceSettings
-from planner.solving import summarize
 from planner.training.compiler import Compiler
 from solvers.clock import WorkClock
 from solvers.least import least_budget

@@ -11,7 +11,7 @@ from graphs.errors import BudgetError, OutputError, PlannerError
 from graphs.io.formats import write_graph
 from graphs.synthetic.small import diamond, training_chain
 from planner.cli.main import main
-from planner.plans.document import read_plan
+from planner.plans.plan import read_plan
 from solvers.baselines.checkmate import solve, write_model
 from solvers.baselines.common.checkmate_program import PUBLISHED, Frees, Variant
 from solvers.registry import get_solver

@@ -160,18 +160,18 @@ class FromScratch(Heuristic):
         found: set[int] = set()
         stack = [storage]
         while stack:
-            new = {n for n in onward[stack.pop()] if self.ledger.gone[n]} - found
+            new = {n for n in onward[stack.pop()] if self.storages.gone[n]} - found
             found |= new
             stack += new
         return found
 
     def scores(self, storages: np.ndarray, now_s: float) -> np.ndarray:  # type: ignore[type-arg]
-        ledger = self.ledger
+        known = self.storages
         scores = []
         for storage in storages.tolist():
-            around = [*self.reached(storage, ledger.parents), *self.reached(storage, ledger.children)]
-            cost = ledger.own_s[storage] + sum(ledger.own_s[n] for n in around)
-            below = ledger.size_bytes[storage] * (now_s - ledger.touched_s[storage])
+            around = [*self.reached(storage, known.parents), *self.reached(storage, known.children)]
+            cost = known.own_s[storage] + sum(known.own_s[n] for n in around)
+            below = known.size_bytes[storage] * (now_s - known.touched_s[storage])
             scores.append(cost / below if below > 0 else math.inf)
         return np.array(scores)
 

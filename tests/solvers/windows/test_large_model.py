@@ -8,7 +8,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from graphs.errors import InfeasibleError
 from graphs.ir import Graph, Kind
 from planner.models import build
-from planner.solving import solve, summarize
+from planner.plans.summary import summarize
+from planner.solving import solve
 from planner.tracing import trace
 from solvers.bounds import least_budget_bound
 

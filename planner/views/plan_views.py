@@ -11,10 +11,10 @@ from graphs.units import format_bytes, format_ratio, format_seconds
 from planner.facts.baselines import Baseline, baselines
 from planner.facts.timeline import Timeline
 from planner.plan_check import planned_graph
-from planner.plans.plan import Plan
-from planner.report.describe import table
-from planner.report.memory_plot import plot_plan
-from planner.report.memory_sketch import sketch
+from planner.plans.record import PlanRecord
+from planner.views.memory_plot import plot_plan
+from planner.views.memory_sketch import sketch
+from planner.views.text import table
 from planner.visible import visible, visible_lines
 
 if TYPE_CHECKING:
@@ -56,20 +56,20 @@ class PlanComparison:
         ]
 
 
-def plot(plan: Plan, graph: Graph | None) -> "Figure":
+def plot(plan: PlanRecord, graph: Graph | None) -> "Figure":
     """Return the figure of ``Plan.plot``."""
     timeline = _timeline(plan, graph, "plot")
     return plot_plan(timeline, baselines(timeline.graph, plan))
 
 
-def compare(plan: Plan, graph: Graph | None) -> PlanComparison:
+def compare(plan: PlanRecord, graph: Graph | None) -> PlanComparison:
     """Return the table of ``Plan.compare``."""
     timeline = _timeline(plan, graph, "compare")
     others = [_row(one) for one in baselines(timeline.graph, plan)]
     return PlanComparison((("this plan", plan.peak_bytes, plan.time_s, plan.recomputed), *others), plan.budget_bytes)
 
 
-def html(plan: Plan, graph: Graph | None) -> str:
+def html(plan: PlanRecord, graph: Graph | None) -> str:
     """Return `plan` as HTML for a notebook: its text, and the chart of its memory if the graph is known."""
     lines = f"<pre>{escape(visible_lines(str(plan)))}</pre>"
     if graph is None:
@@ -79,7 +79,7 @@ def html(plan: Plan, graph: Graph | None) -> str:
     return f"<div><b>Plan for {escape(model)}</b>{sketch(timeline)}{lines}</div>"
 
 
-def _timeline(plan: Plan, graph: Graph | None, method: str) -> Timeline:
+def _timeline(plan: PlanRecord, graph: Graph | None, method: str) -> Timeline:
     found = plan.source if graph is None else graph
     if found is None:
         raise PlannerError(

@@ -7,7 +7,7 @@ from graphs.units import format_bytes
 from planner.facts.baselines import Baseline
 from planner.facts.columns import stretches
 from planner.facts.timeline import Timeline
-from planner.report.plots import COLORS, add_legend, new_figure, set_title, size_unit, time_unit
+from planner.views.figures import COLORS, add_legend, new_figure, set_title, size_unit, time_unit
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

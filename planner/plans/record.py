@@ -1,0 +1,192 @@
+"""The data of plans."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+
+from graphs.ir import Graph
+from graphs.schedule import Schedule
+from graphs.units import format_bytes, format_ratio
+from planner.memory import Memory
+from planner.plans.eager import EagerComparison, slower_than
+from planner.plans.reserved import Reserved
+from solvers.result import relative_gap
+
+
+@dataclass(frozen=True, slots=True)
+class GraphSummary:
+    """A summary of a graph, sufficient to tell how two graphs differ.
+
+    Attributes:
+        fingerprint: ``Graph.fingerprint``.
+        ops, tensors: how many the program has.
+        static_bytes: bytes of static memory.
+        keep_everything_peak_bytes: peak without recomputation.
+        time_s: seconds of the step without recomputation.
+        provenance: ``Graph.provenance``.
+        optional_ops, optional_tensors: number of ops and tensors besides the program's.
+    """
+
+    fingerprint: str
+    ops: int
+    tensors: int
+    static_bytes: int
+    keep_everything_peak_bytes: int
+    time_s: float
+    provenance: Mapping[str, object] = field(default_factory=dict)
+    optional_ops: int = 0
+    optional_tensors: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRecord:
+    """The schedule for one graph and one budget, with predictions: what the file of a ``Plan`` holds.
+
+    Attributes:
+        graph: the graph it is for.
+        schedule: the schedule.
+        budget_bytes: the user's budget, static memory included.
+        memory: what the budget counts: ``allocated`` bytes, or on CUDA those that are ``reserved`` by PyTorch's allocator with
+            default settings, or with expandable segments (``reserved-expandable``).
+        peak_bytes, time_s: predicted for the schedule (``simulate``).
+        bound_s: no schedule within the budget is faster than this, of those that first execute the ops in the same order
+            (or of the narrower class that `settings` name as ``schedules``); None if unknown.
+        status: ``OPTIMAL`` or ``FEASIBLE``, as in ``solvers.result.Status``.
+        solver, seconds, settings, versions: how it was found.
+        measured_peak_bytes: measured peak of one step; None if none was run.
+        arena_bytes: the block of memory that the step runs in; None for steps that do not.
+        outside_arena_bytes: the most bytes that it takes outside of it at once; None likewise.
+        graph_file: path of the graph, relative to the folder of the plan's file; None if it is in no file.
+        eager: how a step by this plan compares with plain eager PyTorch; None if that was not tried.
+        pool_peaks_bytes: predicted peaks of the other pools, by name.
+        differs: results that may differ from the program, by options that the user has named; empty if bit-identical.
+        reserved: predicted memory that PyTorch reserves for the plan on CUDA; None on the CPU.
+        gradient_error: predicted error for lossy options: the root of the gradients' variance over their squared norm; else None.
+        source: the graph itself, if it is in memory; not part of files, of pickles and of comparisons.
+    """
+
+    graph: GraphSummary
+    schedule: Schedule
+    budget_bytes: int
+    peak_bytes: int
+    time_s: float
+    bound_s: float | None
+    status: str
+    solver: str
+    seconds: float
+    settings: Mapping[str, object] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=dict)
+    measured_peak_bytes: int | None = None
+    arena_bytes: int | None = None
+    outside_arena_bytes: int | None = None
+    graph_file: str | None = None
+    eager: EagerComparison | None = None
+    pool_peaks_bytes: Mapping[str, int] = field(default_factory=dict)
+    differs: tuple[str, ...] = ()
+    gradient_error: float | None = None
+    memory: Memory = Memory.ALLOCATED
+    reserved: Reserved | None = None
+    source: Graph | None = field(default=None, compare=False, repr=False)
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}(budget {format_bytes(self.budget_bytes)}, peak {format_bytes(self.peak_bytes)}, "
+            f"overhead {format_ratio(self.overhead)}, {self.status})"
+        )
+
+    def __str__(self) -> str:
+        unknown = "unknown"
+        measured = unknown if self.measured_peak_bytes is None else format_bytes(self.measured_peak_bytes)
+        whole = format_bytes(self.graph.keep_everything_peak_bytes)
+        budget = f"budget {format_bytes(self.budget_bytes)}{'' if self.memory is Memory.ALLOCATED else f' {self.memory}'}"
+        peaks = f"{budget}, peak {format_bytes(self.peak_bytes)} predicted"
+        gap = unknown if self.gap is None else format_ratio(self.gap)
+        lines = (
+            f"{peaks}, {measured} measured (keeping everything: {whole})",
+            *(() if self.reserved is None else (f"{name} {value}" for name, value in self.reserved.lines())),
+            f"step time {self._step_time()}, {self.status}, gap {gap}",
+            "" if self.eager is None else str(self.eager),
+            f"allowed to differ by {'; '.join(self.differs)}" if self.differs else "",
+            self.arena,
+            self.lossy,
+            self._kernels(),
+        )
+        return "\n".join(line for line in lines if line)
+
+    def __getstate__(self) -> list[object]:
+        """Return the fields without the graph, which other processes have or do not need."""
+        return [None if one.name == "source" else getattr(self, one.name) for one in fields(self)]
+
+    @property
+    def lossy(self) -> str:
+        """Predicted and measured error of the gradients in words; "" if no option is lossy."""
+        if self.gradient_error is None:
+            return ""
+        found = None if self.eager is None else self.eager.gradient_error
+        return f"gradient error {self.gradient_error:.2e} predicted, {'not' if found is None else f'{found:.2e}'} measured"
+
+    @property
+    def arena(self) -> str:
+        """The arena in words; "" if the step runs in none."""
+        if self.arena_bytes is None or self.outside_arena_bytes is None:
+            return ""
+        return f"arena: {format_bytes(self.arena_bytes)}, {format_bytes(self.outside_arena_bytes)} outside"
+
+    def _step_time(self) -> str:
+        """Return how the step time compares with eager PyTorch, if measured, and with keeping everything."""
+        predicted = f"predicted {slower_than('keeping everything', self.overhead)}"
+        measured = "" if self.eager is None else self.eager.slowdown
+        return f"measured {measured} ({predicted})" if measured else predicted
+
+    def _kernels(self) -> str:
+        """Return which kernels were compiled, and for how long; "" for those of eager PyTorch."""
+        found = self.graph.provenance
+        if "variant" not in found:
+            return ""
+        return f"Inductor's kernels ({found['variant']}), compiled in {found.get('compile_seconds')} s"
+
+    @property
+    def reserved_bytes(self) -> int | None:
+        """Predicted bytes that PyTorch reserves on the device; None on the CPU."""
+        return None if self.reserved is None else self.reserved.total_bytes
+
+    @property
+    def eager_bytes(self) -> int:
+        """Bytes that plain eager PyTorch needs of the memory that the budget counts: budgets in percent are shares of it."""
+        if self.memory is Memory.ALLOCATED or self.reserved is None:
+            return self.graph.keep_everything_peak_bytes
+        return self.reserved.eager_bytes
+
+    @property
+    def predicted_bytes(self) -> int:
+        """Bytes that the plan needs of the memory that the budget counts."""
+        return self.needed_bytes(self.peak_bytes)
+
+    def needed_bytes(self, measured_peak_bytes: int) -> int:
+        """Return the memory of the kind that the budget counts, corrected by a measured peak of allocated bytes.
+
+        What is allocated beyond the prediction is reserved beyond it as well.
+        """
+        if self.memory is Memory.ALLOCATED or self.reserved is None:
+            return measured_peak_bytes
+        return self.reserved.total_bytes + max(0, measured_peak_bytes - self.peak_bytes)
+
+    @property
+    def gap(self) -> float | None:
+        """(time - bound) / bound of the whole step; None without a bound."""
+        return relative_gap(self.time_s, self.bound_s)
+
+    @property
+    def recomputed(self) -> int:
+        """Executions of the program's ops beyond the first of each."""
+        program = [op for op in self.schedule.computed if op < self.graph.ops]
+        return len(program) - len(set(program))
+
+    @property
+    def copied(self) -> int:
+        """Executions of optional ops: transfers to and from other pools, and alternatives to the program's ops."""
+        return sum(op >= self.graph.ops for op in self.schedule.computed)
+
+    @property
+    def overhead(self) -> float:
+        """Predicted time of recomputation as a fraction of the step without any."""
+        return self.time_s / self.graph.time_s - 1 if self.graph.time_s else 0.0

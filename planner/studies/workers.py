@@ -1,0 +1,31 @@
+"""What the executors of jobs have in common, in this process, in several, or on a cluster."""
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Generic, TypeAlias, TypeVar
+
+POLL_S = 0.2
+
+
+Task = TypeVar("Task")
+Done = TypeVar("Done")
+# The work on a task, picklable; the second argument is polled, and once True the work ends with its results so far.
+Job: TypeAlias = Callable[[Task, Callable[[], bool]], Done]
+
+
+@dataclass(frozen=True, slots=True)
+class Workers(Generic[Task, Done]):
+    """An executor for the tasks of a job.
+
+    Attributes:
+        submit: starts a task.
+        count: number of parallel tasks.
+        stop: tells running tasks to end with their results so far.
+        check: raises ``PlannerError`` if running tasks will not end.
+    """
+
+    submit: Callable[[Task], Future[Done]]
+    count: int
+    stop: Callable[[], object] = lambda: None
+    check: Callable[[], object] = lambda: None

@@ -1,0 +1,64 @@
+"""What a ledger records of storages: costs, last uses and neighbourhoods. Heuristics and candidates read it."""
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+
+Ints = NDArray[np.int64]
+
+Bits = NDArray[np.bool_]
+
+
+@dataclass(slots=True)
+class RecordedOp:
+    """The storages that an op read, and those that it wrote and that are not dropped."""
+
+    inputs: tuple[int, ...]
+    outputs: list[int] = field(default_factory=list)
+
+
+class Storages:
+    """The records of storages by id, which a ``Ledger`` keeps.
+
+    Attributes (indexed by storage id unless said otherwise):
+        size_bytes: of each storage.
+        own_s: time of the ops that write it: its producer, views of it and writes in place.
+        touched_s: time of its first production or last read.
+        since: when it was last produced, restored or used by an op, a running number.
+        again: recomputations of the ops that write it.
+        gone: 1 if it is evicted.
+        live: True if it is in memory.
+        parents, children: storages that the ops writing it read, and those that ops reading it write; in the order of the ops.
+        writers: ops that write it.
+        ops: the ops with an output that is not dropped, by their number.
+        changed: storages that came into memory, or whose scores may have fallen, since candidates were last sorted.
+        work: scores, neighbours and members of classes looked at so far, to measure the bookkeeping independently of time.
+    """
+
+    def __init__(self) -> None:
+        self.size_bytes: Floats = np.zeros(0)
+        self.own_s: Floats = np.zeros(0)
+        self.touched_s: Floats = np.zeros(0)
+        self.since: Ints = np.zeros(0, dtype=np.int64)
+        self.again: Ints = np.zeros(0, dtype=np.int64)
+        self.live: Bits = np.zeros(0, dtype=np.bool_)
+        self.gone = bytearray()
+        self.parents: list[dict[int, None]] = []
+        self.children: list[dict[int, None]] = []
+        self.writers: list[list[int]] = []
+        self.ops: dict[int, RecordedOp] = {}
+        self.changed: set[int] = set()
+        self.work = 0
+
+    def siblings(self, storage: int) -> list[int]:
+        """Return the other outputs of the ops that write `storage`."""
+        return [out for op in self.writers[storage] for out in self.ops[op].outputs if out != storage]
+
+    def fell(self, storages: Collection[int]) -> None:
+        """Record, for a heuristic, that the cost of the neighbourhood of `storages` may have fallen."""
+        self.work += len(storages)
+        self.changed.update(storages)

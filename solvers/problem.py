@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from graphs.ir import Graph
 from graphs.options import without_options
@@ -10,11 +11,12 @@ from graphs.pools import COMPUTE
 from solvers.devices import OtherDevices, other_devices_of, sizes_in, workspace_bytes_in
 from solvers.pass_ends import requested_outputs
 from solvers.places import Places, circles, places_of
+from solvers.streams import Streams
 
 OBJECTIVE_SCALE = 1e4  # the step without recomputation, in the units of the objectives
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Problem:
     """The data of all models of a graph, for one budget.
 
@@ -80,6 +82,11 @@ class Problem:
     def ops(self) -> int:
         """n, the number of ops."""
         return len(self.time_s)
+
+    @cached_property
+    def streams(self) -> Streams:
+        """The streams and pools of the original graph."""
+        return Streams(self.whole)
 
     @property
     def plain(self) -> bool:

@@ -10,10 +10,9 @@ from graphs.simulate import simulate
 from solvers.highs.program import Floats
 from solvers.places import Places
 from solvers.problem import Problem, problem_of
-from solvers.windows.decoding.device_transfers import side_by_side
 from solvers.windows.decoding.expand import Choice, expand
-from solvers.windows.decoding.host_transfers import timed
 from solvers.windows.decoding.plain_graph import PlainGraph, plain_graph
+from solvers.windows.decoding.transfers import with_transfers
 from solvers.windows.relaxation.discretization import Discretization, Model
 
 NOWHERE_BYTES = 2**62  # peak of a schedule that does not fit another pool, at any budget
@@ -82,14 +81,8 @@ def try_out(problem: Problem, order: Order) -> Trial:
     """
     if problem.offloads and not problem.places.plain:
         return _try_out_plain(problem, order)
-    if problem.devices:
-        return _try_out_side_by_side(problem, order)
-    if problem.offloads:
-        found = timed(problem, order.computed, order.reloads)
-        order, schedule = replace(order, reloads=found.reloads), Schedule(tuple(found.steps))
-        simulation = simulate(problem.whole, schedule)
-        memory = tuple(taken + problem.graph.static_bytes for taken in found.memory_bytes)
-        return Trial(order, schedule, simulation.time_s, simulation.peak_bytes, memory, tuple(found.waits_s), tuple(found.ends))
+    if problem.devices or problem.offloads:
+        return _try_out_transfers(problem, order)
     ids = problem.places.ids
     schedule = schedule_of(problem.graph, [ids[i] for i in order.computed])
     simulation = simulate(problem.graph, schedule)
@@ -99,20 +92,23 @@ def try_out(problem: Problem, order: Order) -> Trial:
     return Trial(order, schedule, simulation.time_s, simulation.peak_bytes, memory)
 
 
-def _try_out_side_by_side(problem: Problem, order: Order) -> Trial:
-    """Return the trial of an order on several devices, with each transfer issued at the right time."""
+def _try_out_transfers(problem: Problem, order: Order) -> Trial:
+    """Return the trial of an order with transfers, each issued at the right time."""
     ids = problem.places.ids
-    found = side_by_side(problem.graph, [ids[i] for i in order.computed], problem.budget_bytes)
-    moved = replace(
+    found = with_transfers(problem, [ids[i] for i in order.computed], order.reloads)
+    order = replace(
         order,
-        computed=tuple(order.computed[place] for place in found.moved),
-        windows=tuple(order.windows[place] for place in found.moved),
-        first=tuple(order.first[place] for place in found.moved),
+        computed=tuple(order.computed[index] for index in found.moved),
+        windows=tuple(order.windows[index] for index in found.moved),
+        first=tuple(order.first[index] for index in found.moved),
+        reloads=found.reloads,
     )
+    schedule, memory = found.schedule, tuple(found.memory_bytes)
     if not found.fits_elsewhere:
-        return Trial(moved, found.schedule, math.inf, NOWHERE_BYTES, found.memory_bytes)
-    simulation = simulate(problem.graph, found.schedule)
-    return Trial(moved, found.schedule, simulation.time_s, simulation.peak_bytes, found.memory_bytes)
+        return Trial(order, schedule, math.inf, NOWHERE_BYTES, memory)
+    simulation = simulate(problem.whole, schedule)
+    waits = (tuple(found.waits_s), tuple(found.ends)) if problem.offloads else ((), ())
+    return Trial(order, schedule, simulation.time_s, simulation.peak_bytes, memory, *waits)
 
 
 def _try_out_plain(problem: Problem, order: Order) -> Trial:
@@ -128,7 +124,7 @@ def trial_of_whole(problem: Problem, plain: PlainGraph, order: Order, trial: Tri
     """Return the trial of `order` in the problem, given the trial of its plain graph."""
     schedule = plain.schedule_of_whole(problem, trial.schedule)
     if problem.devices:
-        found = side_by_side(problem.whole, schedule.computed, problem.budget_bytes)
+        found = with_transfers(problem, schedule.computed)
         schedule = found.schedule
         if not found.fits_elsewhere:
             return replace(trial, order=order, schedule=schedule, time_s=math.inf, peak_bytes=NOWHERE_BYTES, ends=())

@@ -14,8 +14,8 @@ import numpy as np
 from solvers.highs.program import Floats
 from solvers.problem import Problem
 from solvers.windows.decoding.decode import Trial, decoded, late_writers, order_of, read_choice, try_out
-from solvers.windows.decoding.host_transfers import Stay, stays_of, timed
 from solvers.windows.decoding.pruning import uses_of, without
+from solvers.windows.decoding.transfers import Lives, Stay, with_transfers
 from solvers.windows.params import OffloadingParams
 from solvers.windows.relaxation.discretization import Discretization, Model
 from solvers.windows.relaxation.models import build_relaxation
@@ -118,8 +118,8 @@ def _offer_faster(search: Search, computed: Sequence[int], reloads: Reloads) -> 
     """Offer an order if it fits and takes less time than the best."""
     problem = search.problem
     search.clock.spend(WORK_PER_EXECUTION * len(computed))
-    found = timed(problem, computed, reloads)
-    if found.time_s < search.incumbent.best_s and max(found.memory_bytes) + problem.graph.static_bytes <= search.budget_bytes:
+    found = with_transfers(problem, computed, reloads)
+    if found.time_s < search.incumbent.best_s and max(found.memory_bytes) <= search.budget_bytes:
         whole = Discretization((problem.ops - 1,))
         search.offer(order_of(whole, computed, found.reloads), whole)
 
@@ -171,8 +171,8 @@ def recomputing_where_it_waits(
         for computed, reloads in _computing_instead(problem, trial, params):
             if should_stop():
                 return trial
-            run = timed(problem, computed, reloads)
-            fits = max(run.memory_bytes) + problem.graph.static_bytes <= budget_bytes
+            run = with_transfers(problem, computed, reloads)
+            fits = max(run.memory_bytes) <= budget_bytes
             if fits and run.time_s < trial.time_s * (1 - params.least_gain):
                 found = try_out(problem, order_of(whole, computed, run.reloads))
                 break
@@ -182,7 +182,7 @@ def recomputing_where_it_waits(
 def _computing_instead(problem: Problem, trial: Trial, params: OffloadingParams) -> Iterator[tuple[Sequence[int], Reloads]]:
     """Yield orders with one transfer less: at the longest waits, the cheapest recomputation per second first."""
     computed, reloads = trial.order.computed, trial.order.reloads
-    stays = stays_of(problem, computed, reloads)
+    stays = Lives(problem, computed, reloads).stays
     waits = sorted(((wait_s, place) for place, wait_s in enumerate(trial.waits_s) if wait_s > 0), reverse=True)
     chains: dict[tuple[int, int], list[int] | None] = {}
     tried: set[tuple[int, int]] = set()
@@ -190,7 +190,7 @@ def _computing_instead(problem: Problem, trial: Trial, params: OffloadingParams)
         ranked: list[tuple[float, tuple[int, int]]] = []
         for stay in stays:
             pair = (stay.tensor, stay.read)
-            if not stay.fetched or stay.after >= place or pair in tried:
+            if pair not in reloads or stay.after >= place or pair in tried:
                 continue
             if pair not in chains:
                 chains[pair] = _chain(problem, stays, computed, pair, params.longest)
@@ -210,7 +210,7 @@ def _chain(
 ) -> list[int] | None:
     """Return the ops that recompute a tensor right before its reload; None if there are too many, or they must not run."""
     tensor, place = pair
-    there = {stay.tensor for stay in stays if stay.read < place <= stay.end or (stay.read == place and stay.fetched)} - {tensor}
+    there = {stay.tensor for stay in stays if stay.read < place <= stay.end or (stay.read == place and stay.by)} - {tensor}
     done = max(computed[:place], default=-1) + 1
     chain: set[int] = set()
     stack = [tensor]

@@ -17,7 +17,7 @@ from graphs.pools import COMPUTE
 from solvers.clock import left
 from solvers.problem import Problem
 from solvers.windows.decoding.decode import NOWHERE_BYTES, Order, Trial, order_of, try_out
-from solvers.windows.decoding.device_transfers import side_by_side
+from solvers.windows.decoding.transfers import with_transfers
 from solvers.windows.relaxation.discretization import Discretization
 from solvers.windows.search import WORK_PER_EXECUTION, Search
 from solvers.windows.strategies.strategy import Strategy
@@ -228,7 +228,7 @@ class Placements(Strategy):
             return None
         problem, search = self.search.problem, self.search
         search.clock.spend(2 * WORK_PER_EXECUTION * len(computed))
-        found = side_by_side(problem.graph, [problem.places.ids[i] for i in computed], search.budget_bytes)
+        found = with_transfers(problem, [problem.places.ids[i] for i in computed])
         over = max(found.memory_bytes) - search.budget_bytes if found.fits_elsewhere else NOWHERE_BYTES
         return max(0, over), found.time_s, math.fsum(map(problem.seconds, computed))
 

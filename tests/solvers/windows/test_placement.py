@@ -1,9 +1,5 @@
 """The exact solver on graphs that offer other devices."""
 
-from collections.abc import Sequence
-
-import pytest
-
 from graphs.ir import Graph, Phase
 from graphs.options import without_options
 from graphs.options.passes import in_passes
@@ -21,7 +17,6 @@ from solvers.request import Request
 from solvers.result import Result, Status
 from solvers.tolerance import Tolerance
 from solvers.windows import solve
-from solvers.windows.decoding.device_transfers import side_by_side
 from tests.support.offers import check_by_both_judges, names
 from tests.support.placements import on_devices, random_placement
 from tests.support.requests import ask
@@ -31,11 +26,6 @@ CLOSE = 1e-6
 
 def solved(graph: Graph, budget_bytes: int, work: float = 1.0) -> Result:
     return solve(Request(graph, budget_bytes, Tolerance.of(CLOSE), WorkClock(work)))
-
-
-def in_order(graph: Graph, wanted: Sequence[str]) -> list[int]:
-    ids = {op.name: op.id for op in graph.ops}
-    return [ids[name] for name in wanted]
 
 
 def two_branches(capacity_bytes: int | None = None) -> Graph:
@@ -157,32 +147,3 @@ def test_a_schedule_of_little_memory_is_known_without_solving() -> None:
     graph = on_devices(chain, OtherDevice("second", tuple(op.time_s for op in chain.ops), 4.0))
     known = least_known(graph, WorkClock(1.0))
     assert simulate(graph, known).peak_bytes < peak and any(graph.ops[op].replaces for op in known.computed)
-
-
-@pytest.mark.parametrize("order", [0, 1])
-def test_copies_are_issued_as_soon_as_there_is_something_to_copy(order: int) -> None:
-    draft = Draft()
-    (a,) = draft.op("a", [], [4], time_s=2.0)
-    (b,) = draft.op("b", [], [4], time_s=2.0)
-    draft.op("c", [a, b], [1], time_s=1.0)
-    graph = on_devices(draft.graph([]), OtherDevice("second", (1.0, 1.0, None), 4.0))
-    copies = ["copy_a_second_to_device", "copy_b_second_to_device"][:: 1 if order else -1]
-    found = side_by_side(graph, in_order(graph, ["a@second", "b@second", *copies, "c"]), 100)
-    # a is there after 1 s, its copy after 2, that of b after 3.
-    assert found.time_s == 4.0 == simulate(graph, found.schedule).time_s
-
-
-def test_a_copy_is_waited_for_only_where_its_memory_is_called_for() -> None:
-    draft = Draft()
-    (a,) = draft.op("a", [], [4], time_s=1.0)
-    (b,) = draft.op("b", [], [4], time_s=1.0)
-    draft.op("c", [a, b], [1], time_s=1.0)
-    graph = on_devices(draft.graph([]), OtherDevice("second", (None, 1.0, 1.0), 1.0))
-    order = in_order(graph, ["a", "copy_a_device_to_second", "b", "copy_b_device_to_second", "c@second"])
-    roomy, tight = side_by_side(graph, order, 8), side_by_side(graph, order, 7)
-    assert (max(roomy.memory_bytes), roomy.time_s) == (8, 10.0)
-    # b begins when a has been copied, after 5 s.
-    assert (max(tight.memory_bytes), tight.time_s) == (4, 11.0)
-    for found in (roomy, tight):
-        judged = simulate(graph, found.schedule)
-        assert (judged.time_s, judged.peak_bytes) == (found.time_s, max(found.memory_bytes))

@@ -1,0 +1,48 @@
+"""The streams and pools of a graph, as schedules are timed by them."""
+
+import math
+
+from graphs.ir import Graph
+from graphs.schedule import Compute, Free
+
+
+class Streams:
+    """The ops and tensors of a graph by id, with its streams and pools by position. The main device's pool is 0.
+
+    Attributes:
+        names: of the streams.
+        owner: for each pool the stream that owns it.
+        computes: for each pool, True if it is the memory of a device that runs ops; the host's is not.
+        limits_bytes, static_bytes: capacity (infinite without a limit) and static memory of each pool.
+        stream, time_s, inputs, outputs, mutates: of each op; inputs without static tensors.
+        source: for each transfer the tensor that it carries, -1 for other ops.
+        home: for each op the pool that holds its outputs and workspace: all are in one.
+        need_bytes: for each op the size of its outputs and workspace.
+        overwritable: for each op the inputs that an output may overwrite.
+        pool, sizes, kept: of each tensor; static ones have size 0.
+        compute, free: the steps that execute each op and free each tensor.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        ops, tensors = graph.ops, graph.tensors
+        stream = {name: i for i, name in enumerate(graph.streams)}
+        number = {pool.name: d for d, pool in enumerate(graph.pools)}
+        self.names = graph.streams
+        self.owner = [stream[pool.owner] for pool in graph.pools]
+        self.computes = [pool.computes for pool in graph.pools]
+        self.limits_bytes = [math.inf if pool.capacity_bytes is None else pool.capacity_bytes for pool in graph.pools]
+        self.static_bytes = [graph.static_bytes_by_pool[pool.name] for pool in graph.pools]
+        self.pool = [number[t.pool] for t in tensors]
+        self.sizes = [0 if t.static else t.size_bytes for t in tensors]
+        self.kept = [t.id in graph.kept for t in tensors]
+        self.stream = [stream[op.stream] for op in ops]
+        self.time_s = [op.time_s for op in ops]
+        self.inputs = [tuple(t for t in op.inputs if not tensors[t].static) for op in ops]
+        self.outputs = [op.outputs for op in ops]
+        self.mutates = [op.mutates for op in ops]
+        self.source = [op.inputs[0] if op.is_transfer else -1 for op in ops]
+        self.home = [self.pool[op.outputs[0]] if op.outputs else self.owner.index(stream[op.stream]) for op in ops]
+        self.need_bytes = [sum(self.sizes[t] for t in op.outputs) + op.workspace_bytes for op in ops]
+        self.overwritable = [frozenset(t for _, t in op.overwrites) for op in ops]
+        self.compute = [Compute(op.id) for op in ops]
+        self.free = [Free(t.id) for t in tensors]

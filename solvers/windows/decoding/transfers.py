@@ -1,0 +1,454 @@
+"""Decoding of an order with transfers between pools to a schedule: when transfers are issued, and when tensors are freed.
+
+The host is a device that computes nothing. A transfer whose source is freed before its target is read (an offload, or a copy to
+another device) waits in the queue of its channel: when the channel is free, of those that are ready, the one whose source is
+freed first is issued; to another device, the one that is read first. Any other transfer (a reload) is issued as late as it
+arrives in time, planned backwards over its channel, or later if there is no space. A tensor that is still being transferred
+after its last reader stays until the transfer is done, or until its memory is needed: then the owner of the pool waits for the
+transfer.
+"""
+
+import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from graphs.schedule import Schedule, Step
+from solvers.problem import Problem
+
+Reloads = Collection[tuple[int, int]]  # (tensor, position of the execution that it is reloaded for)
+
+_END = 2**62  # position until which kept tensors stay
+
+
+@dataclass(slots=True, eq=False)
+class Stay:
+    """A tensor in a pool. Positions count executions, without transfers.
+
+    Attributes:
+        begin: position of the execution that produces it, or before which its transfer is issued.
+        read: position of its first reader; where it is produced, `begin`.
+        ready_s: the time at which it is produced if transfers take no time.
+        by: the transfer that produces it.
+        after: end of the previous stay of the tensor, -1 if there is none.
+        end: position of the last execution that reads or produces it, -1 if only transfers do, ``_END`` if it is kept.
+        copied: position of the last transfer that reads it, -1 if there is none.
+        unsent: transfers that read it and have not been issued.
+    """
+
+    tensor: int
+    begin: int
+    read: int
+    ready_s: float
+    by: "Transfer | None" = None
+    after: int = -1
+    end: int = -1
+    copied: int = -1
+    unsent: "tuple[Transfer, ...]" = ()
+
+
+@dataclass(slots=True, eq=False)
+class Transfer:
+    """A transfer of an order.
+
+    Attributes:
+        op: its id.
+        source: None for a static tensor.
+        place: position before which it is issued at the latest.
+        index: its position in the order with transfers, -1 for one that was added.
+        follows: the transfer that produces the previous stay of its target, if one does.
+        wanted_s: the time by which it must arrive for another transfer.
+        begin: position from which it is issued (queued, if it is `early`).
+        early: True if its source is freed before its target is read.
+    """
+
+    op: int
+    source: Stay | None
+    target: Stay
+    place: int
+    index: int
+    follows: "Transfer | None" = None
+    wanted_s: float = math.inf
+    begin: int = 0
+    early: bool = False
+    issued: bool = False
+
+
+def with_transfers(problem: Problem, computed: Sequence[int], reloads: Reloads = ()) -> "Run":
+    """Return the run of an order of ops of the whole graph, with its transfers at the right time.
+
+    Args:
+        computed: with transfers between devices, each before its reader.
+        reloads: transfers from the host; tensors that the host has no space for are not offloaded.
+    """
+    reloads = frozenset(reloads)
+    while True:
+        run = Run(Lives(problem, computed, reloads), reloads)
+        if run.refused is None:
+            return run
+        reloads = frozenset(pair for pair in reloads if pair[0] != run.refused)
+
+
+class Lives:
+    """The stays of an order, as short as possible, and its transfers.
+
+    Attributes:
+        executed: the order without transfers.
+        index: their positions in the order.
+        starts_s: the start of each execution if transfers take no time.
+        clocks_s: for each stream its time before each execution, likewise.
+    """
+
+    def __init__(self, problem: Problem, computed: Sequence[int], reloads: Reloads) -> None:
+        self.streams = streams = problem.streams
+        self.limits_bytes = [problem.budget_bytes, *streams.limits_bytes[1:]]
+        self.executed: list[int] = []
+        self.index: list[int] = []
+        self.stays: list[Stay] = []
+        self.transfers: list[Transfer] = []
+        self.starts_s: list[float] = []
+        self.clocks_s: list[list[float]] = [[] for _ in range(len(streams.names))]
+        self._last: dict[int, Stay] = {}
+        now_s = [0.0] * len(streams.names)
+        produced: dict[int, Stay] = {}  # the last time that an execution produced each
+        wanted: dict[int, set[int]] = {}
+        for t, place in reloads:
+            wanted.setdefault(place, set()).add(t)
+        last, executed, devices = self._last, self.executed, [s for d, s in enumerate(streams.owner) if streams.computes[d]]
+        for index, op in enumerate(computed):
+            place = len(executed)
+            if streams.source[op] >= 0:
+                self._transfer(op, self._last.get(streams.source[op]), place, index)
+                continue
+            for t in streams.inputs[op] if place in wanted else ():
+                transfers = problem.offloads.by_tensor.get(t)
+                if transfers is not None and t in wanted[place]:
+                    if transfers.host_tensor not in last:
+                        self._transfer(transfers.offload_op, produced[t], place, -1)
+                    self._transfer(transfers.reload_op, last[transfers.host_tensor], place, -1)
+            start_s = now_s[streams.stream[op]]
+            for t in streams.inputs[op]:
+                stay = last[t]
+                if stay.end < place:
+                    stay.end = place
+                if stay.read < 0:
+                    stay.read = place
+                if stay.ready_s > start_s:
+                    start_s = stay.ready_s
+            for s in devices:
+                self.clocks_s[s].append(now_s[s])
+            self.starts_s.append(start_s)
+            end_s = now_s[streams.stream[op]] = start_s + streams.time_s[op]
+            for t in streams.outputs[op]:
+                if streams.kept[t] and t in last:
+                    continue
+                last[t] = produced[t] = stay = Stay(t, place, place, end_s, end=_END if streams.kept[t] else place)
+                self.stays.append(stay)
+            executed.append(op)
+            self.index.append(index)
+
+    def _transfer(self, op: int, source: Stay | None, place: int, index: int) -> None:
+        (t,) = self.streams.outputs[op]
+        before, end = self._last.get(t), _END if self.streams.kept[t] else -1
+        target = self._last[t] = Stay(t, place, -1, source.ready_s if source else 0.0, end=end)
+        if before is not None:
+            target.after = max(before.copied if before.end < 0 else before.end, before.begin - 1)
+        self.stays.append(target)
+        target.by = Transfer(op, source, target, place, index, before.by if before else None)
+        self.transfers.append(target.by)
+        if source is not None:
+            source.copied = place
+            source.unsent = (*source.unsent, target.by)
+            if source.read < 0:
+                source.read = place
+
+    def plan(self) -> None:
+        """Set the positions from which transfers are issued; their memory is allocated from there on."""
+        self._plan_late()
+        memory = self._memory_bytes()
+        for transfer in self.transfers:
+            target, source = transfer.target, transfer.source
+            begin = max(transfer.begin, target.after + 1)
+            if source is not None:
+                begin = max(begin, source.begin + (source.by is None))
+            begin = min(begin, transfer.place)
+            d, size = self.streams.home[transfer.op], self.streams.sizes[target.tensor]
+            if d in memory:
+                full = np.flatnonzero(memory[d][begin : transfer.place] + size > self.limits_bytes[d])
+                if len(full):
+                    begin += int(full[-1]) + 1
+                memory[d][begin : transfer.place] += size
+            transfer.begin = target.begin = begin
+
+    def _plan_late(self) -> None:
+        """Set the latest positions at which transfers arrive in time, from the last reader to the first."""
+        streams, until_s = self.streams, [math.inf] * len(self.streams.names)
+        for transfer in self.transfers:
+            source, read = transfer.source, transfer.target.read
+            transfer.early = source is not None and 0 <= source.end < (transfer.place if read < 0 else read)
+        shared = {streams.stream[transfer.op] for transfer in self.transfers if not transfer.early}
+        planned = (transfer for transfer in self.transfers if streams.stream[transfer.op] in shared)
+        for transfer in sorted(planned, key=lambda x: (-x.target.read, -x.index)):
+            target, source, channel = transfer.target, transfer.source, streams.stream[transfer.op]
+            wanted_s = min(transfer.wanted_s, until_s[channel])
+            if 0 <= target.read < len(self.starts_s):
+                wanted_s = min(wanted_s, self.starts_s[target.read])
+            begin_s = until_s[channel] = wanted_s - streams.time_s[transfer.op]
+            if transfer.early:
+                continue
+            clocks_s = self.clocks_s[streams.owner[streams.home[transfer.op]]]
+            if not clocks_s:
+                transfer.begin = transfer.place
+                continue
+            # The first position at the latest time of the pool's owner before that.
+            latest = bisect_right(clocks_s, begin_s) - 1
+            transfer.begin = bisect_left(clocks_s, clocks_s[latest]) if latest >= 0 else 0
+            if source is not None and source.by is not None:
+                source.by.wanted_s = min(source.by.wanted_s, begin_s)
+
+    def _memory_bytes(self) -> "dict[int, np.ndarray[tuple[int], np.dtype[np.int64]]]":
+        """Return the memory of the devices' pools that have a limit during each execution, with the shortest lifetimes."""
+        streams, n = self.streams, len(self.executed)
+        limited = [d for d, limit in enumerate(self.limits_bytes) if streams.computes[d] and limit < math.inf]
+        self.ending: list[list[Stay]] = [[] for _ in self.executed]
+        self.written_over: list[list[Stay]] = [[] for _ in self.executed]
+        change, during = ({d: [0] * (n + 2) for d in limited} for _ in range(2))
+        for place, op in enumerate(self.executed):
+            if (of_pool := during.get(streams.home[op])) is not None:
+                of_pool[place] = streams.need_bytes[op]
+        for stay in self.stays:
+            d, size = streams.pool[stay.tensor], streams.sizes[stay.tensor]
+            over = stay.copied < 0 <= stay.end < n and stay.tensor in streams.overwritable[self.executed[stay.end]]
+            if 0 <= stay.end < n:
+                (self.written_over if over else self.ending)[stay.end].append(stay)
+            if d in change:
+                change[d][stay.begin + (stay.by is None)] += size
+                change[d][min(max(stay.copied if stay.end < 0 else stay.end, stay.begin), n) + 1] -= size
+                if over:
+                    during[d][stay.end] -= size
+        return {d: np.cumsum(change[d][:n]) + np.array(during[d][:n]) + streams.static_bytes[d] for d in limited}
+
+
+class Run:
+    """An order executed with the clocks of the simulation. Items are executions, and those transfers that the order has.
+
+    Attributes:
+        moved: for each item, its position in the order.
+        reloads: the requested reloads.
+        refused: a tensor that the host has no space for, if the run was given up.
+        memory_bytes: for each item the memory of the main device during it, including static memory.
+        waits_s: for each item the time that its stream waits before it; 0 for transfers.
+        ends: for each item the number of steps up to the frees after it.
+        fits_elsewhere: True if the other pools are large enough.
+    """
+
+    def __init__(self, lives: Lives, reloads: frozenset[tuple[int, int]]) -> None:
+        lives.plan()
+        self.lives, self.streams, self.reloads, streams = lives, lives.streams, reloads, lives.streams
+        self.clock_s, self.done_s = ([0.0] * len(streams.names) for _ in range(2))  # done: the end of the last execution
+        self.ready_s, self.busy_s = ([0.0] * len(streams.pool) for _ in range(2))  # busy: until the last transfer ends
+        self.there = [False] * len(streams.pool)
+        self.lingering: list[dict[int, Stay]] = [{} for _ in streams.owner]  # tensors to be freed as soon as possible
+        self.queues: dict[int, list[Transfer]] = {}  # for each channel the early transfers that wait for it
+        self.live = list(streams.static_bytes)
+        self.steps: list[Step] = []
+        self.moved: list[int] = []
+        self.memory_bytes: list[int] = []
+        self.waits_s: list[float] = []
+        self.ends: list[int] = []
+        self.fits_elsewhere = True
+        self.refused: int | None = None
+        self.place = 0  # of the execution
+        self._run()
+
+    @property
+    def schedule(self) -> Schedule:
+        """The schedule."""
+        return Schedule(tuple(self.steps))
+
+    @property
+    def time_s(self) -> float:
+        """End of the last stream."""
+        return max(self.clock_s)
+
+    def _run(self) -> None:
+        executed = self.lives.executed
+        coming: list[list[Transfer]] = [[] for _ in range(len(executed) + 1)]
+        due: list[list[Transfer]] = [[] for _ in range(len(executed) + 1)]
+        for transfer in self.lives.transfers:
+            coming[transfer.begin].append(transfer)
+            due[transfer.place if transfer.early else transfer.begin].append(transfer)
+        for place, op in enumerate(executed):
+            self.place = place
+            if coming[place] or due[place]:
+                self._send_due(coming[place], due[place])
+            if self.queues:
+                self._send_ahead(op)
+            self._execute(op)
+            if self.refused is not None:
+                return
+        self.place = len(executed)
+        self._send_due(coming[-1], due[-1])
+
+    def _send_due(self, coming: Sequence[Transfer], due: Sequence[Transfer]) -> None:
+        """Queue early transfers that are `coming`, and issue those that are `due`."""
+        for transfer in coming:
+            if transfer.early and not transfer.issued:
+                self.queues.setdefault(self.streams.stream[transfer.op], []).append(transfer)
+        for transfer in due:
+            for other in sorted(self.queues.get(self.streams.stream[transfer.op], ()), key=lambda x: x.target.read):
+                if other.target.read < transfer.target.read:
+                    self._require(other)
+            self._require(transfer)
+
+    def _send_ahead(self, op: int) -> None:
+        """Issue the transfers whose channel is free before the end of the next execution."""
+        streams = self.streams
+        start_s = max(self.clock_s[streams.stream[op]], *(self.ready_s[t] for t in streams.inputs[op]), 0.0)
+        for channel in list(self.queues):
+            while channel in self.queues and self.clock_s[channel] < start_s + streams.time_s[op]:
+                self._send(channel)
+
+    def _execute(self, op: int) -> None:
+        streams, place = self.streams, self.place
+        d, stream, outputs, over = streams.home[op], streams.stream[op], streams.outputs[op], self.lives.written_over[place]
+        need = streams.need_bytes[op]
+        for stay in over:
+            need -= streams.sizes[stay.tensor]
+        if self.lingering[d]:
+            self._release(d, outputs)
+        self._make_room(d, need)
+        start_s = self.clock_s[stream]
+        for t in streams.inputs[op]:
+            if self.ready_s[t] > start_s:
+                start_s = self.ready_s[t]
+        for t in streams.mutates[op]:
+            start_s = max(start_s, self.busy_s[t])
+        self._step(op, self.lives.index[place], start_s - self.done_s[stream], need)
+        end_s = self.clock_s[stream] = self.done_s[stream] = start_s + streams.time_s[op]
+        for t in streams.mutates[op]:
+            self.ready_s[t] = end_s
+        for t in outputs:
+            if not self.there[t]:
+                self.there[t] = True
+                self.ready_s[t], self.busy_s[t] = end_s, 0.0
+                self.live[d] += streams.sizes[t]
+        for stay in over:  # directly after the op: only then does it overwrite them
+            self._free(stay.tensor)
+        for stay in self.lives.ending[place]:
+            if stay.unsent or self.busy_s[stay.tensor] > end_s:
+                self.lingering[d][stay.tensor] = stay
+            else:
+                self._free(stay.tensor)
+        self.ends[-1] = len(self.steps)
+
+    def _issue(self, transfer: Transfer) -> None:
+        streams, op, t = self.streams, transfer.op, transfer.target.tensor
+        s, d, channel = streams.source[op], streams.home[op], streams.stream[op]
+        if transfer.source is not None and transfer.source.by is not None:
+            self._require(transfer.source.by)
+        if transfer.follows is not None:
+            self._require(transfer.follows)
+        self._release(d, (t,))
+        if not self._make_room(d, streams.need_bytes[op]) and d and transfer.index < 0:
+            self.refused = s
+        start_s = max(self.clock_s[channel], self.clock_s[streams.owner[d]], self.ready_s[s])
+        if transfer.index < 0:
+            self.steps.append(streams.compute[op])
+        else:
+            self._step(op, transfer.index, 0.0, streams.need_bytes[op])
+            self.ends[-1] = len(self.steps)
+        end_s = self.clock_s[channel] = start_s + streams.time_s[op]
+        self.busy_s[s] = max(self.busy_s[s], end_s)
+        if not self.there[t]:
+            self.there[t] = True
+            self.ready_s[t] = self.busy_s[t] = end_s
+            self.live[d] += streams.sizes[t]
+        transfer.issued = True
+        if transfer.source is not None:
+            transfer.source.unsent = tuple(x for x in transfer.source.unsent if x is not transfer)
+        for stay in (transfer.source, transfer.target):
+            if stay is not None and stay.end < self.place and not stay.unsent:  # nothing reads it any more
+                self.lingering[streams.pool[stay.tensor]][stay.tensor] = stay
+
+    def _step(self, op: int, index: int, wait_s: float, need: int) -> None:
+        self.steps.append(self.streams.compute[op])
+        self.moved.append(index)
+        self.memory_bytes.append(self.live[0] if self.streams.home[op] else self.live[0] + need)
+        self.waits_s.append(wait_s)
+        self.ends.append(0)
+
+    def _send(self, channel: int) -> None:
+        """Issue the next transfer of a queue, when the channel is free: of those that are ready, the most urgent one."""
+        queue, source, ready_s = self.queues[channel], self.streams.source, self.ready_s
+        if len(queue) == 1:
+            transfer = queue.pop()
+            del self.queues[channel]
+        else:
+            owner = self.streams.owner[self.streams.home[queue[0].op]]
+            free_s = max(self.clock_s[channel], self.clock_s[owner], min(ready_s[source[x.op]] for x in queue))
+            ready = [x for x in queue if ready_s[source[x.op]] <= free_s]
+            transfer = min(ready, key=self._urgency)
+            queue.remove(transfer)
+        self._issue(transfer)
+
+    def _urgency(self, transfer: Transfer) -> tuple[int, int, int]:
+        end = -1 if transfer.source is None else transfer.source.end
+        read = transfer.target.read
+        return (read if self.streams.computes[self.streams.home[transfer.op]] else end), read, transfer.target.tensor
+
+    def _require(self, transfer: Transfer) -> None:
+        """Issue a transfer that a reader waits for, unless it is issued."""
+        if not transfer.issued:
+            channel = self.streams.stream[transfer.op]
+            if transfer in (queue := self.queues.get(channel, [])):
+                queue.remove(transfer)
+                if not queue:
+                    del self.queues[channel]
+            self._issue(transfer)
+
+    def _release(self, d: int, tensors: Sequence[int]) -> None:
+        """Free those of the tensors that linger in pool `d`, after their transfers."""
+        for t in tensors:
+            if (stay := self.lingering[d].get(t)) is not None:
+                for transfer in stay.unsent:
+                    self._require(transfer)
+                self._free(t)
+
+    def _next_channel(self, d: int) -> int:
+        """Return the channel from pool `d` with a queue that is free first, -1 if there is none."""
+        channels = (c for c, queue in self.queues.items() if self.streams.pool[self.streams.source[queue[0].op]] == d)
+        return min(channels, key=self.clock_s.__getitem__, default=-1)
+
+    def _make_room(self, d: int, need: int) -> bool:
+        """Free tensors of pool `d` that are not in use and, if that is not enough, those whose use ends first.
+
+        Return True if there is space for `need`. Where nothing is computed, memory is freed only if it is needed.
+        """
+        lingering, limit = self.lingering[d], self.lives.limits_bytes[d]
+        if lingering and self.streams.computes[d]:
+            now_s = self.clock_s[self.streams.owner[d]]
+            for t in [t for t, stay in lingering.items() if not stay.unsent and self.busy_s[t] <= now_s]:
+                self._free(t)
+        while lingering and self.live[d] + need > limit:
+            sent = [(self.busy_s[t], t) for t, stay in lingering.items() if not stay.unsent]
+            if sent:
+                self._free(min(sent)[1])
+            elif (channel := self._next_channel(d)) >= 0:
+                self._send(channel)
+            else:
+                break
+        fits = self.live[d] + need <= limit
+        self.fits_elsewhere &= fits or not d
+        return fits
+
+    def _free(self, t: int) -> None:
+        d = self.streams.pool[t]
+        owner = self.streams.owner[d]
+        self.clock_s[owner] = max(self.clock_s[owner], self.busy_s[t])
+        self.live[d] -= self.streams.sizes[t]
+        self.lingering[d].pop(t, None)
+        self.there[t] = False
+        self.steps.append(self.streams.free[t])

@@ -18,7 +18,6 @@ from planner.studies.rows import Made, column, key, provenance
 MODELS = {
     "gpt2": partial(build, "gpt2", layers=4, width=256, heads=4, vocab=2000, batch=16, seq=256, dropout=0),
     "resnet18": partial(build, "resnet18", batch=32, size=160),
-    "unet": partial(build, "unet", channels=16, size=128, batch=16),
     "mobilenet_v2": partial(build, "mobilenet_v2", size=128, batch=32, dropout=0),
 }
 PLAN, ARENA = "plan", "arena"

@@ -109,12 +109,12 @@ def measure(name: str, known: Sequence[EagerRow], *, steps: int, device: str, he
     """Yield the rows of a model."""
     torch.manual_seed(0)
     model, step = MODELS[name](device)
-    warm_up_libraries(torch.device(device))
+    library_bytes = warm_up_libraries(torch.device(device))
     train(model, step)  # libraries load their kernels
     with counted(model) as live:
         expected = train(model, step)
-    others = sum(t.untyped_storage().nbytes() for t in expected)  # they stay, to be compared
-    others += warm_up_libraries(torch.device(device))  # workspaces that stay too
+    # What stays: the results, to be compared, and workspaces of libraries.
+    others = sum(t.untyped_storage().nbytes() for t in expected) + library_bytes
     have = {(row.share, row.heuristic) for row in known}
     cases = [(PLENTY, 2.0, "dtr")] + [(f"{share:.0%}", share, heuristic) for share in SHARES for heuristic in heuristics]
     for label, share, heuristic in cases:

@@ -39,7 +39,7 @@ class ResidentRow(Made):
 
     @property
     def excess(self) -> float:
-        """What is resident beyond the budget and the interpreter, as a part of them."""
+        """Part by which resident memory exceeds the budget and the interpreter together."""
         return self.highest_bytes / (self.budget_bytes + self.interpreter_bytes) - 1
 
 

@@ -1,8 +1,7 @@
 """Plans on a CUDA device compared with eager PyTorch: predicted and allocated memory, times and bits.
 
 Each model, kind of plan and budget gives a row, written as soon as it is measured. Budgets are fractions of eager PyTorch's
-peak. The run fails if a plan exceeds its budget, or has other bits where eager PyTorch
-repeats its own.
+peak. The run fails if a plan exceeds its budget, or has other bits where eager PyTorch repeats its own.
 """
 
 import gc

@@ -64,7 +64,7 @@ class Agreement:
         same_place: requests whose block is in the same segment at the same offset in both.
         reserved_bytes: the most that was reserved in fact.
         modelled_bytes: the same by the model.
-        differences: a line for each request or release after which the reserved bytes differ.
+        differences: a line for each request after which the reserved bytes differ.
     """
 
     requests: int = 0

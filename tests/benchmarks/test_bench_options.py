@@ -157,7 +157,7 @@ def test_the_command_takes_up_where_it_was_stopped(tmp_path: Path, monkeypatch: 
     assert first.count("\n") == 1 + 4 * len(BUDGETS)
     assert "offload + chunks" in (tmp_path / "table.md").read_text()
     assert not (tmp_path / "errors.md").exists()  # no small model was asked for
-    monkeypatch.setattr(options, "Tracing", None)  # nothing is traced again
+    monkeypatch.setattr(options, "modelled", pytest.fail)  # nothing is traced again
     options.main(words)
     assert (tmp_path / "rows.csv").read_text() == first
     with pytest.raises(SystemExit):

@@ -48,7 +48,9 @@ CASE = LearningCase(
 
 @pytest.fixture(scope="module")
 def trained() -> list[CurveRow]:
-    return list(train(("mlp", CASE), (), steps=STEPS, seed=SEED))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(CASES, "mlp", CASE)
+        return list(train("mlp", (), steps=STEPS, seed=SEED))
 
 
 def test_curves_begin_alike_need_less_memory_and_part(trained: list[CurveRow]) -> None:

@@ -27,6 +27,7 @@ from graphs.schedule import Schedule, keep_everything
 from graphs.simulate import simulate
 from graphs.units import format_ratio
 from planner import options, tracing
+from planner.attributes import attributes
 from planner.capture.lowering.lower import Capture
 from planner.capture.options import with_options
 from planner.capture.signature import Batch
@@ -37,7 +38,7 @@ from planner.runtime.executor import Executor
 from planner.runtime.pool_memory import measured_peak
 from planner.settings import TraceSettings
 from planner.studies.experiment import Study
-from planner.studies.rows import Made, attributes, column, key, listed, provenance
+from planner.studies.rows import Made, column, key, listed, provenance
 from planner.studies.tables import ALL, Column, SideBySide, by, made_with, markdown, side_by_side
 from planner.views.figures import COLORS, new_figure, save_figure
 

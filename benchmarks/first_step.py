@@ -19,9 +19,10 @@ from benchmarks.command import carry_out, command_line, one_thread
 from benchmarks.first_step_cases import CASES
 from benchmarks.first_step_run import FAILED, LARGE_PAGES, OUT_OF_MEMORY, RAN, UNCAPPED, WAYS, FirstStepRow, train
 from graphs.units import format_bytes, format_ratio, format_seconds
+from planner.attributes import attributes
 from planner.studies.experiment import Study
 from planner.studies.processes import ALONE, ProcessError, stream
-from planner.studies.rows import attributes, listed, provenance
+from planner.studies.rows import listed, provenance
 from planner.studies.tables import Column, bullets, by, made_with, markdown, said
 
 RSS_TOLERANCE = 0.05  # of the budget and the memory of importing torch

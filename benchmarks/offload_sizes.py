@@ -12,11 +12,12 @@ from functools import partial
 from benchmarks.command import benchmark
 from benchmarks.offload import HOST
 from graphs.units import parse_budget
+from planner.attributes import attributes
 from planner.option_settings import option_settings
 from planner.settings import TraceSettings
 from planner.studies.experiment import Study
 from planner.studies.max_batch import max_batch
-from planner.studies.rows import Made, attributes, column, key, listed, provenance, value
+from planner.studies.rows import Made, column, key, listed, provenance, value
 from planner.studies.sizes import Wanted, samples_for
 from planner.studies.tables import Column, markdown
 from planner.workload.sizes import SizedModel

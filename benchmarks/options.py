@@ -21,13 +21,14 @@ from graphs.options.option import Need
 from graphs.simulate import simulate
 from graphs.units import format_bytes, format_ratio, format_seconds
 from planner import options
+from planner.attributes import attributes
 from planner.budgets import budget_in_bytes
 from planner.capture.options import OPTIONS, check_options, holding, needs, traced_options
 from planner.option_settings import OptionSettings, option_settings
 from planner.plans.summary import summarize
 from planner.settings import SolveSettings
 from planner.studies.experiment import Study
-from planner.studies.rows import KeptRows, Made, attributes, column, key, missing_keys, provenance, text, value
+from planner.studies.rows import KeptRows, Made, column, key, missing_keys, provenance, text, value
 from planner.studies.tables import as_markdown, bullets, by
 from solvers.clock import Clock
 from solvers.least import least_budget

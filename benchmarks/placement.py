@@ -26,6 +26,7 @@ from graphs.schedule import Schedule, keep_everything
 from graphs.simulate import simulate
 from graphs.units import format_ratio, format_seconds
 from planner import tracing
+from planner.attributes import attributes
 from planner.budgets import budget_in_bytes
 from planner.capture.lowering.lower import Capture
 from planner.capture.options import with_options
@@ -41,7 +42,7 @@ from planner.runtime.measure import median_times
 from planner.runtime.pool_memory import measured_peak, other_peaks_measured
 from planner.settings import TraceSettings
 from planner.studies.experiment import Study
-from planner.studies.rows import Made, attributes, column, key, listed, provenance, value
+from planner.studies.rows import Made, column, key, listed, provenance, value
 from planner.studies.tables import ALL, Column, by, markdown, side_by_side
 from solvers.baselines.xengine import XEngineParams
 from solvers.clock import WallClock

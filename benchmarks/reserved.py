@@ -19,12 +19,13 @@ from graphs.allocators.caching import EXPANDABLE
 from graphs.allocators.training import least_capacity_bytes, usage_of
 from graphs.errors import BudgetError, LimitError
 from graphs.ir import Graph
+from planner.attributes import attributes
 from planner.memory import Memory
 from planner.plans.plan import Plan
 from planner.reserved import requests_of
 from planner.solving import solve
 from planner.studies.experiment import Study
-from planner.studies.rows import Made, attributes, column, key, missing_keys, provenance, text, value
+from planner.studies.rows import Made, column, key, missing_keys, provenance, text, value
 from planner.studies.tables import Column, markdown
 from solvers.addresses.solve import solve as solve_addresses
 

@@ -8,8 +8,9 @@ from pathlib import Path
 
 from graphs.io.formats import read_graph, write_graph
 from graphs.ir import Graph
+from planner.attributes import attributes
 from planner.runtime.machine import commit, machine
-from planner.studies.rows import attributes, column, key, text, value
+from planner.studies.rows import column, key, text, value
 from solvers.clock import WallClock
 from solvers.problem import problem_of
 from solvers.registry import get_solver

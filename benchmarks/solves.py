@@ -6,8 +6,9 @@ from typing import Any, TypeVar
 from graphs.errors import PlannerError
 from graphs.ir import Graph
 from graphs.units import format_ratio
+from planner.attributes import attributes
 from planner.settings import TraceSettings
-from planner.studies.rows import Made, attributes, column, text, value
+from planner.studies.rows import Made, column, text, value
 from planner.workload.tracing import Tracing
 from planner.workload.workload import parse_spec
 from solvers.clock import Clock

@@ -19,13 +19,14 @@ import planner
 from benchmarks.command import add_names, carry_out, command_line
 from graphs.errors import typed_line
 from graphs.units import format_bytes, format_seconds
+from planner.attributes import attributes
 from planner.capture.signature import call
 from planner.capture.step import TrainingStep
 from planner.models import Workload, build
 from planner.runtime.libraries import warm_up_libraries
 from planner.runtime.measure import loss_of, median_times, outcome
 from planner.studies.experiment import Study
-from planner.studies.rows import Made, attributes, key, provenance, text, value
+from planner.studies.rows import Made, key, provenance, text, value
 from planner.studies.tables import Column, made_with, markdown
 
 EAGER = "eager"

@@ -24,7 +24,7 @@ from planner.cli.arguments import (
     add_total_time_limit,
     add_workers,
     complain,
-    print_json,
+    print_result,
     print_text,
     trace_model,
 )
@@ -125,12 +125,11 @@ def run(arguments: argparse.Namespace) -> int:
     known = read_rows(folder / "rows.csv", ComparisonRow)
     if known:
         write_report(known, folder)
-    if arguments.json:
-        print_json({"holds": "comparison", "rows": [asdict(row) for row in rows]})
-    elif known:
-        print_text(table_text(known))
-        if ended := [f"{row.method} at {row.budget} ({row.time_limit_s:.3g} s)" for row in rows if cut_short(row)]:
-            print_text(f"ended by their time limit: {', '.join(ended)}; for more, raise --total-time-limit and name a new folder")
+    if arguments.json or known:
+        print_result(arguments, lambda _: {"holds": "comparison", "rows": [asdict(row) for row in rows]}, table_text, known)
+    ended = [f"{row.method} at {row.budget} ({row.time_limit_s:.3g} s)" for row in rows if cut_short(row)]
+    if known and ended and not arguments.json:
+        print_text(f"ended by their time limit: {', '.join(ended)}; for more, raise --total-time-limit and name a new folder")
     if interrupt():
         return INTERRUPTED
     return DONE if any(row.time_s is not None for row in rows) else LIMIT

@@ -20,8 +20,7 @@ from planner.cli.arguments import (
     add_tolerance,
     add_total_time_limit,
     add_workers,
-    print_json,
-    print_text,
+    print_result,
 )
 
 _TOTAL_S = 30.0
@@ -110,10 +109,7 @@ def run(arguments: argparse.Namespace) -> int:
         write_rows(Path(arguments.output), CurveRow, found.all_rows)
     if arguments.plot is not None:
         plot_curve(found, Path(arguments.plot), title=str(graph.provenance.get("model", "")))
-    if arguments.json:
-        print_json(curve_data(found), written=(arguments.output, arguments.plot))
-    else:
-        print_text(curve_text(found), written=(arguments.output, arguments.plot))
+    print_result(arguments, curve_data, curve_text, found, written=(arguments.output, arguments.plot))
     if any(point.schedule for point in found.points):
         return DONE
     return INFEASIBLE if all(point.status is Status.INFEASIBLE for point in found.points) else LIMIT

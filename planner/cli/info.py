@@ -2,7 +2,7 @@
 
 import argparse
 
-from planner.cli.arguments import DONE, USAGE, Commands, add_command, complain, print_json, print_text
+from planner.cli.arguments import DONE, USAGE, Commands, add_command, complain, print_result
 
 
 def add(commands: Commands) -> None:
@@ -37,14 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
         from planner.plan_check import check_with_its_graph
 
         check_with_its_graph(content, arguments.file)
-        if arguments.json:
-            print_json(plan_data(content))
-        else:
-            print_text(plan_info_text(content))
+        print_result(arguments, plan_data, plan_info_text, content)
     else:
-        facts = graph_facts(content, exact=arguments.exact)
-        if arguments.json:
-            print_json(graph_data(facts))
-        else:
-            print_text(graph_text(facts))
+        print_result(arguments, graph_data, graph_text, graph_facts(content, exact=arguments.exact))
     return DONE

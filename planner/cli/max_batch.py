@@ -19,8 +19,7 @@ from planner.cli.arguments import (
     add_time_limit,
     add_tolerance,
     complain,
-    print_json,
-    print_text,
+    print_result,
     tracing,
 )
 
@@ -109,10 +108,7 @@ def run(arguments: argparse.Namespace) -> int:
             answers = _modelled_and_measured(arguments, wanted, how, progress, interrupt)
         else:
             answers = _search(arguments, wanted, how, progress, interrupt)
-    if arguments.json:
-        print_json(max_batch_data(answers, wanted))
-    else:
-        print_text(max_batch_text(answers, wanted))
+    print_result(arguments, max_batch_data, max_batch_text, answers, wanted)
     return DONE
 
 

@@ -11,6 +11,7 @@ from graphs.errors import BudgetError, PlannerError, UsageError
 from graphs.ir import Graph
 from graphs.options import without_options
 from graphs.schedule import Schedule
+from planner.attributes import attributes
 from planner.budgets import budget_in_bytes
 from planner.plans.summary import summarize
 from planner.runtime.machine import commit, machine
@@ -90,13 +91,9 @@ class SolveRow:
             return Solved(replace(row, message=_one_line(str(error))), None)
         row = replace(
             row,
-            status=str(result.status),
-            reason=str(result.reason or ""),
+            **attributes(result, "status", "time_s", "peak_bytes", "bound_s", "seconds"),
+            reason=result.reason or "",
             settings=self._settings(result.settings if result.schedule is not None else {}),
-            time_s=result.time_s,
-            peak_bytes=result.peak_bytes,
-            bound_s=result.bound_s,
-            seconds=result.seconds,
             message=_one_line(result.message),
             versions=self._versions(result.versions),
         )
@@ -114,11 +111,7 @@ class SolveRow:
             status=status,
             settings=self._settings({}),
             base_s=self.graph.time_s,
-            base_peak_bytes=self.base_peak_bytes,
-            tolerance=self.tolerance,
-            time_limit_s=self.time_limit_s,
-            seed=self.seed,
-            commit=self.commit,
+            **attributes(self, "base_peak_bytes", "tolerance", "time_limit_s", "seed", "commit"),
             machine=self.machine or machine(),
             versions=self._versions({}),
         )

@@ -82,11 +82,6 @@ def provenance(device: "torch.device | None" = None) -> dict[str, str]:
     return {"machine": device_name(device or torch.device("cpu")), "commit": commit(), "torch": torch.__version__}
 
 
-def attributes(source: object, *names: str) -> dict[str, Any]:
-    """Return the attributes `names` of `source`, as columns of a row."""
-    return {name: getattr(source, name) for name in names}
-
-
 def missing_keys(wanted: Iterable[Key], known: Iterable[object], *names: str) -> list[Key]:
     """Return those of `wanted` that are the values of the columns `names` in no row of `known`."""
     made = set(map(attrgetter(*names), known))

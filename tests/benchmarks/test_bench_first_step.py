@@ -295,4 +295,3 @@ def test_the_committed_rows_keep_every_promise() -> None:
     assert failures(rows) == []
     assert [trained.model for trained in by_model(rows)] == list(CASES)
     assert all(trained.eager.status == OUT_OF_MEMORY for trained in by_model(rows))
-    assert (COMMITTED / "table.md").read_text() == table(rows)

@@ -13,7 +13,7 @@ from itertools import islice
 from pathlib import Path
 
 from benchmarks.command import carry_out, command_line, one_thread
-from benchmarks.solves import modelled, result_of
+from benchmarks.solves import modelled
 from graphs.addresses import Buffer, buffers_of
 from graphs.io.buffers import read_buffers
 from planner.attributes import attributes
@@ -21,6 +21,7 @@ from planner.budgets import budget_in_bytes
 from planner.plans.summary import summarize
 from planner.studies.experiment import Study
 from planner.studies.rows import Made, column, key, provenance, value
+from planner.studies.solves import result_of
 from planner.studies.tables import Column, markdown
 from solvers.addresses.greedy import ORDERS, constructed
 from solvers.addresses.instance import instances_of

@@ -8,7 +8,6 @@ from functools import partial
 import torch
 
 from benchmarks.offload import budget_bytes_of
-from benchmarks.solves import result_of
 from graphs.ir import Op
 from graphs.options import without_options
 from graphs.schedule import keep_everything
@@ -28,6 +27,7 @@ from planner.settings import TraceSettings
 from planner.studies.experiment import Study
 from planner.studies.measured import relative_error
 from planner.studies.rows import Made, column, key, listed, provenance, text, value
+from planner.studies.solves import result_of
 from planner.studies.tables import Column, by, markdown
 from solvers.clock import Clock
 from solvers.least import least_budget

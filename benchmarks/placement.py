@@ -18,7 +18,7 @@ from torch import nn
 
 from benchmarks.command import benchmark
 from benchmarks.models.parts import Residual
-from benchmarks.solves import TOLERANCE, result_of
+from benchmarks.solves import TOLERANCE
 from graphs.ir import Graph
 from graphs.options.passes import in_passes
 from graphs.options.surroundings import Link, OtherDevice, Surroundings
@@ -43,6 +43,7 @@ from planner.runtime.pool_memory import measured_peak, other_peaks_measured
 from planner.settings import TraceSettings
 from planner.studies.experiment import Study
 from planner.studies.rows import Made, column, key, listed, provenance, value
+from planner.studies.solves import result_of
 from planner.studies.tables import ALL, Column, by, markdown, side_by_side
 from solvers.baselines.xengine import XEngineParams
 from solvers.clock import WallClock

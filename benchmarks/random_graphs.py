@@ -15,7 +15,6 @@ from itertools import product
 from pathlib import Path
 
 from benchmarks.command import add_names
-from benchmarks.solves import result_of
 from graphs.errors import PlannerError
 from graphs.ir import Graph, Phase
 from graphs.options.surroundings import Link, OtherDevice, Surroundings
@@ -26,6 +25,7 @@ from planner.attributes import attributes
 from planner.capture.options import with_options
 from planner.studies.experiment import Study
 from planner.studies.rows import Key, column, key, read_rows, value
+from planner.studies.solves import result_of
 from solvers.bounds import least_budget_bound
 from solvers.clock import WorkClock
 

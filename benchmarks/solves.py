@@ -9,13 +9,11 @@ from graphs.units import format_ratio
 from planner.attributes import attributes
 from planner.settings import TraceSettings
 from planner.studies.rows import Made, column, text, value
+from planner.studies.solves import result_of
 from planner.workload.tracing import Tracing
 from planner.workload.workload import parse_spec
 from solvers.clock import Clock
-from solvers.registry import get_solver
-from solvers.request import Request
 from solvers.result import Result, Status
-from solvers.tolerance import Tolerance
 
 TOLERANCE = 1e-3
 
@@ -29,12 +27,6 @@ def modelled(spec: str, device: str = "h200", **settings: Any) -> Graph:
         settings: further ones of the trace.
     """
     return Tracing(TraceSettings(roofline=device, **settings)).graph(parse_spec(spec))
-
-
-def result_of(graph: Graph, budget_bytes: int, clock: Clock, solver: str = "windows", **settings: Any) -> Result:
-    """Return the result of `solver` in the order of ops of `graph`; `settings` are fields of the request."""
-    tolerance = Tolerance.of(settings.pop("tolerance", TOLERANCE))
-    return get_solver(solver)(Request(graph, budget_bytes, tolerance, clock, **settings))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +72,7 @@ def solved(blank: Row, graph: Graph, clock: Clock, solver: str = "windows") -> t
     """Return `blank` with the result of `solver` within its budget, and the result; None if the solver refuses."""
     assert blank.budget_bytes is not None
     try:
-        result = result_of(graph, blank.budget_bytes, clock, solver)
+        result = result_of(graph, blank.budget_bytes, clock, solver, tolerance=TOLERANCE)
     except PlannerError as error:
         return replace(blank, message=str(error)), None
     found = attributes(result, "status", "time_s", "bound_s", "peak_bytes", "seconds")

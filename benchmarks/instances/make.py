@@ -10,7 +10,7 @@ from pathlib import Path
 
 from benchmarks.command import add_names
 from benchmarks.solve_suites import ZOO
-from benchmarks.solves import modelled, result_of
+from benchmarks.solves import modelled
 from graphs.ir import Graph
 from graphs.schedule import Compute, Schedule
 from graphs.synthetic.random_graphs import random_training_step
@@ -18,6 +18,7 @@ from graphs.synthetic.small import training_chain
 from graphs.synthetic.transformer import TransformerSize, transformer
 from planner.plans.summary import summarize
 from planner.solving import order_for
+from planner.studies.solves import result_of
 from solvers.clock import WallClock
 from solvers.least import least_budget
 from solvers.result import Status

@@ -18,12 +18,11 @@ from planner.runtime.machine import commit, machine
 from planner.studies.comparison_rows import OPTIMUM, ComparisonRow, Key, RunBy, missing, open_rows
 from planner.studies.jobs import run
 from planner.studies.settings import StudySettings
+from planner.studies.solves import result_of
 from planner.visible import visible
 from solvers.clock import Clock, WallClock, left
 from solvers.registry import SOLVERS, get_solver
-from solvers.request import Request
 from solvers.result import Status
-from solvers.tolerance import Tolerance
 
 _DEFAULTS = StudySettings()
 _SHORTEST_S = 1.0  # seconds for a row after the total time has run out
@@ -79,14 +78,13 @@ class SolveRow:
 
     def __call__(self, task: Task, should_stop: Callable[[], bool]) -> Solved:
         """Return the row of `task`; an error of a method is recorded as its reason."""
-        solve = get_solver(task.method)
         limit_s = self.time_limit_s if task.time_limit_s is None else task.time_limit_s
         row = replace(self.row(task.run_by, task.method, task.budget, task.budget_bytes, status="error"), time_limit_s=limit_s)
         try:
             # Methods that only recompute solve the program alone; its schedules are also schedules with options.
             graph = self.graph if SOLVERS[task.method].copies else without_options(self.graph)
-            tolerance, clock = Tolerance.of(self.tolerance), WallClock(limit_s)
-            result = solve(Request(graph, task.budget_bytes, tolerance, clock, should_stop=should_stop))
+            clock, tolerance = WallClock(limit_s), self.tolerance
+            result = result_of(graph, task.budget_bytes, clock, task.method, tolerance=tolerance, should_stop=should_stop)
         except PlannerError as error:
             return Solved(replace(row, message=_one_line(str(error))), None)
         row = replace(

@@ -13,7 +13,7 @@ from planner.studies.solves import result_of
 from planner.workload.tracing import Tracing
 from planner.workload.workload import parse_spec
 from solvers.clock import Clock
-from solvers.result import Result, Status
+from solvers.result import Result, Status, relative_gap
 
 TOLERANCE = 1e-3
 
@@ -54,8 +54,8 @@ class Solved(Made):
 
     @property
     def gap(self) -> float | None:
-        """The gap of the time over the bound; floating-point errors count as 0."""
-        return None if self.time_s is None or not self.bound_s else max(0.0, self.time_s / self.bound_s - 1)
+        """The gap of the time over the bound."""
+        return relative_gap(self.time_s, self.bound_s)
 
     @property
     def overhead_text(self) -> str:

@@ -14,7 +14,7 @@ from graphs.optimizers import OPTIMIZERS
 from planner import options
 from planner.attributes import attributes
 from planner.capture.options import OPTIONS, traced_options
-from planner.option_settings import LINK
+from planner.option_settings import LINK, OptionSettings, option_settings
 from planner.profiling.devices import DEVICES
 from planner.settings import TraceSettings
 from planner.visible import visible, visible_lines
@@ -154,6 +154,11 @@ def add_graph_options(parser: Parser) -> None:
         help="of these options, use only what was verified to give the same bits",
     )
     add_copying(parser)
+
+
+def graph_options(arguments: argparse.Namespace) -> OptionSettings:
+    """Return the settings from the options of ``add_graph_options``."""
+    return option_settings(arguments.options, arguments.link, arguments.host_budget, exact=arguments.exact)
 
 
 def _add_options(parser: Parser, offered: Sequence[str], said: str) -> None:

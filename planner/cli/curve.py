@@ -20,6 +20,7 @@ from planner.cli.arguments import (
     add_tolerance,
     add_total_time_limit,
     add_workers,
+    graph_options,
     print_result,
 )
 
@@ -71,7 +72,6 @@ def run(arguments: argparse.Namespace) -> int:
     from graphs.io.files import check_writable
     from graphs.io.formats import read_graph
     from planner.cli.interrupt import StopOnInterrupt
-    from planner.option_settings import option_settings
     from planner.progress import LineView
     from planner.report.curves import curve_data, curve_text
     from planner.report.plots import plot_curve
@@ -82,7 +82,6 @@ def run(arguments: argparse.Namespace) -> int:
     from solvers.result import Status
 
     graph = read_graph(arguments.graph)
-    options = option_settings(arguments.options, arguments.link, arguments.host_budget, exact=arguments.exact)
     if arguments.output is not None:
         check_writable(arguments.output)
     if arguments.plot is not None:
@@ -96,7 +95,7 @@ def run(arguments: argparse.Namespace) -> int:
                 tolerance=arguments.tolerance,
                 time_limit_s=math.inf if arguments.time_limit is None else arguments.time_limit,
                 total_time_limit_s=total_s,
-                options=options,
+                options=graph_options(arguments),
                 jobs=arguments.jobs or JOBS,
                 cluster=arguments.cluster,
             ),

@@ -38,6 +38,7 @@ from planner.torch_private.capture import (
     PlainAOTInput,
     aot_autograd,
     boxed_nop,
+    fix_sizes_where,
     functorch_config,
     innermost_backend,
 )
@@ -217,16 +218,22 @@ def _made_by(translator: InstructionTranslatorBase) -> Callable[..., Any]:
     return innermost_backend(compiler)
 
 
+def _is_planned(translator: InstructionTranslatorBase) -> bool:
+    """Return whether a frame is compiled for this backend."""
+    return translator.output.compiler_fn is not None and getattr(_made_by(translator), "compiler_fn", None) is planner
+
+
 def _runs_as_eager(translator: InstructionTranslatorBase) -> bool:
     """Return whether a frame is compiled for this backend with eager PyTorch's kernels."""
-    if translator.output.compiler_fn is None:
+    if not _is_planned(translator):
         return False
-    made_by = _made_by(translator)
-    options = getattr(made_by, "kwargs", {}).get("options", {})
-    return getattr(made_by, "compiler_fn", None) is planner and options.get("kernels") != "inductor"
+    options: Mapping[str, object] = getattr(_made_by(translator), "kwargs", {}).get("options", {})
+    return options.get("kernels") != "inductor"
 
 
-dynamo_as_eager_where(_runs_as_eager, ExitStack())  # earlier than any backend is called for a frame
+# Earlier than any backend is called for a frame.
+dynamo_as_eager_where(_runs_as_eager, ExitStack())
+fix_sizes_where(_is_planned)
 
 
 def _device(joint: fx.GraphModule, roofline: str | None) -> DeviceSpec:

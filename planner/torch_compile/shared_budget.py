@@ -117,6 +117,12 @@ class SharedBudget:
             )
         if self._runs:
             self._warn(max(1, whole - others), whole, others)
+        elif others >= whole:
+            raise InfeasibleError(
+                f"the memory beside the graph to be planned is {format_bytes(others)} already, which is more than the budget of "
+                f"{format_bytes(whole)}: autograd holds it for ops that are not compiled. Raise the budget, or remove what "
+                "breaks the model (TORCH_LOGS=graph_breaks says where)"
+            )
         room = max(1, whole - others)
         behind = unread(model, runs) if more else None
         if behind is None:

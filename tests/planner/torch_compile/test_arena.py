@@ -1,6 +1,7 @@
 """``torch.compile(model, backend="planner", options={"arena": True})``: both passes of a graph in one slab."""
 
 import copy
+import gc
 import shutil
 from collections.abc import Iterator
 from typing import Any
@@ -58,6 +59,7 @@ def arena_of(graph: PlannedGraph) -> Arena:
 def taken_bytes(step: Step, model: nn.Module, batch: Any) -> int:
     """The most bytes that PyTorch's own allocator gives a step at once."""
     model.zero_grad()
+    gc.collect()  # else tensors of other tests may be freed in between
     level = peak = 0
     for event in cpu_allocations(lambda _: step(*batch).backward()):
         level += event.size_bytes or 0

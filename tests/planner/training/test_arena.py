@@ -1,6 +1,7 @@
 """Training by plans in an arena: the bits of eager PyTorch, within the budget, and with all that the plan says."""
 
 import copy
+import gc
 import shutil
 import weakref
 from pathlib import Path
@@ -78,6 +79,7 @@ def test_trains_as_without_an_arena(kernels: str) -> None:
 def taken_bytes(step: PlannedStep, workload: Workload, batch: Batch) -> int:
     """The most bytes that PyTorch's own allocator gives a step at once, by PyTorch's profiler."""
     workload.model.zero_grad()
+    gc.collect()  # else tensors of other tests may be freed in between
     level = peak = 0
     for event in cpu_allocations(lambda _: step(*batch).backward()):
         level += event.size_bytes or 0

@@ -186,6 +186,11 @@ class Memory:
             storage.ledger_id = None
             storage.snapshots = None
             storage.last_read = -1
+        for watch in self._watches:
+            # What was recomputed is not freed by itself where storages were written with each other's contents: a cycle.
+            if (known := watch.storage()) is not None:
+                known.base = None
+        self.settle()
         self.ledger, self.evicted_bytes = None, 0
         self._pending, self._by_id, self._in_use = [], {}, {}
         self.dropped = deque()  # ids of the old ledger may still come into the old one

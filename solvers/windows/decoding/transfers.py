@@ -1,11 +1,11 @@
 """Decoding of an order with transfers between pools to a schedule: when transfers are issued, and when tensors are freed.
 
-The host is a device that computes nothing. A transfer whose source is freed before its target is read (an offload, or a copy to
-another device) waits in the queue of its channel: when the channel is free, of those that are ready, the one whose source is
-freed first is issued; to another device, the one that is read first. Any other transfer (a reload) is issued as late as it
-arrives in time, planned backwards over its channel, or later if there is no space. A tensor that is still being transferred
-after its last reader stays until the transfer is done, or until its memory is needed: then the owner of the pool waits for the
-transfer.
+The host is a device that computes nothing. A transfer is due when its target is read or the memory of its source is needed. If
+the source is freed before the target is read (an offload, or a copy to another device), it waits in the queue of its channel:
+when the channel is free, of those that are ready, the one that is due first is issued; to the host, the one whose source is
+freed first. Any other transfer (a reload) is issued as late as it arrives in time, planned backwards over its channel, or later
+if there is no space. A tensor that is still being transferred after its last reader stays until the transfer is done, or until
+its memory is needed: then the owner of the pool waits for the transfer.
 """
 
 import math
@@ -14,11 +14,14 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from graphs.schedule import Schedule, Step
 from solvers.problem import Problem
 
 Reloads = Collection[tuple[int, int]]  # (tensor, position of the execution that it is reloaded for)
+
+PoolMemory = dict[int, NDArray[np.int64]]  # by pool, the bytes during each execution
 
 _END = 2**62  # position until which kept tensors stay
 
@@ -59,7 +62,7 @@ class Transfer:
         place: position before which it is issued at the latest.
         index: its position in the order with transfers, -1 for one that was added.
         follows: the transfer that produces the previous stay of its target, if one does.
-        wanted_s: the time by which it must arrive for another transfer.
+        due_s: the time by which it must arrive, if other transfers take no time.
         begin: position from which it is issued (queued, if it is `early`).
         early: True if its source is freed before its target is read.
     """
@@ -70,10 +73,15 @@ class Transfer:
     place: int
     index: int
     follows: "Transfer | None" = None
-    wanted_s: float = math.inf
+    due_s: float = math.inf
     begin: int = 0
     early: bool = False
     issued: bool = False
+
+    @property
+    def turn(self) -> tuple[float, float, int]:
+        """Its rank among the transfers of its channel."""
+        return self.due_s, 0.0 if self.source is None else self.source.ready_s, self.index
 
 
 def with_transfers(problem: Problem, computed: Sequence[int], reloads: Reloads = ()) -> "Run":
@@ -166,8 +174,9 @@ class Lives:
 
     def plan(self) -> None:
         """Set the positions from which transfers are issued; their memory is allocated from there on."""
-        self._plan_late()
         memory = self._memory_bytes()
+        self._set_due(memory)
+        self._plan_late()
         for transfer in self.transfers:
             target, source = transfer.target, transfer.source
             begin = max(transfer.begin, target.after + 1)
@@ -182,20 +191,38 @@ class Lives:
                 memory[d][begin : transfer.place] += size
             transfer.begin = target.begin = begin
 
-    def _plan_late(self) -> None:
-        """Set the latest positions at which transfers arrive in time, from the last reader to the first."""
-        streams, until_s = self.streams, [math.inf] * len(self.streams.names)
-        for transfer in self.transfers:
+    def _set_due(self, memory: PoolMemory) -> None:
+        """Set the times by which transfers must arrive, and find those whose source is freed before."""
+        starts_s = (*self.starts_s, math.inf)
+        for transfer in reversed(self.transfers):
             source, read = transfer.source, transfer.target.read
-            transfer.early = source is not None and 0 <= source.end < (transfer.place if read < 0 else read)
+            if read < 0:
+                read = transfer.place
+            if source is not None:
+                transfer.early = 0 <= source.end < read
+                read = self._needed(memory, source, read)
+            transfer.due_s = min(transfer.due_s, starts_s[read])
+            if source is not None and source.by is not None:
+                source.by.due_s = min(source.by.due_s, transfer.due_s - self.streams.time_s[transfer.op])
+
+    def _needed(self, memory: PoolMemory, stay: Stay, until: int) -> int:
+        """Return the first position after a stay at which its memory is needed, at most `until`."""
+        d, begin = self.streams.pool[stay.tensor], max(stay.end, stay.begin) + 1
+        if d not in memory or begin >= until:
+            return until
+        during = memory[d][begin:until].copy()
+        during[max(stay.end, stay.copied if stay.end < 0 else -1, stay.begin) + 1 - begin :] += self.streams.sizes[stay.tensor]
+        lacking = during > self.limits_bytes[d]
+        return begin + int(lacking.argmax()) if lacking.any() else until
+
+    def _plan_late(self) -> None:
+        """Set the latest positions at which transfers arrive in time, from the last that is due to the first."""
+        streams, until_s = self.streams, [math.inf] * len(self.streams.names)
         shared = {streams.stream[transfer.op] for transfer in self.transfers if not transfer.early}
         planned = (transfer for transfer in self.transfers if streams.stream[transfer.op] in shared)
-        for transfer in sorted(planned, key=lambda x: (-x.target.read, -x.index)):
-            target, source, channel = transfer.target, transfer.source, streams.stream[transfer.op]
-            wanted_s = min(transfer.wanted_s, until_s[channel])
-            if 0 <= target.read < len(self.starts_s):
-                wanted_s = min(wanted_s, self.starts_s[target.read])
-            begin_s = until_s[channel] = wanted_s - streams.time_s[transfer.op]
+        for transfer in sorted(planned, key=lambda x: x.turn, reverse=True):
+            source, channel = transfer.source, streams.stream[transfer.op]
+            begin_s = until_s[channel] = min(transfer.due_s, until_s[channel]) - streams.time_s[transfer.op]
             if transfer.early:
                 continue
             clocks_s = self.clocks_s[streams.owner[streams.home[transfer.op]]]
@@ -206,9 +233,9 @@ class Lives:
             latest = bisect_right(clocks_s, begin_s) - 1
             transfer.begin = bisect_left(clocks_s, clocks_s[latest]) if latest >= 0 else 0
             if source is not None and source.by is not None:
-                source.by.wanted_s = min(source.by.wanted_s, begin_s)
+                source.by.due_s = min(source.by.due_s, begin_s)
 
-    def _memory_bytes(self) -> "dict[int, np.ndarray[tuple[int], np.dtype[np.int64]]]":
+    def _memory_bytes(self) -> PoolMemory:
         """Return the memory of the devices' pools that have a limit during each execution, with the shortest lifetimes."""
         streams, n = self.streams, len(self.executed)
         limited = [d for d, limit in enumerate(self.limits_bytes) if streams.computes[d] and limit < math.inf]
@@ -294,22 +321,30 @@ class Run:
 
     def _send_due(self, coming: Sequence[Transfer], due: Sequence[Transfer]) -> None:
         """Queue early transfers that are `coming`, and issue those that are `due`."""
-        for transfer in coming:
-            if transfer.early and not transfer.issued:
-                self.queues.setdefault(self.streams.stream[transfer.op], []).append(transfer)
+        for transfer in (*(x for x in coming if x.early), *due):
+            queue = self.queues.setdefault(self.streams.stream[transfer.op], [])
+            if not transfer.issued and transfer not in queue:
+                queue.append(transfer)
         for transfer in due:
-            for other in sorted(self.queues.get(self.streams.stream[transfer.op], ()), key=lambda x: x.target.read):
-                if other.target.read < transfer.target.read:
-                    self._require(other)
-            self._require(transfer)
+            while not transfer.issued:
+                self._send(channel := self.streams.stream[transfer.op], self.queues[channel])
 
     def _send_ahead(self, op: int) -> None:
-        """Issue the transfers whose channel is free before the end of the next execution."""
+        """Issue the transfers that can start before the end of the next execution."""
         streams = self.streams
         start_s = max(self.clock_s[streams.stream[op]], *(self.ready_s[t] for t in streams.inputs[op]), 0.0)
-        for channel in list(self.queues):
-            while channel in self.queues and self.clock_s[channel] < start_s + streams.time_s[op]:
-                self._send(channel)
+        end_s = start_s + streams.time_s[op]
+        for channel, queue in self.queues.items():
+            while queue and self.clock_s[channel] < end_s:
+                ready = [x for x in queue if self._ready_s(x) < end_s and not self._must_wait(x)]
+                if not ready:
+                    break
+                self._send(channel, ready)
+
+    def _must_wait(self, transfer: Transfer) -> bool:
+        """Return True if the previous copy of the target is still being transferred: its memory would have to be freed."""
+        t, d = transfer.target.tensor, self.streams.home[transfer.op]
+        return t in self.lingering[d] and self.busy_s[t] > self.clock_s[self.streams.owner[d]]
 
     def _execute(self, op: int) -> None:
         streams, place = self.streams, self.place
@@ -380,33 +415,28 @@ class Run:
         self.waits_s.append(wait_s)
         self.ends.append(0)
 
-    def _send(self, channel: int) -> None:
-        """Issue the next transfer of a queue, when the channel is free: of those that are ready, the most urgent one."""
-        queue, source, ready_s = self.queues[channel], self.streams.source, self.ready_s
-        if len(queue) == 1:
-            transfer = queue.pop()
-            del self.queues[channel]
-        else:
-            owner = self.streams.owner[self.streams.home[queue[0].op]]
-            free_s = max(self.clock_s[channel], self.clock_s[owner], min(ready_s[source[x.op]] for x in queue))
-            ready = [x for x in queue if ready_s[source[x.op]] <= free_s]
-            transfer = min(ready, key=self._urgency)
-            queue.remove(transfer)
-        self._issue(transfer)
+    def _send(self, channel: int, queue: Sequence[Transfer]) -> None:
+        """Issue the next of these transfers, when the channel is free: of those that are ready, the most urgent one."""
+        owner, ready_s = self.streams.owner[self.streams.home[queue[0].op]], [self._ready_s(transfer) for transfer in queue]
+        free_s = max(self.clock_s[channel], self.clock_s[owner], min(ready_s))
+        self._require(min((x for x, at_s in zip(queue, ready_s, strict=True) if at_s <= free_s), key=self._urgency))
 
-    def _urgency(self, transfer: Transfer) -> tuple[int, int, int]:
-        end = -1 if transfer.source is None else transfer.source.end
-        read = transfer.target.read
-        return (read if self.streams.computes[self.streams.home[transfer.op]] else end), read, transfer.target.tensor
+    def _ready_s(self, transfer: Transfer) -> float:
+        """Return the time from which the source is there, inf if it must be transferred first."""
+        waits = transfer.source is not None and transfer.source.by is not None and not transfer.source.by.issued
+        return math.inf if waits else self.ready_s[self.streams.source[transfer.op]]
+
+    def _urgency(self, transfer: Transfer) -> tuple[float, ...]:
+        source = transfer.source
+        if source is None or self.streams.computes[self.streams.home[transfer.op]]:
+            return transfer.turn
+        return source.end, *transfer.turn
 
     def _require(self, transfer: Transfer) -> None:
-        """Issue a transfer that a reader waits for, unless it is issued."""
+        """Issue a transfer, unless it is issued."""
         if not transfer.issued:
-            channel = self.streams.stream[transfer.op]
-            if transfer in (queue := self.queues.get(channel, [])):
+            if transfer in (queue := self.queues.get(self.streams.stream[transfer.op], [])):
                 queue.remove(transfer)
-                if not queue:
-                    del self.queues[channel]
             self._issue(transfer)
 
     def _release(self, d: int, tensors: Sequence[int]) -> None:
@@ -419,7 +449,7 @@ class Run:
 
     def _next_channel(self, d: int) -> int:
         """Return the channel from pool `d` with a queue that is free first, -1 if there is none."""
-        channels = (c for c, queue in self.queues.items() if self.streams.pool[self.streams.source[queue[0].op]] == d)
+        channels = (c for c, queue in self.queues.items() if queue and self.streams.pool[self.streams.source[queue[0].op]] == d)
         return min(channels, key=self.clock_s.__getitem__, default=-1)
 
     def _make_room(self, d: int, need: int) -> bool:
@@ -437,7 +467,7 @@ class Run:
             if sent:
                 self._free(min(sent)[1])
             elif (channel := self._next_channel(d)) >= 0:
-                self._send(channel)
+                self._send(channel, self.queues[channel])
             else:
                 break
         fits = self.live[d] + need <= limit

@@ -7,6 +7,7 @@ and Bykov, European Journal of Operational Research 258, 2017).
 """
 
 import math
+from array import array
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -178,6 +179,7 @@ class Placements(Strategy):
         self._now: Placing | None = None
         self._cost: Cost = (0, np.inf, np.inf)
         self._accepted: list[Cost] = []
+        self._costs: dict[bytes, Cost] = {}  # of the orders since the start: half of the variations repeat one
         self._from: Trial | None = None
         self._best: Cost = (0, np.inf, np.inf)
         self._idle = self._fruitless = 0
@@ -227,10 +229,14 @@ class Placements(Strategy):
         if computed is None:
             return None
         problem, search = self.search.problem, self.search
-        search.clock.spend(2 * WORK_PER_EXECUTION * len(computed))
-        found = with_transfers(problem, [problem.places.ids[i] for i in computed])
-        over = max(found.memory_bytes) - search.budget_bytes if found.fits_elsewhere else NOWHERE_BYTES
-        return max(0, over), found.time_s, math.fsum(map(problem.seconds, computed))
+        search.clock.spend(0.5 * WORK_PER_EXECUTION * len(computed))
+        key = array("i", computed).tobytes()
+        if (cost := self._costs.get(key)) is None:
+            search.clock.spend(1.5 * WORK_PER_EXECUTION * len(computed))
+            found = with_transfers(problem, [problem.places.ids[i] for i in computed])
+            over = max(found.memory_bytes) - search.budget_bytes if found.fits_elsewhere else NOWHERE_BYTES
+            cost = self._costs[key] = max(0, over), found.time_s, math.fsum(map(problem.seconds, computed))
+        return cost
 
     def order(self, placing: Placing) -> Order:
         """Return a valid placement as an order of executions."""

@@ -4,7 +4,9 @@ The host is a device that computes nothing. A transfer is due when its target is
 the source is freed before the target is read (an offload, or a copy to another device), it waits in the queue of its channel:
 when the channel is free, of those that are ready, the one that is due first is issued; to the host, the one whose source is
 freed first. Any other transfer (a reload) is issued as late as it arrives in time, planned backwards over its channel, or later
-if there is no space. A tensor that is still being transferred after its last reader stays until the transfer is done, or until
+if there is no space. Before it is due, no device waits for space for it, unless the memory of its source is needed.
+
+A tensor that is still being transferred after its last reader stays until the transfer is done, or until
 its memory is needed: then the owner of the pool waits for the transfer.
 """
 
@@ -65,6 +67,7 @@ class Transfer:
         due_s: the time by which it must arrive, if other transfers take no time.
         begin: position from which it is issued (queued, if it is `early`).
         early: True if its source is freed before its target is read.
+        urgent: True if the memory of its source is needed before its target is read.
     """
 
     op: int
@@ -76,6 +79,7 @@ class Transfer:
     due_s: float = math.inf
     begin: int = 0
     early: bool = False
+    urgent: bool = False
     issued: bool = False
 
     @property
@@ -200,7 +204,8 @@ class Lives:
                 read = transfer.place
             if source is not None:
                 transfer.early = 0 <= source.end < read
-                read = self._needed(memory, source, read)
+                needed = self._needed(memory, source, read)
+                transfer.urgent, read = needed < read, needed
             transfer.due_s = min(transfer.due_s, starts_s[read])
             if source is not None and source.by is not None:
                 source.by.due_s = min(source.by.due_s, transfer.due_s - self.streams.time_s[transfer.op])
@@ -330,21 +335,34 @@ class Run:
                 self._send(channel := self.streams.stream[transfer.op], self.queues[channel])
 
     def _send_ahead(self, op: int) -> None:
-        """Issue the transfers that can start before the end of the next execution."""
+        """Issue transfers that can start before the end of the next execution, unless a device would wait for it."""
         streams = self.streams
         start_s = max(self.clock_s[streams.stream[op]], *(self.ready_s[t] for t in streams.inputs[op]), 0.0)
         end_s = start_s + streams.time_s[op]
         for channel, queue in self.queues.items():
             while queue and self.clock_s[channel] < end_s:
-                ready = [x for x in queue if self._ready_s(x) < end_s and not self._must_wait(x)]
+                ready = [x for x in queue if self._ready_s(x) < end_s and not self._would_wait(x, op, start_s)]
                 if not ready:
                     break
                 self._send(channel, ready)
 
-    def _must_wait(self, transfer: Transfer) -> bool:
-        """Return True if the previous copy of the target is still being transferred: its memory would have to be freed."""
-        t, d = transfer.target.tensor, self.streams.home[transfer.op]
-        return t in self.lingering[d] and self.busy_s[t] > self.clock_s[self.streams.owner[d]]
+    def _would_wait(self, transfer: Transfer, op: int, start_s: float) -> bool:
+        """Return True if the owner of the target's pool would wait for other transfers to end, for this one or for `op`.
+
+        Args:
+            op: the next execution.
+            start_s: its earliest start.
+        """
+        streams, d = self.streams, self.streams.home[transfer.op]
+        lingering, now_s, need = self.lingering[d], self.clock_s[streams.owner[d]], streams.need_bytes[transfer.op]
+        if transfer.target.tensor in lingering and self.busy_s[transfer.target.tensor] > now_s:
+            return True
+        if transfer.urgent or not lingering:
+            return False
+        if streams.home[op] == d:
+            now_s, need = start_s, need + streams.need_bytes[op]
+        need -= sum(streams.sizes[t] for t, stay in lingering.items() if not stay.unsent and self.busy_s[t] <= now_s)
+        return self.live[d] + need > self.lives.limits_bytes[d]
 
     def _execute(self, op: int) -> None:
         streams, place = self.streams, self.place

@@ -128,11 +128,12 @@ class Lives:
         wanted: dict[int, set[int]] = {}
         for t, place in reloads:
             wanted.setdefault(place, set()).add(t)
-        last, executed, devices = self._last, self.executed, [s for d, s in enumerate(streams.owner) if streams.computes[d]]
+        last, executed, kept, stream = self._last, self.executed, streams.kept, streams.stream
+        devices = [(s, self.clocks_s[s]) for d, s in enumerate(streams.owner) if streams.computes[d]]
         for index, op in enumerate(computed):
             place = len(executed)
             if streams.source[op] >= 0:
-                self._transfer(op, self._last.get(streams.source[op]), place, index)
+                self._transfer(op, last.get(streams.source[op]), place, index)
                 continue
             for t in streams.inputs[op] if place in wanted else ():
                 transfers = problem.offloads.by_tensor.get(t)
@@ -140,7 +141,7 @@ class Lives:
                     if transfers.host_tensor not in last:
                         self._transfer(transfers.offload_op, produced[t], place, -1)
                     self._transfer(transfers.reload_op, last[transfers.host_tensor], place, -1)
-            start_s = now_s[streams.stream[op]]
+            start_s = now_s[stream[op]]
             for t in streams.inputs[op]:
                 stay = last[t]
                 if stay.end < place:
@@ -149,15 +150,14 @@ class Lives:
                     stay.read = place
                 if stay.ready_s > start_s:
                     start_s = stay.ready_s
-            for s in devices:
-                self.clocks_s[s].append(now_s[s])
+            for s, clock_s in devices:
+                clock_s.append(now_s[s])
             self.starts_s.append(start_s)
-            end_s = now_s[streams.stream[op]] = start_s + streams.time_s[op]
+            end_s = now_s[stream[op]] = start_s + streams.time_s[op]
             for t in streams.outputs[op]:
-                if streams.kept[t] and t in last:
-                    continue
-                last[t] = produced[t] = stay = Stay(t, place, place, end_s, end=_END if streams.kept[t] else place)
-                self.stays.append(stay)
+                if not kept[t] or t not in last:
+                    last[t] = produced[t] = stay = Stay(t, place, place, end_s, end=_END if kept[t] else place)
+                    self.stays.append(stay)
             executed.append(op)
             self.index.append(index)
 
@@ -212,13 +212,12 @@ class Lives:
 
     def _needed(self, memory: PoolMemory, stay: Stay, until: int) -> int:
         """Return the first position after a stay at which its memory is needed, at most `until`."""
-        d, begin = self.streams.pool[stay.tensor], max(stay.end, stay.begin) + 1
+        d, begin = self.streams.pool[stay.tensor], max(stay.end if stay.end >= 0 else stay.copied, stay.begin) + 1
         if d not in memory or begin >= until:
             return until
-        during = memory[d][begin:until].copy()
-        during[max(stay.end, stay.copied if stay.end < 0 else -1, stay.begin) + 1 - begin :] += self.streams.sizes[stay.tensor]
-        lacking = during > self.limits_bytes[d]
-        return begin + int(lacking.argmax()) if lacking.any() else until
+        lacking = memory[d][begin:until] > self.limits_bytes[d] - self.streams.sizes[stay.tensor]
+        first = int(lacking.argmax())
+        return begin + first if lacking[first] else until
 
     def _plan_late(self) -> None:
         """Set the latest positions at which transfers arrive in time, from the last that is due to the first."""
@@ -246,10 +245,8 @@ class Lives:
         limited = [d for d, limit in enumerate(self.limits_bytes) if streams.computes[d] and limit < math.inf]
         self.ending: list[list[Stay]] = [[] for _ in self.executed]
         self.written_over: list[list[Stay]] = [[] for _ in self.executed]
-        change, during = ({d: [0] * (n + 2) for d in limited} for _ in range(2))
-        for place, op in enumerate(self.executed):
-            if (of_pool := during.get(streams.home[op])) is not None:
-                of_pool[place] = streams.need_bytes[op]
+        change = {d: [0] * (n + 2) for d in limited}
+        during = {d: [streams.need_bytes[op] if streams.home[op] == d else 0 for op in self.executed] for d in limited}
         for stay in self.stays:
             d, size = streams.pool[stay.tensor], streams.sizes[stay.tensor]
             over = stay.copied < 0 <= stay.end < n and stay.tensor in streams.overwritable[self.executed[stay.end]]
@@ -260,7 +257,7 @@ class Lives:
                 change[d][min(max(stay.copied if stay.end < 0 else stay.end, stay.begin), n) + 1] -= size
                 if over:
                     during[d][stay.end] -= size
-        return {d: np.cumsum(change[d][:n]) + np.array(during[d][:n]) + streams.static_bytes[d] for d in limited}
+        return {d: np.cumsum(change[d][:n]) + np.array(during[d], dtype=np.int64) + streams.static_bytes[d] for d in limited}
 
 
 class Run:
@@ -283,7 +280,8 @@ class Run:
         self.ready_s, self.busy_s = ([0.0] * len(streams.pool) for _ in range(2))  # busy: until the last transfer ends
         self.there = [False] * len(streams.pool)
         self.lingering: list[dict[int, Stay]] = [{} for _ in streams.owner]  # tensors to be freed as soon as possible
-        self.queues: dict[int, list[Transfer]] = {}  # for each channel the early transfers that wait for it
+        # For each channel the transfers that wait for it.
+        self.queues: dict[int, list[Transfer]] = {streams.stream[transfer.op]: [] for transfer in lives.transfers}
         self.live = list(streams.static_bytes)
         self.steps: list[Step] = []
         self.moved: list[int] = []
@@ -316,7 +314,7 @@ class Run:
             self.place = place
             if coming[place] or due[place]:
                 self._send_due(coming[place], due[place])
-            if self.queues:
+            if any(self.queues.values()):
                 self._send_ahead(op)
             self._execute(op)
             if self.refused is not None:
@@ -326,21 +324,26 @@ class Run:
 
     def _send_due(self, coming: Sequence[Transfer], due: Sequence[Transfer]) -> None:
         """Queue early transfers that are `coming`, and issue those that are `due`."""
-        for transfer in (*(x for x in coming if x.early), *due):
-            queue = self.queues.setdefault(self.streams.stream[transfer.op], [])
-            if not transfer.issued and transfer not in queue:
-                queue.append(transfer)
+        queues, stream = self.queues, self.streams.stream
+        for transfer in coming:
+            if transfer.early and not transfer.issued:
+                queues[stream[transfer.op]].append(transfer)
+        for transfer in due:
+            if not transfer.early and not transfer.issued:
+                queues[stream[transfer.op]].append(transfer)
         for transfer in due:
             while not transfer.issued:
-                self._send(channel := self.streams.stream[transfer.op], self.queues[channel])
+                self._send(stream[transfer.op], queues[stream[transfer.op]])
 
     def _send_ahead(self, op: int) -> None:
         """Issue transfers that can start before the end of the next execution, unless a device would wait for it."""
-        streams = self.streams
-        start_s = max(self.clock_s[streams.stream[op]], *(self.ready_s[t] for t in streams.inputs[op]), 0.0)
+        streams, clock_s, start_s = self.streams, self.clock_s, self.clock_s[self.streams.stream[op]]
+        for t in streams.inputs[op]:
+            if self.ready_s[t] > start_s:
+                start_s = self.ready_s[t]
         end_s = start_s + streams.time_s[op]
         for channel, queue in self.queues.items():
-            while queue and self.clock_s[channel] < end_s:
+            while queue and clock_s[channel] < end_s:
                 ready = [x for x in queue if self._ready_s(x) < end_s and not self._would_wait(x, op, start_s)]
                 if not ready:
                     break
@@ -365,7 +368,7 @@ class Run:
         return self.live[d] + need > self.lives.limits_bytes[d]
 
     def _execute(self, op: int) -> None:
-        streams, place = self.streams, self.place
+        streams, place, ready_s = self.streams, self.place, self.ready_s
         d, stream, outputs, over = streams.home[op], streams.stream[op], streams.outputs[op], self.lives.written_over[place]
         need = streams.need_bytes[op]
         for stay in over:
@@ -375,18 +378,18 @@ class Run:
         self._make_room(d, need)
         start_s = self.clock_s[stream]
         for t in streams.inputs[op]:
-            if self.ready_s[t] > start_s:
-                start_s = self.ready_s[t]
+            if ready_s[t] > start_s:
+                start_s = ready_s[t]
         for t in streams.mutates[op]:
             start_s = max(start_s, self.busy_s[t])
         self._step(op, self.lives.index[place], start_s - self.done_s[stream], need)
         end_s = self.clock_s[stream] = self.done_s[stream] = start_s + streams.time_s[op]
         for t in streams.mutates[op]:
-            self.ready_s[t] = end_s
+            ready_s[t] = end_s
         for t in outputs:
             if not self.there[t]:
                 self.there[t] = True
-                self.ready_s[t], self.busy_s[t] = end_s, 0.0
+                ready_s[t], self.busy_s[t] = end_s, 0.0
                 self.live[d] += streams.sizes[t]
         for stay in over:  # directly after the op: only then does it overwrite them
             self._free(stay.tensor)
@@ -435,9 +438,12 @@ class Run:
 
     def _send(self, channel: int, queue: Sequence[Transfer]) -> None:
         """Issue the next of these transfers, when the channel is free: of those that are ready, the most urgent one."""
-        owner, ready_s = self.streams.owner[self.streams.home[queue[0].op]], [self._ready_s(transfer) for transfer in queue]
-        free_s = max(self.clock_s[channel], self.clock_s[owner], min(ready_s))
-        self._require(min((x for x, at_s in zip(queue, ready_s, strict=True) if at_s <= free_s), key=self._urgency))
+        transfer = queue[0]
+        if len(queue) > 1:
+            owner, ready_s = self.streams.owner[self.streams.home[transfer.op]], [self._ready_s(x) for x in queue]
+            free_s = max(self.clock_s[channel], self.clock_s[owner], min(ready_s))
+            transfer = min((x for x, at_s in zip(queue, ready_s, strict=True) if at_s <= free_s), key=self._urgency)
+        self._require(transfer)
 
     def _ready_s(self, transfer: Transfer) -> float:
         """Return the time from which the source is there, inf if it must be transferred first."""
@@ -453,7 +459,7 @@ class Run:
     def _require(self, transfer: Transfer) -> None:
         """Issue a transfer, unless it is issued."""
         if not transfer.issued:
-            if transfer in (queue := self.queues.get(self.streams.stream[transfer.op], [])):
+            if transfer in (queue := self.queues[self.streams.stream[transfer.op]]):
                 queue.remove(transfer)
             self._issue(transfer)
 

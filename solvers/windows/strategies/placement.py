@@ -56,26 +56,26 @@ class Where:
     """
 
     def __init__(self, problem: Problem) -> None:
-        devices = problem.devices
-        self.problem, self.devices, self.places = problem, devices, problem.places
+        streams = problem.streams
+        self.problem, self.places, self.device = problem, problem.places, streams.pool
         ops = [problem.graph.ops[op] for op in self.places.ids]
-        self.inputs = [tuple(devices.bases[t] for t in op.inputs) for op in ops]
-        self.outputs = [tuple(devices.bases[t] for t in op.outputs) for op in ops]
+        self.inputs = [tuple(streams.base[t] for t in op.inputs) for op in ops]
+        self.outputs = [tuple(streams.base[t] for t in op.outputs) for op in ops]
         self.runs: dict[tuple[int, int], int] = {}
         self.copies: dict[tuple[int, int, int], int] = {}
         self.makers: dict[int, int] = {}
         for i, op in enumerate(ops):
             if op.is_transfer:
-                here, there = (devices.device[t] for t in (op.inputs[0], op.outputs[0]))
+                here, there = (streams.pool[t] for t in (op.inputs[0], op.outputs[0]))
                 self.copies[self.inputs[i][0], here, there] = i
             elif op.stream != COMPUTE:
-                self.runs[self.places.replaces[i][0], devices.device[op.outputs[0]]] = i
+                self.runs[self.places.replaces[i][0], streams.pool[op.outputs[0]]] = i
             elif not (self.places.optional[i] or self.places.replaces[i]):
                 self.runs[i, 0] = i
                 self.makers.update(dict.fromkeys(self.outputs[i], i))
         self.spots = {i: spot for spot, i in self.runs.items()}
         self.copying = set(self.copies.values())
-        self.count = max(devices.device) + 1
+        self.count = sum(streams.computes)
         self.movable = sorted({v for v, d in self.runs if d})
         self.static = [(t.id, 0) for t in problem.graph.tensors if t.static]
         self.static_or_kept = {*self.static, *((t, 0) for t in problem.graph.kept)}
@@ -110,7 +110,7 @@ class _Order:
 
     def without_unread(self) -> list[int]:
         """Return the order without transfers whose result is not read before it is transferred again."""
-        places, device = self.places, self.places.devices.device
+        places, device = self.places, self.places.device
         wanted = {t for t, kept in enumerate(places.problem.kept) if kept}
         found: list[int] = []
         for i in reversed(self.computed):
@@ -187,7 +187,7 @@ class Placements(Strategy):
     @staticmethod
     def applies(problem: Problem) -> bool:
         """Return True if the problem has other devices."""
-        return bool(problem.devices)
+        return problem.placed
 
     def step(self, limit: float) -> bool:
         """Vary the placement for about `limit`; return False once several restarts have failed."""

@@ -247,16 +247,17 @@ class Lives:
         self.written_over: list[list[Stay]] = [[] for _ in self.executed]
         change = {d: [0] * (n + 2) for d in limited}
         during = {d: [streams.need_bytes[op] if streams.home[op] == d else 0 for op in self.executed] for d in limited}
+        executed, pool, sizes = self.executed, streams.pool, streams.sizes
         for stay in self.stays:
-            d, size = streams.pool[stay.tensor], streams.sizes[stay.tensor]
-            over = stay.copied < 0 <= stay.end < n and stay.tensor in streams.overwritable[self.executed[stay.end]]
-            if 0 <= stay.end < n:
-                (self.written_over if over else self.ending)[stay.end].append(stay)
-            if d in change:
-                change[d][stay.begin + (stay.by is None)] += size
-                change[d][min(max(stay.copied if stay.end < 0 else stay.end, stay.begin), n) + 1] -= size
+            t, begin, end, over = stay.tensor, stay.begin, stay.end, False
+            if 0 <= end < n:
+                over = stay.copied < 0 and t in streams.overwritable[executed[end]]
+                (self.written_over if over else self.ending)[end].append(stay)
+            if (d := pool[t]) in change:
+                change[d][begin + (stay.by is None)] += sizes[t]
+                change[d][min(max(stay.copied if end < 0 else end, begin), n) + 1] -= sizes[t]
                 if over:
-                    during[d][stay.end] -= size
+                    during[d][end] -= sizes[t]
         return {d: np.cumsum(change[d][:n]) + np.array(during[d], dtype=np.int64) + streams.static_bytes[d] for d in limited}
 
 
@@ -368,12 +369,12 @@ class Run:
         return self.live[d] + need > self.lives.limits_bytes[d]
 
     def _execute(self, op: int) -> None:
-        streams, place, ready_s = self.streams, self.place, self.ready_s
+        streams, place, ready_s, busy_s = self.streams, self.place, self.ready_s, self.busy_s
         d, stream, outputs, over = streams.home[op], streams.stream[op], streams.outputs[op], self.lives.written_over[place]
-        need = streams.need_bytes[op]
+        need, lingering = streams.need_bytes[op], self.lingering[d]
         for stay in over:
             need -= streams.sizes[stay.tensor]
-        if self.lingering[d]:
+        if lingering:
             self._release(d, outputs)
         self._make_room(d, need)
         start_s = self.clock_s[stream]
@@ -381,7 +382,7 @@ class Run:
             if ready_s[t] > start_s:
                 start_s = ready_s[t]
         for t in streams.mutates[op]:
-            start_s = max(start_s, self.busy_s[t])
+            start_s = max(start_s, busy_s[t])
         self._step(op, self.lives.index[place], start_s - self.done_s[stream], need)
         end_s = self.clock_s[stream] = self.done_s[stream] = start_s + streams.time_s[op]
         for t in streams.mutates[op]:
@@ -389,13 +390,13 @@ class Run:
         for t in outputs:
             if not self.there[t]:
                 self.there[t] = True
-                ready_s[t], self.busy_s[t] = end_s, 0.0
+                ready_s[t], busy_s[t] = end_s, 0.0
                 self.live[d] += streams.sizes[t]
         for stay in over:  # directly after the op: only then does it overwrite them
             self._free(stay.tensor)
         for stay in self.lives.ending[place]:
-            if stay.unsent or self.busy_s[stay.tensor] > end_s:
-                self.lingering[d][stay.tensor] = stay
+            if stay.unsent or busy_s[stay.tensor] > end_s:
+                lingering[stay.tensor] = stay
             else:
                 self._free(stay.tensor)
         self.ends[-1] = len(self.steps)
@@ -501,8 +502,10 @@ class Run:
     def _free(self, t: int) -> None:
         d = self.streams.pool[t]
         owner = self.streams.owner[d]
-        self.clock_s[owner] = max(self.clock_s[owner], self.busy_s[t])
+        if self.busy_s[t] > self.clock_s[owner]:
+            self.clock_s[owner] = self.busy_s[t]
         self.live[d] -= self.streams.sizes[t]
-        self.lingering[d].pop(t, None)
+        if t in self.lingering[d]:
+            del self.lingering[d][t]
         self.there[t] = False
         self.steps.append(self.streams.free[t])

@@ -212,10 +212,14 @@ class Lives:
 
     def _needed(self, memory: PoolMemory, stay: Stay, until: int) -> int:
         """Return the first position after a stay at which its memory is needed, at most `until`."""
-        d, begin = self.streams.pool[stay.tensor], max(stay.end if stay.end >= 0 else stay.copied, stay.begin) + 1
+        d, begin, size = self.streams.pool[stay.tensor], max(stay.end, stay.begin) + 1, self.streams.sizes[stay.tensor]
         if d not in memory or begin >= until:
             return until
-        lacking = memory[d][begin:until] > self.limits_bytes[d] - self.streams.sizes[stay.tensor]
+        beside = memory[d][begin:until]
+        if stay.end < 0:  # counted until it is transferred
+            beside = beside.copy()
+            beside[: stay.copied + 1 - begin] -= size
+        lacking = beside > self.limits_bytes[d] - size
         first = int(lacking.argmax())
         return begin + first if lacking[first] else until
 

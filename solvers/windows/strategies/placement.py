@@ -24,6 +24,8 @@ from solvers.windows.search import WORK_PER_EXECUTION, Search
 from solvers.windows.strategies.strategy import Strategy
 from solvers.windows.strategies.substitution import is_possible
 
+_MOST_KNOWN = 10_000  # orders whose cost is known
+
 Cost = tuple[int, float, float]  # bytes over the budget, end of the last stream, and seconds of all streams
 
 
@@ -179,7 +181,7 @@ class Placements(Strategy):
         self._now: Placing | None = None
         self._cost: Cost = (0, np.inf, np.inf)
         self._accepted: list[Cost] = []
-        self._costs: dict[bytes, Cost] = {}  # of the orders since the start: half of the variations repeat one
+        self._costs: dict[bytes, Cost] = {}  # of orders, as variations often lead to the same one
         self._from: Trial | None = None
         self._best: Cost = (0, np.inf, np.inf)
         self._idle = self._fruitless = 0
@@ -233,6 +235,8 @@ class Placements(Strategy):
         key = array("i", computed).tobytes()
         if (cost := self._costs.get(key)) is None:
             search.clock.spend(1.5 * WORK_PER_EXECUTION * len(computed))
+            if len(self._costs) == _MOST_KNOWN:
+                self._costs.clear()
             found = with_transfers(problem, [problem.places.ids[i] for i in computed])
             over = max(found.memory_bytes) - search.budget_bytes if found.fits_elsewhere else NOWHERE_BYTES
             cost = self._costs[key] = max(0, over), found.time_s, math.fsum(map(problem.seconds, computed))

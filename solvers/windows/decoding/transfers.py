@@ -203,9 +203,10 @@ class Lives:
             if read < 0:
                 read = transfer.place
             if source is not None:
-                transfer.early = 0 <= source.end < read
-                needed = self._needed(memory, source, read)
-                transfer.urgent, read = needed < read, needed
+                transfer.early = transfer.urgent = 0 <= source.end < read
+                if self.streams.computes[self.streams.home[transfer.op]]:  # tensors leave devices because memory is needed
+                    needed = self._needed(memory, source, read)
+                    transfer.urgent, read = needed < read, needed
             transfer.due_s = min(transfer.due_s, starts_s[read])
             if source is not None and source.by is not None:
                 source.by.due_s = min(source.by.due_s, transfer.due_s - self.streams.time_s[transfer.op])

@@ -379,9 +379,9 @@ class Run:
         need, lingering = streams.need_bytes[op], self.lingering[d]
         for stay in over:
             need -= streams.sizes[stay.tensor]
-        if lingering:
+        if lingering or self.live[d] + need > self.lives.limits_bytes[d]:
             self._release(d, outputs)
-        self._make_room(d, need)
+            self._make_room(d, need)
         start_s = self.clock_s[stream]
         for t in streams.inputs[op]:
             if ready_s[t] > start_s:

@@ -33,7 +33,7 @@ OPTION_WORDS = {
 }
 GENERAL_WORDS = {
     "copies": r"\bcopies\b|is_copy|is_transfer|round_trip",
-    "devices": r"other_devices|OtherDevice|\.devices\b|\bplaces\b",
+    "devices": r"other_devices|OtherDevice|\.devices\b|\.placed\b|\bplaces\b",
     "`copies is None`": r"copies is (not )?None",
     "`places.plain`": r"places\.plain",
 }

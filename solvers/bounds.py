@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from graphs.ir import Graph, Op
 from graphs.options.offload import NO_OFFLOADS, Offloads
 from graphs.units import format_bytes
-from solvers.devices import sizes_in, workspace_bytes_in
+from solvers.streams import sizes_in, workspace_bytes_in
 
 
 @dataclass(frozen=True, slots=True)

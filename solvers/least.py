@@ -114,7 +114,7 @@ def least_known(
         problem = problem_of(rest, rest.static_bytes)
         if (order := least_instead(problem, clock.part(_INSTEAD * clock.limit), should_stop)) is not None:
             found.append(try_out(problem, order).schedule)
-        if problem.devices:
+        if problem.placed:
             found += _placed(rest, proved_bytes, clock.part(_PLACED * clock.limit), should_stop)
     evicting = least_evicting_schedule(program, clock, should_stop=should_stop, proved_bytes=proved_bytes)
     judged = [(schedule, simulate(graph, schedule)) for schedule in (*found, *filter(None, [evicting]))]

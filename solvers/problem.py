@@ -8,10 +8,9 @@ from graphs.ir import Graph
 from graphs.options import without_options
 from graphs.options.offload import Offloads, without_offload
 from graphs.pools import COMPUTE
-from solvers.devices import OtherDevices, other_devices_of, sizes_in, workspace_bytes_in
 from solvers.pass_ends import requested_outputs
 from solvers.places import Places, circles, places_of
-from solvers.streams import Streams
+from solvers.streams import Streams, sizes_in, workspace_bytes_in
 
 OBJECTIVE_SCALE = 1e4  # the step without recomputation, in the units of the objectives
 
@@ -27,7 +26,6 @@ class Problem:
         graph: the graph without transfers to the host; ops and tensors have the same ids.
         offloads: these transfers.
         places: the order of ops, and which ops replace which.
-        devices: other devices.
         capacity_bytes: M, the budget less the static bytes.
         time_s: c_i for each op, 0 for ops of other devices.
         inputs, outputs: in(i) without static tensors, and out(i), for each op.
@@ -53,7 +51,6 @@ class Problem:
     graph: Graph
     offloads: Offloads
     places: Places
-    devices: OtherDevices
     capacity_bytes: int
     time_s: tuple[float, ...]
     inputs: tuple[tuple[int, ...], ...]
@@ -89,6 +86,11 @@ class Problem:
         return Streams(self.whole)
 
     @property
+    def placed(self) -> bool:
+        """True if ops may run on other devices."""
+        return len(self.graph.streams) > 1
+
+    @property
     def plain(self) -> bool:
         """True if only recomputations are to be chosen: there are neither optional ops nor transfers."""
         return self.places.plain and not self.offloads
@@ -105,7 +107,7 @@ class Problem:
 
     def seconds(self, i: int) -> float:
         """Return the time of op i on its stream."""
-        return self.time_s[i] + self.devices.seconds[i]
+        return self.streams.time_s[self.places.ids[i]]
 
     @property
     def least_s(self) -> float:
@@ -150,7 +152,6 @@ def problem_of(graph: Graph, budget_bytes: int, *, repeatable: Collection[int] |
     ]
     allowed = [may or places.optional[i] for i, may in enumerate(allowed)]
     produced = [not t.static for t in graph.tensors]
-    devices = other_devices_of(graph, places)
     sizes = sizes_in(graph, graph.pools[0])
     kept = tuple(t.id in graph.kept for t in graph.tensors)
     inputs = tuple(tuple(t for t in op.inputs if produced[t]) for op in ops)
@@ -171,7 +172,6 @@ def problem_of(graph: Graph, budget_bytes: int, *, repeatable: Collection[int] |
         graph=graph,
         offloads=offloads.only(read.__contains__),
         places=places,
-        devices=devices,
         capacity_bytes=capacity_bytes,
         time_s=tuple(op.time_s if op.stream == COMPUTE else 0.0 for op in ops),
         inputs=inputs,

@@ -1,8 +1,9 @@
-"""The streams and pools of a graph, as schedules are timed by them."""
+"""The streams and pools of a graph: the main device, other devices, the host, and the channels between them."""
 
 import math
 
-from graphs.ir import Graph
+from graphs.ir import Graph, Op
+from graphs.pools import Pool
 from graphs.schedule import Compute, Free
 
 
@@ -20,6 +21,7 @@ class Streams:
         need_bytes: for each op the size of its outputs and workspace.
         overwritable: for each op the inputs that an output may overwrite.
         pool, sizes, kept: of each tensor; static ones have size 0.
+        base: for each tensor, the tensor of the program that it is a copy of, or itself.
         compute, free: the steps that execute each op and free each tensor.
     """
 
@@ -35,6 +37,10 @@ class Streams:
         self.pool = [number[t.pool] for t in tensors]
         self.sizes = [0 if t.static else t.size_bytes for t in tensors]
         self.kept = [t.id in graph.kept for t in tensors]
+        self.base = list(range(len(tensors)))
+        for op in ops:
+            if op.is_transfer and self.pool[op.outputs[0]]:
+                self.base[op.outputs[0]] = self.base[op.inputs[0]]
         self.stream = [stream[op.stream] for op in ops]
         self.time_s = [op.time_s for op in ops]
         self.inputs = [tuple(t for t in op.inputs if not tensors[t].static) for op in ops]
@@ -46,3 +52,13 @@ class Streams:
         self.overwritable = [frozenset(t for _, t in op.overwrites) for op in ops]
         self.compute = [Compute(op.id) for op in ops]
         self.free = [Free(t.id) for t in tensors]
+
+
+def sizes_in(graph: Graph, pool: Pool) -> tuple[int, ...]:
+    """Return the size of each tensor in `pool`; 0 for static tensors and tensors of other pools."""
+    return tuple(0 if t.static or t.pool != pool.name else t.size_bytes for t in graph.tensors)
+
+
+def workspace_bytes_in(pool: Pool, op: Op) -> int:
+    """Return the workspace of `op` in `pool`."""
+    return op.workspace_bytes if op.stream == pool.owner else 0

@@ -120,7 +120,7 @@ class Incumbent:
 
     def _is_better(self, trial: Trial, best: Trial) -> bool:
         """Return True if `trial` takes less time; on several devices also if it takes as long with less work."""
-        if trial.time_s != best.time_s or not self._problem.devices:
+        if trial.time_s != best.time_s or not self._problem.placed:
             return trial.time_s < best.time_s
         return self._work_s(trial) < self._work_s(best)
 

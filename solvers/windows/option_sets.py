@@ -91,7 +91,7 @@ class _Kinds:
     def are_beside_devices(self, search: Search) -> bool:
         """Return True if ops may run on other devices and there are other options, unless some of several are lossy."""
         some = bool(self.exact or self.lossy or search.problem.offloads)
-        return bool(search.problem.devices) and some and not self.several_with_lossy
+        return search.problem.placed and some and not self.several_with_lossy
 
     @property
     def several_with_lossy(self) -> bool:

@@ -81,7 +81,7 @@ def try_out(problem: Problem, order: Order) -> Trial:
     """
     if problem.offloads and not problem.places.plain:
         return _try_out_plain(problem, order)
-    if problem.devices or problem.offloads:
+    if problem.placed or problem.offloads:
         return _try_out_transfers(problem, order)
     ids = problem.places.ids
     schedule = schedule_of(problem.graph, [ids[i] for i in order.computed])
@@ -123,7 +123,7 @@ def _try_out_plain(problem: Problem, order: Order) -> Trial:
 def trial_of_whole(problem: Problem, plain: PlainGraph, order: Order, trial: Trial) -> Trial:
     """Return the trial of `order` in the problem, given the trial of its plain graph."""
     schedule = plain.schedule_of_whole(problem, trial.schedule)
-    if problem.devices:
+    if problem.placed:
         found = with_transfers(problem, schedule.computed)
         schedule = found.schedule
         if not found.fits_elsewhere:

@@ -1,11 +1,13 @@
 """Decoding of an order with transfers between pools to a schedule: when transfers are issued, and when tensors are freed.
 
-The host is a device that computes nothing. A transfer whose source is freed before its target is read (an offload, or a copy to
-another device) waits in the queue of its channel: when the channel is free, of those that are ready, the one whose source is
-freed first is issued; to another device, the one that is read first. Any other transfer (a reload) is issued as late as it
-arrives in time, planned backwards over its channel, or later if there is no space. A tensor that is still being transferred
-after its last reader stays until the transfer is done, or until its memory is needed: then the owner of the pool waits for the
-transfer.
+The host is a device that computes nothing. A transfer is due when its target is read or the memory of its source is needed. If
+the source is freed before the target is read (an offload, or a copy to another device), it waits in the queue of its channel:
+when the channel is free, of those that are ready, the one that is due first is issued; to the host, the one whose source is
+freed first. Any other transfer (a reload) is issued as late as it arrives in time, planned backwards over its channel, or later
+if there is no space. Before it is due, no device waits for space for it, unless the memory of its source is needed.
+
+A tensor that is still being transferred after its last reader stays until the transfer is done, or until
+its memory is needed: then the owner of the pool waits for the transfer.
 """
 
 import math
@@ -14,11 +16,14 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from graphs.schedule import Schedule, Step
 from solvers.problem import Problem
 
 Reloads = Collection[tuple[int, int]]  # (tensor, position of the execution that it is reloaded for)
+
+PoolMemory = dict[int, NDArray[np.int64]]  # by pool, the bytes during each execution
 
 _END = 2**62  # position until which kept tensors stay
 
@@ -59,9 +64,10 @@ class Transfer:
         place: position before which it is issued at the latest.
         index: its position in the order with transfers, -1 for one that was added.
         follows: the transfer that produces the previous stay of its target, if one does.
-        wanted_s: the time by which it must arrive for another transfer.
+        due_s: the time by which it must arrive, if other transfers take no time.
         begin: position from which it is issued (queued, if it is `early`).
         early: True if its source is freed before its target is read.
+        urgent: True if the memory of its source is needed before its target is read.
     """
 
     op: int
@@ -70,10 +76,16 @@ class Transfer:
     place: int
     index: int
     follows: "Transfer | None" = None
-    wanted_s: float = math.inf
+    due_s: float = math.inf
     begin: int = 0
     early: bool = False
+    urgent: bool = False
     issued: bool = False
+
+    @property
+    def turn(self) -> tuple[float, float, int]:
+        """Its rank among the transfers of its channel."""
+        return self.due_s, 0.0 if self.source is None else self.source.ready_s, self.index
 
 
 def with_transfers(problem: Problem, computed: Sequence[int], reloads: Reloads = ()) -> "Run":
@@ -116,11 +128,12 @@ class Lives:
         wanted: dict[int, set[int]] = {}
         for t, place in reloads:
             wanted.setdefault(place, set()).add(t)
-        last, executed, devices = self._last, self.executed, [s for d, s in enumerate(streams.owner) if streams.computes[d]]
+        last, executed, kept, stream = self._last, self.executed, streams.kept, streams.stream
+        devices = [(s, self.clocks_s[s]) for d, s in enumerate(streams.owner) if streams.computes[d]]
         for index, op in enumerate(computed):
             place = len(executed)
             if streams.source[op] >= 0:
-                self._transfer(op, self._last.get(streams.source[op]), place, index)
+                self._transfer(op, last.get(streams.source[op]), place, index)
                 continue
             for t in streams.inputs[op] if place in wanted else ():
                 transfers = problem.offloads.by_tensor.get(t)
@@ -128,7 +141,7 @@ class Lives:
                     if transfers.host_tensor not in last:
                         self._transfer(transfers.offload_op, produced[t], place, -1)
                     self._transfer(transfers.reload_op, last[transfers.host_tensor], place, -1)
-            start_s = now_s[streams.stream[op]]
+            start_s = now_s[stream[op]]
             for t in streams.inputs[op]:
                 stay = last[t]
                 if stay.end < place:
@@ -137,15 +150,14 @@ class Lives:
                     stay.read = place
                 if stay.ready_s > start_s:
                     start_s = stay.ready_s
-            for s in devices:
-                self.clocks_s[s].append(now_s[s])
+            for s, clock_s in devices:
+                clock_s.append(now_s[s])
             self.starts_s.append(start_s)
-            end_s = now_s[streams.stream[op]] = start_s + streams.time_s[op]
+            end_s = now_s[stream[op]] = start_s + streams.time_s[op]
             for t in streams.outputs[op]:
-                if streams.kept[t] and t in last:
-                    continue
-                last[t] = produced[t] = stay = Stay(t, place, place, end_s, end=_END if streams.kept[t] else place)
-                self.stays.append(stay)
+                if not kept[t] or t not in last:
+                    last[t] = produced[t] = stay = Stay(t, place, place, end_s, end=_END if kept[t] else place)
+                    self.stays.append(stay)
             executed.append(op)
             self.index.append(index)
 
@@ -166,8 +178,9 @@ class Lives:
 
     def plan(self) -> None:
         """Set the positions from which transfers are issued; their memory is allocated from there on."""
-        self._plan_late()
         memory = self._memory_bytes()
+        self._set_due(memory)
+        self._plan_late()
         for transfer in self.transfers:
             target, source = transfer.target, transfer.source
             begin = max(transfer.begin, target.after + 1)
@@ -182,20 +195,43 @@ class Lives:
                 memory[d][begin : transfer.place] += size
             transfer.begin = target.begin = begin
 
-    def _plan_late(self) -> None:
-        """Set the latest positions at which transfers arrive in time, from the last reader to the first."""
-        streams, until_s = self.streams, [math.inf] * len(self.streams.names)
-        for transfer in self.transfers:
+    def _set_due(self, memory: PoolMemory) -> None:
+        """Set the times by which transfers must arrive, and find those whose source is freed before."""
+        starts_s = (*self.starts_s, math.inf)
+        for transfer in reversed(self.transfers):
             source, read = transfer.source, transfer.target.read
-            transfer.early = source is not None and 0 <= source.end < (transfer.place if read < 0 else read)
+            if read < 0:
+                read = transfer.place
+            if source is not None:
+                transfer.early = transfer.urgent = 0 <= source.end < read
+                if self.streams.computes[self.streams.home[transfer.op]]:  # tensors leave devices because memory is needed
+                    needed = self._needed(memory, source, read)
+                    transfer.urgent, read = needed < read, needed
+            transfer.due_s = min(transfer.due_s, starts_s[read])
+            if source is not None and source.by is not None:
+                source.by.due_s = min(source.by.due_s, transfer.due_s - self.streams.time_s[transfer.op])
+
+    def _needed(self, memory: PoolMemory, stay: Stay, until: int) -> int:
+        """Return the first position after a stay at which its memory is needed, at most `until`."""
+        d, begin, size = self.streams.pool[stay.tensor], max(stay.end, stay.begin) + 1, self.streams.sizes[stay.tensor]
+        if d not in memory or begin >= until:
+            return until
+        beside = memory[d][begin:until]
+        if stay.end < 0:  # counted until it is transferred
+            beside = beside.copy()
+            beside[: stay.copied + 1 - begin] -= size
+        lacking = beside > self.limits_bytes[d] - size
+        first = int(lacking.argmax())
+        return begin + first if lacking[first] else until
+
+    def _plan_late(self) -> None:
+        """Set the latest positions at which transfers arrive in time, from the last that is due to the first."""
+        streams, until_s = self.streams, [math.inf] * len(self.streams.names)
         shared = {streams.stream[transfer.op] for transfer in self.transfers if not transfer.early}
         planned = (transfer for transfer in self.transfers if streams.stream[transfer.op] in shared)
-        for transfer in sorted(planned, key=lambda x: (-x.target.read, -x.index)):
-            target, source, channel = transfer.target, transfer.source, streams.stream[transfer.op]
-            wanted_s = min(transfer.wanted_s, until_s[channel])
-            if 0 <= target.read < len(self.starts_s):
-                wanted_s = min(wanted_s, self.starts_s[target.read])
-            begin_s = until_s[channel] = wanted_s - streams.time_s[transfer.op]
+        for transfer in sorted(planned, key=lambda x: x.turn, reverse=True):
+            source, channel = transfer.source, streams.stream[transfer.op]
+            begin_s = until_s[channel] = min(transfer.due_s, until_s[channel]) - streams.time_s[transfer.op]
             if transfer.early:
                 continue
             clocks_s = self.clocks_s[streams.owner[streams.home[transfer.op]]]
@@ -206,29 +242,28 @@ class Lives:
             latest = bisect_right(clocks_s, begin_s) - 1
             transfer.begin = bisect_left(clocks_s, clocks_s[latest]) if latest >= 0 else 0
             if source is not None and source.by is not None:
-                source.by.wanted_s = min(source.by.wanted_s, begin_s)
+                source.by.due_s = min(source.by.due_s, begin_s)
 
-    def _memory_bytes(self) -> "dict[int, np.ndarray[tuple[int], np.dtype[np.int64]]]":
+    def _memory_bytes(self) -> PoolMemory:
         """Return the memory of the devices' pools that have a limit during each execution, with the shortest lifetimes."""
         streams, n = self.streams, len(self.executed)
         limited = [d for d, limit in enumerate(self.limits_bytes) if streams.computes[d] and limit < math.inf]
         self.ending: list[list[Stay]] = [[] for _ in self.executed]
         self.written_over: list[list[Stay]] = [[] for _ in self.executed]
-        change, during = ({d: [0] * (n + 2) for d in limited} for _ in range(2))
-        for place, op in enumerate(self.executed):
-            if (of_pool := during.get(streams.home[op])) is not None:
-                of_pool[place] = streams.need_bytes[op]
+        change = {d: [0] * (n + 2) for d in limited}
+        during = {d: [streams.need_bytes[op] if streams.home[op] == d else 0 for op in self.executed] for d in limited}
+        executed, pool, sizes = self.executed, streams.pool, streams.sizes
         for stay in self.stays:
-            d, size = streams.pool[stay.tensor], streams.sizes[stay.tensor]
-            over = stay.copied < 0 <= stay.end < n and stay.tensor in streams.overwritable[self.executed[stay.end]]
-            if 0 <= stay.end < n:
-                (self.written_over if over else self.ending)[stay.end].append(stay)
-            if d in change:
-                change[d][stay.begin + (stay.by is None)] += size
-                change[d][min(max(stay.copied if stay.end < 0 else stay.end, stay.begin), n) + 1] -= size
+            t, begin, end, over = stay.tensor, stay.begin, stay.end, False
+            if 0 <= end < n:
+                over = stay.copied < 0 and t in streams.overwritable[executed[end]]
+                (self.written_over if over else self.ending)[end].append(stay)
+            if (d := pool[t]) in change:
+                change[d][begin + (stay.by is None)] += sizes[t]
+                change[d][min(max(stay.copied if end < 0 else end, begin), n) + 1] -= sizes[t]
                 if over:
-                    during[d][stay.end] -= size
-        return {d: np.cumsum(change[d][:n]) + np.array(during[d][:n]) + streams.static_bytes[d] for d in limited}
+                    during[d][end] -= sizes[t]
+        return {d: np.cumsum(change[d][:n]) + np.array(during[d], dtype=np.int64) + streams.static_bytes[d] for d in limited}
 
 
 class Run:
@@ -251,7 +286,8 @@ class Run:
         self.ready_s, self.busy_s = ([0.0] * len(streams.pool) for _ in range(2))  # busy: until the last transfer ends
         self.there = [False] * len(streams.pool)
         self.lingering: list[dict[int, Stay]] = [{} for _ in streams.owner]  # tensors to be freed as soon as possible
-        self.queues: dict[int, list[Transfer]] = {}  # for each channel the early transfers that wait for it
+        # For each channel the transfers that wait for it.
+        self.queues: dict[int, list[Transfer]] = {streams.stream[transfer.op]: [] for transfer in lives.transfers}
         self.live = list(streams.static_bytes)
         self.steps: list[Step] = []
         self.moved: list[int] = []
@@ -284,7 +320,7 @@ class Run:
             self.place = place
             if coming[place] or due[place]:
                 self._send_due(coming[place], due[place])
-            if self.queues:
+            if any(self.queues.values()):
                 self._send_ahead(op)
             self._execute(op)
             if self.refused is not None:
@@ -294,52 +330,78 @@ class Run:
 
     def _send_due(self, coming: Sequence[Transfer], due: Sequence[Transfer]) -> None:
         """Queue early transfers that are `coming`, and issue those that are `due`."""
+        queues, stream = self.queues, self.streams.stream
         for transfer in coming:
             if transfer.early and not transfer.issued:
-                self.queues.setdefault(self.streams.stream[transfer.op], []).append(transfer)
+                queues[stream[transfer.op]].append(transfer)
         for transfer in due:
-            for other in sorted(self.queues.get(self.streams.stream[transfer.op], ()), key=lambda x: x.target.read):
-                if other.target.read < transfer.target.read:
-                    self._require(other)
-            self._require(transfer)
+            if not transfer.early and not transfer.issued:
+                queues[stream[transfer.op]].append(transfer)
+        for transfer in due:
+            while not transfer.issued:
+                self._send(stream[transfer.op], queues[stream[transfer.op]])
 
     def _send_ahead(self, op: int) -> None:
-        """Issue the transfers whose channel is free before the end of the next execution."""
-        streams = self.streams
-        start_s = max(self.clock_s[streams.stream[op]], *(self.ready_s[t] for t in streams.inputs[op]), 0.0)
-        for channel in list(self.queues):
-            while channel in self.queues and self.clock_s[channel] < start_s + streams.time_s[op]:
-                self._send(channel)
-
-    def _execute(self, op: int) -> None:
-        streams, place = self.streams, self.place
-        d, stream, outputs, over = streams.home[op], streams.stream[op], streams.outputs[op], self.lives.written_over[place]
-        need = streams.need_bytes[op]
-        for stay in over:
-            need -= streams.sizes[stay.tensor]
-        if self.lingering[d]:
-            self._release(d, outputs)
-        self._make_room(d, need)
-        start_s = self.clock_s[stream]
+        """Issue transfers that can start before the end of the next execution, unless a device would wait for it."""
+        streams, clock_s, start_s = self.streams, self.clock_s, self.clock_s[self.streams.stream[op]]
         for t in streams.inputs[op]:
             if self.ready_s[t] > start_s:
                 start_s = self.ready_s[t]
+        end_s = start_s + streams.time_s[op]
+        for channel, queue in self.queues.items():
+            while queue and clock_s[channel] < end_s:
+                ready = [x for x in queue if self._ready_s(x) < end_s and not self._would_wait(x, op, start_s)]
+                if not ready:
+                    break
+                self._send(channel, ready)
+
+    def _would_wait(self, transfer: Transfer, op: int, start_s: float) -> bool:
+        """Return True if the owner of the target's pool would wait for other transfers to end, for this one or for `op`.
+
+        Args:
+            op: the next execution.
+            start_s: its earliest start.
+        """
+        streams, d = self.streams, self.streams.home[transfer.op]
+        lingering, now_s, need = self.lingering[d], self.clock_s[streams.owner[d]], streams.need_bytes[transfer.op]
+        if transfer.target.tensor in lingering and self.busy_s[transfer.target.tensor] > now_s:
+            return True
+        if transfer.urgent or not lingering:
+            return False
+        if streams.home[op] == d:
+            now_s, need = start_s, need + streams.need_bytes[op]
+        need -= sum(streams.sizes[t] for t, stay in lingering.items() if not stay.unsent and self.busy_s[t] <= now_s)
+        return self.live[d] + need > self.lives.limits_bytes[d]
+
+    def _execute(self, op: int) -> None:
+        streams, place, ready_s, busy_s = self.streams, self.place, self.ready_s, self.busy_s
+        d, stream, outputs, over = streams.home[op], streams.stream[op], streams.outputs[op], self.lives.written_over[place]
+        need, lingering = streams.need_bytes[op], self.lingering[d]
+        for stay in over:
+            need -= streams.sizes[stay.tensor]
+        if lingering or self.live[d] + need > self.lives.limits_bytes[d]:
+            self._release(d, outputs)
+            self._make_room(d, need)
+        start_s = self.clock_s[stream]
+        for t in streams.inputs[op]:
+            if ready_s[t] > start_s:
+                start_s = ready_s[t]
         for t in streams.mutates[op]:
-            start_s = max(start_s, self.busy_s[t])
+            start_s = max(start_s, busy_s[t])
         self._step(op, self.lives.index[place], start_s - self.done_s[stream], need)
         end_s = self.clock_s[stream] = self.done_s[stream] = start_s + streams.time_s[op]
         for t in streams.mutates[op]:
-            self.ready_s[t] = end_s
+            ready_s[t] = end_s
         for t in outputs:
             if not self.there[t]:
                 self.there[t] = True
-                self.ready_s[t], self.busy_s[t] = end_s, 0.0
+                ready_s[t], busy_s[t] = end_s, 0.0
                 self.live[d] += streams.sizes[t]
         for stay in over:  # directly after the op: only then does it overwrite them
             self._free(stay.tensor)
         for stay in self.lives.ending[place]:
-            if stay.unsent or self.busy_s[stay.tensor] > end_s:
-                self.lingering[d][stay.tensor] = stay
+            if stay.unsent or busy_s[stay.tensor] > end_s:
+                lingering[stay.tensor] = stay
             else:
                 self._free(stay.tensor)
         self.ends[-1] = len(self.steps)
@@ -380,33 +442,31 @@ class Run:
         self.waits_s.append(wait_s)
         self.ends.append(0)
 
-    def _send(self, channel: int) -> None:
-        """Issue the next transfer of a queue, when the channel is free: of those that are ready, the most urgent one."""
-        queue, source, ready_s = self.queues[channel], self.streams.source, self.ready_s
-        if len(queue) == 1:
-            transfer = queue.pop()
-            del self.queues[channel]
-        else:
-            owner = self.streams.owner[self.streams.home[queue[0].op]]
-            free_s = max(self.clock_s[channel], self.clock_s[owner], min(ready_s[source[x.op]] for x in queue))
-            ready = [x for x in queue if ready_s[source[x.op]] <= free_s]
-            transfer = min(ready, key=self._urgency)
-            queue.remove(transfer)
-        self._issue(transfer)
+    def _send(self, channel: int, queue: Sequence[Transfer]) -> None:
+        """Issue the next of these transfers, when the channel is free: of those that are ready, the most urgent one."""
+        transfer = queue[0]
+        if len(queue) > 1:
+            owner, ready_s = self.streams.owner[self.streams.home[transfer.op]], [self._ready_s(x) for x in queue]
+            free_s = max(self.clock_s[channel], self.clock_s[owner], min(ready_s))
+            transfer = min((x for x, at_s in zip(queue, ready_s, strict=True) if at_s <= free_s), key=self._urgency)
+        self._require(transfer)
 
-    def _urgency(self, transfer: Transfer) -> tuple[int, int, int]:
-        end = -1 if transfer.source is None else transfer.source.end
-        read = transfer.target.read
-        return (read if self.streams.computes[self.streams.home[transfer.op]] else end), read, transfer.target.tensor
+    def _ready_s(self, transfer: Transfer) -> float:
+        """Return the time from which the source is there, inf if it must be transferred first."""
+        waits = transfer.source is not None and transfer.source.by is not None and not transfer.source.by.issued
+        return math.inf if waits else self.ready_s[self.streams.source[transfer.op]]
+
+    def _urgency(self, transfer: Transfer) -> tuple[float, ...]:
+        source = transfer.source
+        if source is None or self.streams.computes[self.streams.home[transfer.op]]:
+            return transfer.turn
+        return source.end, *transfer.turn
 
     def _require(self, transfer: Transfer) -> None:
-        """Issue a transfer that a reader waits for, unless it is issued."""
+        """Issue a transfer, unless it is issued."""
         if not transfer.issued:
-            channel = self.streams.stream[transfer.op]
-            if transfer in (queue := self.queues.get(channel, [])):
+            if transfer in (queue := self.queues[self.streams.stream[transfer.op]]):
                 queue.remove(transfer)
-                if not queue:
-                    del self.queues[channel]
             self._issue(transfer)
 
     def _release(self, d: int, tensors: Sequence[int]) -> None:
@@ -419,7 +479,7 @@ class Run:
 
     def _next_channel(self, d: int) -> int:
         """Return the channel from pool `d` with a queue that is free first, -1 if there is none."""
-        channels = (c for c, queue in self.queues.items() if self.streams.pool[self.streams.source[queue[0].op]] == d)
+        channels = (c for c, queue in self.queues.items() if queue and self.streams.pool[self.streams.source[queue[0].op]] == d)
         return min(channels, key=self.clock_s.__getitem__, default=-1)
 
     def _make_room(self, d: int, need: int) -> bool:
@@ -437,7 +497,7 @@ class Run:
             if sent:
                 self._free(min(sent)[1])
             elif (channel := self._next_channel(d)) >= 0:
-                self._send(channel)
+                self._send(channel, self.queues[channel])
             else:
                 break
         fits = self.live[d] + need <= limit
@@ -447,8 +507,10 @@ class Run:
     def _free(self, t: int) -> None:
         d = self.streams.pool[t]
         owner = self.streams.owner[d]
-        self.clock_s[owner] = max(self.clock_s[owner], self.busy_s[t])
+        if self.busy_s[t] > self.clock_s[owner]:
+            self.clock_s[owner] = self.busy_s[t]
         self.live[d] -= self.streams.sizes[t]
-        self.lingering[d].pop(t, None)
+        if t in self.lingering[d]:
+            del self.lingering[d][t]
         self.there[t] = False
         self.steps.append(self.streams.free[t])

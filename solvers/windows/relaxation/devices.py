@@ -16,7 +16,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from graphs.pools import COMPUTE
 from solvers.problem import OBJECTIVE_SCALE
+from solvers.streams import sizes_in, workspace_bytes_in
 from solvers.windows.relaxation.draft import ModelDraft, Sum
 from solvers.windows.relaxation.paths import Paths
 
@@ -48,24 +50,28 @@ def add_memory_elsewhere(draft: ModelDraft, k: int) -> None:
     own(v) first_v + sum over t outside io(v) of b_t S[k+1,t] <= its capacity, for each op v that may be executed in the place.
     """
     problem, end = draft.problem, draft.detail.ends[k]
-    for memory in problem.devices.memories:
-        there = [t for t, size in enumerate(memory.sizes) if size and (k + 1, t) in draft.handed]
-        unit = max(1.0, memory.capacity_bytes / 1e3)
+    for pool in problem.graph.pools[1:]:
+        if pool.capacity_bytes is None:
+            continue
+        sizes, capacity_bytes = sizes_in(problem.graph, pool), pool.capacity_bytes - problem.graph.static_bytes_by_pool[pool.name]
+        there = [t for t, size in enumerate(sizes) if size and (k + 1, t) in draft.handed]
+        unit = max(1.0, capacity_bytes / 1e3)
         for v in problem.places.alternatives(end):
             row = Row()
             io = {*problem.inputs[v], *problem.outputs[v]}
             for t in there:
                 if t not in io:
-                    row.add(draft.handed[k + 1, t], memory.sizes[t] / unit)
-            if memory.own_bytes[v]:
-                row.add_sum(draft.executed(v), memory.own_bytes[v] / unit)
+                    row.add(draft.handed[k + 1, t], sizes[t] / unit)
+            op = problem.graph.ops[problem.places.ids[v]]
+            if own_bytes := sum(sizes[t] for t in io) + workspace_bytes_in(pool, op):
+                row.add_sum(draft.executed(v), own_bytes / unit)
             if row.terms:
-                draft.rows.add(*row.sides(), -np.inf, memory.capacity_bytes / unit - row.constant)
+                draft.rows.add(*row.sides(), -np.inf, capacity_bytes / unit - row.constant)
 
 
 def add_side_by_side(draft: ModelDraft) -> None:
     """Add rows 18 to 20 and the objective that they bound: the last family of a program, since it needs all costs."""
-    if draft.problem.devices:
+    if draft.problem.placed:
         _SideBySide(draft).add()
 
 
@@ -102,7 +108,6 @@ class _SideBySide:
     def __init__(self, draft: ModelDraft) -> None:
         self.draft = draft
         self.problem = draft.problem
-        self.devices = self.problem.devices
         self.again: list[list[int]] = [[] for _ in range(self.problem.ops)]
         for (_, i), column in (*draft.again.items(), *draft.twice.items()):
             self.again[i].append(column)
@@ -123,8 +128,9 @@ class _SideBySide:
         costs = {column: -cost for column, cost in enumerate(draft.cost) if cost}
         end = self.time()
         draft.rows.add([end, *costs], [1.0, *costs.values()], -np.inf, OBJECTIVE_SCALE)
-        for stream in self.devices.streams:
-            self.add_stream(stream, end)
+        for stream in self.problem.graph.streams:
+            if stream != COMPUTE:
+                self.add_stream([i for i, op in enumerate(self.paths.ops) if op.stream == stream], end)
         self.add_paths(end)
 
     def add_stream(self, ops: Iterable[int], end: int) -> None:

@@ -17,14 +17,13 @@ class Paths:
     """
 
     def __init__(self, problem: Problem) -> None:
-        devices = problem.devices
-        self.problem, self.devices, self.places = problem, devices, problem.places
+        self.problem, self.streams, self.places = problem, problem.streams, problem.places
         self.ops = [problem.graph.ops[op] for op in self.places.ids]
         self.program = [v for v in range(problem.ops) if not (self.places.optional[v] or self.places.replaces[v])]
         self.copied: dict[tuple[int, int], float] = {}
         for i, op in enumerate(self.ops):
             if op.is_transfer:
-                key = devices.bases[op.inputs[0]], devices.device[op.outputs[0]]
+                key = self.streams.base[op.inputs[0]], self.streams.pool[op.outputs[0]]
                 self.copied[key] = min(self.copied.get(key, np.inf), problem.units(problem.seconds(i)))
         self.makers: dict[int, int] = {}
         for v in self.program:
@@ -44,7 +43,7 @@ class Paths:
 
     def reads(self, i: int, t: int) -> set[int]:
         """Return the devices on which op i reads t."""
-        return {self.devices.device[u] for u in self.ops[i].inputs if self.devices.bases[u] == t}
+        return {self.streams.pool[u] for u in self.ops[i].inputs if self.streams.base[u] == t}
 
     def reading(self, v: int, t: int) -> list[int]:
         """Return the devices on which an op in the place of v reads t."""
@@ -55,14 +54,14 @@ class Paths:
         found: dict[int, list[int]] = {}
         for c in self.alternatives(v):
             outputs = self.problem.outputs[c]
-            found.setdefault(self.devices.device[outputs[0]] if outputs else 0, []).append(c)
+            found.setdefault(self.streams.pool[outputs[0]] if outputs else 0, []).append(c)
         return found
 
     def computing(self, t: int, device: int | None) -> list[int]:
         """Return the ops that compute t on a device."""
         ways = self.ways(self.makers[t]) if t in self.makers else []
-        made = ((p, u) for p in ways for u in self.problem.outputs[p] if self.devices.bases[u] == t)
-        return [p for p, u in made if self.devices.device[u] == device]
+        made = ((p, u) for p in ways for u in self.problem.outputs[p] if self.streams.base[u] == t)
+        return [p for p, u in made if self.streams.pool[u] == device]
 
     def needed(self, v: int) -> list[int]:
         """Return the tensors with known producers that v depends on in each alternative, directly or indirectly."""
@@ -82,7 +81,7 @@ class Paths:
         found = [
             (self.copied[t, device], t, device)
             for c in self.alternatives(v)
-            for t in {self.devices.bases[u] for u in self.ops[c].inputs}
+            for t in {self.streams.base[u] for u in self.ops[c].inputs}
             for device in self.reads(c, t)
             if self.problem.graph.tensors[t].static and (t, device) in self.copied
         ]

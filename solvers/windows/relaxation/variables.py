@@ -86,7 +86,7 @@ def _add_handed(draft: ModelDraft, k: int) -> None:
             if i == problem.producers[t] and not draft.is_settled(k, t) and problem.last_use[t] >= start:
                 same = draft.handed.get((k - 1, t)) if _is_idle(draft, k - 1, t) else None
                 # Tensors without size are handed over whenever possible.
-                whole = not problem.devices or problem.sizes[t] > 0
+                whole = not problem.placed or problem.sizes[t] > 0
                 draft.handed[k, t] = draft.column(integer=whole) if same is None else same
 
 

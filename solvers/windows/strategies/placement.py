@@ -7,6 +7,7 @@ and Bykov, European Journal of Operational Research 258, 2017).
 """
 
 import math
+from array import array
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -22,6 +23,8 @@ from solvers.windows.relaxation.discretization import Discretization
 from solvers.windows.search import WORK_PER_EXECUTION, Search
 from solvers.windows.strategies.strategy import Strategy
 from solvers.windows.strategies.substitution import is_possible
+
+_MOST_KNOWN = 10_000  # orders whose cost is known
 
 Cost = tuple[int, float, float]  # bytes over the budget, end of the last stream, and seconds of all streams
 
@@ -55,26 +58,26 @@ class Where:
     """
 
     def __init__(self, problem: Problem) -> None:
-        devices = problem.devices
-        self.problem, self.devices, self.places = problem, devices, problem.places
+        streams = problem.streams
+        self.problem, self.places, self.device = problem, problem.places, streams.pool
         ops = [problem.graph.ops[op] for op in self.places.ids]
-        self.inputs = [tuple(devices.bases[t] for t in op.inputs) for op in ops]
-        self.outputs = [tuple(devices.bases[t] for t in op.outputs) for op in ops]
+        self.inputs = [tuple(streams.base[t] for t in op.inputs) for op in ops]
+        self.outputs = [tuple(streams.base[t] for t in op.outputs) for op in ops]
         self.runs: dict[tuple[int, int], int] = {}
         self.copies: dict[tuple[int, int, int], int] = {}
         self.makers: dict[int, int] = {}
         for i, op in enumerate(ops):
             if op.is_transfer:
-                here, there = (devices.device[t] for t in (op.inputs[0], op.outputs[0]))
+                here, there = (streams.pool[t] for t in (op.inputs[0], op.outputs[0]))
                 self.copies[self.inputs[i][0], here, there] = i
             elif op.stream != COMPUTE:
-                self.runs[self.places.replaces[i][0], devices.device[op.outputs[0]]] = i
+                self.runs[self.places.replaces[i][0], streams.pool[op.outputs[0]]] = i
             elif not (self.places.optional[i] or self.places.replaces[i]):
                 self.runs[i, 0] = i
                 self.makers.update(dict.fromkeys(self.outputs[i], i))
         self.spots = {i: spot for spot, i in self.runs.items()}
         self.copying = set(self.copies.values())
-        self.count = max(devices.device) + 1
+        self.count = sum(streams.computes)
         self.movable = sorted({v for v, d in self.runs if d})
         self.static = [(t.id, 0) for t in problem.graph.tensors if t.static]
         self.static_or_kept = {*self.static, *((t, 0) for t in problem.graph.kept)}
@@ -109,7 +112,7 @@ class _Order:
 
     def without_unread(self) -> list[int]:
         """Return the order without transfers whose result is not read before it is transferred again."""
-        places, device = self.places, self.places.devices.device
+        places, device = self.places, self.places.device
         wanted = {t for t, kept in enumerate(places.problem.kept) if kept}
         found: list[int] = []
         for i in reversed(self.computed):
@@ -178,6 +181,7 @@ class Placements(Strategy):
         self._now: Placing | None = None
         self._cost: Cost = (0, np.inf, np.inf)
         self._accepted: list[Cost] = []
+        self._costs: dict[bytes, Cost] = {}  # of orders, as variations often lead to the same one
         self._from: Trial | None = None
         self._best: Cost = (0, np.inf, np.inf)
         self._idle = self._fruitless = 0
@@ -185,7 +189,7 @@ class Placements(Strategy):
     @staticmethod
     def applies(problem: Problem) -> bool:
         """Return True if the problem has other devices."""
-        return bool(problem.devices)
+        return problem.placed
 
     def step(self, limit: float) -> bool:
         """Vary the placement for about `limit`; return False once several restarts have failed."""
@@ -227,10 +231,16 @@ class Placements(Strategy):
         if computed is None:
             return None
         problem, search = self.search.problem, self.search
-        search.clock.spend(2 * WORK_PER_EXECUTION * len(computed))
-        found = with_transfers(problem, [problem.places.ids[i] for i in computed])
-        over = max(found.memory_bytes) - search.budget_bytes if found.fits_elsewhere else NOWHERE_BYTES
-        return max(0, over), found.time_s, math.fsum(map(problem.seconds, computed))
+        search.clock.spend(0.5 * WORK_PER_EXECUTION * len(computed))
+        key = array("i", computed).tobytes()
+        if (cost := self._costs.get(key)) is None:
+            search.clock.spend(1.5 * WORK_PER_EXECUTION * len(computed))
+            if len(self._costs) == _MOST_KNOWN:
+                self._costs.clear()
+            found = with_transfers(problem, [problem.places.ids[i] for i in computed])
+            over = max(found.memory_bytes) - search.budget_bytes if found.fits_elsewhere else NOWHERE_BYTES
+            cost = self._costs[key] = max(0, over), found.time_s, math.fsum(map(problem.seconds, computed))
+        return cost
 
     def order(self, placing: Placing) -> Order:
         """Return a valid placement as an order of executions."""

@@ -17,6 +17,8 @@ from solvers.request import Request
 from solvers.result import Result, Status
 from solvers.tolerance import Tolerance
 from solvers.windows import solve
+from solvers.windows.search import Search
+from solvers.windows.strategies.placement import Placements, Placing
 from tests.support.offers import check_by_both_judges, names
 from tests.support.placements import on_devices, random_placement
 from tests.support.requests import ask
@@ -43,6 +45,17 @@ def test_devices_work_side_by_side() -> None:
     assert (result.time_s, result.status) == (5.5, Status.OPTIMAL)
     assert sum("copy" in name for name in names(graph, result)) == 1
     check_by_both_judges(graph, result)
+
+
+def test_an_order_is_decoded_once() -> None:
+    request = Request(two_branches(), 100, Tolerance.of(CLOSE), WorkClock(1.0))
+    placements, spent = Placements(Search.of(request)), []
+    a, b, c = sorted(v for v, device in placements.places.runs if not device)
+    for device, seconds in ((1, (5.5, 9.5)), (1, (5.5, 9.5)), (0, (9.0, 9.0))):
+        begun = request.clock.now
+        assert placements.cost_of(Placing({a: 0, b: device, c: 0})) == (0, *seconds)
+        spent.append(request.clock.now - begun)
+    assert spent[1] < spent[0] / 2 and spent[1] < spent[2]
 
 
 def test_a_memory_that_is_a_limit_is_kept() -> None:

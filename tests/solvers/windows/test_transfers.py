@@ -190,3 +190,44 @@ def test_a_kept_tensor_may_come_last() -> None:
     graph = on_devices(draft.graph([a]), OtherDevice("second", (1.0, 1.0), 4.0))
     found = with_transfers(problem_of(graph, 8), in_order(graph, ["a@second", "b", "copy_a_second_to_device"]))
     assert found.time_s == 2.0 == simulate(graph, found.schedule).time_s
+
+
+def test_the_copy_that_is_due_first_goes_first() -> None:
+    draft = Draft()
+    a, b = draft.op("p", [], [4, 4])
+    draft.op("u", [b], [1])
+    draft.op("v", [a], [1])
+    graph = on_devices(draft.graph([]), OtherDevice("second", (1.0, None, None), 4.0))
+    wanted = ["p@second", "copy_p_second_to_device", "copy_p.1_second_to_device", "u", "v"]
+    found = with_transfers(problem_of(graph, 20), in_order(graph, wanted))
+    assert found.time_s == 4.0 == simulate(graph, found.schedule).time_s
+
+
+def test_a_copy_that_is_not_due_waits_for_the_space_of_one_that_leaves() -> None:
+    """Beside a, which leaves until 4, there is space for b or for m; b is read last."""
+    draft = Draft()
+    (a,) = draft.op("a", [], [6])
+    (b,) = draft.op("b", [], [4])
+    draft.op("m", [], [3], time_s=4.0)
+    draft.op("r", [b], [1])
+    draft.op("s", [a], [1])
+    graph = on_devices(draft.graph([]), OtherDevice("second", (None, 1.0, None, None, 1.0), 2.0))
+    wanted = ["a", "b@second", "m", "copy_b_second_to_device", "r", "copy_a_device_to_second", "s@second"]
+    found = with_transfers(problem_of(graph, 12), in_order(graph, wanted))
+    assert max(found.memory_bytes) <= 12
+    assert found.time_s == 8.0 == simulate(graph, found.schedule).time_s
+
+
+def test_a_copy_leaves_before_its_memory_is_needed() -> None:
+    """The other memory holds a or the output of y. It is needed from the start, r reads a only at 7."""
+    draft = Draft()
+    (a,) = draft.op("a", [], [4])
+    draft.op("m", [], [1], time_s=3.0)
+    draft.op("n", [], [1], time_s=3.0)
+    draft.op("y", [], [4], time_s=6.0)
+    draft.op("r", [a], [1])
+    graph = on_devices(draft.graph([]), OtherDevice("second", (1.0, None, None, 6.0, 1.0), 4.0, capacity_bytes=6))
+    wanted = ["a", "copy_a_device_to_second", "m", "n", "y@second", "copy_a_second_to_device", "r"]
+    found = with_transfers(problem_of(graph, 20), in_order(graph, wanted))
+    assert found.fits_elsewhere
+    assert found.time_s == 9.0 == simulate(graph, found.schedule).time_s

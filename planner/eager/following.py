@@ -54,8 +54,10 @@ class StepFollower:
 
     # What happens in the runtime.
 
-    def saved(self) -> None:
-        """Begin a step, if none is under way, as autograd saves a tensor."""
+    def saved(self, saved: int) -> None:
+        """Begin a step, if none is under way, as autograd saves a tensor besides the `saved` ones that it has."""
+        if not saved:
+            self.end()  # no op has run since the last one ended
         if not self._is_in_step:
             self._begin()
 

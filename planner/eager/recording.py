@@ -426,7 +426,7 @@ class Recorder(TorchDispatchMode):
                 self._begin_step()
             storage = memory.find(storage_address(tensor)) or memory.add(tensor)
             if self.follower is not None:
-                self.follower.saved()
+                self.follower.saved(self.saved)
             return SavedTensor(self, storage, tensor)
 
 

@@ -229,7 +229,7 @@ def resident_tensor(storage: TrackedStorage) -> torch.Tensor | None:
         return storage.base
     for alias in storage.aliases.values():
         return alias
-    memory = None if storage.watch is None else storage.watch.memory()
+    memory = None if storage.watch is None else storage.watch()
     return None if memory is None else torch.empty(0, dtype=torch.uint8, device=memory.device).set_(memory)
 
 

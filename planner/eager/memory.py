@@ -38,6 +38,7 @@ class Memory:
         eager_peak_bytes: the most so far that plain eager PyTorch has.
         evictions: number of evictions.
         clock_s: time that ops have taken.
+        read_s: the clock when the program's last op ended: what the next one reads is as old, whatever is recomputed for it.
         pending: ops that have been recorded since the ledger was last asked; it hears of them when it is asked next.
         on_release: called with each storage that the program has let go of.
     """
@@ -47,7 +48,7 @@ class Memory:
         self.live_bytes = self.peak_bytes = self.eager_peak_bytes = 0
         self.evicted_bytes = self.extra_bytes = 0
         self.evictions = 0
-        self.clock_s = 0.0
+        self.clock_s = self.read_s = 0.0
         self.sizes = sizes
         self.resident: dict[int, TrackedStorage] = {}
         self.find = self.resident.get
@@ -146,11 +147,11 @@ class Memory:
         if op.ledger_id is not None and self.ledger is not None:
             self.ledger.recomputed(op.ledger_id)
 
-    def touched(self, storage: TrackedStorage) -> None:
-        """Take note of a read."""
-        storage.touched_s = self.clock_s
+    def touch(self, storage: TrackedStorage, now_s: float) -> None:
+        """Take note of a read at `now_s`."""
+        storage.touched_s = now_s
         if storage.ledger_id is not None and self.ledger is not None:
-            self.ledger.touch((storage.ledger_id,), self.clock_s)
+            self.ledger.touch((storage.ledger_id,), now_s)
 
     def saved(self, storage: TrackedStorage) -> None:
         """Take note that the runtime keeps `storage` in memory."""

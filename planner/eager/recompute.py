@@ -68,14 +68,14 @@ class Recomputation:
         Raises:
             BudgetError: it does not fit, or recomputation takes too long.
         """
-        stack = [_Rebuild(storage, storage.version)]
+        stack = [self._begin(storage, storage.version)]
         try:
             while stack:
                 self.memory.settle()
                 top = stack[-1]
                 missing = top.next_missing()
                 if missing is not None:
-                    stack.append(_Rebuild(*missing))
+                    stack.append(self._begin(*missing))
                 elif top.step < len(top.chain):
                     self._execute(top, stack)
                 else:
@@ -94,6 +94,15 @@ class Recomputation:
         with self.own_ops():
             self.recompute(storage)
 
+    def _begin(self, storage: TrackedStorage, version: int) -> "_Rebuild":
+        """Return the rebuilding of a storage, for which what its ops read counts as read now, before what is missing runs."""
+        rebuild = _Rebuild(storage, version)
+        for op in rebuild.chain:
+            for ref in op.inputs:
+                if ref.storage is not None:
+                    self.memory.touch(ref.storage, self.memory.clock_s)
+        return rebuild
+
     def _execute(self, rebuild: "_Rebuild", stack: "list[_Rebuild]") -> None:
         op = rebuild.chain[rebuild.step]
         tensors = [tensor for ref in op.inputs if (tensor := rebuild.tensor(ref)) is not None]
@@ -102,9 +111,6 @@ class Recomputation:
         # While they are held here, nothing evicts them.
         self._make_room(op, stack)
         outputs, seconds = self._call(op, tensors)
-        for ref in op.inputs:
-            if ref.storage is not None:
-                self.memory.touched(ref.storage)
         rebuild.executed(op, outputs, self.memory)
         self.memory.recomputed(op)
         self._count(op, seconds)

@@ -153,6 +153,7 @@ class Recorder(TorchDispatchMode):
         start = memory.now()
         outputs = call.operator.call(*call.args, **call.kwargs)
         memory.clock_s += memory.now() - start
+        memory.read_s = memory.clock_s
         for storage in call.written:
             storage.version += 1
         if follower.log is not None:
@@ -199,7 +200,7 @@ class Recorder(TorchDispatchMode):
             call.seconds, call.taken_bytes = costs.stop()
         else:
             call.seconds = known.seconds
-        memory.clock_s += call.seconds
+        memory.read_s = memory.clock_s = memory.clock_s + call.seconds
         self.recomputation.step_ops += 1
         return outputs
 
@@ -227,15 +228,16 @@ class Recorder(TorchDispatchMode):
     def _references(self, values: Iterable[Any], call: "_Call", key: list[Any]) -> list[Any]:
         found: list[Any] = []
         memory = self.memory
-        find, clock_s = memory.find, memory.clock_s
+        find, read_s = memory.find, memory.read_s
         for value in values:
             kind = type(value)
             if kind is _Tensor or kind is _Parameter:
                 storage = find(storage_address(value)) or memory.add(value)
                 version = storage.last_read = storage.version
-                storage.touched_s = clock_s
-                if storage.ledger_id is not None:
-                    memory.touched(storage)
+                if storage.ledger_id is None:
+                    storage.touched_s = read_s
+                else:
+                    memory.touch(storage, read_s)
                 if storage.pinned:
                     call.keep(storage.keep(value))
                 shape, dtype = value.shape, value.dtype
@@ -501,6 +503,7 @@ class SavedTensor:
             if recorder.follower.log is not None:
                 recorder.follower.before_op()
                 recorder.follower.unpacked(storage)
+            recorder.memory.touch(storage, recorder.memory.read_s)
             alias = storage.aliases.get(self._number)
             if alias is None:
                 alias = self._restored()

@@ -127,8 +127,7 @@ class _Draft:
         self.current: dict[int, int] = {}  # the tensor with the present contents of each storage
         self.backward = False
         self.names: dict[str, int] = {}
-        # By op, what is in memory then besides what it reads: what autograd has unpacked, and what the program still holds.
-        self.held = {index: list(storages) for index, storages in log.unpacked.items()}
+        self.held: dict[int, list[int]] = {}  # by op, what the program still holds then
         last = {storage: i for i, op in enumerate(log.ops) for storage in (*op.inputs, *op.made, *op.written)}
         for storage, count in log.released.items():
             if storage in self.made and last[storage] < count - 1:
@@ -139,7 +138,7 @@ class _Draft:
         self.backward = self.backward or op.backward
         target = str(op.target)
         name = self._name(target)
-        read = (*op.inputs, *op.written, *self.held.get(index, ()))
+        read = (*self.log.unpacked.get(index, ()), *op.inputs, *op.written, *self.held.get(index, ()))
         inputs = dict.fromkeys(self._tensor(storage) for storage in read)
         rewritten = [storage for storage in op.written if storage in self.made and storage in self.current]
         mutated = [self._tensor(storage) for storage in op.written if storage not in self.made]

@@ -87,6 +87,7 @@ class StepFollower:
             signature: number of its signature; 0 if its sizes depend on more than that.
             workspace_bytes: what it takes while it runs.
         """
+        node = current_autograd_node()
         op = LoggedOp(
             call.function,
             self._numbers([ref.storage for ref in call.inputs if ref.storage is not None]),
@@ -95,7 +96,8 @@ class StepFollower:
             call.seconds,
             call.recordable,
             call.operator.random,
-            current_autograd_node() is not None,
+            node is not None,
+            -1 if node is None else node._sequence_nr(),
             workspace_bytes,
         )
         sizes = () if signature else tuple([storage.size_bytes for storage in call.made])

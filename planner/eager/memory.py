@@ -275,6 +275,9 @@ class Memory:
             outputs = [storage for _, weak in op.outputs if (storage := weak()) is not None]
             read = [self._enter(self.ledger, storage) for storage in inputs]
             made = [self._enter(self.ledger, storage) for storage in outputs]
+            if op.draws is not None and self.ledger.heuristic.keeps_random:
+                for ledger_id in made:
+                    self.ledger.pinned(ledger_id)
             if op.in_place:
                 read += made
             moved_bytes = sum(storage.size_bytes for storage in (*inputs, *outputs))

@@ -211,15 +211,15 @@ class _Rebuild:
         self._inputs.clear()
         if op.in_place:
             return
-        for position, weak in op.outputs:
-            storage = weak()
+        made = [(position, storage) for position, weak in op.outputs if (storage := weak()) is not None]
+        for position, storage in sorted(made, key=lambda output: output[1] is self.storage):  # as the replay does: it comes last
             if storage is self.storage:
                 self.built = outputs[position]
                 if self.version == storage.version:
                     memory.computed(storage, self.built)
                 else:
                     memory.add(self.built, visible=False)
-            elif storage is not None and storage.saved and not storage.address and storage.version == 0:
+            elif storage.saved and not storage.address and storage.version == 0:
                 memory.computed(storage, outputs[position])
 
     def abandon(self, memory: Memory) -> None:

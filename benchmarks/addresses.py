@@ -9,26 +9,24 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
 
 from benchmarks.command import carry_out, command_line, one_thread
+from benchmarks.solves import modelled
 from graphs.addresses import Buffer, buffers_of
 from graphs.io.buffers import read_buffers
+from planner.attributes import attributes
 from planner.budgets import budget_in_bytes
 from planner.plans.summary import summarize
-from planner.settings import TraceSettings
 from planner.studies.experiment import Study
 from planner.studies.rows import Made, column, key, provenance, value
+from planner.studies.solves import result_of
 from planner.studies.tables import Column, markdown
-from planner.workload.tracing import Tracing
-from planner.workload.workload import parse_spec
-from solvers.addresses.greedy import ORDERS, place
+from solvers.addresses.greedy import ORDERS, constructed
 from solvers.addresses.instance import instances_of
 from solvers.addresses.solve import solve
 from solvers.clock import WallClock
-from solvers.registry import get_solver
-from solvers.request import Request
-from solvers.tolerance import Tolerance
 
 INSTANCES = Path(__file__).parents[1] / ".." / "shared" / "instances" / "addresses"
 PUBLIC = "public"
@@ -62,14 +60,11 @@ class AddressRow(Made):
 
 def best_fit_bytes(buffers: Sequence[Buffer]) -> int:
     """Return the smallest arena of best fit in decreasing order of size, lifetime and area, and by start."""
-    heights = []
-    for order_key in ORDERS.values():
-        height = 0
-        for instance in instances_of(buffers):
-            order = sorted(range(len(instance.size)), key=lambda u, i=instance, of=order_key: of(i, u))
-            height = max(height, instance.height_bytes(place(instance, order, WallClock())))
-        heights.append(height)
-    return min(heights)
+    heights = [
+        [instance.height_bytes(offsets) for offsets in islice(constructed(instance, WallClock()), len(ORDERS))]
+        for instance in instances_of(buffers)
+    ]
+    return min(map(max, zip(*heights, strict=True)), default=0)
 
 
 def address_row(
@@ -92,9 +87,7 @@ def address_row(
         live_bytes=max(instance.bound_bytes for instance in instances_of(buffers)),
         best_fit_bytes=best_fit_bytes(buffers),
         arena_bytes=result.height_bytes,
-        bound_bytes=result.bound_bytes,
-        status=str(result.status),
-        seconds=result.seconds,
+        **attributes(result, "bound_bytes", "status", "seconds"),
         **provenance(),
     )
 
@@ -108,28 +101,27 @@ def solve_instance(path: Path) -> Iterator[AddressRow]:
 
 def solve_plans(model: str, budgets: Sequence[str] = BUDGETS, *, limit_s: float = PLAN_LIMIT_S) -> Iterator[AddressRow]:
     """Yield a row for a plan of `model` at each budget that one is found for."""
-    graph = Tracing(TraceSettings(roofline="h200")).graph(parse_spec(MODELS[model]))
+    graph = modelled(MODELS[model])
     peak_bytes = summarize(graph).keep_everything_peak_bytes
     for budget in budgets:
-        request = Request(graph, budget_in_bytes(budget, peak_bytes), Tolerance.of(0.01), WallClock(limit_s))
-        schedule = get_solver("windows")(request).schedule
+        schedule = result_of(graph, budget_in_bytes(budget, peak_bytes), WallClock(limit_s), tolerance=0.01).schedule
         if schedule is not None:
             yield address_row(model, buffers_of(graph, schedule), budget=budget, limit_s=limit_s)
 
 
-def _of_live(row: AddressRow, size_bytes: int | None) -> str | None:
-    return None if size_bytes is None else f"{size_bytes / row.live_bytes:.4f}"
+def _of_live(title: str, name: str) -> Column:
+    return Column(title, lambda row: None if (size := getattr(row, name)) is None else f"{size / row.live_bytes:.4f}")
 
 
 TABLE = (
     Column("buffers of", "name"),
     *("budget", "seed"),
     Column("number", "buffers"),
-    Column("best fit", lambda row: _of_live(row, row.best_fit_bytes)),
-    Column("search", lambda row: _of_live(row, row.arena_bytes)),
-    Column("bound", lambda row: _of_live(row, row.bound_bytes)),
+    _of_live("best fit", "best_fit_bytes"),
+    _of_live("search", "arena_bytes"),
+    _of_live("bound", "bound_bytes"),
     "status",
-    Column("seconds", lambda row: f"{row.seconds:.2f}"),
+    Column("seconds", form="{:.2f}"),
 )
 
 

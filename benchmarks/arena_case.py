@@ -17,6 +17,7 @@ from planner.models import build
 from planner.option_settings import with_recorded
 from planner.plans.plan import Plan
 from planner.profiling.allocator import cpu_allocations
+from planner.runtime.arena import SharedSlab
 from planner.runtime.executor import Executor
 from planner.runtime.measure import Isolated, Step, outcome
 from planner.studies.rows import Made, column, key, provenance
@@ -60,7 +61,7 @@ def measured(name: str, budget: str, library: str, plan: Plan, repeats: int) -> 
     captured = capture(model, loss_fn, batch)
     offered = with_graph(captured, with_recorded(captured.graph, plan.settings))
     in_arena = Executor(offered, plan.schedule, model, loss_fn)
-    in_arena.use_arena()
+    in_arena.use_arena(SharedSlab())
     arena = in_arena.arena
     assert arena is not None
     steps: dict[str, Step] = {
@@ -73,7 +74,7 @@ def measured(name: str, budget: str, library: str, plan: Plan, repeats: int) -> 
     outcomes = {each: outcome(steps[each], model, batch, seed=0) for each in (_EAGER, _ARENA)}
     counted_bytes = _peak_bytes(isolated[_ARENA])
     times_s, faults = _turns(isolated, repeats)
-    assert arena.slab is not None
+    assert arena.size_bytes is not None
     assert arena.outside_bytes is not None
     ratios = {each: median(a / b for a, b in zip(times_s[each], times_s[_EAGER], strict=True)) for each in steps}
     yield ArenaRow(
@@ -81,7 +82,7 @@ def measured(name: str, budget: str, library: str, plan: Plan, repeats: int) -> 
         budget=budget,
         library=library,
         peak_bytes=plan.peak_bytes - plan.graph.static_bytes,
-        arena_bytes=arena.slab.size_bytes,
+        arena_bytes=arena.size_bytes,
         outside_bytes=arena.outside_bytes,
         counted_bytes=counted_bytes,
         identical=not outcomes[_EAGER].differences(outcomes[_ARENA]),

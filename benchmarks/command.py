@@ -2,8 +2,9 @@
 
 import argparse
 import sys
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import fields
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,6 +16,46 @@ from planner.studies.rows import Key
 
 Case = TypeVar("Case")
 Row = TypeVar("Row")
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A command-line argument, and the keyword argument of the function that runs a case."""
+
+    default: object
+    said: str
+    form: Callable[[str], Any] = int
+
+
+def benchmark(
+    study: Study[str, Any],
+    description: str | None,
+    *,
+    models: Collection[str],
+    out: str,
+    say: Callable[[Any], str] | None = None,
+    **settings: Setting,
+) -> Callable[[Sequence[str] | None], int]:
+    """Return the ``main`` of a benchmark whose cases are models.
+
+    Args:
+        study: of cases that are names of `models`.
+        description, models, out: as for ``command_line``.
+        say: as for ``carry_out``.
+        settings: arguments of the command line that ``study.run`` takes by the same names.
+    """
+
+    def main(words: Sequence[str] | None = None) -> int:
+        parser = command_line(description, study.row, models=models, out=out)
+        for name, setting in settings.items():
+            said = f"{setting.said} (default: %(default)s)"
+            parser.add_argument(f"--{name}", type=setting.form, default=setting.default, help=said)
+        arguments = parser.parse_args(words)
+        one_thread()
+        run = partial(study.run, **{name: getattr(arguments, name) for name in settings})
+        return carry_out(replace(study, run=run), arguments, {(name,): name for name in arguments.models}, say=say)
+
+    return main
 
 
 def command_line(description: str | None, row: Any, *, models: Collection[str] = (), out: str) -> argparse.ArgumentParser:

@@ -35,27 +35,12 @@ def summary_text(folder: Path) -> str:
     parts = ["# Every method on every model"]
     for suite, said in SIMULATED.items():
         if models := _models(folder / suite):
-            parts += [
-                _SIMULATED.format(said=said),
-                as_markdown(
-                    [
-                        ("model", "budget", *METHODS, *BEST, "bound"),
-                        *(_overheads(name, rows, budget) for name, rows in models.items() for budget in BUDGETS),
-                    ]
-                ),
-            ]
+            lines = [_overheads(name, rows, budget) for name, rows in models.items() for budget in BUDGETS]
+            parts += [_SIMULATED.format(said=said), as_markdown([("model", "budget", *METHODS, *BEST, "bound"), *lines])]
     for suite, said in MEASURED.items():
         if models := _models(folder / suite):
-            parts += [
-                _MEASURED.format(said=said),
-                as_markdown(
-                    [
-                        ("model", "budget", *BASELINES),
-                        *(_ratios(name, rows, budget) for name, rows in models.items() for budget in BUDGETS),
-                    ]
-                ),
-                _tally(models),
-            ]
+            lines = [_ratios(name, rows, budget) for name, rows in models.items() for budget in BUDGETS]
+            parts += [_MEASURED.format(said=said), as_markdown([("model", "budget", *BASELINES), *lines]), _tally(models)]
     return "\n\n".join(part.rstrip() for part in parts) + "\n"
 
 

@@ -16,7 +16,7 @@ from statistics import median
 import torch
 
 from benchmarks.command import carry_out, command_line, one_thread
-from benchmarks.compiled_case import ATEN, OURS, REFERENCE, CompiledRow, Settings, compare_compiled
+from benchmarks.compiled_case import ATEN, IN_ARENA, OURS, REFERENCE, CompiledRow, Settings, compare_compiled
 from benchmarks.models import huggingface_models as hf
 from graphs.units import format_bytes, format_seconds
 from planner import options
@@ -69,7 +69,7 @@ def _say(row: CompiledRow) -> None:
 _MISPREDICTED = 0.01  # of the measured peak
 _SLOWER = 0.02  # at the reference's peak, of its time
 
-_METHODS = {OURS: "Inductor's kernels", ATEN: "ATen's ops"}
+_METHODS = {OURS: "Inductor's kernels", IN_ARENA: "Inductor's kernels, in an arena", ATEN: "ATen's ops"}
 _CAPTION = """\
 Step times as multiples of `torch.compile`'s, medians of those in the same turns. Budgets are shares of its measured peak; what is
 infeasible says which share is known to do. Behind a time: how Inductor compiled the kernels, where not as `torch.compile` does;
@@ -116,11 +116,26 @@ def summary(rows: Sequence[CompiledRow]) -> Iterator[str]:
     peers = [row for row in ours if row.peer_ratio is not None]
     slow = [row for row in peers if (row.peer_ratio or 0.0) > 1]
     yield f"at the Memory Budget API's peaks: {_spread(row.peer_ratio for row in peers)} of its time{_named(slow)}"
+    yield from _in_arenas(rows)
     none = [row for row in rows if row.method == OURS and row.peer and row.measured_peak_bytes is None]
     yield f"at the Memory Budget API's peaks: {len(none)} without a plan{_named(none)}"
     baselines = [row for row in rows if row.method.startswith("memory-budget")]
     wrong = [row for row in baselines if row.bits == "wrong" or row.error]
     yield f"of {len(baselines)} runs of the Memory Budget API, {len(wrong)} fail or compute other gradients{_named(wrong)}"
+
+
+def _in_arenas(rows: Sequence[CompiledRow]) -> Iterator[str]:
+    """Yield the results of plans in arenas, beside the same without one; nothing if there are none."""
+    without = {(row.model, row.budget): row for row in rows if row.method == OURS}
+    arenas = [row for row in rows if row.method == IN_ARENA and row.measured_peak_bytes is not None]
+    if not arenas:
+        return
+    over = [row for row in arenas if (row.measured_peak_bytes or 0) > (row.budget_bytes or 0)]
+    other = [row for row in arenas if row.bits != "identical"]
+    yield f"of {len(arenas)} plans in an arena, {len(over)} take more than their budget{_named(over)}"
+    yield f"of {len(arenas)} plans in an arena, {len(arenas) - len(other)} have the bits of torch.compile{_named(other)}"
+    pairs = [(row.ratio, without[row.model, row.budget].ratio) for row in arenas]
+    yield f"in an arena, of the time without: {_spread(own / plain for own, plain in pairs if own and plain)}"
 
 
 def _spread(ratios: Iterable[float | None]) -> str:

@@ -28,6 +28,7 @@ from solvers.least import least_budget
 
 REFERENCE = "torch.compile"
 OURS = "planner inductor"
+IN_ARENA = "planner inductor in an arena"
 ATEN = "planner eager"
 PEAK_OF = "peak of "  # prefix of a budget that is the measured peak of another method
 _LEAST_S = 5.0  # for finding the least budget that would do, of each graph
@@ -38,11 +39,13 @@ class CompiledRow(Made):
     """One method at one budget."""
 
     model: str = key()
-    method: str = key("torch.compile, planner inductor, planner eager, or a name in planner.studies.baselines")
+    method: str = key("torch.compile, planner inductor (in an arena), planner eager, or a name in planner.studies.baselines")
     budget: str = key("a share of the reference's peak, or the peak of a method; empty for what is given none")
     budget_bytes: int | None = value("the same, static bytes included")
     predicted_peak_bytes: int | None = value("of the plan")
-    measured_peak_bytes: int | None = value("of tensors and workspaces (CUDA: allocated), static bytes included")
+    measured_peak_bytes: int | None = value(
+        "of tensors and workspaces (CUDA: allocated), or the slab and what is outside, and static bytes"
+    )
     time_s: float | None = value("median of a forward and backward pass")
     ratio: float | None = value("median of the multiples of the reference's time in the same turn")
     peer_ratio: float | None = value("the same of the method whose peak the budget is")
@@ -113,6 +116,9 @@ def compare_compiled(
     peaks = {f"{PEAK_OF}{row.method}": row.measured_peak_bytes for row in baselines if row.measured_peak_bytes is not None}
     for budget, size in (budgets | peaks).items():
         comparison.plan(OURS, budget, size)
+    if not comparison.on_cuda:
+        for budget, size in budgets.items():
+            comparison.plan(IN_ARENA, budget, size)
     return comparison.timed()
 
 
@@ -124,7 +130,8 @@ class _Comparison:
         self._settings = settings
         self._on_row = on_row
         self._benchmark = Benchmark(workload, seed=settings.seed)
-        self._models = {ATEN: KeptCaptures(workload.model), OURS: KeptCaptures(workload.model)}
+        of_inductor = KeptCaptures(workload.model)
+        self._models = {ATEN: KeptCaptures(workload.model), OURS: of_inductor, IN_ARENA: of_inductor}
         self._rows: list[tuple[CompiledRow, str]] = []  # with the name under which each is timed
         self._planned: dict[tuple[str, int], tuple[CompiledRow, str]] = {}
         self._least: dict[str, int] = {}
@@ -175,7 +182,12 @@ class _Comparison:
         begin, asked_s, kept_s = time.perf_counter(), model.asked_s, model.kept_s
         try:
             step = planner.compile(
-                model, *self._workload[1:], budget=budget_bytes, kernels=method.split()[1], time_limit_s=limit_s
+                model,
+                *self._workload[1:],
+                budget=budget_bytes,
+                kernels=method.split()[1],
+                arena=method == IN_ARENA,
+                time_limit_s=limit_s,
             )
         except PlannerError as error:
             least = self._least_bytes(method) if isinstance(error, (BudgetError, LimitError)) else None
@@ -189,14 +201,17 @@ class _Comparison:
             plan_s=plan_s,
             compile_s=model.asked_s - asked_s,
         )
-        return _with(row, self._benchmark.enter(_as_method(name, step))), name
+        row = _with(row, self._benchmark.enter(_as_method(name, step)))
+        if row.measured_peak_bytes is not None and step.plan.arena_bytes is not None:
+            row = replace(row, measured_peak_bytes=row.measured_peak_bytes + step.plan.arena_bytes)  # not PyTorch's allocator's
+        return row, name
 
     def _least_bytes(self, method: str) -> int:
         """Return the least budget at which a schedule of any graph of `method` is found in some seconds."""
         if method not in self._least:
             captures = self._models[method].captures.values()
             timed = (tracing.profiled(captured, self._workload, TraceSettings(passes=1)) for captured in captures)
-            graphs = [(with_traced(captured, (IN_PLACE.name,)) if method == OURS else captured).graph for captured in timed]
+            graphs = [(captured if method == ATEN else with_traced(captured, (IN_PLACE.name,))).graph for captured in timed]
             orders = [order_for(graph, "windows", reorder=None, clock=WallClock(_LEAST_S)).graph for graph in graphs]
             self._least[method] = min(least_budget(graph, clock=WallClock(_LEAST_S)).found_bytes for graph in orders)
         return self._least[method]

@@ -19,7 +19,7 @@ from statistics import median
 import torch
 
 from benchmarks.all_compressed import all_compressed
-from benchmarks.command import carry_out, command_line, one_thread
+from benchmarks.command import Setting, benchmark
 from benchmarks.training_loop import Loop, Recipe
 from graphs.options import without_options
 from graphs.options.compress import VARIANCE
@@ -27,6 +27,7 @@ from graphs.schedule import Schedule, keep_everything
 from graphs.simulate import simulate
 from graphs.units import format_ratio
 from planner import options, tracing
+from planner.attributes import attributes
 from planner.capture.lowering.lower import Capture
 from planner.capture.options import with_options
 from planner.capture.signature import Batch
@@ -38,7 +39,7 @@ from planner.runtime.pool_memory import measured_peak
 from planner.settings import TraceSettings
 from planner.studies.experiment import Study
 from planner.studies.rows import Made, column, key, listed, provenance
-from planner.studies.tables import ALL, Column, SideBySide, by, markdown, side_by_side
+from planner.studies.tables import ALL, Column, SideBySide, by, made_with, markdown, side_by_side
 from planner.views.figures import COLORS, new_figure, save_figure
 
 EXACT = "exact"
@@ -126,9 +127,9 @@ class Curve:
     error: float
 
 
-def train(case: tuple[str, LearningCase], known: Sequence[CurveRow], *, steps: int, seed: int) -> Iterator[CurveRow]:
+def train(name: str, known: Sequence[CurveRow], *, steps: int, seed: int) -> Iterator[CurveRow]:
     """Yield the rows of one model, `steps` for each of BITS and OTHER_WEIGHTS."""
-    name, learned = case
+    learned = CASES[name]
     torch.manual_seed(seed)
     workload = learned.recipe.make()
     data = list(learned.data(workload.batch, steps, seed))
@@ -146,11 +147,8 @@ def train(case: tuple[str, LearningCase], known: Sequence[CurveRow], *, steps: i
                 exact_loss=exact_loss,
                 time_s=time_s,
                 exact_s=exact_s,
-                predicted_peak_bytes=curve.predicted_peak_bytes,
-                peak_bytes=curve.peak_bytes,
+                **attributes(curve, "predicted_peak_bytes", "peak_bytes", "predicted_error", "error"),
                 exact_peak_bytes=begun[EXACT].peak_bytes,
-                predicted_error=curve.predicted_error,
-                error=curve.error,
                 seed=seed,
                 **provenance(),
             )
@@ -232,7 +230,7 @@ part of the exact one. Times are those of forward and backward pass, as multiple
 
 def table(rows: Sequence[CurveRow]) -> str:
     """Return a table with a line for each model and bits, and the provenance of its rows."""
-    one, steps = rows[0], max(row.step for row in rows) + 1
+    steps = max(row.step for row in rows) + 1
     ends = sorted({-(-steps * third // 3) for third in (1, 2, 3)})
     columns = (
         "model",
@@ -246,7 +244,7 @@ def table(rows: Sequence[CurveRow]) -> str:
         Column("largest difference", lambda curve: largest_difference(list(curve.values())), format_ratio, at=ALL),
         Column("time", lambda curve: median(row.time_s / row.exact_s for row in curve.values()), "{:.2f}x", at=ALL),
     )
-    about = f"{steps} steps of AdamW from seed {one.seed}; {one.machine}; torch {one.torch}; commit {one.commit}.\n"
+    about = f"{steps} steps of AdamW from seed {rows[0].seed}; {made_with(rows)}"
     return "\n".join((_HEAD, markdown(side_by_side(rows, "step", "model", "bits"), columns), about))
 
 
@@ -277,22 +275,17 @@ def plot(rows: Sequence[CurveRow], path: Path) -> None:
     save_figure(figure, path)
 
 
-def main(words: Sequence[str] | None = None) -> int:
-    """Train the missing models; write rows, table and figure; return 1 on failures."""
-    parser = command_line(__doc__, CurveRow, models=CASES, out="results/compression")
-    parser.add_argument("--steps", type=options.count, default=300, help="of each curve (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of weights, data and random state (default: %(default)s)")
-    arguments = parser.parse_args(words)
-    one_thread()
-    study = Study(
-        CurveRow,
-        partial(train, steps=arguments.steps, seed=arguments.seed),
-        order=listed(model=CASES),
-        pages={"table.md": table},
-        figures={"curves.png": plot},
-        failures=failures,
-    )
-    return carry_out(study, arguments, {(name,): (name, CASES[name]) for name in arguments.models})
+STUDY = Study(
+    CurveRow, train, order=listed(model=CASES), pages={"table.md": table}, figures={"curves.png": plot}, failures=failures
+)
+main = benchmark(
+    STUDY,
+    __doc__,
+    models=CASES,
+    out="results/compression",
+    steps=Setting(300, "of each curve", options.count),
+    seed=Setting(0, "of weights, data and random state"),
+)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from statistics import median
 
 import torch
 
-from benchmarks.command import carry_out, command_line, one_thread
+from benchmarks.command import Setting, benchmark
 from graphs.schedule import keep_everything
 from graphs.units import format_seconds
 from planner import options
@@ -24,7 +24,7 @@ from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
 from planner.models import build
 from planner.runtime.executor import Executor
-from planner.runtime.measure import Step, loss_of, turn_times
+from planner.runtime.measure import Step, loss_of, ratio_in_turns, turn_times
 from planner.studies.baselines import own_code
 from planner.studies.experiment import Study
 from planner.studies.rows import Made, column, key, listed, provenance
@@ -69,7 +69,7 @@ def measure(name: str, known: Sequence[ExecutorRow], *, repeats: int) -> Iterato
         if runs(lite, batch):
             steps["lite"] = lite
         times = turn_times(steps, batch, parameters=list(model.parameters()), repeats=repeats)
-    ratios = {step: median(a / b for a, b in zip(times[step], times["eager"], strict=True)) for step in steps}
+    ratios = {step: ratio_in_turns(times[step], times["eager"])[0] for step in steps}
     yield ExecutorRow(
         model=name,
         ops=len(captured.graph.ops),
@@ -112,19 +112,8 @@ TABLE = (
 )
 
 
-def main(words: Sequence[str] | None = None) -> int:
-    """Measure the missing models; write rows and table."""
-    parser = command_line(__doc__, ExecutorRow, models=MODELS, out="results/executor")
-    parser.add_argument("--repeats", type=options.count, default=40, help="steps timed of each (default: %(default)s)")
-    arguments = parser.parse_args(words)
-    one_thread()
-    study = Study(
-        ExecutorRow,
-        partial(measure, repeats=arguments.repeats),
-        order=listed(model=MODELS),
-        pages={"table.md": partial(markdown, columns=TABLE)},
-    )
-    return carry_out(study, arguments, {(name,): name for name in arguments.models})
+STUDY = Study(ExecutorRow, measure, order=listed(model=MODELS), pages={"table.md": partial(markdown, columns=TABLE)})
+main = benchmark(STUDY, __doc__, models=MODELS, out="results/executor", repeats=Setting(40, "steps timed of each", options.count))
 
 
 if __name__ == "__main__":

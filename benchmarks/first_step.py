@@ -13,24 +13,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from importlib import metadata
+from operator import attrgetter
 
 from benchmarks.command import carry_out, command_line, one_thread
 from benchmarks.first_step_cases import CASES
-from benchmarks.first_step_run import (
-    FAILED,
-    LARGE_PAGES,
-    OUT_OF_MEMORY,
-    RAN,
-    UNCAPPED,
-    WAYS,
-    FirstStepRow,
-    train,
-)
+from benchmarks.first_step_run import FAILED, LARGE_PAGES, OUT_OF_MEMORY, RAN, UNCAPPED, WAYS, FirstStepRow, train
 from graphs.units import format_bytes, format_ratio, format_seconds
+from planner.attributes import attributes
 from planner.studies.experiment import Study
 from planner.studies.processes import ALONE, ProcessError, stream
 from planner.studies.rows import listed, provenance
-from planner.studies.tables import Column, bullets, by, markdown, said
+from planner.studies.tables import Column, bullets, by, made_with, markdown, said
 
 RSS_TOLERANCE = 0.05  # of the budget and the memory of importing torch
 START_S = 2.0  # that planning may take besides the capture and some steps
@@ -47,19 +40,12 @@ def train_model(model: str, known: Sequence[FirstStepRow]) -> Iterator[FirstStep
     if uncapped is None or uncapped.status != RAN:
         uncapped, ways = replace(train_in_process(model, UNCAPPED, about), planning_steps=CASES[model].planning_steps), {}
         yield uncapped
-    peak_bytes, static_bytes, growth_bytes = uncapped.eager_peak_bytes, uncapped.static_bytes, uncapped.eager_growth_bytes
-    if peak_bytes is None or static_bytes is None or growth_bytes is None:
+    found = attributes(uncapped, "eager_peak_bytes", "static_bytes", "eager_growth_bytes", "planning_steps")
+    if None in found.values():
         return
-    budget_bytes = int(CASES[model].share * peak_bytes)
-    capped = {
-        **about,
-        "eager_peak_bytes": peak_bytes,
-        "static_bytes": static_bytes,
-        "eager_growth_bytes": growth_bytes,
-        "budget_bytes": budget_bytes,
-        "room_bytes": (budget_bytes - static_bytes + growth_bytes) // 2,
-        "planning_steps": uncapped.planning_steps,
-    }
+    budget_bytes = int(CASES[model].share * found["eager_peak_bytes"])
+    room_bytes = (budget_bytes - found["static_bytes"] + found["eager_growth_bytes"]) // 2
+    capped = {**about, **found, "budget_bytes": budget_bytes, "room_bytes": room_bytes}
     yield from (train_in_process(model, way, capped) for way in WAYS if way != UNCAPPED and way not in ways)
 
 
@@ -131,18 +117,6 @@ class Trained:
         capture_s, step_s, steps = self.planned.capture_s, self.uncapped.step_s, self.planned.planning_steps
         return None if capture_s is None or step_s is None or steps is None else capture_s + steps * step_s + START_S
 
-    @property
-    def excess_rss_bytes(self) -> int | None:
-        """Highest RSS minus the allowed one; 0 or less if it is within."""
-        taken, allowed = self.planned.training_rss_bytes, self.allowed_rss_bytes
-        return None if taken is None or allowed is None else taken - allowed
-
-    @property
-    def excess_s(self) -> float | None:
-        """End of the first step minus the allowed one; 0 or less if it is within."""
-        taken, allowed = self.planned.first_step_s, self.allowed_first_step_s
-        return None if taken is None or allowed is None else taken - allowed
-
 
 def by_model(rows: Sequence[FirstStepRow]) -> list[Trained]:
     """Return the models whose rows are complete."""
@@ -167,7 +141,8 @@ def table(rows: Sequence[FirstStepRow]) -> str:
     models = by_model(rows)
     if not models:
         return "No model has all of its rows.\n"
-    some = models[0].planned
+    planned = [trained.planned for trained in models]
+    some = planned[0]
     method = (
         f"Each model is trained for {some.steps} steps of SGD, in a process of its own for each way, with one thread. The "
         "budget is a share of the peak of eager PyTorch's step. Under the cap (RLIMIT_DATA) VmData may grow, from where it is "
@@ -186,7 +161,8 @@ def table(rows: Sequence[FirstStepRow]) -> str:
     parts = [method, allowed, checks, "## Training", _LEGEND, training, "## RSS of the processes", rss]
     if messages := [f"{row.model}, {row.way}: {row.status}: {row.message}" for row in _ended_early(models)]:
         parts += ["## Not trained", bullets(messages)]
-    return "\n\n".join(part.strip() for part in [*parts, _made_with([trained.planned for trained in models])]) + "\n"
+    made = f"Seed {said(planned, 'seed')}; {made_with(planned, 'transformers')}"
+    return "\n\n".join(part.strip() for part in [*parts, made]) + "\n"
 
 
 _LEGEND = (
@@ -211,12 +187,14 @@ def _plan(overhead: float | None, gap: float | None) -> str | None:
     return f"+{format_ratio(overhead)} ({'unknown' if gap is None else format_ratio(gap)})"
 
 
-def _verdict(name: str, form: Callable[[float], str]) -> Callable[[Trained], str | None]:
-    def verdict(trained: Trained) -> str | None:
-        excess = getattr(trained, name)
-        return None if excess is None else "met" if excess <= 0 else f"missed by {form(excess)}"
+def _verdict(taken: str, allowed: str, form: Callable[[float], str]) -> Column:
+    """Return the column that says whether the attribute `taken` of a ``Trained`` is at most its attribute `allowed`."""
 
-    return verdict
+    def verdict(trained: Trained) -> str | None:
+        found, most = attrgetter(taken, allowed)(trained)
+        return None if found is None or most is None else "met" if found <= most else f"missed by {form(found - most)}"
+
+    return _column("check", verdict)
 
 
 def _budget(trained: Trained) -> str | None:
@@ -233,11 +211,11 @@ _CHECKS = (
     Column("bits equal", lambda trained: "yes" if trained.same_bits else "NO"),
     _column("highest RSS, training", "planned.training_rss_bytes"),
     _column("allowed", "allowed_rss_bytes"),
-    _column("check", _verdict("excess_rss_bytes", format_bytes)),
+    _verdict("planned.training_rss_bytes", "allowed_rss_bytes", format_bytes),
     _column("capture", "planned.capture_s"),
     _column("first step ends", "planned.first_step_s"),
     Column("allowed", lambda trained: f"{_seconds(trained.allowed_first_step_s)} ({trained.planned.planning_steps})"),
-    _column("check", _verdict("excess_s", format_seconds)),
+    _verdict("planned.first_step_s", "allowed_first_step_s", format_seconds),
 )
 _TRAINING = (
     "model",
@@ -272,19 +250,8 @@ def _seconds(time_s: float | None) -> str:
 
 def _ended_early(models: Sequence[Trained]) -> list[FirstStepRow]:
     """Return the rows that failed for a reason other than that eager PyTorch needs more than the cap."""
-    capped = [row for trained in models for row in (*trained.plans, trained.eager, trained.checkpointing)]
-    return [
-        row
-        for row in capped
-        if row.status != RAN and not (row.status == OUT_OF_MEMORY and row.message.startswith("RuntimeError"))
-    ]
-
-
-def _made_with(rows: Sequence[FirstStepRow]) -> str:
-    return (
-        f"Seed {said(rows, 'seed')}; {said(rows, 'machine')}; torch {said(rows, 'torch')}, transformers "
-        f"{said(rows, 'transformers')}; commit {said(rows, 'commit')}."
-    )
+    capped = [row for trained in models for row in (*trained.plans, trained.eager, trained.checkpointing) if row.status != RAN]
+    return [row for row in capped if row.status != OUT_OF_MEMORY or not row.message.startswith("RuntimeError")]
 
 
 STUDY = Study(

@@ -73,18 +73,16 @@ def lstm(*, batch: int, length: int, width: int, hidden: int, layers: int, vocab
     return Workload(FunctionModule(forward, **parts), next_tokens, (tokens, targets))
 
 
-def token_model(config: str, model: str, *, batch: int, length: int, vocabulary: int, **options: Any) -> Workload:
+def token_model(config: str, model: str, *, batch: int = 10, length: int = 256, **options: Any) -> Workload:
     """Build a model of Hugging Face that reads tokens and computes its loss from labels."""
-    tokens, labels = (torch.randint(3, vocabulary, (batch, length)) for _ in range(2))
-    return Workload(build_model(config, model, vocab_size=vocabulary, **options), None, {"input_ids": tokens, "labels": labels})
+    tokens, labels = (torch.randint(3, 8000, (batch, length)) for _ in range(2))
+    return Workload(build_model(config, model, vocab_size=8000, **options), None, {"input_ids": tokens, "labels": labels})
 
 
 def image_model(config: str, model: str, *, batch: int, size: int, **options: Any) -> Workload:
     """Build a model of Hugging Face that classifies images and computes its loss from labels."""
-    images, labels = torch.randn(batch, 3, size, size), torch.randint(10, (batch,))
-    return Workload(
-        build_model(config, model, image_size=size, num_labels=10, **options), None, {"pixel_values": images, "labels": labels}
-    )
+    batch_of_both = {"pixel_values": torch.randn(batch, 3, size, size), "labels": torch.randint(10, (batch,))}
+    return Workload(build_model(config, model, image_size=size, num_labels=10, **options), None, batch_of_both)
 
 
 _GPT2 = partial(build, "gpt2", layers=12, width=384, heads=6, seq=512, batch=4)
@@ -97,34 +95,11 @@ _LSTM = partial(lstm, batch=128, length=64, width=256, hidden=256, layers=8, voc
 _SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "use_cache": False}
 _TRANSFORMER = {"hidden_size": 256, "num_hidden_layers": 8, "num_attention_heads": 8, "intermediate_size": 1024}
 _NARROW = {"hidden_size": 192, "num_hidden_layers": 8, "num_attention_heads": 6, "intermediate_size": 768}
-_HF_GPT2 = partial(
-    token_model,
-    "GPT2Config",
-    "GPT2LMHeadModel",
-    batch=10,
-    length=256,
-    vocabulary=8000,
-    n_embd=256,
-    n_layer=8,
-    n_head=8,
-    **_SPECIAL,
-)
-_HF_BERT = partial(token_model, "BertConfig", "BertForMaskedLM", batch=10, length=256, vocabulary=8000, **_TRANSFORMER)
-_HF_T5 = partial(
-    token_model,
-    "T5Config",
-    "T5ForConditionalGeneration",
-    batch=10,
-    length=192,
-    vocabulary=8000,
-    d_model=256,
-    d_kv=32,
-    d_ff=1024,
-    num_layers=4,
-    num_heads=8,
-    decoder_start_token_id=1,
-    **_SPECIAL,
-)
+_SMALL_GPT2 = {"n_embd": 256, "n_layer": 8, "n_head": 8}
+_SMALL_T5 = {"d_model": 256, "d_kv": 32, "d_ff": 1024, "num_layers": 4, "num_heads": 8, "decoder_start_token_id": 1}
+_HF_GPT2 = partial(token_model, "GPT2Config", "GPT2LMHeadModel", **_SMALL_GPT2, **_SPECIAL)
+_HF_BERT = partial(token_model, "BertConfig", "BertForMaskedLM", **_TRANSFORMER)
+_HF_T5 = partial(token_model, "T5Config", "T5ForConditionalGeneration", length=192, **_SMALL_T5, **_SPECIAL)
 _HF_VIT = partial(image_model, "ViTConfig", "ViTForImageClassification", batch=36, size=128, patch_size=8, **_NARROW)
 
 CASES: Mapping[str, FirstStepCase] = {

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from statistics import median
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -16,7 +17,7 @@ from benchmarks.command import one_thread
 from benchmarks.first_step_cases import FirstStepCase
 from benchmarks.process_memory import DataWatch, limit_data, reset_highest_rss, status_bytes
 from benchmarks.training_loop import Loop, batches
-from graphs.errors import PlannerError
+from graphs.errors import PlannerError, first_line, typed_line
 from planner.capture.lowering.statics import StaticTensors
 from planner.capture.signature import Batch
 from planner.capture.step import TrainingStep
@@ -99,8 +100,9 @@ class Run:
         release_unused(_CPU)
         self._ready_data_bytes, ready_bytes = status_bytes("VmData"), status_bytes("VmRSS")
         static = StaticTensors(self._workload.model, self._workload.batch, _CPU).tensors
-        imported_bytes = ready_bytes - before_bytes - sum(tensor.size_bytes for tensor in static)
-        self._note(ready_rss_bytes=ready_bytes, library_rss_bytes=max(0, imported_bytes), steps=self._case.steps, seed=SEED)
+        self._static_bytes = sum(tensor.size_bytes for tensor in static)
+        library_bytes = max(0, ready_bytes - before_bytes - self._static_bytes)
+        self._note(ready_rss_bytes=ready_bytes, library_rss_bytes=library_bytes, steps=self._case.steps, seed=SEED)
 
     def run(self) -> FirstStepRow:
         """Train, and return the row."""
@@ -119,16 +121,15 @@ class Run:
             runs[self._row.way]()
             self._note(status=RAN)
         except Exception as error:  # noqa: BLE001 (whatever it is, it is a row)
-            self._note(status=status_of(error), message=first_line(error))
+            self._note(status=status_of(error), message=message_of(error))
         return self._row
 
     def _uncapped(self) -> None:
         """Train without a cap, and measure the memory."""
-        self._train(TrainingStep(self._workload.model, self._workload.loss_fn), watched=2)
-        model, loss_fn, batch = self._workload
-        static_bytes = sum(tensor.size_bytes for tensor in StaticTensors(model, batch, _CPU).tensors)
-        memory = measure_memory(TrainingStep(model, loss_fn), batch, static_bytes=static_bytes, device=_CPU)
-        self._note(static_bytes=static_bytes, eager_peak_bytes=memory.peak_bytes)
+        step = TrainingStep(self._workload.model, self._workload.loss_fn)
+        self._train(step, watched=2)
+        memory = measure_memory(step, self._workload.batch, static_bytes=self._static_bytes, device=_CPU)
+        self._note(static_bytes=self._static_bytes, eager_peak_bytes=memory.peak_bytes)
 
     def _planned(self) -> None:
         """Plan within the budget, and train."""
@@ -145,12 +146,8 @@ class Run:
         self._train(step, began=began)
         swaps = (f"step {use.step} after {use.seconds:.1f} s: {use.reason}" for use in step.history[1:])
         last = step.plan
-        self._note(
-            last_overhead=last.overhead,
-            last_gap=last.gap,
-            measured_peak_bytes=last.measured_peak_bytes,
-            swaps="; ".join(swaps),
-        )
+        self._note(last_overhead=last.overhead, last_gap=last.gap, measured_peak_bytes=last.measured_peak_bytes)
+        self._note(swaps="; ".join(swaps))
 
     def _train(self, step: Step, *, began: float | None = None, watched: int = 0) -> None:
         """Take all steps.
@@ -198,11 +195,8 @@ def captures_timed() -> Iterator[list[float]]:
         finally:
             times.append(time.perf_counter() - began)
 
-    Compiler.capture = timed  # type: ignore[method-assign]
-    try:
+    with patch.object(Compiler, "capture", timed):
         yield times
-    finally:
-        Compiler.capture = capture  # type: ignore[method-assign]
 
 
 def digest(losses: Sequence[float], state: str) -> str:
@@ -217,7 +211,6 @@ def status_of(error: Exception) -> str:
     return REFUSED if isinstance(error, PlannerError) else FAILED
 
 
-def first_line(error: Exception) -> str:
+def message_of(error: Exception) -> str:
     """Return the first line of the message, with the type of an error that is not the planner's."""
-    line = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
-    return line if isinstance(error, PlannerError) else f"{type(error).__name__}: {line}"
+    return first_line(error) if isinstance(error, PlannerError) else typed_line(error)

@@ -8,10 +8,11 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from statistics import median
 
 from benchmarks.command import add_names, carry_out, command_line
-from benchmarks.solved import Solved, solved
+from benchmarks.solves import Solved, modelled, solved
 from graphs.errors import BudgetError
 from graphs.ir import Graph
 from graphs.simulate import simulate
@@ -19,17 +20,12 @@ from graphs.units import format_bytes
 from planner.budgets import budget_in_bytes
 from planner.option_settings import OptionSettings, option_settings
 from planner.plans.summary import summarize
-from planner.settings import TraceSettings
 from planner.studies.experiment import Study
-from planner.studies.rows import column, key, listed, provenance, text, value
+from planner.studies.rows import column, key, listed, missing_keys, provenance, text, value
 from planner.studies.tables import Column, bullets, by, markdown, side_by_side
-from planner.workload.tracing import Tracing
-from planner.workload.workload import parse_spec
 from solvers.clock import WallClock
 from solvers.least import least_budget
 from solvers.registry import SOLVERS
-from solvers.request import Request
-from solvers.tolerance import Tolerance
 
 MODELS: Mapping[str, str] = {
     "gpt2-medium": "zoo:gpt2,layers=24,width=1024,heads=16,batch=8,seq=1024,dtype=bfloat16",
@@ -50,7 +46,6 @@ OURS = (RECOMPUTE, OFFLOAD, BOTH)
 METHODS = (*OURS, *(name for name, entry in SOLVERS.items() if entry.offloads))
 HOST = "256GB"
 LIMIT_S, LEAST_S = 60.0, 15.0  # of a solve, and of the search for the least budget
-TOLERANCE = 1e-3
 GAP = 0.01  # the target in four cases of five
 _ABOVE_LEAST = "least + "
 _FLOATING = 1e-9
@@ -104,8 +99,7 @@ class OffloadCase:
 
 def solve(case: OffloadCase, known: Sequence[OffloadRow]) -> Iterator[OffloadRow]:
     """Yield the missing rows. First executions come in program order throughout, so that one bound holds for all."""
-    there = {(row.budget, row.method) for row in known}
-    wanted = [pair for budget in case.budgets for method in METHODS if (pair := (budget, method)) not in there]
+    wanted = missing_keys(product(case.budgets, METHODS), known, "budget", "method")
     if not wanted:
         return
     graph = case.make()
@@ -115,22 +109,20 @@ def solve(case: OffloadCase, known: Sequence[OffloadRow]) -> Iterator[OffloadRow
     least_bytes = least_budget(graph, clock=WallClock(LEAST_S)).found_bytes if between else None
     peak_bytes = summarize(graph).keep_everything_peak_bytes
     for budget, method in wanted:
-        budget_bytes = budget_bytes_of(budget, least_bytes, peak_bytes)
-        row = OffloadRow(
+        blank = OffloadRow(
             suite=case.suite,
             model=case.model,
             budget=budget,
             method=method,
             base_s=graph.time_s,
-            budget_bytes=budget_bytes,
+            budget_bytes=budget_bytes_of(budget, least_bytes, peak_bytes),
             least_bytes=least_bytes,
             base_peak_bytes=peak_bytes,
             link=str(case.options.link(graph.provenance)),
             **provenance(),
         )
         own = graphs.get(method, offered)
-        request = Request(own, budget_bytes, Tolerance.of(TOLERANCE), WallClock(case.limit_s))
-        row, result = solved(row, "windows" if method in OURS else method, request)
+        row, result = solved(blank, own, WallClock(case.limit_s), "windows" if method in OURS else method)
         if result is not None and result.schedule is not None:
             computed, host_bytes = result.schedule.computed, sum(simulate(own, result.schedule).pool_peaks_bytes[1:])
             copied = sum(own.ops[op].optional for op in computed)
@@ -228,11 +220,10 @@ def main(words: Sequence[str] | None = None) -> int:
     add_names(parser, "--suites", SUITES)
     arguments = parser.parse_args(words)
     cases = {}
-    for name in arguments.suites:
+    for name, model in product(arguments.suites, arguments.models):
         suite = SUITES[name]
-        options = option_settings(["offload"], suite.link, HOST)
-        for model in [model for model in arguments.models if model in suite.budgets]:
-            make = partial(Tracing(TraceSettings(roofline=suite.device)).graph, parse_spec(MODELS[model]))
+        if model in suite.budgets:
+            make, options = partial(modelled, MODELS[model], suite.device), option_settings(["offload"], suite.link, HOST)
             cases[name, model] = OffloadCase(name, model, make, options, suite.budgets[model])
     return carry_out(STUDY, arguments, cases)
 

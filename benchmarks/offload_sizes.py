@@ -9,9 +9,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from benchmarks.command import carry_out, command_line
+from benchmarks.command import benchmark
 from benchmarks.offload import HOST
 from graphs.units import parse_budget
+from planner.attributes import attributes
 from planner.option_settings import option_settings
 from planner.settings import TraceSettings
 from planner.studies.experiment import Study
@@ -71,33 +72,23 @@ def search(
 ) -> Iterator[LargestSizeRow]:
     """Yield a row for each method on one case."""
     case = CASES[name]
-    sizes = SizedModel(
-        parse_spec(case.spec), case.varies, Tracing(TraceSettings(roofline="h200", optimizer="adamw")), unit=case.unit, way_out=""
-    )
+    tracing = Tracing(TraceSettings(roofline="h200", optimizer="adamw"))
+    sizes = SizedModel(parse_spec(case.spec), case.varies, tracing, unit=case.unit, way_out="")
     wanted = Wanted(
         budget_bytes=parse_budget(budget, peak_bytes=0),
         max_overhead=MAX_OVERHEAD,
         first=sizes.first,
         time_limit_s=limit_s,
-        varies=case.varies,
-        unit=case.unit,
+        **attributes(case, "varies", "unit"),
         samples=samples_for(case.varies, sizes.first),
         options=option_settings(["offload"], LINK, HOST),
     )
     for answer in max_batch(sizes.graph, wanted):
         yield LargestSizeRow(
             model=name,
-            varies=case.varies,
-            unit=case.unit,
-            budget_bytes=wanted.budget_bytes,
-            max_overhead=MAX_OVERHEAD,
-            method=answer.method,
-            size=answer.size,
-            overhead=answer.overhead,
-            gap=answer.gap,
+            **attributes(wanted, "varies", "unit", "budget_bytes", "max_overhead"),
+            **attributes(answer, "method", "size", "overhead", "gap", "peak_bytes", "undecided"),
             base_s=answer.keep_everything_time_s,
-            peak_bytes=answer.peak_bytes,
-            undecided=answer.undecided,
             link=LINK,
             **provenance(),
         )
@@ -117,12 +108,7 @@ STUDY = Study(
     pages={"max_batch.md": partial(markdown, columns=TABLE)},
     file="max_batch.csv",
 )
-
-
-def main(words: Sequence[str] | None = None) -> int:
-    """Search the missing cases; write rows and table after each model."""
-    arguments = command_line(__doc__, LargestSizeRow, models=CASES, out="results/offload").parse_args(words)
-    return carry_out(STUDY, arguments, {(name,): name for name in arguments.models})
+main = benchmark(STUDY, __doc__, models=CASES, out="results/offload")
 
 
 if __name__ == "__main__":

@@ -10,34 +10,31 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import product
 
 from benchmarks import offload
 from benchmarks.command import carry_out, command_line, one_thread
 from benchmarks.options_errors import ERRORS, MEASURED, Bits, bits_of
-from benchmarks.solved import Solved, solved
+from benchmarks.solves import TOLERANCE, Solved, modelled, solved
 from graphs.ir import Graph
 from graphs.options.option import Need
 from graphs.simulate import simulate
 from graphs.units import format_bytes, format_ratio, format_seconds
 from planner import options
+from planner.attributes import attributes
 from planner.budgets import budget_in_bytes
 from planner.capture.options import OPTIONS, check_options, holding, needs, traced_options
 from planner.option_settings import OptionSettings, option_settings
 from planner.plans.summary import summarize
-from planner.settings import SolveSettings, TraceSettings
+from planner.settings import SolveSettings
 from planner.studies.experiment import Study
-from planner.studies.rows import KeptRows, Made, column, key, provenance, text, value
+from planner.studies.rows import KeptRows, Made, column, key, missing_keys, provenance, text, value
 from planner.studies.tables import as_markdown, bullets, by
-from planner.workload.tracing import Tracing
-from planner.workload.workload import parse_spec
 from solvers.clock import Clock
 from solvers.least import least_budget
 from solvers.order.reorder import reordered
-from solvers.request import Request
 from solvers.result import Status
-from solvers.tolerance import Tolerance
 
-DEVICE = "h200"
 MODELS: Mapping[str, str] = {
     "gpt2-medium": offload.MODELS["gpt2-medium"],
     "head-100k": "zoo:mlp,batch=8192,width=1024,layers=4,classes=100000",
@@ -54,7 +51,6 @@ LEAST = "least"  # the budget of a search for the least one
 SHARES = ("70%", "50%", "30%", "20%")  # of the peak of the program
 BUDGETS = (LEAST, *SHARES)
 LIMIT_S = 60.0
-TOLERANCE = 1e-3  # of each solve
 FLOATING = 1e-9
 
 
@@ -87,11 +83,6 @@ class OptionsRow(Solved):
         return frozenset() if self.options == NONE else frozenset(self.options.split("+"))
 
 
-def trace(model: str, names: Sequence[str]) -> Graph:
-    """Return the step of a model, timed, with all options of `names` that are found in it."""
-    return Tracing(TraceSettings(roofline=DEVICE, options=traced_options(names))).graph(parse_spec(MODELS[model]))
-
-
 def set_name(some: Sequence[str]) -> str:
     """Return the name of a set of options, in rows."""
     return "+".join(some) or NONE
@@ -99,14 +90,14 @@ def set_name(some: Sequence[str]) -> str:
 
 def sets_of(offers: Sequence[Offer]) -> tuple[tuple[str, ...], ...]:
     """Return the sets of options that are solved for, each once: those that offer nothing are in none."""
-    every = tuple(offer.option for offer in offers if offer.ops)
-    exact = tuple(offer.option for offer in offers if offer.ops and offer.bits is Bits.EXACT)
-    return tuple(dict.fromkeys(((), *((name,) for name in every), exact, faithful_of(offers), every)))
+    every, exact = (options_within(offers, bits) for bits in (Bits.LOSSY, Bits.EXACT))
+    return tuple(dict.fromkeys(((), *((name,) for name in every), exact, options_within(offers, Bits.ROUNDING), every)))
 
 
-def faithful_of(offers: Sequence[Offer]) -> tuple[str, ...]:
-    """Return all that offer something but lossy ones."""
-    return tuple(offer.option for offer in offers if offer.ops and offer.bits is not Bits.LOSSY)
+def options_within(offers: Sequence[Offer], most: Bits) -> tuple[str, ...]:
+    """Return the options that offer something, and differ from the program by `most` at the most."""
+    kinds = tuple(Bits)
+    return tuple(offer.option for offer in offers if offer.ops and kinds.index(offer.bits) <= kinds.index(most))
 
 
 @dataclass(frozen=True)
@@ -153,16 +144,14 @@ class OptionsCase:
 
 def solve(case: OptionsCase, known: Sequence[OptionsRow]) -> Iterator[OptionsRow]:
     """Yield the missing rows of a model, which is traced if there are any."""
-    there = {(row.options, row.budget) for row in known}
-    offers = [offer for offer in case.known_offers.of(case.model) if offer.option in case.names]
-    wanted = {(set_name(some), budget) for some in sets_of(offers) for budget in BUDGETS}
-    if len(offers) == len(case.names) and wanted <= there:
-        return
-    case.known_offers.add(*case.offers)
-    for some in sets_of(case.offers):
-        missing = [budget for budget in BUDGETS if (set_name(some), budget) not in there]
-        graph = case.offered(some) if missing else case.traced
-        yield from (_solved(case, some, graph, budget) for budget in missing)
+    offers: Sequence[Offer] = [offer for offer in case.known_offers.of(case.model) if offer.option in case.names]
+    if len(offers) < len(case.names):
+        offers = case.offers
+        case.known_offers.add(*offers)
+    for some in sets_of(offers):
+        if missing := missing_keys(product([set_name(some)], BUDGETS), known, "options", "budget"):
+            graph = case.offered(some)
+            yield from (_solved(case, some, graph, budget) for _, budget in missing)
 
 
 def _solved(case: OptionsCase, some: Sequence[str], graph: Graph, budget: str) -> OptionsRow:
@@ -172,6 +161,7 @@ def _solved(case: OptionsCase, some: Sequence[str], graph: Graph, budget: str) -
         model=case.model,
         options=set_name(some),
         budget=budget,
+        budget_bytes=None if budget == LEAST else budget_in_bytes(budget, peak_bytes),
         base_s=traced.time_s,
         base_peak_bytes=peak_bytes,
         limit=limit.amount(limit.limit),
@@ -179,15 +169,13 @@ def _solved(case: OptionsCase, some: Sequence[str], graph: Graph, budget: str) -
         **provenance(),
     )
     if budget != LEAST:
-        budget_bytes = budget_in_bytes(budget, peak_bytes)
-        request = Request(graph, budget_bytes, Tolerance.of(TOLERANCE), case.clock())
-        return solved(replace(row, budget_bytes=budget_bytes), "windows", request)[0]
+        return solved(row, graph, case.clock())[0]
     begin = time.monotonic()
     bracket = least_budget(graph, clock=case.clock())
     seconds = time.monotonic() - begin
-    judged = simulate(graph, bracket.schedule)
-    row = replace(row, status=str(Status.FEASIBLE), time_s=judged.time_s, peak_bytes=judged.peak_bytes, seconds=seconds)
-    return replace(row, budget_bytes=bracket.found_bytes, proved_bytes=bracket.proved_bytes)
+    judged = attributes(simulate(graph, bracket.schedule), "time_s", "peak_bytes")
+    found = {"budget_bytes": bracket.found_bytes, "proved_bytes": bracket.proved_bytes}
+    return replace(row, status=str(Status.FEASIBLE), seconds=seconds, **judged, **found)
 
 
 def _settings(some: Sequence[str]) -> OptionSettings:
@@ -213,7 +201,7 @@ def table(rows: Iterable[OptionsRow], offers: Iterable[Offer], specs: Mapping[st
 
 def _gaps(rows: Mapping[str, Sequence[OptionsRow]], offers: Mapping[str, Sequence[Offer]]) -> list[str]:
     """Return a line about the gaps of all models with all lossless options together; an empty list without schedules."""
-    together = {model: set_name(faithful_of(own)) for model, own in offers.items()}
+    together = {model: set_name(options_within(own, Bits.ROUNDING)) for model, own in offers.items()}
     solves = (row for model, name in together.items() for row in rows.get(model, ()) if row.options == name)
     found = [row.gap for row in solves if row.budget != LEAST and row.gap is not None]
     if not found:
@@ -254,7 +242,7 @@ def _cell(row: OptionsRow | None) -> str:
     return row.overhead_text + ("" if row.gap is None else f" ({format_ratio(row.gap)})")
 
 
-def worse(rows: Iterable[OptionsRow], share: float) -> list[tuple[OptionsRow, OptionsRow]]:
+def worse(rows: Sequence[OptionsRow], share: float) -> list[tuple[OptionsRow, OptionsRow]]:
     """Return pairs of rows for one budget: of a set, and of one that contains it and does worse by a share of the other's."""
 
     def is_worse(row: OptionsRow, than: OptionsRow) -> bool:
@@ -264,12 +252,11 @@ def worse(rows: Iterable[OptionsRow], share: float) -> list[tuple[OptionsRow, Op
             return False
         return own is None or own > other * (1 + share)
 
-    there = list(rows)
-    return [(a, b) for a in there for b in there if _contains(b, a) and is_worse(b, a)]
+    return [(row, other) for row, other in _pairs(rows) if is_worse(other, row)]
 
 
-def below_bound(rows: Iterable[OptionsRow]) -> list[tuple[OptionsRow, OptionsRow]]:
-    """Return pairs of rows for one budget: of a set, and of one that contains it and whose bound its schedule is below."""
+def below_bound(rows: Sequence[OptionsRow]) -> list[tuple[OptionsRow, OptionsRow]]:
+    """Return pairs of rows: of a set, and of itself or one that contains it, whose bound its schedule is below."""
 
     def is_below(row: OptionsRow, bounded: OptionsRow) -> bool:
         if row.budget == LEAST:
@@ -278,12 +265,13 @@ def below_bound(rows: Iterable[OptionsRow]) -> list[tuple[OptionsRow, OptionsRow
         bound_s = (bounded.bound_s or 0.0) * (1 - FLOATING)
         return row.time_s is not None and (bounded.status == Status.INFEASIBLE or row.time_s < bound_s)
 
-    there = list(rows)
-    return [(a, b) for a in there for b in there if (a is b or _contains(b, a)) and is_below(a, b)]
+    return [(row, other) for row, other in (*zip(rows, rows, strict=True), *_pairs(rows)) if is_below(row, other)]
 
 
-def _contains(row: OptionsRow, other: OptionsRow) -> bool:
-    return (row.model, row.budget) == (other.model, other.budget) and row.names > other.names
+def _pairs(rows: Sequence[OptionsRow]) -> Iterator[tuple[OptionsRow, OptionsRow]]:
+    """Return pairs of rows for one budget: of a set, and of one that contains it."""
+    pairs = product(rows, repeat=2)
+    return ((a, b) for a, b in pairs if (a.model, a.budget) == (b.model, b.budget) and a.names < b.names)
 
 
 def _holds(rows: Sequence[OptionsRow]) -> Iterator[str]:
@@ -323,10 +311,6 @@ def _place(row: OptionsRow) -> tuple[int, list[int], int]:
     return tuple(MODELS).index(row.model), [len(some), *some], BUDGETS.index(row.budget)
 
 
-def _place_of_offer(offer: Offer) -> tuple[int, int]:
-    return tuple(MODELS).index(offer.model), _listed(offer.option)
-
-
 def main(words: Sequence[str] | None = None) -> int:
     """Make the missing rows; write rows and tables."""
     parser = command_line(__doc__, OptionsRow, models=(*MODELS, *MEASURED), out="results/options")
@@ -340,12 +324,15 @@ def main(words: Sequence[str] | None = None) -> int:
     pairs = [(model, option) for model in arguments.models if model in MEASURED for option in arguments.options]
     errors = {pair: (*pair, clock) for pair in pairs if traced_options(pair[1:])}
     code = carry_out(ERRORS, arguments, errors)
-    offers = KeptRows(arguments.out / "offers.csv", Offer, _place_of_offer)
+    offers = KeptRows(
+        arguments.out / "offers.csv", Offer, lambda offer: (tuple(MODELS).index(offer.model), _listed(offer.option))
+    )
     if arguments.fresh:
         offers.drop([offer for model in arguments.models for offer in offers.of(model)])
     models = [model for model in arguments.models if model in MODELS]
     names = arguments.options
-    cases = {(model,): OptionsCase(model, partial(trace, model, names), names, clock, offers) for model in models}
+    traces = {model: partial(modelled, MODELS[model], options=traced_options(names)) for model in models}
+    cases = {(model,): OptionsCase(model, trace, names, clock, offers) for model, trace in traces.items()}
     pages = {"table.md": lambda rows: table(rows, offers, MODELS)}
     return carry_out(Study(OptionsRow, solve, whole=False, order=_place, pages=pages), arguments, cases) or code
 

@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
-from statistics import median
 
 import torch
 
@@ -18,22 +17,21 @@ from planner.capture.lowering.lower import Capture
 from planner.capture.options import with_options
 from planner.capture.step import TrainingStep
 from planner.models import Workload, build
+from planner.plans.eager import Difference
 from planner.plans.summary import summarize
 from planner.runtime import measure
 from planner.runtime.executor import Executor
-from planner.runtime.measure import StepOutcome
+from planner.runtime.measure import StepOutcome, ratio_in_turns
 from planner.runtime.pool_memory import measured_peak
 from planner.settings import TraceSettings
 from planner.studies.experiment import Study
 from planner.studies.measured import relative_error
 from planner.studies.rows import Made, column, key, listed, provenance, text, value
+from planner.studies.solves import result_of
 from planner.studies.tables import Column, by, markdown
 from solvers.clock import Clock
 from solvers.least import least_budget
 from solvers.order.reorder import Reordering, reordered
-from solvers.registry import get_solver
-from solvers.request import Request
-from solvers.tolerance import Tolerance
 
 # At sizes at which a step takes 10 to 100 ms on one thread; logits have the same relative size as in real models.
 MEASURED: Mapping[str, Callable[[], Workload]] = {
@@ -123,8 +121,8 @@ class _Step:
         model, loss_fn, batch = self.workload
         row = replace(blank, budget_bytes=budget_bytes_of(blank.budget, self.least_bytes, blank.base_peak_bytes))
         assert row.budget_bytes is not None
-        request = Request(self.order.graph, row.budget_bytes, Tolerance.of(_TOLERANCE), clock())
-        result = self.order.result_of_source(get_solver("windows")(request))
+        solved = result_of(self.order.graph, row.budget_bytes, clock(), tolerance=_TOLERANCE)
+        result = self.order.result_of_source(solved)
         if result.schedule is None or result.time_s is None:
             return replace(row, error=" ".join(result.message.split()))
         graph = self.captured.graph
@@ -140,9 +138,9 @@ class _Step:
             measured_peak_bytes=measured_peak(self.captured, planned, TrainingStep(model, loss_fn), batch).peak_bytes,
             loss_error=relative_error(self.exact, found, ["loss"]),
             gradient_error=relative_error(self.exact, found, gradients),
-            largest_error=max(_largest(self.exact, found, name) for name in gradients),
+            largest_error=max(_largest(self.exact.difference(name, found)) for name in gradients),
             predicted_ratio=result.time_s / graph.time_s,
-            measured_ratio=median(a / b for a, b in zip(times["with"], times["without"], strict=True)),
+            measured_ratio=ratio_in_turns(times["with"], times["without"])[0],
         )
 
 
@@ -172,9 +170,8 @@ def _outcome(step: Executor, workload: Workload) -> StepOutcome:
     return measure.outcome(step, workload.model, workload.batch, seed=_SEED)
 
 
-def _largest(exact: StepOutcome, found: StepOutcome, name: str) -> float:
+def _largest(difference: Difference) -> float:
     """Return the largest difference of an element of a gradient, relative to its largest element."""
-    difference = exact.difference(name, found)
     if difference.relative is not None:
         return difference.relative
     return 0.0 if difference.max_abs == 0 else float("inf")

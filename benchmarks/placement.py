@@ -11,11 +11,14 @@ not proved optimal in the time are marked. XEngine's program does not support st
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import nn
 
-from benchmarks.command import carry_out, command_line, one_thread
+from benchmarks.command import benchmark
+from benchmarks.models.parts import Residual
+from benchmarks.solves import TOLERANCE
 from graphs.ir import Graph
 from graphs.options.passes import in_passes
 from graphs.options.surroundings import Link, OtherDevice, Surroundings
@@ -23,12 +26,13 @@ from graphs.schedule import Schedule, keep_everything
 from graphs.simulate import simulate
 from graphs.units import format_ratio, format_seconds
 from planner import tracing
+from planner.attributes import attributes
 from planner.budgets import budget_in_bytes
 from planner.capture.lowering.lower import Capture
 from planner.capture.options import with_options
 from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
-from planner.models import Workload
+from planner.models import Workload, build
 from planner.plans.summary import summarize
 from planner.profiling.devices import DeviceSpec, get_device
 from planner.profiling.other_devices import decode_devices
@@ -39,14 +43,11 @@ from planner.runtime.pool_memory import measured_peak, other_peaks_measured
 from planner.settings import TraceSettings
 from planner.studies.experiment import Study
 from planner.studies.rows import Made, column, key, listed, provenance, value
-from planner.studies.tables import ALL, Column, markdown, side_by_side
-from planner.workload.workload import load, parse_spec
+from planner.studies.solves import result_of
+from planner.studies.tables import ALL, Column, by, markdown, side_by_side
 from solvers.baselines.xengine import XEngineParams
 from solvers.clock import WallClock
-from solvers.registry import get_solver
-from solvers.request import Request
 from solvers.result import Result, Status
-from solvers.tolerance import Tolerance
 
 # No product: an integrated GPU of 1 TFLOP/s, which has the memory bus of the CPU of ``planner.profiling.devices`` to itself.
 INTEGRATED = DeviceSpec("integrated", 32 * 10**9, 51.2e9, 2e12, 1e12, 1e12, 10e-6, 0.70, 0.50, 0.40, 0.80)
@@ -61,49 +62,37 @@ MEASURED = {"one thread, one": "cpu:1", "one thread, two": "cpu:2"}
 PAIRS = (MODELLED, *MEASURED)
 LIMIT_S = 8.0
 REPEATS = 15
-TOLERANCE = 1e-3
-
-Step = tuple[nn.Module, Callable[..., torch.Tensor], tuple[torch.Tensor, ...]]
 
 
-class Residual(nn.Module):
-    """A residual block of two convolutions, as in ResNet-18, without normalisation."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.first, self.second = (nn.Conv2d(width, width, 3, padding=1) for _ in range(2))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the output for images[batch, width, height, width]."""
-        return torch.relu(x + self.second(torch.relu(self.first(x))))
+def regression(*layers: nn.Module, inputs: Sequence[int], targets: Sequence[int]) -> Workload:
+    """Return a network with the loss of a regression."""
+    return Workload(nn.Sequential(*layers), nn.MSELoss(), (torch.randn(*inputs), torch.randn(*targets)))
 
 
-def chain() -> Step:
+def chain() -> Workload:
     """Build two linear layers and GELU: a chain and its backward pass."""
-    model = nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 256))
-    return model, nn.MSELoss(), (torch.randn(2048, 256), torch.randn(2048, 256))
+    return regression(nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 256), inputs=(2048, 256), targets=(2048, 256))
 
 
-def mlp() -> Step:
+def mlp() -> Workload:
     """Build three linear layers with GELU and ReLU."""
     layers = nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 64)
-    return nn.Sequential(*layers), nn.MSELoss(), (torch.randn(2048, 256), torch.randn(2048, 64))
+    return regression(*layers, inputs=(2048, 256), targets=(2048, 64))
 
 
-def resnet() -> Step:
-    """Build a convolution and a residual block."""
-    model = nn.Sequential(nn.Conv2d(3, 32, 3, padding=1), Residual(32))
-    return model, nn.MSELoss(), (torch.randn(16, 3, 32, 32), torch.randn(16, 32, 32, 32))
+def resnet() -> Workload:
+    """Build a convolution and a residual block of two, as in ResNet-18, without normalisation."""
+    conv = partial(nn.Conv2d, out_channels=32, kernel_size=3, padding=1)
+    layers = conv(3), Residual(conv(32), nn.ReLU(), conv(32)), nn.ReLU()
+    return regression(*layers, inputs=(16, 3, 32, 32), targets=(16, 32, 32, 32))
 
 
-def transformer() -> Step:
-    """Build two layers of a small GPT-2."""
-    model, loss_fn, batch = load(parse_spec("zoo:gpt2,layers=2,width=128,heads=4,vocab=1000,batch=8,seq=128,dropout=0"))
-    assert loss_fn is not None and isinstance(batch, tuple)
-    return model, loss_fn, batch
-
-
-MODELS: Mapping[str, Callable[[], Step]] = {"chain": chain, "mlp": mlp, "resnet": resnet, "transformer": transformer}
+MODELS: Mapping[str, Callable[[], Workload]] = {
+    "chain": chain,
+    "mlp": mlp,
+    "resnet": resnet,
+    "transformer": partial(build, "gpt2", layers=2, width=128, heads=4, vocab=1000, batch=8, seq=128, dropout=0),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,18 +160,18 @@ class Pair:
         return with_options(self.main, ("placement",), Surroundings(Link.even(1.0), others=(second,)))
 
 
-def pair_of(step: Step, pair: str) -> Pair:
+def pair_of(step: Workload, pair: str) -> Pair:
     """Return the step on the two devices of `pair`."""
     if pair == MODELLED:
         captured = capture(*step)
         times = tuple(op.time_s for op in model_times(captured, INTEGRATED).ops)
         return Pair(model_times(captured, get_device("cpu")), OtherDevice("integrated", times, MODELLED_BYTES_PER_S))
-    measured = tracing.capture_profiled(Workload(*step), TraceSettings(passes=9, other_devices=(MEASURED[pair],)))
+    measured = tracing.capture_profiled(step, TraceSettings(passes=9, other_devices=(MEASURED[pair],)))
     (second,) = decode_devices(measured.graph.provenance)
     return Pair(measured.graph, second, measured)
 
 
-def executed(step: Step, pair: Pair, graph: Graph, schedule: Schedule) -> dict[str, float]:
+def executed(step: Workload, pair: Pair, graph: Graph, schedule: Schedule) -> dict[str, float]:
     """Return the measurements of a schedule on `graph`, run in turn with keeping everything on the main device."""
     assert pair.captured is not None
     model, loss_fn, batch = step
@@ -199,44 +188,37 @@ def executed(step: Step, pair: Pair, graph: Graph, schedule: Schedule) -> dict[s
     }
 
 
-def compare(name: str, pair: str, step: Step, devices: Pair, budgets: Sequence[str], *, limit_s: float) -> Iterator[PlacementRow]:
-    """Yield the rows of one model, whose `step` is given, on one pair of devices."""
-    peak_bytes = summarize(devices.main).keep_everything_peak_bytes
-    for budget in budgets:
-        unlimited = budget == NO_LIMIT
-        budget_bytes = budget_in_bytes("1000%" if unlimited else budget, peak_bytes)
-        both = devices.both(None if unlimited else budget_bytes)
-        graphs, solvers = (devices.main, devices.other, both, both, both), ("windows", "windows", *_XENGINE, "windows")
-        for method, graph, solver in zip(METHODS, graphs, solvers, strict=True):
-            params = XEngineParams(again=not unlimited) if solver in _XENGINE else None
-            request = Request(graph, budget_bytes, Tolerance.of(TOLERANCE), WallClock(limit_s), params=params)
-            result = get_solver(solver)(request)
-            optional = [op for i in (result.schedule.computed if result.schedule else ()) if (op := graph.ops[i]).optional]
-            placed = sum(bool(op.replaces) for op in optional)
-            row = PlacementRow(
-                model=name,
-                pair=pair,
-                ops=len(devices.main.ops),
-                budget=budget,
-                method=method,
-                status=_status(result),
-                time_s=result.time_s,
-                bound_s=result.bound_s,
-                serial_s=result.settings.get("serial_s"),
-                serial_bound_s=result.settings.get("serial_bound_s"),
-                seconds=result.seconds,
-                budget_bytes=budget_bytes,
-                peak_bytes=result.peak_bytes,
-                placed=placed,
-                copied=len(optional) - placed,
-                **provenance(),
-            )
-            if graph is both and result.schedule is not None and devices.captured is not None:
-                schedule = in_passes(graph, result.schedule)
-                predicted = simulate(graph, schedule)
-                row = replace(row, predicted_s=predicted.time_s, predicted_other_bytes=predicted.pool_peaks_bytes[1])
-                row = replace(row, **executed(step, devices, graph, schedule))
-            yield row
+def compare(name: str, pair: str, step: Workload, devices: Pair, budget: str, *, limit_s: float) -> Iterator[PlacementRow]:
+    """Yield the rows of one model, whose `step` is given, on one pair of devices at one budget."""
+    unlimited = budget == NO_LIMIT
+    budget_bytes = budget_in_bytes("1000%" if unlimited else budget, summarize(devices.main).keep_everything_peak_bytes)
+    both = devices.both(None if unlimited else budget_bytes)
+    graphs, solvers = (devices.main, devices.other, both, both, both), ("windows", "windows", *_XENGINE, "windows")
+    for method, graph, solver in zip(METHODS, graphs, solvers, strict=True):
+        params = XEngineParams(again=not unlimited) if solver in _XENGINE else None
+        result = result_of(graph, budget_bytes, WallClock(limit_s), solver, params=params)
+        optional = [op for i in (result.schedule.computed if result.schedule else ()) if (op := graph.ops[i]).optional]
+        placed = sum(bool(op.replaces) for op in optional)
+        row = PlacementRow(
+            model=name,
+            pair=pair,
+            ops=len(devices.main.ops),
+            budget=budget,
+            method=method,
+            status=_status(result),
+            **attributes(result, "time_s", "bound_s", "seconds", "budget_bytes", "peak_bytes"),
+            serial_s=result.settings.get("serial_s"),
+            serial_bound_s=result.settings.get("serial_bound_s"),
+            placed=placed,
+            copied=len(optional) - placed,
+            **provenance(),
+        )
+        if graph is both and result.schedule is not None and devices.captured is not None:
+            schedule = in_passes(graph, result.schedule)
+            predicted = simulate(graph, schedule)
+            row = replace(row, predicted_s=predicted.time_s, predicted_other_bytes=predicted.pool_peaks_bytes[1])
+            row = replace(row, **executed(step, devices, graph, schedule))
+        yield row
 
 
 def _status(result: Result) -> str:
@@ -267,14 +249,15 @@ TABLE = (
 )
 
 
-def measure(case: tuple[str, str], known: Sequence[PlacementRow]) -> Iterator[PlacementRow]:
-    """Yield the rows of a model and a pair of devices, where there are not all."""
-    name, pair = case
-    if len(known) == len(BUDGETS) * len(METHODS):
-        return
-    torch.manual_seed(0)
-    step = MODELS[name]()
-    yield from compare(name, pair, step, pair_of(step, pair), BUDGETS, limit_s=LIMIT_S)
+def measure(name: str, known: Sequence[PlacementRow]) -> Iterator[PlacementRow]:
+    """Yield the rows of a model, where there are not all of a pair of devices and a budget."""
+    made = by(known, "pair")
+    for pair in [pair for pair in PAIRS if len(made.get(pair, ())) < len(BUDGETS) * len(METHODS)]:
+        torch.manual_seed(0)
+        step = MODELS[name]()
+        devices = pair_of(step, pair)
+        for budget in BUDGETS:
+            yield from compare(name, pair, step, devices, budget, limit_s=LIMIT_S)
 
 
 STUDY = Study(
@@ -284,13 +267,7 @@ STUDY = Study(
     order=listed(pair=PAIRS, model=MODELS, budget=BUDGETS, method=METHODS),
     pages={"table.md": table},
 )
-
-
-def main(words: Sequence[str] | None = None) -> int:
-    """Solve the missing cases; write rows and table after each row."""
-    arguments = command_line(__doc__, PlacementRow, models=MODELS, out="results/placement").parse_args(words)
-    one_thread()
-    return carry_out(STUDY, arguments, {(name, pair): (name, pair) for pair in PAIRS for name in arguments.models})
+main = benchmark(STUDY, __doc__, models=MODELS, out="results/placement")
 
 
 if __name__ == "__main__":

@@ -8,28 +8,29 @@ import argparse
 import math
 import random
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 
+from benchmarks.command import add_names
 from graphs.errors import PlannerError
 from graphs.ir import Graph, Phase
 from graphs.options.surroundings import Link, OtherDevice, Surroundings
 from graphs.schedule import schedule_of
 from graphs.simulate import simulate
 from graphs.synthetic.random_graphs import random_graph, random_options, random_training_step, with_overwriting
+from planner.attributes import attributes
 from planner.capture.options import with_options
 from planner.studies.experiment import Study
 from planner.studies.rows import Key, column, key, read_rows, value
+from planner.studies.solves import result_of
 from solvers.bounds import least_budget_bound
 from solvers.clock import WorkClock
-from solvers.registry import get_solver
-from solvers.request import Request
-from solvers.tolerance import Tolerance
 
 KINDS = ("plain", "offload", "options", "devices")
 RANK = ("optimal", "infeasible", "feasible", "limit", "error")
-TOLERANCE = 1e-3
 CLOSE = 1e-9  # share of a time that arithmetic may be off by
 
 
@@ -61,9 +62,8 @@ def graph_of(kind: str, seed: int) -> tuple[Graph, int, float]:
         graph = random_graph(draw.randrange(10**6), draw.randint(4, 8 if kind == "devices" else 24))
         while kind == "devices" and any(t.static for t in graph.tensors):  # ops around tensors written in place do not move
             graph = random_graph(draw.randrange(10**6), draw.randint(4, 8))
-        graph = replace(
-            graph, ops=tuple(replace(op, phase=Phase.BACKWARD) if 2 * op.id >= len(graph.ops) else op for op in graph.ops)
-        )
+        half = len(graph.ops) / 2
+        graph = replace(graph, ops=tuple(replace(op, phase=Phase.BACKWARD) if op.id >= half else op for op in graph.ops))
     else:
         graph = random_training_step(draw.randrange(10**6), draw.randint(10, 60 if kind == "plain" else 25))
     peak_bytes = simulate(graph, schedule_of(graph, range(len(graph.program)))).peak_bytes
@@ -91,18 +91,12 @@ def solved(case: tuple[str, int], known: Sequence[Row] = ()) -> Iterator[Row]:
     graph, budget_bytes, limit = graph_of(kind, seed)
     row = Row(kind=kind, seed=seed, ops=len(graph.ops), budget_bytes=budget_bytes, status="error")
     try:
-        result = get_solver("windows")(Request(graph, budget_bytes, Tolerance.of(TOLERANCE), WorkClock(limit)))
+        result = result_of(graph, budget_bytes, WorkClock(limit))
     except PlannerError:
         yield row
         return
-    yield replace(
-        row,
-        status=str(result.status),
-        time_s=result.time_s,
-        bound_s=result.bound_s,
-        peak_bytes=result.peak_bytes,
-        steps=0 if result.schedule is None else len(result.schedule.steps),
-    )
+    steps = 0 if result.schedule is None else len(result.schedule.steps)
+    yield replace(row, steps=steps, **attributes(result, "status", "time_s", "bound_s", "peak_bytes"))
 
 
 STUDY = Study(Row, solved, order=lambda row: (KINDS.index(row.kind), row.seed))
@@ -130,14 +124,14 @@ def main() -> int:
     """Solve, write, and compare."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--kinds", default=",".join(KINDS), help="with commas (default: %(default)s)")
+    add_names(parser, "--kinds", KINDS)
     parser.add_argument("--count", type=int, default=1000, help="of graphs of each kind (default: %(default)s)")
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--against", type=Path, help="rows to compare with")
     parser.add_argument("--processes", type=int, default=2)
     args = parser.parse_args()
     seeds = range(args.first_seed, args.first_seed + args.count)
-    cases: dict[Key, tuple[str, int]] = {(kind, seed): (kind, seed) for kind in args.kinds.split(",") for seed in seeds}
+    cases: dict[Key, tuple[str, int]] = {case: case for case in product(args.kinds, seeds)}
     before = {} if args.against is None else {(row.kind, row.seed): row for row in read_rows(args.against, Row)}
     args.out.unlink(missing_ok=True)  # the rows of another state of the solver
     kept = replace(STUDY, file=args.out.name).kept(args.out.parent)
@@ -145,12 +139,12 @@ def main() -> int:
         pass
     if args.against is None:
         return 0
-    verdicts = dict.fromkeys(("equal", "other", "better", "worse"), 0)
+    verdicts = Counter(equal=0, other=0, better=0, worse=0)
     for row in kept:
         verdicts[found := verdict(before[row.kind, row.seed], row)] += 1
         if found != "equal":
             print(found, before[row.kind, row.seed], row, sep="\n  ")
-    print(verdicts)
+    print(dict(verdicts))
     return 1 if verdicts["worse"] else 0
 
 

@@ -10,23 +10,23 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 
-from benchmarks.command import carry_out, command_line, one_thread
+from benchmarks.command import benchmark
+from benchmarks.solves import modelled
 from graphs.addresses import buffers_of
 from graphs.allocators.caching import EXPANDABLE
 from graphs.allocators.training import least_capacity_bytes, usage_of
 from graphs.errors import BudgetError, LimitError
 from graphs.ir import Graph
+from planner.attributes import attributes
 from planner.memory import Memory
 from planner.plans.plan import Plan
 from planner.reserved import requests_of
-from planner.settings import TraceSettings
 from planner.solving import solve
 from planner.studies.experiment import Study
-from planner.studies.rows import Made, column, key, provenance, text, value
+from planner.studies.rows import Made, column, key, missing_keys, provenance, text, value
 from planner.studies.tables import Column, markdown
-from planner.workload.tracing import Tracing
-from planner.workload.workload import parse_spec
 from solvers.addresses.solve import solve as solve_addresses
 
 MODELS: Mapping[str, str] = {
@@ -40,6 +40,7 @@ MODELS: Mapping[str, str] = {
     "llama": "zoo:llama,batch=4,dtype=bfloat16",
     "vit": "zoo:vit,batch=64,dtype=bfloat16",
 }
+COUNTS = (Memory.ALLOCATED, Memory.RESERVED, Memory.RESERVED_EXPANDABLE)
 BUDGETS = ("100%", "80%", "60%", "50%", "40%")
 PLAN_LIMIT_S = 20.0
 ARENA_LIMIT_S = 10.0
@@ -84,10 +85,7 @@ def _measured(graph: Graph, plan: Plan) -> dict[str, object]:
     usage = usage_of(training)
     addresses = solve_addresses(buffers_of(graph, plan.schedule, alignment=512), time_limit_s=ARENA_LIMIT_S)
     return {
-        "budget_bytes": plan.budget_bytes,
-        "peak_bytes": plan.peak_bytes,
-        "overhead": plan.overhead,
-        "gap": plan.gap,
+        **attributes(plan, "budget_bytes", "peak_bytes", "overhead", "gap"),
         "in_use_bytes": usage.allocated_bytes,
         "library_bytes": sum(training.libraries),
         "reserved_bytes": usage.reserved_bytes,
@@ -101,20 +99,17 @@ def _measured(graph: Graph, plan: Plan) -> dict[str, object]:
 
 def run(model: str, known: Sequence[ReservedRow], *, limit_s: float = PLAN_LIMIT_S) -> Iterator[ReservedRow]:
     """Yield the rows of a model that are not `known`."""
-    done = {(row.counts, row.budget) for row in known if row.model == model}
-    graph = Tracing(TraceSettings(roofline="h200", optimizer="adamw")).graph(parse_spec(MODELS[model]))
-    for counts in (Memory.ALLOCATED, Memory.RESERVED, Memory.RESERVED_EXPANDABLE):
-        for budget in BUDGETS:
-            if (counts, budget) not in done:
-                yield plan_row(model, graph, counts, budget, limit_s)
+    graph = modelled(MODELS[model], optimizer="adamw")
+    for counts, budget in missing_keys(product(COUNTS, BUDGETS), known, "counts", "budget"):
+        yield plan_row(model, graph, counts, budget, limit_s)
 
 
-def _of(name: str, base: str = "in_use_bytes") -> Column:
+def _of(title: str, name: str, base: str = "in_use_bytes") -> Column:
     def ratio(row: ReservedRow) -> str | None:
         size, whole = getattr(row, name), getattr(row, base)
         return f"{size / whole:.3f}" if size is not None and whole else None
 
-    return Column(_TITLES[name], ratio)
+    return Column(title, ratio)
 
 
 def _share(row: ReservedRow) -> str | None:
@@ -123,32 +118,20 @@ def _share(row: ReservedRow) -> str | None:
     return f"{reserved_bytes / row.budget_bytes:.3f}" if reserved_bytes and row.budget_bytes else None
 
 
-_TITLES = {
-    "reserved_bytes": "reserved",
-    "expandable_bytes": "expandable",
-    "least_device_bytes": "least device",
-    "arena_bytes": "arena of peak",
-}
 TABLE = (
     *("model", "counts", "budget"),
     Column("budget", "budget_bytes"),
     Column("peak", "peak_bytes"),
     Column("in use", "in_use_bytes"),
-    *map(_of, ("reserved_bytes", "expandable_bytes", "least_device_bytes")),
-    _of("arena_bytes", "peak_bytes"),
+    _of("reserved", "reserved_bytes"),
+    _of("expandable", "expandable_bytes"),
+    _of("least device", "least_device_bytes"),
+    _of("arena of peak", "arena_bytes", "peak_bytes"),
     Column("of budget", _share),
-    Column("overhead", "overhead"),
-    Column("gap", "gap"),
-    "status",
+    *("overhead", "gap", "status"),
 )
-
-
-def main(words: Sequence[str] | None = None) -> int:
-    """Solve what is missing; write rows and table."""
-    arguments = command_line(__doc__, ReservedRow, models=MODELS, out="results/reserved").parse_args(words)
-    one_thread()
-    cases = {(model,): model for model in arguments.models}
-    return carry_out(Study(ReservedRow, run, whole=False, pages={"table.md": partial(markdown, columns=TABLE)}), arguments, cases)
+STUDY = Study(ReservedRow, run, whole=False, pages={"table.md": partial(markdown, columns=TABLE)})
+main = benchmark(STUDY, __doc__, models=MODELS, out="results/reserved")
 
 
 if __name__ == "__main__":

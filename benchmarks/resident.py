@@ -7,27 +7,26 @@ the step is gone, less static memory, is the interpreter: Python, PyTorch and th
 import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import product
 
-from benchmarks.command import carry_out, command_line
+from benchmarks.command import benchmark
 from benchmarks.resident_case import ARENA, MODELS, PLAN, ResidentRow, measured
 from graphs.units import format_bytes
 from planner.studies.experiment import Study
 from planner.studies.processes import ALONE, stream
-from planner.studies.rows import listed
+from planner.studies.rows import listed, missing_keys
 from planner.studies.tables import Column, markdown
 
 BUDGETS = ("90%", "80%")
+WAYS = (PLAN, ARENA)
 _LIMIT_S = 600.0
 _WITHIN = 0.02
 
 
 def measure(name: str, known: Sequence[ResidentRow]) -> Iterator[ResidentRow]:
     """Yield the rows of a model that are not `known`."""
-    made = {(row.budget, row.way) for row in known}
-    for budget in BUDGETS:
-        for way in (PLAN, ARENA):
-            if (budget, way) not in made:
-                yield from stream(measured, name, budget, way, variables=ALONE, limit_s=_LIMIT_S)
+    for budget, way in missing_keys(product(BUDGETS, WAYS), known, "budget", "way"):
+        yield from stream(measured, name, budget, way, variables=ALONE, limit_s=_LIMIT_S)
 
 
 def failures(rows: Sequence[ResidentRow]) -> Iterator[str]:
@@ -46,17 +45,15 @@ TABLE = (
 )
 
 
-def main(words: Sequence[str] | None = None) -> int:
-    """Measure the missing models; write rows and table; return 1 if an arena takes too much."""
-    arguments = command_line(__doc__, ResidentRow, models=MODELS, out="results/resident").parse_args(words)
-    study = Study(
-        ResidentRow,
-        measure,
-        order=listed(model=MODELS, budget=BUDGETS, way=(PLAN, ARENA)),
-        pages={"table.md": partial(markdown, columns=TABLE)},
-        failures=failures,
-    )
-    return carry_out(study, arguments, {(name,): name for name in arguments.models})
+STUDY = Study(
+    ResidentRow,
+    measure,
+    whole=False,
+    order=listed(model=MODELS, budget=BUDGETS, way=WAYS),
+    pages={"table.md": partial(markdown, columns=TABLE)},
+    failures=failures,
+)
+main = benchmark(STUDY, __doc__, models=MODELS, out="results/resident")
 
 
 if __name__ == "__main__":

@@ -69,8 +69,11 @@ class Runner:
     def peak_bytes(self, batch: Batch) -> int:
         """Return the peak including the memory of kernels, by the allocator's events."""
         self._clear()
-        static = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in self._there(batch)}
-        return measure_memory(self.step, batch, static_bytes=sum(static.values()), device=torch.device("cpu")).peak_bytes
+        return measure_memory(self.step, batch, static_bytes=self.static_bytes(batch), device=torch.device("cpu")).peak_bytes
+
+    def static_bytes(self, batch: Batch) -> int:
+        """Return the bytes of parameters, buffers and `batch`."""
+        return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in self._there(batch)}.values())
 
     def _state(self) -> list[torch.Tensor]:
         whole = whole_step(self.workload)

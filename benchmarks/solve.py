@@ -7,6 +7,7 @@ table and the plots depend on the CSV alone.
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import product
 from pathlib import Path
 
 from benchmarks.command import add_names, carry_out, command_line
@@ -14,8 +15,10 @@ from benchmarks.solve_case import SolverRow, make_graph, solve_case
 from benchmarks.solve_suites import PUBLISHED, SUITES, Instance, Landmarks
 from benchmarks.solve_table import growth_plot, solves_plot, table
 from graphs.io.formats import read_graph
+from planner.attributes import attributes
 from planner.studies.experiment import Study
 from planner.studies.processes import stream
+from planner.studies.rows import missing_keys
 from solvers.result import Status
 
 
@@ -30,24 +33,20 @@ def solve_instance(instance: Instance, known: Sequence[SolverRow]) -> Iterator[S
         made = Path(folder, "graph.json")
         for budget in instance.budgets:
             there = [row for row in known if row.budget == budget.label]
-            for run, solver in [(run, solver) for run in range(1, instance.runs + 1) for solver in instance.solvers]:
-                if any((row.solver, row.run) == (solver, run) for row in there):
-                    continue
+            asked = product(range(1, instance.runs + 1), instance.solvers)
+            for run, solver in missing_keys(asked, there, "run", "solver"):
                 if run > 1 and not all_solved(there, instance.solvers):
                     continue
                 if marks is None:
                     list(stream(make_graph, instance.make, made))
                     marks = Landmarks(read_graph(made))
                 case = SolverRow(
-                    suite=instance.suite,
-                    graph=instance.graph,
+                    **attributes(instance, "suite", "graph", "time_limit_s"),
+                    **attributes(budget, "reference_time_s", "reference_seconds"),
                     budget=budget.label,
                     solver=solver,
                     run=run,
                     budget_bytes=there[0].budget_bytes if there else budget.bytes_at(marks),
-                    time_limit_s=instance.time_limit_s,
-                    reference_time_s=budget.reference_time_s,
-                    reference_seconds=budget.reference_seconds,
                 )
                 for row in stream(solve_case, case, made):
                     there.append(row)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from graphs.io.formats import read_graph, write_graph
 from graphs.ir import Graph
+from planner.attributes import attributes
 from planner.runtime.machine import commit, machine
 from planner.studies.rows import column, key, text, value
 from solvers.clock import WallClock
@@ -74,16 +75,10 @@ def solve_case(case: SolverRow, file: Path) -> Iterator[SolverRow]:
     yield replace(
         case,
         ops=len(graph.ops),
-        status=str(result.status),
         base_s=graph.time_s,
-        time_s=result.time_s,
-        bound_s=result.bound_s,
-        gap=result.gap,
+        **attributes(result, "status", "time_s", "bound_s", "gap", "seconds", "model_rows", "model_columns"),
         first_s=result.seconds if first_s is None and result.schedule is not None else first_s,
-        seconds=result.seconds,
         writing_s=writing_seconds(graph, case.budget_bytes) if case.solver == "checkmate" else None,
-        model_rows=result.model_rows,
-        model_columns=result.model_columns,
         resident_mb=resident_mb,
         commit=commit(),
         machine=machine(),
@@ -93,9 +88,8 @@ def solve_case(case: SolverRow, file: Path) -> Iterator[SolverRow]:
 
 def writing_seconds(graph: Graph, budget_bytes: int) -> float:
     """Return how long PuLP takes to write the reference's program."""
-    from solvers.baselines.common.checkmate_program import (
-        CheckmateModel,  # imports PuLP, which the memory of other solves shall not hold
-    )
+    # It imports PuLP, which the memory of other solves shall not hold.
+    from solvers.baselines.common.checkmate_program import CheckmateModel
 
     began = time.perf_counter()
     CheckmateModel(problem_of(graph, budget_bytes)).build()

@@ -174,12 +174,8 @@ def _against_reference(name: str, make: Callable[[], Graph], budgets: tuple[Budg
 def _published_budgets(file: Path) -> tuple[Budget, ...]:
     """Return the budgets with known results of Gurobi, named by the size of the device."""
     known: Any = import_graph(file).provenance["reference"]
-    return tuple(
-        Budget(
-            f"{entry['budget_bytes'] / 2**30:g} GiB", partial(_fixed, entry["budget_bytes"]), entry["time_s"], entry["seconds"]
-        )
-        for entry in known
-    )
+    sizes = [(entry["budget_bytes"], entry["time_s"], entry["seconds"]) for entry in known]
+    return tuple(Budget(f"{size_bytes / 2**30:g} GiB", partial(_fixed, size_bytes), *found) for size_bytes, *found in sizes)
 
 
 def _fixed(size_bytes: int, at: Landmarks) -> int:

@@ -8,7 +8,7 @@ a step exceeds its budget, or if a loss is not bit-identical to eager's.
 import copy
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
@@ -30,7 +30,7 @@ from planner.runtime.measure import Step
 from planner.solving import order_for
 from planner.studies.experiment import Study
 from planner.studies.rows import Made, column, key, listed, provenance, text
-from planner.studies.tables import Column, by, markdown
+from planner.studies.tables import Column, by, made_with, markdown
 from solvers.clock import WallClock
 from solvers.least import least_budget
 
@@ -92,13 +92,13 @@ def train(name: str, known: Sequence[TrainingRow], *, device: torch.device, step
         return Loop(model, step, recipe, start, seed=SEED)
 
     begin = {EAGER: partial(loop, workload.model, TrainingStep(workload.model, workload.loss_fn))}
-    alone = {EAGER: peaks(begin[EAGER](), data())}
+    alone = run(Loop.measured, {EAGER: begin[EAGER]()}, data())
     least_bytes = least(workload, recipe, device)
     budget_bytes = half_or_half_way(max(peak for _, peak in alone[EAGER].steps), least_bytes)
     step = plan(twin, recipe, device, budget_bytes)
     begin[PLANNED] = partial(loop, twin.model, step)
-    alone[PLANNED] = peaks(begin[PLANNED](), data())
-    together = times({way: begun() for way, begun in begin.items()}, data())
+    alone |= run(Loop.measured, {PLANNED: begin[PLANNED]()}, data())
+    together = run(Loop.timed, {way: begun() for way, begun in begin.items()}, data())
     for way in begin:
         seen = zip(alone[way].steps, together[way].steps, strict=True)
         for i, ((loss, peak_bytes), (loss_again, time_s, loop_s)) in enumerate(seen):
@@ -131,14 +131,9 @@ class Seen:
     state: str
 
 
-def peaks(loop: Loop, data: Iterable[Batch]) -> Seen:
-    """Return losses and peaks of every step."""
-    return Seen([loop.measured(batch) for batch in data], loop.digest())
-
-
-def times(loops: Mapping[str, Loop], data: Iterable[Batch]) -> dict[str, Seen]:
-    """Return losses and times of every step of loops that take turns."""
-    turns = [{way: loop.timed(batch) for way, loop in loops.items()} for batch in data]
+def run(step: Callable[[Loop, Batch], tuple[Any, ...]], loops: Mapping[str, Loop], data: Iterable[Batch]) -> dict[str, Seen]:
+    """Return what `step`, a method of loops that take turns, returns for every batch."""
+    turns = [{way: step(loop, batch) for way, loop in loops.items()} for batch in data]
     return {way: Seen([turn[way] for turn in turns], loop.digest()) for way, loop in loops.items()}
 
 
@@ -269,8 +264,7 @@ def table(rows: Sequence[TrainingRow]) -> str:
         for pair in found
         if pair.plan.least_bytes > pair.peak_bytes // 2
     ]
-    one, steps = rows[0], max(row.step for row in rows) + 1
-    about = f"{steps} steps from seed {one.seed}; {one.machine}; torch {one.torch}; commit {one.commit}.\n"
+    about = f"{max(row.step for row in rows) + 1} steps from seed {rows[0].seed}; {made_with(rows)}"
     return "\n".join((markdown(found, TABLE), *notes, about))
 
 
@@ -285,8 +279,8 @@ def main(words: Sequence[str] | None = None) -> int:
     if arguments.device == "cuda":
         repeatable()
     arguments.out /= arguments.device
-    run = partial(train, device=torch.device(arguments.device), steps=arguments.steps)
-    study = Study(TrainingRow, run, order=listed(model=RECIPES["cpu"]), pages={"table.md": table}, failures=failures)
+    training = partial(train, device=torch.device(arguments.device), steps=arguments.steps)
+    study = Study(TrainingRow, training, order=listed(model=RECIPES["cpu"]), pages={"table.md": table}, failures=failures)
     return carry_out(study, arguments, {(name,): name for name in arguments.models})
 
 

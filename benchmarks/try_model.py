@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -27,6 +27,7 @@ from planner.studies.rows import Made, column, key, made, value
 from solvers.clock import WallClock
 from solvers.least import least_budget
 
+R = TypeVar("R", bound=Made)
 SHARES = (0.7, 0.5, 0.3)  # of the way from the least budget to the peak
 _LEAST_LIMIT_S = 5.0
 _SOLVE_LIMIT_S = 10.0
@@ -97,7 +98,7 @@ class Trial:
             graph = tracing.trace(*workload, passes=1)
             least = least_budget(order_for(graph, "windows", reorder=None).graph, clock=WallClock(_LEAST_LIMIT_S)).found_bytes
         except Exception as error:  # noqa: BLE001 (whatever it is, it is a row)
-            yield self._known(PLANNED, _failed(self._row, error))
+            yield self._known(PLANNED, failed(self._row, error))
             return
         keeping = summarize(graph).keep_everything_peak_bytes
         self._row = replace(self._row, ops=len(graph.ops), least_bytes=least, keeping_bytes=keeping)
@@ -142,7 +143,7 @@ class Trial:
             try:
                 found.append((runner.peak_bytes(self._batch), runner))
             except Exception as error:  # noqa: BLE001 (of PyTorch's own: other levels may go)
-                yield self._known(CHECKPOINTING, _failed(self._row, error))
+                yield self._known(CHECKPOINTING, failed(self._row, error))
         if not found:
             return
         peak_bytes, runner = min(found, key=lambda pair: pair[0])
@@ -169,7 +170,7 @@ class Trial:
             )
             self._runners[way] = runner
         except Exception as error:  # noqa: BLE001 (whatever it is, it is a row)
-            row = _failed(row, error)
+            row = failed(row, error)
         return self._known(way, row)
 
     def _timed(self) -> Iterator[TriedRow]:
@@ -197,7 +198,8 @@ def _ratio(times: Sequence[float], others: Sequence[float]) -> float:
     return median(own / other for own, other in zip(times, others, strict=True))
 
 
-def _failed(row: TriedRow, error: Exception) -> TriedRow:
+def failed(row: R, error: Exception) -> R:
+    """Return `row` with the status and the message of an error."""
     line = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     line = line.replace(f"{Path(__file__).parent.parent}{os.sep}", "")  # the same wherever the repository lies
     if isinstance(error, PlannerError):
@@ -229,4 +231,4 @@ def try_model(source: str, model: str, repeats: int) -> Iterator[TriedRow]:
     try:
         yield from Trial(sources()[source][model], row, repeats=repeats).run()
     except Exception as error:  # noqa: BLE001 (whatever it is, it is a row)
-        yield _failed(row, error)
+        yield failed(row, error)

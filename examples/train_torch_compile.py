@@ -16,7 +16,7 @@ def main() -> None:
     torch.manual_seed(0)
     model, loss_fn, (x, y) = build(batch=512, width=64)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    planned = torch.compile(model, backend="planner", dynamic=False, options={"budget": arguments.budget})
+    planned = torch.compile(model, backend="planner", options={"budget": arguments.budget})
 
     for i in range(arguments.steps):
         loss = loss_fn(planned(x), y)

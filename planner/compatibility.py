@@ -53,17 +53,6 @@ _OF_FEATURES = (
         Feature.SEVERAL_PROCESSES,
         "one process cannot plan again while the others wait for it: leave out replan=True",
     ),
-    Conflict(
-        Feature.ARENA,
-        Feature.VARYING_SIZES,
-        "an arena is kept from step to step, and there would be one for each size: leave out arena=True, or dynamic=True and pad "
-        "the batches",
-    ),
-    Conflict(
-        Feature.ARENA,
-        Feature.REPLAN,
-        "an arena is kept from step to step, and there would be one for each plan: leave out replan=True",
-    ),
     Conflict(Feature.ARENA, Feature.CUDA_GRAPH, "a CUDA graph has memory of its own, at fixed addresses: leave out arena=True"),
     Conflict(Feature.ARENA, Feature.SEVERAL_PROCESSES, "not tried with several processes: leave out arena=True"),
     Conflict(Feature.ARENA, Feature.ON_GPU, "it is one for PyTorch's CPU allocator: leave it out"),

@@ -26,6 +26,7 @@ from planner.plans.eager import within_own_error
 from planner.plans.plan import Plan
 from planner.progress import LoggingView, Stage, Stages, View
 from planner.runtime import measure
+from planner.runtime.arena import SharedSlab
 from planner.runtime.executor import Executor
 from planner.runtime.out_of_memory import reporting
 from planner.runtime.pool_memory import measured_peak, other_peaks_measured
@@ -152,7 +153,7 @@ def _run(plan: Plan, workload: Workload, stages: Stages, *, repeats: int, seed: 
     captured = replace(captured, graph=without_options(captured.graph).out_of_place())
     planned = Executor(offered, plan.schedule, model, loss_fn)
     if arena:
-        planned.use_arena()
+        planned.use_arena(SharedSlab())
     eager = TrainingStep(model, loss_fn)
     not_compared = why_it_does_not_fit(captured.graph, next(model.parameters()).device)
     steps: dict[str, measure.Step] = {_PLANNED: planned}
@@ -195,7 +196,7 @@ def _run(plan: Plan, workload: Workload, stages: Stages, *, repeats: int, seed: 
         measured_time_s=median(times[_PLANNED]),
         predicted_ratio=1 + plan.overhead,
         timeline=memory.timeline,
-        arena_bytes=None if planned.arena is None or planned.arena.slab is None else planned.arena.slab.size_bytes,
+        arena_bytes=None if planned.arena is None else planned.arena.size_bytes,
         outside_arena_bytes=None if planned.arena is None else planned.arena.outside_bytes,
         differs=plan.differs,
         predicted_gradient_error=plan.gradient_error,

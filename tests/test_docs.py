@@ -180,7 +180,7 @@ NOT_EXECUTED = {
     ): COMPILER,
     (
         "docs/guides/torch-compile.md",
-        'model = torch.compile(model, backend="planner", dynamic=False, options={"budget": "8GB", "kernels": "inductor"})',
+        'model = torch.compile(model, backend="planner", options={"budget": "8GB", "kernels": "inductor"})',
     ): COMPILER,
 }
 

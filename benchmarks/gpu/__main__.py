@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.command import add_names
 from planner.studies.tables import as_markdown
 
 ROOT = Path(__file__).parents[2]
@@ -54,23 +55,12 @@ STEPS: Mapping[str, GpuStep] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """The result of a step; `code` is None after a timeout."""
+def run(name: str, step: GpuStep, out: Path) -> tuple[int | None, tuple[str, ...]]:
+    """Run a step, with its output in ``NAME.log``, and end all its processes.
 
-    name: str
-    code: int | None
-    seconds: float
-    last: str
-
-    @property
-    def cells(self) -> tuple[str, str, str, str]:
-        """The row of the table."""
-        return self.name, "not ended" if self.code is None else f"exit code {self.code}", f"{self.seconds:.0f} s", self.last
-
-
-def run(name: str, step: GpuStep, out: Path) -> StepResult:
-    """Run a step, with its output in ``NAME.log``; all its processes are ended."""
+    Returns:
+        Its exit code, None after a timeout, and its line of the table.
+    """
     began = time.perf_counter()
     log = out / f"{name}.log"
     words = [sys.executable, "-m", *(word.format(out=out.absolute()) for word in step.words)]
@@ -92,18 +82,16 @@ def run(name: str, step: GpuStep, out: Path) -> StepResult:
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    return StepResult(name, code, time.perf_counter() - began, lines[-1][:100] if lines else "")
+    ended = "not ended" if code is None else f"exit code {code}"
+    return code, (name, ended, f"{time.perf_counter() - began:.0f} s", lines[-1][:100] if lines else "")
 
 
 def main(words: Sequence[str] | None = None) -> int:
     """Run the steps; return 1 if one of them failed, 2 without a GPU."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("results/gpu"), help="folder to write to (default: %(default)s)")
-    parser.add_argument("--steps", default=",".join(STEPS), help="with commas (default: %(default)s)")
+    add_names(parser, "--steps", STEPS)
     options = parser.parse_args(words)
-    names = options.steps.split(",")
-    if unknown := [name for name in names if name not in STEPS]:
-        parser.error(f"there is no step {unknown[0]!r}: choose from {', '.join(STEPS)}")
     if not torch.cuda.is_available():
         print("there is no CUDA device here: nothing was run", file=sys.stderr)
         return 2
@@ -111,13 +99,13 @@ def main(words: Sequence[str] | None = None) -> int:
     versions = f"torch {torch.__version__}, CUDA {torch.version.cuda}, Python {sys.version.split()[0]}"
     where = f"{torch.cuda.get_device_name()}, {versions}"
     results = []
-    for name in names:
+    for name in options.steps:
         print(f"{name}: at most {STEPS[name].limit_s:.0f} s, into {options.out / name}.log", flush=True)
         results.append(run(name, STEPS[name], options.out))
-        table = as_markdown([("step", "ended", "took", "last line"), *(result.cells for result in results)]) + f"\n{where}\n"
+        table = as_markdown([("step", "ended", "took", "last line"), *(line for _, line in results)]) + f"\n{where}\n"
         (options.out / "table.md").write_text(table)  # after each step: the next one may not end
     print(table, end="")
-    return int(any(result.code != 0 for result in results))
+    return int(any(code != 0 for code, _ in results))
 
 
 if __name__ == "__main__":

@@ -14,9 +14,11 @@ from typing import Any
 import torch
 
 import planner
+from benchmarks.command import add_names
 from benchmarks.gpu.plans import MODELS
 from graphs.allocators.caching import DEFAULT, EXPANDABLE, Rules
 from graphs.allocators.recorded import actions_of, compare_with_model, lines_of
+from graphs.errors import typed_line
 from planner.capture.signature import call
 from planner.capture.step import TrainingStep
 from planner.models import Workload, build
@@ -71,27 +73,25 @@ def lines(out: Path, names: Sequence[str]) -> Iterator[tuple[str, bool]]:
                     actions = actions_of(record(name, share))
                     found = compare_with_model(actions, rules)
                 except Exception as error:  # noqa: BLE001  # the others are recorded all the same
-                    yield f"{label}: FAILED, {type(error).__name__}: {error}", False
+                    yield f"{label}: FAILED, {typed_line(error)}", False
                     continue
                 path = out / f"{name}-{share.rstrip('%') or 'eager'}-{setting}.csv"
                 path.write_text("\n".join(lines_of(actions)) + "\n")
-                said = (
-                    f"{label}: {found.requests} requests, {found.same_place} at the modelled place; reserved "
-                    f"{found.reserved_bytes} B, {found.modelled_bytes} B by the model; {len(found.differences)} differences "
-                    f"{'; '.join(found.differences[:2])}"
-                )
-                yield said, not found.differences
+                placed = f"{found.requests} requests, {found.same_place} at the modelled place"
+                reserved = f"reserved {found.reserved_bytes} B, {found.modelled_bytes} B by the model"
+                differ = f"{len(found.differences)} differences {'; '.join(found.differences[:2])}"
+                yield f"{label}: {placed}; {reserved}; {differ}", not found.differences
 
 
 def main(words: Sequence[str] | None = None) -> int:
     """Print a line for each recording; return 1 if one failed or differs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("results/gpu/allocator"), help="folder (default: %(default)s)")
-    parser.add_argument("--models", default=f"{_SMALL},{','.join(MODELS)}", help="with commas (default: %(default)s)")
+    add_names(parser, "--models", (_SMALL, *MODELS))
     options = parser.parse_args(words)
     options.out.mkdir(parents=True, exist_ok=True)
     failed = False
-    for line, is_same in lines(options.out, options.models.split(",")):
+    for line, is_same in lines(options.out, options.models):
         print(line, flush=True)
         failed |= not is_same
     return int(failed)

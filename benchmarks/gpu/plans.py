@@ -10,13 +10,16 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
 
 import planner
-from benchmarks.command import carry_out, command_line
+from benchmarks.command import add_names, carry_out, command_line
+from graphs.errors import typed_line
 from graphs.units import format_bytes, format_seconds
+from planner.attributes import attributes
 from planner.capture.signature import call
 from planner.capture.step import TrainingStep
 from planner.models import Workload, build
@@ -24,7 +27,7 @@ from planner.runtime.libraries import warm_up_libraries
 from planner.runtime.measure import loss_of, median_times, outcome
 from planner.studies.experiment import Study
 from planner.studies.rows import Made, key, provenance, text, value
-from planner.studies.tables import Column, markdown
+from planner.studies.tables import Column, made_with, markdown
 
 EAGER = "eager"
 WAYS: Mapping[str, Mapping[str, Any]] = {
@@ -85,18 +88,16 @@ def planned_row(row: PlanRow, workload: Workload) -> PlanRow:
     plan, eager = step.plan, step.plan.eager
     row = replace(
         row,
-        budget_bytes=plan.budget_bytes,
+        **attributes(plan, "budget_bytes", "overhead", "gap"),
         predicted_peak_bytes=plan.peak_bytes,
         predicted_reserved_bytes=plan.reserved_bytes,
         planning_s=time.perf_counter() - began,
-        overhead=plan.overhead,
-        gap=plan.gap,
         **memory(step, workload),
     )
     if eager is None or eager.failure:
         return replace(row, message="" if eager is None else eager.failure)
-    row = replace(row, step_s=eager.planned_time_s, slowdown=eager.slowdown, bits=eager.identical)
-    return replace(row, gradient_error=eager.gradient_error, eager_error=eager.eager_error)
+    errors = attributes(eager, "slowdown", "gradient_error", "eager_error")
+    return replace(row, step_s=eager.planned_time_s, bits=eager.identical, **errors)
 
 
 def memory(step: Callable[..., Any], workload: Workload) -> dict[str, int]:
@@ -111,13 +112,9 @@ def memory(step: Callable[..., Any], workload: Workload) -> dict[str, int]:
         loss_of(call(step, workload.batch)).backward()
         workload.model.zero_grad()
     torch.cuda.synchronize(device)
-    peaks = torch.cuda.memory_stats(device)
-    return {
-        "allocated_bytes": peaks["allocated_bytes.all.peak"] - library_bytes,
-        "requested_bytes": peaks["requested_bytes.all.peak"] - library_bytes,
-        "reserved_bytes": peaks["reserved_bytes.all.peak"] - library_bytes,
-        "library_bytes": library_bytes,
-    }
+    stats, counted = torch.cuda.memory_stats(device), ("allocated_bytes", "requested_bytes", "reserved_bytes")
+    peaks = {name: stats[f"{name}.all.peak"] - library_bytes for name in counted}
+    return peaks | {"library_bytes": library_bytes}
 
 
 def measure(row: PlanRow, known: Sequence[PlanRow]) -> Iterator[PlanRow]:
@@ -129,7 +126,7 @@ def measure(row: PlanRow, known: Sequence[PlanRow]) -> Iterator[PlanRow]:
         workload = MODELS[row.model](device="cuda")
         yield (eager_row if row.way == EAGER else planned_row)(row, workload)
     except Exception as error:  # noqa: BLE001  # the other rows are to be made
-        yield replace(row, message=f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
+        yield replace(row, message=typed_line(error))
 
 
 def failures(rows: Sequence[PlanRow]) -> Iterator[str]:
@@ -169,21 +166,17 @@ TABLE = (
 
 def table(rows: Sequence[PlanRow]) -> str:
     """Return the rows as Markdown."""
-    last = rows[-1]
-    return f"{markdown(rows, TABLE)}\n{last.machine}; torch {last.torch}; commit {last.commit}.\n"
+    return f"{markdown(rows, TABLE)}\n{made_with(rows[-1:])}"
 
 
 def main(words: Sequence[str] | None = None) -> int:
     """Make all rows; return 1 if one has a failure."""
     parser = command_line(__doc__, PlanRow, models=MODELS, out="results/gpu/plans")
-    parser.add_argument("--ways", default="recompute", help=f"with commas, of {', '.join(WAYS)} (default: %(default)s)")
+    add_names(parser, "--ways", WAYS, "recompute")
     parser.add_argument("--shares", default="70%,60%", help="budgets, with commas (default: %(default)s)")
     arguments = parser.parse_args(words)
-    ways, shares = arguments.ways.split(","), arguments.shares.split(",")
-    if unknown := [way for way in ways if way not in WAYS]:
-        parser.error(f"there is no way {unknown[0]!r}: choose from {', '.join(WAYS)}")
-    pairs = [(EAGER, ""), *((way, share) for way in ways for share in shares)]
-    keys = [(model, way, share) for way, share in pairs for model in arguments.models]
+    pairs = [(EAGER, ""), *product(arguments.ways, arguments.shares.split(","))]
+    keys = [(model, way, share) for (way, share), model in product(pairs, arguments.models)]
     about = {} if arguments.tables_only else provenance(torch.device("cuda"))
     cases = {key: PlanRow(model=key[0], way=key[1], share=key[2], **about) for key in keys}
     study = Study(PlanRow, measure, pages={"table.md": table}, failures=failures)

@@ -8,6 +8,7 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from importlib import import_module, metadata
 
 import torch
@@ -15,6 +16,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from graphs.allocators.caching import CachingAllocator
+from graphs.errors import typed_line
 from graphs.units import format_bytes
 from planner.profiling.kernel_settings import format_settings, kernel_settings
 from planner.runtime.libraries import warm_up_libraries
@@ -74,16 +76,17 @@ def context() -> Lines:
         free, total = torch.cuda.mem_get_info()
         return f"{total - free - torch.cuda.memory_reserved()} B"
 
-    ones = torch.ones(64, 64, device="cuda", requires_grad=True)
+    ones = partial(torch.ones, device="cuda", requires_grad=True)
+    matrix, query = ones(64, 64), ones(2, 4, 64, 64, dtype=torch.bfloat16)
     yield "outside of the allocator, first tensor", outside()
-    torch.mm(ones, ones).sum().backward()
-    yield "outside of the allocator, product", outside()
-    image, kernel = torch.ones(2, 8, 32, 32, device="cuda"), torch.ones(8, 8, 3, 3, device="cuda", requires_grad=True)
-    F.conv2d(image, kernel).sum().backward()
-    yield "outside of the allocator, convolution", outside()
-    query = torch.ones(2, 4, 64, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    F.scaled_dot_product_attention(query, query, query).sum().backward()
-    yield "outside of the allocator, attention", outside()
+    kinds: dict[str, Callable[[], torch.Tensor]] = {
+        "product": lambda: torch.mm(matrix, matrix),
+        "convolution": lambda: F.conv2d(ones(2, 8, 32, 32).detach(), ones(8, 8, 3, 3)),
+        "attention": lambda: F.scaled_dot_product_attention(query, query, query),
+    }
+    for name, result in kinds.items():
+        result().sum().backward()
+        yield f"outside of the allocator, {name}", outside()
 
 
 def workspaces() -> Lines:
@@ -170,7 +173,7 @@ def main() -> int:
                 print(f"{name}: {found}", flush=True)
         except Exception as error:  # noqa: BLE001  # the other probes run all the same
             failed = 1
-            print(f"{probe.__name__}: FAILED, {type(error).__name__}: {error}", flush=True)
+            print(f"{probe.__name__}: FAILED, {typed_line(error)}", flush=True)
     return failed
 
 

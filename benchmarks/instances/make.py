@@ -8,23 +8,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
+from benchmarks.command import add_names
 from benchmarks.solve_suites import ZOO
+from benchmarks.solves import modelled
 from graphs.ir import Graph
 from graphs.schedule import Compute, Schedule
 from graphs.synthetic.random_graphs import random_training_step
 from graphs.synthetic.small import training_chain
 from graphs.synthetic.transformer import TransformerSize, transformer
 from planner.plans.summary import summarize
-from planner.settings import TraceSettings
 from planner.solving import order_for
-from planner.workload.tracing import Tracing
-from planner.workload.workload import parse_spec
+from planner.studies.solves import result_of
 from solvers.clock import WallClock
 from solvers.least import least_budget
-from solvers.registry import get_solver
-from solvers.request import Request
 from solvers.result import Status
-from solvers.tolerance import Tolerance
 
 FOLDER = Path(__file__).parent
 SHARES = (0.75, 0.5, 0.25, 0.1)  # budgets between the least budget that is known to be feasible (0) and the peak (1)
@@ -42,7 +39,7 @@ SYNTHETIC: Mapping[str, Callable[[], Graph]] = {
 def graphs(names: Sequence[str]) -> Iterator[tuple[str, Graph]]:
     """Yield the graphs by name, with their ops in the order of the solve."""
     for name in names:
-        graph = SYNTHETIC[name]() if name in SYNTHETIC else Tracing(TraceSettings(roofline="h200")).graph(parse_spec(ZOO[name]))
+        graph = SYNTHETIC[name]() if name in SYNTHETIC else modelled(ZOO[name])
         yield name, order_for(graph, "windows", reorder=True).graph
 
 
@@ -79,7 +76,7 @@ def solve_budgets(graph: Graph, *, limit_s: float) -> list[dict[str, object]]:
     known = []
     for share in SHARES:
         budget_bytes = least_bytes + round(share * (peak_bytes - least_bytes))
-        result = get_solver("windows")(Request(graph, budget_bytes, Tolerance.of(1e-4), WallClock(limit_s)))
+        result = result_of(graph, budget_bytes, WallClock(limit_s), tolerance=1e-4)
         assert result.schedule is not None and result.time_s is not None and result.bound_s is not None
         known.append(
             {
@@ -102,11 +99,11 @@ def write(path: Path, instance: Mapping[str, object]) -> None:
 def main(words: Sequence[str] | None = None) -> int:
     """Make the missing instances."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--names", default=",".join((*TRACED, *SYNTHETIC)), help="separated by commas (default: %(default)s)")
+    add_names(parser, "--names", (*TRACED, *SYNTHETIC))
     parser.add_argument("--out", type=Path, default=FOLDER, help="folder (default: that of this file)")
     parser.add_argument("--time-limit", type=float, default=30.0, help="seconds for each budget (default: %(default)s)")
     options = parser.parse_args(words)
-    wanted = [name for name in options.names.split(",") if not (options.out / f"{name}.json.gz").exists()]
+    wanted = [name for name in options.names if not (options.out / f"{name}.json.gz").exists()]
     for name, graph in graphs(wanted):
         known = solve_budgets(graph, limit_s=options.time_limit)
         write(options.out / f"{name}.json.gz", instance_document(name, graph, known))

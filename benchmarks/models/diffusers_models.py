@@ -25,36 +25,22 @@ def denoising(model: nn.Module, channels: int, size: int, *more: torch.Tensor) -
     return Workload(Denoiser(model), F.mse_loss, (x, torch.randint(1000, (2,)), *more, noise))
 
 
-_DOWN, _UP = ("DownBlock2D", "AttnDownBlock2D"), ("AttnUpBlock2D", "UpBlock2D")
+_SIZES = {"sample_size": 16, "block_out_channels": (32, 64), "layers_per_block": 1, "norm_num_groups": 8}
 
 
 def unet_2d() -> Workload:
     from diffusers import UNet2DModel
 
-    model = UNet2DModel(
-        sample_size=16,
-        block_out_channels=(32, 64),
-        layers_per_block=1,
-        down_block_types=_DOWN,
-        up_block_types=_UP,
-        norm_num_groups=8,
-    )
-    return denoising(model, 3, 16)
+    blocks = {"down_block_types": ("DownBlock2D", "AttnDownBlock2D"), "up_block_types": ("AttnUpBlock2D", "UpBlock2D")}
+    return denoising(UNet2DModel(**_SIZES, **blocks), 3, 16)
 
 
 def unet_2d_condition() -> Workload:
     from diffusers import UNet2DConditionModel
 
-    model = UNet2DConditionModel(
-        sample_size=16,
-        block_out_channels=(32, 64),
-        layers_per_block=1,
-        cross_attention_dim=32,
-        attention_head_dim=8,
-        norm_num_groups=8,
-        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
-        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
-    )
+    down, up = ("DownBlock2D", "CrossAttnDownBlock2D"), ("CrossAttnUpBlock2D", "UpBlock2D")
+    attention = {"cross_attention_dim": 32, "attention_head_dim": 8}
+    model = UNet2DConditionModel(**_SIZES, **attention, down_block_types=down, up_block_types=up)
     return denoising(model, 4, 16, torch.randn(2, 7, 32))
 
 

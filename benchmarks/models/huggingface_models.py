@@ -27,10 +27,8 @@ def build_model(config: str, model: str, **options: Any) -> torch.nn.Module:
 def language_model(name: str, **options: Any) -> Workload:
     """Build a model that predicts the next token, and computes its loss itself."""
     batch = {"input_ids": tokens(), "labels": tokens()}
-    special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-    model = build_model(
-        f"{name}Config", _CAUSAL.get(name, f"{name}ForCausalLM"), vocab_size=VOCABULARY, use_cache=False, **special, **options
-    )
+    head, fixed = _CAUSAL.get(name, f"{name}ForCausalLM"), {**_SPECIAL, "use_cache": False}
+    model = build_model(f"{name}Config", head, vocab_size=VOCABULARY, **fixed, **options)
     return Workload(model, None, batch)
 
 
@@ -46,10 +44,8 @@ def masked_model(name: str, head: str = "ForMaskedLM", **options: Any) -> Worklo
 
 def sequence_to_sequence(name: str, **options: Any) -> Workload:
     """Build an encoder and a decoder, whose input is derived from the labels."""
-    special = {"pad_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 1}
-    model = build_model(
-        f"{name}Config", f"{name}ForConditionalGeneration", vocab_size=VOCABULARY, use_cache=False, **special, **options
-    )
+    fixed = {"pad_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 1, "use_cache": False}
+    model = build_model(f"{name}Config", f"{name}ForConditionalGeneration", vocab_size=VOCABULARY, **fixed, **options)
     return Workload(model, None, {"input_ids": tokens(), "labels": tokens()})
 
 
@@ -65,18 +61,14 @@ def segformer() -> Workload:
     return Workload(model, None, {"pixel_values": torch.randn(2, 3, 64, 64), "labels": torch.randint(5, (2, 64, 64))})
 
 
+_SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+_TINY = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+
 def clip() -> Workload:
     """Build two encoders with a contrastive loss."""
-    small = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    text = {
-        **small,
-        "vocab_size": VOCABULARY,
-        "max_position_embeddings": 16,
-        "eos_token_id": 2,
-        "bos_token_id": 1,
-        "pad_token_id": 0,
-    }
-    vision = {**small, "image_size": 32, "patch_size": 8}
+    text = {**_TINY, **_SPECIAL, "vocab_size": VOCABULARY, "max_position_embeddings": 16}
+    vision = {**_TINY, "image_size": 32, "patch_size": 8}
     model = build_model("CLIPConfig", "CLIPModel", text_config=text, vision_config=vision, projection_dim=32)
     batch = {"input_ids": tokens(8, 16), "pixel_values": torch.randn(8, 3, 32, 32)}
     return Workload(WithLoss(model, return_loss=True), None, batch)
@@ -97,29 +89,17 @@ class WithLoss(torch.nn.Module):
 def speech_classifier() -> Workload:
     """Build Wav2Vec2, without masked spans of time and dropped layers, which NumPy would draw."""
     convolutions = {"conv_dim": (32, 32), "conv_stride": (5, 4), "conv_kernel": (10, 8), "num_conv_pos_embeddings": 16}
-    small = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    groups = {
-        "num_conv_pos_embedding_groups": 2,
-        "apply_spec_augment": False,
-        "layerdrop": 0.0,
-        "num_labels": 10,
-        "classifier_proj_size": 32,
-    }
-    model = build_model("Wav2Vec2Config", "Wav2Vec2ForSequenceClassification", **convolutions, **small, **groups)
+    steady = {"num_conv_pos_embedding_groups": 2, "apply_spec_augment": False, "layerdrop": 0.0}
+    head = {"num_labels": 10, "classifier_proj_size": 32}
+    model = build_model("Wav2Vec2Config", "Wav2Vec2ForSequenceClassification", **convolutions, **_TINY, **steady, **head)
     return Workload(model, None, {"input_values": torch.randn(4, 2000), "labels": torch.randint(10, (4,))})
 
 
 def whisper() -> Workload:
-    small = {"d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 4}
-    special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1, "use_cache": False}
-    sizes = {
-        "encoder_ffn_dim": 64,
-        "decoder_ffn_dim": 64,
-        "num_mel_bins": 16,
-        "max_source_positions": 50,
-        "max_target_positions": 32,
-    }
-    model = build_model("WhisperConfig", "WhisperForConditionalGeneration", vocab_size=VOCABULARY, **small, **special, **sizes)
+    layers = _of_both(layers=2, attention_heads=4, ffn_dim=64)
+    sizes = {"d_model": 32, "num_mel_bins": 16, "max_source_positions": 50, "max_target_positions": 32}
+    special = {**_SPECIAL, "decoder_start_token_id": 1, "use_cache": False}
+    model = build_model("WhisperConfig", "WhisperForConditionalGeneration", vocab_size=VOCABULARY, **layers, **sizes, **special)
     return Workload(model, None, {"input_features": torch.randn(4, 16, 100), "labels": tokens(4, 24)})
 
 
@@ -132,37 +112,23 @@ def time_series() -> Workload:
     return Workload(model, None, {"past_values": torch.randn(8, 64, 3), "future_values": torch.randn(8, 16, 3)})
 
 
-_LLAMA = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
-_BERT = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 64,
-}
-_VIT = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "image_size": 32,
-    "patch_size": 4,
-}
-_BART = {"d_model": 64, "encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 128, "decoder_ffn_dim": 128} | {
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4,
-    "max_position_embeddings": 64,
-}
+def _of_both(**sizes: int) -> dict[str, int]:
+    """Return the options of an encoder and a decoder of the same sizes."""
+    return {f"{part}_{name}": size for part in ("encoder", "decoder") for name, size in sizes.items()}
+
+
+_SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
+_LLAMA = {**_SMALL, "num_key_value_heads": 2}
+_BERT = {**_SMALL, "max_position_embeddings": 64}
+_VIT = {**_SMALL, "image_size": 32, "patch_size": 4}
+_BART = {"d_model": 64, **_of_both(layers=2, ffn_dim=128, attention_heads=4), "max_position_embeddings": 64}
+_SMALL_OPT = {"hidden_size": 64, "ffn_dim": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "word_embed_proj_dim": 64}
 _STAGES = {"hidden_sizes": [16, 32, 48, 64], "depths": [1, 1, 2, 1]}
 
 MODELS: dict[str, Callable[[], Workload]] = {
     "gpt2": partial(language_model, "GPT2", n_embd=64, n_layer=4, n_head=4, n_positions=64),
-    "opt": partial(
-        language_model, "OPT", hidden_size=64, ffn_dim=128, num_hidden_layers=4, num_attention_heads=4, word_embed_proj_dim=64
-    ),
-    "gpt_neox": partial(
-        language_model, "GPTNeoX", hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4
-    ),
+    "opt": partial(language_model, "OPT", **_SMALL_OPT),
+    "gpt_neox": partial(language_model, "GPTNeoX", **_SMALL),
     "bloom": partial(language_model, "Bloom", hidden_size=64, n_layer=4, n_head=4),
     "llama": partial(language_model, "Llama", **_LLAMA),
     "mistral": partial(language_model, "Mistral", **_LLAMA, sliding_window=16),

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from benchmarks.models.huggingface_models import language_model
+from benchmarks.models import huggingface_models
 from planner.models import Workload
 
 
@@ -16,16 +16,7 @@ def with_adapter(config: str, base: Callable[[], Workload], **options: Any) -> W
     return workload._replace(model=peft.get_peft_model(workload.model, kind(task_type="CAUSAL_LM", **options)))
 
 
-_GPT2 = partial(language_model, "GPT2", n_embd=64, n_layer=4, n_head=4, n_positions=64)
-_LLAMA = partial(
-    language_model,
-    "Llama",
-    hidden_size=64,
-    intermediate_size=128,
-    num_hidden_layers=4,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-)
+_GPT2, _LLAMA = huggingface_models.MODELS["gpt2"], huggingface_models.MODELS["llama"]
 
 MODELS: dict[str, Callable[[], Workload]] = {
     "lora-gpt2": partial(

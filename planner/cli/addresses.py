@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from graphs.errors import BudgetError
 from graphs.units import format_bytes, format_ratio, format_seconds, parse_budget
 from planner import options
+from planner.attributes import attributes
 from planner.cli.arguments import (
     DONE,
     INFEASIBLE,
@@ -16,13 +17,14 @@ from planner.cli.arguments import (
     add_time_limit,
     add_work_limit,
     complain,
-    print_json,
-    print_text,
+    print_result,
 )
 
 if TYPE_CHECKING:
     from graphs.addresses import Buffer
     from solvers.addresses.solve import Result
+
+_COLUMNS = ("status", "capacity_bytes", "height_bytes", "bound_bytes", "gap", "seconds")
 
 
 def add(commands: Commands) -> None:
@@ -72,12 +74,12 @@ def run(arguments: argparse.Namespace) -> int:
     written = arguments.output if result.offsets is not None else None
     if written is not None and result.offsets is not None:
         write_offsets(written, table, result.offsets)
-    if arguments.json:
-        print_json(_data(result, len(table.buffers), written), written=(written,))
-    elif result.offsets is None:
-        complain(_text(result, table.buffers))
+    said = _text(result, table.buffers)
+    if result.offsets is None and not arguments.json:
+        complain(said)
     else:
-        print_text(_text(result, table.buffers) + (f"\nwritten to {written}" if written else ""), written=(written,))
+        data = {"output": written, "buffers": len(table.buffers), **attributes(result, *_COLUMNS)}
+        print_result(arguments, lambda: data, lambda: said + (f"\nwritten to {written}" if written else ""), written=(written,))
     if result.offsets is not None:
         return DONE
     return INFEASIBLE if result.status == "infeasible" else LIMIT
@@ -93,19 +95,6 @@ def _capacity(text: str) -> int:
         return parse_budget(text, peak_bytes=0)
     except BudgetError as error:
         raise argparse.ArgumentTypeError(str(error).replace("budget", "capacity")) from None
-
-
-def _data(result: "Result", count: int, output: str | None) -> dict[str, object]:
-    return {
-        "output": output,
-        "buffers": count,
-        "status": str(result.status),
-        "capacity_bytes": result.capacity_bytes,
-        "height_bytes": result.height_bytes,
-        "bound_bytes": result.bound_bytes,
-        "gap": result.gap,
-        "seconds": result.seconds,
-    }
 
 
 def _text(result: "Result", buffers: Sequence["Buffer"]) -> str:

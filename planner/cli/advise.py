@@ -12,8 +12,7 @@ from planner.cli.arguments import (
     add_how_to_trace,
     add_quiet,
     add_time_limit,
-    print_json,
-    print_text,
+    print_result,
 )
 
 
@@ -72,8 +71,9 @@ def run(arguments: argparse.Namespace) -> int:
             on_progress=progress,
             should_stop=interrupt,
         )
-    if arguments.json:
-        print_json({"holds": "advice", "eager_peak_bytes": advice.eager_peak_bytes, **asdict(advice)})
-    else:
-        print_text(str(advice))
+    print_result(
+        arguments,
+        lambda: {"holds": "advice", "eager_peak_bytes": advice.eager_peak_bytes, **asdict(advice)},
+        lambda: str(advice),
+    )
     return DONE

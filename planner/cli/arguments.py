@@ -6,14 +6,15 @@ Commands import their needs when they run, so that ``--help`` answers at once.
 import argparse
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, NoReturn, Protocol, TextIO, TypeAlias
+from typing import TYPE_CHECKING, NoReturn, Protocol, TypeAlias
 
 from graphs.optimizers import OPTIMIZERS
 from planner import options
+from planner.attributes import attributes
 from planner.capture.options import OPTIONS, traced_options
-from planner.option_settings import LINK
+from planner.option_settings import LINK, OptionSettings, option_settings
 from planner.profiling.devices import DEVICES
 from planner.settings import TraceSettings
 from planner.visible import visible, visible_lines
@@ -155,6 +156,11 @@ def add_graph_options(parser: Parser) -> None:
     add_copying(parser)
 
 
+def graph_options(arguments: argparse.Namespace) -> OptionSettings:
+    """Return the settings from the options of ``add_graph_options``."""
+    return option_settings(arguments.options, arguments.link, arguments.host_budget, exact=arguments.exact)
+
+
 def _add_options(parser: Parser, offered: Sequence[str], said: str) -> None:
     parser.add_argument(
         "--options",
@@ -238,48 +244,38 @@ def print_written(graph: "Graph", arguments: argparse.Namespace) -> None:
 
     summary = summarize(graph)
     optional = f" and {summary.optional_ops:,} optional ones" if getattr(arguments, "options", ()) else ""
-    if arguments.json:
-        print_json(
-            {
-                "output": arguments.output,
-                "fingerprint": summary.fingerprint,
-                "ops": summary.ops,
-                "tensors": summary.tensors,
-                "optional_ops": summary.optional_ops,
-                "static_bytes": summary.static_bytes,
-                "keep_everything_peak_bytes": summary.keep_everything_peak_bytes,
-                "time_s": summary.time_s,
-            },
-            written=(arguments.output,),
-        )
-    else:
-        print_text(
-            f"{arguments.output}: {summary.ops:,} ops{optional}, {summary.tensors:,} tensors, "
-            f"step time {format_seconds(summary.time_s)}, "
-            f"peak without recomputation {format_bytes(summary.keep_everything_peak_bytes)}, "
-            f"of it {format_bytes(summary.static_bytes)} static",
-            written=(arguments.output,),
-        )
+    sizes = ("static_bytes", "keep_everything_peak_bytes", "time_s")
+    found = attributes(summary, "fingerprint", "ops", "tensors", "optional_ops", *sizes)
+    text = (
+        f"{arguments.output}: {summary.ops:,} ops{optional}, {summary.tensors:,} tensors, "
+        f"step time {format_seconds(summary.time_s)}, "
+        f"peak without recomputation {format_bytes(summary.keep_everything_peak_bytes)}, "
+        f"of it {format_bytes(summary.static_bytes)} static"
+    )
+    print_result(arguments, lambda: {"output": arguments.output, **found}, lambda: text, written=(arguments.output,))
 
 
-def print_json(data: dict[str, object], *, written: Sequence[str | None] = ()) -> None:
-    """Print a result as JSON; `beside` as in ``print_text``."""
-    print(json.dumps(data, indent=2), file=_report_to(written))
-
-
-def print_text(text: str, *, written: Sequence[str | None] = ()) -> None:
-    """Print a result as text; unprintable characters in names are escaped.
+def print_result(
+    arguments: argparse.Namespace,
+    data: Callable[..., Mapping[str, object]],
+    text: Callable[..., str],
+    *given: object,
+    written: Sequence[str | None] = (),
+) -> None:
+    """Print ``data(*given)`` as JSON if ``--json`` asks for it, else ``text(*given)``.
 
     Args:
-        written: the written files. If one of them is the standard output, the text is not printed there.
+        written: the written files. If one of them is the standard output, nothing else is printed there.
     """
-    print(visible_lines(text), file=_report_to(written))
-
-
-def _report_to(written: Sequence[str | None]) -> TextIO | None:
     from graphs.io.files import is_stdout
 
-    return sys.stderr if any(path is not None and is_stdout(path) for path in written) else sys.stdout
+    out = sys.stderr if any(path is not None and is_stdout(path) for path in written) else sys.stdout
+    print(json.dumps(data(*given), indent=2) if arguments.json else visible_lines(text(*given)), file=out)
+
+
+def print_text(text: str) -> None:
+    """Print text; unprintable characters in names are escaped."""
+    print(visible_lines(text))
 
 
 def complain(error: object) -> None:

@@ -6,6 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from graphs.errors import UsageError
 from planner import options
 from planner.cli.arguments import (
     DONE,
@@ -13,7 +14,6 @@ from planner.cli.arguments import (
     JOBS,
     LIMIT,
     MODEL_HELP,
-    USAGE,
     Commands,
     add_command,
     add_graph_options,
@@ -23,8 +23,8 @@ from planner.cli.arguments import (
     add_tolerance,
     add_total_time_limit,
     add_workers,
-    complain,
-    print_json,
+    graph_options,
+    print_result,
     print_text,
     trace_model,
 )
@@ -93,7 +93,6 @@ def run(arguments: argparse.Namespace) -> int:
     """Compute the missing rows, then write table and figures; return the exit code."""
     from graphs.io.files import check_folder
     from planner.cli.interrupt import StopOnInterrupt
-    from planner.option_settings import option_settings
     from planner.progress import LineView
     from planner.report.comparisons import table_text, write_report
     from planner.studies.compare import cut_short, methods_named
@@ -102,14 +101,16 @@ def run(arguments: argparse.Namespace) -> int:
     from planner.views.figures import new_figure
 
     if arguments.measure and arguments.model.endswith(".json"):
-        return _usage(f"--measure runs the model, and {arguments.model} is a graph: name zoo:NAME or file.py:function")
+        raise UsageError(f"--measure runs the model, and {arguments.model} is a graph: name zoo:NAME or file.py:function")
     if arguments.measure and arguments.roofline is not None:
-        return _usage("--measure runs the model, and with --roofline nothing is run: leave one of them out")
+        raise UsageError("--measure runs the model, and with --roofline nothing is run: leave one of them out")
     if arguments.measure and arguments.total_time_limit is not None:
-        return _usage("--total-time-limit is for what is only solved, and --measure runs it too: give --time-limit, for each row")
+        raise UsageError(
+            "--total-time-limit is for what is only solved, and --measure runs it too: give --time-limit, for each row"
+        )
     if arguments.measure and arguments.cluster is not None:
-        return _usage("--measure measures on this machine, and --cluster would use others: leave one of them out")
-    options = option_settings(arguments.options, arguments.link, arguments.host_budget, exact=arguments.exact)
+        raise UsageError("--measure measures on this machine, and --cluster would use others: leave one of them out")
+    options = graph_options(arguments)
     methods = methods_named(arguments.methods, offload=options.offloads)
     new_figure()  # without matplotlib no computation is useful
     folder = Path(arguments.output)
@@ -125,12 +126,11 @@ def run(arguments: argparse.Namespace) -> int:
     known = read_rows(folder / "rows.csv", ComparisonRow)
     if known:
         write_report(known, folder)
-    if arguments.json:
-        print_json({"holds": "comparison", "rows": [asdict(row) for row in rows]})
-    elif known:
-        print_text(table_text(known))
-        if ended := [f"{row.method} at {row.budget} ({row.time_limit_s:.3g} s)" for row in rows if cut_short(row)]:
-            print_text(f"ended by their time limit: {', '.join(ended)}; for more, raise --total-time-limit and name a new folder")
+    if arguments.json or known:
+        print_result(arguments, lambda _: {"holds": "comparison", "rows": [asdict(row) for row in rows]}, table_text, known)
+    ended = [f"{row.method} at {row.budget} ({row.time_limit_s:.3g} s)" for row in rows if cut_short(row)]
+    if known and ended and not arguments.json:
+        print_text(f"ended by their time limit: {', '.join(ended)}; for more, raise --total-time-limit and name a new folder")
     if interrupt():
         return INTERRUPTED
     return DONE if any(row.time_s is not None for row in rows) else LIMIT
@@ -232,11 +232,6 @@ def _methods_of_pytorch(model: "nn.Module", graph: "Graph", channels: "HostChann
 
     found = baseline_methods(model, targets=[op.target for op in graph.ops if op.phase == "forward"])
     return found if channels is None else [*found, *offloading_methods(channels)]
-
-
-def _usage(message: str) -> int:
-    complain(message)
-    return USAGE
 
 
 def _graph(arguments: argparse.Namespace, options: "OptionSettings", progress: "LineView") -> "tuple[Graph, str]":

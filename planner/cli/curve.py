@@ -20,8 +20,8 @@ from planner.cli.arguments import (
     add_tolerance,
     add_total_time_limit,
     add_workers,
-    print_json,
-    print_text,
+    graph_options,
+    print_result,
 )
 
 _TOTAL_S = 30.0
@@ -72,7 +72,6 @@ def run(arguments: argparse.Namespace) -> int:
     from graphs.io.files import check_writable
     from graphs.io.formats import read_graph
     from planner.cli.interrupt import StopOnInterrupt
-    from planner.option_settings import option_settings
     from planner.progress import LineView
     from planner.report.curves import curve_data, curve_text
     from planner.report.plots import plot_curve
@@ -83,7 +82,6 @@ def run(arguments: argparse.Namespace) -> int:
     from solvers.result import Status
 
     graph = read_graph(arguments.graph)
-    options = option_settings(arguments.options, arguments.link, arguments.host_budget, exact=arguments.exact)
     if arguments.output is not None:
         check_writable(arguments.output)
     if arguments.plot is not None:
@@ -97,7 +95,7 @@ def run(arguments: argparse.Namespace) -> int:
                 tolerance=arguments.tolerance,
                 time_limit_s=math.inf if arguments.time_limit is None else arguments.time_limit,
                 total_time_limit_s=total_s,
-                options=options,
+                options=graph_options(arguments),
                 jobs=arguments.jobs or JOBS,
                 cluster=arguments.cluster,
             ),
@@ -110,10 +108,7 @@ def run(arguments: argparse.Namespace) -> int:
         write_rows(Path(arguments.output), CurveRow, found.all_rows)
     if arguments.plot is not None:
         plot_curve(found, Path(arguments.plot), title=str(graph.provenance.get("model", "")))
-    if arguments.json:
-        print_json(curve_data(found), written=(arguments.output, arguments.plot))
-    else:
-        print_text(curve_text(found), written=(arguments.output, arguments.plot))
+    print_result(arguments, curve_data, curve_text, found, written=(arguments.output, arguments.plot))
     if any(point.schedule for point in found.points):
         return DONE
     return INFEASIBLE if all(point.status is Status.INFEASIBLE for point in found.points) else LIMIT

@@ -4,7 +4,7 @@ import argparse
 from dataclasses import asdict
 
 from planner import options
-from planner.cli.arguments import DONE, FAILED, MODEL_HELP, Commands, add_command, print_json, print_text
+from planner.cli.arguments import DONE, FAILED, MODEL_HELP, Commands, add_command, print_result
 
 
 def add(commands: Commands) -> None:
@@ -21,15 +21,15 @@ def add(commands: Commands) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the findings; return the exit code."""
     from planner.doctor import facts
+    from planner.studies.tables import by
 
     found = list(facts(arguments.model))
     problems = [fact.problem for fact in found if fact.problem]
-    if arguments.json:
-        print_json({"facts": [asdict(fact) for fact in found], "problems": problems})
-        return FAILED if problems else DONE
     width = max(len(fact.name) for fact in found)
-    for topic in dict.fromkeys(fact.topic for fact in found):
-        lines = (f"  {fact.name:<{width}}  {fact.value}" for fact in found if fact.topic == topic)
-        print_text("\n".join((topic, *lines)))
-    print_text("\n".join(("", *(f"problem: {problem}" for problem in problems))) if problems else "\nno problem found")
+    lines = []
+    for topic, facts_of_topic in by(found, "topic").items():
+        lines += [topic, *(f"  {fact.name:<{width}}  {fact.value}" for fact in facts_of_topic)]
+    lines += ["", *(f"problem: {problem}" for problem in problems)] if problems else ["", "no problem found"]
+    data = {"facts": [asdict(fact) for fact in found], "problems": problems}
+    print_result(arguments, lambda: data, lambda: "\n".join(lines))
     return FAILED if problems else DONE

@@ -3,7 +3,7 @@
 import argparse
 
 from planner.capture.options import OPTIONS, traced_options
-from planner.cli.arguments import DONE, Commands, add_command, print_json, print_text, table_of
+from planner.cli.arguments import DONE, Commands, add_command, print_result, table_of
 from planner.compatibility import table
 
 
@@ -23,9 +23,6 @@ def add(commands: Commands) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the list of options, and which of them exclude each other; return the exit code."""
     described = {name: option.description for name, option in OPTIONS.items()}
-    if arguments.json:
-        print_json(dict(described))
-    else:
-        refused = "\n".join(f"  {things} with {other}: {reason}" for things, other, reason in table())
-        print_text(f"{table_of(described)}\n\nwhat does not go together:\n{refused}")
+    refused = "\n".join(f"  {things} with {other}: {reason}" for things, other, reason in table())
+    print_result(arguments, lambda: described, lambda: f"{table_of(described)}\n\nwhat does not go together:\n{refused}")
     return DONE

@@ -2,7 +2,8 @@
 
 import argparse
 
-from planner.cli.arguments import DONE, USAGE, Commands, add_command, complain, print_json, print_text
+from graphs.errors import UsageError
+from planner.cli.arguments import DONE, Commands, add_command, print_result
 
 
 def add(commands: Commands) -> None:
@@ -32,19 +33,13 @@ def run(arguments: argparse.Namespace) -> int:
     content = read_graph_or_plan(arguments.file)
     if isinstance(content, Plan):
         if arguments.exact:
-            complain("--exact is about the optional ops of a graph, and a plan is solved with them or without: leave it out")
-            return USAGE
+            raise UsageError(
+                "--exact is about the optional ops of a graph, and a plan is solved with them or without: leave it out"
+            )
         from planner.plan_check import check_with_its_graph
 
         check_with_its_graph(content, arguments.file)
-        if arguments.json:
-            print_json(plan_data(content))
-        else:
-            print_text(plan_info_text(content))
+        print_result(arguments, plan_data, plan_info_text, content)
     else:
-        facts = graph_facts(content, exact=arguments.exact)
-        if arguments.json:
-            print_json(graph_data(facts))
-        else:
-            print_text(graph_text(facts))
+        print_result(arguments, graph_data, graph_text, graph_facts(content, exact=arguments.exact))
     return DONE

@@ -5,11 +5,11 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from graphs.errors import UsageError
 from planner import options
 from planner.cli.arguments import (
     DONE,
     MODEL_HELP,
-    USAGE,
     Commands,
     add_command,
     add_graph_options,
@@ -18,9 +18,8 @@ from planner.cli.arguments import (
     add_reorder,
     add_time_limit,
     add_tolerance,
-    complain,
-    print_json,
-    print_text,
+    graph_options,
+    print_result,
     tracing,
 )
 
@@ -82,16 +81,13 @@ def add(commands: Commands) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Search, and print an answer for each method; return the exit code."""
     from planner.cli.interrupt import StopOnInterrupt
-    from planner.option_settings import option_settings
     from planner.progress import LineView
     from planner.report.curves import max_batch_data, max_batch_text
     from planner.studies.sizes import BATCH, Wanted
 
-    options = option_settings(arguments.options, arguments.link, arguments.host_budget, exact=arguments.exact)
     unit = arguments.multiple_of
     if arguments.limit is not None and arguments.limit < unit:
-        complain(f"--limit {arguments.limit} is below --multiple-of {unit}, the least that is tried: raise it")
-        return USAGE
+        raise UsageError(f"--limit {arguments.limit} is below --multiple-of {unit}, the least that is tried: raise it")
     wanted = Wanted(
         budget_bytes=arguments.budget,
         max_overhead=arguments.max_overhead,
@@ -101,7 +97,7 @@ def run(arguments: argparse.Namespace) -> int:
         reorder=arguments.reorder,
         varies=arguments.vary or BATCH,
         unit=unit,
-        options=options,
+        options=graph_options(arguments),
     )
     how = tracing(arguments)
     with LineView(quiet=arguments.quiet) as progress, StopOnInterrupt(progress) as interrupt:
@@ -109,10 +105,7 @@ def run(arguments: argparse.Namespace) -> int:
             answers = _modelled_and_measured(arguments, wanted, how, progress, interrupt)
         else:
             answers = _search(arguments, wanted, how, progress, interrupt)
-    if arguments.json:
-        print_json(max_batch_data(answers, wanted))
-    else:
-        print_text(max_batch_text(answers, wanted))
+    print_result(arguments, max_batch_data, max_batch_text, answers, wanted)
     return DONE
 
 

@@ -13,8 +13,7 @@ from planner.cli.arguments import (
     Commands,
     add_command,
     add_quiet,
-    print_json,
-    print_text,
+    print_result,
 )
 from planner.workload.workload import ModelSpec, parse_spec
 
@@ -66,10 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
         report = running.run(
             plan, *built, repeats=arguments.repeats, seed=arguments.seed, arena=arguments.arena, on_progress=progress
         )
-    if arguments.json:
-        print_json(run_data(report))
-    else:
-        print_text(run_text(report))
+    print_result(arguments, run_data, run_text, report)
     return _verdict(report)
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from graphs.errors import UsageError
 from planner import options
-from planner.cli.arguments import DONE, Commands, add_command, print_json, print_text
+from planner.cli.arguments import DONE, Commands, add_command, print_result
 
 if TYPE_CHECKING:
     from planner.plans.plan import Plan
@@ -62,11 +62,12 @@ def run(arguments: argparse.Namespace) -> int:
     timeline = Timeline(planned_graph(graph, plan), plan)
     for path, make in wanted:
         write_text(path, make(timeline))
-    if arguments.json:
-        print_json({"output": arguments.output, "trace": arguments.trace}, written=(arguments.output, arguments.trace))
-    else:
-        said = "\n".join((str(plan), *(f"written to {path}" for path, _ in wanted)))
-        print_text(said, written=(arguments.output, arguments.trace))
+    print_result(
+        arguments,
+        lambda: {"output": arguments.output, "trace": arguments.trace},
+        lambda: "\n".join((str(plan), *(f"written to {path}" for path, _ in wanted))),
+        written=(arguments.output, arguments.trace),
+    )
     return DONE
 
 

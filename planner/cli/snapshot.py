@@ -5,7 +5,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from planner import options
-from planner.cli.arguments import DONE, Commands, add_command, print_json, print_text
+from planner.cli.arguments import DONE, Commands, add_command, print_result
 
 if TYPE_CHECKING:
     from planner.plans.plan import Plan
@@ -38,17 +38,15 @@ def run(arguments: argparse.Namespace) -> int:
 
     peaks = read_snapshot(arguments.file)
     plan = None if arguments.plan is None else read_plan(arguments.plan)
-    if arguments.json:
-        data: dict[str, object] = {"holds": "snapshot", "devices": [asdict(peak) for peak in peaks]}
-        if plan is not None:
-            data["plan"] = {
-                "predicted_peak_bytes": plan.peak_bytes,
-                "keep_everything_peak_bytes": plan.graph.keep_everything_peak_bytes,
-                "saved_bytes": [peak.peak_bytes - plan.peak_bytes for peak in peaks],
-            }
-        print_json(data)
-    else:
-        print_text("\n\n".join(_device_text(peak, plan, arguments.top) for peak in peaks) or "nothing is in the snapshot")
+    data: dict[str, object] = {"holds": "snapshot", "devices": [asdict(peak) for peak in peaks]}
+    if plan is not None:
+        data["plan"] = {
+            "predicted_peak_bytes": plan.peak_bytes,
+            "keep_everything_peak_bytes": plan.graph.keep_everything_peak_bytes,
+            "saved_bytes": [peak.peak_bytes - plan.peak_bytes for peak in peaks],
+        }
+    text = "\n\n".join(_device_text(peak, plan, arguments.top) for peak in peaks)
+    print_result(arguments, lambda: data, lambda: text or "nothing is in the snapshot")
     return DONE
 
 

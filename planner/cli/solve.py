@@ -18,8 +18,7 @@ from planner.cli.arguments import (
     add_time_limit,
     add_tolerance,
     add_work_limit,
-    print_json,
-    print_text,
+    print_result,
 )
 from planner.memory import Memory
 from solvers.tolerance import WIDENING
@@ -144,11 +143,13 @@ def run(arguments: argparse.Namespace) -> int:
         )
     if arguments.output is not None:
         write_plan(naming(plan, arguments.output, arguments.graph), arguments.output)
-    if arguments.json:
-        print_json({"output": arguments.output, **plan_data(plan)}, written=(arguments.output, arguments.write_model))
-    else:
-        written = "" if arguments.output is None else f"\nwritten to {arguments.output}"
-        print_text(f"{plan_text(plan)}{written}", written=(arguments.output, arguments.write_model))
+    written = "" if arguments.output is None else f"\nwritten to {arguments.output}"
+    print_result(
+        arguments,
+        lambda: {"output": arguments.output, **plan_data(plan)},
+        lambda: f"{plan_text(plan)}{written}",
+        written=(arguments.output, arguments.write_model),
+    )
     return DONE
 
 

@@ -2,7 +2,7 @@
 
 import argparse
 
-from planner.cli.arguments import DONE, Commands, add_command, print_json, print_text, table_of
+from planner.cli.arguments import DONE, Commands, add_command, print_result, table_of
 from solvers.registry import SOLVERS, Entry
 
 
@@ -19,14 +19,19 @@ def add(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the list; return the exit code."""
-    if arguments.json:
-        print_json({name: {"description": entry.description, "kind": _kind(entry)} for name, entry in SOLVERS.items()})
-        return DONE
-    kinds = dict.fromkeys(map(_kind, SOLVERS.values()))
-    for kind in kinds:
-        listed = {name: entry.description for name, entry in SOLVERS.items() if _kind(entry) == kind}
-        print_text(f"{kind}:\n{table_of(listed)}\n")
+    print_result(arguments, _data, _text)
     return DONE
+
+
+def _data() -> dict[str, object]:
+    return {name: {"description": entry.description, "kind": _kind(entry)} for name, entry in SOLVERS.items()}
+
+
+def _text() -> str:
+    kinds: dict[str, dict[str, str]] = {}
+    for name, entry in SOLVERS.items():
+        kinds.setdefault(_kind(entry), {})[name] = entry.description
+    return "\n".join(f"{kind}:\n{table_of(listed)}\n" for kind, listed in kinds.items())
 
 
 def _kind(entry: Entry) -> str:

@@ -188,6 +188,11 @@ class Memory:
             storage.ledger_id = None
             storage.snapshots = None
             storage.last_read = -1
+        # What was recomputed is not freed by itself where storages were written with each other's contents: a cycle.
+        for known in (*self.resident.values(), *(watch.storage() for watch in self._invisible)):
+            if known is not None:
+                known.base = None
+        self.settle()
         self.ledger, self.evicted_bytes = None, 0
         self.pending, self._by_id, self._in_use = [], {}, {}
         self.dropped = deque()  # ids of the old ledger may still come into the old one

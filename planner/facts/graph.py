@@ -12,6 +12,7 @@ from graphs.options.selection import exact_ops, holding_ops, traced_with
 from graphs.options.surroundings import Link, OtherDevice, Surroundings
 from graphs.schedule import keep_everything
 from graphs.simulate import simulate
+from planner.attributes import attributes
 from planner.capture.options import holding
 from planner.plans.record import GraphSummary
 from planner.plans.summary import summarize
@@ -203,9 +204,7 @@ def _device_facts(graph: Graph, device: OtherDevice) -> DeviceFacts:
         inexact_ops=sum(bool(device.differs) and op.id not in device.exact for op, _ in offered),
         time_s=math.fsum(time_s for _, time_s in offered),
         here_s=math.fsum(op.time_s for op, _ in offered),
-        bytes_per_s=device.bytes_per_s,
-        latency_s=device.latency_s,
-        capacity_bytes=device.capacity_bytes,
+        **attributes(device, "bytes_per_s", "latency_s", "capacity_bytes"),
         least_budget_bytes=proved_bytes,
         least_budget_found_bytes=found_bytes,
     )
@@ -223,15 +222,10 @@ def _op_facts(graph: Graph, op: Op) -> OpFacts:
     input_bytes = sum(graph.tensors[t].size_bytes for t in op.inputs if not graph.tensors[t].static)
     output_bytes = sum(graph.tensors[t].size_bytes for t in op.outputs)
     return OpFacts(
-        name=op.name,
-        target=op.target,
-        module=op.module,
-        phase=str(op.phase),
+        **attributes(op, "name", "target", "module", "phase", "workspace_bytes", "time_s"),
         input_bytes=input_bytes,
         output_bytes=output_bytes,
-        workspace_bytes=op.workspace_bytes,
         total_bytes=input_bytes + output_bytes + op.workspace_bytes,
-        time_s=op.time_s,
     )
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from graphs.units import format_bytes
 from planner.studies.best import kind_of
 from planner.studies.comparison_rows import ComparisonRow, RunBy, bound_of, methods_of, simulated
-from planner.views.figures import add_legend, new_figure, save_figure, set_title, shades, size_unit
+from planner.views.figures import drawn, shades, size_unit
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -39,19 +39,17 @@ def plot_overhead(rows: Sequence[ComparisonRow], path: Path) -> None:
         PlannerError: matplotlib is not installed.
     """
     judged = simulated(rows)
-    figure = new_figure()
-    axes = figure.add_subplot()
-    scale = _memory_axis(axes.xaxis.set_label_text, judged)
-    budgets = sorted({row.budget_bytes or 0 for row in judged})
-    bounds = [(budget / scale, bound / judged[0].base_s) for budget in budgets if (bound := bound_of(judged, budget)) is not None]
-    if bounds:
-        xs, ys = zip(*bounds, strict=True)
-        axes.fill_between(xs, ys, min(0.98, *ys), step="pre", color="C7", alpha=0.3, linewidth=0, label="proved impossible")
-    _draw(axes, judged, _simulated_point, scale, linewidth=1)
-    axes.set_ylabel("step time, as a multiple of keeping everything")
-    set_title(axes, rows[0].model)
-    add_legend(figure, axes)
-    save_figure(figure, path)
+    with drawn(path, rows[0].model) as axes:
+        scale = _memory_axis(axes.xaxis.set_label_text, judged)
+        budgets = sorted({row.budget_bytes or 0 for row in judged})
+        bounds = [
+            (budget / scale, bound / judged[0].base_s) for budget in budgets if (bound := bound_of(judged, budget)) is not None
+        ]
+        if bounds:
+            xs, ys = zip(*bounds, strict=True)
+            axes.fill_between(xs, ys, min(0.98, *ys), step="pre", color="C7", alpha=0.3, linewidth=0, label="proved impossible")
+        _draw(axes, judged, _simulated_point, scale, linewidth=1)
+        axes.set_ylabel("step time, as a multiple of keeping everything")
 
 
 def plot_measured(rows: Sequence[ComparisonRow], path: Path) -> None:
@@ -60,19 +58,15 @@ def plot_measured(rows: Sequence[ComparisonRow], path: Path) -> None:
     Raises:
         PlannerError: matplotlib is not installed.
     """
-    figure = new_figure()
-    axes = figure.add_subplot()
-    scale = _memory_axis(axes.xaxis.set_label_text, rows)
-    _draw(axes, rows, _measured_point, scale, linewidth=0)
-    wrong = [point for row in rows if row.exactness == "wrong" and (point := _measured_point(row)) is not None]
-    if wrong:
-        xs, ys = zip(*wrong, strict=True)
-        axes.plot([x / scale for x in xs], ys, "x", color="black", markersize=9, label="wrong gradients")
-    axes.axhline(1.0, color="C7", linewidth=1)
-    axes.set_ylabel("step time, as a multiple of eager PyTorch's")
-    set_title(axes, rows[0].model)
-    add_legend(figure, axes)
-    save_figure(figure, path)
+    with drawn(path, rows[0].model) as axes:
+        scale = _memory_axis(axes.xaxis.set_label_text, rows)
+        _draw(axes, rows, _measured_point, scale, linewidth=0)
+        wrong = [point for row in rows if row.exactness == "wrong" and (point := _measured_point(row)) is not None]
+        if wrong:
+            xs, ys = zip(*wrong, strict=True)
+            axes.plot([x / scale for x in xs], ys, "x", color="black", markersize=9, label="wrong gradients")
+        axes.axhline(1.0, color="C7", linewidth=1)
+        axes.set_ylabel("step time, as a multiple of eager PyTorch's")
 
 
 def plot_memory(rows: Sequence[ComparisonRow], path: Path) -> None:
@@ -82,28 +76,24 @@ def plot_memory(rows: Sequence[ComparisonRow], path: Path) -> None:
         PlannerError: matplotlib is not installed.
     """
     judged = simulated(rows)
-    figure = new_figure()
-    axes = figure.add_subplot()
-    scale = _memory_axis(axes.yaxis.set_label_text, judged)
-    methods = methods_of(judged)
-    budgets = sorted({row.budget_bytes or 0 for row in judged}, reverse=True)
-    for budget, color in zip(budgets, shades(len(budgets)), strict=True):
-        here = [row for row in judged if row.budget_bytes == budget]
-        axes.axhline(budget / scale, color=color, linestyle="--", linewidth=1, label=f"budget {format_bytes(budget)}")
-        peaks = [(methods.index(row.method), row.peak_bytes / scale) for row in here if row.peak_bytes]
-        measured = [(methods.index(row.method), row.measured_peak_bytes / scale) for row in here if row.measured_peak_bytes]
-        for points, size, fill in ((peaks, 5, "full"), (measured, 9, "none")):
-            if points:
-                xs, ys = zip(*points, strict=True)
-                axes.plot(xs, ys, "o", color=color, markersize=size, fillstyle=fill)
-    names = [_PEOPLE.get(method, method) for method in methods]
-    ticks = axes.set_xticks(range(len(methods)), names, rotation=45, ha="right", fontsize="small")
-    if _OURS in methods:
-        ticks[methods.index(_OURS)].label1.set_fontweight("bold")
-    set_title(axes, rows[0].model)
-    axes.set_ylim(bottom=0)
-    add_legend(figure, axes, columns=4)
-    save_figure(figure, path)
+    with drawn(path, rows[0].model, columns=4) as axes:
+        scale = _memory_axis(axes.yaxis.set_label_text, judged)
+        methods = methods_of(judged)
+        budgets = sorted({row.budget_bytes or 0 for row in judged}, reverse=True)
+        for budget, color in zip(budgets, shades(len(budgets)), strict=True):
+            here = [row for row in judged if row.budget_bytes == budget]
+            axes.axhline(budget / scale, color=color, linestyle="--", linewidth=1, label=f"budget {format_bytes(budget)}")
+            peaks = [(methods.index(row.method), row.peak_bytes / scale) for row in here if row.peak_bytes]
+            measured = [(methods.index(row.method), row.measured_peak_bytes / scale) for row in here if row.measured_peak_bytes]
+            for points, size, fill in ((peaks, 5, "full"), (measured, 9, "none")):
+                if points:
+                    xs, ys = zip(*points, strict=True)
+                    axes.plot(xs, ys, "o", color=color, markersize=size, fillstyle=fill)
+        names = [_PEOPLE.get(method, method) for method in methods]
+        ticks = axes.set_xticks(range(len(methods)), names, rotation=45, ha="right", fontsize="small")
+        if _OURS in methods:
+            ticks[methods.index(_OURS)].label1.set_fontweight("bold")
+        axes.set_ylim(bottom=0)
 
 
 def _draw(

@@ -5,6 +5,7 @@ from dataclasses import asdict
 from functools import partial
 
 from graphs.units import format_bytes, format_ratio
+from planner.attributes import attributes
 from planner.studies.curve import Curve
 from planner.studies.sizes import LargestSize, Wanted
 from planner.studies.tables import Column, lines
@@ -106,6 +107,9 @@ def max_batch_text(answers: Sequence[LargestSize], wanted: Wanted) -> str:
     )
 
 
+_OF_METHOD = ("method", "size", "overhead", "peak_bytes", "time_s", "gap", "at_limit", "undecided", "complete", "extrapolated")
+
+
 def max_batch_data(answers: Sequence[LargestSize], wanted: Wanted) -> dict[str, object]:
     """Return the largest size of each method as plain data."""
     return {
@@ -116,21 +120,7 @@ def max_batch_data(answers: Sequence[LargestSize], wanted: Wanted) -> dict[str, 
         "varies": wanted.varies,
         "multiple_of": wanted.unit,
         **wanted.options.as_json,
-        "methods": [
-            {
-                "method": answer.method,
-                "size": answer.size,
-                "overhead": answer.overhead,
-                "peak_bytes": answer.peak_bytes,
-                "time_s": answer.time_s,
-                "gap": answer.gap,
-                "at_limit": answer.at_limit,
-                "undecided": answer.undecided,
-                "complete": answer.complete,
-                "extrapolated": answer.extrapolated,
-            }
-            for answer in answers
-        ],
+        "methods": [attributes(answer, *_OF_METHOD) for answer in answers],
     }
 
 

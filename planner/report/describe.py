@@ -8,6 +8,7 @@ from graphs.ir import Op
 from graphs.options.selection import LEFT_OUT
 from graphs.pools import HOST, Pool
 from graphs.units import format_bytes, format_ratio, format_seconds
+from planner.attributes import attributes
 from planner.capture.options import needs
 from planner.memory import Memory
 from planner.option_settings import recorded_link, recorded_options
@@ -32,24 +33,18 @@ def plan_data(plan: Plan) -> dict[str, object]:
         "memory": str(plan.memory),
         "predicted_peak_bytes": plan.peak_bytes,
         "reserved": None if plan.reserved is None else asdict(plan.reserved),
-        "measured_peak_bytes": plan.measured_peak_bytes,
-        "arena_bytes": plan.arena_bytes,
-        "outside_arena_bytes": plan.outside_arena_bytes,
+        **attributes(plan, "measured_peak_bytes", "arena_bytes", "outside_arena_bytes"),
         "predicted_time_s": plan.time_s,
         "predicted_ratio": 1 + plan.overhead,
         "overhead": plan.overhead,
         "eager": None
         if plan.eager is None
         else {**asdict(plan.eager), "identical": plan.eager.identical, "overhead": plan.eager.overhead},
-        "bound_s": plan.bound_s,
-        "gap": plan.gap,
-        "solver": plan.solver,
-        "seconds": plan.seconds,
+        **attributes(plan, "bound_s", "gap", "solver", "seconds"),
         "settings": dict(plan.settings),
         "versions": dict(plan.versions),
         "steps": len(plan.schedule.steps),
-        "recomputed": plan.recomputed,
-        "copied": plan.copied,
+        **attributes(plan, "recomputed", "copied"),
         "pool_peaks_bytes": dict(plan.pool_peaks_bytes),
         "differs": list(plan.differs),
         "gradient_error": plan.gradient_error,
@@ -134,34 +129,17 @@ def _plain(settings: Mapping[str, object]) -> list[tuple[str, object]]:
 def run_data(report: "RunReport") -> dict[str, object]:
     """Return what ``planner run`` prints as plain data, without the timeline."""
     return {
-        "budget_bytes": report.budget_bytes,
-        "predicted_peak_bytes": report.predicted_peak_bytes,
-        "measured_peak_bytes": report.measured_peak_bytes,
-        "arena_bytes": report.arena_bytes,
-        "outside_arena_bytes": report.outside_arena_bytes,
-        "needed_bytes": report.needed_bytes,
-        "predicted_reserved_bytes": report.predicted_reserved_bytes,
-        "reserved_bytes": report.reserved_bytes,
-        "library_bytes": report.library_bytes,
-        "predicted_host_bytes": report.predicted_host_bytes,
-        "measured_host_bytes": report.measured_host_bytes,
+        **attributes(report, "budget_bytes", "predicted_peak_bytes", "measured_peak_bytes", "arena_bytes", "outside_arena_bytes"),
+        **attributes(report, "needed_bytes", "predicted_reserved_bytes", "reserved_bytes", "library_bytes"),
+        **attributes(report, "predicted_host_bytes", "measured_host_bytes"),
         "predicted_pools_bytes": dict(report.predicted_pools_bytes),
         "measured_pools_bytes": dict(report.measured_pools_bytes),
-        "predicted_time_s": report.predicted_time_s,
-        "measured_time_s": report.measured_time_s,
-        "predicted_ratio": report.predicted_ratio,
-        "measured_ratio": report.measured_ratio,
-        "eager_ratio": report.eager_ratio,
-        "overhead": report.overhead,
-        "spread": report.spread,
-        "identical": report.identical,
+        **attributes(report, "predicted_time_s", "measured_time_s", "predicted_ratio", "measured_ratio", "eager_ratio"),
+        **attributes(report, "overhead", "spread", "identical"),
         "differences": None if report.differences is None else list(report.differences),
         "eager_differences": None if report.eager_differences is None else list(report.eager_differences),
         "differs": list(report.differs),
-        "predicted_gradient_error": report.predicted_gradient_error,
-        "measured_gradient_error": report.measured_gradient_error,
-        "eager_error": report.eager_error,
-        "not_compared": report.not_compared,
+        **attributes(report, "predicted_gradient_error", "measured_gradient_error", "eager_error", "not_compared"),
     }
 
 

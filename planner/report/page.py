@@ -103,7 +103,7 @@ def _beside_eager(eager: EagerComparison | None) -> list[tuple[str, str]]:
     if eager is None:
         return []
     if eager.failure or eager.overhead is None:
-        return [(f"OtherStreams {eager.reference}", str(eager))]
+        return [(f"Beside {eager.reference}", str(eager))]
     return [
         ("Measured", eager.slowdown),
         (f"Peak of {eager.reference}", format_bytes(eager.peak_bytes)),

@@ -1,9 +1,10 @@
-// A CPU allocator that serves the requests of a recorded step from one slab, at addresses that were planned for them.
+// A CPU allocator that serves the requests of recorded steps from a slab, at addresses that were planned for them.
 //
 // The requests of a step come in the same order each time. While a recording is active in a thread, the allocator notes the
 // size of each request there and when it is freed. While a slab is active, the requests are matched with those of the recording,
 // and each is given its planned address, unless a tensor that is alive overlaps it: memory in use is never given away, whatever
-// callers hold. All other requests, and those of other threads, go to the allocator that was there before.
+// callers hold. So several steps may have addresses in one slab. All other requests, and those of other threads, go to the
+// allocator that was there before.
 
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
@@ -29,10 +30,13 @@ struct Recording {
 struct Slab {
   char* base;
   int64_t size_bytes;
+  int64_t live = 0; // blocks in use
+  bool owned = true;
+};
+
+struct Addresses {
   int64_t least_bytes;
   std::vector<int64_t> sizes, offsets; // of each request; an offset of -1 is outside of the slab
-  int64_t live = 0;                    // blocks in use
-  bool owned = true;
 };
 
 struct Block {
@@ -44,6 +48,7 @@ struct Block {
 struct Active {
   Recording* recording = nullptr;
   Slab* slab = nullptr;
+  Addresses* addresses = nullptr;
   int64_t next = 0, end = 0; // requests of the pass
   int64_t unmatched_bytes = 0, occupied_bytes = 0;
 };
@@ -102,7 +107,7 @@ bool take(Slab* slab, char* begin, int64_t size_bytes) {
 struct ArenaAllocator final : c10::Allocator {
   c10::DataPtr allocate(size_t n) override {
     const auto size_bytes = static_cast<int64_t>(n);
-    if (active.slab != nullptr && size_bytes >= active.slab->least_bytes) {
+    if (active.slab != nullptr && size_bytes >= active.addresses->least_bytes) {
       if (char* pointer = placed(size_bytes)) {
         return {pointer, pointer, &release, c10::Device(c10::DeviceType::CPU)};
       }
@@ -123,17 +128,17 @@ struct ArenaAllocator final : c10::Allocator {
  private:
   static char* placed(int64_t size_bytes) {
     Active& now = active;
-    Slab* slab = now.slab;
+    Addresses* addresses = now.addresses;
     for (int64_t i = now.next; i < now.end && i < now.next + kAhead; ++i) {
-      if (slab->sizes[i] != size_bytes) {
+      if (addresses->sizes[i] != size_bytes) {
         continue;
       }
       now.next = i + 1;
-      if (slab->offsets[i] < 0) {
+      if (addresses->offsets[i] < 0) {
         return nullptr;
       }
-      char* begin = slab->base + slab->offsets[i];
-      if (take(slab, begin, size_bytes)) {
+      char* begin = now.slab->base + addresses->offsets[i];
+      if (take(now.slab, begin, size_bytes)) {
         return begin;
       }
       now.occupied_bytes += size_bytes;
@@ -206,13 +211,13 @@ void arena_record(Recording* recording) {
 }
 
 // Returns null if there is no memory.
-Slab* arena_new_slab(int64_t size_bytes, int64_t least_bytes, int64_t count, const int64_t* sizes, const int64_t* offsets) {
+Slab* arena_new_slab(int64_t size_bytes) {
   void* base = mmap(nullptr, size_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (base == MAP_FAILED) {
     return nullptr;
   }
   madvise(base, size_bytes, MADV_HUGEPAGE);
-  return new Slab{static_cast<char*>(base), size_bytes, least_bytes, {sizes, sizes + count}, {offsets, offsets + count}};
+  return new Slab{static_cast<char*>(base), size_bytes};
 }
 
 void arena_drop_slab(Slab* slab) {
@@ -221,13 +226,34 @@ void arena_drop_slab(Slab* slab) {
   unmap_unused(slab);
 }
 
+// Gives the pages from `end_bytes` on back to the system, unless a block in use reaches there.
+void arena_trim(Slab* slab, int64_t end_bytes) {
+  constexpr int64_t kPage = 4096;
+  const int64_t kept = (end_bytes + kPage - 1) / kPage * kPage;
+  std::lock_guard<std::mutex> guard(mutex);
+  auto following = blocks.lower_bound(slab->base + slab->size_bytes);
+  bool used = following != blocks.begin() && std::prev(following)->second.end > slab->base + kept;
+  if (kept < slab->size_bytes && !used) {
+    madvise(slab->base + kept, slab->size_bytes - kept, MADV_DONTNEED);
+  }
+}
+
 int64_t arena_base(Slab* slab) {
   return reinterpret_cast<int64_t>(slab->base);
 }
 
-// Serves requests of this thread from `slab`, from the one with the number `first` to the one before `end`.
-void arena_serve(Slab* slab, int64_t first, int64_t end) {
+Addresses* arena_new_addresses(int64_t least_bytes, int64_t count, const int64_t* sizes, const int64_t* offsets) {
+  return new Addresses{least_bytes, {sizes, sizes + count}, {offsets, offsets + count}};
+}
+
+void arena_drop_addresses(Addresses* addresses) {
+  delete addresses;
+}
+
+// Serves requests of this thread at `addresses` in `slab`, from the one with the number `first` to the one before `end`.
+void arena_serve(Slab* slab, Addresses* addresses, int64_t first, int64_t end) {
   active.slab = slab;
+  active.addresses = addresses;
   active.next = first;
   active.end = end;
   active.unmatched_bytes = active.occupied_bytes = 0;

@@ -1,4 +1,4 @@
-"""The CPU allocator of arenas, ``arena_allocator.cpp``: recordings of the requests of a step, and slabs that serve them."""
+"""The CPU allocator of arenas, ``arena_allocator.cpp``: recordings of the requests of steps, and slabs that serve them."""
 
 import ctypes
 from collections.abc import Sequence
@@ -73,31 +73,57 @@ class Recording:
         self._library.arena_drop_recording(self._handle)
 
 
+class Addresses:
+    """The addresses of the requests of a recorded step, as offsets in a slab.
+
+    Attributes:
+        height_bytes: the least size of the slab.
+    """
+
+    def __init__(self, height_bytes: int, sizes: Sequence[int], offsets: Sequence[int | None]) -> None:
+        """Place requests of `sizes`, each ``LEAST_BYTES`` or more, at `offsets`; those at None are outside of the slab."""
+        self.height_bytes = height_bytes
+        self._library = _library()
+        columns = np.array([sizes, [-1 if offset is None else offset for offset in offsets]], dtype=np.int64)
+        self._handle = self._library.arena_new_addresses(LEAST_BYTES, len(sizes), *map(_pointer, columns))
+
+    def start(self, slab: "Slab", requests: range) -> None:
+        """Serve the requests of this thread from `slab` from here on, of which those with these numbers are expected."""
+        assert self.height_bytes <= slab.size_bytes
+        slab.serve(self._handle, requests)
+
+    def __del__(self) -> None:
+        self._library.arena_drop_addresses(self._handle)
+
+
 class Slab:
-    """Memory that serves the requests of a recorded step; it is kept until neither this object nor a tensor needs it.
+    """Memory that serves the requests of recorded steps; it is kept until neither this object nor a tensor needs it.
 
     Attributes:
         size_bytes: its size.
         address: where it begins.
     """
 
-    def __init__(self, size_bytes: int, sizes: Sequence[int], offsets: Sequence[int | None]) -> None:
-        """Take `size_bytes`, for requests of `sizes`, each ``LEAST_BYTES`` or more, at `offsets`; those at None are outside.
+    def __init__(self, size_bytes: int) -> None:
+        """Take `size_bytes`.
 
         Raises:
             OutOfMemoryError: there is no such memory.
         """
         self.size_bytes = size_bytes
         self._library = _library()
-        columns = np.array([sizes, [-1 if offset is None else offset for offset in offsets]], dtype=np.int64)
-        self._handle = self._library.arena_new_slab(size_bytes, LEAST_BYTES, len(sizes), *map(_pointer, columns))
+        self._handle = self._library.arena_new_slab(size_bytes)
         if not self._handle:
             raise OutOfMemoryError(f"there is no memory for an arena of {format_bytes(size_bytes)}")
         self.address = int(self._library.arena_base(self._handle))
 
-    def start(self, requests: range) -> None:
-        """Serve the requests of this thread from here on, of which those with these numbers are expected."""
-        self._library.arena_serve(self._handle, requests.start, requests.stop)
+    def trim(self, end_bytes: int) -> None:
+        """Give the pages from `end_bytes` on back to the system, unless a tensor reaches there."""
+        self._library.arena_trim(self._handle, end_bytes)
+
+    def serve(self, addresses: Any, requests: range) -> None:
+        """Serve the requests of this thread at `addresses`, a handle of the allocator."""
+        self._library.arena_serve(self._handle, addresses, requests.start, requests.stop)
 
     def __del__(self) -> None:
         if getattr(self, "_handle", None):
@@ -139,10 +165,13 @@ def _library() -> ctypes.CDLL:
         "requests": (number, [handle]),
         "read": (None, [handle, handle, handle, handle]),
         "record": (None, [handle]),
-        "new_slab": (handle, [number, number, number, handle, handle]),
+        "new_slab": (handle, [number]),
         "drop_slab": (None, [handle]),
+        "trim": (None, [handle, number]),
         "base": (number, [handle]),
-        "serve": (None, [handle, number, number]),
+        "new_addresses": (handle, [number, number, handle, handle]),
+        "drop_addresses": (None, [handle]),
+        "serve": (None, [handle, handle, number, number]),
         "stop": (None, [handle]),
     }
     for name, (returned, given) in signatures.items():

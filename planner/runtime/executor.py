@@ -16,7 +16,7 @@ from planner.capture.lowering.lower import Capture
 from planner.capture.signature import join_returned
 from planner.capture.step import TrainingStep
 from planner.passes.program import Source
-from planner.runtime.arena import Arena
+from planner.runtime.arena import Arena, SharedSlab
 from planner.runtime.channels import HostChannels
 from planner.runtime.code import Code, check_runnable, compile_schedule
 from planner.runtime.devices import Devices
@@ -107,15 +107,20 @@ class Executor:
     def start_training(self, budget_bytes: int, *, check_writes: bool) -> None:
         """Enable the checks for a training loop; measurements before are of the step alone."""
         self.earlier_gradients.budget_bytes = budget_bytes
+        if self.arena is not None:
+            self.arena.budget_bytes = budget_bytes - self.graph.static_bytes
         self.check_writes = check_writes
 
-    def use_arena(self) -> None:
+    def use_arena(self, shared: SharedSlab) -> None:
         """Run the following steps in an arena: ``planner.runtime.arena``.
+
+        Args:
+            shared: its slab, shared with other plans of the model.
 
         Raises:
             PlannerError: its allocator cannot be put in place.
         """
-        self.arena = Arena(accumulate=bool(self.graph.provenance.get("accumulate")))
+        self.arena = Arena(shared, accumulate=bool(self.graph.provenance.get("accumulate")))
         self.code = self.arena.around(self.code)
 
     def ticking(self, tick: Callable[[int], None]) -> Code:

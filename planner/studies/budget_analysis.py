@@ -14,13 +14,11 @@ from planner.plans.summary import summarize
 from planner.reserved import eager_memory
 from planner.studies.advice import Advice, OptionAdvice, Price, Recommendation
 from planner.studies.frontier import Frontier, evenly, outside_in
+from planner.studies.solves import result_of
 from solvers.clock import Clock, WallClock, left
 from solvers.least import LeastBudgetBracket, least_budget
 from solvers.order.reorder import reordered
-from solvers.registry import get_solver
-from solvers.request import Request
 from solvers.result import Status
-from solvers.tolerance import Tolerance
 
 BETWEEN = 5  # budgets between the least one and eager PyTorch's peak
 CHEAP = 0.1  # overhead that is recommended if nothing is known about a device
@@ -160,8 +158,7 @@ def _solve(known: Frontier, budget_bytes: int, clock: Clock, should_stop: Callab
     """Solve for a budget, unless results at other budgets have settled it."""
     if known.point(budget_bytes, None).status in (Status.OPTIMAL, Status.INFEASIBLE):
         return
-    request = Request(known.graph, budget_bytes, Tolerance.of(_TOLERANCE), clock, should_stop=should_stop)
-    known.learn(get_solver("windows")(request))
+    known.learn(result_of(known.graph, budget_bytes, clock, tolerance=_TOLERANCE, should_stop=should_stop))
 
 
 def _price(known: Frontier, budget_bytes: int, base_s: float) -> Price:

@@ -11,18 +11,18 @@ from graphs.errors import BudgetError, PlannerError, UsageError
 from graphs.ir import Graph
 from graphs.options import without_options
 from graphs.schedule import Schedule
+from planner.attributes import attributes
 from planner.budgets import budget_in_bytes
 from planner.plans.summary import summarize
 from planner.runtime.machine import commit, machine
 from planner.studies.comparison_rows import OPTIMUM, ComparisonRow, Key, RunBy, missing, open_rows
 from planner.studies.jobs import run
 from planner.studies.settings import StudySettings
+from planner.studies.solves import result_of
 from planner.visible import visible
 from solvers.clock import Clock, WallClock, left
 from solvers.registry import SOLVERS, get_solver
-from solvers.request import Request
 from solvers.result import Status
-from solvers.tolerance import Tolerance
 
 _DEFAULTS = StudySettings()
 _SHORTEST_S = 1.0  # seconds for a row after the total time has run out
@@ -78,25 +78,20 @@ class SolveRow:
 
     def __call__(self, task: Task, should_stop: Callable[[], bool]) -> Solved:
         """Return the row of `task`; an error of a method is recorded as its reason."""
-        solve = get_solver(task.method)
         limit_s = self.time_limit_s if task.time_limit_s is None else task.time_limit_s
         row = replace(self.row(task.run_by, task.method, task.budget, task.budget_bytes, status="error"), time_limit_s=limit_s)
         try:
             # Methods that only recompute solve the program alone; its schedules are also schedules with options.
             graph = self.graph if SOLVERS[task.method].copies else without_options(self.graph)
-            tolerance, clock = Tolerance.of(self.tolerance), WallClock(limit_s)
-            result = solve(Request(graph, task.budget_bytes, tolerance, clock, should_stop=should_stop))
+            clock, tolerance = WallClock(limit_s), self.tolerance
+            result = result_of(graph, task.budget_bytes, clock, task.method, tolerance=tolerance, should_stop=should_stop)
         except PlannerError as error:
             return Solved(replace(row, message=_one_line(str(error))), None)
         row = replace(
             row,
-            status=str(result.status),
-            reason=str(result.reason or ""),
+            **attributes(result, "status", "time_s", "peak_bytes", "bound_s", "seconds"),
+            reason=result.reason or "",
             settings=self._settings(result.settings if result.schedule is not None else {}),
-            time_s=result.time_s,
-            peak_bytes=result.peak_bytes,
-            bound_s=result.bound_s,
-            seconds=result.seconds,
             message=_one_line(result.message),
             versions=self._versions(result.versions),
         )
@@ -114,11 +109,7 @@ class SolveRow:
             status=status,
             settings=self._settings({}),
             base_s=self.graph.time_s,
-            base_peak_bytes=self.base_peak_bytes,
-            tolerance=self.tolerance,
-            time_limit_s=self.time_limit_s,
-            seed=self.seed,
-            commit=self.commit,
+            **attributes(self, "base_peak_bytes", "tolerance", "time_limit_s", "seed", "commit"),
             machine=self.machine or machine(),
             versions=self._versions({}),
         )

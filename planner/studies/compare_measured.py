@@ -7,20 +7,21 @@ budget.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import InitVar, dataclass, field, replace
 from pathlib import Path
 from statistics import median
 
 from graphs.io.formats import read_graph, write_graph
 from graphs.ir import Kind
 from planner import tracing
+from planner.attributes import attributes
 from planner.capture.lowering.lower import Capture
 from planner.capture.options.traced import with_graph
 from planner.models import Workload
 from planner.plans.summary import check_same_graph, summarize
 from planner.runtime.channels import HostChannels
 from planner.runtime.executor import Executor
-from planner.runtime.measure import device_name
+from planner.runtime.measure import device_name, ratio_in_turns
 from planner.settings import TraceSettings
 from planner.studies.baselines import Method, eager
 from planner.studies.best import HEURISTICS, undominated
@@ -137,33 +138,28 @@ class _Entry:
         return self.row.measured_peak_bytes is not None
 
 
+@dataclass(slots=True)
 class _Comparison:
-    """A comparison whose steps run one at a time."""
+    """A comparison whose steps run one at a time; the attributes are those of ``compare_measured``."""
 
-    def __init__(  # noqa: PLR0913  # those of compare_measured
-        self,
-        workload: Workload,
-        captured: Capture,
-        offered: Capture,
-        judge: SolveRow,
-        kept: KeptRows[ComparisonRow],
-        settings: StudySettings,
-        channels: HostChannels | None,
-        on_activity: Callable[[str], None],
-        should_stop: Callable[[], bool],
-    ) -> None:
-        self._captured, self._offered = captured, offered
-        self._channels = channels
-        self._judge = judge
-        self._kept = kept
-        self._settings = settings
-        self._say = on_activity
-        self._should_stop = should_stop
+    workload: InitVar[Workload]
+    captured: Capture
+    offered: Capture
+    judge: SolveRow
+    kept: KeptRows[ComparisonRow]
+    settings: StudySettings
+    channels: HostChannels | None
+    say: Callable[[str], None]
+    should_stop: Callable[[], bool]
+    _benchmark: Benchmark = field(init=False)
+    _entered: dict[str, _Entry] = field(init=False, default_factory=dict)  # PyTorch's methods, by name
+
+    def __post_init__(self, workload: Workload) -> None:
         reserved = (Kind.OPTIMIZER_STATE, Kind.ACCUMULATED_GRADIENT)
-        extra_bytes = sum(tensor.size_bytes for tensor in captured.graph.tensors if tensor.kind in reserved)
-        self._benchmark = Benchmark(workload, extra_bytes=extra_bytes, host=None if channels is None else channels.memory)
+        extra_bytes = sum(tensor.size_bytes for tensor in self.captured.graph.tensors if tensor.kind in reserved)
+        host = None if self.channels is None else self.channels.memory
+        self._benchmark = Benchmark(workload, extra_bytes=extra_bytes, host=host)
         self._benchmark.enter(eager())
-        self._entered: dict[str, _Entry] = {}  # PyTorch's methods, by name
 
     def budget(self, tasks: Sequence[Task]) -> None:
         """Solve and measure the missing rows at one budget, all in one round; baselines in rounds of their own."""
@@ -180,11 +176,11 @@ class _Comparison:
 
     def stock(self, methods: Sequence[Method]) -> None:
         """Measure PyTorch's own methods."""
-        self._round([self._enter_stock(method) for method in methods if not self._should_stop()])
+        self._round([self._enter_stock(method) for method in methods if not self.should_stop()])
 
     def at_equal_memory(self, methods: Sequence[Method]) -> None:
         """Measure PyTorch's own methods, each compared with the optimal schedule for its measured peak."""
-        self._at_equal_memory([self._enter_stock(method) for method in methods if not self._should_stop()])
+        self._at_equal_memory([self._enter_stock(method) for method in methods if not self.should_stop()])
 
     def _at_equal_memory(self, baselines: Sequence[_Entry]) -> None:
         """Time each of `baselines` in turns with the optimal schedule for its measured peak."""
@@ -200,29 +196,29 @@ class _Comparison:
 
     def _solve(self, tasks: Sequence[Task]) -> list[Solved]:
         solved: list[Solved] = []
-        for one in solve_tasks(self._judge, tasks, jobs=self._settings.jobs, should_stop=self._should_stop):
+        for one in solve_tasks(self.judge, tasks, jobs=self.settings.jobs, should_stop=self.should_stop):
             solved.append(one)
-            self._say(f"solved {one.row.method} at {one.row.budget}")
-        return [] if self._should_stop() else solved  # results of stopped solves are dropped
+            self.say(f"solved {one.row.method} at {one.row.budget}")
+        return [] if self.should_stop() else solved  # results of stopped solves are dropped
 
     def _enter_schedule(self, solved: Solved) -> _Entry:
         row, schedule = solved.row, solved.schedule
         name = f"{row.method} at {row.budget}"
         if schedule is None:
             return _Entry(name, row)
-        self._say(f"running {name}")
-        if self._channels is not None and SOLVERS[row.method].copies:
-            method = Method(name, lambda model, loss_fn: Executor(self._offered, schedule, model, loss_fn, self._channels))
+        self.say(f"running {name}")
+        if self.channels is not None and SOLVERS[row.method].copies:
+            method = Method(name, lambda model, loss_fn: Executor(self.offered, schedule, model, loss_fn, self.channels))
         else:
-            method = Method(name, lambda model, loss_fn: Executor(self._captured, schedule, model, loss_fn))
+            method = Method(name, lambda model, loss_fn: Executor(self.captured, schedule, model, loss_fn))
         return _Entry(name, _with(row, self._benchmark.enter(method)))
 
     def _enter_stock(self, method: Method) -> _Entry:
         if method.name in self._entered:
             return self._entered[method.name]
-        self._say(f"running {method.name}")
+        self.say(f"running {method.name}")
         measured = self._benchmark.enter(method)
-        row = self._judge.row(RunBy.TORCH, method.name, "", None, status="error" if measured.error else "ran")
+        row = self.judge.row(RunBy.TORCH, method.name, "", None, status="error" if measured.error else "ran")
         if not measured.applies:
             row = replace(row, reason=str(Reason.INAPPLICABLE))
         self._entered[method.name] = _Entry(method.name, _with(row, measured))
@@ -230,13 +226,13 @@ class _Comparison:
 
     def _round(self, entries: Sequence[_Entry]) -> None:
         """Time `entries` in turn with plain PyTorch, and keep their rows."""
-        if self._should_stop() or not entries:
+        if self.should_stop() or not entries:
             return
         names = [entry.name for entry in entries if entry.runs]
-        self._say(f"timing {', '.join(names) or 'nothing'}")
-        times = self._benchmark.times([_EAGER, *names], repeats=self._settings.repeats) if names else {}
+        self.say(f"timing {', '.join(names) or 'nothing'}")
+        times = self._benchmark.times([_EAGER, *names], repeats=self.settings.repeats) if names else {}
         timed = (_timed(entry.row, times[entry.name], times[_EAGER]) if entry.runs else entry.row for entry in entries)
-        self._kept.add(*timed)
+        self.kept.add(*timed)
 
 
 def _with(row: ComparisonRow, measured: Measured) -> ComparisonRow:
@@ -245,14 +241,12 @@ def _with(row: ComparisonRow, measured: Measured) -> ComparisonRow:
     return replace(
         row,
         measured_peak_bytes=measured.peak_bytes,
-        reserved_bytes=measured.reserved_bytes,
         measured_host_bytes=measured.host_bytes,
-        exactness=str(measured.exactness),
-        gradient_error=measured.gradient_error,
+        **attributes(measured, "reserved_bytes", "exactness", "gradient_error"),
     )
 
 
 def _timed(row: ComparisonRow, times: Sequence[float], eager_times: Sequence[float]) -> ComparisonRow:
-    """Return the row with its times; the ratio is taken per turn, since other load on the machine affects both steps alike."""
-    ratio = median(own / eagers for own, eagers in zip(times, eager_times, strict=True))
+    """Return the row with its times."""
+    ratio, _ = ratio_in_turns(times, eager_times)
     return replace(row, measured_s=median(times), eager_s=median(eager_times), measured_ratio=ratio, repeats=len(times))

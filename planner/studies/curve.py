@@ -15,13 +15,12 @@ from planner.studies.frontier import Frontier, Point, Turn, Turns, evenly
 from planner.studies.jobs import run
 from planner.studies.rows import column, key, read_rows, text, value
 from planner.studies.settings import StudySettings
+from planner.studies.solves import result_of
 from solvers.clock import Clock, WallClock, left
 from solvers.least import LeastBudgetBracket, least_budget
 from solvers.order.reorder import Reordering
 from solvers.registry import get_solver
-from solvers.request import Request
 from solvers.result import Result, status_of
-from solvers.tolerance import Tolerance
 
 _LEAST_S, _LEAST_SHARE = 5.0, 0.1  # in seconds, and as a share of the time: for the least feasible budget, where the grid begins
 _ORDER_SHARE = 0.25  # share of the time for an order of the ops
@@ -125,8 +124,8 @@ class _Solve:
     tolerance: float
 
     def __call__(self, turn: Turn, should_stop: Callable[[], bool]) -> Result:
-        tolerance, clock = Tolerance.of(self.tolerance), WallClock(turn.time_limit_s)
-        return get_solver(self.solver)(Request(self.graph, turn.budget_bytes, tolerance, clock, should_stop=should_stop))
+        clock, tolerance = WallClock(turn.time_limit_s), self.tolerance
+        return result_of(self.graph, turn.budget_bytes, clock, self.solver, tolerance=tolerance, should_stop=should_stop)
 
 
 def curve(

@@ -13,12 +13,10 @@ from planner.profiling.scaling import GraphFit
 from planner.solving import order_for
 from planner.studies.fitting import Decision, Enough, largest
 from planner.studies.sizes import OPTIMAL, LargestSize, Method, Wanted
+from planner.studies.solves import result_of
 from solvers.clock import WallClock
 from solvers.order.reorder import Reordering
-from solvers.registry import get_solver
-from solvers.request import Request
 from solvers.result import Result, Status
-from solvers.tolerance import Tolerance
 
 # Tolerances: any schedule is accepted; the callback ends the solve earlier.
 _ANY_GAP, _CLOSE_GAP = 1e6, 1e-4
@@ -132,10 +130,15 @@ class _SizeSearch:
             graph.time_s * (1 + (self.wanted.max_overhead or 0.0)), self.wanted.max_overhead is None, self.should_stop
         )
         order = self.order(method, graph)
-        tolerance = Tolerance.of(_ANY_GAP if enough.any_time else _CLOSE_GAP)
-        clock = WallClock(limit_s)
-        request = Request(order.graph, self.wanted.budget_bytes, tolerance, clock, enough, enough.reached)
-        result = get_solver(method.solver)(request)
+        result = result_of(
+            order.graph,
+            self.wanted.budget_bytes,
+            WallClock(limit_s),
+            method.solver,
+            tolerance=_ANY_GAP if enough.any_time else _CLOSE_GAP,
+            on_progress=enough,
+            should_stop=enough.reached,
+        )
         result = order.result_of_source(result)
         if result.time_s is not None and (enough.any_time or result.time_s <= enough.cap_s):
             return Decision(True, result)
@@ -149,9 +152,9 @@ class _SizeSearch:
         self.tell(f"{self.doing(method, units)}, its fastest schedule")
         if not self.should_stop():
             order = self.order(method, self.graph(units))
-            tolerance, clock = Tolerance.of(self.wanted.tolerance), WallClock(self.wanted.time_limit_s)
-            request = Request(order.graph, self.wanted.budget_bytes, tolerance, clock, should_stop=self.should_stop)
-            result = get_solver(OPTIMAL)(request)
+            clock, tolerance = WallClock(self.wanted.time_limit_s), self.wanted.tolerance
+            budget_bytes = self.wanted.budget_bytes
+            result = result_of(order.graph, budget_bytes, clock, tolerance=tolerance, should_stop=self.should_stop)
             self.keep(units, order.result_of_source(result))
         return min(self.found[units], key=lambda result: result.time_s or 0.0)
 

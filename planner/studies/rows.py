@@ -82,6 +82,12 @@ def provenance(device: "torch.device | None" = None) -> dict[str, str]:
     return {"machine": device_name(device or torch.device("cpu")), "commit": commit(), "torch": torch.__version__}
 
 
+def missing_keys(wanted: Iterable[Key], known: Iterable[object], *names: str) -> list[Key]:
+    """Return those of `wanted` that are the values of the columns `names` in no row of `known`."""
+    made = set(map(attrgetter(*names), known))
+    return [key for key in wanted if key not in made]
+
+
 def listed(**names: Iterable[object]) -> Callable[[Any], Key]:
     """Return a sort key for rows: the position of each column's value in its list, or the end of the list if it is missing."""
     places = {name: {value: place for place, value in enumerate(values)} for name, values in names.items()}

@@ -108,3 +108,9 @@ def side_by_side(items: Iterable[Item], over: str, *names: str) -> list[SideBySi
 def said(items: Iterable[object], name: str, between: str = " and ") -> str:
     """Return the distinct values of the attribute `name` as text; one value if all rows agree."""
     return between.join(dict.fromkeys(str(getattr(item, name)) for item in items))
+
+
+def made_with(rows: Sequence[object], *packages: str) -> str:
+    """Return a line on what `rows` were made with: machine, torch, further `packages` that are columns, and commit."""
+    versions = ", ".join(f"{package} {said(rows, package)}" for package in ("torch", *packages))
+    return f"{said(rows, 'machine')}; {versions}; commit {said(rows, 'commit')}.\n"

@@ -38,6 +38,7 @@ from planner.torch_private.capture import (
     PlainAOTInput,
     aot_autograd,
     boxed_nop,
+    fix_sizes_where,
     functorch_config,
     innermost_backend,
 )
@@ -55,8 +56,9 @@ def planner(module: fx.GraphModule, inputs: Sequence[Any], *, options: Mapping[s
             model; a share is of the peak without recomputation), ``kernels`` (``eager`` or ``inductor``), ``roofline`` (model the
             times on this device; by default each op is measured where the model is), ``time_limit_s`` (per graph, 60),
             ``tolerance`` and ``wait`` (as in ``planner.compile``; each graph is solved to 1% or for 3 s by default),
-            ``check_writes``, ``options``, ``link`` and ``host_budget`` (as there; all graphs share the host memory), and
-            ``memory`` (as there, ``allocated`` by default: other graphs of a step count by what they keep allocated).
+            ``arena`` (as there, for models that are captured as one graph), ``check_writes``, ``options``, ``link`` and
+            ``host_budget`` (as there; all graphs share the host memory), and ``memory`` (as there, ``allocated`` by default:
+            other graphs of a step count by what they keep allocated).
 
     Raises:
         PlannerError: unknown options, options that do not go together (``planner.compatibility``), or no budget.
@@ -89,7 +91,7 @@ def _compile(module: fx.GraphModule, inputs: Sequence[Any], budget: SharedBudget
                     options=budget.traced,
                     on_op=stage.advance,
                 )
-            graph = PlannedGraph(joint, *budget.offered(captured, device_of(joint)), outputs=num_fwd_outputs)
+            graph = budget.graph(joint, captured, outputs=num_fwd_outputs)
             if budget.settings.run.check_writes:
                 graph.checked = _input_names(module, joint, captured)
             _plan(graph, add, stages)
@@ -130,7 +132,7 @@ def _compile_kernels(module: fx.GraphModule, inputs: Sequence[Any], budget: Shar
     def partition(
         joint: fx.GraphModule, _: object, *, num_fwd_outputs: int, **__: object
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        graph = PlannedGraph(joint, *budget.offered(captured, device_of(joint)), outputs=num_fwd_outputs)
+        graph = budget.graph(joint, captured, outputs=num_fwd_outputs)
         if budget.settings.run.check_writes:
             graph.checked = _input_names(module, joint, captured)
         if is_share(budget.budget):
@@ -216,16 +218,22 @@ def _made_by(translator: InstructionTranslatorBase) -> Callable[..., Any]:
     return innermost_backend(compiler)
 
 
+def _is_planned(translator: InstructionTranslatorBase) -> bool:
+    """Return whether a frame is compiled for this backend."""
+    return translator.output.compiler_fn is not None and getattr(_made_by(translator), "compiler_fn", None) is planner
+
+
 def _runs_as_eager(translator: InstructionTranslatorBase) -> bool:
     """Return whether a frame is compiled for this backend with eager PyTorch's kernels."""
-    if translator.output.compiler_fn is None:
+    if not _is_planned(translator):
         return False
-    made_by = _made_by(translator)
-    options = getattr(made_by, "kwargs", {}).get("options", {})
-    return getattr(made_by, "compiler_fn", None) is planner and options.get("kernels") != "inductor"
+    options: Mapping[str, object] = getattr(_made_by(translator), "kwargs", {}).get("options", {})
+    return options.get("kernels") != "inductor"
 
 
-dynamo_as_eager_where(_runs_as_eager, ExitStack())  # earlier than any backend is called for a frame
+# Earlier than any backend is called for a frame.
+dynamo_as_eager_where(_runs_as_eager, ExitStack())
+fix_sizes_where(_is_planned)
 
 
 def _device(joint: fx.GraphModule, roofline: str | None) -> DeviceSpec:

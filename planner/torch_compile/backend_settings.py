@@ -25,7 +25,7 @@ class BackendSettings:
     Attributes:
         budget: budget for all its graphs, as ``read_budget`` returns it.
         solve: settings for each graph.
-        run: settings, of which `kernels`, `wait` and `check_writes` are used.
+        run: settings, of which `kernels`, `arena`, `wait` and `check_writes` are used.
         roofline: the device whose times are modelled; None: each op is measured where the model is.
 
     Raises:
@@ -68,6 +68,7 @@ def settings_of(options: Mapping[str, Any] | None) -> BackendSettings:
 
 def backend_settings(
     *,
+    arena: bool = False,
     budget: str | float,
     check_writes: bool = False,
     host_budget: str | int | None = None,
@@ -87,5 +88,5 @@ def backend_settings(
         options=option_settings(options, link, host_budget),
         memory=Memory.of(memory),
     )
-    run = RunSettings(kernels=kernels, check_writes=check_writes, wait=Wait.of(wait))
+    run = RunSettings(kernels=kernels, arena=arena, check_writes=check_writes, wait=Wait.of(wait))
     return BackendSettings(read_budget(budget), solve, run, roofline)

@@ -59,7 +59,9 @@ def capture_joint(
         for size in (value.shape if isinstance(value, torch.Tensor) else (value,))
     )
     if dynamic:
-        raise TraceError("the graph has sizes that are not fixed: use torch.compile(..., dynamic=False), a plan for each shape")
+        raise TraceError(
+            "the graph has sizes that are not fixed: leave out dynamic=True or mark_dynamic: each size gets a plan of its own"
+        )
     where = next(value.device for value in values if isinstance(value, torch.Tensor))
     separate_biases(module.graph)
     layouts_as_eager(module.graph)

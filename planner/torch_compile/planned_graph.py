@@ -21,6 +21,7 @@ from graphs.schedule import Schedule
 from graphs.simulate import simulate
 from planner.capture.lowering.lower import Capture
 from planner.capture.rewrites.outputs import outputs
+from planner.runtime.arena import Arena, SharedSlab
 from planner.runtime.channels import HostChannels
 from planner.runtime.code import compile_schedule
 from planner.runtime.devices import Devices
@@ -33,7 +34,7 @@ from planner.torch_private.capture import SavedForBackwardsAOTOutput, TangentAOT
 from planner.torch_private.core import backward_retains_graph
 
 # Both passes empty their argument lists. The last arguments of a backward pass are the non-tensor results of its forward
-# pass: tensors on the host, and copies under way.
+# pass: tensors on the host, copies under way, and the step in an arena.
 Forward = Callable[[list[Any]], tuple[list[Any], list[Any]]]
 Backward = Callable[[list[Any]], Any]
 
@@ -63,12 +64,26 @@ class PlannedGraph:
         slots: a tensor for each slot of the saved tensors: all that some schedule may save.
         checked: names of inputs that are checked for writes that autograd does not see, by tensor.
         lean: a schedule that keeps little between the passes; None until one is computed.
+        arena: the arena that the present plan runs in; None for PyTorch's allocator.
         watch: called with the inputs of a forward pass; returns a function of its results and of a tensor that dies with the
             saved ones.
     """
 
-    def __init__(self, module: fx.GraphModule, captured: Capture, channels: HostChannels | None, *, outputs: int) -> None:
-        """Initialize with the capture, the joint graph `module`, and `channels` if the graph offers transfers."""
+    def __init__(
+        self,
+        module: fx.GraphModule,
+        captured: Capture,
+        channels: HostChannels | None,
+        slab: SharedSlab | None,
+        *,
+        outputs: int,
+    ) -> None:
+        """Initialize with the capture and the joint graph `module`.
+
+        Args:
+            channels: channels to the host, if the graph offers transfers.
+            slab: the slab of the arenas that its plans run in; None for PyTorch's allocator.
+        """
         placeholders = module.graph.find_nodes(op="placeholder")
         self._module, self._devices = module, Devices(captured.graph, device_of(module), channels)
         self._primals = [node for node in placeholders if not isinstance(node.meta["desc"], TangentAOTInput)]
@@ -81,6 +96,8 @@ class PlannedGraph:
         self.slots = (*(static[node.name] for node in self._primals if node.name in static), *_made_forward(captured.graph))
         self.checked: Mapping[int, str] = {}
         self.lean: Schedule | None = None
+        self.arena: Arena | None = None
+        self._slab = slab
         self.watch: Callable[[list[Any]], Callable[[list[Any], torch.Tensor], None]] | None = None
         self._handing_over: set[int] = set()  # plans whose forward passes return more than tensors
         self._writing_over: set[int] = set()  # plans whose backward passes overwrite saved tensors
@@ -96,6 +113,9 @@ class PlannedGraph:
         # With copies, the forward pass also returns what a failed backward pass needs to undo it.
         compiled = any(calls.launches for calls in program.calls)
         code = undoing(graph, program, code, in_backward=compiled and bool(self._devices.channels))
+        if self._slab is not None:
+            self.arena = Arena(self._slab)
+            code = self.arena.around(code)
         position = {t: i for i, t in enumerate(self.slots)}
         among = [t in position for t in code.saved]  # others are on the host
         later = [i for i, reads in enumerate(code.backward_reads) if reads]

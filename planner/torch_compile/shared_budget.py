@@ -11,21 +11,25 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import fx
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from graphs.errors import InfeasibleError, LimitError
+from graphs.errors import InfeasibleError, LimitError, PlannerError
 from graphs.optimizers import OPTIMIZERS
+from graphs.options.option import Feature
 from graphs.schedule import Schedule
+from graphs.simulate import simulate
 from graphs.units import format_bytes
 from planner.budgets import budget_in_bytes, is_auto, is_share
 from planner.capture.lowering.lower import Capture
+from planner.compatibility import check_compatible
 from planner.option_settings import OptionSettings
 from planner.plans.summary import summarize
+from planner.runtime.arena import SharedSlab
 from planner.runtime.auto_budget import auto_budget_bytes
-from planner.runtime.channels import HostChannels
 from planner.search import Search
 from planner.torch_compile.backend_settings import BackendSettings
-from planner.torch_compile.planned_graph import PlannedGraph
+from planner.torch_compile.planned_graph import PlannedGraph, device_of
 from planner.torch_compile.rest_of_step import keeping_all, kept_bytes, lean_schedule, with_rest, without_rest
 from planner.torch_compile.shared_channels import SharedChannels, host_room, with_host_bytes
 from planner.torch_compile.step_memory import Seen, bytes_of_others, unread
@@ -64,11 +68,21 @@ class SharedBudget:
         self._learning = True
         self._largest_bytes = 0  # peak of a step without recomputation
         self._known: dict[PlannedGraph, Seen] = {}
+        self._slab = SharedSlab() if settings.run.arena else None
+        self._rooms: dict[PlannedGraph, int] = {}  # bytes for each graph that runs in an arena
 
-    def offered(self, captured: Capture, device: torch.device) -> tuple[Capture, HostChannels | None]:
-        """Return `captured`, a graph on `device`, with the requested options, and its channels if it may offload."""
+    def graph(self, joint: fx.GraphModule, captured: Capture, *, outputs: int) -> PlannedGraph:
+        """Return the graph of a capture of `joint`, with the requested options.
+
+        Raises:
+            UsageError: it runs on a device that an option does not go with.
+        """
+        device = device_of(joint)
+        if device.type == "cuda":
+            check_compatible({*self.settings.run.features, Feature.ON_GPU})
         captured = replace(captured, graph=self._options.apply(captured.graph))
-        return captured, None if self._shared_channels is None else self._shared_channels.channels(device)
+        channels = None if self._shared_channels is None else self._shared_channels.channels(device)
+        return PlannedGraph(joint, captured, channels, self._slab, outputs=outputs)
 
     @property
     def traced(self) -> tuple[str, ...]:
@@ -85,6 +99,7 @@ class SharedBudget:
 
         Raises:
             InfeasibleError, LimitError: nothing fits, given the memory that earlier graphs keep.
+            PlannerError: it is to run in an arena, and is one of several graphs.
         """
         self._learning = True
         if is_auto(self.budget):
@@ -95,12 +110,26 @@ class SharedBudget:
         kept = [run.graph.kept_bytes for run in self._runs]
         others = bytes_of_others(runs, len(runs) - 1, kept)
         whole = self.whole([*(run.graph for run in self._runs), graph], runs)
+        if self._slab is not None and (self._runs or more):
+            raise PlannerError(
+                "the model is captured as several graphs, and an arena is planned for one: leave out arena=True, or remove what "
+                "breaks the model (TORCH_LOGS=graph_breaks says where)"
+            )
         if self._runs:
             self._warn(max(1, whole - others), whole, others)
+        elif others >= whole:
+            raise InfeasibleError(
+                f"the memory beside the graph to be planned is {format_bytes(others)} already, which is more than the budget of "
+                f"{format_bytes(whole)}: autograd holds it for ops that are not compiled. Raise the budget, or remove what "
+                "breaks the model (TORCH_LOGS=graph_breaks says where)"
+            )
         room = max(1, whole - others)
         behind = unread(model, runs) if more else None
         if behind is None:
             self._first_plan(graph, room, more=more)
+            if self._slab is not None:
+                self._rooms[graph] = room
+                self._limit_arena(graph)
             return
         try:
             self._first_plan(graph, max(1, whole - bytes_of_others([*runs, behind], len(runs) - 1, kept)), more=more)
@@ -179,6 +208,8 @@ class SharedBudget:
 
     def _end_step(self) -> None:
         runs, self._runs = self._runs, []
+        for graph in dict.fromkeys(run.graph for run in runs):
+            self._fit_arena(graph)
         step = tuple(run.graph for run in runs)
         if step in self._planned:
             self._learning = False
@@ -192,6 +223,24 @@ class SharedBudget:
                 together = Together(order, seen, whole, self.leaving, host_bytes=host_bytes, limit_s=self.limit_s)
                 together.warn_of_first_step()
                 together.plan()
+
+    def _limit_arena(self, graph: PlannedGraph) -> None:
+        assert graph.arena is not None
+        graph.arena.budget_bytes = self._rooms[graph] - graph.captured.graph.static_bytes
+
+    def _fit_arena(self, graph: PlannedGraph) -> None:
+        """Plan `graph` for less if its recorded step takes more than it may: addresses in an arena may leave gaps.
+
+        Raises:
+            InfeasibleError, LimitError: nothing is found that takes as much less.
+        """
+        if graph.arena is None or graph.arena.step_bytes is None:
+            return
+        captured = graph.captured.graph
+        over_bytes = captured.static_bytes + graph.arena.step_bytes - self._rooms[graph]
+        if over_bytes > 0:
+            graph.schedule = self._solve(captured, simulate(captured, graph.schedule).peak_bytes - over_bytes).schedule
+            self._limit_arena(graph)
 
     def _warn(self, room: int, whole: int, others: int) -> None:
         warnings.warn(

@@ -8,6 +8,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from planner.capture.lowering.statics import allocated_bytes
+from planner.torch_private.core import disable_current_modes
 
 # Bytes by the identity of a storage.
 Storages = dict[int, int]
@@ -36,7 +37,8 @@ class Seen:
         """Return the storages known before the pass."""
         tensors = [t for t in inputs if isinstance(t, torch.Tensor)]
         trained = [t for t in tensors if t.requires_grad and t.grad_fn is None]
-        held = list(_held_by_autograd([t.grad_fn for t in tensors if t.grad_fn is not None]))
+        with disable_current_modes():  # autograd makes an alias of an output that it saved, which is no op of the capture
+            held = list(_held_by_autograd([t.grad_fn for t in tensors if t.grad_fn is not None]))
         return cls(
             storages(tensors),
             storages(trained),

@@ -10,6 +10,9 @@ from torch._dynamo import (
     config as dynamo_config,  # settings of the capture
 )
 from torch._dynamo import (
+    pgo as _pgo,  # the sizes that a frame was compiled for
+)
+from torch._dynamo import (
     utils as dynamo_utils,  # run_node executes one node on fake tensors
 )
 from torch._dynamo.backends.common import aot_autograd  # a backend of torch.compile, from two compilers and a partitioner
@@ -114,6 +117,19 @@ def tensor_method(name: str) -> tuple[Any, str]:
     """
     table = getattr(TensorVariable, "tp_methods", {})
     return (table[name], "handler") if name in table else (TensorVariable, f"method_{name}")
+
+
+def fix_sizes_where(wanted: Callable[[InstructionTranslatorBase], bool]) -> None:
+    """Make Dynamo compile the frames that are `wanted` again for each size, where it would make a size symbolic."""
+    update = _pgo.update_automatic_dynamic
+
+    def fixed(tx: InstructionTranslatorBase, *args: Any, **kwargs: Any) -> Any:
+        if not wanted(tx):
+            return update(tx, *args, **kwargs)
+        with dynamo_config.patch(automatic_dynamic_shapes=False):
+            return update(tx, *args, **kwargs)
+
+    _pgo.update_automatic_dynamic = fixed
 
 
 def forget_compiled(output: CaptureOutput) -> None:

@@ -23,6 +23,7 @@ from planner.plans.plan import Plan
 from planner.plans.summary import check_same_graph, summarize
 from planner.progress import Stage, Stages
 from planner.progress.describe import plan_line
+from planner.runtime.arena import SharedSlab
 from planner.runtime.channels import HostChannels
 from planner.runtime.executor import Executor
 from planner.runtime.graphed_step import Recorder, record, recordable
@@ -60,6 +61,7 @@ class Compiler:
         compare_eager: True to compare steps with eager PyTorch.
         channels: channels for transfers to and from the host in all its steps; None if no graph offers them.
         stages: receiver of progress reports.
+        slab: the slab of all its steps that run in an arena.
     """
 
     wrapper: Unwrapped
@@ -70,6 +72,7 @@ class Compiler:
     compare_eager: bool = True
     channels: HostChannels | None = None
     stages: Stages = field(default_factory=Stages)
+    slab: SharedSlab = field(default_factory=SharedSlab)
 
     def capture(self, batch: Batch) -> Capture:
         """Return the step on `batch` with the sizes of its shapes; nothing is executed."""
@@ -99,6 +102,7 @@ class Compiler:
 
     def profile(self, captured: Capture, batch: Batch) -> Capture:
         """Return `captured` with measured times, workspaces and sizes, and with the options that are found in it."""
+        self.slab.drop()  # of a step of other sizes
         with self.stages.stage(Stage.MEASURE) as stage:
             workload = Workload(self.wrapper.module, self.loss_fn, batch)
             return profiled(captured, workload, self.trace, on_op=stage.advance)
@@ -261,7 +265,7 @@ class Compiler:
         offered = with_graph(captured, with_recorded(captured.graph, plan.settings))
         executor = Executor(offered, plan.schedule, self.wrapper.module, self.loss_fn, self.channels)
         if self.search.run.arena:
-            executor.use_arena()
+            executor.use_arena(self.slab)
         return executor
 
     def _rehearsed(self, captured: Capture, batch: Batch, plan: Plan) -> tuple[Executor, int]:

@@ -118,8 +118,6 @@ class Improvement:
     def adopt(self, plan: Plan) -> Swap:
         """Replace the current plan by `plan`, and observe the peak of its first step."""
         gain = 1 - plan.time_s / self.plan.time_s
-        if self._executor.arena is not None:
-            self._executor.arena.drop()  # there is not room for two
         executor = self._make_executor(self._captured, plan)
         self._time_ops_of(executor)
         self._before = Swap(self.plan, self._executor, self._captured.graph, "the peak of the next one was over the budget")
@@ -309,9 +307,9 @@ def with_times(graph: Graph, times_s: Mapping[str, float]) -> Graph:
 
 def with_arena(plan: Plan, arena: Arena | None) -> Plan:
     """Return `plan` with the memory of the arena that its step runs in; without if it runs in none, or that is not known."""
-    if arena is None or arena.slab is None:
+    if arena is None:
         return replace(plan, arena_bytes=None, outside_arena_bytes=None)
-    return replace(plan, arena_bytes=arena.slab.size_bytes, outside_arena_bytes=arena.outside_bytes)
+    return replace(plan, arena_bytes=arena.size_bytes, outside_arena_bytes=arena.outside_bytes)
 
 
 def _of_another_plan(eager: EagerComparison | None) -> EagerComparison | None:

@@ -3,7 +3,8 @@
 import io
 import textwrap
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -112,6 +113,22 @@ def _reduced(png: io.BytesIO) -> bytes:
     with Image.open(png) as image:
         image.convert("RGB").quantize(256).save(reduced, format="png", optimize=True)
     return reduced.getvalue()
+
+
+@contextmanager
+def drawn(path: Path, title: str, *, columns: int = 3) -> Iterator["Axes"]:
+    """Yield the axes of a new figure, which is written to `path` with its title and a legend of so many columns.
+
+    Raises:
+        PlannerError: matplotlib is not installed.
+        OutputError: the file cannot be written.
+    """
+    figure = new_figure()
+    axes = figure.add_subplot()
+    yield axes
+    set_title(axes, title)
+    add_legend(figure, axes, columns=columns)
+    save_figure(figure, path)
 
 
 def new_figure() -> "Figure":

@@ -11,7 +11,7 @@ import torch
 import planner
 from benchmarks import compiled
 from benchmarks.compiled import MODELS, main, summary, table
-from benchmarks.compiled_case import ATEN, OURS, PEAK_OF, REFERENCE, CompiledRow, Settings, compare_compiled
+from benchmarks.compiled_case import ATEN, IN_ARENA, OURS, PEAK_OF, REFERENCE, CompiledRow, Settings, compare_compiled
 from benchmarks.kept_captures import KeptCaptures
 from planner.models import build
 from planner.studies.baselines import memory_budget
@@ -76,6 +76,17 @@ def test_what_is_reached_is_summed_up() -> None:
         "at the Memory Budget API's peaks: 0 without a plan",
         "of 1 runs of the Memory Budget API, 0 fail or compute other gradients",
     ]
+
+
+def test_plans_in_arenas_are_compared_with_those_without() -> None:
+    rows = [*ROWS, plan("100%", 1000, 1.0, method=IN_ARENA), plan("50%", 500, 1.177, method=IN_ARENA)]
+    assert "of 2 plans in an arena, 0 take more than their budget" in summary(rows)
+    assert "of 2 plans in an arena, 2 have the bits of torch.compile" in summary(rows)
+    assert "in an arena, of the time without: median 1.045x, worst 1.100x" in summary(rows)
+    assert "| net | 20 ms, 1.00 kB | Inductor's kernels, in an arena | 1.000x keep | 1.177x keep |  |" in table(rows)
+    over = [*rows[:-1], replace(rows[-1], measured_peak_bytes=501, bits="rounded")]
+    assert "of 2 plans in an arena, 1 take more than their budget (net 50%)" in summary(over)
+    assert "of 2 plans in an arena, 1 have the bits of torch.compile (net 50%)" in summary(over)
 
 
 @pytest.mark.parametrize(
@@ -164,6 +175,7 @@ def test_a_tiny_model_goes_all_the_way_through() -> None:
         *((ATEN, budget) for budget in ("100%", "70%", "1%")),
         (HALF, ""),
         *((OURS, budget) for budget in ("100%", "70%", "1%", f"{PEAK_OF}{HALF}")),
+        *((IN_ARENA, budget) for budget in ("100%", "70%", "1%")),
     ]
     assert len(seen) == len(rows)
     found = {(row.method, row.budget): row for row in rows}

@@ -21,7 +21,6 @@ from benchmarks.compression import (
     patterns,
     plot,
     smoothed,
-    table,
     train,
 )
 from benchmarks.training_loop import Recipe
@@ -48,7 +47,9 @@ CASE = LearningCase(
 
 @pytest.fixture(scope="module")
 def trained() -> list[CurveRow]:
-    return list(train(("mlp", CASE), (), steps=STEPS, seed=SEED))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(CASES, "mlp", CASE)
+        return list(train("mlp", (), steps=STEPS, seed=SEED))
 
 
 def test_curves_begin_alike_need_less_memory_and_part(trained: list[CurveRow]) -> None:
@@ -111,10 +112,9 @@ def test_tokens_follow_from_a_period_and_images_from_their_class() -> None:
     assert torch.corrcoef(torch.stack(means))[0, 1] > 0.7
 
 
-def test_the_committed_table_is_what_its_rows_say(tmp_path: Path) -> None:
+def test_the_committed_rows_have_no_failure_and_are_drawn(tmp_path: Path) -> None:
     rows = read_rows(COMMITTED / "rows.csv", CurveRow)
     assert {row.model for row in rows} == set(CASES)
-    assert table(rows) == (COMMITTED / "table.md").read_text()
     assert failures(rows) == []
     KeptRows(tmp_path / "rows.csv", CurveRow).add(*rows[:5])
     assert read_rows(tmp_path / "rows.csv", CurveRow) == rows[:5]

@@ -101,7 +101,6 @@ def test_its_models_can_be_read() -> None:
 def test_the_committed_rows_hold_what_is_promised() -> None:
     rows = read_rows(RESULTS / "rows.csv", OffloadRow)
     assert {row.model for row in rows if row.suite == "h200-50GB/s"} == set(SUITES["h200-50GB/s"].budgets)
-    assert (RESULTS / "table.md").read_text() == table(rows)
     assert not below_bound(rows)
     for row in rows:
         if row.time_s is not None:

@@ -24,6 +24,7 @@ from benchmarks.placement import (
 )
 from graphs.options.surroundings import OtherDevice
 from graphs.synthetic.small import training_chain
+from planner.models import Workload
 
 FOLDER = Path(__file__).parents[2] / "results" / "placement"
 
@@ -31,14 +32,15 @@ FOLDER = Path(__file__).parents[2] / "results" / "placement"
 def test_both_devices_are_no_worse_than_the_main_one() -> None:
     main = training_chain(3)
     pair = Pair(main, OtherDevice("other", tuple(0.5 + op.id % 2 for op in main.ops), 4.0))
-    rows = list(compare("chain", MODELLED, chain(), pair, [NO_LIMIT, "75%"], limit_s=2.0))
-    assert [(row.budget, row.method) for row in rows] == [(b, method) for b in (NO_LIMIT, "75%") for method in METHODS]
+    budgets = (NO_LIMIT, "75%")
+    rows = [row for budget in budgets for row in compare("chain", MODELLED, chain(), pair, budget, limit_s=2.0)]
+    assert [(row.budget, row.method) for row in rows] == [(b, method) for b in budgets for method in METHODS]
     alone, second, serial, overlapped = rows[:4]
     assert alone.time_s == 6.0 and second.time_s == 6.0
     assert overlapped.time_s <= serial.time_s <= serial.serial_s <= alone.time_s  # type: ignore[operator]
     assert serial.placed and serial.copied and serial.status == "optimal"
     lines = table(rows).splitlines()
-    assert len(lines) == 4 and all(budget in line for budget, line in zip((NO_LIMIT, "75%"), lines[2:], strict=True))
+    assert len(lines) == 4 and all(budget in line for budget, line in zip(budgets, lines[2:], strict=True))
 
 
 def test_a_pair_is_one_step_with_two_times() -> None:
@@ -50,11 +52,11 @@ def test_a_pair_is_one_step_with_two_times() -> None:
 
 def test_what_is_found_on_threads_is_run() -> None:
     before = torch.get_num_threads()
-    step = torch.nn.Linear(4, 4), torch.nn.MSELoss(), (torch.randn(2, 4), torch.randn(2, 4))
+    step = Workload(torch.nn.Linear(4, 4), torch.nn.MSELoss(), (torch.randn(2, 4), torch.randn(2, 4)))
     name = next(iter(MEASURED))
     pair = pair_of(step, name)
     quick = replace(pair.second, times_s=tuple(s and 1e-9 for s in pair.second.times_s), bytes_per_s=1e12, latency_s=0.0)
-    rows = list(compare("linear", name, step, replace(pair, second=quick), [NO_LIMIT], limit_s=2.0))
+    rows = list(compare("linear", name, step, replace(pair, second=quick), NO_LIMIT, limit_s=2.0))
     assert torch.get_num_threads() == before
     for row in rows[2:]:
         assert row.placed and row.executed_s > 0 and row.kept_s > 0  # type: ignore[operator]
@@ -64,7 +66,7 @@ def test_what_is_found_on_threads_is_run() -> None:
 
 
 def test_the_command_writes_as_it_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(placement, "MODELS", {"small": chain})
+    monkeypatch.setitem(placement.MODELS, "small", chain)  # type: ignore[arg-type]
     monkeypatch.setattr(placement, "LIMIT_S", 1.0)
     monkeypatch.setattr(placement, "PAIRS", PAIRS[:1])
     monkeypatch.setattr(placement, "BUDGETS", BUDGETS[:1])

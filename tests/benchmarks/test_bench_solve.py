@@ -193,7 +193,3 @@ def test_a_tiny_suite_on_a_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert sorted(row.graph for row in STUDY.kept(tmp_path / "solve")) == ["random-0", "random-1"]
     assert main([*asked, "--fresh", "--cluster", "nowhere"]) == 2
     assert "missing port number" in capsys.readouterr().err
-
-
-def test_the_committed_table_is_what_the_rows_say() -> None:
-    assert table(tuple(STUDY.kept(COMMITTED))) == (COMMITTED / "table.md").read_text()

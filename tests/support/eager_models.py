@@ -209,12 +209,30 @@ def gpt2() -> Loop:
     return Loop([model], [t for t in batch if isinstance(t, Tensor)], lambda _: loss_fn(model(*batch[:-1]), batch[-1]))
 
 
+def exchanges() -> Loop:
+    """Tensors that are written in place with each other's contents: what is known of them is a reference cycle."""
+    layers = nn.ModuleList(nn.Linear(32, 64) for _ in range(10))
+    data = torch.randn(3, 512, 32)
+
+    def loss(index: int) -> Tensor:
+        x = data[index]
+        for layer in layers:
+            left, right = layer(x).clone().chunk(2, 1)
+            left, right = left.clone(), right.clone()
+            left += right
+            right -= left
+            x = (left * right).tanh()
+        return x.square().mean()
+
+    return Loop([layers], [data], loss)
+
+
 def longformer() -> Loop:
     """Attention in windows, with masks that depend on the batch."""
     from transformers import LongformerConfig, LongformerForSequenceClassification
 
-    sizes = {"hidden_size": 32, "num_hidden_layers": 6, "num_attention_heads": 2, "intermediate_size": 64}
-    config = LongformerConfig(vocab_size=100, attention_window=[16] * 6, max_position_embeddings=300, **sizes)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 12, "num_attention_heads": 2, "intermediate_size": 64}
+    config = LongformerConfig(vocab_size=100, attention_window=[16] * 12, max_position_embeddings=300, **sizes)
     model = LongformerForSequenceClassification(config)
     x, y = torch.randint(2, 100, (12, 64)), torch.randint(2, (12,))
     return Loop([model], [x, y], lambda _: model(x, labels=y).loss)
@@ -258,8 +276,8 @@ def detr() -> Loop:
         backbone_config=backbone,
         backbone=None,
         d_model=32,
-        encoder_layers=4,
-        decoder_layers=4,
+        encoder_layers=10,
+        decoder_layers=10,
         encoder_attention_heads=2,
         decoder_attention_heads=2,
         encoder_ffn_dim=64,
@@ -268,8 +286,8 @@ def detr() -> Loop:
         num_labels=4,
     )
     model = DetrForObjectDetection(config)
-    x = torch.randn(16, 3, 64, 64)
-    targets = [{"class_labels": torch.randint(4, (n,)), "boxes": torch.rand(n, 4) * 0.3 + 0.3} for n in (1, 2, 3, 4) * 4]
+    x = torch.randn(24, 3, 64, 64)
+    targets = [{"class_labels": torch.randint(4, (n,)), "boxes": torch.rand(n, 4) * 0.3 + 0.3} for n in (1, 2, 3, 4) * 6]
     return Loop([model], [x], lambda _: model(pixel_values=x, labels=targets).loss)
 
 
@@ -285,6 +303,7 @@ LOOPS: dict[str, Callable[[], Loop]] = {
         mixture_of_experts,
         batch_norms,
         dropouts,
+        exchanges,
         gpt2,
     )
 }

@@ -8,6 +8,7 @@ import pytest
 from planner.report import comparison_plots
 from planner.studies.comparison_rows import ComparisonRow
 from planner.studies.rows import read_rows
+from planner.views import figures
 from planner.views.figures import add_legend, new_figure, set_title, shades, size_unit, spread_out, time_unit
 
 pytest.importorskip("matplotlib")
@@ -70,9 +71,9 @@ def test_titles_are_for_people_and_as_they_are() -> None:
 @pytest.fixture
 def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The figures that are drawn, in place of their files."""
-    figures: list[Any] = []
-    monkeypatch.setattr(comparison_plots, "save_figure", lambda figure, path: figures.append(figure))
-    return figures
+    found: list[Any] = []
+    monkeypatch.setattr(figures, "save_figure", lambda figure, path: found.append(figure))
+    return found
 
 
 def test_ours_stands_in_front_and_the_axis_is_theirs(drawn: list[Any]) -> None:

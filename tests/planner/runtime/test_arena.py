@@ -1,7 +1,9 @@
 """Steps in an arena: the same bits, all memory from one slab, and memory in use is never given away."""
 
 import copy
+import ctypes
 import gc
+import mmap
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -19,7 +21,8 @@ from planner.capture.trace import capture
 from planner.models import Workload
 from planner.profiling.allocator import cpu_allocations
 from planner.runtime import arena_allocator
-from planner.runtime.arena_allocator import LEAST_BYTES, Missed, Recording, Slab
+from planner.runtime.arena import SharedSlab
+from planner.runtime.arena_allocator import LEAST_BYTES, Addresses, Missed, Recording, Slab
 from planner.runtime.executor import Executor
 from planner.runtime.measure import Isolated, outcome
 from tests.support.logs import lines_of
@@ -35,7 +38,7 @@ def in_arena(name: str, seed: int | None = None, *, accumulate: bool = False) ->
     captured = capture(*workload, accumulate=True) if accumulate else capture_of(name)
     schedule = keep_everything(captured.graph) if seed is None else random_schedule(captured.graph, seed)
     executor = Executor(captured, schedule, workload.model, workload.loss_fn)
-    executor.use_arena()
+    executor.use_arena(SharedSlab())
     with preserve_training_state(executor._step, workload.batch):
         Isolated(executor, workload.model, workload.batch).run()
     return executor, workload
@@ -62,6 +65,7 @@ def gradients_of(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def peak_bytes(run: Callable[[], object]) -> int:
     """The most bytes that PyTorch's own allocator provides at once while `run` runs."""
+    gc.collect()  # else tensors of other tests may be freed in between
     level = peak = 0
     for event in cpu_allocations(lambda _: run()):
         level += event.size_bytes or 0
@@ -193,10 +197,10 @@ def test_gradients_outlive_the_arena() -> None:
 
 
 def test_other_threads_have_the_usual_allocator() -> None:
-    slab = Slab(4096, [4096], [0])
+    slab, places = Slab(4096), addresses(4096)
     made: list[torch.Tensor] = []
     thread = threading.Thread(target=lambda: made.append(torch.empty(4096, dtype=torch.uint8)))
-    slab.start(range(1))
+    places.start(slab, range(1))
     try:
         thread.start()
         thread.join()
@@ -208,18 +212,80 @@ def test_other_threads_have_the_usual_allocator() -> None:
 
 def test_a_step_with_other_requests_is_recorded_again() -> None:
     executor, workload = in_arena("unet")
+    executor(*workload.batch).backward()
     before = slab_of(executor)
 
     def ask_for_more(op: int) -> None:
         torch.empty(3 * LEAST_BYTES)
 
     executor.code = executor.ticking(ask_for_more)
+    workload.model.zero_grad()
     executor(*workload.batch).backward()
     assert missed(executor).unmatched_bytes > 0
+    workload.model.zero_grad()
+    executor(*workload.batch).backward()
+    workload.model.zero_grad()
     executor(*workload.batch).backward()
     assert slab_of(executor) is not before
-    executor(*workload.batch).backward()
     assert missed(executor).unmatched_bytes == 0
+
+
+def addresses(size_bytes: int) -> Addresses:
+    return Addresses(size_bytes, [size_bytes], [0])
+
+
+def resident_bytes(slab: Slab) -> int:
+    """The memory of the slab that the system has given so far."""
+    page, there = mmap.PAGESIZE, ctypes.create_string_buffer(slab.size_bytes // mmap.PAGESIZE)
+    assert not ctypes.CDLL(None).mincore(ctypes.c_void_p(slab.address), ctypes.c_size_t(slab.size_bytes), there)
+    return page * sum(byte & 1 for byte in there.raw)
+
+
+def test_plans_share_the_slab_of_the_largest() -> None:
+    sizes = small_bytes, large_bytes = 2 * mmap.PAGESIZE, 6 * mmap.PAGESIZE
+    shared, (small, large) = SharedSlab(), map(addresses, sizes)
+    shared.add(small)
+    assert shared.holding(small, 0).size_bytes == small_bytes
+    shared.add(large)
+    slab = shared.holding(large, 0)
+    assert slab.size_bytes == large_bytes
+    ctypes.memset(slab.address, 1, large_bytes)
+    assert shared.holding(small, large_bytes) is slab
+    assert resident_bytes(slab) == large_bytes
+    assert shared.holding(small, 3 * mmap.PAGESIZE) is slab
+    assert resident_bytes(slab) == 3 * mmap.PAGESIZE
+    assert shared.holding(small, 0) is slab
+    assert resident_bytes(slab) == small_bytes
+    del slab, large
+    shared.drop()
+    assert shared.holding(small, large_bytes).size_bytes == small_bytes
+
+
+def test_pages_in_use_are_not_given_back() -> None:
+    slab, places = Slab(4 * mmap.PAGESIZE), addresses(4 * mmap.PAGESIZE)
+    places.start(slab, range(1))
+    held = torch.ones(4 * mmap.PAGESIZE, dtype=torch.uint8)
+    arena_allocator.stop()
+    slab.trim(mmap.PAGESIZE)
+    assert held.all()
+    assert is_in(slab, held)
+    del held
+    slab.trim(mmap.PAGESIZE)
+    assert resident_bytes(slab) == mmap.PAGESIZE
+
+
+def test_a_step_goes_on_in_the_slab_that_it_began_in() -> None:
+    executor, workload = in_arena("unet")
+    eager = outcome(TrainingStep(workload.model, workload.loss_fn), workload.model, workload.batch, seed=3)
+
+    def replaced_between(*batch: object) -> object:
+        returned = executor(*batch)
+        assert executor.arena is not None
+        executor.arena._shared.drop()
+        return returned
+
+    assert not eager.differences(outcome(replaced_between, workload.model, workload.batch, seed=3))
+    assert missed(executor) == Missed()
 
 
 @pytest.fixture
@@ -244,9 +310,9 @@ def test_a_recording_says_when_memory_is_freed(recording: Recording) -> None:
 @given(st.lists(st.tuples(st.integers(16, 64), st.integers(0, 40), st.booleans()), min_size=1, max_size=30))
 def test_memory_in_use_is_never_given_away(requests: list[tuple[int, int, bool]]) -> None:
     sizes, offsets = [64 * size for size, _, _ in requests], [64 * offset for _, offset, _ in requests]
-    slab = Slab(64 * 128, sizes, offsets)
+    slab, places = Slab(64 * 128), Addresses(64 * 128, sizes, offsets)
     held = []
-    slab.start(range(len(sizes)))
+    places.start(slab, range(len(sizes)))
     try:
         for number, (size, (_, _, keep)) in enumerate(zip(sizes, requests, strict=True)):
             made = torch.empty(size, dtype=torch.uint8).fill_(number)

@@ -7,11 +7,24 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.command import carry_out, command_line
+from benchmarks import command
+from benchmarks.command import Setting, benchmark, carry_out, command_line
 from graphs.errors import PlannerError
 from planner.studies.experiment import Study
-from planner.studies.rows import Made, column, columns_of, frame, key, key_columns, listed, read_rows, summarize, value
-from planner.studies.tables import ALL, Column, as_markdown, bullets, by, lines, markdown, of_frame, said, side_by_side
+from planner.studies.rows import (
+    Made,
+    column,
+    columns_of,
+    frame,
+    key,
+    key_columns,
+    listed,
+    missing_keys,
+    read_rows,
+    summarize,
+    value,
+)
+from planner.studies.tables import ALL, Column, as_markdown, bullets, by, lines, made_with, markdown, of_frame, said, side_by_side
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,3 +194,27 @@ def test_rows_side_by_side_are_one_line() -> None:
     assert lines(side_by_side(rows, "part", "case"), columns)[1:] == [("a", "1", "3", "4"), ("b", "", "4", "4")]
     assert list(by(rows, "case", "part")) == [("a", 0), ("a", 1), ("b", 1)]
     assert list(by(rows, "case")) == ["a", "b"] and said(rows, "case") == "a and b"
+
+
+def test_a_benchmark_hands_its_settings_to_what_runs_a_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "one_thread", lambda: None)
+    seen: list[tuple[str, int]] = []
+
+    def run(case: str, known: Sequence[Row], *, times: int) -> Iterator[Row]:
+        seen.append((case, times))
+        yield row(case, times)
+
+    main = benchmark(Study(Row, run), "what it does", models=NAMES, out=str(tmp_path), times=Setting(3, "how often"))
+    assert main(["--models", "a", "--times", "5"]) == 0
+    assert main([]) == 0
+    assert seen == [("a", 5), ("b", 3)]  # a has its rows
+
+
+def test_keys_without_rows_are_missing() -> None:
+    known = [row("a", 0), row("a", 2)]
+    assert missing_keys([("a", 0), ("a", 1), ("b", 2)], known, "case", "part") == [("a", 1), ("b", 2)]
+
+
+def test_what_rows_were_made_with_is_said_once() -> None:
+    rows = [row("a", 0), replace(row("a", 1), torch="u")]
+    assert made_with(rows, "case") == "m; torch t and u, case a; commit c.\n"

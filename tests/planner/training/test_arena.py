@@ -1,7 +1,9 @@
 """Training by plans in an arena: the bits of eager PyTorch, within the budget, and with all that the plan says."""
 
 import copy
+import gc
 import shutil
+import weakref
 from pathlib import Path
 
 import pytest
@@ -11,14 +13,22 @@ from torch import nn
 import planner
 from graphs.errors import UsageError
 from graphs.options.option import Feature
-from planner.models import Workload
+from planner.capture.signature import Batch
+from planner.capture.step import TrainingStep
+from planner.models import Workload, build
 from planner.plans.plan import read_plan
 from planner.profiling.allocator import cpu_allocations
 from planner.running import run
 from planner.runtime import arena_allocator
+from planner.runtime.arena_allocator import Slab
+from planner.runtime.executor import Executor
+from planner.runtime.measure import outcome
 from planner.settings import RunSettings
+from planner.training.dynamic import DynamicStep
 from planner.training.step import PlannedStep
 from tests.support.steps import make
+
+TANGENT_BYTES = 4  # the gradient of the loss, which autograd makes
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="the allocator is compiled with g++")
 
@@ -62,13 +72,57 @@ def test_trains_as_without_an_arena(kernels: str) -> None:
     assert plan.eager.identical
     assert plan.measured_peak_bytes == plan.graph.static_bytes + plan.arena_bytes + plan.outside_arena_bytes
     assert plan.measured_peak_bytes <= plan.budget_bytes
+    assert taken_bytes(step, workload, workload.batch) <= plan.outside_arena_bytes + TANGENT_BYTES
+    assert "outside" in str(plan)
+
+
+def taken_bytes(step: PlannedStep, workload: Workload, batch: Batch) -> int:
+    """The most bytes that PyTorch's own allocator gives a step at once, by PyTorch's profiler."""
     workload.model.zero_grad()
+    gc.collect()  # else tensors of other tests may be freed in between
     level = peak = 0
-    for event in cpu_allocations(lambda _: step(*workload.batch).backward()):
+    for event in cpu_allocations(lambda _: step(*batch).backward()):
         level += event.size_bytes or 0
         peak = max(peak, level)
-    assert peak <= plan.outside_arena_bytes + 4  # the gradient of the loss, which autograd makes
-    assert "outside" in str(plan)
+    return peak
+
+
+def slab_of(step: PlannedStep) -> Slab:
+    assert isinstance(step._run, Executor)
+    assert step._run.arena is not None
+    assert step._run.arena.slab is not None
+    return step._run.arena.slab
+
+
+def tokens(rows: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(length)
+    return torch.randint(61, (rows, length)), torch.randint(61, (rows, length))
+
+
+@pytest.mark.parametrize("how", [{"dynamic": True}, {"replan": True}])
+@pytest.mark.filterwarnings("ignore:planned again")
+def test_plans_for_several_sizes_share_a_slab(how: dict[str, bool]) -> None:
+    torch.manual_seed(0)
+    workload = build("gpt2", layers=1, width=32, heads=2, vocab=61, seq=64, batch=4)
+    options = {"passes": 1, "arena": True, "wait": "5%", **how}
+    step = planner.compile(*workload[:2], tokens(4, 48), budget="90%", **options)  # type: ignore[arg-type]
+    slabs: list[weakref.ref[Slab]] = []
+    for length in (48, 33, 52, 48, 33, 52):
+        batch = tokens(4, length)
+        workload.model.zero_grad()
+        eager = outcome(TrainingStep(*workload[:2]), workload.model, batch, seed=1)
+        workload.model.zero_grad()
+        assert not eager.differences(outcome(step, workload.model, batch, seed=1))
+        plan = step.plan
+        assert plan.outside_arena_bytes is not None
+        assert taken_bytes(step, workload, batch) <= plan.outside_arena_bytes + TANGENT_BYTES
+        last = step._last if isinstance(step, DynamicStep) else step._kept[0]  # type: ignore[attr-defined]
+        slabs.append(weakref.ref(slab_of(last)))
+        assert plan.measured_peak_bytes is not None
+        assert plan.measured_peak_bytes <= plan.budget_bytes
+        workload.model.zero_grad()
+        assert sum(found is not None for found in {found() for found in slabs}) == 1
+    assert slabs[-4]() is slabs[-1]()  # the largest is kept from then on
 
 
 def test_a_kept_plan_runs_in_an_arena(tmp_path: Path) -> None:

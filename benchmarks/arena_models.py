@@ -1,0 +1,140 @@
+"""The models of try-models in an arena and without: ``make bench-arena-models`` writes results/arena_models/.
+
+At half of the way from the least budget to the peak: the bits of eager PyTorch, what the step takes by an independent count (the
+slab, and all that PyTorch's profiler sees beside it), and the time of a step in an arena, without one, and of eager PyTorch, in
+turns. Each model has a process of its own; refusals and failures are rows too. The benchmark fails if results are not eager's, or
+if a step takes more than its budget.
+"""
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from statistics import median
+
+from benchmarks.arena_model import EAGER, IN_ARENA, PLANNED, ArenaModelRow, arena_rows
+from benchmarks.command import carry_out, command_line, one_thread
+from benchmarks.try_model import FAILED, MISSING, RAN, sources
+from graphs.units import format_bytes
+from planner import options
+from planner.studies.experiment import Study
+from planner.studies.processes import ALONE, ProcessError, stream
+from planner.studies.rows import provenance
+from planner.studies.tables import ALL, Column, bullets, markdown, side_by_side
+
+_LIMIT_S = 300.0
+
+
+def try_one(case: tuple[str, str], known: Sequence[ArenaModelRow], *, repeats: int) -> Iterator[ArenaModelRow]:
+    """Yield the rows of one model, by a process of its own."""
+    source, model = case
+    about = provenance()
+    rows: dict[str, ArenaModelRow] = {}
+    try:
+        for row in stream(arena_rows, source, model, repeats, variables=ALONE, limit_s=_LIMIT_S):
+            rows[row.way] = row
+    except ProcessError as error:
+        rows["process"] = ArenaModelRow(source=source, model=model, way="process", status=FAILED, message=str(error))
+    yield from (replace(row, **about) for row in rows.values())
+
+
+def over(row: ArenaModelRow) -> bool:
+    """Return True if a plan takes more than its budget."""
+    return row.budget_bytes is not None and (row.taken_bytes or 0) > row.budget_bytes
+
+
+def summary(rows: Sequence[ArenaModelRow]) -> Iterator[str]:
+    """Yield the results of all models, in sentences."""
+    arenas = [row for row in rows if row.way == IN_ARENA and row.status == RAN]
+    yield (
+        f"{len(arenas)} models trained in an arena, by the first plan and by the last: "
+        f"{sum(row.different == 0 for row in arenas)} with eager PyTorch's bits, {sum(map(over, arenas))} over the budget"
+    )
+    outside = [row.counted_bytes for row in arenas if row.counted_bytes is not None]
+    if outside:
+        yield f"outside of the slab: {format_bytes(min(outside))} to {format_bytes(max(outside))}"
+    for name, of in (("planned_ratio", "of the plan without an arena"), ("ratio", "of eager PyTorch")):
+        ratios = [getattr(row, name) for row in arenas if getattr(row, name) is not None]
+        if ratios:
+            yield f"step time over that {of}: {min(ratios):.2f} to {max(ratios):.2f}, {median(ratios):.2f} in the median"
+
+
+def _of(title: str, way: str, name: str, form: str | None = None) -> Column:
+    return Column(title, lambda row: getattr(row, name) if row.status == RAN else None, form, at=way)
+
+
+def _bytes(title: str, way: str, name: str) -> Column:
+    return Column(title, lambda row: None if getattr(row, name) is None else format_bytes(getattr(row, name)), at=way)
+
+
+TABLE = (
+    Column("model", lambda row: f"{row.source}/{row.model}"),
+    _bytes("budget", IN_ARENA, "budget_bytes"),
+    _bytes("slab", IN_ARENA, "arena_bytes"),
+    _bytes("outside", IN_ARENA, "counted_bytes"),
+    _bytes("taken", IN_ARENA, "taken_bytes"),
+    _of("different results", IN_ARENA, "different"),
+    _of("plan", PLANNED, "ratio", "{:.2f}"),
+    _of("plan in an arena", IN_ARENA, "ratio", "{:.2f}"),
+    Column(
+        "arena over none",
+        lambda found: found[IN_ARENA].planned_ratio if IN_ARENA in found else None,
+        "{:.2f}",
+        at=ALL,
+    ),
+)
+
+
+def table(rows: Sequence[ArenaModelRow]) -> str:
+    """Return all of it, as Markdown."""
+    without = [f"{row.source}/{row.model}, {row.way}: {row.status}: {row.message}" for row in rows if row.status != RAN]
+    return "\n".join(
+        (
+            "# Models of many kinds in an arena\n",
+            bullets(summary(rows)),
+            "Times are multiples of eager PyTorch's in the same turn.\n",
+            markdown(side_by_side(rows, "way", "source", "model"), TABLE),
+            "## Not run\n",
+            bullets(without) if without else "Nothing.\n",
+        )
+    )
+
+
+def failures(rows: Sequence[ArenaModelRow]) -> Iterator[str]:
+    """Yield a line for each failure: results that are not eager's though eager repeats itself, too much memory, crashes."""
+    unsteady = {row.model for row in rows if row.way == EAGER and row.different}
+    for row in rows:
+        name = f"{row.source}/{row.model}, {row.way}"
+        if row.different and row.model not in unsteady:
+            yield f"{name}: {row.different} results are not eager's"
+        if over(row):
+            yield f"{name}: took {format_bytes(row.taken_bytes or 0)}, over its budget of {format_bytes(row.budget_bytes or 0)}"
+        if row.status == FAILED:
+            yield f"{name}: {row.message}"
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Try the missing models; write rows and table after each model; return 1 on failures."""
+    names = [f"{source}/{model}" for source, models in sources().items() for model in models]
+    parser = command_line(__doc__, ArenaModelRow, models=names, out="results/arena_models")
+    parser.add_argument("--repeats", type=options.count, default=9, help="steps timed of each way (default: %(default)s)")
+    arguments = parser.parse_args(words)
+    one_thread()
+    study = Study(
+        ArenaModelRow,
+        partial(try_one, repeats=arguments.repeats),
+        again=lambda rows: any(row.status == MISSING for row in rows),
+        order=lambda row: names.index(f"{row.source}/{row.model}"),
+        pages={"table.md": table},
+        failures=failures,
+    )
+    cases = {(source, model): (source, model) for source, model in (name.split("/") for name in arguments.models)}
+    return carry_out(study, arguments, cases, say=_line)
+
+
+def _line(row: ArenaModelRow) -> str:
+    return f"{row.source}/{row.model}, {row.way}: {row.status}, {row.different} results are not eager's; {row.message}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

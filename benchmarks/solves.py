@@ -1,0 +1,79 @@
+"""Graphs and solves of benchmarks, and rows of solves."""
+
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from graphs.errors import PlannerError
+from graphs.ir import Graph
+from graphs.units import format_ratio
+from planner.attributes import attributes
+from planner.settings import TraceSettings
+from planner.studies.rows import Made, column, text, value
+from planner.studies.solves import result_of
+from planner.workload.tracing import Tracing
+from planner.workload.workload import parse_spec
+from solvers.clock import Clock
+from solvers.result import Result, Status, relative_gap
+
+TOLERANCE = 1e-3
+
+
+def modelled(spec: str, device: str = "h200", **settings: Any) -> Graph:
+    """Return the step of a model that is named in one line, with times of the roofline of `device`.
+
+    Args:
+        spec: as in ``planner.workload``, such as ``zoo:unet,batch=4``.
+        device: a name in ``planner.profiling.devices``.
+        settings: further ones of the trace.
+    """
+    return Tracing(TraceSettings(roofline=device, **settings)).graph(parse_spec(spec))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Solved(Made):
+    """One solve."""
+
+    status: str = column("as in solvers.result", default=str(Status.ERROR))
+    reason: str = text("as in solvers.result")
+    message: str = text("what else there is to say")
+    time_s: float | None = value("the step, judged")
+    bound_s: float | None = value("proved: no step takes less")
+    base_s: float = column("the step that keeps everything")
+    peak_bytes: int | None = value("of the schedule")
+    budget_bytes: int | None = value("static bytes included")
+
+    @property
+    def overhead(self) -> float | None:
+        """Over the step that keeps everything."""
+        return None if self.time_s is None else self.time_s / self.base_s - 1
+
+    @property
+    def bound_overhead(self) -> float | None:
+        """No step has less."""
+        return None if self.bound_s is None else self.bound_s / self.base_s - 1
+
+    @property
+    def gap(self) -> float | None:
+        """The gap of the time over the bound."""
+        return relative_gap(self.time_s, self.bound_s)
+
+    @property
+    def overhead_text(self) -> str:
+        """The overhead, or the reason why there is no schedule, in a word."""
+        if self.overhead is not None:
+            return format_ratio(self.overhead)
+        return self.status if self.status == Status.INFEASIBLE else self.reason or self.status
+
+
+Row = TypeVar("Row", bound=Solved)
+
+
+def solved(blank: Row, graph: Graph, clock: Clock, solver: str = "windows") -> tuple[Row, Result | None]:
+    """Return `blank` with the result of `solver` within its budget, and the result; None if the solver refuses."""
+    assert blank.budget_bytes is not None
+    try:
+        result = result_of(graph, blank.budget_bytes, clock, solver, tolerance=TOLERANCE)
+    except PlannerError as error:
+        return replace(blank, message=str(error)), None
+    found = attributes(result, "status", "time_s", "bound_s", "peak_bytes", "seconds")
+    return replace(blank, **found, reason=result.reason or "", message=" ".join(result.message.split())), result

@@ -1,0 +1,70 @@
+"""Models in an arena and without: the rows are measured, and failures are named."""
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from benchmarks import arena_model
+from benchmarks.arena_model import EAGER, IN_ARENA, PLANNED, ArenaModelRow, compared
+from benchmarks.arena_models import failures, table
+from benchmarks.models.parts import Residual
+from benchmarks.try_model import FAILED, RAN, REFUSED
+from graphs.errors import PlannerError
+from planner.models import Workload
+from planner.studies.rows import read_rows
+
+COMMITTED = Path(__file__).parents[2] / "results" / "arena_models"
+BLANK = ArenaModelRow(source="tests", model="tiny", way=EAGER, status=RAN, different=0)
+ROW = replace(BLANK, way=IN_ARENA, budget_bytes=100, static_bytes=20, counted_bytes=5, arena_bytes=75)
+
+
+def blocks() -> Workload:
+    layers = [Residual(nn.Linear(16, 64), nn.GELU(), nn.Dropout(0.1), nn.Linear(64, 16)) for _ in range(3)]
+    return Workload(nn.Sequential(*layers), F.mse_loss, (torch.randn(64, 16), torch.randn(64, 16)))
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="the allocator is compiled with g++")
+def test_a_model_in_an_arena_and_without() -> None:
+    rows = {row.way: row for row in compared(blocks, BLANK, repeats=1)}
+    assert list(rows) == [EAGER, PLANNED, IN_ARENA]
+    assert all(row.status == RAN and row.different == 0 and row.ratio for row in rows.values())
+    arena = rows[IN_ARENA]
+    assert arena.arena_bytes is not None
+    assert arena.counted_bytes is not None
+    assert arena.counted_bytes < 0.1 * arena.arena_bytes
+    assert rows[PLANNED].arena_bytes is None
+    assert list(failures(list(rows.values()))) == []
+
+
+def test_a_refused_plan_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **how: object) -> None:
+        raise PlannerError(f"not with arena={how['arena']}")
+
+    monkeypatch.setattr(arena_model.planner, "compile", refuse)
+    found = {row.way: (row.status, row.message) for row in compared(blocks, BLANK, repeats=1)}
+    assert found[PLANNED] == (REFUSED, "not with arena=False")
+    assert found[IN_ARENA] == (REFUSED, "not with arena=True")
+
+
+@pytest.mark.parametrize(
+    ("changed", "line"),
+    [
+        ({"arena_bytes": 76}, "tests/tiny, in an arena: took 101 B, over its budget of 100 B"),
+        ({"different": 3}, "tests/tiny, in an arena: 3 results are not eager's"),
+        ({"status": FAILED, "message": "no"}, "tests/tiny, in an arena: no"),
+    ],
+)
+def test_failures_are_named(changed: dict[str, object], line: str) -> None:
+    assert list(failures([BLANK, ROW])) == []
+    assert list(failures([BLANK, replace(ROW, **changed)])) == [line]  # type: ignore[arg-type]
+
+
+def test_the_committed_table_is_what_the_rows_say() -> None:
+    rows = read_rows(COMMITTED / "rows.csv", ArenaModelRow)
+    assert (COMMITTED / "table.md").read_text() == table(rows)
+    assert list(failures(rows)) == []

@@ -1,0 +1,41 @@
+"""Committed tables are what the committed rows say, byte for byte."""
+
+import shutil
+import sys
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import torch
+
+RESULTS = Path(__file__).parents[2] / "results"
+# Benchmarks by their folders of results, with further arguments.
+FOLDERS: dict[str, tuple[str, ...]] = {
+    **{name: (name,) for name in ("addresses", "arena", "compiled", "compression", "eager", "executor", "first_step", "offload")},
+    **{name: (name,) for name in ("options", "placement", "reserved", "resident", "solve")},
+    "gpu/plans": ("gpu.plans",),
+    "gpu/ways": ("gpu.plans",),
+    "models": ("try_models",),
+    "offload/max_batch": ("offload_sizes",),
+    "training": ("training", "--device", "cpu"),
+}
+
+
+@pytest.fixture(autouse=True)
+def _threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="some benchmarks measure memory as on Linux")
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_committed_tables_follow_from_committed_rows(folder: str, tmp_path: Path) -> None:
+    module, *words = FOLDERS[folder]
+    name = folder.removesuffix("/max_batch")
+    out = shutil.copytree(RESULTS / name, tmp_path / "results")
+    pages = {page: page.read_text() for page in out.rglob("*.md")}
+    assert pages
+    import_module(f"benchmarks.{module}").main([*words, "--tables-only", "--out", str(out)])
+    assert {page: page.read_text() for page in pages} == pages

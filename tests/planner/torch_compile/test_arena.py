@@ -1,0 +1,136 @@
+"""``torch.compile(model, backend="planner", options={"arena": True})``: both passes of a graph in one slab."""
+
+import copy
+import gc
+import shutil
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.exc import BackendCompilerFailed
+
+from planner.capture.step import TrainingStep
+from planner.models import Workload
+from planner.profiling.allocator import cpu_allocations
+from planner.runtime.arena import Arena
+from planner.runtime.measure import Step, outcome
+from planner.torch_compile.planned_graph import PlannedGraph
+from tests.support.budgets import HALF_WAY
+from tests.support.steps import make
+
+pytestmark = [
+    pytest.mark.usefixtures("fresh_compiler"),
+    pytest.mark.filterwarnings("ignore::UserWarning:torch.*"),
+    pytest.mark.skipif(shutil.which("g++") is None, reason="the allocator is compiled with g++"),
+]
+_LOSS_BYTES = 64  # of the loss and its gradient, which are in no graph
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[PlannedGraph]]:
+    """The graphs that are planned, in order."""
+    made: list[PlannedGraph] = []
+    begin = PlannedGraph.__init__
+
+    def noted(graph: PlannedGraph, *given: Any, **named: Any) -> None:
+        begin(graph, *given, **named)
+        made.append(graph)
+
+    monkeypatch.setattr(PlannedGraph, "__init__", noted)
+    return made
+
+
+def in_arena(model: nn.Module, **options: object) -> Any:
+    given = {"budget": HALF_WAY, "time_limit_s": 10, "tolerance": 0.05, "arena": True, **options}
+    return torch.compile(model, backend="planner", dynamic=False, options=given)
+
+
+def step_of(workload: Workload, model: Any) -> Step:
+    return lambda *batch: workload.loss_fn(model(*batch[:-1]), batch[-1])  # type: ignore[misc]
+
+
+def arena_of(graph: PlannedGraph) -> Arena:
+    assert graph.arena is not None
+    return graph.arena
+
+
+def taken_bytes(step: Step, model: nn.Module, batch: Any) -> int:
+    """The most bytes that PyTorch's own allocator gives a step at once."""
+    model.zero_grad()
+    gc.collect()  # else tensors of other tests may be freed in between
+    level = peak = 0
+    for event in cpu_allocations(lambda _: step(*batch).backward()):
+        level += event.size_bytes or 0
+        peak = max(peak, level)
+    return peak
+
+
+@pytest.mark.usefixtures("half_way")
+@pytest.mark.parametrize("kernels", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["gpt2_sdpa", "resnet18", "mutated", "unet"])
+def test_trains_as_without_an_arena(name: str, kernels: str, graphs: list[PlannedGraph]) -> None:
+    workload = make(name)
+    twin = copy.deepcopy(workload.model)
+    step = step_of(workload, in_arena(twin, kernels=kernels))
+    eager: Step = TrainingStep(workload.model, workload.loss_fn)
+    if kernels == "inductor":
+        eager = step_of(workload, torch.compile(workload.model, dynamic=False))
+    for seed in range(4):
+        twin.zero_grad()
+        workload.model.zero_grad()
+        wanted = outcome(eager, workload.model, workload.batch, seed=seed)
+        assert not wanted.differences(outcome(step, twin, workload.batch, seed=seed))
+    (graph,) = graphs
+    arena = arena_of(graph)
+    assert arena.missed.unmatched_bytes == 0
+    assert arena.step_bytes is not None
+    assert arena.outside_bytes is not None
+    assert arena.step_bytes <= arena.budget_bytes
+
+
+def test_all_but_results_is_in_the_slab(graphs: list[PlannedGraph]) -> None:
+    workload = make("unet")
+    step = step_of(workload, in_arena(workload.model, budget="90%"))
+    for _ in range(2):
+        taken_bytes(step, workload.model, workload.batch)
+    arena = arena_of(graphs[0])
+    assert arena.outside_bytes is not None
+    result_bytes = workload.model(*workload.batch[:-1]).untyped_storage().nbytes()
+    loss_bytes = 3 * result_bytes  # what the loss, which is in no graph, takes and gives back
+    assert taken_bytes(step, workload.model, workload.batch) <= arena.outside_bytes + loss_bytes + _LOSS_BYTES
+    assert arena.slab is not None
+    assert arena.slab.size_bytes > 3 * loss_bytes
+
+
+def test_sizes_share_a_slab(graphs: list[PlannedGraph]) -> None:
+    workload = make("unet")
+    step = step_of(workload, in_arena(workload.model, budget="100%"))
+    images, masks = workload.batch
+    batches = [(images, masks), (torch.cat([images, images]), torch.cat([masks, masks]))]
+    for batch in (*batches, *batches, *batches):
+        workload.model.zero_grad()
+        step(*batch).backward()
+    small, large = map(arena_of, graphs)
+    assert small.slab is large.slab
+    assert small.size_bytes is not None
+    assert large.size_bytes is not None
+    assert large.slab is not None
+    assert small.size_bytes < large.size_bytes == large.slab.size_bytes
+
+
+class Broken(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        torch._dynamo.graph_break()
+        return self.second(x)
+
+
+def test_several_graphs_are_refused() -> None:
+    with pytest.raises(BackendCompilerFailed, match="captured as several graphs, and an arena is planned for one"):
+        in_arena(Broken(), budget="100%")(torch.randn(4, 8)).sum().backward()

@@ -1,7 +1,7 @@
 """What connects the runtime with the steps that repeat: its ops become a log, and the plan's actions become its evictions."""
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 from planner.eager.memory import Memory
@@ -22,7 +22,7 @@ class Call(Protocol):
     operator: Operator
     inputs: list[Reference]
     made: list[TrackedStorage]
-    written: list[TrackedStorage]
+    written: Sequence[TrackedStorage]
     seconds: float
     recordable: bool
 
@@ -39,6 +39,7 @@ class StepFollower:
 
     Attributes:
         number: of the current step.
+        log: of the current step; None if there is none, or it is not logged.
     """
 
     def __init__(self, plans: StepPlans, memory: Memory, recompute: Callable[[TrackedStorage], object]) -> None:
@@ -46,29 +47,26 @@ class StepFollower:
         self.memory = memory
         self._recompute = recompute
         self.number = 0
-        self._log: StepLog | None = None  # None if this step is not logged
+        self.log: StepLog | None = None
         self._storages: list[weakref.ref[TrackedStorage]] = []  # by their number in the step
         self._late: list[TrackedStorage] = []  # to be evicted as soon as nobody else holds them
-        self._is_in_step = False
         self._evictions = 0
 
     # What happens in the runtime.
 
-    def saved(self) -> None:
-        """Begin a step, if none is under way, as autograd saves a tensor."""
-        if not self._is_in_step:
-            self._begin()
+    def begin(self) -> None:
+        """Begin a step, as autograd saves its first tensor; no op may have run since the last one ended."""
+        self.end()
+        memory = self.memory
+        if memory.peak_bytes > _FAR * memory.budget_bytes or not self.number:
+            self.plans.begin(memory.live_bytes)
+            self.log = self.plans.log
+        self.number += 1
+        self._storages = []
+        self._evictions = memory.evictions
 
-    def before_op(self, saved: int) -> None:
-        """End the step if autograd has no saved tensor; do what the plan does before the next op.
-
-        Args:
-            saved: number of tensors that autograd has saved.
-        """
-        if not saved:
-            self.end()
-        if self._log is None:
-            return
+    def before_op(self) -> None:
+        """Do what the plan does before the next op of a step that is logged."""
         if self._late:
             self._late = [storage for storage in self._late if storage.owned() and not self.memory.evict(storage)]
         for action in self.plans.due():
@@ -82,15 +80,14 @@ class StepFollower:
                 self._recompute(storage)
 
     def after_op(self, call: "Call", signature: int, workspace_bytes: int = 0) -> None:
-        """Log an op that has run.
+        """Log an op that has run, in a step that is logged.
 
         Args:
             call: the op.
             signature: number of its signature; 0 if its sizes depend on more than that.
             workspace_bytes: what it takes while it runs.
         """
-        if self._log is None:
-            return
+        node = current_autograd_node()
         op = LoggedOp(
             call.function,
             self._numbers([ref.storage for ref in call.inputs if ref.storage is not None]),
@@ -99,29 +96,29 @@ class StepFollower:
             call.seconds,
             call.recordable,
             call.operator.random,
-            current_autograd_node() is not None,
+            node is not None,
+            -1 if node is None else node._sequence_nr(),
             workspace_bytes,
         )
         sizes = () if signature else tuple([storage.size_bytes for storage in call.made])
         self.plans.add_op(op, (id(call.function), signature, sizes))
 
     def unpacked(self, storage: TrackedStorage) -> None:
-        """Log that autograd unpacks a storage."""
-        if self._log is not None:
-            self._log.unpack(*self._numbers((storage,)))
+        """Log that autograd unpacks a storage, in a step that is logged."""
+        assert self.log is not None
+        self.log.unpack(*self._numbers((storage,)))
 
     def released(self, storage: TrackedStorage) -> None:
         """Log that the program has let go of a storage."""
-        if self._log is not None and storage.step == self.number:
-            self._log.release(storage.number)
+        if self.log is not None and storage.step == self.number:
+            self.log.release(storage.number)
 
     def end(self) -> None:
         """End the step."""
-        if self._log is not None:
-            self._log.evictions = self.memory.evictions - self._evictions
+        if self.log is not None:
+            self.log.evictions = self.memory.evictions - self._evictions
             self.plans.end()
-        self._log = None
-        self._is_in_step = False
+        self.log = None
         self._late = []
 
     def close(self) -> None:
@@ -129,23 +126,12 @@ class StepFollower:
         self.end()
         self.plans.stop()
 
-    def _begin(self) -> None:
-        memory = self.memory
-        near = memory.peak_bytes > _FAR * memory.budget_bytes
-        if near or not self.number:
-            self.plans.begin(memory.live_bytes)
-            self._log = self.plans.log
-        self.number += 1
-        self._storages = []
-        self._is_in_step = True
-        self._evictions = memory.evictions
-
     def _numbers(self, storages: Iterable[TrackedStorage]) -> tuple[int, ...]:
         """Return the numbers of storages in this step, each once."""
         return tuple({(storage.number if storage.step == self.number else self._meet(storage)): None for storage in storages})
 
     def _meet(self, storage: TrackedStorage) -> int:
-        assert self._log is not None
-        storage.step, storage.number = self.number, self._log.add_storage(storage.size_bytes)
+        assert self.log is not None
+        storage.step, storage.number = self.number, self.log.add_storage(storage.size_bytes)
         self._storages.append(weakref.ref(storage))
         return storage.number

@@ -12,7 +12,7 @@ import torch
 from graphs.errors import BudgetError
 from graphs.units import format_bytes
 from planner.eager.sizes import OutputSizes
-from planner.eager.storages import RecordedOp, StorageWatch, TrackedStorage, make_alias
+from planner.eager.storages import RecordedOp, StorageWatch, TrackedStorage, make_alias, reference_to
 from planner.torch_private.core import storage_address, storage_use_count
 from solvers.online.ledger import Ledger
 
@@ -38,6 +38,8 @@ class Memory:
         eager_peak_bytes: the most so far that plain eager PyTorch has.
         evictions: number of evictions.
         clock_s: time that ops have taken.
+        read_s: the clock when the program's last op ended: what the next one reads is as old, whatever is recomputed for it.
+        pending: ops that have been recorded since the ledger was last asked; it hears of them when it is asked next.
         on_release: called with each storage that the program has let go of.
     """
 
@@ -46,19 +48,20 @@ class Memory:
         self.live_bytes = self.peak_bytes = self.eager_peak_bytes = 0
         self.evicted_bytes = self.extra_bytes = 0
         self.evictions = 0
-        self.clock_s = 0.0
+        self.clock_s = self.read_s = 0.0
         self.sizes = sizes
         self.resident: dict[int, TrackedStorage] = {}
         self.find = self.resident.get
-        self._watches: set[StorageWatch] = set()
+        self._invisible: set[StorageWatch] = set()  # those that may outlive what is known of their storages
         self.freed: deque[StorageWatch] = deque()
+        self._note_freed = self.freed.append
         self.dropped: deque[int] = deque()
         self.ledger: Ledger | None = None
         self.now = perf_counter
         self.on_release: Callable[[TrackedStorage], None] | None = None
         self._new_ledger = new_ledger
         self._unheld = _unheld()
-        self._pending: list[weakref.ref[RecordedOp]] = []
+        self.pending: list[weakref.ref[RecordedOp]] = []
         self._by_id: dict[int, weakref.ref[TrackedStorage]] = {}
         self._in_use: dict[int, TrackedStorage] = {}
 
@@ -80,37 +83,40 @@ class Memory:
             pinned: a new one cannot be recomputed.
             visible: ops outside of the runtime may read it.
         """
-        memory = tensor.untyped_storage()
-        address = storage_address(tensor)
         if storage is None:
             storage = TrackedStorage(self.sizes.counted_bytes(tensor), tensor.device, pinned=pinned)
             storage.touched_s = self.clock_s
-        storage.address = address
-        storage.watch = watch = StorageWatch(memory, self.freed.append, storage)
-        self._watches.add(watch)
+        storage.address = address = storage_address(tensor)
+        storage.watch = watch = StorageWatch(tensor.untyped_storage(), self._note_freed)
+        watch.storage = weakref.ref(storage)
+        watch.size_bytes = size_bytes = storage.size_bytes
+        self.live_bytes = live_bytes = self.live_bytes + size_bytes
+        if live_bytes > self.peak_bytes:
+            self.peak_bytes = live_bytes
         if visible:
+            watch.extra_bytes = 0
             self.resident[address] = storage
-        self.live_bytes += storage.size_bytes
-        if self.live_bytes > self.peak_bytes:
-            self.peak_bytes = self.live_bytes
-        if not visible:
-            watch.extra_bytes = storage.size_bytes
-            self.extra_bytes += watch.extra_bytes
-        elif (eager_bytes := self.live_bytes + self.evicted_bytes - self.extra_bytes) > self.eager_peak_bytes:
-            self.eager_peak_bytes = eager_bytes
+            if (eager_bytes := live_bytes + self.evicted_bytes - self.extra_bytes) > self.eager_peak_bytes:
+                self.eager_peak_bytes = eager_bytes
+        else:
+            watch.extra_bytes = size_bytes
+            self._invisible.add(watch)
+            self.extra_bytes += size_bytes
         return storage
 
     def settle(self) -> None:
         """Take note of the storages that were freed since."""
-        while self.freed:
-            watch = self.freed.popleft()
-            self._watches.discard(watch)
+        freed, resident = self.freed, self.resident
+        while freed:
+            watch = freed.popleft()
             self.live_bytes -= watch.size_bytes
-            self.extra_bytes -= watch.extra_bytes
+            if watch.extra_bytes:
+                self._invisible.discard(watch)
+                self.extra_bytes -= watch.extra_bytes
             storage = watch.storage()
             if storage is not None and storage.watch is watch:
-                if self.resident.get(storage.address) is storage:  # else the address is that of a new storage by now
-                    del self.resident[storage.address]
+                if resident.get(storage.address) is storage:  # else the address is that of a new storage by now
+                    del resident[storage.address]
                 storage.address, storage.watch = 0, None
                 if not storage.saved and self.on_release is not None:
                     self.on_release(storage)
@@ -141,15 +147,11 @@ class Memory:
         if op.ledger_id is not None and self.ledger is not None:
             self.ledger.recomputed(op.ledger_id)
 
-    def recorded(self, op: RecordedOp) -> None:
-        """Take note of an op; the ledger hears of it when it is asked next."""
-        self._pending.append(weakref.ref(op))
-
-    def touched(self, storage: TrackedStorage) -> None:
-        """Take note of a read."""
-        storage.touched_s = self.clock_s
+    def touch(self, storage: TrackedStorage, now_s: float) -> None:
+        """Take note of a read at `now_s`."""
+        storage.touched_s = now_s
         if storage.ledger_id is not None and self.ledger is not None:
-            self.ledger.touch((storage.ledger_id,), self.clock_s)
+            self.ledger.touch((storage.ledger_id,), now_s)
 
     def saved(self, storage: TrackedStorage) -> None:
         """Take note that the runtime keeps `storage` in memory."""
@@ -186,13 +188,13 @@ class Memory:
             storage.ledger_id = None
             storage.snapshots = None
             storage.last_read = -1
-        for watch in self._watches:
-            # What was recomputed is not freed by itself where storages were written with each other's contents: a cycle.
-            if (known := watch.storage()) is not None:
+        # What was recomputed is not freed by itself where storages were written with each other's contents: a cycle.
+        for known in (*self.resident.values(), *(watch.storage() for watch in self._invisible)):
+            if known is not None:
                 known.base = None
         self.settle()
         self.ledger, self.evicted_bytes = None, 0
-        self._pending, self._by_id, self._in_use = [], {}, {}
+        self.pending, self._by_id, self._in_use = [], {}, {}
         self.dropped = deque()  # ids of the old ledger may still come into the old one
 
     # Room.
@@ -252,9 +254,9 @@ class Memory:
 
     def _evict(self, storage: TrackedStorage) -> None:
         if storage.aliases:
-            versions = storage.evicted_versions or {}
-            versions.update((number, alias._version) for number, alias in storage.aliases.items())
-            storage.evicted_versions = versions
+            evicted = storage.evicted_aliases or {}
+            evicted.update({number: (alias._version, reference_to(None, alias)) for number, alias in storage.aliases.items()})
+            storage.evicted_aliases = evicted
         if storage.saved:
             storage.evicted = True
             self.evicted_bytes += storage.size_bytes
@@ -269,7 +271,7 @@ class Memory:
         if self.ledger is None:
             self.ledger = self._new_ledger()
         self.settle()
-        pending, self._pending = self._pending, []
+        pending, self.pending = self.pending, []
         for reference in pending:
             op = reference()
             if op is None:
@@ -278,6 +280,9 @@ class Memory:
             outputs = [storage for _, weak in op.outputs if (storage := weak()) is not None]
             read = [self._enter(self.ledger, storage) for storage in inputs]
             made = [self._enter(self.ledger, storage) for storage in outputs]
+            if op.draws is not None and self.ledger.heuristic.keeps_random:
+                for ledger_id in made:
+                    self.ledger.pinned(ledger_id)
             if op.in_place:
                 read += made
             moved_bytes = sum(storage.size_bytes for storage in (*inputs, *outputs))
@@ -309,14 +314,13 @@ class Memory:
 
 def _holders(address: int, watch: StorageWatch | None) -> tuple[int, int]:
     """Return how many hold a storage, and how many hold its Python object."""
-    return storage_use_count(address), sys.getrefcount(None if watch is None else watch.memory())
+    return storage_use_count(address), sys.getrefcount(None if watch is None else watch())
 
 
 def _unheld() -> tuple[int, int]:
     """Return the numbers of holders of a storage that nobody holds: PyTorch's own, which differ between its versions."""
     tensor = torch.empty(0)
     address = storage_address(tensor)
-    storage = TrackedStorage(0, tensor.device, pinned=True)
-    watch = StorageWatch(tensor.untyped_storage(), deque[StorageWatch]().append, storage)
+    watch = StorageWatch(tensor.untyped_storage())
     uses, references = _holders(address, watch)
     return uses - 1, references

@@ -36,6 +36,7 @@ class Operator:
 
     Attributes:
         name: its name, without the overload.
+        call: executes it.
         passes: it makes views or reads sizes: neither memory nor contents change.
         mutated: the arguments that it writes, by position and name.
         returns_nothing_new: all that it returns is what it has written.
@@ -50,6 +51,7 @@ class Operator:
     """
 
     name: str
+    call: Callable[..., Any]
     passes: bool
     mutated: tuple[tuple[int, str], ...]
     returns_nothing_new: bool
@@ -85,6 +87,7 @@ class Operator:
         statistics, training = _RUNNING_STATISTICS.get(name, (None, None))
         return cls(
             name=name,
+            call=op._op if type(op) is OpOverload else op,  # what it calls itself
             passes=(op.is_view or torch.Tag.inplace_view in tags or not _has_tensors(schema)) and not rebinds,
             mutated=() if statistics is not None else mutated,
             returns_nothing_new=bool(mutated) and all(value.alias_info is not None for value in schema.returns),

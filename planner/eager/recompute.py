@@ -68,14 +68,14 @@ class Recomputation:
         Raises:
             BudgetError: it does not fit, or recomputation takes too long.
         """
-        stack = [_Rebuild(storage, storage.version)]
+        stack = [self._begin(storage, storage.version)]
         try:
             while stack:
                 self.memory.settle()
                 top = stack[-1]
                 missing = top.next_missing()
                 if missing is not None:
-                    stack.append(_Rebuild(*missing))
+                    stack.append(self._begin(*missing))
                 elif top.step < len(top.chain):
                     self._execute(top, stack)
                 else:
@@ -94,6 +94,15 @@ class Recomputation:
         with self.own_ops():
             self.recompute(storage)
 
+    def _begin(self, storage: TrackedStorage, version: int) -> "_Rebuild":
+        """Return the rebuilding of a storage, for which what its ops read counts as read now, before what is missing runs."""
+        rebuild = _Rebuild(storage, version)
+        for op in rebuild.chain:
+            for ref in op.inputs:
+                if ref.storage is not None:
+                    self.memory.touch(ref.storage, self.memory.clock_s)
+        return rebuild
+
     def _execute(self, rebuild: "_Rebuild", stack: "list[_Rebuild]") -> None:
         op = rebuild.chain[rebuild.step]
         tensors = [tensor for ref in op.inputs if (tensor := rebuild.tensor(ref)) is not None]
@@ -102,9 +111,6 @@ class Recomputation:
         # While they are held here, nothing evicts them.
         self._make_room(op, stack)
         outputs, seconds = self._call(op, tensors)
-        for ref in op.inputs:
-            if ref.storage is not None:
-                self.memory.touched(ref.storage)
         rebuild.executed(op, outputs, self.memory)
         self.memory.recomputed(op)
         self._count(op, seconds)
@@ -205,15 +211,15 @@ class _Rebuild:
         self._inputs.clear()
         if op.in_place:
             return
-        for position, weak in op.outputs:
-            storage = weak()
+        made = [(position, storage) for position, weak in op.outputs if (storage := weak()) is not None]
+        for position, storage in sorted(made, key=lambda output: output[1] is self.storage):  # as the replay does: it comes last
             if storage is self.storage:
                 self.built = outputs[position]
                 if self.version == storage.version:
                     memory.computed(storage, self.built)
                 else:
                     memory.add(self.built, visible=False)
-            elif storage is not None and storage.saved and not storage.address and storage.version == 0:
+            elif storage.saved and not storage.address and storage.version == 0:
                 memory.computed(storage, outputs[position])
 
     def abandon(self, memory: Memory) -> None:
@@ -229,7 +235,7 @@ def resident_tensor(storage: TrackedStorage) -> torch.Tensor | None:
         return storage.base
     for alias in storage.aliases.values():
         return alias
-    memory = None if storage.watch is None else storage.watch.memory()
+    memory = None if storage.watch is None else storage.watch()
     return None if memory is None else torch.empty(0, dtype=torch.uint8, device=memory.device).set_(memory)
 
 

@@ -15,12 +15,14 @@ from planner.eager.modules import CurrentModule
 from planner.eager.operators import Operator
 from planner.eager.recompute import Recomputation, resident_tensor
 from planner.eager.sizes import KnownOp, OutputSizes, data_dependent_bytes, tensors_in
-from planner.eager.storages import RecordedOp, Reference, TrackedStorage, make_alias
+from planner.eager.storages import RecordedOp, Reference, TrackedStorage, make_alias, new_reference
 from planner.passes.draws import LOCK
 from planner.runtime.allocator_failure import allocator_failure
 from planner.runtime.random_state import RandomState
 from planner.torch_private.core import TorchDispatchMode, storage_address
 
+# Read from the globals at each tensor of each op.
+_Tensor, _Parameter = torch.Tensor, torch.nn.Parameter
 # The number of recorded ops after which it is worth while to forget them, if no tensor is saved.
 _FEW_OPS = 64
 # A storage that is written in place more often is kept, as the cost to recompute it grows with each write.
@@ -34,6 +36,7 @@ class Recorder(TorchDispatchMode):
         memory: the budgeted memory.
         sizes: of outputs, by signature.
         recomputation: executes recorded ops.
+        follower: logs steps, and follows their plans.
         device_costs: measures ops on a CUDA device; None on the CPU.
 
     Attributes:
@@ -49,19 +52,24 @@ class Recorder(TorchDispatchMode):
     """
 
     def __init__(
-        self, memory: Memory, sizes: OutputSizes, recomputation: Recomputation, device_costs: DeviceCosts | None = None
+        self,
+        memory: Memory,
+        sizes: OutputSizes,
+        recomputation: Recomputation,
+        follower: StepFollower,
+        device_costs: DeviceCosts | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.memory = memory
         self.sizes = sizes
         self.recomputation = recomputation
+        self.follower = follower
         self.device_costs = device_costs
         self.lock = threading.RLock()
         self.saved = 0
         self.saved_storages: dict[int, TrackedStorage] = {}
         self.packs = 0
         self.ops = self.kept_ops = self.host_reads = self.retries = self.copies = 0
-        self.follower: StepFollower | None = None
         self.module = CurrentModule()
         self._operators: dict[int, Operator] = {}
         self._recorded = 0
@@ -75,47 +83,45 @@ class Recorder(TorchDispatchMode):
         operator = self._operators.get(id(func))  # operators are never freed, and compute their hashes slowly
         if operator is None:
             operator = self._operators[id(func)] = Operator.of(func)
-        if kwargs is None:
-            kwargs = {}
         if operator.passes:
-            return func(*args, **kwargs)
+            return operator.call(*args, **kwargs) if kwargs else operator.call(*args)
         for kind in types:
             if kind is not torch.Tensor and kind is not torch.nn.Parameter:
                 return NotImplemented  # a subclass, whose inner ops are seen
         with self.lock:
             if self.recomputation.running:
-                return func(*args, **kwargs)
-            return self._run(func, operator, args, kwargs)
+                return operator.call(*args, **(kwargs or {}))
+            return self._run(_Call(operator, func, args, kwargs or {}))
 
-    def _run(self, func: Callable[..., Any], operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        memory = self.memory
+    def _run(self, call: "_Call") -> Any:
+        memory, follower, operator = self.memory, self.follower, call.operator
         if memory.freed:
             memory.settle()
         if not self.saved:
             self._begin_step()
-        if self.follower is not None:
-            self.follower.before_op(self.saved)
-        call = _Call(operator, func, args, kwargs)
+            follower.end()
+        elif follower.log is not None:
+            follower.before_op()
         if operator.mutated or operator.statistics is not None:
             self._find_writes(call)
-            if operator.returns_nothing_new and all(storage.pinned for storage in call.written) and not operator.rebinds:
-                return self._write_pinned(call, args, kwargs)
+            if operator.returns_nothing_new and not operator.rebinds and all(storage.pinned for storage in call.written):
+                return self._write_pinned(call)
         known = self._describe(call)
         out_bytes = known.out_bytes
-        room_bytes = out_bytes + known.workspace_bytes
-        if memory.live_bytes + room_bytes > memory.budget_bytes:
-            self._make_room(known, func)
-        elif memory.live_bytes + room_bytes > memory.peak_bytes:
-            memory.peak_bytes = memory.live_bytes + room_bytes
-        if call.written:
+        with_op_bytes = memory.live_bytes + out_bytes + known.workspace_bytes
+        if with_op_bytes > memory.budget_bytes:
+            self._make_room(known, call.function)
+        elif with_op_bytes > memory.peak_bytes:
+            memory.peak_bytes = with_op_bytes
+        if call.written and self.saved:
             self._before_writes(call)
         if operator.random:
             with LOCK:
-                generator = generator_of(args, kwargs)
+                generator = generator_of(call.args, call.kwargs)
                 call.draws = (generator, RandomState.of(generator))
-                outputs = self._execute(call, known, args, kwargs)
+                outputs = self._execute(call, known)
         else:
-            outputs = self._execute(call, known, args, kwargs)
+            outputs = self._execute(call, known)
         if memory.freed:
             memory.settle()
         if call.seconds < known.seconds:
@@ -123,11 +129,11 @@ class Recorder(TorchDispatchMode):
         else:
             call.seconds = known.seconds
         made_bytes = self._record(call, known, outputs)
-        if self.follower is not None:
-            self.follower.after_op(call, known.number, known.workspace_bytes)
+        if follower.log is not None:
+            follower.after_op(call, known.number, known.workspace_bytes)
         if made_bytes != out_bytes:
             known.out_bytes = made_bytes
-            memory.make_room(0, func)
+            memory.make_room(0, call.function)
         return outputs
 
     def _make_room(self, known: KnownOp, function: object) -> None:
@@ -139,17 +145,20 @@ class Recorder(TorchDispatchMode):
                 raise
             self.memory.make_room(known.out_bytes, function)
 
-    def _write_pinned(self, call: "_Call", args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _write_pinned(self, call: "_Call") -> Any:
         """Execute an op that writes only what is pinned, of which nothing is recorded: an update of parameters, for example."""
-        self._before_writes(call)
-        start = self.memory.now()
-        outputs = call.function(*args, **kwargs)
-        self.memory.clock_s += self.memory.now() - start
+        memory, follower = self.memory, self.follower
+        if self.saved:
+            self._before_writes(call)
+        start = memory.now()
+        outputs = call.operator.call(*call.args, **call.kwargs)
+        memory.clock_s += memory.now() - start
+        memory.read_s = memory.clock_s
         for storage in call.written:
             storage.version += 1
-        if self.follower is not None:
+        if follower.log is not None:
             call.recordable = False
-            self.follower.after_op(call, 0)
+            follower.after_op(call, 0)
         return outputs
 
     def _find_writes(self, call: "_Call") -> None:
@@ -174,24 +183,24 @@ class Recorder(TorchDispatchMode):
         found = {storage_address(tensor): tensor for tensor in tensors if tensor.layout is torch.strided}
         call.written = [self.memory.find(address) or self.memory.add(tensor) for address, tensor in found.items()]
 
-    def _execute(self, call: "_Call", known: KnownOp, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _execute(self, call: "_Call", known: KnownOp) -> Any:
         """Execute an op and time it."""
-        memory = self.memory
-        is_measured = self.device_costs is not None and self.device_costs.start(known.number)
+        memory, costs = self.memory, self.device_costs
+        is_measured = costs is not None and costs.start(known.number)
         start = memory.now()
         try:
-            outputs = call.function(*args, **kwargs)
+            outputs = call.operator.call(*call.args, **call.kwargs)
         except Exception as error:
             if call.written or allocator_failure(error) is None:
                 raise
-            outputs = self._retry(call, args, kwargs, error)
-        if self.device_costs is None:
+            outputs = self._retry(call, error)
+        if costs is None:
             call.seconds = memory.now() - start
         elif is_measured:
-            call.seconds, call.taken_bytes = self.device_costs.stop()
+            call.seconds, call.taken_bytes = costs.stop()
         else:
             call.seconds = known.seconds
-        memory.clock_s += call.seconds
+        memory.read_s = memory.clock_s = memory.clock_s + call.seconds
         self.recomputation.step_ops += 1
         return outputs
 
@@ -219,20 +228,34 @@ class Recorder(TorchDispatchMode):
     def _references(self, values: Iterable[Any], call: "_Call", key: list[Any]) -> list[Any]:
         found: list[Any] = []
         memory = self.memory
+        find, read_s = memory.find, memory.read_s
         for value in values:
             kind = type(value)
-            if kind is torch.Tensor or kind is torch.nn.Parameter:
-                storage = memory.find(storage_address(value)) or memory.add(value)
+            if kind is _Tensor or kind is _Parameter:
+                storage = find(storage_address(value)) or memory.add(value)
                 version = storage.last_read = storage.version
-                reference = Reference(storage, version, value)
-                storage.touched_s = memory.clock_s
-                if storage.ledger_id is not None:
-                    memory.touched(storage)
+                if storage.ledger_id is None:
+                    storage.touched_s = read_s
+                else:
+                    memory.touch(storage, read_s)
                 if storage.pinned:
-                    call.kept.append(storage.keep(value))
+                    call.keep(storage.keep(value))
+                shape, dtype = value.shape, value.dtype
+                reference = new_reference(  # as reference_to does, at the cost of one call
+                    Reference,
+                    (
+                        storage,
+                        version,
+                        shape,
+                        value.stride(),
+                        value.storage_offset(),
+                        dtype,
+                        dtype.is_complex and value.is_conj(),
+                    ),
+                )
                 call.inputs.append(reference)
                 found.append(reference)
-                key += (reference.shape, reference.dtype, storage.device)
+                key += (shape, dtype, storage.device)
             elif kind is list or kind is tuple:
                 if value and type(value[0]) is int:
                     found.append(value)
@@ -247,7 +270,7 @@ class Recorder(TorchDispatchMode):
                     key.append(value)
         return found
 
-    def _retry(self, call: "_Call", args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception) -> Any:
+    def _retry(self, call: "_Call", error: Exception) -> Any:
         """Evict, and execute an op again that the allocator had no memory for, until it succeeds or nothing is left to evict."""
         self.retries += 1
         failure = allocator_failure(error)
@@ -262,7 +285,7 @@ class Recorder(TorchDispatchMode):
                 generator, state = call.draws
                 state.restore(generator)
             try:
-                return call.function(*args, **kwargs)
+                return call.function(*call.args, **call.kwargs)
             except Exception as again:  # noqa: BLE001  it is raised below unless it is the allocator's
                 failure, error = allocator_failure(again), again
         raise error
@@ -271,19 +294,10 @@ class Recorder(TorchDispatchMode):
 
     def _record(self, call: "_Call", known: KnownOp, outputs: Any) -> int:
         """Record an op and return the bytes that it has made."""
-        memory = self.memory
-        made: list[tuple[int, torch.Tensor]] = []
-        if isinstance(outputs, torch.Tensor):
-            outputs = (outputs,)
-        for position, output in enumerate(outputs if isinstance(outputs, list | tuple) else ()):
-            if isinstance(output, torch.Tensor):
-                if type(output) is torch.Tensor and output.layout is torch.strided:
-                    if memory.find(storage_address(output)) is None:
-                        made.append((position, output))
-                else:
-                    call.recordable = False
-        operator = call.operator
-        call.recordable = call.recordable and operator.repeatable
+        memory, operator = self.memory, call.operator
+        made = self._made_by(call, outputs)
+        if not operator.repeatable:
+            call.recordable = False
         if call.written:
             self._note_writes(call, makes_outputs=bool(made))
         if operator.reads_to_host:
@@ -293,10 +307,9 @@ class Recorder(TorchDispatchMode):
         op = call.record() if call.recordable else None
         made_bytes = 0
         for position, output in made:
-            address = storage_address(output)
-            if memory.find(address) is not None:  # another view of the same output
+            if made_bytes and memory.find(storage_address(output)) is not None:  # another view of the same output
                 continue
-            storage = memory.add(output, pinned=op is None)
+            storage = memory.add(output, None, pinned=op is None)
             made_bytes += storage.size_bytes
             call.made.append(storage)
             if op is not None:
@@ -313,6 +326,19 @@ class Recorder(TorchDispatchMode):
             op.room_bytes = room_bytes
             self._count(op)
         return made_bytes
+
+    def _made_by(self, call: "_Call", outputs: Any) -> list[tuple[int, torch.Tensor]]:
+        """Return the outputs of an op on storages that are not known yet, with their positions."""
+        if type(outputs) is _Tensor and outputs.layout is torch.strided:
+            return [(0, outputs)] if self.memory.find(storage_address(outputs)) is None else []
+        made = []
+        for position, output in enumerate(outputs if isinstance(outputs, list | tuple) else (outputs,)):
+            if type(output) is _Tensor and output.layout is torch.strided:
+                if self.memory.find(storage_address(output)) is None:
+                    made.append((position, output))
+            elif isinstance(output, torch.Tensor):
+                call.recordable = False
+        return made
 
     def _note_writes(self, call: "_Call", *, makes_outputs: bool) -> None:
         """Give what an op has written its next version: in the chain of its storage, or pinned."""
@@ -353,14 +379,14 @@ class Recorder(TorchDispatchMode):
         op.module = self.module.name
         self._recorded += 1
         self.ops += 1
-        self.memory.recorded(op)
+        self.memory.pending.append(weakref.ref(op))
 
     def _in_own_memory(self, values: Iterable[Any], storage: TrackedStorage, inputs: list[Reference]) -> list[Any]:
         """Return the arguments with references to `storage` replaced, and enter all references into `inputs`."""
         found = []
         for value in values:
             if isinstance(value, Reference):
-                value = value.to_own_memory() if value.storage is storage else value
+                value = value._replace(storage=None) if value.storage is storage else value
                 inputs.append(value)
             elif isinstance(value, list):
                 value = self._in_own_memory(value, storage, inputs)
@@ -369,8 +395,6 @@ class Recorder(TorchDispatchMode):
 
     def _before_writes(self, call: "_Call") -> None:
         """Copy the contents of pinned storages that are about to change, if a saved tensor may need them."""
-        if not self.saved:
-            return
         for storage in call.written:
             if storage.pinned and storage.last_read == storage.version and (id(storage), storage.version) in self._needed():
                 tensor = resident_tensor(storage)
@@ -416,7 +440,8 @@ class Recorder(TorchDispatchMode):
 
     def pack(self, tensor: torch.Tensor) -> object:
         """Return what autograd holds in place of `tensor`."""
-        if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
+        kind = type(tensor)
+        if (kind is not _Tensor and kind is not _Parameter) or tensor.layout is not torch.strided:
             return tensor
         with self.lock:
             memory = self.memory
@@ -424,10 +449,17 @@ class Recorder(TorchDispatchMode):
                 memory.settle()
             if not self.saved:  # autograd saves the inputs of the first op of a step before the op runs
                 self._begin_step()
+                self.follower.begin()
             storage = memory.find(storage_address(tensor)) or memory.add(tensor)
-            if self.follower is not None:
-                self.follower.saved()
-            return SavedTensor(self, storage, tensor)
+            number = self.packs
+            self.packs = number + 1
+            self.saved += 1
+            storage.aliases[number] = make_alias(tensor)
+            storage.saved += 1
+            if storage.saved == 1:
+                self.saved_storages[id(storage)] = storage
+                memory.saved(storage)
+            return SavedTensor(self, storage, number, tensor._version)
 
 
 class SavedTensor:
@@ -437,35 +469,27 @@ class SavedTensor:
         version: autograd's version counter when it was saved.
     """
 
-    __slots__ = ("_number", "_recorder", "_reference", "_storage", "version")
+    __slots__ = ("_number", "_recorder", "_storage", "version")
 
-    def __init__(self, recorder: Recorder, storage: TrackedStorage, tensor: torch.Tensor) -> None:
+    def __init__(self, recorder: Recorder, storage: TrackedStorage, number: int, version: int) -> None:
         self._recorder = recorder
         self._storage = storage
-        self._reference = Reference(None, 0, tensor)
-        self._number = recorder.packs
-        self.version = tensor._version
-        recorder.packs += 1
-        recorder.saved += 1
-        storage.saved += 1
-        storage.aliases[self._number] = make_alias(tensor)
-        recorder.saved_storages[id(storage)] = storage
-        if storage.saved == 1:
-            recorder.memory.saved(storage)
+        self._number = number
+        self.version = version
 
     def __del__(self) -> None:
         storage, recorder = self._storage, self._recorder
         recorder.saved -= 1
         storage.saved -= 1
         storage.aliases.pop(self._number, None)
-        if storage.evicted_versions is not None:
-            storage.evicted_versions.pop(self._number, None)
+        if storage.evicted_aliases is not None:
+            storage.evicted_aliases.pop(self._number, None)
         if not storage.saved:
             recorder.saved_storages.pop(id(storage), None)
             recorder.memory.not_evicted(storage)
             # The ledger is not told: the garbage collector may call this while the ledger is at work. Its choice is looked at.
             storage.base = None
-            if not storage.address and recorder.follower is not None:
+            if not storage.address:
                 recorder.follower.released(storage)
 
     def unpack(self) -> torch.Tensor:
@@ -476,32 +500,42 @@ class SavedTensor:
         """
         storage, recorder = self._storage, self._recorder
         with recorder.lock:
-            if recorder.follower is not None:
-                recorder.follower.before_op(recorder.saved)
+            if recorder.follower.log is not None:
+                recorder.follower.before_op()
                 recorder.follower.unpacked(storage)
+            recorder.memory.touch(storage, recorder.memory.read_s)
             alias = storage.aliases.get(self._number)
             if alias is None:
-                evicted = storage.evicted_versions or {}
-                self._check(evicted.get(self._number, self.version))
-                with recorder.recomputation.own_ops():
-                    source = resident_tensor(storage)
-                    if source is None:
-                        source = recorder.recomputation.recompute(storage)
-                    alias = storage.aliases[self._number] = make_alias(self._reference.view_of(source))
-                evicted.pop(self._number, None)
-                self.version = alias._version
-            else:
-                self._check(alias._version)
+                alias = self._restored()
+            elif alias._version != self.version:
+                raise _overwritten(alias, self.version, alias._version)
             return make_alias(alias)  # autograd may keep what it is given: then the count of holders of the storage says so
 
-    def _check(self, version: int) -> None:
+    def _restored(self) -> torch.Tensor:
+        """Return the alias, which was dropped when the storage was evicted."""
+        storage, recomputation = self._storage, self._recorder.recomputation
+        assert storage.evicted_aliases is not None
+        version, reference = storage.evicted_aliases[self._number]
         if version != self.version:
-            kind = f"{self._reference.dtype}".removeprefix("torch.")
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"[{kind} {list(self._reference.shape)}] is at version {version}; expected version {self.version} instead. "
-                "Hint: torch.autograd.set_detect_anomaly(True) finds the operation that failed to compute its gradient"
-            )
+            raise _overwritten(reference, self.version, version)
+        with recomputation.own_ops():
+            source = resident_tensor(storage)
+            if source is None:
+                source = recomputation.recompute(storage)
+            alias = storage.aliases[self._number] = make_alias(reference.view_of(source))
+        del storage.evicted_aliases[self._number]
+        self.version = alias._version
+        return alias
+
+
+def _overwritten(saved: torch.Tensor | Reference, expected: int, version: int) -> RuntimeError:
+    """Return the error of plain eager PyTorch for a saved tensor that was written in place."""
+    kind = f"{saved.dtype}".removeprefix("torch.")
+    return RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: "
+        f"[{kind} {list(saved.shape)}] is at version {version}; expected version {expected} instead. "
+        "Hint: torch.autograd.set_detect_anomaly(True) finds the operation that failed to compute its gradient"
+    )
 
 
 def unpack(saved: object) -> torch.Tensor:
@@ -539,6 +573,7 @@ class _Call:
         function: the operator.
         replay: what is recorded: the operator, or what recomputes its outputs without further effects.
         args: its arguments, kwargs its keyword arguments.
+        keep: adds to the aliases that keep inputs in memory.
         written: the storages that it writes.
         made: the storages that it has made.
         seconds: time that it has taken, or that such ops take.
@@ -553,6 +588,7 @@ class _Call:
         "function",
         "in_place",
         "inputs",
+        "keep",
         "kept",
         "kwargs",
         "made",
@@ -571,11 +607,12 @@ class _Call:
         self.function = self.replay = function
         self.args: Sequence[Any] = args
         self.kwargs = kwargs
-        self.written: list[TrackedStorage] = []
+        self.written: Sequence[TrackedStorage] = ()
         self.recordable = True
         self.in_place: RecordedOp | None = None
         self.inputs: list[Reference] = []
         self.kept: list[torch.Tensor] = []
+        self.keep = self.kept.append
         self.made: list[TrackedStorage] = []
         self.draws: tuple[torch.Generator, RandomState] | None = None
         self.seconds = 0.0
@@ -585,5 +622,4 @@ class _Call:
 
     def record(self) -> RecordedOp:
         """Return the record of it."""
-        arguments = (list(self.recorded_args), self.recorded_kwargs)
-        return RecordedOp(self.replay, arguments, self.inputs, self.kept, self.draws, self.seconds)
+        return RecordedOp(self.replay, self.recorded_args, self.recorded_kwargs, self.inputs, self.kept, self.draws, self.seconds)

@@ -112,9 +112,8 @@ class Rematerialization:
             memory.live_bytes = max(memory.live_bytes, costs.in_use_bytes())  # with what Python does not know of
         memory.make_room(0, "the block")
         recomputation = Recomputation(memory, self._max_recomputation, returns_early=costs is not None)
-        self._recorder = recorder = Recorder(memory, sizes, recomputation, costs)
-        plans = StepPlans(memory.budget_bytes)
-        recorder.follower = follower = StepFollower(plans, memory, recorder.recomputation.recompute_saved)
+        follower = StepFollower(StepPlans(memory.budget_bytes), memory, recomputation.recompute_saved)
+        self._recorder = recorder = Recorder(memory, sizes, recomputation, follower, costs)
         memory.on_release = follower.released
         with ExitStack() as block:
             block.callback(follower.close)
@@ -194,13 +193,11 @@ class Rematerialization:
     @property
     def plans(self) -> StepPlans:
         """The steps that have ended so far, and the plans of those that repeat."""
-        assert self._entered.follower is not None
         return self._entered.follower.plans
 
     def wait_for_plans(self, seconds: float | None = None) -> None:
         """Wait until the steps that repeat are solved, at most `seconds`; when they come again, they run by their plans."""
         recorder = self._entered
-        assert recorder.follower is not None
         if not recorder.saved:
             recorder.follower.end()
         self.plans.wait(seconds)

@@ -19,6 +19,7 @@ class LoggedOp(NamedTuple):
         recomputable: it can be executed again.
         random: it draws random numbers.
         backward: autograd called it.
+        node: number of the node of autograd that called it; -1 if none did.
         workspace_bytes: what it takes while it runs besides what it makes.
     """
 
@@ -30,6 +31,7 @@ class LoggedOp(NamedTuple):
     recomputable: bool = True
     random: bool = False
     backward: bool = False
+    node: int = -1
     workspace_bytes: int = 0
 
 
@@ -102,9 +104,10 @@ class RecordedStep:
 def recorded_step(log: StepLog, provenance: dict[str, object] | None = None) -> RecordedStep:
     """Return the graph of a step that has ended.
 
-    Storages that the step found in memory are static, and so is what else was there. A storage that autograd has unpacked is read
-    by the op after that; one that the program holds for longer than its readers is read by the last op before it lets go; one
-    that it still holds at the end is kept.
+    Storages that the step found in memory are static, and so is what else was there. A storage that autograd has unpacked for a
+    node is read by all ops of the node from then on, which holds it. What no saved tensor is computed from, as gradients, cannot
+    be recomputed, as only saved tensors can be evicted. A storage that the program holds for longer than its readers is read by
+    the last op before it lets go; one that it still holds at the end is kept.
 
     Raises:
         GraphError: the step has no ops.
@@ -115,20 +118,30 @@ def recorded_step(log: StepLog, provenance: dict[str, object] | None = None) -> 
     return draft.step(provenance or {})
 
 
+def _needed(log: StepLog) -> set[int]:
+    """Return the storages that autograd has unpacked, and all that they are computed from."""
+    needed = {storage for storages in log.unpacked.values() for storage in storages}
+    for op in reversed(log.ops):
+        if not needed.isdisjoint((*op.made, *op.written)):
+            needed.update(op.inputs)
+    return needed
+
+
 class _Draft:
     """The graph of a log, op by op."""
 
     def __init__(self, log: StepLog) -> None:
         self.log = log
         self.made = {storage for op in log.ops for storage in op.made}
+        self.needed = _needed(log)
         self.tensors: list[Tensor] = []
         self.storages: list[int] = []
         self.ops: list[Op] = []
         self.current: dict[int, int] = {}  # the tensor with the present contents of each storage
         self.backward = False
         self.names: dict[str, int] = {}
-        # By op, what is in memory then besides what it reads: what autograd has unpacked, and what the program still holds.
-        self.held = {index: list(storages) for index, storages in log.unpacked.items()}
+        self.unpacked: tuple[int, ...] = ()  # for the node that is running
+        self.held: dict[int, list[int]] = {}  # by op, what the program still holds then
         last = {storage: i for i, op in enumerate(log.ops) for storage in (*op.inputs, *op.made, *op.written)}
         for storage, count in log.released.items():
             if storage in self.made and last[storage] < count - 1:
@@ -139,7 +152,9 @@ class _Draft:
         self.backward = self.backward or op.backward
         target = str(op.target)
         name = self._name(target)
-        read = (*op.inputs, *op.written, *self.held.get(index, ()))
+        is_same_node = index > 0 and op.node >= 0 and op.node == self.log.ops[index - 1].node
+        self.unpacked = (*(self.unpacked if is_same_node else ()), *self.log.unpacked.get(index, ()))
+        read = (*self.unpacked, *op.inputs, *op.written, *self.held.get(index, ()))
         inputs = dict.fromkeys(self._tensor(storage) for storage in read)
         rewritten = [storage for storage in op.written if storage in self.made and storage in self.current]
         mutated = [self._tensor(storage) for storage in op.written if storage not in self.made]
@@ -161,7 +176,7 @@ class _Draft:
                 time_s=op.time_s,
                 workspace_bytes=op.workspace_bytes,
                 phase=Phase.BACKWARD if self.backward else Phase.FORWARD,
-                recomputable=op.recomputable,
+                recomputable=op.recomputable and not self.needed.isdisjoint((*op.made, *op.written)),
                 random=op.random,
                 mutates=tuple(mutated),
                 overwrites=tuple(overwrites),

@@ -2,13 +2,16 @@
 
 import weakref
 from collections import deque
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
 from planner.runtime.random_state import RandomState
 from planner.torch_private.core import make_subclass
+
+# Makes a reference of a tuple of its fields, at a third of the cost of its constructor.
+new_reference = tuple.__new__
 
 
 class TrackedStorage:
@@ -28,7 +31,7 @@ class TrackedStorage:
         barred: the ledger knows that it must not be evicted.
         base: a tensor that keeps recomputed contents in memory.
         aliases: for each saved tensor, by its number, an alias that keeps the storage in memory.
-        evicted_versions: for each saved tensor whose alias was dropped, the version counter of autograd at that time.
+        evicted_aliases: for each saved tensor whose alias was dropped, autograd's version counter at that time, and its geometry.
         saved: number of saved tensors.
         evicted: it was evicted, and saved tensors need it.
         ledger_id: identity in the ledger; None before it is entered.
@@ -50,7 +53,7 @@ class TrackedStorage:
         "device",
         "dropped",
         "evicted",
-        "evicted_versions",
+        "evicted_aliases",
         "keeper",
         "last_read",
         "ledger_id",
@@ -76,7 +79,7 @@ class TrackedStorage:
         self.barred = False
         self.base: torch.Tensor | None = None
         self.aliases: dict[int, torch.Tensor] = {}
-        self.evicted_versions: dict[int, int] | None = None
+        self.evicted_aliases: dict[int, tuple[int, Reference]] | None = None
         self.saved = 0
         self.evicted = False
         self.ledger_id: int | None = None
@@ -108,49 +111,34 @@ class TrackedStorage:
         return alias
 
 
-class StorageWatch:
+class StorageWatch(weakref.ref[torch.UntypedStorage]):
     """A weak reference to the memory of a resident storage, which knows what it was.
 
     Attributes:
-        memory: the weak reference.
         storage: weak reference to what is known of it.
         size_bytes: its bytes.
         extra_bytes: those of them that plain eager PyTorch does not have.
     """
 
-    __slots__ = ("extra_bytes", "memory", "size_bytes", "storage")
-
-    def __init__(self, memory: torch.UntypedStorage, freed: Callable[["StorageWatch"], None], storage: TrackedStorage) -> None:
-        """Watch `memory`; `freed` is called with the watch when it is freed."""
-        self.memory = weakref.ref(memory, lambda _: freed(self))
-        self.storage = weakref.ref(storage)
-        self.size_bytes, self.extra_bytes = storage.size_bytes, 0
+    __slots__ = ("extra_bytes", "size_bytes", "storage")
+    storage: weakref.ref[TrackedStorage]
+    size_bytes: int
+    extra_bytes: int
 
 
-class Reference:
+class Reference(NamedTuple):
     """A tensor as an argument of a recorded op: a storage, the version of its contents, and the geometry of the view.
 
     The storage that the op itself writes is None: what is being rebuilt.
     """
 
-    __slots__ = ("conjugated", "dtype", "offset", "shape", "storage", "stride", "version")
-
-    def __init__(self, storage: TrackedStorage | None, version: int, tensor: torch.Tensor) -> None:
-        self.storage = storage
-        self.version = version
-        self.shape = tensor.shape
-        self.stride = tensor.stride()
-        self.offset = tensor.storage_offset()
-        self.dtype = dtype = tensor.dtype
-        self.conjugated = dtype.is_complex and tensor.is_conj()
-
-    def to_own_memory(self) -> "Reference":
-        """Return the same view of what the op itself writes."""
-        own = Reference.__new__(Reference)
-        own.storage, own.version = None, self.version
-        own.shape, own.stride, own.offset = self.shape, self.stride, self.offset
-        own.dtype, own.conjugated = self.dtype, self.conjugated
-        return own
+    storage: TrackedStorage | None
+    version: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    conjugated: bool
 
     def view_of(self, source: torch.Tensor) -> torch.Tensor:
         """Return the tensor on the storage of `source`."""
@@ -160,6 +148,23 @@ class Reference:
             view = torch.empty(0, dtype=self.dtype, device=source.device)
             view.set_(source.untyped_storage(), self.offset, self.shape, self.stride)
         return view.conj() if self.conjugated else view
+
+
+def reference_to(storage: TrackedStorage | None, tensor: torch.Tensor) -> Reference:
+    """Return a reference to `tensor`, a view of the present contents of `storage`."""
+    dtype = tensor.dtype
+    return new_reference(
+        Reference,
+        (
+            storage,
+            0 if storage is None else storage.version,
+            tensor.shape,
+            tensor.stride(),
+            tensor.storage_offset(),
+            dtype,
+            dtype.is_complex and tensor.is_conj(),
+        ),
+    )
 
 
 class RecordedOp:
@@ -200,14 +205,15 @@ class RecordedOp:
     def __init__(
         self,
         function: Callable[..., Any],
-        args: tuple[list[Any], dict[str, Any]],
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
         inputs: list[Reference],
-        kept: list[torch.Tensor],
+        kept: Sequence[torch.Tensor],
         draws: tuple[torch.Generator, RandomState] | None,
         seconds: float,
     ) -> None:
         self.function = function
-        self.args, self.kwargs = args
+        self.args, self.kwargs = args, kwargs
         self.inputs = inputs
         self.outputs: list[tuple[int, weakref.ref[TrackedStorage]]] = []
         self.in_place = False

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from benchmarks.storages import LiveStorages
 from graphs.io.formats import read_graph
 from planner.cli.main import main
 from planner.eager.memory import Memory
@@ -17,7 +18,7 @@ from planner.eager.session import Rematerialization, rematerialize
 from planner.eager.storages import TrackedStorage
 from solvers.baselines.common.online import Online
 from solvers.online.heuristics import heuristic_of
-from tests.planner.eager.test_exactness import other_bytes
+from tests.planner.eager.test_exactness import existing, other_bytes
 
 ROOM = 560_000  # beside parameters and input; a step of 8 layers takes about twice as much
 _PATIENCE_S = 600.0
@@ -191,19 +192,54 @@ def unit_times(session: Rematerialization) -> Iterator[None]:
     yield
 
 
+def linear() -> tuple[nn.Module, Tensor]:
+    layers = (layer for i in range(10) for layer in (nn.Linear(64, 64), nn.GELU() if i % 2 else nn.Tanh()))
+    return nn.Sequential(*layers), torch.randn(256, 64)
+
+
+def normalized() -> tuple[nn.Module, Tensor]:
+    layers = (layer for _ in range(5) for layer in (nn.Linear(64, 64), nn.LayerNorm(64), nn.SiLU()))
+    return nn.Sequential(*layers), torch.randn(128, 64)
+
+
+def convolutional() -> tuple[nn.Module, Tensor]:
+    layers = (layer for i in range(6) for layer in (nn.Conv2d(4 + 2 * i, 6 + 2 * i, 3, padding=1), nn.Softplus()))
+    return nn.Sequential(*layers), torch.randn(4, 4, 12, 12)
+
+
+def large() -> tuple[nn.Module, Tensor]:
+    """Activations of 2 MiB: MegEngine's rule evicts nothing below 1 MiB."""
+    layers = (layer for _ in range(6) for layer in (nn.Linear(32, 32), nn.Tanh()))
+    return nn.Sequential(*layers), torch.randn(2**14, 32)
+
+
+def peak_bytes(model: nn.Module, x: Tensor) -> int:
+    """The most bytes that a step takes besides parameters and input."""
+    others = other_bytes()
+    with LiveStorages(existing()) as live:
+        model(x).square().mean().backward()
+    model.zero_grad()
+    return live.peak_bytes - others
+
+
+_HEURISTICS = ("dtr", "dtr-full", "dtr-local", "lru", "largest", "msps")
+
+
 @pytest.mark.parametrize(
-    ("name", "share"),
+    ("build", "name", "share"),
     [
-        *((name, share) for name in ("dtr", "dtr-full", "dtr-local", "lru") for share in (0.9, 0.75)),
-        ("dtr", 0.6),
-        ("dtr-full", 0.6),
+        *itertools.product((linear, convolutional), _HEURISTICS, (0.8, 0.6, 0.5)),
+        *itertools.product((normalized,), _HEURISTICS, (0.8, 0.6)),
+        *itertools.product((large,), ("megengine",), (0.9, 0.8, 0.6)),
     ],
 )
-def test_the_runtime_evicts_what_the_replay_of_its_trace_evicts(name: str, share: float, watched: Watched) -> None:
+def test_the_runtime_evicts_what_the_replay_of_its_trace_evicts(
+    build: Callable[[], tuple[nn.Module, Tensor]], name: str, share: float, watched: Watched
+) -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(*(layer for i in range(10) for layer in (nn.Linear(64, 64), nn.GELU() if i % 2 else nn.Tanh())))
-    x = torch.randn(256, 64)
-    with rematerialize(other_bytes() + int(share * 1_150_000), heuristic=name) as session, unit_times(session):
+    model, x = build()
+    budget = int(share * peak_bytes(model, x))
+    with rematerialize(other_bytes() + budget, heuristic=name, max_recomputation=100) as session, unit_times(session):
         model(x).square().mean().backward()
     step = session.plans.longest_step
     assert step is not None
@@ -221,3 +257,15 @@ def test_the_runtime_evicts_what_the_replay_of_its_trace_evicts(name: str, share
     replay.run()
     assert watched.evicted == replayed
     assert replayed
+
+
+@pytest.mark.parametrize(("name", "draws_again"), [("dtr", True), ("megengine", False)])
+def test_megengine_never_evicts_random_numbers(name: str, draws_again: bool, watched: Watched) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(32, 32), nn.Tanh(), nn.Dropout(0.1))))
+    x = torch.randn(2**14, 32)
+    budget = int(0.75 * peak_bytes(model, x))
+    with rematerialize(other_bytes() + budget, heuristic=name) as session, unit_times(session):
+        model(x).square().mean().backward()
+    assert watched.evicted
+    assert ("aten.bernoulli_.float" in session._entered.recomputation.by_operator) is draws_again

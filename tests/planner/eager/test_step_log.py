@@ -46,6 +46,21 @@ def test_a_step_becomes_a_graph() -> None:
     assert simulate(graph, keep_everything(graph)).peak_bytes == 100 + 8 + 4 + 30
 
 
+def test_what_a_node_has_unpacked_is_read_by_all_its_ops_and_gradients_are_not_recomputed() -> None:
+    log = StepLog(held_bytes=0)
+    a, b, loss, g, h, k = (log.add_storage(1) for _ in range(6))
+    add(log, "f", (), (a,))
+    add(log, "f", (a,), (b,))
+    add(log, "loss", (b,), (loss,))
+    log.unpack(b)
+    add(log, "g", (loss,), (g,), backward=True, node=7)
+    add(log, "g", (g, b), (h,), backward=True, node=7)
+    add(log, "g", (h,), (k,), backward=True, node=6)
+    graph = recorded_step(log).graph
+    assert [op.inputs for op in graph.ops] == [(), (a,), (b,), (b, loss), (b, g), (h,)]
+    assert [op.recomputable for op in graph.ops] == [True, True, False, False, False, False]
+
+
 def test_the_schedule_of_keeping_everything_frees_what_the_program_lets_go_of() -> None:
     graph = recorded_step(small_step()).graph
     assert keep_everything(graph).steps == (

@@ -28,6 +28,8 @@ def ops_of_chain(length: int = LENGTH, target: str = "f") -> list[tuple[LoggedOp
 def log_of(ops: list[tuple[LoggedOp, tuple[int, ...], tuple[int, ...]]]) -> StepLog:
     log = StepLog(0)
     for op, sizes, released in ops:
+        if op.backward:
+            log.unpack(op.inputs[0])
         for size in sizes:
             log.add_storage(size)
         log.add_op(op, op.target)
@@ -43,6 +45,8 @@ def run(plans: StepPlans, ops: list[tuple[LoggedOp, tuple[int, ...], tuple[int, 
     for i, (op, sizes, released) in enumerate(ops):
         done += plans.due()
         assert plans.due() == ()  # each once
+        if op.backward:
+            plans.log.unpack(op.inputs[0])
         for size in sizes:
             plans.log.add_storage(size)
         done.append(i)

@@ -53,7 +53,7 @@ class PlanRecord:
         status: ``OPTIMAL`` or ``FEASIBLE``, as in ``solvers.result.Status``.
         solver, seconds, settings, versions: how it was found.
         measured_peak_bytes: measured peak of one step; None if none was run.
-        arena_bytes: the block of memory that the step runs in; None for steps that do not.
+        arena_bytes: the block of memory that the step runs in, predicted until a step was run; None for steps that run in none.
         outside_arena_bytes: the most bytes that it takes outside of it at once; None likewise.
         graph_file: path of the graph, relative to the folder of the plan's file; None if it is in no file.
         eager: how a step by this plan compares with plain eager PyTorch; None if that was not tried.
@@ -159,6 +159,8 @@ class PlanRecord:
     @property
     def predicted_bytes(self) -> int:
         """Bytes that the plan needs of the memory that the budget counts."""
+        if self.arena_bytes is not None and self.outside_arena_bytes is not None:
+            return self.graph.static_bytes + self.arena_bytes + self.outside_arena_bytes
         return self.needed_bytes(self.peak_bytes)
 
     def needed_bytes(self, measured_peak_bytes: int) -> int:

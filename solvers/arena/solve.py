@@ -28,6 +28,8 @@ _FIRST, _NEXT = 0.5, 0.3  # of what is left of the clock, for the first solve an
 _CLOSE = 0.0005  # of the budget: margins that differ by no more are not told apart
 _QUICK, _PLACE, _PROVE = (0.005, 0.5), (0.03, 5.0), (0.05, 10.0)
 
+ARENA_SIZES = ("arena_bytes", "outside_arena_bytes")  # in the settings of results
+
 Solve = Callable[[Request], Result]
 Margins = Mapping[int, int]  # by op, bytes that are added to its workspace
 
@@ -221,7 +223,7 @@ class _Joint:
         settings = {**result.settings, **request.settings, "tolerance": result.settings.get("tolerance")}
         settings |= {"arena_conflicts": len(self.conflicts), "arena_solves": self.solves}
         if best is not None:
-            settings |= {"arena_bytes": best.arena_bytes, "outside_arena_bytes": best.outside_bytes}
+            settings |= dict(zip(ARENA_SIZES, (best.arena_bytes, best.outside_bytes), strict=True))
             refuted = "" if result.status is not Status.INFEASIBLE or self.margins else "a proof that there is no schedule"
             status, message = self._status(result), refuted or (result.message if result.schedule is None else "")
         elif result.status in (Status.INFEASIBLE, Status.ERROR) and not self.margins:

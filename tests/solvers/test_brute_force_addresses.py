@@ -102,27 +102,18 @@ def conflicts_of(graph: Graph, budget: int, alignment: int, most: int = 4) -> tu
     return tuple(found)
 
 
-def test_rows_never_refute_what_exists() -> None:
-    checked = 0
-    for seed in range(40):
-        graph, budget = case(seed, 5, 0.3)
-        conflicts = conflicts_of(graph, budget, alignment=2)
-        if not any(isinstance(conflict, Residency) for conflict in conflicts):
-            continue
-        try:
-            optimum = fastest_in_arena(graph, budget - graph.static_bytes, 2, most=800)
-        except TimeoutError:
-            continue
-        if optimum is None:
-            continue
-        problem = replace(problem_of(graph, budget), conflicts=conflicts)
-        for ends in (range(5), (0, 4), (2, 4), (1, 3, 4), (4,)):
-            model = build_relaxation(problem, Discretization(tuple(ends)))
-            answer = solve_program(model.program, clock=WallClock(60))
-            assert answer.outcome is Outcome.OPTIMAL
-            assert graph.time_s * (1 + answer.bound / OBJECTIVE_SCALE) <= optimum * (1 + SLACK) + SLACK
-        checked += 1
-    assert checked > 2
+@pytest.mark.parametrize("seed", [0, 3, 5, 8, 9, 12, 15, 19, 23, 29])
+def test_rows_never_refute_what_exists(seed: int) -> None:
+    graph, budget = case(seed, 5, 0.9)
+    conflicts = conflicts_of(graph, budget, alignment=2)
+    optimum = fastest_in_arena(graph, budget - graph.static_bytes, 2)
+    assert optimum is not None
+    assert any(isinstance(conflict, Residency) for conflict in conflicts)
+    problem = replace(problem_of(graph, budget), conflicts=conflicts)
+    for ends in (range(5), (0, 4), (2, 4), (1, 3, 4), (4,)):
+        answer = solve_program(build_relaxation(problem, Discretization(tuple(ends))).program, clock=WallClock(60))
+        assert answer.outcome is Outcome.OPTIMAL
+        assert graph.time_s * (1 + answer.bound / OBJECTIVE_SCALE) <= optimum * (1 + SLACK) + SLACK
 
 
 def test_both_kinds_of_conflicts_are_found() -> None:

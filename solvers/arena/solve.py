@@ -23,10 +23,10 @@ _SMALL_OPS = 60  # graphs in which conflicts are excluded until the end
 _CONFLICTS = 3  # that are excluded before margins are added, in larger graphs
 _SOLVES = 12  # with margins
 _BETTER = 3  # of them, after one has fitted: with smaller margins
-_FIRST, _NEXT = 0.5, 0.3  # of what is left of the clock, for the first solve and each of the others
-# Shares of the limit, and most of the clock: for addresses of a better schedule, of a result, and for a conflict.
+_FIRST, _NEXT = 0.4, 0.3  # of what is left of the clock, for the first solve and each of the others
+# Shares of the limit, and most of the clock: for the smallest arena, for addresses within the capacity, and for a conflict.
 _CLOSE = 0.0005  # of the budget: margins that differ by no more are not told apart
-_QUICK, _PLACE, _PROVE = (0.005, 0.5), (0.03, 5.0), (0.05, 10.0)
+_QUICK, _PLACE, _PROVE = (0.02, 1.0), (0.1, 5.0), (0.05, 10.0)
 
 ARENA_SIZES = ("arena_bytes", "outside_arena_bytes")  # in the settings of results
 
@@ -70,6 +70,7 @@ class _Joint:
         failed, fitted: margins with which the schedule did not fit, the largest, and with which it did, the smallest.
         needed_bytes: the least that a schedule was found to need; None if none was found.
         solves, grown: how often was solved, and margins were made larger.
+        seen: schedules of the current solve, each better than the one before.
     """
 
     solve: Solve
@@ -84,6 +85,7 @@ class _Joint:
     needed_bytes: int | None = None
     solves: int = 0
     grown: int = 0
+    seen: list[Schedule] = field(default_factory=list)
 
     def run(self) -> Result:
         """Solve until a schedule fits, or the clock is at its limit."""
@@ -104,7 +106,7 @@ class _Joint:
     def _is_over(self, result: Result) -> bool:
         """Return True if the clock or the caller ends the solve, or the best schedule is as good as the bound."""
         if self.best is None:
-            return left(self.request.clock) <= 0
+            return left(self.request.clock) <= 0 or (result.schedule is None and self.request.interrupted())
         return self.request.stopped() or self._status(result) is Status.OPTIMAL
 
     def _solved(self, share: float) -> Result:
@@ -125,7 +127,7 @@ class _Joint:
                 graph=graph,
                 clock=request.clock.part(share * left(request.clock)),
                 on_progress=tell,
-                on_schedule=self._see,
+                on_schedule=lambda schedule, _: self.seen.append(schedule),
                 conflicts=self.conflicts,
             )
         )
@@ -134,50 +136,54 @@ class _Joint:
         known = [bound for bound in (self.bound_s, bound_s) if bound is not None]
         self.request.tell(activity, None if self.best is None else self.best.time_s, max(known, default=None))
 
-    def _see(self, schedule: Schedule, bound_s: float) -> None:
-        """Take a schedule that comes up on the way, if it fits by a short search."""
-        time_s = simulate(self.request.graph, schedule).time_s
-        if self.best is not None and time_s >= self.best.time_s:
-            return
-        if self._take(schedule, time_s, _QUICK) and self.request.on_schedule is not None:
-            self.request.on_schedule(schedule, bound_s if self.bound_s is None else self.bound_s)
-
     def _part(self, limits: tuple[float, float]) -> Clock:
         share, most = limits
         return self.request.clock.part(min(most, share * self.request.clock.limit))
 
-    def _take(self, schedule: Schedule, time_s: float, limits: tuple[float, float]) -> bool:
+    def _take(self, schedule: Schedule, time_s: float) -> bool:
         """Return whether addresses are found; keep the schedule if they are and it is the fastest."""
         request = self.request
         needs = Needs.of(request.graph, schedule, self.rules, request.budget_bytes)
-        found = needs.placed(self._part(limits))
+        found = needs.placed(self._part(_PLACE))
         needed_bytes = needs.static_bytes + found.height_bytes + needs.outside_bytes
         self.needed_bytes = min(needed_bytes, self.needed_bytes or needed_bytes)
         if found.offsets is None:
             return False
         if self.best is None or time_s < self.best.time_s:
             self.best = _Placed(schedule, time_s, found.height_bytes, needs.outside_bytes)
+            if request.on_schedule is not None:
+                request.on_schedule(schedule, self.bound_s or 0.0)
         return True
 
     def _learn(self, result: Result) -> bool:
         """Set conflicts and margins of the next solve; return False if none can gain."""
-        schedule = result.schedule
-        if schedule is None:
-            self.margins = _between(self.failed, self.margins)
-            return bool(self.margins)
-        assert result.time_s is not None
-        if self._take(schedule, result.time_s, _PLACE):
-            self.fitted = self.margins
-        elif self._excludes(schedule):
+        schedule = self._that_does_not_fit(result)
+        if schedule is not None and self._excludes(schedule):
             return True
-        else:
+        if schedule is None and self.margins and result.schedule is not None:
+            self.fitted = self.margins
+        elif schedule is None and not self.margins:
+            return False
+        elif result.schedule is not None:
             self.failed = self.margins
         if self.fitted is None:
-            self.margins = self._more(schedule)
-            return True
+            self.margins = _between(self.failed, self.margins) if schedule is None else self._more(schedule)
+            return bool(self.margins)
         self.margins = _between(self.failed, self.fitted)
         differ = max((abs(size - self.margins.get(op, 0)) for op, size in self.fitted.items()), default=0)
         return differ > _CLOSE * self.request.budget_bytes
+
+    def _that_does_not_fit(self, result: Result) -> Schedule | None:
+        """Return the schedule of `result` if no addresses are found; the first that came up in the solve may have some then."""
+        seen, self.seen = self.seen, []
+        if result.schedule is None:
+            return None
+        assert result.time_s is not None
+        if self._take(result.schedule, result.time_s):
+            return None
+        if self.best is None and seen:
+            self._take(seen[0], simulate(self.request.graph, seen[0]).time_s)
+        return result.schedule
 
     def _excludes(self, schedule: Schedule) -> bool:
         """Add a conflict of `schedule`, if one is proved; return whether to solve again without a change of margins."""

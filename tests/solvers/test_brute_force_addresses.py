@@ -28,7 +28,7 @@ from tests.support.checked_results import SLACK, TOLERANCE
 from tests.support.requests import ask
 
 FEW = settings(max_examples=150, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
-MANY = settings(FEW, max_examples=4000)
+MANY = settings(FEW, max_examples=2000)
 CASES = {
     "seed": st.integers(0, 10**6),
     "ops": st.integers(2, 6),

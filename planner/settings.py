@@ -143,7 +143,7 @@ class SolveSettings:
         given = {
             Feature.HOST_SHARE: self.options.shares_host,
             Feature.ARENA: self.arena,
-            Feature.RESERVED: self.memory in (Memory.RESERVED, Memory.RESERVED_EXPANDABLE),
+            Feature.RESERVED: self.memory not in (None, Memory.ALLOCATED),
         }
         return {name for name, _ in map(parsed, self.options.names)} | {feature for feature, asked in given.items() if asked}
 

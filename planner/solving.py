@@ -92,8 +92,9 @@ def solve(
         exact: of the options, use only what was verified to give the same bits.
         params: of the solver: for ``windows`` a ``WindowsParams`` (``solvers.windows.params``). None: its defaults.
         memory: what the budget counts: ``reserved`` for all that PyTorch's allocator reserves on CUDA with default settings,
-            ``reserved-expandable`` with expandable segments, or ``allocated`` for the bytes of tensors in use. None: ``reserved``
-            for a graph of a CUDA device, ``allocated`` on the CPU and with `max_overhead`.
+            ``reserved-expandable`` with expandable segments, ``device`` or ``device-expandable`` for CUDA's context as well, so
+            that the budget is one of the whole device, or ``allocated`` for the bytes of tensors in use. None: ``reserved`` for
+            a graph of a CUDA device, ``allocated`` on the CPU and with `max_overhead`.
         arena: the budget is for a step that runs in an arena (``docs/addresses.md``): static memory, the arena, and what is
             outside of it. The bound holds for all schedules whose buffers have addresses there.
         on_progress: called as the solve advances.
@@ -152,7 +153,7 @@ def solve_graph(
     budget_bytes, watch = budget_in_bytes(budget, solves.eager_bytes), Watch(on_progress, should_stop, on_plan)
     if memory is Memory.ALLOCATED:
         return solves.plan(budget_bytes, clock, watch)
-    return plan_reserved(budget_bytes, memory, reserved_beside(graph), solves.plan, clock, watch)
+    return plan_reserved(budget_bytes, memory, reserved_beside(graph, memory), solves.plan, clock, watch)
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,7 +80,8 @@ def add(commands: Commands) -> None:
         "--memory",
         choices=list(Memory),
         metavar="KIND",
-        help="what the budget counts: reserved (by PyTorch on CUDA: the default there), reserved-expandable, or allocated",
+        help="what the budget counts: reserved (by PyTorch on CUDA: the default there), reserved-expandable, "
+        "device or device-expandable (with CUDA's context: the whole card), or allocated",
     )
     parser.add_argument(
         "--arena", action="store_true", help="the budget is for a step in one block of memory, at planned addresses"

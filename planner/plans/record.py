@@ -46,7 +46,8 @@ class PlanRecord:
         schedule: the schedule.
         budget_bytes: the user's budget, static memory included.
         memory: what the budget counts: ``allocated`` bytes, or on CUDA those that are ``reserved`` by PyTorch's allocator with
-            default settings, or with expandable segments (``reserved-expandable``).
+            default settings, or with expandable segments (``reserved-expandable``), and with CUDA's context (``device``,
+            ``device-expandable``).
         peak_bytes, time_s: predicted for the schedule (``simulate``).
         bound_s: no schedule within the budget is faster than this, of those that first execute the ops in the same order
             (or of the narrower class that `settings` name as ``schedules``); None if unknown.
@@ -146,8 +147,8 @@ class PlanRecord:
 
     @property
     def reserved_bytes(self) -> int | None:
-        """Predicted bytes that PyTorch reserves on the device; None on the CPU."""
-        return None if self.reserved is None else self.reserved.total_bytes
+        """Predicted bytes that PyTorch reserves on the device, with CUDA's context if the budget counts it; None on the CPU."""
+        return None if self.reserved is None else self.reserved.device_bytes
 
     @property
     def eager_bytes(self) -> int:
@@ -170,7 +171,7 @@ class PlanRecord:
         """
         if self.memory is Memory.ALLOCATED or self.reserved is None:
             return measured_peak_bytes
-        return self.reserved.total_bytes + max(0, measured_peak_bytes - self.peak_bytes)
+        return self.reserved.device_bytes + max(0, measured_peak_bytes - self.peak_bytes)
 
     @property
     def gap(self) -> float | None:

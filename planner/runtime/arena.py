@@ -29,7 +29,7 @@ from solvers.addresses.solve import solve
 
 _LOG = logging.getLogger(__name__)
 _ALIGNMENT = 64  # that of PyTorch's CPU allocator, by which kernels choose how they compute
-_SEARCH_S = 1.0  # time limit for addresses
+_SEARCH_S = 5.0  # time limit for addresses; most searches end at the bound before
 _MOST_RECORDINGS = 3  # of steps whose requests differ from those recorded before
 
 _Returned = tuple[Any, tuple[Any, ...], list[Any]]

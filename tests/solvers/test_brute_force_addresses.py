@@ -19,7 +19,8 @@ from solvers.conflicts import Conflict, Course, Pattern, Residency, occurs
 from solvers.highs import solve_program
 from solvers.highs.program import Outcome
 from solvers.problem import OBJECTIVE_SCALE, problem_of
-from solvers.result import Status
+from solvers.request import Request
+from solvers.result import Result, Status
 from solvers.windows import solve
 from solvers.windows.relaxation.discretization import Discretization
 from solvers.windows.relaxation.models import build_relaxation
@@ -119,3 +120,20 @@ def test_rows_never_refute_what_exists(seed: int) -> None:
 def test_both_kinds_of_conflicts_are_found() -> None:
     found = [conflict for seed in range(60) for conflict in conflicts_of(*case(seed, 5, 0.3), alignment=2)]
     assert {type(conflict) for conflict in found} == {Residency, Pattern}
+
+
+@pytest.mark.parametrize("seed", [0, 3, 5, 8, 9, 12, 15, 19, 23, 29])
+def test_margins_find_the_optimum_where_a_solver_ignores_conflicts(seed: int) -> None:
+    graph, budget = case(seed, 5, 0.9)
+    optimum = fastest_in_arena(graph, budget - graph.static_bytes, 2)
+    assert optimum is not None
+
+    def ignoring(request: Request) -> Result:
+        return solve(replace(request, conflicts=()))
+
+    result = solve_in_arena(ignoring, ask(graph, budget, time_limit_s=20), ArenaRules(2))
+    assert result.bound_s is not None and result.time_s is not None
+    assert result.bound_s <= optimum * (1 + SLACK)
+    assert result.time_s == pytest.approx(optimum, rel=SLACK)
+    assert result.settings["arena_solves"] > 2
+    assert result.settings["arena_bytes"] <= budget - graph.static_bytes  # type: ignore[operator]

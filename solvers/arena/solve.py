@@ -26,7 +26,7 @@ _BETTER = 3  # of them, after one has fitted: with smaller margins
 _FIRST, _NEXT = 0.4, 0.3  # of what is left of the clock, for the first solve and each of the others
 # Shares of the limit, and most of the clock: for the smallest arena, for addresses within the capacity, and for a conflict.
 _CLOSE = 0.0005  # of the budget: margins that differ by no more are not told apart
-_QUICK, _PLACE, _PROVE = (0.02, 1.0), (0.1, 5.0), (0.05, 10.0)
+_QUICK, _PLACE, _PROVE = (0.02, 1.0), (0.05, 5.0), (0.05, 10.0)
 
 ARENA_SIZES = ("arena_bytes", "outside_arena_bytes")  # in the settings of results
 

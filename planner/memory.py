@@ -11,6 +11,18 @@ class Memory(StrEnum):
     RESERVED = "reserved"  # by PyTorch's caching allocator with default settings, on CUDA
     RESERVED_EXPANDABLE = "reserved-expandable"  # with expandable_segments:True
     ALLOCATED = "allocated"  # bytes of tensors in use
+    DEVICE = "device"  # reserved, and CUDA's context: all that a process takes of the device
+    DEVICE_EXPANDABLE = "device-expandable"  # with expandable_segments:True
+
+    @property
+    def counts_context(self) -> bool:
+        """True if CUDA's context is counted."""
+        return self in (Memory.DEVICE, Memory.DEVICE_EXPANDABLE)
+
+    @property
+    def is_expandable(self) -> bool:
+        """True if PyTorch's allocator is taken to have expandable segments."""
+        return self in (Memory.RESERVED_EXPANDABLE, Memory.DEVICE_EXPANDABLE)
 
     @staticmethod
     def of(value: str | None) -> "Memory | None":

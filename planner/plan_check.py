@@ -2,6 +2,7 @@
 
 import math
 import os
+from dataclasses import replace
 from pathlib import Path
 
 from graphs.errors import MismatchError, PlannerError
@@ -147,7 +148,9 @@ def _reserved_differences(plan: PlanRecord, graph: Graph) -> list[str]:
     said = plan.reserved
     if said is None:
         return []
-    found = reserved_for(graph, plan.schedule, plan.memory, said.eager_bytes)
+    found = replace(
+        reserved_for(graph, plan.schedule, plan.memory, said.eager_bytes), context_bytes=said.context_bytes
+    )  # measured where it was traced
     return [] if found == said else [f"that {_exact(said.total_bytes)} are reserved, but its schedule has {found}"]
 
 

@@ -4,7 +4,6 @@ Never imports torch.
 """
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from graphs.allocators.caching import DEFAULT, EXPANDABLE, Rules
@@ -19,9 +18,8 @@ from graphs.schedule import Schedule, keep_everything
 from graphs.units import format_bytes
 from planner.memory import Memory
 from planner.plans.reserved import Reserved
-from planner.profiling.devices import find_device
+from planner.profiling.devices import CONTEXT_BYTES, USUAL_CONTEXT_BYTES, find_device
 
-_RULES: Mapping[Memory, Rules] = {Memory.RESERVED_EXPANDABLE: EXPANDABLE}
 # parseChosenWorkspaceSize of aten/src/ATen/cuda/CublasHandlePool.cpp: :4096:2:16:8, and 32 MiB on Hopper.
 _WORKSPACE_BYTES, _HOPPER_WORKSPACE_BYTES = (2 * 4096 + 8 * 16) * 1024, 32 * 2**20
 # _parseChosenWorkspaceSize of aten/src/ATen/cuda/CUDABlas.cpp, for cuBLASLt.
@@ -53,7 +51,18 @@ def memory_of(graph: Graph, asked: Memory | None) -> Memory:
 
 def rules_of(memory: Memory) -> Rules:
     """Return the settings of the allocator: the default ones where the budget counts allocated memory."""
-    return _RULES.get(memory, DEFAULT)
+    return EXPANDABLE if memory.is_expandable else DEFAULT
+
+
+def context_bytes_of(graph: Graph) -> int:
+    """Return what CUDA holds beside PyTorch's allocator: as measured where `graph` was traced, or that of its kind of device."""
+    if not on_cuda(graph):
+        return 0
+    measured = graph.provenance.get(CONTEXT_BYTES)
+    if isinstance(measured, int):
+        return measured
+    device = find_device(str(graph.provenance.get("device", "")))
+    return USUAL_CONTEXT_BYTES if device is None else device.context_bytes
 
 
 def requests_of(graph: Graph, schedule: Schedule) -> Training:
@@ -70,11 +79,23 @@ class Beside:
 
     Attributes:
         library_bytes: workspaces of libraries.
+        context_bytes: CUDA's context, if the budget counts it, else 0.
         optimizing_bytes: all that is in use while the optimizer runs: static memory, gradients, its temporaries, and libraries.
     """
 
     library_bytes: int
+    context_bytes: int
     optimizing_bytes: int
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes that no tensor can have, whatever the plan."""
+        return self.library_bytes + self.context_bytes
+
+    def lines(self) -> str:
+        """Return what is kept in words; "" if it is nothing."""
+        parts = [(self.library_bytes, "workspaces that libraries keep"), (self.context_bytes, "CUDA's context")]
+        return " and ".join(f"{format_bytes(size)} are {name}" for size, name in parts if size)
 
     def check(self, budget_bytes: int) -> None:
         """Raise if a budget has no room for it.
@@ -83,26 +104,27 @@ class Beside:
             InfeasibleError: no plan can fit.
         """
         ways_out = f"raise the budget, or let it count only what tensors of the step take (memory={Memory.ALLOCATED.value!r})"
-        if budget_bytes < self.optimizing_bytes:
+        optimizing_bytes = self.optimizing_bytes + self.context_bytes
+        if budget_bytes < optimizing_bytes:
+            context = ", with CUDA's context" if self.context_bytes else ""
             raise InfeasibleError(
-                f"budget {format_bytes(budget_bytes)} is below the {format_bytes(self.optimizing_bytes)} in use while the "
-                f"optimizer runs, whatever the plan: static memory, gradients, workspaces of libraries and its own temporaries. "
-                f"An optimizer with fused=True needs less; else {ways_out}"
+                f"budget {format_bytes(budget_bytes)} is below the {format_bytes(optimizing_bytes)} in use while the "
+                f"optimizer runs, whatever the plan: static memory, gradients, workspaces of libraries and its own "
+                f"temporaries{context}. An optimizer with fused=True needs less; else {ways_out}"
             )
-        if budget_bytes <= self.library_bytes:
+        if budget_bytes <= self.kept_bytes:
             raise InfeasibleError(
-                f"budget {format_bytes(budget_bytes)} is no more than the {format_bytes(self.library_bytes)} of workspaces that "
-                f"libraries keep beside any plan: {ways_out}"
+                f"budget {format_bytes(budget_bytes)} is no more than is kept beside any plan ({self.lines()}): {ways_out}"
             )
 
 
-def reserved_beside(graph: Graph) -> Beside:
-    """Return what is reserved for the step of `graph` beside any plan."""
+def reserved_beside(graph: Graph, memory: Memory) -> Beside:
+    """Return what a budget that counts `memory` has for the step of `graph` beside any plan."""
     library_bytes, parameters = sum(_libraries(graph)), graph.static_bytes_by_kind.get(Kind.PARAMETER, 0)
     optimizer = optimizer_of(graph.provenance)
     kept_bytes = sum(graph.tensors[t].size_bytes for t in graph.kept if graph.tensors[t].pool == DEVICE)
     in_use_bytes = graph.static_bytes + kept_bytes + optimizer.temporaries * parameters + library_bytes
-    return Beside(library_bytes, in_use_bytes)
+    return Beside(library_bytes, context_bytes_of(graph) if memory.counts_context else 0, in_use_bytes)
 
 
 def reserved_for(graph: Graph, schedule: Schedule, memory: Memory, eager_bytes: int) -> Reserved:
@@ -120,13 +142,15 @@ def reserved_for(graph: Graph, schedule: Schedule, memory: Memory, eager_bytes: 
         eager_bytes=eager_bytes,
         library_bytes=sum(training.libraries),
         optimizer_bytes=sum(training.temporaries),
-        expandable=memory is Memory.RESERVED_EXPANDABLE,
+        context_bytes=context_bytes_of(graph) if memory.counts_context else 0,
+        expandable=memory.is_expandable,
     )
 
 
 def eager_reserved_bytes(graph: Graph, memory: Memory) -> int:
-    """Return what plain eager PyTorch reserves for the step of `graph`, which is on a CUDA device."""
-    return usage_of(_eager_requests(graph), rules_of(memory)).reserved_bytes
+    """Return what plain eager PyTorch reserves for the step of `graph`, which is on a CUDA device, as the budget counts it."""
+    context_bytes = context_bytes_of(graph) if memory.counts_context else 0
+    return usage_of(_eager_requests(graph), rules_of(memory)).reserved_bytes + context_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,12 +160,14 @@ class EagerMemory:
     Attributes:
         reserved_bytes, expandable_bytes: reserved on CUDA with default settings, and with expandable segments.
         least_device_bytes: capacity of a device at which it runs, and returns unused memory on the way.
+        context_bytes: that CUDA holds besides.
         resident_bytes: on the CPU with glibc, besides the interpreter and its libraries.
     """
 
     reserved_bytes: int | None = None
     expandable_bytes: int | None = None
     least_device_bytes: int | None = None
+    context_bytes: int | None = None
     resident_bytes: int | None = None
 
     def lines(self) -> list[tuple[str, str]]:
@@ -152,7 +178,11 @@ class EagerMemory:
             format_bytes(size or 0) for size in (self.reserved_bytes, self.expandable_bytes, self.least_device_bytes)
         )
         least = f"on a full device it runs with {least}"
-        return [("reserved", f"{reserved} by PyTorch's allocator, {expandable} with expandable segments; {least}")]
+        context = f"{format_bytes(self.context_bytes or 0)}, beside what is reserved; a budget counts it with memory='device'"
+        return [
+            ("reserved", f"{reserved} by PyTorch's allocator, {expandable} with expandable segments; {least}"),
+            ("CUDA's context", context),
+        ]
 
 
 def eager_memory(graph: Graph) -> EagerMemory:
@@ -161,7 +191,10 @@ def eager_memory(graph: Graph) -> EagerMemory:
     if not on_cuda(graph):
         return EagerMemory(resident_bytes=play(training, GlibcAllocator()).reserved_bytes)
     return EagerMemory(
-        usage_of(training).reserved_bytes, usage_of(training, EXPANDABLE).reserved_bytes, least_capacity_bytes(training)
+        usage_of(training).reserved_bytes,
+        usage_of(training, EXPANDABLE).reserved_bytes,
+        least_capacity_bytes(training),
+        context_bytes_of(graph),
     )
 
 

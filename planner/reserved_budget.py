@@ -53,15 +53,15 @@ def plan_reserved(budget_bytes: int, memory: Memory, beside: Beside, solve: Solv
         LimitError: no plan was found that reserves so little.
     """
     beside.check(budget_bytes)
-    library_bytes = beside.library_bytes
+    kept_bytes = beside.kept_bytes
     search = _Search(budget_bytes, memory, watch)
     try:
-        first = solve(budget_bytes - library_bytes, clock.part(_FIRST * left(clock)), search.watch())
+        first = solve(budget_bytes - kept_bytes, clock.part(_FIRST * left(clock)), search.watch())
     except InfeasibleError as error:
-        said = f" Of the {format_bytes(budget_bytes)}, {format_bytes(library_bytes)} are workspaces that libraries keep."
-        raise InfeasibleError(f"{error}{said if library_bytes else ''}") from error
+        said = f" Of the {format_bytes(budget_bytes)}, {beside.lines()}."
+        raise InfeasibleError(f"{error}{said if kept_bytes else ''}") from error
     search.bound_s = first.bound_s
-    search.learn(budget_bytes - library_bytes, first)
+    search.learn(budget_bytes - kept_bytes, first)
     for _ in range(1, _SOLVES):
         asked_bytes = search.next_bytes()
         if asked_bytes is None or left(clock) <= 0 or (search.best is not None and watch.should_stop and watch.should_stop()):

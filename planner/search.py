@@ -56,11 +56,16 @@ class Search:
             return close or (wait.seconds is not None and time.monotonic() - began >= wait.seconds)
 
         stop = None if seeks_budget else is_good_enough
-        settings, wait = self.settings, self.run.wait
+        settings, wait = self._settings, self.run.wait
         if wait.reproducible:
             settings = replace(settings, work_limit=settings.time_limit_s if wait.work is None else wait.work)
         return solve_graph(graph, budget, settings, on_progress=note, should_stop=stop)
 
     def job(self, graph: Graph, budget_bytes: int) -> Job:
         """Return the background solve, which runs until its tolerance or its time limit."""
-        return Job(graph, budget_bytes, self.settings)
+        return Job(graph, budget_bytes, self._settings)
+
+    @property
+    def _settings(self) -> SolveSettings:
+        """The settings of each solve, which takes the arena of the step into account."""
+        return replace(self.settings, arena=self.run.arena)

@@ -102,6 +102,7 @@ class SolveSettings:
         options: options of the graph and their settings.
         params: parameters of the solver, of its own class; None for its defaults.
         memory: kind of memory that the budget counts; None for the default of the device.
+        arena: True if the buffers of the step must fit an arena.
 
     Raises:
         PlannerError: no such solver, it does not take these options, or a limit is not above zero.
@@ -115,6 +116,7 @@ class SolveSettings:
     options: OptionSettings = RECOMPUTATION
     params: object = None
     memory: Memory | None = None
+    arena: bool = False
 
     def __post_init__(self) -> None:
         check_solver(self.solver)
@@ -140,7 +142,8 @@ class SolveSettings:
         """The features in these settings that may exclude others (``planner.compatibility``)."""
         given = {
             Feature.HOST_SHARE: self.options.shares_host,
-            Feature.RESERVED: self.memory in (Memory.RESERVED, Memory.RESERVED_EXPANDABLE),
+            Feature.ARENA: self.arena,
+            Feature.RESERVED: self.memory not in (None, Memory.ALLOCATED),
         }
         return {name for name, _ in map(parsed, self.options.names)} | {feature for feature, asked in given.items() if asked}
 

@@ -14,6 +14,7 @@ from graphs.options.surroundings import Link, Surroundings
 from graphs.schedule import Schedule
 from graphs.simulate import simulate
 from graphs.units import format_bytes
+from planner.arena import arena_rules
 from planner.budgets import allowed_overhead, budget_in_bytes, budget_or_overhead
 from planner.capture.options import as_executed
 from planner.compatibility import check_compatible
@@ -26,6 +27,7 @@ from planner.plans.summary import other_peaks, summarize
 from planner.reserved import eager_reserved_bytes, memory_of, on_cuda, reserved_beside, reserved_for
 from planner.reserved_budget import Watch, plan_reserved
 from planner.settings import SolveSettings
+from solvers.arena.solve import ARENA_SIZES, solve_in_arena
 from solvers.bounds import least_budget_bound
 from solvers.clock import Clock, left
 from solvers.least import least_known
@@ -62,6 +64,7 @@ def solve(
     exact: bool = False,
     params: object = None,
     memory: str | None = None,
+    arena: bool = False,
     on_progress: Tell | None = None,
     should_stop: Stop | None = None,
     on_plan: Callable[[Plan], None] | None = None,
@@ -89,8 +92,11 @@ def solve(
         exact: of the options, use only what was verified to give the same bits.
         params: of the solver: for ``windows`` a ``WindowsParams`` (``solvers.windows.params``). None: its defaults.
         memory: what the budget counts: ``reserved`` for all that PyTorch's allocator reserves on CUDA with default settings,
-            ``reserved-expandable`` with expandable segments, or ``allocated`` for the bytes of tensors in use. None: ``reserved``
-            for a graph of a CUDA device, ``allocated`` on the CPU and with `max_overhead`.
+            ``reserved-expandable`` with expandable segments, ``device`` or ``device-expandable`` for CUDA's context as well, so
+            that the budget is one of the whole device, or ``allocated`` for the bytes of tensors in use. None: ``reserved`` for
+            a graph of a CUDA device, ``allocated`` on the CPU and with `max_overhead`.
+        arena: the budget is for a step that runs in an arena (``docs/addresses.md``): static memory, the arena, and what is
+            outside of it. The bound holds for all schedules whose buffers have addresses there.
         on_progress: called as the solve advances.
         should_stop: polled; when it returns True, the best schedule so far is returned.
         on_plan: called with each better plan on the way.
@@ -111,6 +117,7 @@ def solve(
         options=option_settings(options, link, host_budget, exact=exact),
         params=params,
         memory=Memory.of(memory),
+        arena=arena,
     )
     return solve_graph(graph, budget, settings, on_progress=on_progress, should_stop=should_stop, on_plan=on_plan)
 
@@ -131,6 +138,8 @@ def solve_graph(
     if overhead is not None:
         check_compatible(settings.features | {Feature.MAX_OVERHEAD})
     memory = Memory.ALLOCATED if overhead is not None else memory_of(graph, settings.memory)
+    if settings.arena:
+        check_compatible(settings.features | ({Feature.RESERVED} if memory is not Memory.ALLOCATED else set()))
     solves = _Solves(
         graph=graph,
         settings=settings,
@@ -144,7 +153,7 @@ def solve_graph(
     budget_bytes, watch = budget_in_bytes(budget, solves.eager_bytes), Watch(on_progress, should_stop, on_plan)
     if memory is Memory.ALLOCATED:
         return solves.plan(budget_bytes, clock, watch)
-    return plan_reserved(budget_bytes, memory, reserved_beside(graph), solves.plan, clock, watch)
+    return plan_reserved(budget_bytes, memory, reserved_beside(graph, memory), solves.plan, clock, watch)
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +211,7 @@ class _Solves:
 
         if on_plan is not None:
             request = replace(request, on_schedule=tell)
-        solved = _solved(get_solver(settings.solver), request, settings)
+        solved = _solved(_solver_of(settings), request, settings)
         result = solved.result
         if result.status is Status.INFEASIBLE:
             would_do = _what_would_do(solved.order.graph, budget_bytes, clock, watch.should_stop)
@@ -218,6 +227,12 @@ class _Solves:
         if self.eager_reserved_bytes is None:
             return plan
         return replace(plan, reserved=reserved_for(self.graph, plan.schedule, self.memory, self.eager_reserved_bytes))
+
+
+def _solver_of(settings: SolveSettings) -> Solver:
+    """Return the solver, in an arena if the step runs in one."""
+    run = get_solver(settings.solver)
+    return (lambda request: solve_in_arena(run, request, arena_rules(request.graph))) if settings.arena else run
 
 
 def _solved(run: Solver, request: Request, settings: SolveSettings) -> Solved:
@@ -324,6 +339,7 @@ def _plan_from(result: Result, summary: GraphSummary, graph: Graph) -> Plan:
             SolverWarning,
             stacklevel=3,
         )
+    arena_bytes, outside_bytes = map(result.settings.get, ARENA_SIZES)
     return Plan(
         graph=summary,
         schedule=result.schedule,
@@ -340,6 +356,8 @@ def _plan_from(result: Result, summary: GraphSummary, graph: Graph) -> Plan:
         differs=differences(graph, result.schedule.computed),
         gradient_error=gradient_error(graph, result.schedule.computed),
         source=graph,
+        arena_bytes=arena_bytes if isinstance(arena_bytes, int) else None,
+        outside_arena_bytes=outside_bytes if isinstance(outside_bytes, int) else None,
     )
 
 

@@ -8,6 +8,7 @@ from graphs.ir import Graph
 from graphs.options import without_options
 from graphs.options.offload import Offloads, without_offload
 from graphs.pools import COMPUTE
+from solvers.conflicts import Conflict
 from solvers.pass_ends import requested_outputs
 from solvers.places import Places, circles, places_of
 from solvers.streams import Streams, sizes_in, workspace_bytes_in
@@ -45,6 +46,7 @@ class Problem:
         last_worth: for each op the last op for which a recomputation of i may be useful (-1: none).
         last_again: for each op the op before which it must run at the latest: the next one that writes in place a tensor that it
             reads (n: no limit).
+        conflicts: what schedules must not do; only of plain graphs, whose ops are numbered as in `graph`.
     """
 
     whole: Graph
@@ -70,6 +72,7 @@ class Problem:
     last_use: tuple[int, ...]
     last_worth: tuple[int, ...]
     last_again: tuple[int, ...]
+    conflicts: tuple[Conflict, ...] = ()
 
     def allows(self, computed: Iterable[int]) -> bool:
         """Return True if the executed ops `computed` respect the graph's limits on resources."""

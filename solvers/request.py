@@ -8,6 +8,7 @@ from graphs.errors import PlannerError
 from graphs.ir import Graph
 from graphs.schedule import Schedule
 from solvers.clock import Clock, WallClock, left
+from solvers.conflicts import Conflict
 from solvers.result import SolveProgress
 from solvers.tolerance import DEFAULT, Tolerance
 
@@ -29,6 +30,7 @@ class Request:
         params: parameters of the solver, of the class that its module names; None: its defaults.
         on_schedule: called in the thread that solves with each better schedule of `graph` and the current lower bound, by solvers
             that improve schedules.
+        conflicts: what schedules must not do, for ``windows`` on plain graphs.
     """
 
     graph: Graph
@@ -39,6 +41,7 @@ class Request:
     should_stop: Callable[[], bool] | None = None
     params: object = None
     on_schedule: Callable[[Schedule, float], None] | None = None
+    conflicts: tuple[Conflict, ...] = ()
 
     def params_of(self, default: Params) -> Params:
         """Return the parameters, which must be of the class of `default`, or `default` if there are none.

@@ -79,7 +79,11 @@ def add(commands: Commands) -> None:
         "--memory",
         choices=list(Memory),
         metavar="KIND",
-        help="what the budget counts: reserved (by PyTorch on CUDA: the default there), reserved-expandable, or allocated",
+        help="what the budget counts: reserved (by PyTorch on CUDA: the default there), reserved-expandable, "
+        "device or device-expandable (with CUDA's context: the whole card), or allocated",
+    )
+    parser.add_argument(
+        "--arena", action="store_true", help="the budget is for a step in one block of memory, at planned addresses"
     )
     add_graph_options(parser)
     add_reorder(parser, default=None, said="with --solver windows, after program order and where it can gain")
@@ -138,6 +142,7 @@ def run(arguments: argparse.Namespace) -> int:
             exact=arguments.exact,
             params=params,
             memory=arguments.memory,
+            arena=arguments.arena,
             on_progress=stage.solving(base_s=graph.time_s),
             should_stop=interrupt,
         )

@@ -82,6 +82,7 @@ class _Reserved(Struct, forbid_unknown_fields=True):
     allocated_bytes: Natural
     eager_bytes: Natural
     library_bytes: Natural = 0
+    context_bytes: Natural = 0
     optimizer_bytes: Natural = 0
     expandable: bool = False
 
@@ -163,8 +164,9 @@ def record_from_dict(data: Mapping[str, object], *, source: str = "plan") -> Pla
     if read.memory is not Memory.ALLOCATED:
         if read.reserved is UNSET:
             refuse(source, "reserved", None, f"what is reserved, as the budget counts {read.memory} memory")
-        if read.reserved.total_bytes > read.budget_bytes:
-            refuse(source, "reserved.total_bytes", read.reserved.total_bytes, f"within budget_bytes, {read.budget_bytes}")
+        counted_bytes = read.reserved.total_bytes + read.reserved.context_bytes
+        if counted_bytes > read.budget_bytes:
+            refuse(source, "reserved.total_bytes", counted_bytes, f"within budget_bytes, {read.budget_bytes}")
     return PlanRecord(
         graph=GraphSummary(**arguments_of(read.graph) | {"provenance": provenance}),
         schedule=Schedule(tuple(_step_of(pair, i, read.graph, source) for i, pair in enumerate(read.steps))),

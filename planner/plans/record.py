@@ -46,14 +46,15 @@ class PlanRecord:
         schedule: the schedule.
         budget_bytes: the user's budget, static memory included.
         memory: what the budget counts: ``allocated`` bytes, or on CUDA those that are ``reserved`` by PyTorch's allocator with
-            default settings, or with expandable segments (``reserved-expandable``).
+            default settings, or with expandable segments (``reserved-expandable``), and with CUDA's context (``device``,
+            ``device-expandable``).
         peak_bytes, time_s: predicted for the schedule (``simulate``).
         bound_s: no schedule within the budget is faster than this, of those that first execute the ops in the same order
             (or of the narrower class that `settings` name as ``schedules``); None if unknown.
         status: ``OPTIMAL`` or ``FEASIBLE``, as in ``solvers.result.Status``.
         solver, seconds, settings, versions: how it was found.
         measured_peak_bytes: measured peak of one step; None if none was run.
-        arena_bytes: the block of memory that the step runs in; None for steps that do not.
+        arena_bytes: the block of memory that the step runs in, predicted until a step was run; None for steps that run in none.
         outside_arena_bytes: the most bytes that it takes outside of it at once; None likewise.
         graph_file: path of the graph, relative to the folder of the plan's file; None if it is in no file.
         eager: how a step by this plan compares with plain eager PyTorch; None if that was not tried.
@@ -146,8 +147,8 @@ class PlanRecord:
 
     @property
     def reserved_bytes(self) -> int | None:
-        """Predicted bytes that PyTorch reserves on the device; None on the CPU."""
-        return None if self.reserved is None else self.reserved.total_bytes
+        """Predicted bytes that PyTorch reserves on the device, with CUDA's context if the budget counts it; None on the CPU."""
+        return None if self.reserved is None else self.reserved.device_bytes
 
     @property
     def eager_bytes(self) -> int:
@@ -159,6 +160,8 @@ class PlanRecord:
     @property
     def predicted_bytes(self) -> int:
         """Bytes that the plan needs of the memory that the budget counts."""
+        if self.arena_bytes is not None and self.outside_arena_bytes is not None:
+            return self.graph.static_bytes + self.arena_bytes + self.outside_arena_bytes
         return self.needed_bytes(self.peak_bytes)
 
     def needed_bytes(self, measured_peak_bytes: int) -> int:
@@ -168,7 +171,7 @@ class PlanRecord:
         """
         if self.memory is Memory.ALLOCATED or self.reserved is None:
             return measured_peak_bytes
-        return self.reserved.total_bytes + max(0, measured_peak_bytes - self.peak_bytes)
+        return self.reserved.device_bytes + max(0, measured_peak_bytes - self.peak_bytes)
 
     @property
     def gap(self) -> float | None:

@@ -79,6 +79,12 @@ def cuda_bytes(device: torch.device) -> int:
     return int(torch.cuda.memory_stats(device)["requested_bytes.all.current"])
 
 
+def cuda_context_bytes(device: torch.device) -> int:
+    """Return the bytes of a CUDA device that PyTorch's allocator cannot have: its context, loaded kernels, other processes."""
+    free, total = torch.cuda.mem_get_info(device)
+    return max(0, total - free - torch.cuda.memory_reserved(device))
+
+
 def cuda_peak_bytes(device: torch.device) -> int:
     """Return the most bytes that were in use on a CUDA device since ``torch.cuda.reset_peak_memory_stats``, as asked for."""
     return int(torch.cuda.memory_stats(device)["requested_bytes.all.peak"])

@@ -28,6 +28,10 @@ if TYPE_CHECKING:
     import torch
 
 
+USUAL_CONTEXT_BYTES = 800 * 10**6  # measured on an H100, with the kernels that training loads
+CONTEXT_BYTES = "context_bytes"  # of a graph's provenance: as measured on the device where it was traced
+
+
 @dataclass(frozen=True, slots=True)
 class DeviceSpec:
     """The peak rates of a device, and the fraction of them that kernels reach.
@@ -40,6 +44,7 @@ class DeviceSpec:
         tf32_flops: peak per second of float32 convolutions, for which torch enables tensor cores by default.
         float32_flops: peak per second of other float32 operations, and of grouped convolutions.
         launch_s: time of an empty kernel.
+        context_bytes: what CUDA holds beside PyTorch's allocator: that of an H100, if nothing else is known.
         matmul_efficiency, convolution_efficiency, attention_efficiency: fraction of the peak that is reached.
         bandwidth_efficiency: fraction of the bandwidth that is reached.
     """
@@ -55,6 +60,7 @@ class DeviceSpec:
     convolution_efficiency: float
     attention_efficiency: float
     bandwidth_efficiency: float
+    context_bytes: int = USUAL_CONTEXT_BYTES
 
 
 _ALL = (
@@ -64,7 +70,7 @@ _ALL = (
     DeviceSpec("a100", 80 * 10**9, 2.039e12, 312e12, 156e12, 19.5e12, 5e-6, 0.80, 0.60, 0.60, 0.85),
     DeviceSpec("l4", 24 * 10**9, 0.3e12, 121e12, 60e12, 30.3e12, 5e-6, 0.60, 0.50, 0.50, 0.85),
     DeviceSpec("rtx4090", 24 * 10**9, 1.008e12, 165.2e12, 82.6e12, 82.6e12, 4e-6, 0.80, 0.60, 0.60, 0.85),
-    DeviceSpec("cpu", 32 * 10**9, 51.2e9, 0.9e12, 0.9e12, 0.9e12, 2e-6, 0.70, 0.50, 0.40, 0.70),
+    DeviceSpec("cpu", 32 * 10**9, 51.2e9, 0.9e12, 0.9e12, 0.9e12, 2e-6, 0.70, 0.50, 0.40, 0.70, context_bytes=0),
 )
 DEVICES: dict[str, DeviceSpec] = {device.name: device for device in _ALL}
 

@@ -26,8 +26,8 @@ from planner.capture.lowering.lower import Capture
 from planner.capture.lowering.statics import allocated_bytes, dtype_name
 from planner.capture.rewrites.explicit_generators import preserve_generator_states
 from planner.passes.program import Path
-from planner.profiling.allocator import Mark, cuda_requests, segment_peaks
-from planner.profiling.devices import DEVICES, DeviceSpec, find_device, get_device, op_time_s, workspace_bytes
+from planner.profiling.allocator import Mark, cuda_context_bytes, cuda_requests, segment_peaks
+from planner.profiling.devices import CONTEXT_BYTES, DEVICES, DeviceSpec, find_device, get_device, op_time_s, workspace_bytes
 from planner.profiling.isolated_op import IsolatedOp, OpFunction
 from planner.profiling.kernel_settings import SETTINGS, format_settings, kernel_settings
 from planner.profiling.roofline import modelled_composed
@@ -369,6 +369,8 @@ def _with_costs(capture: Capture, costs: Mapping[int, OpCost], device: torch.dev
         "passes": passes,
         "torch": torch.__version__,
     }
+    if device.type == "cuda":
+        provenance[CONTEXT_BYTES] = cuda_context_bytes(device)
     changed = (t for t, before in zip(tensors, graph.tensors, strict=True) if t.size_bytes != before.size_bytes)
     differing = [[t.id, t.size_bytes] for t in changed]
     if differing:

@@ -30,7 +30,9 @@ from solvers.addresses.solve import solve
 
 _LOG = logging.getLogger(__name__)
 _ALIGNMENT = 64  # that of PyTorch's CPU allocator, by which kernels choose how they compute
-_SEARCH_WORK = 1.0  # limit of the search for addresses, about a second: the same addresses on every machine
+_SEARCH_WORK = (
+    5.0  # limit of the search for addresses, in work: the same addresses on every machine; most end at the bound before
+)
 _MOST_RECORDINGS = 3  # of steps whose requests differ from those recorded before
 
 _Returned = tuple[Any, tuple[Any, ...], list[Any]]

@@ -104,7 +104,8 @@ def compile(  # noqa: A001
         check_writes: check in each step that nothing has written to parameters, buffers or inputs between the forward and the
             backward pass without autograd's notice. This costs time in each step.
         memory: what the budget counts: ``reserved`` for all that PyTorch's allocator reserves on CUDA, ``reserved-expandable``
-            with expandable segments, or ``allocated`` for tensors in use. None: ``reserved`` on CUDA, except with `cuda_graph`
+            with expandable segments, ``device`` or ``device-expandable`` for that and CUDA's context, or ``allocated`` for
+            tensors in use. None: ``reserved`` on CUDA, except with `cuda_graph`
             or `max_overhead`, and ``allocated`` on the CPU.
         on_progress: called with each ``planner.progress.Progress``; ``LineView()`` and ``NotebookView()`` show them. None: log to
             the logger ``planner``.

@@ -67,9 +67,14 @@ def solve(
     Raises:
         AddressError: two buffers have the same id.
     """
+    clock: Clock = WallClock(time_limit_s) if work_limit is None else WorkClock(work_limit)
+    return solve_by(clock, buffers, capacity_bytes, seed=seed)
+
+
+def solve_by(clock: Clock, buffers: Sequence[Buffer], capacity_bytes: int | None = None, *, seed: int = 0) -> Result:
+    """Find offsets as ``solve`` does, until the limit of `clock`."""
     began = time.monotonic()
     _check_ids(buffers)
-    clock: Clock = WallClock(time_limit_s) if work_limit is None else WorkClock(work_limit)
     arenas = [_Arena([b for b in buffers if b.pool == pool], seed) for pool in dict.fromkeys(b.pool for b in buffers)]
     for arena in arenas:
         arena.construct(clock)

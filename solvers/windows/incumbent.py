@@ -4,6 +4,7 @@ import math
 import threading
 
 from graphs.units import format_seconds
+from solvers.conflicts import occurs
 from solvers.problem import OBJECTIVE_SCALE, Problem
 from solvers.windows.decoding.decode import NOWHERE_BYTES, Trial
 from solvers.windows.progress import Progress
@@ -53,8 +54,10 @@ class Incumbent:
         return self.best
 
     def fits(self, trial: Trial) -> bool:
-        """Return True if `trial` is within the budget."""
-        return trial.peak_bytes <= self._problem.budget_bytes
+        """Return True if `trial` is within the budget, and no conflict occurs in it."""
+        problem = self._problem
+        within = trial.peak_bytes <= problem.budget_bytes
+        return within and not occurs(problem.conflicts, problem.whole, trial.schedule)
 
     def compare_peak(self, trial: Trial) -> None:
         """Keep `trial` as the schedule of least peak if it has a lower one."""

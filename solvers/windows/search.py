@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Self
 
 from solvers.clock import Clock
@@ -64,6 +64,7 @@ class Search:
         """Begin the solve of `request`; progress is reported in the calling thread."""
         params = request.params_of(WindowsParams())
         problem, progress = problem_of(request.graph, request.budget_bytes), Progress(request)
+        problem = replace(problem, conflicts=request.conflicts)
         incumbent = Incumbent(problem, params.bound.arithmetic, progress)
         stopping = StoppingRule(request, incumbent, params.bound)
         whole = Discretization((problem.ops - 1,))

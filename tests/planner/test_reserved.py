@@ -94,9 +94,12 @@ def test_workspaces_of_libraries_count() -> None:
     ops = tuple(replace(op, target="aten.mm.default") for op in plain.ops)
     graph = replace(plain, ops=ops)
     h100, a100 = (replace(graph, provenance={"device": name}) for name in ("NVIDIA H100 80GB HBM3", "a100"))
-    assert reserved_beside(plain).library_bytes == 0 and reserved_beside(graph).library_bytes == 2 * 33 * MIB
-    assert reserved_beside(h100).library_bytes == 2 * 33 * MIB
-    assert reserved_beside(a100).library_bytes == 2 * (2 * 4096 + 8 * 16 + 1024) * 1024
+    assert (
+        reserved_beside(plain, Memory.RESERVED).library_bytes == 0
+        and reserved_beside(graph, Memory.RESERVED).library_bytes == 2 * 33 * MIB
+    )
+    assert reserved_beside(h100, Memory.RESERVED).library_bytes == 2 * 33 * MIB
+    assert reserved_beside(a100, Memory.RESERVED).library_bytes == 2 * (2 * 4096 + 8 * 16 + 1024) * 1024
     plan = solve(graph, "100%", work_limit=2.0)
     assert plan.reserved is not None and plan.reserved.library_bytes == 66 * MIB
     assert plan.reserved_bytes == 9 * 12 * MIB + 66 * MIB
@@ -117,7 +120,7 @@ def test_what_the_optimizer_needs_counts() -> None:
 
 def test_a_budget_without_room_for_the_optimizer_is_refused_with_a_proof() -> None:
     graph = replace(chain().holding(Kind.PARAMETER, "w", 60 * MIB), provenance={"device": "a100", "optimizer": "adamw"})
-    assert reserved_beside(graph).optimizing_bytes == 60 * MIB + 60 * MIB
+    assert reserved_beside(graph, Memory.RESERVED).optimizing_bytes == 60 * MIB + 60 * MIB
     with pytest.raises(InfeasibleError, match=r"below the 125\.83 MB in use while the optimizer runs.*fused=True"):
         solve(graph, 120 * MIB - 1)
 
@@ -168,6 +171,34 @@ def test_a_file_that_says_less_is_refused() -> None:
         plan_from_dict(without)
 
 
+@pytest.mark.parametrize("memory", ["device", "device-expandable"])
+def test_budget_of_the_whole_device_counts_the_context(memory: str) -> None:
+    graph = chain()
+    context_bytes, budget_bytes = 800 * 10**6, 800 * 10**6 + 7 * 12 * MIB
+    plan = solve(graph, budget_bytes, memory=memory, work_limit=3.0)
+    same = solve(graph, 7 * 12 * MIB, memory=memory.replace("device", "reserved"), work_limit=3.0)
+    assert plan.reserved is not None and same.reserved is not None
+    assert (plan.reserved.context_bytes, same.reserved.context_bytes) == (context_bytes, 0)
+    assert plan.reserved_bytes == plan.reserved.total_bytes + context_bytes <= budget_bytes == plan.budget_bytes
+    assert (plan.schedule, plan.bound_s) == (same.schedule, same.bound_s)
+    assert plan.eager_bytes == same.eager_bytes + context_bytes
+    assert plan.needed_bytes(plan.peak_bytes + 5) == plan.reserved_bytes + 5
+    assert "CUDA's context 800.00 MB" in str(plan) and "not counted" in str(same)
+    assert plan_from_dict(plan_to_dict(plan)).reserved == plan.reserved
+    check_plan(graph, plan)
+
+
+def test_context_is_what_was_measured_where_the_step_was_traced() -> None:
+    graph = chain()
+    measured = replace(graph, provenance={**graph.provenance, "context_bytes": 500 * 10**6})
+    assert reserved_beside(measured, Memory.DEVICE).context_bytes == 500 * 10**6
+    assert reserved_beside(measured, Memory.RESERVED).context_bytes == 0
+    assert reserved_beside(chain("NVIDIA Unheard-Of 5"), Memory.DEVICE).context_bytes == 800 * 10**6
+    check_plan(graph, solve(measured, "100%", memory="device", work_limit=3.0))
+    with pytest.raises(InfeasibleError, match=r"Of the 510\.00 MB, 500\.00 MB are CUDA's context"):
+        solve(measured, 510 * 10**6, memory="device")
+
+
 def test_plans_with_transfers_fit_a_budget_of_reserved_memory() -> None:
     graph = chain(size_bytes=11 * MIB)
     plan = solve(graph, "60%", options=["offload"], link="100GB/s", host_budget="1GB", work_limit=3.0)
@@ -201,7 +232,7 @@ def test_facts_and_advice_say_what_eager_pytorch_takes(device: str) -> None:
         assert 9 * 11 * MIB < facts.eager_memory.resident_bytes < 10 * 11 * MIB  # type: ignore[operator]
         assert all("with glibc's allocator" in text for text in texts)
     else:
-        assert facts.eager_memory == EagerMemory(9 * 12 * MIB, 100 * MIB, 9 * 12 * MIB)
+        assert facts.eager_memory == EagerMemory(9 * 12 * MIB, 100 * MIB, 9 * 12 * MIB, 800 * 10**6)
         assert all("113.25 MB by PyTorch's allocator, 104.86 MB with expandable segments" in text for text in texts)
 
 

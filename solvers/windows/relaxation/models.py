@@ -12,6 +12,7 @@ end.
 from collections.abc import Callable
 
 from solvers.problem import Problem
+from solvers.windows.relaxation.addresses import add_conflicts
 from solvers.windows.relaxation.availability import (
     add_beginnings_of_circles,
     add_hand_over,
@@ -32,7 +33,7 @@ from solvers.windows.relaxation.variables import every_op, variables
 
 
 def build_relaxation(problem: Problem, detail: Discretization, should_stop: Callable[[], bool] | None = None) -> Model:
-    """Build the relaxation of all schedules of `problem`: rows 1 to 20, as far as `detail` requests them.
+    """Build the relaxation of all schedules of `problem`: rows 1 to 21, as far as `detail` requests them.
 
     Raises:
         StoppedError: `should_stop`, which is polled, returned True.
@@ -50,6 +51,7 @@ def build_relaxation(problem: Problem, detail: Discretization, should_stop: Call
         add_executed_at_all,
         add_resources,
         add_side_by_side,
+        add_conflicts,
     )
 
 

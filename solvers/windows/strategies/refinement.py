@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from solvers.clock import Clock
+from solvers.conflicts import ends_of
 from solvers.highs import solve_program
 from solvers.highs.program import Answer, Floats, Milp, Outcome, Watch
 from solvers.memory import give_back
@@ -236,6 +237,7 @@ def _offer(search: Search, model: Model, choice: Choice) -> tuple[Discretization
         return detail, None  # it needs ops that the solution does not execute
     trial = search.offer(order, detail)
     if trial.peak_bytes <= search.budget_bytes:
-        return where_it_waits(detail, trial, params), trial
+        ends = ends_of(search.problem.conflicts, search.problem.whole, trial.schedule)
+        return (detail.split(ends) if ends else where_it_waits(detail, trial, params)), trial
     closer = refined(detail, trial, search.budget_bytes, params)
     return with_stages_in_order(closer, trial, search.budget_bytes, params), trial

@@ -5,15 +5,19 @@ exponential in the number of tensors alive at once.
 """
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import combinations, count
 
+from solvers.conflicts import Pattern, Residency, Tensors, set_of
 from solvers.problem import OBJECTIVE_SCALE, Problem
 from solvers.windows.strategies.eviction import offer_program
 from solvers.windows.strategies.strategy import Strategy
 
 _WORK_PER_STATES = 2e-2  # a thousand of them
+
+_Marks = tuple[int, ...]
+_State = tuple[int, int, _Marks]
 
 
 class StateSpace(Strategy):
@@ -59,9 +63,10 @@ class Found:
 def shortest(problem: Problem, max_states: int, *, below_s: float, should_stop: Callable[[], bool]) -> Found:
     """Return the fastest order with first executions in program order (Dijkstra's algorithm).
 
-    A state is (number of ops executed for the first time, set of tensors in memory). Executing an op needs its inputs in memory,
-    and space for its outputs and workspace; a recomputation costs its time, a first execution nothing, since it is the same in
-    all orders. Freeing a tensor that is not kept costs nothing. Tensors that no later op can use are freed at once.
+    A state is (number of ops executed for the first time, set of tensors in memory, how far each conflict has come about).
+    Executing an op needs its inputs in memory, and space for its outputs and workspace; a recomputation costs its time, a first
+    execution nothing, since it is the same in all orders. Freeing a tensor that is not kept costs nothing. Tensors that no later
+    op can use are freed at once.
 
     Args:
         below_s: only faster orders are searched.
@@ -74,23 +79,24 @@ def shortest(problem: Problem, max_states: int, *, below_s: float, should_stop: 
     ways = [_ways(problem, i) for i in range(n)]
     may_serve = _masks_of_use(problem)
     order = count()
-    start = (0, 0)
+    watch = _ConflictWatch(problem)
+    start: _State = (0, 0, watch.start)
     cost = {start: 0.0}
-    came: dict[tuple[int, int], tuple[tuple[int, int], int]] = {}
+    came: dict[_State, tuple[_State, int]] = {}
     # Ties, which are many, are broken towards later frontiers: one end is enough.
     heap = [(0.0, 0, next(order), start, 0)]
-    closed: set[tuple[int, int]] = set()
+    closed: set[_State] = set()
     while heap:
         spent, _, _, state, live_bytes = heapq.heappop(heap)
         if state in closed:
             continue
         closed.add(state)
-        done, live = state
+        done, live, marks = state
         if done == n:
             return Found(decided=True, computed=_trace(came, state), bound_s=problem.base_s + spent)
         if len(cost) > max_states or (len(closed) % 1000 == 0 and should_stop()):
             return Found(decided=False, computed=None, bound_s=problem.base_s + spent)
-        moves: list[tuple[float, tuple[int, int], int, int]] = []
+        moves: list[tuple[float, _State, int, int]] = []
         for i in range(done + 1):
             again = i < done
             if again and (not problem.recomputable[i] or problem.last_worth[i] < done or problem.last_again[i] < done):
@@ -98,17 +104,18 @@ def shortest(problem: Problem, max_states: int, *, below_s: float, should_stop: 
             if in_masks[i] & ~live:
                 continue
             reached = done if again else done + 1
+            marked = watch.during(marks, i, done, live, live | out_masks[i])
+            if marked is None:
+                continue
             for needed_bytes, over in ways[i]:
                 after = (live | out_masks[i]) & may_serve[reached] & ~over
-                if live_bytes + needed_bytes <= problem.capacity_bytes and (reached, after) != state:
-                    moves.append((spent + again * problem.time_s[i], (reached, after), _size(problem, after), i))
-        freeing = live
-        while freeing:
-            bit = freeing & -freeing
-            freeing -= bit
-            t = bit.bit_length() - 1
+                following = reached, after, watch.after(marked, reached, after)
+                if live_bytes + needed_bytes <= problem.capacity_bytes and following != state:
+                    moves.append((spent + again * problem.time_s[i], following, _size(problem, after), i))
+        for t in _members(live):
             if not problem.kept[t]:
-                moves.append((spent, (done, live - bit), live_bytes - problem.sizes[t], -1))
+                following = done, live - (1 << t), watch.after(marks, done, live - (1 << t))
+                moves.append((spent, following, live_bytes - problem.sizes[t], -1))
         for total, reached_state, size, i in moves:
             if reached_state not in closed and total < cost.get(reached_state, below_s - problem.base_s):
                 cost[reached_state] = total
@@ -134,16 +141,66 @@ def _masks_of_use(problem: Problem) -> list[int]:
     ]
 
 
-def _size(problem: Problem, live: int) -> int:
-    total = 0
-    while live:
-        bit = live & -live
-        live -= bit
-        total += problem.sizes[bit.bit_length() - 1]
-    return total
+def _members(tensors: Tensors) -> Iterator[int]:
+    """Yield the tensors of a set."""
+    while tensors:
+        bit = tensors & -tensors
+        tensors -= bit
+        yield bit.bit_length() - 1
 
 
-def _trace(came: dict[tuple[int, int], tuple[tuple[int, int], int]], state: tuple[int, int]) -> tuple[int, ...]:
+def _size(problem: Problem, live: Tensors) -> int:
+    return sum([problem.sizes[t] for t in _members(live)])
+
+
+class _ConflictWatch:
+    """How far the conflicts of a problem have come about on the way to a state.
+
+    The mark of a conflict of residency is 1 as long as all its stays have been, and then 0; that of a pattern has a bit for each
+    number of its moments that have been.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        self.start: _Marks = (1,) * len(problem.conflicts)
+        self._conflicts = problem.conflicts
+        # By conflict and op: tensors of its stays during the first execution of the op, and between that of the op before and it.
+        self._at: list[list[Tensors]] = []
+        self._between: list[list[Tensors]] = []
+        self._last: list[int] = []
+        for conflict in problem.conflicts:
+            stays = conflict.stays if isinstance(conflict, Residency) else ()
+            ops = range(problem.ops + 1)
+            self._at.append([set_of(s.tensor for s in stays if s.first <= i <= s.last) for i in ops])
+            self._between.append([set_of(s.tensor for s in stays if s.first < i <= s.last) for i in ops])
+            self._last.append(max((s.last for s in stays), default=-1))
+
+    def during(self, marks: _Marks, op: int, done: int, live: Tensors, there: Tensors) -> _Marks | None:
+        """Return the marks with an execution of `op`, while tensors are `there` that were `live` before; None if one occurs."""
+        found = []
+        for c, (conflict, mark) in enumerate(zip(self._conflicts, marks, strict=True)):
+            if isinstance(conflict, Pattern):
+                mark = conflict.following(mark, op, live, there)
+                if conflict.is_complete(mark):
+                    return None
+            elif mark and op == done:
+                mark = int(not self._at[c][op] & ~there)
+                if mark and op == self._last[c]:
+                    return None
+            found.append(mark)
+        return tuple(found)
+
+    def after(self, marks: _Marks, done: int, live: Tensors) -> _Marks:
+        """Return the marks where the tensors `live` are in memory."""
+        found = []
+        for c, (conflict, mark) in enumerate(zip(self._conflicts, marks, strict=True)):
+            if isinstance(conflict, Pattern):
+                found.append(conflict.intact(mark, live))
+            else:
+                found.append(0 if self._between[c][done] & ~live else mark)
+        return tuple(found)
+
+
+def _trace(came: dict[_State, tuple[_State, int]], state: _State) -> tuple[int, ...]:
     computed: list[int] = []
     while state in came:
         state, i = came[state]

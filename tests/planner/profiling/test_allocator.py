@@ -2,9 +2,10 @@
 
 import gc
 
+import pytest
 import torch
 
-from planner.profiling.allocator import cpu_allocations
+from planner.profiling.allocator import cpu_allocations, cuda_context_bytes
 
 
 def test_earlier_garbage_is_not_recorded() -> None:
@@ -21,3 +22,9 @@ def test_earlier_garbage_is_not_recorded() -> None:
 
     assert [event.size_bytes for event in cpu_allocations(run)] == [40, -40]
     assert gc.isenabled()
+
+
+def test_context_is_what_neither_is_free_nor_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (70, 100))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 22)
+    assert cuda_context_bytes(torch.device("cuda")) == 8

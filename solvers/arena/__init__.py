@@ -1,0 +1,1 @@
+"""Schedules and addresses together: the fastest schedule whose buffers fit an arena, with one bound."""

@@ -1,0 +1,76 @@
+"""What a step needs in an arena: static memory, the arena, and what is outside of it."""
+
+from dataclasses import dataclass
+from itertools import filterfalse
+
+from graphs.addresses import Buffer, buffers_of, live_bytes
+from graphs.ir import Graph
+from graphs.schedule import Schedule
+from solvers.addresses.solve import Result, solve_by
+from solvers.clock import Clock
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaRules:
+    """Which buffers of a step are in its arena, and where they may begin.
+
+    Attributes:
+        alignment: offsets are multiples of it.
+        least_bytes: smaller buffers are outside.
+        outside: tensors that are outside.
+    """
+
+    alignment: int = 1
+    least_bytes: int = 1
+    outside: frozenset[int] = frozenset()
+
+    def holds(self, graph: Graph, t: int) -> bool:
+        """Return True if the buffers of tensor t are in the arena."""
+        return t not in self.outside and graph.tensors[t].size_bytes >= self.least_bytes
+
+    def most_arena_bytes(self, graph: Graph, budget_bytes: int) -> int:
+        """Return the bytes that an arena within the budget has at most, whatever the schedule.
+
+        All that is kept outside is in memory at the end, unless it may be written over a tensor in the arena.
+        """
+        over = {output for op in graph.ops for output, _ in op.overwrites}
+        outside_bytes = sum(graph.tensors[t].size_bytes for t in (self.outside & graph.kept) - over)
+        return budget_bytes - graph.static_bytes - outside_bytes
+
+
+@dataclass(frozen=True)
+class Needs:
+    """The memory of a step by a schedule.
+
+    Attributes:
+        inside: buffers in the arena.
+        outside_bytes: the most bytes in use outside of it at once.
+        static_bytes: throughout the step.
+        budget_bytes: that all of it may take.
+    """
+
+    inside: tuple[Buffer, ...]
+    outside_bytes: int
+    static_bytes: int
+    budget_bytes: int
+
+    @classmethod
+    def of(cls, graph: Graph, schedule: Schedule, rules: ArenaRules, budget_bytes: int) -> "Needs":
+        """Return what `schedule` needs of memory."""
+        names = {graph.tensors[t].name for t in rules.outside}
+
+        def is_inside(buffer: Buffer) -> bool:
+            return buffer.size >= rules.least_bytes and not names & {buffer.id, buffer.id.rpartition("#")[0]}
+
+        buffers = buffers_of(graph, schedule, alignment=rules.alignment)
+        inside = tuple(filter(is_inside, buffers))
+        return cls(inside, live_bytes(tuple(filterfalse(is_inside, buffers))), graph.static_bytes, budget_bytes)
+
+    @property
+    def capacity_bytes(self) -> int:
+        """Bytes that the arena may have."""
+        return self.budget_bytes - self.static_bytes - self.outside_bytes
+
+    def placed(self, clock: Clock) -> Result:
+        """Search for addresses within the capacity, until the limit of the clock."""
+        return solve_by(clock, self.inside, self.capacity_bytes)

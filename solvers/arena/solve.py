@@ -1,0 +1,267 @@
+"""The fastest schedule whose buffers fit an arena: schedules and conflicts in turn.
+
+A schedule whose buffers do not fit gives a conflict, which each further solve excludes, so that schedules and addresses are one
+problem with one bound. Where that is not proved in time, ops at which the arena was too large are given more workspace: a local
+margin, which finds schedules that fit and leaves the bound alone.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+from graphs.schedule import Compute, Schedule
+from graphs.simulate import simulate
+from graphs.units import format_bytes
+from solvers.addresses.solve import solve_by
+from solvers.arena.find import find_conflict
+from solvers.arena.needs import ArenaRules, Needs
+from solvers.clock import Clock, left
+from solvers.conflicts import Conflict, occurs
+from solvers.request import Request
+from solvers.result import Reason, Result, SolveProgress, Status, status_of
+
+_SMALL_OPS = 60  # graphs in which conflicts are excluded until the end
+_CONFLICTS = 3  # that are excluded before margins are added, in larger graphs
+_SOLVES = 12  # with margins
+_BETTER = 3  # of them, after one has fitted: with smaller margins
+_FIRST, _NEXT = 0.4, 0.3  # of what is left of the clock, for the first solve and each of the others
+# Shares of the limit, and most of the clock: for the smallest arena, for addresses within the capacity, and for a conflict.
+_CLOSE = 0.0005  # of the budget: margins that differ by no more are not told apart
+_QUICK, _PLACE, _PROVE = (0.02, 1.0), (0.05, 5.0), (0.05, 10.0)
+
+ARENA_SIZES = ("arena_bytes", "outside_arena_bytes")  # in the settings of results
+
+Solve = Callable[[Request], Result]
+Margins = Mapping[int, int]  # by op, bytes that are added to its workspace
+
+
+def solve_in_arena(solve: Solve, request: Request, rules: ArenaRules) -> Result:
+    """Return the fastest schedule that is found whose static memory, arena, and what is outside of it are within the budget.
+
+    The bound holds for all such schedules. The settings have ``arena_bytes`` and ``outside_arena_bytes``, the number of
+    ``arena_conflicts`` that were excluded, and of ``arena_solves``.
+
+    Args:
+        solve: a solver, which counts the bytes in use. Conflicts are for ``windows``; other solvers ignore them.
+        request: the budget is that of the whole step.
+        rules: which buffers are in the arena.
+    """
+    return _Joint(solve, request, rules).run()
+
+
+@dataclass(frozen=True, slots=True)
+class _Placed:
+    """A schedule that fits, with what it needs."""
+
+    schedule: Schedule
+    time_s: float
+    arena_bytes: int
+    outside_bytes: int
+
+
+@dataclass(slots=True)
+class _Joint:
+    """A solve of schedules and addresses.
+
+    Attributes:
+        best: the fastest schedule that fits, None if none is known.
+        bound_s: no schedule that fits is faster; None if unknown.
+        conflicts: what no schedule may do.
+        margins: of the next solve.
+        failed, fitted: margins with which the schedule did not fit, the largest, and with which it did, the smallest.
+        needed_bytes: the least that a schedule was found to need; None if none was found.
+        solves, grown: how often was solved, and margins were made larger.
+        seen: schedules of the current solve, each better than the one before.
+    """
+
+    solve: Solve
+    request: Request
+    rules: ArenaRules
+    best: _Placed | None = None
+    bound_s: float | None = None
+    conflicts: tuple[Conflict, ...] = ()
+    margins: Margins = field(default_factory=dict)
+    failed: Margins = field(default_factory=dict)
+    fitted: Margins | None = None
+    needed_bytes: int | None = None
+    solves: int = 0
+    grown: int = 0
+    seen: list[Schedule] = field(default_factory=list)
+
+    def run(self) -> Result:
+        """Solve until a schedule fits, or the clock is at its limit."""
+        share, with_margins, after_fit = _FIRST, 0, 0
+        while True:
+            result = self._solved(share)
+            share = _NEXT
+            if not self.margins:
+                if result.status in (Status.INFEASIBLE, Status.ERROR):
+                    return self._ended(result)
+                self.bound_s = max(result.bound_s or 0.0, self.bound_s or 0.0)
+            with_margins += bool(self.margins)
+            after_fit += self.fitted is not None
+            goes_on = self._learn(result) and with_margins < _SOLVES and after_fit < _BETTER
+            if not goes_on or self._is_over(result):
+                return self._ended(result)
+
+    def _is_over(self, result: Result) -> bool:
+        """Return True if the clock or the caller ends the solve, or the best schedule is as good as the bound."""
+        if self.best is None:
+            return left(self.request.clock) <= 0 or (result.schedule is None and self.request.interrupted())
+        return self.request.stopped() or self._status(result) is Status.OPTIMAL
+
+    def _solved(self, share: float) -> Result:
+        """Solve for schedules with the conflicts and margins so far, for a share of the time that is left."""
+        request, graph = self.request, self.request.graph
+        if self.margins:
+            ops = (replace(op, workspace_bytes=op.workspace_bytes + self.margins.get(op.id, 0)) for op in graph.ops)
+            graph = replace(graph, ops=tuple(ops))
+        self.solves += 1
+        self._tell("planning schedule and addresses", None)
+
+        def tell(progress: SolveProgress) -> None:
+            self._tell(progress.activity, None if self.margins else progress.bound_s)
+
+        return self.solve(
+            replace(
+                request,
+                graph=graph,
+                clock=request.clock.part(share * left(request.clock)),
+                on_progress=tell,
+                on_schedule=lambda schedule, _: self.seen.append(schedule),
+                conflicts=self.conflicts,
+            )
+        )
+
+    def _tell(self, activity: str, bound_s: float | None) -> None:
+        known = [bound for bound in (self.bound_s, bound_s) if bound is not None]
+        self.request.tell(activity, None if self.best is None else self.best.time_s, max(known, default=None))
+
+    def _part(self, limits: tuple[float, float]) -> Clock:
+        share, most = limits
+        return self.request.clock.part(min(most, share * self.request.clock.limit))
+
+    def _take(self, schedule: Schedule, time_s: float) -> bool:
+        """Return whether addresses are found; keep the schedule if they are and it is the fastest."""
+        request = self.request
+        needs = Needs.of(request.graph, schedule, self.rules, request.budget_bytes)
+        found = needs.placed(self._part(_PLACE))
+        needed_bytes = needs.static_bytes + found.height_bytes + needs.outside_bytes
+        self.needed_bytes = min(needed_bytes, self.needed_bytes or needed_bytes)
+        if found.offsets is None:
+            return False
+        if self.best is None or time_s < self.best.time_s:
+            self.best = _Placed(schedule, time_s, found.height_bytes, needs.outside_bytes)
+            if request.on_schedule is not None:
+                request.on_schedule(schedule, self.bound_s or 0.0)
+        return True
+
+    def _learn(self, result: Result) -> bool:
+        """Set conflicts and margins of the next solve; return False if none can gain."""
+        schedule = self._that_does_not_fit(result)
+        if schedule is not None and self._excludes(schedule):
+            return True
+        if schedule is None and self.margins and result.schedule is not None:
+            self.fitted = self.margins
+        elif schedule is None and not self.margins:
+            return False
+        elif result.schedule is not None:
+            self.failed = self.margins
+        if self.fitted is None:
+            self.margins = _between(self.failed, self.margins) if schedule is None else self._more(schedule)
+            return bool(self.margins)
+        self.margins = _between(self.failed, self.fitted)
+        differ = max((abs(size - self.margins.get(op, 0)) for op, size in self.fitted.items()), default=0)
+        return differ > _CLOSE * self.request.budget_bytes
+
+    def _that_does_not_fit(self, result: Result) -> Schedule | None:
+        """Return the schedule of `result` if no addresses are found; the first that came up in the solve may have some then."""
+        seen, self.seen = self.seen, []
+        if result.schedule is None:
+            return None
+        assert result.time_s is not None
+        if self._take(result.schedule, result.time_s):
+            return None
+        if self.best is None and seen:
+            self._take(seen[0], simulate(self.request.graph, seen[0]).time_s)
+        return result.schedule
+
+    def _excludes(self, schedule: Schedule) -> bool:
+        """Add a conflict of `schedule`, if one is proved; return whether to solve again without a change of margins."""
+        request = self.request
+        graph = request.graph
+        if not graph.plain or occurs(self.conflicts, graph, schedule):
+            return False
+        capacity_bytes = self.rules.most_arena_bytes(graph, request.budget_bytes)
+        found = find_conflict(graph, schedule, self.rules, capacity_bytes, self._part(_PROVE))
+        if found is None:
+            return False
+        self.conflicts += (found,)
+        return not self.margins and (len(graph.ops) <= _SMALL_OPS or len(self.conflicts) <= _CONFLICTS)
+
+    def _more(self, schedule: Schedule) -> Margins:
+        """Return larger margins, at the ops that run while a buffer is above the capacity.
+
+        They are what the arena has too much, and twice as much each time.
+        """
+        request = self.request
+        needs = Needs.of(request.graph, schedule, self.rules, request.budget_bytes)
+        found = solve_by(self._part(_QUICK), needs.inside)
+        assert found.offsets is not None  # any arena will do
+        more_bytes = max(1, found.height_bytes - needs.capacity_bytes) * 2**self.grown
+        self.grown += 1
+        above = [
+            buffer
+            for buffer, offset in zip(found.offsets.buffers, found.offsets.offsets, strict=True)
+            if offset + buffer.size > needs.capacity_bytes
+        ]
+        steps = {index for buffer in above for index in range(buffer.lower, buffer.upper)}
+        ops = {step.op for index, step in enumerate(schedule.steps) if isinstance(step, Compute) and index in steps}
+        return {**self.margins, **{op: self.margins.get(op, 0) + more_bytes for op in ops}}
+
+    def _status(self, result: Result) -> Status:
+        tolerance = result.settings.get("tolerance")
+        assert self.best is not None and isinstance(tolerance, float)
+        return Status.FEASIBLE if self.bound_s is None else status_of(self.best.time_s, self.bound_s, tolerance)
+
+    def _ended(self, result: Result) -> Result:
+        """Return the result of the whole; `result` is that of the last solve."""
+        request, best = self.request, self.best
+        settings = {**result.settings, **request.settings, "tolerance": result.settings.get("tolerance")}
+        settings |= {"arena_conflicts": len(self.conflicts), "arena_solves": self.solves}
+        if best is not None:
+            settings |= dict(zip(ARENA_SIZES, (best.arena_bytes, best.outside_bytes), strict=True))
+            refuted = "" if result.status is not Status.INFEASIBLE or self.margins else "a proof that there is no schedule"
+            status, message = self._status(result), refuted or (result.message if result.schedule is None else "")
+        elif result.status in (Status.INFEASIBLE, Status.ERROR) and not self.margins:
+            status, message = result.status, result.message
+            if status is Status.INFEASIBLE and self.conflicts:
+                message = f"{message} Addresses in one arena were taken into account."
+        else:
+            status, message = Status.LIMIT, self._nothing_found(result)
+        return replace(
+            result,
+            graph=request.graph,
+            status=status,
+            schedule=None if best is None else best.schedule,
+            bound_s=self.bound_s if status is not Status.INFEASIBLE else None,
+            seconds=request.clock.seconds,
+            settings=settings,
+            message=message,
+            reason=Reason.TIME if status is Status.LIMIT else None,
+        )
+
+    def _nothing_found(self, result: Result) -> str:
+        """Return the message that no schedule was found that fits."""
+        budget = format_bytes(self.request.budget_bytes)
+        if self.needed_bytes is None:
+            return result.message
+        return (
+            f"no schedule was found whose arena is within the budget of {budget}: the least that one needs is "
+            f"{format_bytes(self.needed_bytes)}. Raise the budget or the time limit, or plan without an arena"
+        )
+
+
+def _between(low: Margins, high: Margins) -> Margins:
+    """Return the margins half way from `low` to `high`, without empty ones."""
+    found = {op: (low.get(op, 0) + size) // 2 for op, size in high.items()}
+    return {op: size for op, size in found.items() if size}

@@ -1,0 +1,139 @@
+"""Schedules and addresses together against all schedules of small graphs with all addresses."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
+from graphs.ir import Graph
+from graphs.schedule import keep_everything
+from graphs.simulate import simulate
+from graphs.synthetic.random_graphs import random_graph
+from solvers.arena.find import find_conflict
+from solvers.arena.needs import ArenaRules, Needs
+from solvers.arena.solve import solve_in_arena
+from solvers.bounds import least_budget_bound
+from solvers.clock import WallClock, WorkClock
+from solvers.conflicts import Conflict, Course, Pattern, Residency, occurs
+from solvers.highs import solve_program
+from solvers.highs.program import Outcome
+from solvers.problem import OBJECTIVE_SCALE, problem_of
+from solvers.request import Request
+from solvers.result import Result, Status
+from solvers.windows import solve
+from solvers.windows.relaxation.discretization import Discretization
+from solvers.windows.relaxation.models import build_relaxation
+from tests.support.brute_force_addresses import fastest_in_arena
+from tests.support.checked_results import SLACK, TOLERANCE
+from tests.support.requests import ask
+
+FEW = settings(max_examples=150, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+MANY = settings(FEW, max_examples=2000)
+CASES = {
+    "seed": st.integers(0, 10**6),
+    "ops": st.integers(2, 6),
+    "tightness": st.floats(0, 1),
+    "alignment": st.sampled_from((1, 1, 2)),
+}
+
+
+def case(seed: int, ops: int, tightness: float) -> tuple[Graph, int]:
+    """A graph of few sizes and a budget between the least of any op and keeping everything; tight ones leave gaps."""
+    whole = random_graph(seed, ops)
+    tensors = tuple(replace(t, size_bytes=(t.size_bytes + 2) // 3) for t in whole.tensors)
+    small = tuple(replace(op, workspace_bytes=(op.workspace_bytes + 2) // 3) for op in whole.ops)
+    graph = replace(whole, tensors=tensors, ops=small)
+    least = least_budget_bound(graph).budget_bytes
+    peak = simulate(graph, keep_everything(graph)).peak_bytes
+    return graph, least + round((peak - least) * tightness**2)
+
+
+def optimum_of(graph: Graph, budget: int, alignment: int) -> float | None:
+    try:
+        return fastest_in_arena(graph, budget - graph.static_bytes, alignment, most=800)
+    except TimeoutError:
+        assume(False)
+    raise AssertionError
+
+
+def check_against_brute_force(seed: int, ops: int, tightness: float, alignment: int) -> None:
+    graph, budget = case(seed, ops, tightness)
+    optimum = optimum_of(graph, budget, alignment)
+    rules = ArenaRules(alignment)
+    result = solve_in_arena(solve, ask(graph, budget, tolerance=TOLERANCE, time_limit_s=60), rules)
+    if optimum is None:
+        assert result.status is Status.INFEASIBLE
+        return
+    assert result.status is Status.OPTIMAL
+    assert result.schedule is not None and result.time_s is not None and result.bound_s is not None
+    assert result.bound_s <= optimum * (1 + SLACK)
+    assert optimum * (1 - SLACK) <= result.time_s <= optimum * (1 + TOLERANCE) + SLACK
+    needs = Needs.of(graph, result.schedule, rules, budget)
+    offsets = needs.placed(WorkClock(20.0)).offsets
+    assert offsets is not None and offsets.height_bytes <= budget - graph.static_bytes
+
+
+@FEW
+@given(**CASES)
+def test_equals_brute_force(seed: int, ops: int, tightness: float, alignment: int) -> None:
+    check_against_brute_force(seed, ops, tightness, alignment)
+
+
+@pytest.mark.slow
+@MANY
+@given(**CASES)
+def test_equals_brute_force_on_many_graphs(seed: int, ops: int, tightness: float, alignment: int) -> None:
+    check_against_brute_force(seed, ops, tightness, alignment)
+
+
+def conflicts_of(graph: Graph, budget: int, alignment: int, most: int = 4) -> tuple[Conflict, ...]:
+    """Conflicts of the fastest schedules, each of which is excluded from the next solve."""
+    found: list[Conflict] = []
+    for _ in range(most):
+        result = solve(replace(ask(graph, budget), conflicts=tuple(found)))
+        if result.schedule is None:
+            break
+        conflict = find_conflict(graph, result.schedule, ArenaRules(alignment), budget - graph.static_bytes, WallClock(60))
+        if conflict is None:
+            break
+        assert conflict.occurs_in(Course.of(graph, result.schedule))
+        assert not occurs(found, graph, result.schedule)
+        found.append(conflict)
+    return tuple(found)
+
+
+@pytest.mark.parametrize("seed", [0, 3, 5, 8, 9, 12, 15, 19, 23, 29])
+def test_rows_never_refute_what_exists(seed: int) -> None:
+    graph, budget = case(seed, 5, 0.9)
+    conflicts = conflicts_of(graph, budget, alignment=2)
+    optimum = fastest_in_arena(graph, budget - graph.static_bytes, 2)
+    assert optimum is not None
+    assert any(isinstance(conflict, Residency) for conflict in conflicts)
+    problem = replace(problem_of(graph, budget), conflicts=conflicts)
+    for ends in (range(5), (0, 4), (2, 4), (1, 3, 4), (4,)):
+        answer = solve_program(build_relaxation(problem, Discretization(tuple(ends))).program, clock=WallClock(60))
+        assert answer.outcome is Outcome.OPTIMAL
+        assert graph.time_s * (1 + answer.bound / OBJECTIVE_SCALE) <= optimum * (1 + SLACK) + SLACK
+
+
+def test_both_kinds_of_conflicts_are_found() -> None:
+    found = [conflict for seed in range(60) for conflict in conflicts_of(*case(seed, 5, 0.3), alignment=2)]
+    assert {type(conflict) for conflict in found} == {Residency, Pattern}
+
+
+@pytest.mark.parametrize("seed", [0, 3, 5, 8, 9, 12, 15, 19, 23, 29])
+def test_margins_find_the_optimum_where_a_solver_ignores_conflicts(seed: int) -> None:
+    graph, budget = case(seed, 5, 0.9)
+    optimum = fastest_in_arena(graph, budget - graph.static_bytes, 2)
+    assert optimum is not None
+
+    def ignoring(request: Request) -> Result:
+        return solve(replace(request, conflicts=()))
+
+    result = solve_in_arena(ignoring, ask(graph, budget, time_limit_s=20), ArenaRules(2))
+    assert result.bound_s is not None and result.time_s is not None
+    assert result.bound_s <= optimum * (1 + SLACK)
+    assert result.time_s == pytest.approx(optimum, rel=SLACK)
+    assert result.settings["arena_solves"] > 2
+    assert result.settings["arena_bytes"] <= budget - graph.static_bytes  # type: ignore[operator]

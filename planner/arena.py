@@ -4,7 +4,7 @@ from graphs.ir import Graph, Kind
 from solvers.arena.needs import ArenaRules
 
 ALIGNMENT = 64  # that of PyTorch's CPU allocator, by which kernels choose how they compute
-LEAST_BYTES = 1024  # smaller requests stay with the C library
+LEAST_BYTES = 1024  # smaller requests stay with the C library: they are many, and would leave gaps between large ones
 
 
 def arena_rules(graph: Graph) -> ArenaRules:

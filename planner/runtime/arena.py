@@ -21,15 +21,15 @@ import torch
 
 from graphs.addresses import Buffer, Offsets, live_bytes
 from graphs.units import format_bytes
+from planner.arena import ALIGNMENT, LEAST_BYTES
 from planner.runtime import arena_allocator
-from planner.runtime.arena_allocator import LEAST_BYTES, Addresses, Missed, Recording, Request, Slab
+from planner.runtime.arena_allocator import Addresses, Missed, Recording, Request, Slab
 from planner.runtime.code import Code
 from planner.runtime.release import release_unused
 from planner.torch_private.core import backward_retains_graph
 from solvers.addresses.solve import solve
 
 _LOG = logging.getLogger(__name__)
-_ALIGNMENT = 64  # that of PyTorch's CPU allocator, by which kernels choose how they compute
 _SEARCH_WORK = (
     5.0  # limit of the search for addresses, in work: the same addresses on every machine; most end at the bound before
 )
@@ -248,7 +248,7 @@ def _planned(recorded: _Recorded, gradients: Sequence[Any]) -> _Planned:
     offsets = {int(buffer.id): offset for buffer, offset in zip(found.buffers, found.offsets, strict=True)}
     large = [i for i, request in enumerate(requests) if request.size_bytes >= LEAST_BYTES]
     addresses = Addresses(
-        max(found.height_bytes, _ALIGNMENT), [requests[i].size_bytes for i in large], [offsets.get(i) for i in large]
+        max(found.height_bytes, ALIGNMENT), [requests[i].size_bytes for i in large], [offsets.get(i) for i in large]
     )
     count = sum(i < recorded.count for i in large)
     return _Planned(addresses, range(count), range(count, len(large)), _outside_bytes(requests, offsets))
@@ -262,7 +262,7 @@ def _outside_bytes(requests: Sequence[Request], inside: Container[int]) -> int:
 def _buffer(requests: Sequence[Request], i: int) -> Buffer:
     """Return request `i` as a buffer; one that was not freed stays to the end."""
     end = requests[i].end
-    return Buffer(str(i), i, len(requests) if end is None else end, requests[i].size_bytes, _ALIGNMENT)
+    return Buffer(str(i), i, len(requests) if end is None else end, requests[i].size_bytes, ALIGNMENT)
 
 
 def _held(requests: Sequence[Request], tensors: Sequence[torch.Tensor | None]) -> frozenset[int]:

@@ -11,9 +11,9 @@ import numpy as np
 
 from graphs.errors import OutOfMemoryError, PlannerError, first_line
 from graphs.units import format_bytes
+from planner.arena import LEAST_BYTES
 
 _SOURCE = Path(__file__).with_suffix(".cpp")
-LEAST_BYTES = 1024  # smaller requests stay with the C library: they are many, and would leave gaps between large ones
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,6 @@ from graphs.addresses import buffers_of
 from graphs.errors import UsageError
 from graphs.ir import Graph, Kind
 from graphs.synthetic.random_graphs import random_training_step
-from planner import arena
-from planner.runtime import arena_allocator
 from planner.solving import solve
 from solvers.addresses.solve import solve as solve_addresses
 
@@ -46,7 +44,3 @@ def test_what_does_not_go_with_an_arena_is_refused() -> None:
         solve(graph, max_overhead=0.1, arena=True)
     with pytest.raises(UsageError, match="memory='allocated'"):
         solve(replace(graph, provenance={**graph.provenance, "device": "h100"}), "80%", arena=True)
-
-
-def test_planned_and_running_arenas_hold_the_same_buffers() -> None:
-    assert arena.LEAST_BYTES == arena_allocator.LEAST_BYTES

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from graphs.schedule import keep_everything
+from planner.arena import LEAST_BYTES
 from planner.capture.frontend.preserved_state import preserve_training_state
 from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
@@ -22,7 +23,7 @@ from planner.models import Workload
 from planner.profiling.allocator import cpu_allocations
 from planner.runtime import arena_allocator
 from planner.runtime.arena import SharedSlab
-from planner.runtime.arena_allocator import LEAST_BYTES, Addresses, Missed, Recording, Slab
+from planner.runtime.arena_allocator import Addresses, Missed, Recording, Slab
 from planner.runtime.executor import Executor
 from planner.runtime.measure import Isolated, outcome
 from tests.support.logs import lines_of

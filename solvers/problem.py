@@ -31,8 +31,8 @@ class Problem:
         time_s: c_i for each op, 0 for ops of other devices.
         inputs, outputs: in(i) without static tensors, and out(i), for each op.
         sizes: b_t for each tensor (0 for static ones and those in other pools).
-        makers: for each tensor its producers, in order.
-        producers: p(t) for each tensor (-1 for static ones), the first of its producers.
+        producers: for each tensor its producers, in order.
+        producer: p(t), for each tensor the first of its producers (-1 for static ones).
         consumers: for each tensor the ops that read it, in order.
         kept: for each tensor, True if it must be in memory at the end.
         settled: for each kept tensor, the op by whose place it has certainly been produced.
@@ -58,8 +58,8 @@ class Problem:
     inputs: tuple[tuple[int, ...], ...]
     outputs: tuple[tuple[int, ...], ...]
     sizes: tuple[int, ...]
-    makers: tuple[tuple[int, ...], ...]
-    producers: tuple[int, ...]
+    producers: tuple[tuple[int, ...], ...]
+    producer: tuple[int, ...]
     consumers: tuple[tuple[int, ...], ...]
     kept: tuple[bool, ...]
     settled: tuple[int, ...]
@@ -162,8 +162,8 @@ def problem_of(graph: Graph, budget_bytes: int, *, repeatable: Collection[int] |
     held = tuple(frozenset((*inputs[i], *outputs[i])).difference(t for _, t in op.overwrites) for i, op in enumerate(ops))
     own = tuple(sum(sizes[t] for t in held[i]) + workspace_bytes_in(graph.pools[0], op) for i, op in enumerate(ops))
     again = tuple(own[i] + sum(sizes[t] for t in outputs[i] if kept[t]) for i in range(len(ops)))
-    makers = _positions(outputs, len(sizes))
-    program = [next((p for p in of_t if not ops[p].optional), -1) for of_t in makers]
+    producers = _positions(outputs, len(sizes))
+    program = [next((p for p in of_t if not ops[p].optional), -1) for of_t in producers]
     asked = {t: places.ids.index(op) for t, op in requested_outputs(graph).items()}
     settled = tuple(
         asked[t] if t in asked else max((p, *places.stood_by[p])) if p >= 0 else len(ops) for t, p in enumerate(program)
@@ -180,8 +180,8 @@ def problem_of(graph: Graph, budget_bytes: int, *, repeatable: Collection[int] |
         inputs=inputs,
         outputs=outputs,
         sizes=sizes,
-        makers=makers,
-        producers=tuple(of_t[0] if of_t else -1 for of_t in makers),
+        producers=producers,
+        producer=tuple(of_t[0] if of_t else -1 for of_t in producers),
         consumers=_positions(inputs, len(sizes)),
         kept=kept,
         settled=settled,
@@ -205,7 +205,7 @@ def without_small(problem: Problem, share: float) -> Problem:
     Args:
         share: most that they may take together, relative to the capacity.
     """
-    candidates = sorted((size, t) for t, size in enumerate(problem.sizes) if problem.producers[t] >= 0 and not problem.kept[t])
+    candidates = sorted((size, t) for t, size in enumerate(problem.sizes) if problem.producer[t] >= 0 and not problem.kept[t])
     small: set[int] = set()
     total = 0
     for size, t in candidates:

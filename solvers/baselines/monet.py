@@ -114,8 +114,8 @@ class MonetProgram(Columns):
 
     def _add_inputs(self, k: int) -> None:
         for t in self.passing:
-            maker = self._executed(k, self.made_at[t])
-            there: list[Weighted] = [(self.S.get((k, t)), -1.0), *((v, -1.0) for v in maker)]
+            producer = self._executed(k, self.made_at[t])
+            there: list[Weighted] = [(self.S.get((k, t)), -1.0), *((v, -1.0) for v in producer)]
             if k:
                 for i in self._ops(k):
                     for v in self._executed(k, i, reading=t):

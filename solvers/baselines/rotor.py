@@ -144,13 +144,13 @@ def chain_of(stages: Stages) -> list[Stage]:
             _run(stages, k, stages.crossing[k] | read[k]),
             backward_s[k],
             backward[k],
-            _by_maker(stages, k),
+            _by_producer(stages, k),
         )
         for k in range(len(stages))
     ]
 
 
-def _by_maker(stages: Stages, stage: int) -> tuple[int, ...]:
+def _by_producer(stages: Stages, stage: int) -> tuple[int, ...]:
     """Return the bytes that cross the cut after `stage`, by the stage that produced them."""
     made = [0] * (stage + 1)
     for t in stages.crossing[stage]:

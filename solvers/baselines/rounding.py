@@ -180,7 +180,7 @@ def cheapest_executions(model: CheckmateModel, handed: set[tuple[int, int]]) -> 
     graph = model.graph
 
     def present(t: int, x: int) -> bool:
-        made = model.problem.producers[x]
+        made = model.problem.producer[x]
         return made < t and (model.s(t, x) is ALWAYS or (t, x) in handed or model.r(t, made) is NEVER)
 
     order: list[int] = []

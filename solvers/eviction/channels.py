@@ -84,8 +84,8 @@ def _peak(problem: Problem) -> int:
     """Return the op at which keeping everything needs most memory."""
     change = np.zeros(problem.ops + 1)
     for t, readers in enumerate(problem.graph.consumers):
-        maker = problem.producers[t]
-        if maker >= 0:
-            change[maker] += problem.sizes[t]
-            change[problem.ops if problem.kept[t] else max(readers, default=maker) + 1] -= problem.sizes[t]
+        producer = problem.producer[t]
+        if producer >= 0:
+            change[producer] += problem.sizes[t]
+            change[problem.ops if problem.kept[t] else max(readers, default=producer) + 1] -= problem.sizes[t]
     return int(np.argmax(np.cumsum(change)[: problem.ops]))

@@ -76,7 +76,7 @@ class Eviction:
         self.size = problem.sizes
         factors = np.ones(len(self.size)) if bias is None else bias
         self.sized: list[float] = ((np.array(self.size, dtype=np.float64) + 1.0) ** rule.size / factors).tolist()
-        self.producer = problem.producers
+        self.producer = problem.producer
         self.inputs = problem.inputs
         self.time = problem.time_s
         self.live: set[int] = set()

@@ -98,7 +98,7 @@ class CheckmateModel:
 
     def too_large(self) -> str | None:
         """Return the message that the program has too many variables, None if it does not; nothing is built."""
-        passing = sum(self.ops - 1 - self.problem.producers[x] for x in self.passing_before(self.ops))
+        passing = sum(self.ops - 1 - self.problem.producer[x] for x in self.passing_before(self.ops))
         count = passing + sum(last - i for i, last in enumerate(self.last_stage))
         if count <= MOST_BINARIES:
             return None
@@ -122,12 +122,12 @@ class CheckmateModel:
             if self.r(t, j) is NEVER:
                 continue
             for x in self.problem.inputs[j]:
-                self.at_most([(self.r(t, j), 1), (self.r(t, self.problem.producers[x]), -1), (self.s(t, x), -1)], 0)
+                self.at_most([(self.r(t, j), 1), (self.r(t, self.problem.producer[x]), -1), (self.s(t, x), -1)], 0)
 
     def add_handover(self, t: int) -> None:
         """Add S[t+1,x] <= S[t,x] + R[t,p(x)] for each x produced before stage t; a new one may always be handed over."""
         for x in self.passing_before(t) if t + 1 < self.ops else ():
-            self.at_most([(self.s(t + 1, x), 1), (self.s(t, x), -1), (self.r(t, self.problem.producers[x]), -1)], 0)
+            self.at_most([(self.s(t + 1, x), 1), (self.s(t, x), -1), (self.r(t, self.problem.producer[x]), -1)], 0)
 
     def add_memory(self, t: int) -> None:
         """Add U[t,1] = sum of b_x S[t,x] + R[t,1] b(out(1)), and along the ops of stage t the following rows.
@@ -219,7 +219,7 @@ class CheckmateModel:
     def s(self, t: int, x: int) -> Term:
         """Return S[t,x]: 1 for kept tensors, 0 before production, without readers, and after the last stage."""
         if self.problem.kept[x]:
-            return ALWAYS if self.problem.producers[x] < t else NEVER
+            return ALWAYS if self.problem.producer[x] < t else NEVER
         return self.S.get((t, x), NEVER)
 
     def passing_before(self, t: int) -> Iterator[int]:

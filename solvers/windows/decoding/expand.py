@@ -76,7 +76,7 @@ class _Expansion:
             return
         handed = {t for t in self.kept if self.problem.settled[t] < start} | self.choice.handed[k]
         if self.choice.taken:
-            handed.update(t for t in self.choice.taken[k] if self.problem.producers[t] < start)
+            handed.update(t for t in self.choice.taken[k] if self.problem.producer[t] < start)
         if self.places.plain:
             self.there, self.pending = handed, set(self.choice.again[k])
         else:
@@ -126,7 +126,7 @@ class _Expansion:
         stack = list(wanted)
         while stack:
             t = stack.pop()
-            for i in self.problem.makers[t] if t not in self.there else ():
+            for i in self.problem.producers[t] if t not in self.there else ():
                 if i not in ops and i in self.pending and self.may_run(i, v):
                     ops.add(i)
                     stack.extend(self.problem.inputs[i])
@@ -159,7 +159,7 @@ class _Expansion:
                 if t not in there:
                     readers.setdefault(t, []).append(i)
         cost_s = {i: problem.seconds(i) for i in ops}
-        maker: dict[int, int] = {}
+        producer: dict[int, int] = {}
         ready = [(cost_s[i], i) for i in ops if not waiting[i]]
         heapify(ready)
         done: list[int] = []
@@ -167,9 +167,9 @@ class _Expansion:
             _, i = heappop(ready)
             done.append(i)
             for t in problem.outputs[i]:
-                if t in there or t in maker:
+                if t in there or t in producer:
                     continue
-                maker[t] = i
+                producer[t] = i
                 for reader in readers.get(t, ()):
                     cost_s[reader] += cost_s[i]
                     waiting[reader] -= 1
@@ -180,11 +180,11 @@ class _Expansion:
         stack = [t for t in wanted if t not in there]
         while stack:
             t = stack.pop()
-            if t not in maker:
+            if t not in producer:
                 missing.add(t)
-            elif maker[t] not in chosen:
-                chosen.add(maker[t])
-                stack.extend(u for u in problem.inputs[maker[t]] if u not in there)
+            elif producer[t] not in chosen:
+                chosen.add(producer[t])
+                stack.extend(u for u in problem.inputs[producer[t]] if u not in there)
         return [i for i in done if i in chosen], missing
 
     def gaps(self, k: int, ops: Collection[int]) -> dict[int, list[int]]:
@@ -218,4 +218,4 @@ class _Expansion:
             return max(i, start - 1) if i >= start or t in self.there else None
         if t in self.there:
             return start - 1
-        return next((p for p in self.problem.makers[t] if p in ops), None)
+        return next((p for p in self.problem.producers[t] if p in ops), None)

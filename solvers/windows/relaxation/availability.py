@@ -20,7 +20,7 @@ def add_inputs_of_new(draft: ModelDraft, k: int) -> None:
             continue
         sources = draft.sources(k, t)
         sure = next((v for v in ops if places.sure[v]), None)
-        if sure is not None and not any(draft.starts[k] <= p <= sure for p in problem.makers[t]):
+        if sure is not None and not any(draft.starts[k] <= p <= sure for p in problem.producers[t]):
             draft.add_at_most((1.0, [], []), sources, NONE)
             continue
         by_place: dict[int, list[int]] = {}
@@ -57,7 +57,7 @@ def add_beginnings_of_circles(draft: ModelDraft, k: int) -> None:
         inside = {t for i in circle for t in problem.inputs[i]} & {t for i in circle for t in problem.outputs[i]}
         if any(draft.is_settled(k, t) for t in inside):
             continue
-        outside = sorted({p for t in inside for p in problem.makers[t]}.difference(circle))
+        outside = sorted({p for t in inside for p in problem.producers[t]}.difference(circle))
         sources = [column for t in sorted(inside) for column in draft.held(k, t)]
         sources += [draft.again[k, p] for p in outside if (k, p) in draft.again]
         also = draft.executions(p for p in outside if draft.starts[k] <= p <= draft.detail.ends[k])
@@ -71,7 +71,7 @@ def add_hand_over(draft: ModelDraft, k: int) -> None:
     for i in range(end + 1):
         for t in draft.problem.outputs[i]:
             column = draft.handed.get((k + 1, t))
-            if column is None or column == draft.handed.get((k, t)) or i != draft.problem.producers[t]:
+            if column is None or column == draft.handed.get((k, t)) or i != draft.problem.producer[t]:
                 continue
             if not draft.is_made(k, t):
                 draft.add_only_with(column, draft.room(k, t), draft.makes(k, t, end + 1))

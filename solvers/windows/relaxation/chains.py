@@ -43,7 +43,7 @@ class _Chains:
         own = problem.held[z]
         for x in sources:
             for t in problem.outputs[x]:
-                if t not in own and problem.sizes[t] and not problem.kept[t] and len(problem.makers[t]) == 1:
+                if t not in own and problem.sizes[t] and not problem.kept[t] and len(problem.producers[t]) == 1:
                     column = self.stays(k, x, t, z)
                     if column is not None:
                         columns.append(column)
@@ -88,8 +88,8 @@ class _Chains:
         column: int | None = None
         repeated = draft.again[k, z]
         for u in problem.inputs[z]:
-            y = problem.producers[u]
-            if y < x or problem.kept[u] or len(problem.makers[u]) > 1:
+            y = problem.producer[u]
+            if y < x or problem.kept[u] or len(problem.producers[u]) > 1:
                 continue
             there = [draft.handed[k, u], *([draft.taken[k, u]] if (k, u) in draft.taken else [])]
             earlier = None if y == x else self.comes_after(k, x, y)

@@ -153,8 +153,8 @@ class _SideBySide:
             times[v] = self.time()
             self.add_path(v, self.paths.longest_static(v), times)
             for t in self.paths.needed(v):
-                maker = self.paths.makers[t]
-                followed.add(maker)
+                producer = self.paths.producer[t]
+                followed.add(producer)
                 self.add_path(v, (t, None, 0.0), times)
                 for device in self.paths.reading(v, t):
                     if copied := self.paths.copied.get((t, device)):
@@ -245,7 +245,7 @@ class _SideBySide:
         for b in paths.ways(v) if ended is None else ():
             if b in self.only:
                 row.add(self.only[b], min(0.0, self.units(b) - most))
-        if t in paths.makers:
-            row.add(times[paths.makers[t]], 1.0)
+        if t in paths.producer:
+            row.add(times[paths.producer[t]], 1.0)
         row.add(times[v] if ended is None else ended, -1.0)
         draft.rows.add(*row.sides(), -np.inf, -row.constant)

@@ -142,13 +142,13 @@ class ModelDraft:
 
     def makes(self, k: int, t: int, before: int) -> Sum:
         """Return the number of producers of t in window k before op `before` that are executed in their places."""
-        makers, start = self.problem.makers[t], self.starts[k]
-        return NONE if makers[-1] < start else self.executions(p for p in makers if start <= p < before)
+        producers, start = self.problem.producers[t], self.starts[k]
+        return NONE if producers[-1] < start else self.executions(p for p in producers if start <= p < before)
 
     def repeat(self, k: int, t: int) -> list[int]:
         """Return the columns of executions outside their places of producers of t in window k."""
-        makers, again = self.problem.makers[t], self.again
-        return _found(again, (k, makers[0])) if len(makers) == 1 else [again[k, p] for p in makers if (k, p) in again]
+        producers, again = self.problem.producers[t], self.again
+        return _found(again, (k, producers[0])) if len(producers) == 1 else [again[k, p] for p in producers if (k, p) in again]
 
     def sources(self, k: int, t: int) -> list[int]:
         """Return the columns that allow reading t in window k: S[k,t] or V[k,t], and R[k,p] and Y[k,t] if they exist."""
@@ -176,12 +176,12 @@ class ModelDraft:
 
     def is_made(self, k: int, t: int) -> bool:
         """Return True if t is certainly available to its readers in window k, by rows 1 to 3: it is settled, or new."""
-        maker = self.problem.producers[t]
-        return (maker >= self.starts[k] and self.problem.places.sure[maker]) or self.is_settled(k, t)
+        producer = self.problem.producer[t]
+        return (producer >= self.starts[k] and self.problem.places.sure[producer]) or self.is_settled(k, t)
 
     def is_handed(self, k: int, t: int) -> bool:
         """Return True if t must be handed over into window k or recomputed to be read there: it is old, and not settled."""
-        return self.problem.producers[t] < self.starts[k] and not self.is_settled(k, t)
+        return self.problem.producer[t] < self.starts[k] and not self.is_settled(k, t)
 
     def add_only_with(self, column: int, sources: list[int], also: Sum = NONE) -> None:
         """Add the row column <= sum of sources + `also`, unless it is redundant."""

@@ -28,13 +28,13 @@ def add_executed_at_all(draft: ModelDraft) -> None:
     read: set[int] = set()
     for i, inputs in enumerate(problem.inputs):
         for t in inputs:
-            if not problem.makers[t] or any(places.sure[p] for p in problem.makers[t]):
+            if not problem.producers[t] or any(places.sure[p] for p in problem.producers[t]):
                 continue
             if i in draft.used:
-                draft.add_only_with(draft.used[i], _uses(draft, [p for p in problem.makers[t] if p != i]))
+                draft.add_only_with(draft.used[i], _uses(draft, [p for p in problem.producers[t] if p != i]))
             elif places.sure[i] and t not in read:
                 read.add(t)
-                draft.add_at_most((1.0, [], []), _uses(draft, problem.makers[t]), NONE)
+                draft.add_at_most((1.0, [], []), _uses(draft, problem.producers[t]), NONE)
     _add_places(draft, unsure)
 
 
@@ -56,11 +56,11 @@ def _add_places(draft: ModelDraft, unsure: Sequence[int]) -> None:
     readers: dict[tuple[int, int], list[int]] = {}
     for i in unsure:
         for t in () if places.optional[i] else problem.inputs[i]:
-            if problem.makers[t] and not any(places.sure[p] for p in problem.makers[t]):
+            if problem.producers[t] and not any(places.sure[p] for p in problem.producers[t]):
                 readers.setdefault((places.last[i], t), []).append(i)
     for (_, t), ops in readers.items():
         if len(ops) > 1:
-            draft.add_at_most(draft.executions(ops), _uses(draft, problem.makers[t]), NONE)
+            draft.add_at_most(draft.executions(ops), _uses(draft, problem.producers[t]), NONE)
 
 
 def _uses(draft: ModelDraft, ops: Sequence[int]) -> list[int]:

@@ -126,14 +126,14 @@ def _made_only_before(draft: ModelDraft, tensors: Iterable[int], ops: range) -> 
     problem, places = draft.problem, draft.problem.places
     if places.plain:
         return tensors
-    return [t for t in tensors if not any(p in ops and not places.optional[p] for p in problem.makers[t])]
+    return [t for t in tensors if not any(p in ops and not places.optional[p] for p in problem.producers[t])]
 
 
-def _beside(draft: ModelDraft, op: int, makers: Iterable[int]) -> Iterator[int]:
-    """Return the nonempty tensors that `makers` produce first, outside held(op)."""
+def _beside(draft: ModelDraft, op: int, producers: Iterable[int]) -> Iterator[int]:
+    """Return the nonempty tensors that `producers` produce first, outside held(op)."""
     problem = draft.problem
-    own, first = problem.held[op], problem.producers
-    return (t for i in makers for t in problem.outputs[i] if t not in own and problem.sizes[t] and first[t] == i)
+    own, first = problem.held[op], problem.producer
+    return (t for i in producers for t in problem.outputs[i] if t not in own and problem.sizes[t] and first[t] == i)
 
 
 def _certain(draft: ModelDraft, k: int, tensors: Iterable[int], read: Mapping[int, Sum], done: int) -> tuple[Total, list[int]]:

@@ -12,7 +12,7 @@ class Paths:
 
     Attributes:
         program: its ops.
-        makers: for tensors whose producers are one op of the program, its alternatives and transfers, that op.
+        producer: for tensors whose producers are one op of the program, its alternatives and transfers, that op.
         copied: by tensor and device, the least time of a transfer of it to there.
     """
 
@@ -25,12 +25,12 @@ class Paths:
             if op.is_transfer:
                 key = self.streams.base[op.inputs[0]], self.streams.pool[op.outputs[0]]
                 self.copied[key] = min(self.copied.get(key, np.inf), problem.units(problem.seconds(i)))
-        self.makers: dict[int, int] = {}
+        self.producer: dict[int, int] = {}
         for v in self.program:
             known = set(self.ways(v))
             for t in problem.outputs[v]:
-                if all(p in known or self.ops[p].is_transfer for p in problem.makers[t]):
-                    self.makers[t] = v
+                if all(p in known or self.ops[p].is_transfer for p in problem.producers[t]):
+                    self.producer[t] = v
         self._needed: dict[int, list[int]] = {}
 
     def ways(self, v: int) -> list[int]:
@@ -59,7 +59,7 @@ class Paths:
 
     def computing(self, t: int, device: int | None) -> list[int]:
         """Return the ops that compute t on a device."""
-        ways = self.ways(self.makers[t]) if t in self.makers else []
+        ways = self.ways(self.producer[t]) if t in self.producer else []
         made = ((p, u) for p in ways for u in self.problem.outputs[p] if self.streams.base[u] == t)
         return [p for p, u in made if self.streams.pool[u] == device]
 
@@ -69,9 +69,9 @@ class Paths:
             found: dict[int, None] = {}
             for t in self.ops[v].inputs:
                 if all(self.reads(b, t) for b in self.places.stood_by[v]):
-                    found |= {t: None} if t in self.makers else {}
-                elif t in self.makers:  # produced inside an alternative, which reads its dependencies
-                    before = self.needed(self.makers[t])
+                    found |= {t: None} if t in self.producer else {}
+                elif t in self.producer:  # produced inside an alternative, which reads its dependencies
+                    before = self.needed(self.producer[t])
                     found |= {u: None for u in before if all(self.reads(b, u) for b in self.places.stood_by[v])}
             self._needed[v] = list(found)
         return self._needed[v]

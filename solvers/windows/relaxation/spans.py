@@ -64,7 +64,7 @@ class _Span:
         for i in range(self.start):
             for t in draft.problem.outputs[i]:
                 column = draft.handed.get((self.last + 1, t))
-                if column is None or not self.is_old(t) or draft.problem.producers[t] != i:
+                if column is None or not self.is_old(t) or draft.problem.producer[t] != i:
                     continue
                 if (self.first, t) not in draft.taken:
                     draft.add_only_with(column, self.sources(t))
@@ -80,11 +80,11 @@ class _Span:
 
     def repeat(self, t: int) -> list[int]:
         """Return the columns of U[p], if they exist, for the producers p of old t."""
-        return [column for p in self.draft.problem.makers[t] if (column := self.again(p)) is not None]
+        return [column for p in self.draft.problem.producers[t] if (column := self.again(p)) is not None]
 
     def is_old(self, t: int) -> bool:
         """Return True if t is old and not settled, and no op first produces it in the span."""
-        return self.draft.is_handed(self.first, t) and self.draft.problem.makers[t][-1] < self.start
+        return self.draft.is_handed(self.first, t) and self.draft.problem.producers[t][-1] < self.start
 
     def copy(self, t: int, *, whole: bool) -> list[int]:
         """Return the column of F[t] (`whole`) or E[t] for old t; an empty list if t is not reloaded.

@@ -41,14 +41,14 @@ def add_offloads(draft: ModelDraft) -> None:
 def _add_variables(draft: ModelDraft, k: int, t: int) -> None:
     """Add X[k,t] while t may be read later; A and Y if it may also have been freed before; V and W if it is old."""
     problem = draft.problem
-    maker, start, end = problem.producers[t], draft.starts[k], draft.detail.ends[k]
-    if maker > end or problem.last_use[t] < start:
+    producer, start, end = problem.producer[t], draft.starts[k], draft.detail.ends[k]
+    if producer > end or problem.last_use[t] < start:
         return
     draft.stored[k, t] = draft.column(integer=False)
-    if maker < end and problem.last_use[t] > maker:
+    if producer < end and problem.last_use[t] > producer:
         draft.taken[k, t] = draft.column()
         draft.fetched[k, t] = draft.column(integer=False)
-    if maker < start:
+    if producer < start:
         draft.hosted[k, t] = draft.column(integer=False)
         if (k - 1, t) in draft.taken:
             draft.valid[k, t] = draft.column(integer=False)
@@ -78,7 +78,7 @@ def add_reload(draft: ModelDraft, offloads: Offloads, k: int, t: int) -> None:
         if old:
             draft.add_only_with(valid, [draft.valid.get((k, t), draft.handed[k, t]), *anew], makes)
         # A tensor that an op certainly produces in its place is produced before it can be offloaded.
-        if not makes[0] or (draft.problem.places.sure[draft.problem.producers[t]] and makes == (1.0, [], [])):
+        if not makes[0] or (draft.problem.places.sure[draft.problem.producer[t]] and makes == (1.0, [], [])):
             values = [1.0, 1.0] + [-1.0] * len(anew) + [-value for value in makes[2]]
             draft.rows.add([valid, taken, *anew, *makes[1]], values, -np.inf, 1.0)
 
@@ -152,7 +152,7 @@ class _Channels:
         gone = self.gone(k)
         self.add(clock, ops[:-1], [(column, self.out[t]) for t, column in gone.items()])
         for v in self.places(ops, late=True):
-            first = draft.problem.producers
+            first = draft.problem.producer
             made = [t for i in range(v, ops.stop) for t in draft.problem.outputs[i] if (k, t) in draft.stored and first[t] == i]
             self.add(clock, ops[v + 1 - ops.start :], [(draft.stored[k, t], self.out[t]) for t in made])
             self.add(clock, ops[v + 1 - ops.start : -1], [(gone[t], self.out[t]) for t in made if t in gone])

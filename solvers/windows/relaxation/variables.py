@@ -83,7 +83,7 @@ def _add_handed(draft: ModelDraft, k: int) -> None:
     problem, start = draft.problem, draft.starts[k]
     for i in range(start):
         for t in problem.outputs[i]:
-            if i == problem.producers[t] and not draft.is_settled(k, t) and problem.last_use[t] >= start:
+            if i == problem.producer[t] and not draft.is_settled(k, t) and problem.last_use[t] >= start:
                 same = draft.handed.get((k - 1, t)) if _is_idle(draft, k - 1, t) else None
                 # Tensors without size are handed over whenever possible.
                 whole = not problem.placed or problem.sizes[t] > 0
@@ -97,7 +97,7 @@ def _is_idle(draft: ModelDraft, k: int, t: int) -> bool:
     if k <= draft.first_window or draft.repeat(k, t):
         return False  # tensors at the start of the first window may be fixed, needed or not
     start, end = draft.starts[k], draft.detail.ends[k]
-    if any(start <= p <= end for p in draft.problem.makers[t]):
+    if any(start <= p <= end for p in draft.problem.producers[t]):
         return False
     return not any(start <= c <= end or (k, c) in draft.again for c in draft.problem.consumers[t])
 

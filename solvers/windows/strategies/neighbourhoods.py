@@ -44,7 +44,7 @@ class Placed:
         yield from ((key, model.program.cost[column]) for key, column in model.again.items() if self.start[column] > 0.5)
         for (k, t), column in model.taken.items():
             if self.start[column] > 0.5:
-                yield (k, problem.producers[t]), problem.units(problem.offloads.by_tensor[t].reload_s)
+                yield (k, problem.producer[t]), problem.units(problem.offloads.by_tensor[t].reload_s)
 
 
 class NarrowModel:
@@ -410,10 +410,10 @@ def columns_in(model: Model, windows: Container[int]) -> Columns:
 
 def columns_of(model: Model, ops: Container[int]) -> Columns:
     """Return the columns of these ops and their outputs in all windows, and of the ops that replace them."""
-    producers, replaces = model.problem.producers, model.problem.places.replaces
+    producer, replaces = model.problem.producer, model.problem.places.replaces
     return [
         *(column for (_, i), column in model.again.items() if i in ops),
-        *(column for (_, t), column in model.handed.items() if producers[t] in ops),
-        *(column for (_, t), column in model.taken.items() if producers[t] in ops),
+        *(column for (_, t), column in model.handed.items() if producer[t] in ops),
+        *(column for (_, t), column in model.taken.items() if producer[t] in ops),
         *(column for b, column in model.instead.items() if any(i in ops for i in (b, *replaces[b]))),
     ]

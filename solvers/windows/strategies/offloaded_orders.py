@@ -101,11 +101,11 @@ def _rankings(problem: Problem) -> tuple[list[int], list[int]]:
     The second one also starts with tensors of the backward pass, whose recomputation deep in the step is rarely useful.
     """
     transfers, ops = problem.offloads.by_tensor, problem.graph.ops
-    makers = {t: ops[problem.producers[t]] for t in transfers}
+    producer = {t: ops[problem.producer[t]] for t in transfers}
     ranked = sorted(
-        transfers, key=lambda t: (makers[t].recomputable, transfers[t].offload_s / max(_INSTANT_S, makers[t].time_s), t)
+        transfers, key=lambda t: (producer[t].recomputable, transfers[t].offload_s / max(_INSTANT_S, producer[t].time_s), t)
     )
-    return ranked, sorted(ranked, key=lambda t: makers[t].recomputable and makers[t].phase is not Phase.BACKWARD)
+    return ranked, sorted(ranked, key=lambda t: producer[t].recomputable and producer[t].phase is not Phase.BACKWARD)
 
 
 def _hosted(problem: Problem, ranked: Sequence[int]) -> frozenset[int]:
@@ -116,7 +116,7 @@ def _hosted(problem: Problem, ranked: Sequence[int]) -> frozenset[int]:
     taken = np.zeros(problem.ops, dtype=np.int64)
     sent = set()
     for t in ranked:
-        during = taken[problem.producers[t] : problem.graph.consumers[t][-1]]
+        during = taken[problem.producer[t] : problem.graph.consumers[t][-1]]
         if int(during.max()) + problem.sizes[t] <= room:
             during += problem.sizes[t]
             sent.add(t)

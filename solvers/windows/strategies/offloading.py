@@ -216,7 +216,7 @@ def _chain(
     stack = [tensor]
     while stack:
         t = stack.pop()
-        op = problem.producers[t]
+        op = problem.producer[t]
         if t in there or op in chain:
             continue
         if not problem.recomputable[op] or problem.last_again[op] < done or len(chain) == longest:

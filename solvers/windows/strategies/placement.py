@@ -54,7 +54,7 @@ class Where:
         runs: by op of the program and device, the op that runs there.
         spots: the inverse: by op, its op of the program and its device.
         copies: by tensor, source and target device, the transfer.
-        makers: by tensor, its producer in the program.
+        producer: by tensor, its op in the program.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -65,7 +65,7 @@ class Where:
         self.outputs = [tuple(streams.base[t] for t in op.outputs) for op in ops]
         self.runs: dict[tuple[int, int], int] = {}
         self.copies: dict[tuple[int, int, int], int] = {}
-        self.makers: dict[int, int] = {}
+        self.producer: dict[int, int] = {}
         for i, op in enumerate(ops):
             if op.is_transfer:
                 here, there = (streams.pool[t] for t in (op.inputs[0], op.outputs[0]))
@@ -74,7 +74,7 @@ class Where:
                 self.runs[self.places.replaces[i][0], streams.pool[op.outputs[0]]] = i
             elif not (self.places.optional[i] or self.places.replaces[i]):
                 self.runs[i, 0] = i
-                self.makers.update(dict.fromkeys(self.outputs[i], i))
+                self.producer.update(dict.fromkeys(self.outputs[i], i))
         self.spots = {i: spot for spot, i in self.runs.items()}
         self.copying = set(self.copies.values())
         self.count = sum(streams.computes)
@@ -145,9 +145,9 @@ class _Order:
                 return True
             if (t, self.sent[t, device]) not in self.there or (t, 0) in places.static_or_kept:
                 return True
-        maker = places.makers.get(t)
-        if maker is not None and (maker, device) in self.placing.again and (maker, device) in places.runs:
-            again = places.runs[maker, device]
+        producer = places.producer.get(t)
+        if producer is not None and (producer, device) in self.placing.again and (producer, device) in places.runs:
+            again = places.runs[producer, device]
             if places.problem.recomputable[again] and self.execute(again, device):
                 return True
             if (t, device) in self.there and (t, device) in places.static_or_kept:
@@ -276,7 +276,7 @@ class Placements(Strategy):
         found, waiting = {v}, [v]
         while waiting and len(found) < size:
             i = waiting.pop(0)
-            near = [self.places.makers.get(t, -1) for t in self.places.inputs[i]]
+            near = [self.places.producer.get(t, -1) for t in self.places.inputs[i]]
             near += (c for t in self.places.outputs[i] for c in self.search.problem.consumers[t])
             for other in near:
                 if other in among and other not in found and len(found) < size:

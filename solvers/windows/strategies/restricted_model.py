@@ -100,15 +100,15 @@ class _Near:
         problem = draft.problem
         most = self.known.factor * max(self.params.few_choices, self.params.choices // draft.windows)
         found: set[int] = set()
-        makers = problem.makers
-        nearest_first = [-p for t in problem.inputs[v] for p in makers[t]]
+        producers = problem.producers
+        nearest_first = [-p for t in problem.inputs[v] for p in producers[t]]
         heapify(nearest_first)
         while nearest_first and len(found) < most:
             i = -heappop(nearest_first)
             if 0 <= i < start and i in self.known.ops and i not in found:
                 found.add(i)
                 for t in problem.inputs[i]:
-                    for p in makers[t]:
+                    for p in producers[t]:
                         heappush(nearest_first, -p)
         return found
 

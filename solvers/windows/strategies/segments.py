@@ -182,12 +182,12 @@ def _part(problem: Problem, segment: Segment) -> Problem:
     """
     first, last = segment.first, segment.last
     again = {i for i in segment.inside if problem.recomputable[i]}
-    again |= {problem.producers[t] for t in segment.entering if problem.recomputable[problem.producers[t]]}
+    again |= {problem.producer[t] for t in segment.entering if problem.recomputable[problem.producer[t]]}
     again |= {i for i in range(first, last) if problem.recomputable[i]}
 
     def may_be_there(t: int) -> bool:
-        maker = problem.producers[t]
-        return problem.kept[t] or t in segment.entering or maker >= first or maker in again
+        producer = problem.producer[t]
+        return problem.kept[t] or t in segment.entering or producer >= first or producer in again
 
     while lost := {i for i in again if not all(map(may_be_there, problem.inputs[i]))}:
         again -= lost

@@ -20,7 +20,7 @@ from graphs.allocators.training import least_capacity_bytes, usage_of
 from graphs.errors import BudgetError, LimitError
 from graphs.ir import Graph
 from planner.attributes import attributes
-from planner.memory import Memory
+from planner.memory import CountedMemory
 from planner.plans.plan import Plan
 from planner.reserved import requests_of
 from planner.solving import solve
@@ -40,7 +40,7 @@ MODELS: Mapping[str, str] = {
     "llama": "zoo:llama,batch=4,dtype=bfloat16",
     "vit": "zoo:vit,batch=64,dtype=bfloat16",
 }
-COUNTS = (Memory.ALLOCATED, Memory.RESERVED, Memory.RESERVED_EXPANDABLE)
+COUNTS = (CountedMemory.ALLOCATED, CountedMemory.RESERVED, CountedMemory.RESERVED_EXPANDABLE)
 BUDGETS = ("100%", "80%", "60%", "50%", "40%")
 PLAN_LIMIT_S = 20.0
 ARENA_LIMIT_S = 10.0
@@ -70,7 +70,7 @@ class ReservedRow(Made):
     status: str = text("of the addresses, or why there is no plan")
 
 
-def plan_row(model: str, graph: Graph, counts: Memory, budget: str, limit_s: float) -> ReservedRow:
+def plan_row(model: str, graph: Graph, counts: CountedMemory, budget: str, limit_s: float) -> ReservedRow:
     """Return the row of a plan, or of the reason why there is none."""
     row = partial(ReservedRow, model=model, counts=str(counts), budget=budget, static_bytes=graph.static_bytes, **provenance())
     try:
@@ -114,7 +114,7 @@ def _of(title: str, name: str, base: str = "in_use_bytes") -> Column:
 
 def _share(row: ReservedRow) -> str | None:
     """Return what is reserved as a part of the budget, with the settings that it is for."""
-    reserved_bytes = row.expandable_bytes if row.counts == Memory.RESERVED_EXPANDABLE else row.reserved_bytes
+    reserved_bytes = row.expandable_bytes if row.counts == CountedMemory.RESERVED_EXPANDABLE else row.reserved_bytes
     return f"{reserved_bytes / row.budget_bytes:.3f}" if reserved_bytes and row.budget_bytes else None
 
 

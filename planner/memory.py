@@ -5,7 +5,7 @@ from enum import StrEnum
 from graphs.errors import UsageError
 
 
-class Memory(StrEnum):
+class CountedMemory(StrEnum):
     """What a budget counts on the device, besides which it always counts static memory."""
 
     RESERVED = "reserved"  # by PyTorch's caching allocator with default settings, on CUDA
@@ -17,15 +17,15 @@ class Memory(StrEnum):
     @property
     def counts_context(self) -> bool:
         """True if CUDA's context is counted."""
-        return self in (Memory.DEVICE, Memory.DEVICE_EXPANDABLE)
+        return self in (CountedMemory.DEVICE, CountedMemory.DEVICE_EXPANDABLE)
 
     @property
     def is_expandable(self) -> bool:
         """True if PyTorch's allocator is taken to have expandable segments."""
-        return self in (Memory.RESERVED_EXPANDABLE, Memory.DEVICE_EXPANDABLE)
+        return self in (CountedMemory.RESERVED_EXPANDABLE, CountedMemory.DEVICE_EXPANDABLE)
 
     @staticmethod
-    def of(value: str | None) -> "Memory | None":
+    def of(value: str | None) -> "CountedMemory | None":
         """Return the kind of user input; None stands for the default of the device.
 
         Raises:
@@ -33,6 +33,6 @@ class Memory(StrEnum):
         """
         if value is None:
             return None
-        if value not in list(Memory):
-            raise UsageError(f"memory is {value!r}: choose from {', '.join(Memory)}")
-        return Memory(value)
+        if value not in list(CountedMemory):
+            raise UsageError(f"memory is {value!r}: choose from {', '.join(CountedMemory)}")
+        return CountedMemory(value)

@@ -16,7 +16,7 @@ from graphs.options import without_options
 from graphs.pools import DEVICE
 from graphs.schedule import Schedule, keep_everything
 from graphs.units import format_bytes
-from planner.memory import Memory
+from planner.memory import CountedMemory
 from planner.plans.reserved import Reserved
 from planner.profiling.devices import CONTEXT_BYTES, USUAL_CONTEXT_BYTES, find_device
 
@@ -33,23 +33,23 @@ def on_cuda(graph: Graph) -> bool:
     return not str(graph.provenance.get("device", "cpu")).startswith("cpu")
 
 
-def memory_of(graph: Graph, asked: Memory | None) -> Memory:
+def memory_of(graph: Graph, asked: CountedMemory | None) -> CountedMemory:
     """Return the kind of memory that a budget of `graph` counts: `asked`, or by default what is reserved on CUDA.
 
     Raises:
         UsageError: reserved memory is asked for on the CPU.
     """
     if asked is None:
-        return Memory.RESERVED if on_cuda(graph) else Memory.ALLOCATED
-    if asked is not Memory.ALLOCATED and not on_cuda(graph):
+        return CountedMemory.RESERVED if on_cuda(graph) else CountedMemory.ALLOCATED
+    if asked is not CountedMemory.ALLOCATED and not on_cuda(graph):
         raise UsageError(
             f"memory is {asked.value!r}, and the step is planned for the CPU, where PyTorch reserves nothing ahead: leave it "
-            f"out, or take memory={Memory.ALLOCATED.value!r}"
+            f"out, or take memory={CountedMemory.ALLOCATED.value!r}"
         )
     return asked
 
 
-def rules_of(memory: Memory) -> Rules:
+def rules_of(memory: CountedMemory) -> Rules:
     """Return the settings of the allocator: the default ones where the budget counts allocated memory."""
     return EXPANDABLE if memory.is_expandable else DEFAULT
 
@@ -103,7 +103,9 @@ class Beside:
         Raises:
             InfeasibleError: no plan can fit.
         """
-        ways_out = f"raise the budget, or let it count only what tensors of the step take (memory={Memory.ALLOCATED.value!r})"
+        ways_out = (
+            f"raise the budget, or let it count only what tensors of the step take (memory={CountedMemory.ALLOCATED.value!r})"
+        )
         optimizing_bytes = self.optimizing_bytes + self.context_bytes
         if budget_bytes < optimizing_bytes:
             context = ", with CUDA's context" if self.context_bytes else ""
@@ -118,7 +120,7 @@ class Beside:
             )
 
 
-def reserved_beside(graph: Graph, memory: Memory) -> Beside:
+def reserved_beside(graph: Graph, memory: CountedMemory) -> Beside:
     """Return what a budget that counts `memory` has for the step of `graph` beside any plan."""
     library_bytes, parameters = sum(_libraries(graph)), graph.static_bytes_by_kind.get(Kind.PARAMETER, 0)
     optimizer = optimizer_of(graph.provenance)
@@ -127,7 +129,7 @@ def reserved_beside(graph: Graph, memory: Memory) -> Beside:
     return Beside(library_bytes, context_bytes_of(graph) if memory.counts_context else 0, in_use_bytes)
 
 
-def reserved_for(graph: Graph, schedule: Schedule, memory: Memory, eager_bytes: int) -> Reserved:
+def reserved_for(graph: Graph, schedule: Schedule, memory: CountedMemory, eager_bytes: int) -> Reserved:
     """Return what is reserved on the CUDA device of `graph` for a training loop by `schedule`.
 
     Args:
@@ -147,7 +149,7 @@ def reserved_for(graph: Graph, schedule: Schedule, memory: Memory, eager_bytes: 
     )
 
 
-def eager_reserved_bytes(graph: Graph, memory: Memory) -> int:
+def eager_reserved_bytes(graph: Graph, memory: CountedMemory) -> int:
     """Return what plain eager PyTorch reserves for the step of `graph`, which is on a CUDA device, as the budget counts it."""
     context_bytes = context_bytes_of(graph) if memory.counts_context else 0
     return usage_of(_eager_requests(graph), rules_of(memory)).reserved_bytes + context_bytes

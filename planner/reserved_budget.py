@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from graphs.errors import InfeasibleError, LimitError
 from graphs.units import format_bytes
-from planner.memory import Memory
+from planner.memory import CountedMemory
 from planner.plans.plan import Plan
 from planner.reserved import Beside
 from solvers.clock import Clock, left
@@ -36,7 +36,7 @@ class Watch:
 Solve = Callable[[int, Clock, Watch], Plan]  # for a budget of allocated bytes
 
 
-def plan_reserved(budget_bytes: int, memory: Memory, beside: Beside, solve: Solve, clock: Clock, watch: Watch) -> Plan:
+def plan_reserved(budget_bytes: int, memory: CountedMemory, beside: Beside, solve: Solve, clock: Clock, watch: Watch) -> Plan:
     """Return the fastest plan found that reserves at most `budget_bytes`.
 
     What is allocated is reserved, so that the bound of the first solve, for all of the budget but workspaces of libraries, is a
@@ -86,7 +86,7 @@ class _Search:
         floor_bytes: no plan was found for this budget of allocated bytes.
     """
 
-    def __init__(self, budget_bytes: int, memory: Memory, watch: Watch) -> None:
+    def __init__(self, budget_bytes: int, memory: CountedMemory, watch: Watch) -> None:
         self.best: Plan | None = None
         self.bound_s: float | None = None
         self.floor_bytes = 0
@@ -171,6 +171,6 @@ class _Search:
         known = "" if self._least_bytes is None else f": the least that one reserves is {format_bytes(self._least_bytes)}"
         return (
             f"no plan was found that reserves at most {format_bytes(self._budget_bytes)}{known}. Raise the budget, let it count "
-            f"expandable segments (memory={Memory.RESERVED_EXPANDABLE.value!r}, with expandable_segments:True in "
-            f"PYTORCH_CUDA_ALLOC_CONF), or only what tensors take (memory={Memory.ALLOCATED.value!r})"
+            f"expandable segments (memory={CountedMemory.RESERVED_EXPANDABLE.value!r}, with expandable_segments:True in "
+            f"PYTORCH_CUDA_ALLOC_CONF), or only what tensors take (memory={CountedMemory.ALLOCATED.value!r})"
         )

@@ -9,7 +9,7 @@ from graphs.errors import PlannerError, UsageError
 from graphs.options.option import Feature
 from planner.capture.options import check_traced, parsed, traced_options
 from planner.compatibility import check_compatible
-from planner.memory import Memory
+from planner.memory import CountedMemory
 from planner.option_settings import RECOMPUTATION, OptionSettings
 from solvers.clock import Clock, WallClock, WorkClock
 from solvers.registry import check_solver
@@ -115,7 +115,7 @@ class SolveSettings:
     reorder: bool | None = None
     options: OptionSettings = RECOMPUTATION
     params: object = None
-    memory: Memory | None = None
+    memory: CountedMemory | None = None
     arena: bool = False
 
     def __post_init__(self) -> None:
@@ -143,7 +143,7 @@ class SolveSettings:
         given = {
             Feature.HOST_SHARE: self.options.shares_host,
             Feature.ARENA: self.arena,
-            Feature.RESERVED: self.memory not in (None, Memory.ALLOCATED),
+            Feature.RESERVED: self.memory not in (None, CountedMemory.ALLOCATED),
         }
         return {name for name, _ in map(parsed, self.options.names)} | {feature for feature, asked in given.items() if asked}
 

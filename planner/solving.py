@@ -19,7 +19,7 @@ from planner.budgets import allowed_overhead, budget_in_bytes, budget_or_overhea
 from planner.capture.options import as_executed
 from planner.compatibility import check_compatible
 from planner.least_memory import least_memory
-from planner.memory import Memory
+from planner.memory import CountedMemory
 from planner.option_settings import option_settings
 from planner.plans.plan import Plan
 from planner.plans.record import GraphSummary
@@ -116,7 +116,7 @@ def solve(
         reorder=reorder,
         options=option_settings(options, link, host_budget, exact=exact),
         params=params,
-        memory=Memory.of(memory),
+        memory=CountedMemory.of(memory),
         arena=arena,
     )
     return solve_graph(graph, budget, settings, on_progress=on_progress, should_stop=should_stop, on_plan=on_plan)
@@ -137,9 +137,9 @@ def solve_graph(
     overhead = allowed_overhead(budget)
     if overhead is not None:
         check_compatible(settings.features | {Feature.MAX_OVERHEAD})
-    memory = Memory.ALLOCATED if overhead is not None else memory_of(graph, settings.memory)
+    memory = CountedMemory.ALLOCATED if overhead is not None else memory_of(graph, settings.memory)
     if settings.arena:
-        check_compatible(settings.features | ({Feature.RESERVED} if memory is not Memory.ALLOCATED else set()))
+        check_compatible(settings.features | ({Feature.RESERVED} if memory is not CountedMemory.ALLOCATED else set()))
     solves = _Solves(
         graph=graph,
         settings=settings,
@@ -151,7 +151,7 @@ def solve_graph(
         run = get_solver(settings.solver)
         return solves.plan_of(_least_memory(run, graph, settings, overhead, clock, on_progress, should_stop))
     budget_bytes, watch = budget_in_bytes(budget, solves.eager_bytes), Watch(on_progress, should_stop, on_plan)
-    if memory is Memory.ALLOCATED:
+    if memory is CountedMemory.ALLOCATED:
         return solves.plan(budget_bytes, clock, watch)
     return plan_reserved(budget_bytes, memory, reserved_beside(graph, memory), solves.plan, clock, watch)
 
@@ -171,13 +171,13 @@ class _Solves:
     graph: Graph
     settings: SolveSettings
     summary: GraphSummary
-    memory: Memory
+    memory: CountedMemory
     eager_reserved_bytes: int | None
 
     @property
     def eager_bytes(self) -> int:
         """Bytes that plain eager PyTorch needs of the memory that the budget counts."""
-        if self.memory is Memory.ALLOCATED or self.eager_reserved_bytes is None:
+        if self.memory is CountedMemory.ALLOCATED or self.eager_reserved_bytes is None:
             return self.summary.keep_everything_peak_bytes
         return self.eager_reserved_bytes
 
@@ -286,7 +286,7 @@ def order_for(graph: Graph, solver: str, *, reorder: bool | None, clock: Clock |
     return in_program_order(graph)
 
 
-def eager_peak_bytes(eager: Graph, planned: Graph, asked: Memory | None) -> int:
+def eager_peak_bytes(eager: Graph, planned: Graph, asked: CountedMemory | None) -> int:
     """Return what plain eager PyTorch needs, to which shares refer, for a step with other kernels.
 
     Args:
@@ -295,7 +295,7 @@ def eager_peak_bytes(eager: Graph, planned: Graph, asked: Memory | None) -> int:
         asked: the kind of memory that the budget counts; None for the default.
     """
     memory = memory_of(planned, asked)
-    counts_allocated = memory is Memory.ALLOCATED
+    counts_allocated = memory is CountedMemory.ALLOCATED
     eager_bytes = summarize(eager).keep_everything_peak_bytes if counts_allocated else eager_reserved_bytes(eager, memory)
     return eager_bytes - eager.static_bytes + planned.static_bytes
 

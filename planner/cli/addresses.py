@@ -22,7 +22,7 @@ from planner.cli.arguments import (
 
 if TYPE_CHECKING:
     from graphs.addresses import Buffer
-    from solvers.addresses.solve import Result
+    from solvers.addresses.solve import AddressResult
 
 _COLUMNS = ("status", "capacity_bytes", "height_bytes", "bound_bytes", "gap", "seconds")
 
@@ -97,7 +97,7 @@ def _capacity(text: str) -> int:
         raise argparse.ArgumentTypeError(str(error).replace("budget", "capacity")) from None
 
 
-def _text(result: "Result", buffers: Sequence["Buffer"]) -> str:
+def _text(result: "AddressResult", buffers: Sequence["Buffer"]) -> str:
     count = len(buffers)
     best = f"the smallest arena found has {result.height_bytes:,} bytes ({format_bytes(result.height_bytes)})"
     bound = f"no arena has fewer than {result.bound_bytes:,}"

@@ -20,7 +20,7 @@ from planner.cli.arguments import (
     add_work_limit,
     print_result,
 )
-from planner.memory import Memory
+from planner.memory import CountedMemory
 from solvers.tolerance import WIDENING
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def add(commands: Commands) -> None:
     )
     parser.add_argument(
         "--memory",
-        choices=list(Memory),
+        choices=list(CountedMemory),
         metavar="KIND",
         help="what the budget counts: reserved (by PyTorch on CUDA: the default there), reserved-expandable, "
         "device or device-expandable (with CUDA's context: the whole card), or allocated",

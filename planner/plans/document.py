@@ -22,7 +22,7 @@ from graphs.io.documents import (
 )
 from graphs.io.files import format_json, read_object, write_text
 from graphs.schedule import Compute, Free, Schedule, Step
-from planner.memory import Memory
+from planner.memory import CountedMemory
 from planner.plans.eager import Difference, DifferingOp, EagerComparison
 from planner.plans.record import GraphSummary, PlanRecord
 from planner.plans.reserved import Reserved
@@ -106,7 +106,7 @@ class _Plan(Struct, forbid_unknown_fields=True, kw_only=True):
     pool_peaks_bytes: dict[str, Natural] | UnsetType = UNSET
     differs: tuple[str, ...] | UnsetType = UNSET
     gradient_error: Seconds | UnsetType = UNSET
-    memory: Memory = Memory.ALLOCATED
+    memory: CountedMemory = CountedMemory.ALLOCATED
     reserved: _Reserved | UnsetType = UNSET
     graph_file: str | UnsetType = UNSET
     eager: _Eager | UnsetType = UNSET
@@ -161,7 +161,7 @@ def record_from_dict(data: Mapping[str, object], *, source: str = "plan") -> Pla
     provenance = to_json_object(read.graph.provenance, f"{source}: graph.provenance")
     if read.peak_bytes > read.budget_bytes:
         refuse(source, "peak_bytes", read.peak_bytes, f"within budget_bytes, {read.budget_bytes}")
-    if read.memory is not Memory.ALLOCATED:
+    if read.memory is not CountedMemory.ALLOCATED:
         if read.reserved is UNSET:
             refuse(source, "reserved", None, f"what is reserved, as the budget counts {read.memory} memory")
         counted_bytes = read.reserved.total_bytes + read.reserved.context_bytes

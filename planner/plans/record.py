@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields
 from graphs.ir import Graph
 from graphs.schedule import Schedule
 from graphs.units import format_bytes, format_ratio
-from planner.memory import Memory
+from planner.memory import CountedMemory
 from planner.plans.eager import EagerComparison, slower_than
 from planner.plans.reserved import Reserved
 from solvers.result import relative_gap
@@ -84,7 +84,7 @@ class PlanRecord:
     pool_peaks_bytes: Mapping[str, int] = field(default_factory=dict)
     differs: tuple[str, ...] = ()
     gradient_error: float | None = None
-    memory: Memory = Memory.ALLOCATED
+    memory: CountedMemory = CountedMemory.ALLOCATED
     reserved: Reserved | None = None
     source: Graph | None = field(default=None, compare=False, repr=False)
 
@@ -98,7 +98,7 @@ class PlanRecord:
         unknown = "unknown"
         measured = unknown if self.measured_peak_bytes is None else format_bytes(self.measured_peak_bytes)
         whole = format_bytes(self.graph.keep_everything_peak_bytes)
-        budget = f"budget {format_bytes(self.budget_bytes)}{'' if self.memory is Memory.ALLOCATED else f' {self.memory}'}"
+        budget = f"budget {format_bytes(self.budget_bytes)}{'' if self.memory is CountedMemory.ALLOCATED else f' {self.memory}'}"
         peaks = f"{budget}, peak {format_bytes(self.peak_bytes)} predicted"
         gap = unknown if self.gap is None else format_ratio(self.gap)
         lines = (
@@ -153,7 +153,7 @@ class PlanRecord:
     @property
     def eager_bytes(self) -> int:
         """Bytes that plain eager PyTorch needs of the memory that the budget counts: budgets in percent are shares of it."""
-        if self.memory is Memory.ALLOCATED or self.reserved is None:
+        if self.memory is CountedMemory.ALLOCATED or self.reserved is None:
             return self.graph.keep_everything_peak_bytes
         return self.reserved.eager_bytes
 
@@ -169,7 +169,7 @@ class PlanRecord:
 
         What is allocated beyond the prediction is reserved beyond it as well.
         """
-        if self.memory is Memory.ALLOCATED or self.reserved is None:
+        if self.memory is CountedMemory.ALLOCATED or self.reserved is None:
             return measured_peak_bytes
         return self.reserved.device_bytes + max(0, measured_peak_bytes - self.peak_bytes)
 

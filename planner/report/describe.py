@@ -10,7 +10,7 @@ from graphs.pools import HOST, Pool
 from graphs.units import format_bytes, format_ratio, format_seconds
 from planner.attributes import attributes
 from planner.capture.options import needs
-from planner.memory import Memory
+from planner.memory import CountedMemory
 from planner.option_settings import recorded_link, recorded_options
 from planner.plans.eager import slower_than
 from planner.plans.plan import Plan
@@ -54,8 +54,8 @@ def plan_data(plan: Plan) -> dict[str, object]:
 
 def plan_text(plan: Plan) -> str:
     """Return what ``planner solve`` prints about a plan, as text."""
-    eager, counted = plan.eager_bytes, "" if plan.memory is Memory.ALLOCATED else f" {plan.memory}"
-    needs = "needs" if plan.memory is Memory.ALLOCATED else "reserves"
+    eager, counted = plan.eager_bytes, "" if plan.memory is CountedMemory.ALLOCATED else f" {plan.memory}"
+    needs = "needs" if plan.memory is CountedMemory.ALLOCATED else "reserves"
     share = (
         f", {format_ratio(plan.budget_bytes / eager)} of the {format_bytes(eager)} that eager PyTorch {needs}" if eager else ""
     )

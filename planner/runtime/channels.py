@@ -9,11 +9,11 @@ from planner.capture.lowering.statics import allocated_bytes
 from planner.runtime.cuda_channels import StreamChannel, host_memory
 from planner.runtime.host_memory import HostMemory, HostTensor
 from planner.runtime.thread_channels import ThreadChannel
-from planner.runtime.transfers import DeviceMemory, Memory, Transfer
+from planner.runtime.transfers import DeviceMemory, PoolMemory, Transfer
 
 
 def open_channel(
-    stream: str, source: torch.device, target: torch.device, memory: Memory, *, timed: bool = False
+    stream: str, source: torch.device, target: torch.device, memory: PoolMemory, *, timed: bool = False
 ) -> StreamChannel | ThreadChannel:
     """Return the channel that the `stream` of a graph names, to the `memory` of the device `target`.
 

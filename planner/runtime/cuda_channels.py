@@ -12,7 +12,7 @@ from functools import partial
 import torch
 
 from planner.runtime.host_memory import Copy, HostMemory
-from planner.runtime.transfers import Memory, Transfer
+from planner.runtime.transfers import PoolMemory, Transfer
 
 
 class StreamChannel:
@@ -23,7 +23,7 @@ class StreamChannel:
         part: the CUDA graph that copies are captured in, or what is launched outside.
     """
 
-    def __init__(self, name: str, device: torch.device, target: Memory, *, timed: bool = False) -> None:
+    def __init__(self, name: str, device: torch.device, target: PoolMemory, *, timed: bool = False) -> None:
         """Initialize a channel called `name` to the memory `target`, with a stream of `device`; if `timed`, copies record when
         they end.
         """
@@ -95,7 +95,7 @@ class StreamTransfer(Transfer):
         launched: the copy; None until it is launched.
     """
 
-    def __init__(self, name: str, target: Memory, look: Callable[[], object], channel: StreamChannel) -> None:
+    def __init__(self, name: str, target: PoolMemory, look: Callable[[], object], channel: StreamChannel) -> None:
         """Initialize a transfer on the stream of `channel`; see ``Transfer``."""
         super().__init__(name, target, look)
         self.launched: _Launched | None = None

@@ -24,7 +24,7 @@ Step = Callable[..., Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class MemoryUse:
     """Memory of one forward and backward pass.
 
     Attributes:
@@ -40,7 +40,7 @@ class Memory:
     library_bytes: int = 0
 
 
-def measure_memory(step: "Step | Isolated", batch: Batch, *, static_bytes: int, device: torch.device) -> Memory:
+def measure_memory(step: "Step | Isolated", batch: Batch, *, static_bytes: int, device: torch.device) -> MemoryUse:
     """Run `step` forward and backward once, and record the allocator: tensors and workspaces.
 
     Args:
@@ -62,13 +62,13 @@ def measure_memory(step: "Step | Isolated", batch: Batch, *, static_bytes: int, 
             run()
             torch.cuda.synchronize(device)
         peak = static_bytes + cuda_peak_bytes(device) - before
-        return Memory(peak, torch.cuda.max_memory_reserved(device), (), library_bytes)
+        return MemoryUse(peak, torch.cuda.max_memory_reserved(device), (), library_bytes)
     events = cpu_allocations(run)
     level, timeline = static_bytes, []
     for event in events:
         level += event.size_bytes or 0
         timeline.append(((event.time_ns - events[0].time_ns) / 1e9, level))
-    return Memory(max((level for _, level in timeline), default=static_bytes), None, tuple(timeline))
+    return MemoryUse(max((level for _, level in timeline), default=static_bytes), None, tuple(timeline))
 
 
 def median_times(

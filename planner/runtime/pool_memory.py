@@ -13,10 +13,10 @@ from planner.capture.signature import Batch
 from planner.capture.step import TrainingStep
 from planner.profiling.allocator import Allocation, cpu_allocations, cuda_bytes, cuda_peak_bytes
 from planner.runtime.executor import Executor
-from planner.runtime.measure import Isolated, Memory, Step, measure_memory, run_both
+from planner.runtime.measure import Isolated, MemoryUse, Step, measure_memory, run_both
 
 
-def measured_peak(captured: Capture, executor: Step, step: TrainingStep, batch: Batch) -> Memory:
+def measured_peak(captured: Capture, executor: Step, step: TrainingStep, batch: Batch) -> MemoryUse:
     """Return the memory of one run of `executor` with real tensors; the captured `step` and `batch` are restored.
 
     Of a step in an arena the run is recorded, and the peak is what the following steps take.

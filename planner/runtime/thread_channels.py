@@ -8,14 +8,14 @@ import torch
 
 from graphs.errors import CopyError
 from planner.runtime.host_memory import Copy, ended
-from planner.runtime.transfers import Memory, Transfer
+from planner.runtime.transfers import PoolMemory, Transfer
 from planner.runtime.workers import Worker
 
 
 class ThreadChannel:
     """A channel with a thread that copies."""
 
-    def __init__(self, name: str, target: Memory) -> None:
+    def __init__(self, name: str, target: PoolMemory) -> None:
         """Initialize the channel called `name`, as in ``device to host``, to the memory `target`."""
         self._name, self._target = name, target
         self._worker = Worker(name, f"copies from {name}", CopyError)
@@ -28,7 +28,7 @@ class ThreadChannel:
 class ThreadTransfer(Transfer):
     """A transfer by a thread."""
 
-    def __init__(self, name: str, target: Memory, look: Callable[[], object], worker: Worker) -> None:
+    def __init__(self, name: str, target: PoolMemory, look: Callable[[], object], worker: Worker) -> None:
         """Initialize a transfer by `worker`; see ``Transfer``."""
         super().__init__(name, target, look)
         self._worker: Worker | None = worker

@@ -24,7 +24,7 @@ class StoppedError(CopyError):
     """The error that a copy will not be made, since the pass has failed on another thread, which has the reason."""
 
 
-class Memory(Protocol):
+class PoolMemory(Protocol):
     """The memory of a pool, as transfers take it."""
 
     def empty(self, size_bytes: int) -> Any:
@@ -38,7 +38,7 @@ class DeviceMemory:
     device: torch.device
 
     def empty(self, size_bytes: int) -> torch.Tensor:
-        """Return uint8[size_bytes]; see ``Memory.empty``."""
+        """Return uint8[size_bytes]; see ``PoolMemory.empty``."""
         return torch.empty(size_bytes, dtype=torch.uint8, device=self.device)
 
 
@@ -50,7 +50,7 @@ class Transfer(ABC):
         thread: the thread that copies; None if none does, or none yet.
     """
 
-    def __init__(self, name: str, target: Memory, look: Callable[[], object]) -> None:
+    def __init__(self, name: str, target: PoolMemory, look: Callable[[], object]) -> None:
         """Initialize a transfer to `target`.
 
         Args:
@@ -61,7 +61,7 @@ class Transfer(ABC):
         self.thread: threading.Thread | None = None
         self._source: torch.Tensor | HostBytes | None = None
         self._target: torch.Tensor | HostBytes | None = None
-        self._memory: Memory | None = target
+        self._memory: PoolMemory | None = target
         self._name, self._look = name, look
         self._made_by: Transfer | None = None
         self._missing_ends, self._giving = 2, threading.Lock()

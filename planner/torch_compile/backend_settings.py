@@ -12,7 +12,7 @@ from graphs.errors import PlannerError
 from graphs.options.option import Feature
 from planner.budgets import read_budget
 from planner.compatibility import check_compatible
-from planner.memory import Memory
+from planner.memory import CountedMemory
 from planner.option_settings import option_settings
 from planner.settings import RunSettings, SolveSettings, Wait
 from solvers.tolerance import WIDENING, Tolerance
@@ -74,7 +74,7 @@ def backend_settings(
     host_budget: str | int | None = None,
     kernels: str = "eager",
     link: str | float | None = None,
-    memory: str = Memory.ALLOCATED,
+    memory: str = CountedMemory.ALLOCATED,
     options: Sequence[str] = (),
     roofline: str | None = None,
     time_limit_s: float = 60.0,
@@ -86,7 +86,7 @@ def backend_settings(
         tolerance=Tolerance.of(tolerance),
         time_limit_s=float(time_limit_s),
         options=option_settings(options, link, host_budget),
-        memory=Memory.of(memory),
+        memory=CountedMemory.of(memory),
     )
     run = RunSettings(kernels=kernels, arena=arena, check_writes=check_writes, wait=Wait.of(wait))
     return BackendSettings(read_budget(budget), solve, run, roofline)

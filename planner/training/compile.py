@@ -11,7 +11,7 @@ from planner.capture.options import DEFAULTS
 from planner.capture.signature import Batch
 from planner.capture.step import LossFn
 from planner.distributed.wrappers import Unwrapped, unwrap
-from planner.memory import Memory
+from planner.memory import CountedMemory
 from planner.option_settings import option_settings
 from planner.progress import View
 from planner.settings import RunSettings, SolveSettings, TraceSettings, Wait
@@ -133,7 +133,7 @@ def compile(  # noqa: A001
         reorder=reorder,
         options=option_settings(DEFAULTS if options is None else options, link, host_budget, exact=exact),
         params=params,
-        memory=Memory.ALLOCATED if cuda_graph and memory is None else Memory.of(memory),
+        memory=CountedMemory.ALLOCATED if cuda_graph and memory is None else CountedMemory.of(memory),
     )
     trace = TraceSettings(
         optimizer=optimizer,

@@ -17,7 +17,7 @@ from graphs.units import format_bytes
 from planner.background import BackgroundSolve
 from planner.capture.lowering.lower import Capture
 from planner.distributed.ranks import SingleProcess
-from planner.memory import Memory
+from planner.memory import CountedMemory
 from planner.option_settings import with_recorded
 from planner.plans.eager import EagerComparison
 from planner.plans.plan import Plan
@@ -289,7 +289,9 @@ class Consultation:
 
 def over_budget(plan: Plan, needed_bytes: int, budget_bytes: int) -> str:
     """Return the message that `plan` needs more than the budget by its measured peak (``Plan.needed_bytes``)."""
-    measured = "the measured peak is" if plan.memory is Memory.ALLOCATED else "by the measured peak, the memory reserved is"
+    measured = (
+        "the measured peak is" if plan.memory is CountedMemory.ALLOCATED else "by the measured peak, the memory reserved is"
+    )
     return (
         f"{measured} {format_bytes(needed_bytes)}, over the budget of {format_bytes(budget_bytes)}, though "
         f"{format_bytes(plan.predicted_bytes)} was predicted: some op takes memory that its profile did not show, a CUDA graph "

@@ -21,7 +21,7 @@ _HEIGHTS = (0.0, 0.5, 0.75, 0.9, 1.0)  # between the bound and the best arena, w
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class AddressResult:
     """What was found.
 
     Attributes:
@@ -54,7 +54,7 @@ def solve(
     time_limit_s: float = 60.0,
     work_limit: float | None = None,
     seed: int = 0,
-) -> Result:
+) -> AddressResult:
     """Find offsets for `buffers` in an arena of `capacity_bytes`, or in the smallest one that is found.
 
     Args:
@@ -71,7 +71,7 @@ def solve(
     return solve_by(clock, buffers, capacity_bytes, seed=seed)
 
 
-def solve_by(clock: Clock, buffers: Sequence[Buffer], capacity_bytes: int | None = None, *, seed: int = 0) -> Result:
+def solve_by(clock: Clock, buffers: Sequence[Buffer], capacity_bytes: int | None = None, *, seed: int = 0) -> AddressResult:
     """Find offsets as ``solve`` does, until the limit of `clock`."""
     began = time.monotonic()
     _check_ids(buffers)
@@ -189,7 +189,7 @@ def _check_ids(buffers: Sequence[Buffer]) -> None:
         seen.add(buffer.id)
 
 
-def _result(buffers: Sequence[Buffer], arenas: Sequence[_Arena], capacity_bytes: int | None, seconds: float) -> Result:
+def _result(buffers: Sequence[Buffer], arenas: Sequence[_Arena], capacity_bytes: int | None, seconds: float) -> AddressResult:
     """Put the arenas one above the other."""
     offsets: dict[str, int] = {}
     base = 0
@@ -202,6 +202,6 @@ def _result(buffers: Sequence[Buffer], arenas: Sequence[_Arena], capacity_bytes:
     height_bytes = found.height_bytes
     if capacity_bytes is not None and height_bytes > capacity_bytes:
         status = Status.INFEASIBLE if bound_bytes > capacity_bytes else Status.LIMIT
-        return Result(status, None, height_bytes, bound_bytes, capacity_bytes, seconds)
+        return AddressResult(status, None, height_bytes, bound_bytes, capacity_bytes, seconds)
     status = Status.OPTIMAL if height_bytes == bound_bytes else Status.FEASIBLE
-    return Result(status, found, height_bytes, bound_bytes, capacity_bytes, seconds)
+    return AddressResult(status, found, height_bytes, bound_bytes, capacity_bytes, seconds)

@@ -6,7 +6,7 @@ from itertools import filterfalse
 from graphs.addresses import Buffer, buffers_of, live_bytes
 from graphs.ir import Graph
 from graphs.schedule import Schedule
-from solvers.addresses.solve import Result, solve_by
+from solvers.addresses.solve import AddressResult, solve_by
 from solvers.clock import Clock
 
 
@@ -71,6 +71,6 @@ class Needs:
         """Bytes that the arena may have."""
         return self.budget_bytes - self.static_bytes - self.outside_bytes
 
-    def placed(self, clock: Clock) -> Result:
+    def placed(self, clock: Clock) -> AddressResult:
         """Search for addresses within the capacity, until the limit of the clock."""
         return solve_by(clock, self.inside, self.capacity_bytes)

@@ -8,7 +8,7 @@ import pytest
 from benchmarks import reserved
 from benchmarks.reserved import BUDGETS, ReservedRow, plan_row, run
 from graphs.synthetic.transformer import TransformerSize, transformer
-from planner.memory import Memory
+from planner.memory import CountedMemory
 from planner.studies.rows import KeptRows
 
 FOLDER = Path(__file__).parents[2] / "results" / "reserved"
@@ -24,8 +24,8 @@ def assert_ordered(row: ReservedRow) -> None:
     assert counted[row.counts] <= row.budget_bytes
 
 
-@pytest.mark.parametrize("counts", list(Memory))
-def test_a_row_has_all_kinds_of_memory_in_order(counts: Memory) -> None:
+@pytest.mark.parametrize("counts", list(CountedMemory))
+def test_a_row_has_all_kinds_of_memory_in_order(counts: CountedMemory) -> None:
     graph = transformer(TransformerSize(layers=2, vocabulary=8192, batch=2, sequence=512))
     assert_ordered(plan_row("small", replace(graph, provenance={"device": "h200"}), counts, "100%", 2.0))
 

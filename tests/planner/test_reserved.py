@@ -14,7 +14,7 @@ from graphs.schedule import keep_everything
 from graphs.synthetic.small import training_chain
 from graphs.synthetic.transformer import TransformerSize, transformer
 from planner.facts.graph import graph_facts
-from planner.memory import Memory
+from planner.memory import CountedMemory
 from planner.plan_check import check_plan
 from planner.plans.document import plan_to_dict
 from planner.plans.plan import Plan, plan_from_dict
@@ -42,10 +42,10 @@ def reserved(graph: Graph, plan: Plan) -> int:
 
 def test_budgets_count_reserved_memory_on_cuda_and_allocated_on_the_cpu() -> None:
     here, there = solve(chain(), "100%"), solve(chain("cpu"), "100%")
-    assert (here.memory, there.memory) == (Memory.RESERVED, Memory.ALLOCATED)
+    assert (here.memory, there.memory) == (CountedMemory.RESERVED, CountedMemory.ALLOCATED)
     assert here.reserved_bytes == 9 * 12 * MIB and there.reserved is None
     by_name = solve(chain(), "100%", memory="allocated")
-    assert by_name.memory is Memory.ALLOCATED and by_name.reserved_bytes == here.reserved_bytes
+    assert by_name.memory is CountedMemory.ALLOCATED and by_name.reserved_bytes == here.reserved_bytes
 
 
 @pytest.mark.parametrize("share", [100, 80, 60, 50, 45])
@@ -95,11 +95,11 @@ def test_workspaces_of_libraries_count() -> None:
     graph = replace(plain, ops=ops)
     h100, a100 = (replace(graph, provenance={"device": name}) for name in ("NVIDIA H100 80GB HBM3", "a100"))
     assert (
-        reserved_beside(plain, Memory.RESERVED).library_bytes == 0
-        and reserved_beside(graph, Memory.RESERVED).library_bytes == 2 * 33 * MIB
+        reserved_beside(plain, CountedMemory.RESERVED).library_bytes == 0
+        and reserved_beside(graph, CountedMemory.RESERVED).library_bytes == 2 * 33 * MIB
     )
-    assert reserved_beside(h100, Memory.RESERVED).library_bytes == 2 * 33 * MIB
-    assert reserved_beside(a100, Memory.RESERVED).library_bytes == 2 * (2 * 4096 + 8 * 16 + 1024) * 1024
+    assert reserved_beside(h100, CountedMemory.RESERVED).library_bytes == 2 * 33 * MIB
+    assert reserved_beside(a100, CountedMemory.RESERVED).library_bytes == 2 * (2 * 4096 + 8 * 16 + 1024) * 1024
     plan = solve(graph, "100%", work_limit=2.0)
     assert plan.reserved is not None and plan.reserved.library_bytes == 66 * MIB
     assert plan.reserved_bytes == 9 * 12 * MIB + 66 * MIB
@@ -120,7 +120,7 @@ def test_what_the_optimizer_needs_counts() -> None:
 
 def test_a_budget_without_room_for_the_optimizer_is_refused_with_a_proof() -> None:
     graph = replace(chain().holding(Kind.PARAMETER, "w", 60 * MIB), provenance={"device": "a100", "optimizer": "adamw"})
-    assert reserved_beside(graph, Memory.RESERVED).optimizing_bytes == 60 * MIB + 60 * MIB
+    assert reserved_beside(graph, CountedMemory.RESERVED).optimizing_bytes == 60 * MIB + 60 * MIB
     with pytest.raises(InfeasibleError, match=r"below the 125\.83 MB in use while the optimizer runs.*fused=True"):
         solve(graph, 120 * MIB - 1)
 
@@ -129,11 +129,11 @@ def test_plans_on_the_way_fit_the_budget() -> None:
     graph = transformer(TransformerSize(layers=3, vocabulary=8192, batch=2, sequence=512))
     graph = replace(graph, provenance={"device": "h200"})
     seen: list[Plan] = []
-    budget_bytes = int(0.85 * eager_reserved_bytes(graph, Memory.RESERVED))
+    budget_bytes = int(0.85 * eager_reserved_bytes(graph, CountedMemory.RESERVED))
     plan = solve(graph, budget_bytes, work_limit=5.0, on_plan=seen.append)
     assert seen and all(reserved(graph, one) <= budget_bytes == one.budget_bytes for one in (*seen, plan))
     assert [one.time_s for one in seen] == sorted((one.time_s for one in seen), reverse=True)
-    assert plan.time_s == seen[-1].time_s and {one.memory for one in seen} == {Memory.RESERVED}
+    assert plan.time_s == seen[-1].time_s and {one.memory for one in seen} == {CountedMemory.RESERVED}
     assert plan.peak_bytes <= least_device_bytes(graph, plan.schedule) <= plan.reserved_bytes  # type: ignore[operator]
 
 
@@ -153,7 +153,7 @@ def test_each_solve_is_stopped_by_its_own_gap() -> None:
 def test_files_keep_what_is_reserved() -> None:
     plan = solve(chain(), "80%", work_limit=2.0)
     read = plan_from_dict(plan_to_dict(plan))
-    assert (read.memory, read.reserved) == (Memory.RESERVED, plan.reserved)
+    assert (read.memory, read.reserved) == (CountedMemory.RESERVED, plan.reserved)
     assert "memory" not in plan_to_dict(solve(chain("cpu"), "80%"))
 
 
@@ -191,9 +191,9 @@ def test_budget_of_the_whole_device_counts_the_context(memory: str) -> None:
 def test_context_is_what_was_measured_where_the_step_was_traced() -> None:
     graph = chain()
     measured = replace(graph, provenance={**graph.provenance, "context_bytes": 500 * 10**6})
-    assert reserved_beside(measured, Memory.DEVICE).context_bytes == 500 * 10**6
-    assert reserved_beside(measured, Memory.RESERVED).context_bytes == 0
-    assert reserved_beside(chain("NVIDIA Unheard-Of 5"), Memory.DEVICE).context_bytes == 800 * 10**6
+    assert reserved_beside(measured, CountedMemory.DEVICE).context_bytes == 500 * 10**6
+    assert reserved_beside(measured, CountedMemory.RESERVED).context_bytes == 0
+    assert reserved_beside(chain("NVIDIA Unheard-Of 5"), CountedMemory.DEVICE).context_bytes == 800 * 10**6
     check_plan(graph, solve(measured, "100%", memory="device", work_limit=3.0))
     with pytest.raises(InfeasibleError, match=r"Of the 510\.00 MB, 500\.00 MB are CUDA's context"):
         solve(measured, 510 * 10**6, memory="device")
@@ -209,7 +209,7 @@ def test_plans_with_transfers_fit_a_budget_of_reserved_memory() -> None:
 
 def test_the_least_memory_counts_allocated_bytes() -> None:
     plan = solve(chain(), max_overhead="50%", work_limit=2.0)
-    assert plan.memory is Memory.ALLOCATED and plan.reserved_bytes is not None
+    assert plan.memory is CountedMemory.ALLOCATED and plan.reserved_bytes is not None
     with pytest.raises(UsageError, match="max_overhead="):
         solve(chain(), max_overhead="50%", memory="reserved")
 

@@ -17,7 +17,7 @@ from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
 from planner.distributed.ranks import SingleProcess
 from planner.distributed.wrappers import Unwrapped
-from planner.memory import Memory
+from planner.memory import CountedMemory
 from planner.models import Workload, build
 from planner.runtime.cuda_graph import CudaGraphs
 from planner.runtime.executor import Executor
@@ -98,7 +98,7 @@ def test_the_pool_holds_what_was_predicted(name: str, seed: int | None) -> None:
 def solved(workload: Workload, budget: str | int, recorder: Callable[[], CudaGraphs]) -> PlannedStep:
     """The step within `budget`."""
     search = Search(
-        SolveSettings(tolerance=Tolerance.of(0.05), time_limit_s=60.0, memory=Memory.ALLOCATED), RunSettings(swap="never")
+        SolveSettings(tolerance=Tolerance.of(0.05), time_limit_s=60.0, memory=CountedMemory.ALLOCATED), RunSettings(swap="never")
     )
     making = Compiler(
         Unwrapped(workload.model, SingleProcess()), workload.loss_fn, TraceSettings(optimizer="adamw", passes=1), search, recorder

@@ -37,7 +37,7 @@ _HALF = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class CombinedResult:
     """A combined result of the chunks.
 
     Attributes:
@@ -89,7 +89,12 @@ class InChunks:
     """
 
     def __init__(
-        self, rows: int, size: int, given: Sequence[Given], results: Sequence[Result], body: Callable[[int], Callable[..., Any]]
+        self,
+        rows: int,
+        size: int,
+        given: Sequence[Given],
+        results: Sequence[CombinedResult],
+        body: Callable[[int], Callable[..., Any]],
     ) -> None:
         """Initialize; ``body(count)`` returns a function of parts of inputs and results that computes `count` rows."""
         self.given, self.results = tuple(given), tuple(results)
@@ -134,7 +139,7 @@ class Body:
         results: their outputs that are read elsewhere.
     """
 
-    def __init__(self, stretch: Stretch, nodes: Sequence[fx.Node], results: Sequence[Result]) -> None:
+    def __init__(self, stretch: Stretch, nodes: Sequence[fx.Node], results: Sequence[CombinedResult]) -> None:
         """Initialize with `nodes`: ops of `stretch`, and the recomputed ops of the one before."""
         self.nodes, self.results = tuple(nodes), tuple(results)
         self._stretch, self._inside = stretch, frozenset(nodes)
@@ -210,7 +215,7 @@ class Body:
         return graph.call_function(aten.div.Scalar, (made, call.elements)) if call is not None and divided else made
 
     def _product(
-        self, graph: fx.Graph, node: fx.Node, result: Result, room: fx.Node, value: Callable[[fx.Node], fx.Node]
+        self, graph: fx.Graph, node: fx.Node, result: CombinedResult, room: fx.Node, value: Callable[[fx.Node], fx.Node]
     ) -> fx.Node:
         """Return the node for the product `node`, written to its output or accumulated there."""
         args, named = fx.map_arg((node.args, node.kwargs), value)
@@ -219,6 +224,6 @@ class Body:
         return graph.call_function(_ONTO[node.target], (room, *args), {"out": room})
 
 
-def sliced(result: Result) -> bool:
+def sliced(result: CombinedResult) -> bool:
     """Return whether parts of the rows of `result` are views that can be written."""
     return not isinstance(result.made, Rows) or is_flat(result.value, result.made)

@@ -15,7 +15,7 @@ from graphs.ir import Graph, Op
 from planner.capture.lowering.lower import Capture
 from planner.capture.options.added import Additions
 from planner.capture.options.chunks.asked import Total
-from planner.capture.options.chunks.body import Body, InChunks, Result, sliced
+from planner.capture.options.chunks.body import Body, CombinedResult, InChunks, sliced
 from planner.capture.options.chunks.rows import Rows
 from planner.capture.options.chunks.stretches import Finder, Stretch
 from planner.capture.options.differing import differing
@@ -67,13 +67,13 @@ def _stand_in(capture: Capture, seed: str, kind: str, stretch: Stretch, before: 
     return _StandIn(seed, kind, stretch, Body(stretch, nodes, results)) if all(map(sliced, results)) else None
 
 
-def _results(graph: Graph, capture: Capture, stretch: Stretch) -> Iterator[Result]:
+def _results(graph: Graph, capture: Capture, stretch: Stretch) -> Iterator[CombinedResult]:
     """Yield the results of `stretch` that are read elsewhere, except long rows."""
     for op in sorted(stretch.ops):
         node = stretch.ops[op]
         call = stretch.calls[node]
         for item, (t, path) in enumerate(capture.program.calls[op].outputs):
-            result = Result(node, path, call.makes[item], call.mean and item == 0, call.elements)
+            result = CombinedResult(node, path, call.makes[item], call.mean and item == 0, call.elements)
             read = t in graph.kept or any(p not in stretch.ops for p in graph.consumers[t] if p < len(graph.program))
             if call.mean or (read and not stretch.makes_long(node, item, result.value)):
                 yield result

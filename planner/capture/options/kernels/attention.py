@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from planner.capture.options.kernels.way import Asked, Bundle, Own, Result, Way
+from planner.capture.options.kernels.way import Asked, Bundle, MadeTensor, Own, Way
 from planner.capture.rewrites.outputs import fake
 
 aten = torch.ops.aten
@@ -209,7 +209,7 @@ def _both(asked: Asked, before: Asked, name: str, logarithms: Own, forward_by: A
     query, key, value, _ = _read(asked, _BACKWARD)
     out = asked.named("out")
     return (
-        Way(name, (before.node,), (query, key, value), (Result(before.node, (0,)), logarithms), forward_by),
+        Way(name, (before.node,), (query, key, value), (MadeTensor(before.node, (0,)), logarithms), forward_by),
         Way(
             name,
             (asked.node,),

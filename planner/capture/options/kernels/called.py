@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from planner.capture.options.kernels.way import Result, Way
+from planner.capture.options.kernels.way import MadeTensor, Way
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class Called:
     @property
     def of_program(self) -> tuple[bool, ...]:
         """For each result, True if the program makes it too."""
-        return tuple(isinstance(made, Result) for made in self.way.makes)
+        return tuple(isinstance(made, MadeTensor) for made in self.way.makes)
 
     def __call__(self, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return the results."""

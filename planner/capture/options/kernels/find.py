@@ -18,7 +18,7 @@ from planner.capture.options.added import Additions
 from planner.capture.options.differing import differing
 from planner.capture.options.kernels import attention, convolution, in_place
 from planner.capture.options.kernels.called import Called
-from planner.capture.options.kernels.way import Asked, Bundle, Calls, Own, Result
+from planner.capture.options.kernels.way import Asked, Bundle, Calls, MadeTensor, Own
 from planner.capture.rewrites.outputs import storage
 from planner.passes.program import Ref
 
@@ -74,7 +74,7 @@ def _add(additions: Additions, calls: Calls, found: Op, bundle: Bundle) -> None:
 
 def _value(value: Any) -> torch.Tensor:
     """Return the fake value."""
-    found: torch.Tensor = value.value if isinstance(value, Own | Result) else value.meta["val"]
+    found: torch.Tensor = value.value if isinstance(value, Own | MadeTensor) else value.meta["val"]
     return found
 
 

@@ -16,7 +16,7 @@ from planner.passes.program import Path
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class MadeTensor:
     """A tensor that the program makes: the value of `node` at `path`, as in ``Statement.outputs``."""
 
     node: fx.Node
@@ -42,7 +42,7 @@ class Own:
     value: torch.Tensor
 
 
-Made = Result | Own
+Made = MadeTensor | Own
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ class Calls:
     def __init__(self, capture: Capture) -> None:
         self.capture = capture
         self._asked = {
-            op.id: Asked(node, op, tuple(Result(node, path) for _, path in call.outputs), self)
+            op.id: Asked(node, op, tuple(MadeTensor(node, path) for _, path in call.outputs), self)
             for op, node, call in zip(capture.graph.ops, capture.nodes, capture.program.calls, strict=True)
             if node is not None
         }
@@ -119,7 +119,7 @@ class Asked:
 
     node: fx.Node
     op: Op
-    results: tuple[Result, ...]
+    results: tuple[MadeTensor, ...]
     calls: Calls
 
     def __getitem__(self, position: int) -> Any:
@@ -162,7 +162,9 @@ def reads_of(arguments: Any) -> tuple[fx.Node, ...]:
     return tuple(found)
 
 
-def calling(target: Callable[..., Any], arguments: tuple[Any, ...], makes: Sequence[Result]) -> Callable[..., list[torch.Tensor]]:
+def calling(
+    target: Callable[..., Any], arguments: tuple[Any, ...], makes: Sequence[MadeTensor]
+) -> Callable[..., list[torch.Tensor]]:
     """Return a function of the program's values in `arguments` that calls `target` and returns the results `makes`."""
     reads = reads_of(arguments)
     positions = [made.path[0] if made.path else None for made in makes]

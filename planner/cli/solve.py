@@ -79,12 +79,10 @@ def add(commands: Commands) -> None:
         "--memory",
         choices=list(CountedMemory),
         metavar="KIND",
-        help="what the budget counts: reserved (by PyTorch on CUDA: the default there), reserved-expandable, "
-        "device or device-expandable (with CUDA's context: the whole card), or allocated",
+        help="what the budget counts: allocated, reserved (by PyTorch on CUDA: the default there) or device (with CUDA's context: "
+        "the whole card), both also with -expandable",
     )
-    parser.add_argument(
-        "--arena", action="store_true", help="the budget is for a step in one block of memory, at planned addresses"
-    )
+    parser.add_argument("--arena", action="store_true", help="plan for a step in an arena")
     add_graph_options(parser)
     add_reorder(parser, default=None, said="with --solver windows, after program order and where it can gain")
     add_quiet(parser)

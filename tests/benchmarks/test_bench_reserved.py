@@ -24,7 +24,7 @@ def assert_ordered(row: ReservedRow) -> None:
     assert counted[row.counts] <= row.budget_bytes
 
 
-@pytest.mark.parametrize("counts", list(CountedMemory))
+@pytest.mark.parametrize("counts", reserved.COUNTS)
 def test_a_row_has_all_kinds_of_memory_in_order(counts: CountedMemory) -> None:
     graph = transformer(TransformerSize(layers=2, vocabulary=8192, batch=2, sequence=512))
     assert_ordered(plan_row("small", replace(graph, provenance={"device": "h200"}), counts, "100%", 2.0))

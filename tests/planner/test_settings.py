@@ -33,7 +33,7 @@ PARAMS = WindowsParams(bound=BoundParams(small_ops=12))
         (lambda: RunSettings(kernels="triton"), "kernels is 'triton': choose from eager, inductor"),
         (lambda: RunSettings(swap="often"), "swap is 'often': choose from exact, any, never"),
         (lambda: RunSettings(max_plans=0), "max_plans is 0: at least one plan must be kept"),
-        (lambda: RunSettings(arena=True, dynamic=True), "arena=True does not go with dynamic=True"),
+        (lambda: RunSettings(arena=True, cuda_graph=True), "arena=True does not go with cuda_graph=True"),
         (lambda: RunSettings(cuda_graph=True, replan=True), "cuda_graph=True does not go with replan=True"),
     ],
 )

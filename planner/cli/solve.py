@@ -79,8 +79,8 @@ def add(commands: Commands) -> None:
         "--memory",
         choices=list(CountedMemory),
         metavar="KIND",
-        help="what the budget counts: allocated, reserved (by PyTorch on CUDA: the default there) or device (with CUDA's context: "
-        "the whole card), both also with -expandable",
+        help="what the budget counts: allocated, reserved (the default on CUDA), device (the whole card); or "
+        "reserved-expandable, device-expandable",
     )
     parser.add_argument("--arena", action="store_true", help="plan for a step in an arena")
     add_graph_options(parser)

@@ -79,11 +79,12 @@ def test_results_are_eager_pytorchs_and_the_budget_holds(name: str, share: float
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("share", [0.8, 0.6, 0.4])
-@pytest.mark.parametrize("name", TRANSFORMERS)
+@pytest.mark.parametrize(
+    ("name", "share"),
+    # What the code of Reformer holds in variables at once, and its largest op, take more than half of its peak.
+    [(name, share) for name in TRANSFORMERS for share in (0.8, 0.6, 0.4) if (name, share) != ("reformer", 0.4)],
+)
 def test_models_that_cannot_be_traced(name: str, share: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    if name == "reformer" and share < 0.5:
-        share = 0.5  # at once, its hashes and the variables of its code take up to 0.47 of the peak
     pytest.importorskip("transformers")
     monkeypatch.setattr(torch, "seed", lambda: 5)  # Reformer seeds its hashes by the clock
     check(TRANSFORMERS[name], share)

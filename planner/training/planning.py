@@ -14,6 +14,7 @@ from planner.capture.lowering.lower import Capture
 from planner.capture.signature import Batch, detach_batch
 from planner.capture.step import LossFn
 from planner.compatibility import check_compatible
+from planner.distributed.ranks import SingleProcess
 from planner.distributed.wrappers import Unwrapped
 from planner.plan_check import check_sizes
 from planner.profiling.kernel_settings import kernel_settings
@@ -56,7 +57,7 @@ class Planning:
     def __post_init__(self) -> None:
         asked = self.solve.features | self.run.features
         around = {
-            Feature.SEVERAL_PROCESSES: type(self.wrapper) is not Unwrapped,
+            Feature.SEVERAL_PROCESSES: type(self.wrapper.ranks) is not SingleProcess,
             Feature.ON_CPU: any(parameter.device.type != "cuda" for parameter in self.wrapper.module.parameters()),
             Feature.ON_GPU: any(parameter.device.type == "cuda" for parameter in self.wrapper.module.parameters()),
         }

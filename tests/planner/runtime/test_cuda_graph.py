@@ -187,7 +187,7 @@ def test_an_op_that_cannot_be_captured_is_named(model: Callable[[], nn.Module], 
 
 
 def test_what_cannot_be_recorded_is_refused() -> None:
-    class Wrapped(Unwrapped):
+    class Several(SingleProcess):
         pass
 
     workload = dropout_and_norm()
@@ -197,7 +197,7 @@ def test_what_cannot_be_recorded_is_refused() -> None:
         planner.compile(*workload, budget="8GB", cuda_graph=True, dynamic=True)
     with pytest.raises(PlannerError, match="several processes: leave out cuda_graph=True"):
         Planning(
-            Wrapped(workload.model, SingleProcess()),
+            Unwrapped(workload.model, Several()),
             workload.loss_fn,
             TraceSettings(),
             SolveSettings(),

@@ -53,7 +53,6 @@ TABLE = (
     Column("peak", "peak_bytes", format_bytes),
     Column("arena", lambda row: row.arena_bytes / row.peak_bytes, "{:.4f}x"),
     Column("outside", "counted_bytes", format_bytes),
-    Column("of the budget", lambda row: (row.static_bytes + row.arena_bytes + row.outside_bytes) / row.budget_bytes, "{:.4f}"),
     Column("bits", "identical", lambda same: "identical" if same else "DIFFERENT"),
     Column("eager step", "eager_s"),
     Column("plan", "plan_ratio"),

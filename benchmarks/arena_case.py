@@ -20,7 +20,7 @@ from planner.profiling.allocator import cpu_allocations
 from planner.runtime.arena import SharedSlab
 from planner.runtime.executor import Executor
 from planner.runtime.measure import Isolated, Step, outcome
-from planner.studies.rows import Made, column, key, provenance, value
+from planner.studies.rows import Made, column, key, provenance
 
 MODELS = {
     "gpt2": partial(build, "gpt2", layers=4, width=64, heads=4, vocab=500, batch=8, seq=128, dropout=0),
@@ -39,8 +39,6 @@ class ArenaRow(Made):
     model: str = key()
     budget: str = key("a share of the peak of keeping everything")
     library: str = key("how the C library treats freed memory")
-    budget_bytes: int = value("that the plan was made for")
-    static_bytes: int = value("of the step: parameters, buffers, inputs")
     peak_bytes: int = column("of the plan, without static memory")
     arena_bytes: int = column("the slab that the step runs in")
     outside_bytes: int = column("the most that the step takes outside of it at once, as the arena counts")
@@ -83,8 +81,6 @@ def measured(name: str, budget: str, library: str, plan: Plan, repeats: int) -> 
         model=name,
         budget=budget,
         library=library,
-        budget_bytes=plan.budget_bytes,
-        static_bytes=plan.graph.static_bytes,
         peak_bytes=plan.peak_bytes - plan.graph.static_bytes,
         arena_bytes=arena.size_bytes,
         outside_bytes=arena.outside_bytes,

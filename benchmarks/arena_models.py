@@ -9,16 +9,13 @@ if a step takes more than its budget.
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from statistics import median
 
 from benchmarks.arena_model import EAGER, IN_ARENA, PLANNED, ArenaModelRow, arena_rows
-from benchmarks.command import carry_out, command_line, one_thread
-from benchmarks.try_model import FAILED, MISSING, RAN, sources
+from benchmarks.try_model import FAILED, RAN
+from benchmarks.try_models import in_a_process, trying
 from graphs.units import format_bytes
-from planner import options
 from planner.studies.experiment import Study
-from planner.studies.processes import ALONE, ProcessError, stream
 from planner.studies.rows import provenance
 from planner.studies.tables import ALL, Column, bullets, markdown, side_by_side
 
@@ -26,16 +23,9 @@ _LIMIT_S = 300.0
 
 
 def try_one(case: tuple[str, str], known: Sequence[ArenaModelRow], *, repeats: int) -> Iterator[ArenaModelRow]:
-    """Yield the rows of one model, by a process of its own."""
-    source, model = case
+    """Yield the rows of one model."""
     about = provenance()
-    rows: dict[str, ArenaModelRow] = {}
-    try:
-        for row in stream(arena_rows, source, model, repeats, variables=ALONE, limit_s=_LIMIT_S):
-            rows[row.way] = row
-    except ProcessError as error:
-        rows["process"] = ArenaModelRow(source=source, model=model, way="process", status=FAILED, message=str(error))
-    yield from (replace(row, **about) for row in rows.values())
+    yield from (replace(row, **about) for row in in_a_process(arena_rows, ArenaModelRow, case, repeats, _LIMIT_S))
 
 
 def over(row: ArenaModelRow) -> bool:
@@ -113,27 +103,12 @@ def failures(rows: Sequence[ArenaModelRow]) -> Iterator[str]:
             yield f"{name}: {row.message}"
 
 
-def main(words: Sequence[str] | None = None) -> int:
-    """Try the missing models; write rows and table after each model; return 1 on failures."""
-    names = [f"{source}/{model}" for source, models in sources().items() for model in models]
-    parser = command_line(__doc__, ArenaModelRow, models=names, out="results/arena_models")
-    parser.add_argument("--repeats", type=options.count, default=9, help="steps timed of each way (default: %(default)s)")
-    arguments = parser.parse_args(words)
-    one_thread()
-    study = Study(
-        ArenaModelRow,
-        partial(try_one, repeats=arguments.repeats),
-        again=lambda rows: any(row.status == MISSING for row in rows),
-        order=lambda row: names.index(f"{row.source}/{row.model}"),
-        pages={"table.md": table},
-        failures=failures,
-    )
-    cases = {(source, model): (source, model) for source, model in (name.split("/") for name in arguments.models)}
-    return carry_out(study, arguments, cases, say=_line)
-
-
 def _line(row: ArenaModelRow) -> str:
     return f"{row.source}/{row.model}, {row.way}: {row.status}, {row.different} results are not eager's; {row.message}"
+
+
+STUDY = Study(ArenaModelRow, try_one, pages={"table.md": table}, failures=failures)
+main = trying(STUDY, __doc__, out="results/arena_models", say=_line)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import partial
 from importlib import metadata
 from statistics import median
+from typing import Any
 
 from benchmarks.command import carry_out, command_line, one_thread
 from benchmarks.try_model import (
@@ -23,6 +24,7 @@ from benchmarks.try_model import (
     PLANNED,
     RAN,
     SHARES,
+    R,
     TriedRow,
     sources,
     try_model,
@@ -38,16 +40,29 @@ PACKAGES = ("transformers", "timm", "torchvision", "diffusers", "peft")
 _LIMIT_S = 600.0
 
 
-def try_one(case: tuple[str, str], known: Sequence[TriedRow], *, repeats: int) -> Iterator[TriedRow]:
-    """Yield the rows of one model, by a process of its own."""
+def in_a_process(
+    rows_of: Callable[[str, str, int], Iterator[R]], kind: Callable[..., R], case: tuple[str, str], repeats: int, limit_s: float
+) -> Iterator[R]:
+    """Yield the rows of one model, by a process of its own, which may fail as a row does.
+
+    Args:
+        rows_of: yields rows with a `way`, some perhaps twice; of source, model and `repeats`.
+        kind: the class of the rows.
+    """
     source, model = case
-    rows, about = {}, {**provenance(), **{package: _version(package) for package in PACKAGES}}
+    rows: dict[str, R] = {}
     try:
-        for row in stream(try_model, source, model, repeats, variables=ALONE, limit_s=_LIMIT_S):
+        for row in stream(rows_of, source, model, repeats, variables=ALONE, limit_s=limit_s):
             rows[row.way] = row
     except ProcessError as error:
-        rows["process"] = TriedRow(source=source, model=model, way="process", status=FAILED, message=str(error))
-    yield from (replace(row, **about) for row in rows.values())
+        rows["process"] = kind(source=source, model=model, way="process", status=FAILED, message=str(error))
+    yield from rows.values()
+
+
+def try_one(case: tuple[str, str], known: Sequence[TriedRow], *, repeats: int) -> Iterator[TriedRow]:
+    """Yield the rows of one model."""
+    about = {**provenance(), **{package: _version(package) for package in PACKAGES}}
+    yield from (replace(row, **about) for row in in_a_process(try_model, TriedRow, case, repeats, _LIMIT_S))
 
 
 def _version(package: str) -> str:
@@ -173,28 +188,42 @@ def failures(rows: Sequence[TriedRow]) -> Iterator[str]:
     yield from (f"{row.source}/{row.model}, {row.way}: {row.message}" for row in failed)
 
 
-def main(words: Sequence[str] | None = None) -> int:
-    """Try the missing models; write rows and table after each model; return 1 on failures."""
-    names = [f"{source}/{model}" for source, models in sources().items() for model in models]
-    parser = command_line(__doc__, TriedRow, models=names, out="results/models")
-    parser.add_argument("--repeats", type=options.count, default=9, help="steps timed of each way (default: %(default)s)")
-    arguments = parser.parse_args(words)
-    one_thread()
-    study = Study(
-        TriedRow,
-        partial(try_one, repeats=arguments.repeats),
-        again=lambda rows: any(row.status == MISSING for row in rows),
-        order=lambda row: names.index(f"{row.source}/{row.model}"),
-        pages={"table.md": table},
-        failures=failures,
-    )
-    cases = {(source, model): (source, model) for source, model in (name.split("/") for name in arguments.models)}
-    return carry_out(study, arguments, cases, say=_line)
+def trying(
+    study: Study[tuple[str, str], Any], description: str | None, *, out: str, say: Callable[[Any], str]
+) -> Callable[[Sequence[str] | None], int]:
+    """Return the ``main`` of a benchmark that tries the models: writes rows and table after each; returns 1 on failures.
+
+    Args:
+        study: of cases that are source and model. Its order is set here, and missing packages are looked for again.
+        description, out: as for ``command_line``.
+        say: as for ``carry_out``.
+    """
+
+    def main(words: Sequence[str] | None = None) -> int:
+        names = [f"{source}/{model}" for source, models in sources().items() for model in models]
+        parser = command_line(description, study.row, models=names, out=out)
+        parser.add_argument("--repeats", type=options.count, default=9, help="steps timed of each way (default: %(default)s)")
+        arguments = parser.parse_args(words)
+        one_thread()
+        tried = replace(
+            study,
+            run=partial(study.run, repeats=arguments.repeats),
+            again=lambda rows: any(row.status == MISSING for row in rows),
+            order=lambda row: names.index(f"{row.source}/{row.model}"),
+        )
+        cases = {(source, model): (source, model) for source, model in (name.split("/") for name in arguments.models)}
+        return carry_out(tried, arguments, cases, say=say)
+
+    return main
 
 
 def _line(row: TriedRow) -> str:
     found = f"{row.different} results are not eager's" if row.status == RAN else f"{row.status}: {row.message}"
     return f"{row.source}/{row.model}, {row.way}: {found}"
+
+
+STUDY = Study(TriedRow, try_one, pages={"table.md": table}, failures=failures)
+main = trying(STUDY, __doc__, out="results/models", say=_line)
 
 
 if __name__ == "__main__":

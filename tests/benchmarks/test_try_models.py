@@ -17,7 +17,7 @@ from benchmarks.models.parts import Residual
 from benchmarks.runner import whole_step
 from benchmarks.storages import LiveStorages
 from benchmarks.try_model import AT_ITS_PEAK, CHECKPOINTING, EAGER, FAILED, FIRST, MISSING, PLANNED, RAN, REFUSED, Trial, TriedRow
-from benchmarks.try_models import failures, main, table, try_one
+from benchmarks.try_models import STUDY, failures, table, try_one, trying
 from planner.models import Workload
 from planner.runtime.measure import loss_of
 from planner.studies.rows import read_rows
@@ -161,10 +161,10 @@ def test_models_that_are_in_the_csv_are_not_tried_again(monkeypatch: pytest.Monk
         about = {"source": source, "model": model, "way": EAGER, "status": next(statuses)}
         return [TriedRow(**about, storages_bytes=90, peak_bytes=100, different=0)]  # type: ignore[arg-type]
 
-    monkeypatch.setattr(try_models, "try_one", try_one)
     monkeypatch.setattr(try_models, "one_thread", lambda: None)
+    main = trying(replace(STUDY, run=try_one), None, out=str(tmp_path), say=str)
     names = ["by hand/mlp", "timm/vit"]
-    words = ["--models", ",".join(names), "--out", str(tmp_path)]
+    words = ["--models", ",".join(names)]
     for more, expected in (([], names), ([], ["timm/vit"]), ([], []), (["--fresh"], names)):
         asked.clear()
         assert main([*words, *more]) == 0

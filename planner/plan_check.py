@@ -148,9 +148,8 @@ def _reserved_differences(plan: PlanRecord, graph: Graph) -> list[str]:
     said = plan.reserved
     if said is None:
         return []
-    found = replace(
-        reserved_for(graph, plan.schedule, plan.memory, said.eager_bytes), context_bytes=said.context_bytes
-    )  # measured where it was traced
+    found = reserved_for(graph, plan.schedule, plan.memory, said.eager_bytes)
+    found = replace(found, context_bytes=said.context_bytes)  # that was measured where the graph was traced
     return [] if found == said else [f"that {_exact(said.total_bytes)} are reserved, but its schedule has {found}"]
 
 

@@ -65,6 +65,10 @@ def context_bytes_of(graph: Graph) -> int:
     return USUAL_CONTEXT_BYTES if device is None else device.context_bytes
 
 
+def _counted_context_bytes(graph: Graph, memory: CountedMemory) -> int:
+    return context_bytes_of(graph) if memory.counts_context else 0
+
+
 def requests_of(graph: Graph, schedule: Schedule) -> Training:
     """Return the requests of a training loop by `schedule`, with the workspaces of cuBLAS where matrices are multiplied.
 
@@ -126,7 +130,7 @@ def reserved_beside(graph: Graph, memory: CountedMemory) -> Beside:
     optimizer = optimizer_of(graph.provenance)
     kept_bytes = sum(graph.tensors[t].size_bytes for t in graph.kept if graph.tensors[t].pool == DEVICE)
     in_use_bytes = graph.static_bytes + kept_bytes + optimizer.temporaries * parameters + library_bytes
-    return Beside(library_bytes, context_bytes_of(graph) if memory.counts_context else 0, in_use_bytes)
+    return Beside(library_bytes, _counted_context_bytes(graph, memory), in_use_bytes)
 
 
 def reserved_for(graph: Graph, schedule: Schedule, memory: CountedMemory, eager_bytes: int) -> Reserved:
@@ -144,15 +148,14 @@ def reserved_for(graph: Graph, schedule: Schedule, memory: CountedMemory, eager_
         eager_bytes=eager_bytes,
         library_bytes=sum(training.libraries),
         optimizer_bytes=sum(training.temporaries),
-        context_bytes=context_bytes_of(graph) if memory.counts_context else 0,
+        context_bytes=_counted_context_bytes(graph, memory),
         expandable=memory.is_expandable,
     )
 
 
 def eager_reserved_bytes(graph: Graph, memory: CountedMemory) -> int:
     """Return what plain eager PyTorch reserves for the step of `graph`, which is on a CUDA device, as the budget counts it."""
-    context_bytes = context_bytes_of(graph) if memory.counts_context else 0
-    return usage_of(_eager_requests(graph), rules_of(memory)).reserved_bytes + context_bytes
+    return usage_of(_eager_requests(graph), rules_of(memory)).reserved_bytes + _counted_context_bytes(graph, memory)
 
 
 @dataclass(frozen=True, slots=True)

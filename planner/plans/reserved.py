@@ -29,7 +29,7 @@ class Reserved:
 
     @property
     def device_bytes(self) -> int:
-        """What is reserved, with CUDA's context if it counts."""
+        """Reserved bytes, with CUDA's context if the budget counts it."""
         return self.total_bytes + self.context_bytes
 
     def lines(self) -> list[tuple[str, str]]:

@@ -188,9 +188,10 @@ class Memory:
             storage.ledger_id = None
             storage.snapshots = None
             storage.last_read = -1
+            storage.base = None
         # What was recomputed is not freed by itself where storages were written with each other's contents: a cycle.
-        for known in (*self.resident.values(), *(watch.storage() for watch in self._invisible)):
-            if known is not None:
+        for watch in self._invisible:
+            if (known := watch.storage()) is not None:
                 known.base = None
         self.settle()
         self.ledger, self.evicted_bytes = None, 0

@@ -285,7 +285,7 @@ class Recorder(TorchDispatchMode):
                 generator, state = call.draws
                 state.restore(generator)
             try:
-                return call.function(*call.args, **call.kwargs)
+                return call.operator.call(*call.args, **call.kwargs)
             except Exception as again:  # noqa: BLE001  it is raised below unless it is the allocator's
                 failure, error = allocator_failure(again), again
         raise error

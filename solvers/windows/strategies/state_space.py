@@ -108,9 +108,11 @@ def shortest(problem: Problem, max_states: int, *, below_s: float, should_stop: 
             if marked is None:
                 continue
             for needed_bytes, over in ways[i]:
+                if live_bytes + needed_bytes > problem.capacity_bytes:
+                    continue
                 after = (live | out_masks[i]) & may_serve[reached] & ~over
                 following = reached, after, watch.after(marked, reached, after)
-                if live_bytes + needed_bytes <= problem.capacity_bytes and following != state:
+                if following != state:
                     moves.append((spent + again * problem.time_s[i], following, _size(problem, after), i))
         for t in _members(live):
             if not problem.kept[t]:

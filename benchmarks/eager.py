@@ -170,7 +170,9 @@ class Found:
 
 def within(budget: int, heuristic: str, model: nn.Module, step: Step, expected: list[Tensor], *, steps: int) -> Found:
     """Run steps within a budget and plain steps, by turns; first one of which results and peak are taken."""
-    block = partial(rematerialize, budget, heuristic=heuristic, device=device_of(model), max_recomputation=100)
+    block = partial(
+        rematerialize, budget, heuristic=heuristic, device=device_of(model), max_recomputation=100, memory="allocated"
+    )
     session = block()
     eager, times = [], []
     try:

@@ -11,6 +11,7 @@ from graphs.units import format_bytes
 from planner.eager.memory import Memory
 from planner.eager.storages import RecordedOp, Reference, TrackedStorage
 from planner.passes.draws import LOCK
+from planner.runtime.allocator_failure import allocator_failure
 from planner.torch_private.core import AUTOCAST_KEYS, below_autograd, without_autocast
 
 # Fewer recomputed ops than these say nothing about the rest of a step.
@@ -110,7 +111,7 @@ class Recomputation:
             return
         # While they are held here, nothing evicts them.
         self._make_room(op, stack)
-        outputs, seconds = self._call(op, tensors)
+        outputs, seconds = self._call(op, tensors, stack)
         rebuild.executed(op, outputs, self.memory)
         self.memory.recomputed(op)
         self._count(op, seconds)
@@ -121,17 +122,27 @@ class Recomputation:
             try:
                 self.memory.make_room(op.room_bytes, f"recomputing {op.function}")
             except BudgetError:
-                if not any(rebuild.let_go() for rebuild in stack[:-1]):
+                if not _let_go(stack):
                     raise
             else:
                 return
 
-    def _call(self, op: RecordedOp, tensors: list[torch.Tensor]) -> tuple[list[Any], float]:
+    def _call(self, op: RecordedOp, tensors: list[torch.Tensor], stack: "list[_Rebuild]") -> tuple[list[Any], float]:
+        """Execute an op again, until the allocator has memory for it or nothing is left to evict; return outputs and seconds."""
         remaining = iter(tensors)
         args = fill(op.args, remaining)
         kwargs = fill(op.kwargs, remaining)
-        start = self.memory.now()
-        outputs = _draw_again(op, args, kwargs) if op.draws else op.function(*args, **kwargs)
+        while True:
+            start = self.memory.now()
+            try:
+                outputs = _draw_again(op, args, kwargs) if op.draws else op.function(*args, **kwargs)
+                break
+            except Exception as error:
+                if op.in_place:  # it may have begun to write
+                    raise
+                while not self.memory.evict_after(error):
+                    if allocator_failure(error) is None or not _let_go(stack):
+                        raise
         seconds = op.seconds if self._returns_early else self.memory.now() - start
         return (list(outputs) if isinstance(outputs, list | tuple) else [outputs]), seconds
 
@@ -227,6 +238,11 @@ class _Rebuild:
         if self.built is not None and self.version == self.storage.version:
             self.storage.base = self.built = None
             memory.settle()
+
+
+def _let_go(stack: list[_Rebuild]) -> bool:
+    """Let the first of the storages under way below the top lose its inputs that can; return False if none can."""
+    return any(rebuild.let_go() for rebuild in stack[:-1])
 
 
 def resident_tensor(storage: TrackedStorage) -> torch.Tensor | None:

@@ -4,6 +4,8 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -346,17 +348,18 @@ def test_an_automatic_budget_is_the_free_memory() -> None:
     assert session.budget_bytes > 100 * MB
 
 
-class FailingOnce(TorchDispatchMode):
-    """An allocator that fails once, at the sixth tanh."""
+class Failing(TorchDispatchMode):
+    """An allocator that fails at one call of an operator."""
 
-    def __init__(self) -> None:
+    def __init__(self, operator: object, call: int) -> None:
         super().__init__()
+        self.operator, self.call = operator, call
         self.calls = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function is torch.ops.aten.tanh.default:
+        if function is self.operator:
             self.calls += 1
-            if self.calls == 6:
+            if self.calls == self.call:
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 64.00 KiB")
         return function(*args, **(kwargs or {}))
 
@@ -364,10 +367,42 @@ class FailingOnce(TorchDispatchMode):
 def test_out_of_memory_inside_an_op_evicts_and_tries_again() -> None:
     expected = gradients(lambda model, x: model(x).square().mean(), None)[:-1]
     model, x = chain(), torch.randn(256, 64)
-    with FailingOnce(), rematerialize("1GB") as session:
+    with Failing(torch.ops.aten.tanh.default, 6), rematerialize("1GB") as session:
         model(x).square().mean().backward()
     assert session.evictions == 1
     assert all(torch.equal(a, p.grad) for a, p in zip(expected, model.parameters(), strict=True))
+
+
+def test_out_of_memory_inside_a_recomputed_op_evicts_and_tries_again() -> None:
+    expected = gradients(lambda model, x: model(x).square().mean(), None)[:-1]
+    model, x = chain(), torch.randn(256, 64)
+    tanh = torch.ops.aten.tanh.default
+    with Failing(tanh, 0) as counting, rematerialize(other_bytes() + _TIGHT):
+        forward = model(x).square().mean()
+        in_forward = counting.calls
+        forward.backward()
+    assert counting.calls > in_forward
+    model.zero_grad()
+    del forward
+    with Failing(tanh, in_forward + 1), rematerialize(other_bytes() + _TIGHT) as session:
+        model(x).square().mean().backward()
+    assert "out of memory    1 times" in str(session)
+    assert all(torch.equal(a, p.grad) for a, p in zip(expected, model.parameters(), strict=True))
+
+
+def test_out_of_memory_inside_batch_norm_changes_no_statistics() -> None:
+    def train(block: Any) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*chain(), nn.BatchNorm1d(64), nn.Tanh(), nn.Linear(64, 64))
+        with block:
+            model(torch.randn(256, 64)).square().mean().backward()
+        return [*(p.grad for p in model.parameters()), *model.buffers()]
+
+    expected = train(nullcontext())
+    with Failing(torch.ops.aten.native_batch_norm.default, 1) as failing:
+        found = train(session := rematerialize("1GB"))
+    assert failing.calls > 1 and "out of memory    1 times" in str(session)
+    assert all(map(torch.equal, found, expected))
 
 
 def test_memory_stays_flat_over_a_thousand_steps() -> None:
@@ -422,3 +457,8 @@ def test_the_report_says_what_happened() -> None:
 def test_the_report_before_the_block_raises() -> None:
     with pytest.raises(UsageError, match="not entered"):
         str(rematerialize("1GB"))
+
+
+def test_budgets_of_reserved_memory_need_a_cuda_device() -> None:
+    with pytest.raises(UsageError, match="memory is 'reserved', and the step runs on the CPU"):
+        planner.rematerialize("1GB", memory="reserved")

@@ -28,11 +28,13 @@ from planner.runtime.measure import loss_of, median_times, outcome
 from planner.studies.experiment import Study
 from planner.studies.rows import Made, key, provenance, text, value
 from planner.studies.tables import Column, made_with, markdown
+from planner.torch_private.cuda import set_allocator_settings
 
-EAGER, DEVICE = "eager", "device"
+EAGER, DEVICE, EXPANDABLE = "eager", "device", "expandable"
 WAYS: Mapping[str, Mapping[str, Any]] = {
     "recompute": {"memory": "allocated"},
     "reserved": {"memory": "reserved"},
+    EXPANDABLE: {"memory": "reserved-expandable"},
     DEVICE: {"memory": "device"},
     "offload": {"options": ["offload"], "memory": "allocated"},
     "cuda-graph": {"cuda_graph": True},
@@ -127,11 +129,16 @@ def measure(row: PlanRow, known: Sequence[PlanRow]) -> Iterator[PlanRow]:
     gc.collect()  # garbage of the last row
     torch.cuda.empty_cache()
     torch.manual_seed(0)
+    if row.way == EXPANDABLE:
+        set_allocator_settings("expandable_segments:True")
     try:
         workload = MODELS[row.model](device="cuda")
         yield (eager_row if row.way == EAGER else planned_row)(row, workload)
     except Exception as error:  # noqa: BLE001  # the other rows are to be made
         yield replace(row, message=typed_line(error))
+    finally:
+        if row.way == EXPANDABLE:
+            set_allocator_settings("expandable_segments:False")
 
 
 def failures(rows: Sequence[PlanRow]) -> Iterator[str]:
@@ -142,7 +149,7 @@ def failures(rows: Sequence[PlanRow]) -> Iterator[str]:
             yield f"{name}: {row.message}"
         if row.budget_bytes is not None and row.requested_bytes is not None and row.requested_bytes > row.budget_bytes:
             yield f"{name}: {row.requested_bytes} B of tensors, {row.requested_bytes - row.budget_bytes} B over the budget"
-        if row.way == "reserved" and row.reserved_bytes is not None and row.budget_bytes is not None:
+        if row.way in ("reserved", EXPANDABLE) and row.reserved_bytes is not None and row.budget_bytes is not None:
             held_bytes = row.reserved_bytes + (row.library_bytes or 0)
             if held_bytes > row.budget_bytes:
                 yield f"{name}: reserved {held_bytes} B, {held_bytes - row.budget_bytes} B over the budget"

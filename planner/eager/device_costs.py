@@ -1,5 +1,6 @@
 """What ops cost on a CUDA device, where they return before they are done, and libraries take memory while they run."""
 
+from functools import cache
 from time import perf_counter
 
 import torch
@@ -7,8 +8,15 @@ import torch
 from planner.capture.lowering.statics import allocated_bytes
 from planner.profiling.allocator import cuda_bytes
 from planner.runtime.libraries import warm_up_libraries
+from planner.torch_private.cuda import on_out_of_memory
 
+_unserved: dict[int, int] = {}  # by device: bytes for which its allocator last had no memory, until somebody asks
 _EXECUTIONS = 2  # measured of each signature: the first loads kernels and lets libraries choose
+
+
+@cache
+def _note_unserved() -> None:
+    on_out_of_memory(_unserved.__setitem__)
 
 
 class DeviceCosts:
@@ -23,17 +31,36 @@ class DeviceCosts:
         self._executions: dict[int, int] = {}
         self._taken = 0
         self._start = 0.0
+        _note_unserved()
 
     def in_use_bytes(self) -> int:
         """Return the bytes in use on the device, with workspaces that libraries keep."""
         warm_up_libraries(self._device)
         return cuda_bytes(self._device)
 
+    def forget_failures(self) -> None:
+        """Forget that the allocator has had no memory: an op begins."""
+        _unserved.clear()
+
+    def check_memory(self) -> None:
+        """Raise if the allocator has had no memory for a part of the op: cuDNN then runs another algorithm, with other bits.
+
+        Raises:
+            torch.OutOfMemoryError: it has not.
+        """
+        if _unserved:
+            asked_bytes = _unserved.pop(self._device.index, None)
+            if asked_bytes is not None:
+                raise torch.OutOfMemoryError(
+                    f"CUDA out of memory. Tried to allocate {asked_bytes} bytes for the workspace of an op"
+                )
+
     def start(self, number: int) -> bool:
-        """Begin to measure an op whose signature has this number, unless it has been measured; return whether it is.
+        """Begin an op, and to measure it unless its signature, which has this number, has been measured; return whether it is.
 
         Ops without a number, which is 0 then, are measured each time.
         """
+        self.forget_failures()
         executions = self._executions.get(number, 0)
         if number and executions == _EXECUTIONS:
             return False

@@ -8,6 +8,7 @@ import torch
 
 from graphs.errors import BudgetError, PlannerError
 from graphs.units import format_bytes
+from planner.eager.device_costs import DeviceCosts
 from planner.eager.memory import Memory
 from planner.eager.storages import RecordedOp, Reference, TrackedStorage
 from planner.passes.draws import LOCK
@@ -24,7 +25,7 @@ class Recomputation:
     Args:
         memory: where room is made before each op.
         max_recomputation: the most ops that may be recomputed in a step, as a multiple of the ops of the step.
-        returns_early: ops return before they are done, as on CUDA: they count as they were measured first.
+        device_costs: of a CUDA device, where ops return before they are done: they count as they were measured first.
 
     Attributes:
         ops: number of recomputed ops.
@@ -34,9 +35,9 @@ class Recomputation:
         running: the runtime executes ops of its own.
     """
 
-    def __init__(self, memory: Memory, max_recomputation: float, *, returns_early: bool = False) -> None:
+    def __init__(self, memory: Memory, max_recomputation: float, device_costs: DeviceCosts | None = None) -> None:
         self.memory = memory
-        self._returns_early = returns_early
+        self.device_costs = device_costs
         self.max_recomputation = max_recomputation
         self.step_ops = 0
         self.ops = 0
@@ -132,18 +133,24 @@ class Recomputation:
         remaining = iter(tensors)
         args = fill(op.args, remaining)
         kwargs = fill(op.kwargs, remaining)
+        costs = self.device_costs
         while True:
             start = self.memory.now()
+            if costs is not None:
+                costs.forget_failures()
             try:
                 outputs = _draw_again(op, args, kwargs) if op.draws else op.function(*args, **kwargs)
+                if costs is not None:
+                    costs.check_memory()
                 break
             except Exception as error:
+                outputs = None
                 if op.in_place:  # it may have begun to write
                     raise
                 while not self.memory.evict_after(error):
                     if allocator_failure(error) is None or not _let_go(stack):
                         raise
-        seconds = op.seconds if self._returns_early else self.memory.now() - start
+        seconds = self.memory.now() - start if costs is None else op.seconds
         return (list(outputs) if isinstance(outputs, list | tuple) else [outputs]), seconds
 
     def _count(self, op: RecordedOp, seconds: float) -> None:

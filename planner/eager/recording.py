@@ -188,7 +188,10 @@ class Recorder(TorchDispatchMode):
         start = memory.now()
         try:
             outputs = call.operator.call(*call.args, **call.kwargs)
+            if costs is not None:
+                costs.check_memory()
         except Exception as error:  # noqa: BLE001  it is raised again unless it is the allocator's
+            outputs = None
             outputs = self._retry(call, error)
         if costs is None:
             call.seconds = memory.now() - start
@@ -274,8 +277,14 @@ class Recorder(TorchDispatchMode):
             if call.draws is not None:
                 generator, state = call.draws
                 state.restore(generator)
+            costs = self.device_costs
             try:
-                return call.operator.call(*call.args, **call.kwargs)
+                if costs is None:
+                    return call.operator.call(*call.args, **call.kwargs)
+                costs.forget_failures()
+                outputs = call.operator.call(*call.args, **call.kwargs)
+                costs.check_memory()
+                return outputs
             except Exception as again:  # noqa: BLE001  it is raised below unless it is the allocator's
                 error = again
         raise error

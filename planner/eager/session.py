@@ -124,7 +124,7 @@ class Rematerialization:
             costs = DeviceCosts(self._device)
             memory.live_bytes = max(memory.live_bytes, costs.in_use_bytes())  # with what Python does not know of
         memory.make_room(0, "the block")
-        recomputation = Recomputation(memory, self._max_recomputation, returns_early=costs is not None)
+        recomputation = Recomputation(memory, self._max_recomputation, costs)
         follower = StepFollower(StepPlans(memory.budget_bytes), memory, recomputation.recompute_saved)
         self._recorder = recorder = Recorder(memory, sizes, recomputation, follower, costs)
         memory.on_release = follower.released

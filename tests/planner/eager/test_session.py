@@ -405,6 +405,42 @@ def test_out_of_memory_inside_batch_norm_changes_no_statistics() -> None:
     assert all(map(torch.equal, found, expected))
 
 
+class UnservedWorkspaces:
+    """Costs of a device whose library has no memory for a workspace at some ops, and returns other bits."""
+
+    def __init__(self, unserved: set[int]) -> None:
+        self.unserved = unserved
+        self.calls = 0
+
+    def start(self, number: int) -> bool:
+        self.forget_failures()
+        return True
+
+    def stop(self) -> tuple[float, int]:
+        return 1e-6, 0
+
+    def forget_failures(self) -> None:
+        self.calls += 1
+
+    def check_memory(self) -> None:
+        if self.calls in self.unserved:
+            self.unserved.remove(self.calls)
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 65536 bytes for the workspace of an op")
+
+
+def test_ops_without_their_workspace_are_executed_again() -> None:
+    expected = gradients(lambda model, x: model(x).square().mean(), None)[:-1]
+    model, x = chain(), torch.randn(256, 64)
+    with rematerialize(other_bytes() + _TIGHT) as session:
+        recorder = session._recorder
+        costs = recorder.device_costs = recorder.recomputation.device_costs = UnservedWorkspaces(set())
+        forward = model(x).square().mean()
+        costs.unserved = set(range(costs.calls + 1, costs.calls + 4))  # some of them are recomputed
+        forward.backward()
+    assert not costs.unserved and "out of memory    3 times" in str(session)
+    assert all(torch.equal(a, p.grad) for a, p in zip(expected, model.parameters(), strict=True))
+
+
 def test_memory_stays_flat_over_a_thousand_steps() -> None:
     model = chain(6, 32)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)

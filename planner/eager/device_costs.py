@@ -1,10 +1,13 @@
 """What ops cost on a CUDA device, where they return before they are done, and libraries take memory while they run."""
 
+from collections.abc import Callable
 from functools import cache
 from time import perf_counter
 
 import torch
 
+from graphs.errors import BudgetError
+from graphs.units import format_bytes
 from planner.capture.lowering.statics import allocated_bytes
 from planner.profiling.allocator import cuda_bytes
 from planner.runtime.libraries import warm_up_libraries
@@ -42,17 +45,32 @@ class DeviceCosts:
         """Forget that the allocator has had no memory: an op begins."""
         _unserved.clear()
 
-    def check_memory(self) -> None:
-        """Raise if the allocator has had no memory for a part of the op: cuDNN then runs another algorithm, with other bits.
+    def find_block(self, size_bytes: int, evict_after: Callable[[Exception], bool]) -> None:
+        """Make the allocator have free memory in one piece, as far as evictions go.
+
+        For ops whose library has other algorithms for when it gets no workspace: it keeps to them, and their bits differ.
+        """
+        while True:
+            try:
+                torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
+            except torch.OutOfMemoryError as error:
+                if not evict_after(error):
+                    return
+            else:
+                return
+
+    def check_memory(self, function: object) -> None:
+        """Raise if an op has succeeded although the allocator had no memory for a part of it.
 
         Raises:
-            torch.OutOfMemoryError: it has not.
+            BudgetError: a library has then run another algorithm.
         """
         if _unserved:
-            asked_bytes = _unserved.pop(self._device.index, None)
-            if asked_bytes is not None:
-                raise torch.OutOfMemoryError(
-                    f"CUDA out of memory. Tried to allocate {asked_bytes} bytes for the workspace of an op"
+            size_bytes = _unserved.pop(self._device.index, None)
+            if size_bytes is not None:
+                raise BudgetError(
+                    f"{function} had no memory for a workspace of {format_bytes(size_bytes)}, and its library has taken another "
+                    "algorithm, whose bits can differ: raise the budget, or let it count tensors only, with memory='allocated'"
                 )
 
     def start(self, number: int) -> bool:

@@ -10,6 +10,7 @@ from graphs.errors import BudgetError, PlannerError
 from graphs.units import format_bytes
 from planner.eager.device_costs import DeviceCosts
 from planner.eager.memory import Memory
+from planner.eager.sizes import takes_free_memory
 from planner.eager.storages import RecordedOp, Reference, TrackedStorage
 from planner.passes.draws import LOCK
 from planner.runtime.allocator_failure import allocator_failure
@@ -134,23 +135,25 @@ class Recomputation:
         args = fill(op.args, remaining)
         kwargs = fill(op.kwargs, remaining)
         costs = self.device_costs
+        if costs is not None and takes_free_memory(op.function):
+            costs.find_block(op.room_bytes, self.memory.evict_after)
         while True:
             start = self.memory.now()
             if costs is not None:
                 costs.forget_failures()
             try:
                 outputs = _draw_again(op, args, kwargs) if op.draws else op.function(*args, **kwargs)
-                if costs is not None:
-                    costs.check_memory()
                 break
             except Exception as error:
-                outputs = None
                 if op.in_place:  # it may have begun to write
                     raise
                 while not self.memory.evict_after(error):
                     if allocator_failure(error) is None or not _let_go(stack):
                         raise
-        seconds = self.memory.now() - start if costs is None else op.seconds
+        seconds = self.memory.now() - start
+        if costs is not None:
+            costs.check_memory(op.function)
+            seconds = op.seconds
         return (list(outputs) if isinstance(outputs, list | tuple) else [outputs]), seconds
 
     def _count(self, op: RecordedOp, seconds: float) -> None:

@@ -184,21 +184,22 @@ class Recorder(TorchDispatchMode):
     def _execute(self, call: "_Call", known: KnownOp) -> Any:
         """Execute an op and time it."""
         memory, costs = self.memory, self.device_costs
+        if costs is not None and known.needs_block:
+            costs.find_block(known.out_bytes + known.workspace_bytes, memory.evict_after)
         is_measured = costs is not None and costs.start(known.number)
         start = memory.now()
         try:
             outputs = call.operator.call(*call.args, **call.kwargs)
-            if costs is not None:
-                costs.check_memory()
         except Exception as error:  # noqa: BLE001  it is raised again unless it is the allocator's
-            outputs = None
             outputs = self._retry(call, error)
         if costs is None:
             call.seconds = memory.now() - start
-        elif is_measured:
-            call.seconds, call.taken_bytes = costs.stop()
         else:
-            call.seconds = known.seconds
+            costs.check_memory(call.function)
+            if is_measured:
+                call.seconds, call.taken_bytes = costs.stop()
+            else:
+                call.seconds = known.seconds
         memory.read_s = memory.clock_s = memory.clock_s + call.seconds
         self.recomputation.step_ops += 1
         return outputs
@@ -277,14 +278,10 @@ class Recorder(TorchDispatchMode):
             if call.draws is not None:
                 generator, state = call.draws
                 state.restore(generator)
-            costs = self.device_costs
+            if self.device_costs is not None:
+                self.device_costs.forget_failures()
             try:
-                if costs is None:
-                    return call.operator.call(*call.args, **call.kwargs)
-                costs.forget_failures()
-                outputs = call.operator.call(*call.args, **call.kwargs)
-                costs.check_memory()
-                return outputs
+                return call.operator.call(*call.args, **call.kwargs)
             except Exception as again:  # noqa: BLE001  it is raised below unless it is the allocator's
                 error = again
         raise error

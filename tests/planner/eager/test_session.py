@@ -16,6 +16,7 @@ import planner
 from benchmarks.storages import LiveStorages
 from graphs.errors import BudgetError, UsageError
 from planner.eager.session import rematerialize
+from planner.eager.sizes import takes_free_memory
 from planner.torch_private.core import TorchDispatchMode
 from tests.planner.eager.test_exactness import other_bytes
 
@@ -405,40 +406,69 @@ def test_out_of_memory_inside_batch_norm_changes_no_statistics() -> None:
     assert all(map(torch.equal, found, expected))
 
 
-class UnservedWorkspaces:
-    """Costs of a device whose library has no memory for a workspace at some ops, and returns other bits."""
+class FullDevice:
+    """Costs of a device without memory in one piece when asked at some times, whose library once has no workspace."""
 
-    def __init__(self, unserved: set[int]) -> None:
-        self.unserved = unserved
+    def __init__(self, *, full: int = 0, unserved_at: int = 0) -> None:
+        self.full, self.unserved_at = full, unserved_at
         self.calls = 0
 
     def start(self, number: int) -> bool:
-        self.forget_failures()
+        self.calls += 1
         return True
 
     def stop(self) -> tuple[float, int]:
         return 1e-6, 0
 
     def forget_failures(self) -> None:
-        self.calls += 1
+        pass
 
-    def check_memory(self) -> None:
-        if self.calls in self.unserved:
-            self.unserved.remove(self.calls)
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 65536 bytes for the workspace of an op")
+    def find_block(self, size_bytes: int, evict_after: Callable[[Exception], bool]) -> None:
+        while self.full:
+            self.full -= 1
+            assert evict_after(torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {size_bytes} bytes"))
+
+    def check_memory(self, function: object) -> None:
+        if self.calls == self.unserved_at:
+            raise BudgetError(f"{function} had no memory for a workspace")
 
 
-def test_ops_without_their_workspace_are_executed_again() -> None:
-    expected = gradients(lambda model, x: model(x).square().mean(), None)[:-1]
-    model, x = chain(), torch.randn(256, 64)
-    with rematerialize(other_bytes() + _TIGHT) as session:
+def convolutions() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.Tanh()) for _ in range(5)))
+
+
+def test_convolutions_have_memory_in_one_piece_before_they_run() -> None:
+    model, x = convolutions(), torch.randn(8, 4, 32, 32)
+    model(x).square().mean().backward()
+    expected = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    with rematerialize("1GB") as session:
         recorder = session._recorder
-        costs = recorder.device_costs = recorder.recomputation.device_costs = UnservedWorkspaces(set())
-        forward = model(x).square().mean()
-        costs.unserved = set(range(costs.calls + 1, costs.calls + 4))  # some of them are recomputed
-        forward.backward()
-    assert not costs.unserved and "out of memory    3 times" in str(session)
+        learn = recorder.sizes.learn
+
+        def learn_as_on_cuda(*args: Any) -> Any:
+            known = learn(*args)
+            known.needs_block = takes_free_memory(args[1])
+            return known
+
+        recorder.sizes.learn = learn_as_on_cuda
+        y = model[:4](x)
+        recorder.device_costs = recorder.recomputation.device_costs = FullDevice(full=1)
+        y = model[4](y).square().mean()
+        in_forward = session.evictions
+        recorder.device_costs.full = 1
+        y.backward()
+    assert session.evictions > in_forward > 0 and session.recomputed_ops
     assert all(torch.equal(a, p.grad) for a, p in zip(expected, model.parameters(), strict=True))
+
+
+def test_ops_whose_library_has_no_workspace_end_the_block() -> None:
+    model, x = convolutions(), torch.randn(8, 4, 32, 32)
+    with rematerialize("1GB") as session:
+        session._recorder.device_costs = FullDevice(unserved_at=3)
+        with pytest.raises(BudgetError, match="no memory for a workspace"):
+            model(x)
 
 
 def test_memory_stays_flat_over_a_thousand_steps() -> None:

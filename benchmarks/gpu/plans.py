@@ -28,6 +28,7 @@ from planner.runtime.measure import loss_of, median_times, outcome
 from planner.studies.experiment import Study
 from planner.studies.rows import Made, key, provenance, text, value
 from planner.studies.tables import Column, made_with, markdown
+from planner.torch_private.core import clear_cublas_workspaces
 from planner.torch_private.cuda import set_allocator_settings
 
 EAGER, DEVICE, EXPANDABLE = "eager", "device", "expandable"
@@ -130,7 +131,7 @@ def measure(row: PlanRow, known: Sequence[PlanRow]) -> Iterator[PlanRow]:
     torch.cuda.empty_cache()
     torch.manual_seed(0)
     if row.way == EXPANDABLE:
-        set_allocator_settings("expandable_segments:True")
+        _switch_segments(expandable=True)
     try:
         workload = MODELS[row.model](device="cuda")
         yield (eager_row if row.way == EAGER else planned_row)(row, workload)
@@ -138,7 +139,14 @@ def measure(row: PlanRow, known: Sequence[PlanRow]) -> Iterator[PlanRow]:
         yield replace(row, message=typed_line(error))
     finally:
         if row.way == EXPANDABLE:
-            set_allocator_settings("expandable_segments:False")
+            _switch_segments(expandable=False)
+
+
+def _switch_segments(*, expandable: bool) -> None:
+    """Set whether segments are expandable; workspaces of libraries are allocated anew, in such segments."""
+    clear_cublas_workspaces()
+    torch.cuda.empty_cache()
+    set_allocator_settings(f"expandable_segments:{expandable}")
 
 
 def failures(rows: Sequence[PlanRow]) -> Iterator[str]:

@@ -1,7 +1,8 @@
 """The largest batch and the longest sequence in 80 GB, recomputing only and with offload: into results/offload/max_batch.csv.
 
 Steps with AdamW are traced with fake tensors, timed by the roofline of an H200 and copied at 50 GB/s in each direction. A size
-fits if a schedule takes at most 10% longer than the step that keeps everything would on a device with room for it.
+fits if the tensors of a schedule do that takes at most 10% longer than the step that keeps everything, on a device with room
+for it.
 """
 
 import sys
@@ -13,6 +14,7 @@ from benchmarks.command import benchmark
 from benchmarks.offload import HOST
 from graphs.units import parse_budget
 from planner.attributes import attributes
+from planner.memory import CountedMemory
 from planner.option_settings import option_settings
 from planner.settings import TraceSettings
 from planner.studies.experiment import Study
@@ -82,6 +84,7 @@ def search(
         **attributes(case, "varies", "unit"),
         samples=samples_for(case.varies, sizes.first),
         options=option_settings(["offload"], LINK, HOST),
+        memory=CountedMemory.ALLOCATED,
     )
     for answer in max_batch(sizes.graph, wanted):
         yield LargestSizeRow(

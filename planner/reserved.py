@@ -158,6 +158,16 @@ def reserved_for(graph: Graph, schedule: Schedule, memory: CountedMemory, eager_
     )
 
 
+def reserved_bytes_of(graph: Graph, schedule: Schedule | None, memory: CountedMemory | None = None) -> int | None:
+    """Return what is reserved on CUDA for training by `schedule`, as `memory` counts it; None without one, or on the CPU.
+
+    Without `memory` it is that of PyTorch's allocator with default settings.
+    """
+    if schedule is None or not on_cuda(graph):
+        return None
+    return reserved_for(graph, schedule, memory or CountedMemory.RESERVED, 0).device_bytes
+
+
 def eager_reserved_bytes(graph: Graph, memory: CountedMemory) -> int:
     """Return what plain eager PyTorch reserves for the step of `graph`, which is on a CUDA device, as the budget counts it."""
     return usage_of(_eager_requests(graph), rules_of(memory)).reserved_bytes + _counted_context_bytes(graph, memory)

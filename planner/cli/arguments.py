@@ -14,6 +14,7 @@ from graphs.optimizers import OPTIMIZERS
 from planner import options
 from planner.attributes import attributes
 from planner.capture.options import OPTIONS, traced_options
+from planner.memory import CountedMemory
 from planner.option_settings import LINK, OptionSettings, option_settings
 from planner.profiling.devices import DEVICES
 from planner.settings import TraceSettings
@@ -123,6 +124,17 @@ def add_work_limit(parser: "argparse._ActionsContainer", *, said: str) -> None:
     """Add a limit of work in place of time; `said` is the help on what it is for."""
     help_text = f"count work instead of time, about a second each: {said}"
     parser.add_argument("--work-limit", type=options.work, metavar="WORK", help=help_text)
+
+
+def add_memory(parser: Parser) -> None:
+    """Add the kind of memory that the budget counts."""
+    parser.add_argument(
+        "--memory",
+        choices=list(CountedMemory),
+        metavar="KIND",
+        help="what the budget counts: allocated, reserved (the default on CUDA), device (the whole card); or "
+        "reserved-expandable, device-expandable",
+    )
 
 
 def add_tolerance(parser: Parser, *, said: str = "0.1%% or 0.001 (default: 0.1%%)", default: float | Tolerance = 1e-3) -> None:

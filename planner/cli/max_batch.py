@@ -14,6 +14,7 @@ from planner.cli.arguments import (
     add_command,
     add_graph_options,
     add_how_to_trace,
+    add_memory,
     add_quiet,
     add_reorder,
     add_time_limit,
@@ -22,6 +23,7 @@ from planner.cli.arguments import (
     print_result,
     tracing,
 )
+from planner.memory import CountedMemory
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -70,6 +72,7 @@ def add(commands: Commands) -> None:
     )
     parser.add_argument("--multiple-of", type=options.count, default=1, metavar="N", help="try multiples of N only (default: 1)")
     parser.add_argument("--limit", type=options.count, metavar="N", help="largest to try (default: 4096 times --multiple-of)")
+    add_memory(parser)
     add_how_to_trace(parser)
     add_time_limit(parser, said="for each solve: 90, 90s, 10m (default: 15s)", default=15.0)
     add_tolerance(parser)
@@ -98,6 +101,7 @@ def run(arguments: argparse.Namespace) -> int:
         varies=arguments.vary or BATCH,
         unit=unit,
         options=graph_options(arguments),
+        memory=CountedMemory.of(arguments.memory),
     )
     how = tracing(arguments)
     with LineView(quiet=arguments.quiet) as progress, StopOnInterrupt(progress) as interrupt:

@@ -12,6 +12,7 @@ from planner.cli.arguments import (
     Parser,
     add_command,
     add_graph_options,
+    add_memory,
     add_quiet,
     add_reorder,
     add_solver,
@@ -20,7 +21,6 @@ from planner.cli.arguments import (
     add_work_limit,
     print_result,
 )
-from planner.memory import CountedMemory
 from solvers.tolerance import WIDENING
 
 if TYPE_CHECKING:
@@ -75,13 +75,7 @@ def add(commands: Commands) -> None:
         help="parameters of the solver windows, a TOML file with the fields of WindowsParams: changes how soon a proof is "
         "found, never what is proved",
     )
-    parser.add_argument(
-        "--memory",
-        choices=list(CountedMemory),
-        metavar="KIND",
-        help="what the budget counts: allocated, reserved (the default on CUDA), device (the whole card); or "
-        "reserved-expandable, device-expandable",
-    )
+    add_memory(parser)
     parser.add_argument("--arena", action="store_true", help="plan for a step in an arena")
     add_graph_options(parser)
     add_reorder(parser, default=None, said="with --solver windows, after program order and where it can gain")

@@ -24,6 +24,10 @@ _MEASURED = (
     "Time of a step as a multiple of eager PyTorch's in the same turn, median of all turns, and measured peak. Schedules are "
     "replayed by our executor. wrong: loss or gradients are not those of eager PyTorch."
 )
+_RESERVED = (
+    "Budgets above are of tensors in use. What PyTorch's caching allocator reserves for training by the same schedules, with its "
+    "default settings, libraries included, as a multiple of the budget."
+)
 _ON_HOST = (
     "On the host: the most of what was copied there, which is not in the peak. PyTorch's save_on_cpu and torchtune's "
     "OffloadActivations are hooks on saved tensors that copy as schedules do."
@@ -65,6 +69,8 @@ def table_text(rows: Sequence[ComparisonRow]) -> str:
             f"Overhead over the step without recomputation, {base}; by simulation. {LEGEND}",
             as_markdown(simulated_table(judged)),
         ]
+        if any(row.reserved_bytes is not None for row in judged):
+            parts += [f"## Reserved on the device\n\n{_RESERVED}", as_markdown(reserved_table(judged))]
     if replayed := [row for row in rows if row.run_by == RunBy.EXECUTOR and not row.budget.startswith(PEAK_OF)]:
         said = f"{_MEASURED} {_ON_HOST}" if any(row.measured_host_bytes for row in rows) else _MEASURED
         parts += [f"## Measured\n\n{said}", as_markdown(_by_budget(replayed, measured_text, _sound_ratio, 2))]
@@ -85,6 +91,15 @@ def simulated_table(rows: Sequence[ComparisonRow]) -> list[tuple[str, ...]]:
     budgets = sorted({row.budget_bytes or 0 for row in rows}, reverse=True)
     bounds = [_bound_text(rows, budget) for budget in budgets]
     return [(*header, "bound"), *((*line, bound) for line, bound in zip(lines, bounds, strict=True))]
+
+
+def reserved_table(rows: Sequence[ComparisonRow]) -> list[tuple[str, ...]]:
+    """Return the table of reserved memory by budget and method, as multiples of the budget; the least is in bold."""
+
+    def share(row: ComparisonRow) -> float | None:
+        return row.reserved_bytes / row.budget_bytes if row.reserved_bytes is not None and row.budget_bytes else None
+
+    return _by_budget(rows, lambda row: "" if (found := share(row)) is None else f"{found:.2f}", share, 2)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from functools import partial
 
 from graphs.units import format_bytes, format_ratio
 from planner.attributes import attributes
-from planner.studies.curve import Curve
+from planner.studies.curve import Curve, CurveRow
 from planner.studies.sizes import LargestSize, Wanted
 from planner.studies.tables import Column, lines
 from planner.views.text import table
@@ -18,6 +18,11 @@ _PERCENT = "{:z.2%}"
 _column = partial(Column, missing=_UNKNOWN)
 
 
+def reserved_column(rows: Sequence[CurveRow] | Sequence[LargestSize]) -> list[Column]:
+    """Return the column of what PyTorch's allocator reserves, which is known on CUDA only."""
+    return [_column("reserved", "reserved_bytes")] if any(row.reserved_bytes is not None for row in rows) else []
+
+
 def curve_text(curve: Curve) -> str:
     """Return the curve as text: a row per budget, and the least budget; for a graph with options, first without them."""
     if curve.without is None:
@@ -27,17 +32,20 @@ def curve_text(curve: Curve) -> str:
 
 
 def _part_text(curve: Curve) -> str:
-    columns = (
+    columns: list[Column | str] = [
         Column("budget", "budget_bytes"),
         _column("% of peak", "budget_share", format_ratio),
         _column("overhead", form=_PERCENT),
         _column("bound", "bound_overhead", _PERCENT),
         _column("gap", form=_PERCENT),
+        *reserved_column(curve.rows),
         _column("seconds", form="{:.2f}"),
         "status",
-    )
+    ]
     header, *rows = lines(curve.rows, columns)
-    return "\n".join((table(header, rows, numbers=6), *_least_line(curve), *_gaps_line(curve), *_seconds_line(curve)))
+    return "\n".join(
+        (table(header, rows, numbers=len(header) - 1), *_least_line(curve), *_gaps_line(curve), *_seconds_line(curve))
+    )
 
 
 def curve_data(curve: Curve) -> dict[str, object]:
@@ -89,13 +97,14 @@ def _seconds_line(curve: Curve) -> list[str]:
 
 def max_batch_text(answers: Sequence[LargestSize], wanted: Wanted) -> str:
     """Return the largest size of each method as text, with notes on what was not decided."""
-    columns = (
+    columns: list[Column | str] = [
         "method",
         Column(visible(wanted.varies), "size", "{:,}", missing="none"),
         _column("overhead", form=_PERCENT),
         _column("peak", "peak_bytes"),
+        *reserved_column(answers),
         _column("step time", "time_s"),
-    )
+    ]
     header, *rows = lines(answers, columns)
     cap = "" if wanted.max_overhead is None else f" and an overhead of at most {format_ratio(wanted.max_overhead)}"
     return "\n".join(
@@ -107,7 +116,10 @@ def max_batch_text(answers: Sequence[LargestSize], wanted: Wanted) -> str:
     )
 
 
-_OF_METHOD = ("method", "size", "overhead", "peak_bytes", "time_s", "gap", "at_limit", "undecided", "complete", "extrapolated")
+_OF_METHOD = (
+    *("method", "size", "overhead", "peak_bytes", "reserved_bytes", "time_s", "gap"),
+    *("at_limit", "undecided", "complete", "extrapolated"),
+)
 
 
 def max_batch_data(answers: Sequence[LargestSize], wanted: Wanted) -> dict[str, object]:

@@ -14,6 +14,7 @@ from graphs.schedule import Schedule
 from planner.attributes import attributes
 from planner.budgets import budget_in_bytes
 from planner.plans.summary import summarize
+from planner.reserved import reserved_bytes_of
 from planner.runtime.machine import commit, machine
 from planner.studies.comparison_rows import OPTIMUM, ComparisonRow, Key, RunBy, missing, open_rows
 from planner.studies.jobs import run
@@ -90,6 +91,7 @@ class SolveRow:
         row = replace(
             row,
             **attributes(result, "status", "time_s", "peak_bytes", "bound_s", "seconds"),
+            reserved_bytes=reserved_bytes_of(graph, result.schedule),
             reason=result.reason or "",
             settings=self._settings(result.settings if result.schedule is not None else {}),
             message=_one_line(result.message),

@@ -51,7 +51,9 @@ class ComparisonRow:
     eager_s: float | None = value("the same of plain PyTorch, in turn with it")
     measured_ratio: float | None = value("median of the multiples of plain PyTorch's time in the same turn")
     measured_peak_bytes: int | None = value("of tensors and workspaces (CUDA: allocated), static bytes included")
-    reserved_bytes: int | None = value("what the CUDA allocator held")
+    reserved_bytes: int | None = value(
+        "what PyTorch's allocator reserves on CUDA: as measured, or by its model if nothing was run"
+    )
     measured_host_bytes: int | None = value("most on the host of what was copied there; unknown where nothing can be copied")
     exactness: str = text("of loss and gradients, as in planner.studies.measured")
     gradient_error: float | None = value("Euclidean distance from eager's gradients, over their length")

@@ -6,10 +6,12 @@ from pathlib import Path
 
 from graphs.errors import BudgetError, FormatError, OutputError
 from graphs.ir import Graph
+from planner.attributes import attributes
 from planner.budgets import budget_in_bytes
 from planner.capture.options import with_options
 from planner.plans.record import GraphSummary
 from planner.plans.summary import summarize
+from planner.reserved import reserved_bytes_of
 from planner.solving import order_for
 from planner.studies.frontier import Frontier, Point, Turn, Turns, evenly
 from planner.studies.jobs import run
@@ -41,6 +43,7 @@ class CurveRow:
     time_s: float | None = value("of the schedule, as peak_bytes")
     bound_s: float | None = value("no schedule within the budget is faster")
     peak_bytes: int | None = value()
+    reserved_bytes: int | None = value("what PyTorch's allocator reserves for it on CUDA, by its model")
     seconds: float | None = value("of the solves at this budget; unknown where those at others settle it")
     options: str = text("that the graph offers, with commas")
 
@@ -88,6 +91,7 @@ class Curve:
                 time_s=point.time_s,
                 bound_s=point.bound_s,
                 peak_bytes=point.peak_bytes,
+                reserved_bytes=point.reserved_bytes,
                 seconds=point.seconds,
                 options=",".join(self.options),
             )
@@ -219,7 +223,7 @@ def _curve(graph: Graph, budgets: int | Sequence[str | int], how: _How, clock: C
     job = _Solve(order.graph, how.solver, how.settings.tolerance)
     for result in run(job, plan.take, how.should_stop, jobs=how.settings.jobs, cluster=how.settings.cluster):
         plan.learn(result)
-    points = tuple(_of_source(plan.point(budget), order) for budget in wanted)
+    points = tuple(_of_source(plan.point(budget), order, graph) for budget in wanted)
     if least is not None:
         least = replace(least, schedule=order.schedule_of_source(least.schedule))
     return Curve(summary, points, least, plan.finished, order.changed)
@@ -237,9 +241,12 @@ def _better(point: Point, other: Point, tolerance: float) -> Point:
     if other.time_s is None or point.bound_s is None or (point.time_s is not None and point.time_s <= other.time_s):
         return point
     status = status_of(other.time_s, point.bound_s, tolerance)
-    return replace(point, status=status, schedule=other.schedule, peak_bytes=other.peak_bytes, time_s=other.time_s)
+    return replace(point, status=status, **attributes(other, "schedule", "peak_bytes", "time_s", "reserved_bytes"))
 
 
-def _of_source(point: Point, order: Reordering) -> Point:
-    """Return `point`, found on the reordered graph, with its schedule mapped to the original graph."""
-    return point if point.schedule is None else replace(point, schedule=order.schedule_of_source(point.schedule))
+def _of_source(point: Point, order: Reordering, graph: Graph) -> Point:
+    """Return `point`, found on the reordered graph, with its schedule mapped to the original `graph`."""
+    if point.schedule is None:
+        return point
+    schedule = order.schedule_of_source(point.schedule)
+    return replace(point, schedule=schedule, reserved_bytes=reserved_bytes_of(graph, schedule))

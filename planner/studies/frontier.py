@@ -30,6 +30,7 @@ class Point:
         schedule: the fastest schedule known to fit, found at any budget.
         peak_bytes, time_s: peak and time of the schedule.
         bound_s: lower bound on the time within the budget, for the class of schedules that the solver searches.
+        reserved_bytes: what PyTorch's allocator reserves on CUDA for training by the schedule.
         seconds: duration of the solve at this budget; None if results at other budgets sufficed, or none was started.
     """
 
@@ -40,6 +41,7 @@ class Point:
     time_s: float | None
     bound_s: float | None
     seconds: float | None
+    reserved_bytes: int | None = None
 
     @property
     def gap(self) -> float | None:

@@ -9,17 +9,20 @@ from contextlib import suppress
 from graphs.errors import GraphError, InfeasibleError, LimitError
 from graphs.ir import Graph
 from graphs.units import format_bytes, format_ratio
+from planner.memory import CountedMemory
 from planner.profiling.scaling import GraphFit
+from planner.reserved import memory_of, reserved_beside, reserved_bytes_of
 from planner.solving import order_for
 from planner.studies.fitting import Decision, Enough, largest
 from planner.studies.sizes import OPTIMAL, LargestSize, Method, Wanted
 from planner.studies.solves import result_of
-from solvers.clock import WallClock
+from solvers.clock import Clock, WallClock
 from solvers.order.reorder import Reordering
 from solvers.result import Result, Status
 
 # Tolerances: any schedule is accepted; the callback ends the solve earlier.
 _ANY_GAP, _CLOSE_GAP = 1e6, 1e-4
+_TRIES = 5  # solves for budgets of allocated bytes, where more is reserved
 _GUESS_S = 5.0  # seconds for each solve of a guess
 
 
@@ -84,7 +87,8 @@ class _SizeSearch:
         def fits(units: int) -> bool:
             self.check()
             decided[units] = self.decide(method, self.graph(units), self.doing(method, units), self.wanted.time_limit_s)
-            self.keep(units, decided[units].result)
+            if decided[units].fits:
+                self.keep(units, decided[units].result)
             return bool(decided[units].fits)
 
         complete, unit = True, self.wanted.unit
@@ -97,6 +101,8 @@ class _SizeSearch:
         if not units:
             refused = decided[min(decided)].result if decided else None
             return LargestSize(method.name, None, False, undecided, complete, False, refused, 0.0)
+        result = self.best(method, units) if method.solver == OPTIMAL else decided[units].result
+        schedule = None if result is None else result.schedule
         return LargestSize(
             method=method.name,
             size=units * unit,
@@ -104,7 +110,8 @@ class _SizeSearch:
             undecided=undecided,
             complete=complete,
             extrapolated=units in self.extrapolated,
-            result=self.best(method, units) if method.solver == OPTIMAL else decided[units].result,
+            result=result,
+            reserved_bytes=reserved_bytes_of(method.offered(self.graph(units)), schedule, self.wanted.memory),
             keep_everything_time_s=self.graph(units).time_s,
         )
 
@@ -130,18 +137,24 @@ class _SizeSearch:
             graph.time_s * (1 + (self.wanted.max_overhead or 0.0)), self.wanted.max_overhead is None, self.should_stop
         )
         order = self.order(method, graph)
-        result = result_of(
-            order.graph,
-            self.wanted.budget_bytes,
-            WallClock(limit_s),
-            method.solver,
-            tolerance=_ANY_GAP if enough.any_time else _CLOSE_GAP,
-            on_progress=enough,
-            should_stop=enough.reached,
-        )
-        result = order.result_of_source(result)
+
+        def solve(budget_bytes: int, clock: Clock) -> Result:
+            enough.known = False
+            return result_of(
+                order.graph,
+                budget_bytes,
+                clock,
+                method.solver,
+                tolerance=_ANY_GAP if enough.any_time else _CLOSE_GAP,
+                on_progress=enough,
+                should_stop=enough.reached,
+            )
+
+        result, excess_bytes = self.within(method, graph, order, solve, limit_s)
         if result.time_s is not None and (enough.any_time or result.time_s <= enough.cap_s):
-            return Decision(True, result)
+            if excess_bytes <= 0:
+                return Decision(True, result)
+            return Decision(False if method.solver != OPTIMAL else None, result)
         settled = (
             method.solver != OPTIMAL or result.status in (Status.INFEASIBLE, Status.OPTIMAL) or enough.refuted(result.bound_s)
         )
@@ -151,12 +164,46 @@ class _SizeSearch:
         """Return the fastest schedule at a size that is feasible."""
         self.tell(f"{self.doing(method, units)}, its fastest schedule")
         if not self.should_stop():
-            order = self.order(method, self.graph(units))
-            clock, tolerance = WallClock(self.wanted.time_limit_s), self.wanted.tolerance
-            budget_bytes = self.wanted.budget_bytes
-            result = result_of(order.graph, budget_bytes, clock, tolerance=tolerance, should_stop=self.should_stop)
-            self.keep(units, order.result_of_source(result))
+            order, tolerance = self.order(method, self.graph(units)), self.wanted.tolerance
+
+            def solve(budget_bytes: int, clock: Clock) -> Result:
+                return result_of(order.graph, budget_bytes, clock, tolerance=tolerance, should_stop=self.should_stop)
+
+            result, excess_bytes = self.within(method, self.graph(units), order, solve, self.wanted.time_limit_s)
+            if excess_bytes <= 0:
+                self.keep(units, result)
         return min(self.found[units], key=lambda result: result.time_s or 0.0)
+
+    def within(
+        self, method: Method, graph: Graph, order: Reordering, solve: Callable[[int, Clock], Result], limit_s: float
+    ) -> tuple[Result, int]:
+        """Return the result of `solve` for the budget, and by how many bytes its schedule exceeds what the budget counts.
+
+        On CUDA more is reserved than allocated: the optimal schedule is then sought for fewer allocated bytes, some times.
+        """
+        memory = memory_of(graph, self.wanted.memory)
+        if memory is CountedMemory.ALLOCATED:
+            return order.result_of_source(solve(self.wanted.budget_bytes, WallClock(limit_s))), 0
+        beside, offered = reserved_beside(graph, memory), method.offered(graph)
+        try:
+            beside.check(self.wanted.budget_bytes)
+        except InfeasibleError as error:
+            refused = Status.INFEASIBLE, None, None, method.solver, 0.0
+            return Result(graph, self.wanted.budget_bytes, *refused, message=str(error)), 0
+        budget_bytes = self.wanted.budget_bytes - beside.kept_bytes
+        found: tuple[Result, int] | None = None
+        for _ in range(_TRIES if method.solver == OPTIMAL else 1):
+            result = order.result_of_source(solve(budget_bytes, WallClock(limit_s / _TRIES)))
+            reserved_bytes = reserved_bytes_of(offered, result.schedule, memory)
+            if reserved_bytes is None or result.peak_bytes is None:
+                return found or (result, 0)
+            excess_bytes = reserved_bytes - self.wanted.budget_bytes
+            found = result, excess_bytes
+            if excess_bytes <= 0 or self.should_stop():
+                break
+            budget_bytes = min(budget_bytes, result.peak_bytes) - excess_bytes
+        assert found is not None
+        return found
 
     def order(self, method: Method, graph: Graph) -> Reordering:
         """Return `graph` as `method` solves it, reordered if that lowers the peak."""

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from graphs.ir import Graph
+from planner.memory import CountedMemory
 from planner.option_settings import RECOMPUTATION, OptionSettings
 from planner.profiling.scaling import sample_sizes
 from solvers.result import Result
@@ -29,6 +30,7 @@ class LargestSize:
         extrapolated: True if the graph of `size` was extrapolated from others, not captured.
         result: the schedule at `size`, or the reason if there is none.
         keep_everything_time_s: time of the step at `size` without recomputation.
+        reserved_bytes: what is reserved for the schedule on CUDA, as the budget counts it; None on the CPU.
     """
 
     method: str
@@ -39,6 +41,7 @@ class LargestSize:
     extrapolated: bool
     result: Result | None
     keep_everything_time_s: float
+    reserved_bytes: int | None = None
 
     @property
     def time_s(self) -> float | None:
@@ -79,6 +82,7 @@ class Wanted:
         unit: sizes are multiples of it.
         samples: in units, the sizes whose graphs give the first guess: two for a straight line, three for a square.
         options: options of the optimal schedule in an additional row.
+        memory: what the budget counts; None: on CUDA what PyTorch's allocator reserves, on the CPU the bytes of tensors.
         guesses: first size to try in units, by name of the method; others are guessed from the samples.
     """
 
@@ -93,6 +97,7 @@ class Wanted:
     unit: int = 1
     samples: tuple[int, ...] = BATCHES
     options: OptionSettings = RECOMPUTATION
+    memory: CountedMemory | None = None
     guesses: Mapping[str, int] = field(default_factory=dict)
 
     def named(self, units: int) -> str:

@@ -12,7 +12,7 @@ MLP = "zoo:mlp,layers=4,width=32,classes=8"
 
 
 def test_the_command_prints_a_row_for_each_method(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["max-batch", MLP, "--roofline", "h200", "--budget", "200kB", "--limit", "15"]
+    arguments = ["max-batch", MLP, "--roofline", "h200", "--budget", "200kB", "--limit", "15", "--memory", "allocated"]
     assert main(arguments) == 0
     out, err = capsys.readouterr()
     assert err == ""
@@ -36,6 +36,7 @@ def test_the_command_varies_another_size_with_options(capsys: pytest.CaptureFixt
     varied = ["--vary", "width", "--multiple-of", "8", "--limit", "70"]
     given = ["--options", "offload", "--link", "50GB/s", "--host-budget", "1GB"]
     arguments = ["max-batch", "zoo:mlp,layers=4,batch=64,classes=8,width=32", "--roofline", "h200", "--budget", "150kB", *varied]
+    arguments += ["--memory", "allocated"]
     assert main([*arguments, *given, "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
     assert (data["varies"], data["multiple_of"], data["limit"]) == ("width", 8, 64)
@@ -45,14 +46,8 @@ def test_the_command_varies_another_size_with_options(capsys: pytest.CaptureFixt
     assert all(size % 8 == 0 for size in sizes) and sizes[-1] >= sizes[-2] >= sizes[0]
     assert main([*arguments, *given]) == 0
     out = capsys.readouterr().out.splitlines()
-    assert out[0] == "largest width within 150.00 kB" and out[1].split() == [
-        "method",
-        "width",
-        "overhead",
-        "peak",
-        "step",
-        "time",
-    ]
+    assert out[0] == "largest width within 150.00 kB"
+    assert out[1].split() == ["method", "width", "overhead", "peak", "reserved", "step", "time"]
 
 
 @pytest.mark.parametrize(

@@ -165,6 +165,19 @@ def test_the_table_has_the_best_in_bold_and_the_bound_last(rows: list[Comparison
     assert table_text(rows) == text
 
 
+def test_on_cuda_what_is_reserved_has_a_table(graph: Graph, rows: list[ComparisonRow], tmp_path: Path) -> None:
+    on_cuda = replace(graph, provenance={**graph.provenance, "device": "h200"})
+    found = compare(on_cuda, ["75%"], ("keep-everything", "windows"), tmp_path, StudySettings())
+    by_method = {row.method: row for row in found}
+    assert by_method["keep-everything"].reserved_bytes is None  # it does not fit
+    row = by_method["windows"]
+    assert row.reserved_bytes is not None and row.budget_bytes is not None and row.peak_bytes is not None
+    assert row.reserved_bytes >= row.peak_bytes
+    table = table_text(found)
+    assert f"| {row.reserved_bytes / row.budget_bytes:.2f}** |" in table[table.index("## Reserved") :].replace("| **", "| ")
+    assert "Reserved" not in table_text(rows)
+
+
 def test_what_a_cell_says(rows: list[ComparisonRow]) -> None:
     row = next(row for row in rows if row.time_s is None)
     said = {reason: cell_text(replace(row, reason=str(reason), message="it thrashes at the limit")) for reason in Reason}

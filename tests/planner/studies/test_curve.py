@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from graphs.allocators.training import usage_of
 from graphs.errors import BudgetError, PlannerError
 from graphs.ir import Graph
 from graphs.options.surroundings import OtherDevice
@@ -22,6 +23,7 @@ from planner import options
 from planner.option_settings import option_settings
 from planner.profiling.other_devices import DEVICES_KEY, encode_devices
 from planner.report.curves import curve_data, curve_text
+from planner.reserved import requests_of
 from planner.studies.curve import Curve, curve
 from planner.studies.frontier import Frontier, Turn, Turns, evenly, outside_in
 from planner.studies.settings import StudySettings
@@ -60,6 +62,15 @@ def test_a_curve_of_known_optima_runs_from_the_least_budget_to_the_peak() -> Non
     assert (found.points[0].time_s, found.points[3].time_s, found.points[4].time_s) == (22, 13, 12)
     assert found.points[4].seconds is None
     assert found.overhead(found.points[3].time_s) == pytest.approx(1 / 12)
+
+
+def test_on_cuda_each_row_has_what_is_reserved() -> None:
+    graph = replace(chain_of_six(), provenance={"device": "h200"})
+    found = curve(graph, ["100%", "80%"])
+    reserved = [usage_of(requests_of(graph, point.schedule)).reserved_bytes for point in found.points if point.schedule]
+    assert [row.reserved_bytes for row in found.rows] == reserved
+    assert "reserved" in curve_text(found).splitlines()[0]
+    assert "reserved" not in curve_text(curve(chain_of_six(), ["100%"]))
 
 
 def test_processes_find_what_one_process_finds() -> None:

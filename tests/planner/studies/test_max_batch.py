@@ -9,13 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from graphs.allocators.training import usage_of
 from graphs.errors import GraphError, InfeasibleError, LimitError
 from graphs.ir import Graph, Phase
 from graphs.schedule import keep_everything
 from graphs.simulate import simulate
 from graphs.synthetic.draft import Draft
+from planner.memory import CountedMemory
 from planner.option_settings import RECOMPUTATION, option_settings
 from planner.profiling.scaling import GraphFit, has_same_ops
+from planner.reserved import requests_of
 from planner.settings import TraceSettings
 from planner.studies.fitting import Enough, largest
 from planner.studies.max_batch import max_batch
@@ -88,11 +91,46 @@ def test_it_equals_brute_force_on_a_traced_model() -> None:
     )
     kept = cached(batches.graph)
     graph = kept(8)
-    wanted = Wanted(simulate(graph, keep_everything(graph)).peak_bytes, 0.3, limit=14)
+    peak_bytes = simulate(graph, keep_everything(graph)).peak_bytes
+    wanted = Wanted(peak_bytes, 0.3, limit=14, memory=CountedMemory.ALLOCATED)
     answers = by_method(max_batch(kept, wanted))
     for method, solver in METHODS:
         assert (answers[method].size or 0) == brute_force(kept, solver, wanted, 14), method
     assert answers["keep everything"].size in range(8, 14)
+
+
+def large(batch: int) -> Graph:
+    """The chain with tensors of megabytes, on a GPU: 12 MiB of weights."""
+    graph = chain(batch)
+    sized = (replace(t, size_bytes=t.size_bytes * 2**13 + (4 * 2**20 if t.static else 0)) for t in graph.tensors)
+    return replace(graph, tensors=tuple(sized), provenance={"device": "h200"})
+
+
+def test_on_cuda_what_is_reserved_fits() -> None:
+    budget = 200 * 2**20
+    wanted = Wanted(budget, limit=40)
+    reserved = by_method(max_batch(large, wanted))
+    allocated = by_method(max_batch(large, replace(wanted, memory=CountedMemory.ALLOCATED)))
+    for method, _ in METHODS:
+        answer = reserved[method]
+        assert answer.size is not None and answer.result is not None and answer.result.schedule is not None
+        training = requests_of(large(answer.size), answer.result.schedule)
+        assert answer.reserved_bytes == usage_of(training).reserved_bytes <= budget
+        assert answer.size <= (allocated[method].size or 0)
+    kept = reserved["keep everything"].size
+    assert kept is not None
+    larger = large(kept + 1)
+    assert usage_of(requests_of(larger, keep_everything(larger))).reserved_bytes > budget
+    assert (allocated["keep everything"].reserved_bytes or 0) > budget
+
+
+def test_workspaces_of_libraries_alone_may_exceed_a_budget() -> None:
+    def with_products(batch: int) -> Graph:
+        graph = large(batch)
+        return replace(graph, ops=tuple(replace(op, target="aten.mm.default") for op in graph.ops))
+
+    with pytest.raises(InfeasibleError, match="workspaces of libraries"):
+        max_batch(with_products, Wanted(60 * 2**20, limit=10))
 
 
 def cached(graph_of: Callable[[int], Graph]) -> Callable[[int], Graph]:

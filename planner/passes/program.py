@@ -234,6 +234,58 @@ def call_of(call: Call, outputs: Sequence[tuple[int, Path]], **more: Any) -> OpC
 
 
 @dataclass(frozen=True, slots=True)
+class _Lookups:
+    """Where static tensors are found each time anew, since parameters and modules may be replaced.
+
+    Attributes:
+        modules: of each module but the step itself: the position of the one that holds it, and its name there.
+        tensors: of each tensor: its kind, the position of its module or leaf (-1 for the gradient of the loss), and its name.
+    """
+
+    modules: tuple[tuple[int, str], ...]
+    tensors: tuple[tuple[Kind, int, str], ...]
+
+    @staticmethod
+    def of(sources: Sequence[Source]) -> "_Lookups":
+        """Return the lookups of `sources`."""
+        places, modules, tensors = {"": 0}, list[tuple[int, str]](), list[tuple[Kind, int, str]]()
+
+        def place_of(path: str) -> int:
+            if path not in places:
+                parent, _, name = path.rpartition(".")
+                modules.append((place_of(parent), name))
+                places[path] = len(modules)
+            return places[path]
+
+        for source in sources:
+            place, name = -1, source.name
+            if source.kind in (Kind.PARAMETER, Kind.BUFFER):
+                path, _, name = name.rpartition(".")
+                place = place_of(path)
+            elif source.kind is not Kind.CONSTANT and not source.is_tangent:
+                place = int(name)
+            tensors.append((source.kind, place, name))
+        return _Lookups(tuple(modules), tuple(tensors))
+
+    def find(self, step: Any, leaves: Sequence[object], constants: Mapping[str, torch.Tensor]) -> list[Any]:
+        """Return the static tensors of a step."""
+        modules = [step]
+        for parent, name in self.modules:
+            modules.append(modules[parent]._modules[name])
+        found: list[Any] = []
+        for kind, place, name in self.tensors:
+            if kind is Kind.PARAMETER:
+                found.append(modules[place]._parameters[name])
+            elif kind is Kind.BUFFER:
+                found.append(modules[place]._buffers[name])
+            elif kind is Kind.CONSTANT:
+                found.append(constants[name])
+            else:
+                found.append(leaves[place] if place >= 0 else None)
+        return found
+
+
+@dataclass(frozen=True, slots=True)
 class Program:
     """The calls of a graph's ops, and the inputs and outputs of the step.
 
@@ -262,6 +314,11 @@ class Program:
     guard: Call | None = None
     aligned: frozenset[int] = frozenset()
     names: Mapping[str, object] = field(default_factory=dict)
+    _lookups: "_Lookups" = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        """Prepare the lookups of static tensors, which each step repeats."""
+        object.__setattr__(self, "_lookups", _Lookups.of(self.sources))
 
     def gather(self, step: Any, leaves: Sequence[object]) -> list[Any]:
         """Return the static tensors in the order of `sources`; None for the gradient of the loss.
@@ -270,23 +327,4 @@ class Program:
             step: module whose parameters and buffers the sources name.
             leaves: leaves of the batch.
         """
-        # Looked up each time, since parameters may be replaced; get_parameter would take longer than some steps.
-        owners: dict[str, Any] = {"": step}
-
-        def owner(path: str) -> Any:
-            if path not in owners:
-                parent, _, name = path.rpartition(".")
-                owners[path] = owner(parent)._modules[name]
-            return owners[path]
-
-        def fetch(source: Source) -> Any:
-            match source.kind:
-                case Kind.PARAMETER | Kind.BUFFER as kind:
-                    path, _, name = source.name.rpartition(".")
-                    module = owner(path)
-                    return (module._parameters if kind is Kind.PARAMETER else module._buffers)[name]
-                case Kind.CONSTANT:
-                    return self.constants[source.name]
-            return None if source.is_tangent else leaves[int(source.name)]
-
-        return [fetch(source) for source in self.sources]
+        return self._lookups.find(step, leaves, self.constants)

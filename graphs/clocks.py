@@ -3,7 +3,8 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from graphs.ir import Graph
+from graphs.ir import Graph, Phase
+from graphs.pools import COMPUTE
 from graphs.schedule import Compute, Schedule
 
 
@@ -27,15 +28,39 @@ def run_clocks(graph: Graph, schedule: Schedule) -> Clocks:
 
     An op starts when its stream is free, its inputs are ready, the tensors that it writes in place are no longer in use, and the
     owners of the other pools that hold its outputs have reached this step: the bytes may just have been freed there. Before a
-    tensor is freed, the owner of its pool waits for the ops on other streams that use it.
+    tensor is freed, the owner of its pool waits for the ops on other streams that use it. Where the forward pass ends, the main
+    device waits for results that other devices may have computed, since the caller receives them there.
     """
-    running = _Running(graph)
+    running, results = _Running(graph), forward_results(graph)
+    end = _end_of_forward(graph, schedule, results) if results else None
     starts_s, ends_s = [], []
-    for step in schedule.steps:
+    for place, step in enumerate(schedule.steps):
         start_s, end_s = running.compute(step.op) if isinstance(step, Compute) else running.free(step.tensor)
         starts_s.append(start_s)
         ends_s.append(end_s)
+        if place == end:
+            running.receive(results)
     return Clocks(tuple(starts_s), tuple(ends_s), tuple(running.clock_s))
+
+
+def forward_results(graph: Graph) -> tuple[int, ...]:
+    """Return the kept tensors of the forward pass that another device may compute."""
+    elsewhere = {t for op in graph.ops if op.stream != COMPUTE for p in op.replaces for t in graph.ops[p].outputs}
+    early = (t for t in graph.kept & elsewhere if graph.ops[graph.tensors[t].producers[0]].phase is Phase.FORWARD)
+    return tuple(sorted(early))
+
+
+def _end_of_forward(graph: Graph, schedule: Schedule, results: tuple[int, ...]) -> int | None:
+    """Return the step after which all forward ops have been executed or replaced, and `results` are on the main device."""
+    pending, missing = {op.id for op in graph.program if op.phase is Phase.FORWARD}, set(results)
+    for place, step in enumerate(schedule.steps):
+        if isinstance(step, Compute):
+            op = graph.ops[step.op]
+            pending.difference_update((step.op, *op.replaces))
+            missing.difference_update(op.outputs)
+            if not pending and not missing:
+                return place
+    return None
 
 
 def passages(graph: Graph, schedule: Schedule, clocks: Clocks, stream: str) -> tuple[tuple[float, float], ...]:
@@ -62,6 +87,7 @@ class _Running:
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
         stream = {name: i for i, name in enumerate(graph.streams)}
+        self.main = stream[COMPUTE]
         owner = {pool.name: stream[pool.owner] for pool in graph.pools}
         self.stream = [stream[op.stream] for op in graph.ops]
         self.owner = [owner[t.pool] for t in graph.tensors]
@@ -94,6 +120,10 @@ class _Running:
         end_s = self.clock_s[owner] = max(start_s, *self._uses((t,)), 0.0)
         self.there[t] = False
         return start_s, end_s
+
+    def receive(self, tensors: Iterable[int]) -> None:
+        """Let the main device wait for `tensors`."""
+        self.clock_s[self.main] = max(self.clock_s[self.main], *(self.ready_s[t] for t in tensors))
 
     def _uses(self, tensors: Iterable[int]) -> Iterable[float]:
         return (end_s for t in tensors for end_s in self.busy_s[t].values())

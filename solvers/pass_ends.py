@@ -8,6 +8,7 @@ receives it. So one more op of the program at the end of each pass reads these t
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from graphs.clocks import forward_results
 from graphs.ir import Graph, Op, Phase
 from graphs.options.placement import is_placed
 from graphs.pools import COMPUTE
@@ -31,7 +32,10 @@ class GraphWithPassEnds:
     original: tuple[int | None, ...]
 
     def schedule_of_source(self, schedule: Schedule) -> Schedule:
-        """Return a schedule of `graph` as a schedule of `source`, with the same time and memory."""
+        """Return a schedule of `graph` as a schedule of `source`, with the same memory, and the same time by its own clocks.
+
+        These wait for results of the forward pass as soon as it has ended: a recomputation before the pass end may wait longer.
+        """
         if self.graph is self.source:
             return schedule
         steps = (
@@ -47,7 +51,7 @@ def with_pass_ends(graph: Graph) -> GraphWithPassEnds:
     elsewhere = {t for op in graph.ops if op.stream != COMPUTE for p in op.replaces for t in graph.ops[p].outputs}
     copied = sorted(graph.kept & elsewhere)
     forward = [op for op in graph.program if op.phase is Phase.FORWARD]
-    early = tuple(t for t in copied if graph.ops[graph.tensors[t].producers[0]].phase is Phase.FORWARD)
+    early = forward_results(graph)
     late = tuple(t for t in copied if t not in early)
     if not copied or requested_outputs(graph):
         return GraphWithPassEnds(graph, graph, ())

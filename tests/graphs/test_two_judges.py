@@ -14,6 +14,7 @@ from graphs.schedule import Compute, Free, Schedule, Step
 from graphs.simulate import simulate
 from graphs.synthetic.random_graphs import random_overwriting, with_overwriting
 from tests.support.event_judge import during, judged, live, runs
+from tests.support.placements import in_two_passes
 from tests.support.random_choices import graph_with_choices, schedule_with_choices
 
 seeds = st.integers(0, 2**32)
@@ -23,6 +24,7 @@ def _graph(draw: random.Random) -> Graph:
     if draw.random() < 0.3:
         return random_overwriting(draw.randrange(2**32), draw.randint(3, 6))
     graph = graph_with_choices(draw)
+    graph = in_two_passes(graph) if draw.random() < 0.5 else graph
     return with_overwriting(graph, draw) if draw.random() < 0.5 else graph
 
 

@@ -4,6 +4,7 @@ from collections import Counter
 
 import pytest
 
+from graphs.clocks import forward_results
 from graphs.ir import Graph
 from graphs.simulate import simulate
 from planner.capture.options import with_options
@@ -21,7 +22,7 @@ from solvers.windows.relaxation.models import build_relaxation
 from tests.support.all_choices import BESIDE, any_schedule, around, found_in_a_step
 from tests.support.brute_force_placement import fastest_overlapped
 from tests.support.offers import check_by_both_judges
-from tests.support.placements import random_placement
+from tests.support.placements import in_two_passes, random_placement
 
 CLOSE = 1e-6
 SEEDS = [
@@ -90,6 +91,33 @@ def test_no_promise_is_broken() -> None:
             seen["optimal"] += 1
         seen["placed"] += any(graph.ops[op].replaces for op in result.schedule.computed)
     assert seen["infeasible"] >= 2 and seen["optimal"] >= 10 and seen["placed"] >= 10, seen
+
+
+def test_results_of_the_forward_pass_come_before_the_backward_pass() -> None:
+    """The judge lets the main device wait for them, as the program does: proved bounds are no higher than its times."""
+    seen: Counter[str] = Counter()
+    for seed in range(2000, 2040):
+        graph, budget = random_placement(seed, 3)
+        graph = in_two_passes(graph)
+        if not forward_results(graph):
+            continue
+        try:
+            expected = optimum(with_pass_ends(graph).graph, budget)
+        except TimeoutError:
+            continue
+        result = solve(Request(graph, budget, Tolerance.of(CLOSE), WorkClock(0.5)))
+        if result.time_s is None or expected is None:
+            assert result.schedule is None and (expected is None or result.status is Status.LIMIT), seed
+            continue
+        assert result.bound_s is not None and result.bound_s <= expected + CLOSE, seed
+        check_by_both_judges(graph, result)
+        assert result.time_s >= expected - CLOSE, seed
+        if result.status is Status.OPTIMAL:
+            assert result.time_s <= expected + 2 * CLOSE, seed
+            seen["optimal"] += 1
+        assert result.schedule is not None
+        seen["elsewhere"] += any(graph.ops[op].replaces for op in result.schedule.computed)
+    assert seen["optimal"] >= 8 and seen["elsewhere"] >= 5, seen
 
 
 def test_schedules_with_all_choices_at_once_are_none_that_a_bound_excludes() -> None:

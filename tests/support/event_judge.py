@@ -4,7 +4,7 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from graphs.ir import Graph, Op
+from graphs.ir import Graph, Op, Phase
 from graphs.schedule import Compute, Free, Schedule, Step
 
 
@@ -36,6 +36,8 @@ def judged(graph: Graph, schedule: Schedule) -> Verdict:
     times, in_time = _events(graph, jobs)
     done = {stream: max((end for job, (_, end) in zip(jobs, times, strict=True) if job.stream == stream), default=0.0)
             for stream in graph.streams}  # fmt: skip
+    received = (times[j][1] for j in _received(graph, schedule.steps, len(jobs)))
+    done["compute"] = max(done["compute"], *received, 0.0)
     most = {pool.name: max(during(graph, schedule.steps, k, pool.name) for k in range(len(jobs))) for pool in graph.pools}
     return Verdict(most, in_time, done, times)
 
@@ -139,8 +141,20 @@ def _jobs(graph: Graph, steps: Sequence[Step]) -> list[Job]:
             owners = {_owner(graph, t) for t in op.outputs}
             job.waits_for |= {j for j, other in enumerate(jobs) if other.stream in owners}
         job.waits_for |= {j for j, other in enumerate(jobs) if other.stream == job.stream}
+        if "compute" in {job.stream, *([] if isinstance(step, Free) else owners)}:
+            job.waits_for |= _received(graph, steps, k)
         jobs.append(job)
     return jobs
+
+
+def _received(graph: Graph, steps: Sequence[Step], k: int) -> set[int]:
+    """The steps that made what the caller receives from other devices after the forward pass, if it has ended before step `k`."""
+    others = [op for op in graph.ops if op.stream != "compute"]
+    results = {t for op in others for p in op.replaces for t in graph.ops[p].outputs if t in graph.kept}
+    results = {t for t in results if graph.ops[graph.tensors[t].producers[0]].phase is Phase.FORWARD}
+    done = {p for s in steps[:k] if isinstance(s, Compute) for p in (s.op, *graph.ops[s.op].replaces)}
+    ended = done.issuperset(op.id for op in graph.program if op.phase is Phase.FORWARD)
+    return {_maker(graph, steps, k, t) for t in results} if ended and results <= live(graph, steps[:k]) else set()
 
 
 def _maker(graph: Graph, steps: Sequence[Step], k: int, t: int) -> int:

@@ -1,8 +1,9 @@
 """Small graphs whose ops may run on several devices."""
 
 import random
+from dataclasses import replace
 
-from graphs.ir import Graph
+from graphs.ir import Graph, Phase
 from graphs.options.surroundings import Link, OtherDevice, Surroundings
 from graphs.synthetic.draft import Draft
 from planner.capture.options import with_options
@@ -10,6 +11,13 @@ from planner.capture.options import with_options
 
 def on_devices(graph: Graph, *others: OtherDevice) -> Graph:
     return with_options(graph, ("placement",), Surroundings(Link.even(1.0), others=others))
+
+
+def in_two_passes(graph: Graph) -> Graph:
+    """`graph` with the second half of its program in the backward pass."""
+    half = len(graph.program) / 2
+    late = {op.id for op in graph.ops if max((op.id, *op.replaces) if not op.optional else op.replaces, default=-1) >= half}
+    return replace(graph, ops=tuple(replace(op, phase=Phase.BACKWARD) if op.id in late else op for op in graph.ops))
 
 
 def random_placement(seed: int, ops: int) -> tuple[Graph, int]:

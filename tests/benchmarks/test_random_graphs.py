@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.random_graphs import KINDS, STUDY, Row, graph_of, solved, verdict
+from benchmarks.random_graphs import KINDS, STUDY, Row, graph_of, is_wrong, solved, verdict
 
 ROW = Row(kind="plain", seed=1, ops=5, budget_bytes=100, status="feasible", time_s=2.0, bound_s=1.5, peak_bytes=90, steps=12)
 
@@ -21,10 +21,18 @@ ROW = Row(kind="plain", seed=1, ops=5, budget_bytes=100, status="feasible", time
         (replace(ROW, time_s=2.1, status="optimal"), "worse"),
         (replace(ROW, bound_s=1.4), "worse"),
         (replace(ROW, status="limit", time_s=None, peak_bytes=None), "worse"),
+        (replace(ROW, time_s=2.2, bound_s=2.1), "wrong"),
+        (replace(ROW, time_s=1.4), "wrong"),
     ],
 )
 def test_verdicts(now: Row, expected: str) -> None:
     assert verdict(ROW, now) == expected
+
+
+@pytest.mark.parametrize("seed", [0, 650, 769])
+def test_results_of_the_forward_pass_are_waited_for(seed: int) -> None:
+    (row,) = solved(("devices", seed))
+    assert not is_wrong(row)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -150,15 +150,11 @@ class _SizeSearch:
                 should_stop=enough.reached,
             )
 
-        result, excess_bytes = self.within(method, graph, order, solve, limit_s)
-        if result.time_s is not None and (enough.any_time or result.time_s <= enough.cap_s):
-            if excess_bytes <= 0:
-                return Decision(True, result)
-            return Decision(False if method.solver != OPTIMAL else None, result)
-        settled = (
-            method.solver != OPTIMAL or result.status in (Status.INFEASIBLE, Status.OPTIMAL) or enough.refuted(result.bound_s)
-        )
-        return Decision(False if settled else None, result)
+        result, fits, tightened = self.within(method, graph, order, solve, limit_s)
+        if fits and result.time_s is not None and (enough.any_time or result.time_s <= enough.cap_s):
+            return Decision(True, result)
+        proved = not tightened and (result.status in (Status.INFEASIBLE, Status.OPTIMAL) or enough.refuted(result.bound_s))
+        return Decision(False if method.solver != OPTIMAL or proved else None, result)
 
     def best(self, method: Method, units: int) -> Result:
         """Return the fastest schedule at a size that is feasible."""
@@ -169,39 +165,39 @@ class _SizeSearch:
             def solve(budget_bytes: int, clock: Clock) -> Result:
                 return result_of(order.graph, budget_bytes, clock, tolerance=tolerance, should_stop=self.should_stop)
 
-            result, excess_bytes = self.within(method, self.graph(units), order, solve, self.wanted.time_limit_s)
-            if excess_bytes <= 0:
+            result, fits, _ = self.within(method, self.graph(units), order, solve, self.wanted.time_limit_s)
+            if fits:
                 self.keep(units, result)
         return min(self.found[units], key=lambda result: result.time_s or 0.0)
 
     def within(
         self, method: Method, graph: Graph, order: Reordering, solve: Callable[[int, Clock], Result], limit_s: float
-    ) -> tuple[Result, int]:
-        """Return the result of `solve` for the budget, and by how many bytes its schedule exceeds what the budget counts.
+    ) -> tuple[Result, bool, bool]:
+        """Return the result of `solve`, whether its schedule fits what the budget counts, and whether less was asked for.
 
-        On CUDA more is reserved than allocated: the optimal schedule is then sought for fewer allocated bytes, some times.
+        On CUDA more is reserved than allocated: the optimal schedule is then sought for fewer allocated bytes, some times. What
+        is proved for fewer is not proved for the budget.
         """
-        memory = memory_of(graph, self.wanted.memory)
+        budget_bytes, memory = self.wanted.budget_bytes, memory_of(graph, self.wanted.memory)
         if memory is CountedMemory.ALLOCATED:
-            return order.result_of_source(solve(self.wanted.budget_bytes, WallClock(limit_s))), 0
+            return order.result_of_source(solve(budget_bytes, WallClock(limit_s))), True, False
         beside, offered = reserved_beside(graph, memory), method.offered(graph)
         try:
-            beside.check(self.wanted.budget_bytes)
+            beside.check(budget_bytes)
         except InfeasibleError as error:
             refused = Status.INFEASIBLE, None, None, method.solver, 0.0
-            return Result(graph, self.wanted.budget_bytes, *refused, message=str(error)), 0
-        budget_bytes = self.wanted.budget_bytes - beside.kept_bytes
-        found: tuple[Result, int] | None = None
-        for _ in range(_TRIES if method.solver == OPTIMAL else 1):
-            result = order.result_of_source(solve(budget_bytes, WallClock(limit_s / _TRIES)))
+            return Result(graph, budget_bytes, *refused, message=str(error)), False, False
+        asked_bytes = budget_bytes - beside.kept_bytes
+        found: tuple[Result, bool, bool] | None = None
+        for tries in range(_TRIES if method.solver == OPTIMAL else 1):
+            result = order.result_of_source(solve(asked_bytes, WallClock(limit_s / _TRIES)))
             reserved_bytes = reserved_bytes_of(offered, result.schedule, memory)
             if reserved_bytes is None or result.peak_bytes is None:
-                return found or (result, 0)
-            excess_bytes = reserved_bytes - self.wanted.budget_bytes
-            found = result, excess_bytes
-            if excess_bytes <= 0 or self.should_stop():
+                return found or (result, False, False)
+            found = result, reserved_bytes <= budget_bytes, tries > 0 or reserved_bytes > budget_bytes
+            if reserved_bytes <= budget_bytes or self.should_stop():
                 break
-            budget_bytes = min(budget_bytes, result.peak_bytes) - excess_bytes
+            asked_bytes = min(asked_bytes, result.peak_bytes) - (reserved_bytes - budget_bytes)
         assert found is not None
         return found
 

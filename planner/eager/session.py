@@ -115,6 +115,7 @@ class Rematerialization:
         follower = StepFollower(StepPlans(memory.budget_bytes), memory, recomputation.recompute_saved)
         self._recorder = recorder = Recorder(memory, sizes, recomputation, follower, costs)
         memory.on_release = follower.released
+        memory.evict_planned = follower.evict_one
         with ExitStack() as block:
             block.callback(follower.close)
             block.enter_context(recorder.module)
@@ -196,7 +197,7 @@ class Rematerialization:
         return self._entered.follower.plans
 
     def wait_for_plans(self, seconds: float | None = None) -> None:
-        """Wait until the steps that repeat are solved, at most `seconds`; when they come again, they run by their plans."""
+        """Wait until the steps that repeat are solved, at most `seconds`; from then on they run by their plans."""
         recorder = self._entered
         if not recorder.saved:
             recorder.follower.end()
@@ -227,7 +228,10 @@ class Rematerialization:
             f"read by Python   {recorder.host_reads} values",
         ]
         if self.plans.plans:
-            lines.append(f"planned          {self.plans.planned_steps} steps, of {len(self.plans.plans)} kinds that repeat")
+            lines.append(
+                f"planned          {self.plans.planned_steps} steps, and {self.plans.borrowed_steps} by plans for other sizes; "
+                f"{len(self.plans.plans)} plans"
+            )
         if recorder.retries:
             lines.append(f"out of memory    in {recorder.retries} ops, which were tried again")
         for what, by in (("operator", again.by_operator), ("module", again.by_module)):

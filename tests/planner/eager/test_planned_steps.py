@@ -160,11 +160,63 @@ def test_each_recurring_size_has_a_plan(watched: Watched) -> None:
         for i, x in enumerate(inputs):
             watched.chosen = 0
             loop.step(x, i)
-            assert (watched.chosen > 0) == (i < 4)
+            assert (watched.chosen > 0) == (i < 2)  # both are solved when the second has ended
             session.wait_for_plans(_PATIENCE_S)
     assert len(session.plans.plans) == 2
-    assert planned(session) == 3
+    assert planned(session) == 5
     assert same(loop.state(), expected)
+
+
+# --- sizes that vary ------------------------------------------------------------------------------
+
+
+def test_other_sizes_borrow_the_plan_of_the_next_larger(watched: Watched) -> None:
+    sizes = [256, 250, 244, 238, 256, 64, 262]  # 64 fits
+    inputs = [torch.randn(262, 64)[:size] for size in sizes]
+    expected = plainly(inputs)
+    loop = Loop()
+    torch.manual_seed(1)
+    borrowed, evicted = [], []
+    with LiveStorages(existing()) as live, within(ROOM) as session, unit_times(session):
+        for i, x in enumerate(inputs):
+            watched.evicted.clear()
+            watched.chosen = 0
+            loop.step(x, i)
+            evicted.append(list(watched.evicted))
+            borrowed.append(session.plans.borrowed_steps)
+            assert (watched.chosen > 0) == (i < 2)
+            if i == 1:
+                session.wait_for_plans(_PATIENCE_S)
+        (plan,) = session.plans.plans  # it serves 250 too
+    assert borrowed == [0, 0, 1, 2, 2, 2, 3]
+    assert (planned(session), session.plans.left_steps) == (1, 1)  # that of 64 began by the plan
+    by_plan = [action.storage for before in plan.actions for action in before if action.evict]
+    assert sorted(evicted[4]) == sorted(by_plan)
+    assert evicted[5] == []
+    for one in (2, 3, 6):
+        assert set(evicted[one]) <= set(by_plan)
+        assert evicted[one]
+    assert live.peak_bytes <= session.budget_bytes
+    assert same(loop.state(), expected)
+    assert "1 steps, and 3 by plans for other sizes; 1 plans" in str(session)
+
+
+def test_by_a_borrowed_plan_less_is_recomputed_than_by_the_heuristic() -> None:
+    def recomputed(sizes: list[int]) -> int:
+        """The ops that are recomputed in the last step; those before the last are solved."""
+        torch.manual_seed(0)
+        model = network(16)
+        with within(900_000) as session, unit_times(session):
+            for i, size in enumerate(sizes):
+                if i == len(sizes) - 1:
+                    session.wait_for_plans(_PATIENCE_S)
+                before = session.recomputed_ops
+                model(torch.ones(size, 64)).square().mean().backward()
+                model.zero_grad()
+        assert session.plans.borrowed_steps == (len(sizes) > 1)
+        return session.recomputed_ops - before
+
+    assert recomputed([256, 250, 244]) < 0.8 * recomputed([244])
 
 
 # --- the recorded graph ---------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """Steps that repeat run by their plans: same bits, the plan's evictions, other steps, and the replay of what was recorded."""
 
 import itertools
+import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -217,6 +218,55 @@ def test_by_a_borrowed_plan_less_is_recomputed_than_by_the_heuristic() -> None:
         return session.recomputed_ops - before
 
     assert recomputed([256, 250, 244]) < 0.8 * recomputed([244])
+
+
+def encoder_decoder() -> tuple[nn.Module, Callable[[int, int], Tensor]]:
+    model = nn.Transformer(64, 4, 2, 2, 128, 0.1, batch_first=True)
+    source, target = torch.randn(4, 96, 64), torch.randn(4, 96, 64)
+    return model, lambda n, k: model(source[:, :n], target[:, :k]).square().mean()
+
+
+def images() -> tuple[nn.Module, Callable[[int, int], Tensor]]:
+    """Convolutions with batch normalization, writes in place and dropout."""
+    blocks = (
+        nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.Dropout(0.1)) for _ in range(6)
+    )
+    model = nn.Sequential(nn.Conv2d(3, 8, 1), *blocks)
+    pixels = torch.randn(4, 3, 96, 96)
+    return model, lambda n, k: model(pixels[:, :, :n, :k]).square().mean()
+
+
+@pytest.mark.parametrize("build", [encoder_decoder, images])
+def test_random_sizes_by_borrowed_plans_have_the_bits_of_eager(
+    build: Callable[[], tuple[nn.Module, Callable[[int, int], Tensor]]],
+) -> None:
+    draw = random.Random(0)
+    sizes = [(96, 96), *((draw.randrange(40, 97), draw.randrange(40, 97)) for _ in range(9))]
+
+    def train(session: Rematerialization | None = None) -> list[Tensor]:
+        torch.manual_seed(0)
+        model, loss_of = build()
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+        losses = []
+        for i, size in enumerate(sizes):
+            loss = loss_of(*size)
+            loss.backward()
+            losses.append(loss.detach())
+            optimizer.step()
+            optimizer.zero_grad()
+            if session is not None and i == 3:
+                session.wait_for_plans(_PATIENCE_S)
+        return [*(t.clone() for t in model.state_dict().values()), torch.get_rng_state(), torch.stack(losses)]
+
+    others = other_bytes()
+    with LiveStorages(existing()) as live:
+        expected = train()
+    room = int(0.45 * (live.peak_bytes - others))
+    with LiveStorages(existing()) as live, within(room) as session:
+        results = train(session)
+    assert same(results, expected)
+    assert live.peak_bytes <= session.budget_bytes
+    assert session.plans.borrowed_steps > 0
 
 
 # --- the recorded graph ---------------------------------------------------------------------------

@@ -67,37 +67,46 @@ def actions(step: RecordedStep, schedule: Schedule) -> tuple[tuple[Action, ...],
     """Return what to do before each op of the step, and at its end, to run it by a schedule.
 
     What the program lets go of is not evicted, unless it was recomputed after that. Contents that were written over since are not
-    recomputed by themselves, but with the present contents.
+    recomputed by themselves, but with the present contents: at once, while what they are computed from is in memory.
 
     Raises:
         PlannerError: the schedule does not execute the ops of the step in their order.
     """
     graph, storages = step.graph, step.storages
-    found: list[list[Action]] = [[] for _ in range(len(graph.ops) + 1)]
+    found: list[list[Action | None]] = [[] for _ in range(len(graph.ops) + 1)]
     current: dict[int, int] = {}  # tensor with the present contents of each storage
     live: set[int] = set()
     recomputed: set[int] = set()  # storages that the program has let go of
+    begun: dict[int, tuple[int, int]] = {}  # where the first contents of storages were recomputed: a place for the present ones
     done = 0
-    for place in schedule.steps:
-        if isinstance(place, Compute):
-            outputs = graph.ops[place.op].outputs
-            if place.op == done:
+    for scheduled in schedule.steps:
+        if isinstance(scheduled, Compute):
+            op = graph.ops[scheduled.op]
+            if op.id > done:
+                raise PlannerError(f"the schedule executes op {op.name!r} before those ahead of it in the step")
+            if op.id == done:
                 done += 1
-                current.update((storages[t], t) for t in outputs)
-            elif place.op > done:
-                raise PlannerError(f"the schedule executes op {graph.ops[place.op].name!r} before those ahead of it in the step")
-            else:
-                again = [storages[t] for t in outputs if t not in live and current[storages[t]] == t]
-                found[done] += [Action(storage, evict=False) for storage in again]
-                recomputed.update(storage for storage in again if step.released.get(storage, math.inf) <= done)
-            live.update(outputs)
+                current.update((storages[t], t) for t in op.outputs)
+                live.update(op.outputs)
+            rewritten = {t for t, _ in op.overwrites}
+            for t in (t for t in op.outputs if t not in live):
+                storage = storages[t]
+                if current[storage] == t:
+                    place, index = begun.pop(storage, (done, len(found[done])))
+                    found[place][index : index + 1] = [Action(storage, evict=False)]
+                    if step.released.get(storage, math.inf) <= done:
+                        recomputed.add(storage)
+                elif t not in rewritten:
+                    begun[storage] = done, len(found[done])
+                    found[done].append(None)
+            live.update(op.outputs)
         else:
-            live.discard(place.tensor)
-            storage = storages[place.tensor]
-            if current[storage] == place.tensor and (storage in recomputed or step.released.get(storage, math.inf) > done):
+            live.discard(scheduled.tensor)
+            storage = storages[scheduled.tensor]
+            if current[storage] == scheduled.tensor and (storage in recomputed or step.released.get(storage, math.inf) > done):
                 recomputed.discard(storage)
                 found[done].append(Action(storage, evict=True))
-    return tuple(map(tuple, found))
+    return tuple(tuple(action for action in before if action is not None) for before in found)
 
 
 @dataclass(slots=True, eq=False)

@@ -89,6 +89,26 @@ def test_what_is_written_over_is_recomputed_with_the_present_contents() -> None:
     )
 
 
+def test_what_is_written_over_is_recomputed_before_its_inputs_are_evicted() -> None:
+    """As a dropout's mask: made of the shape of its input, then written."""
+    log = StepLog(0)
+    x, mask, other = (log.add_storage(SIZE) for _ in range(3))
+    log.add_op(LoggedOp("make", (), (x,), time_s=1.0), 0, 0)
+    log.add_op(LoggedOp("empty_like", (x,), (mask,), time_s=1.0), 1, 0)
+    log.add_op(LoggedOp("bernoulli_", (mask,), (), (mask,), time_s=1.0), 2, 0)
+    log.release(x)
+    log.add_op(LoggedOp("other", (), (other,), time_s=1.0), 3, 0)
+    log.release(other)
+    log.add_op(LoggedOp("read", (mask,), (), time_s=1.0), 4, 0)
+    log.release(mask)
+    step = recorded_step(log)
+    assert step.storages == (x, mask, mask, other)
+    steps = [Compute(0), Compute(1), Compute(2), Free(0), Free(1), Free(2), Compute(3), Free(3)]
+    steps += [Compute(0), Compute(1), Free(0), Compute(2), Free(1), Compute(4), Free(2)]
+    again = (Action(x, evict=False), Action(mask, evict=False), Action(x, evict=True))
+    assert actions(step, Schedule(tuple(steps))) == ((), (), (), (Action(mask, evict=True),), again, ())
+
+
 def test_a_schedule_in_another_order_is_refused() -> None:
     step = recorded_step(log_of(ops_of_chain(2)))
     with pytest.raises(PlannerError, match="executes op 'f_1' before those ahead of it"):

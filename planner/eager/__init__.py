@@ -19,6 +19,12 @@ pinned, and copied before they are overwritten if a saved tensor may have to be 
 reference counts: an op is known as long as a tensor that is alive may need it. When no tensor is saved, between two steps,
 all of them are forgotten.
 
+Of DTR's treatments of what the program lets go of (``solvers.online.ledger.Deallocation``), the runtime has eager eviction:
+PyTorch frees a tensor that neither the program nor autograd holds, it is recomputed on the way to others, and evicted again when
+memory runs out. Ignoring would have the runtime hold every tensor; but PyTorch tells that the program has let go only by freeing,
+so that neither eager PyTorch's peak nor the lifetimes in recorded steps would be known. Banishing pins what was computed from a
+tensor that is let go of, and most saved tensors are computed from such: too little would be left to evict.
+
 ``recording`` sees the ops, ``sizes`` knows what they will allocate, ``memory`` makes room and asks the ledger of
 ``solvers.online`` for the victim, ``recompute`` executes chains again, ``session`` is what users hold. ``following`` logs each
 step; ``step_log`` makes it a graph, ``step_plans`` has it solved when it repeats, and says what its plan does before each op.

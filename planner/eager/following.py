@@ -70,7 +70,7 @@ class StepFollower:
         if self._late:
             self._late = [storage for storage in self._late if storage.owned() and not self.memory.evict(storage)]
         for action in self.plans.due():
-            storage = self._storages[action.storage]()
+            storage = self._storage(action.storage)
             if storage is None:
                 continue
             if action.evict:
@@ -78,6 +78,21 @@ class StepFollower:
                     self._late.append(storage)
             elif not storage.address and storage.recomputable(storage.version):
                 self._recompute(storage)
+
+    def evict_one(self) -> bool:
+        """Evict a storage that the plan of a step of other sizes has evicted by now, and return True; False if there is none."""
+        if self.log is None:
+            return False
+        offered = self.plans.offered()
+        for number in tuple(offered):
+            storage = self._storage(number)
+            if storage is None or not storage.owned():
+                del offered[number]
+            elif self.memory.evict(storage):
+                del offered[number]
+                self.plans.borrows = True
+                return True
+        return False
 
     def after_op(self, call: "Call", signature: int, workspace_bytes: int = 0) -> None:
         """Log an op that has run, in a step that is logged.
@@ -100,8 +115,8 @@ class StepFollower:
             -1 if node is None else node._sequence_nr(),
             workspace_bytes,
         )
-        sizes = () if signature else tuple([storage.size_bytes for storage in call.made])
-        self.plans.add_op(op, (id(call.function), signature, sizes))
+        shapes = signature or tuple([storage.size_bytes for storage in call.made])
+        self.plans.add_op(op, id(call.function), shapes)
 
     def unpacked(self, storage: TrackedStorage) -> None:
         """Log that autograd unpacks a storage, in a step that is logged."""
@@ -125,6 +140,10 @@ class StepFollower:
         """End the step, and the solves."""
         self.end()
         self.plans.stop()
+
+    def _storage(self, number: int) -> TrackedStorage | None:
+        """Return the storage of a number in this step; None if it is not needed any more, or not met yet."""
+        return self._storages[number]() if number < len(self._storages) else None
 
     def _numbers(self, storages: Iterable[TrackedStorage]) -> tuple[int, ...]:
         """Return the numbers of storages in this step, each once."""

@@ -43,6 +43,7 @@ class Memory:
         read_s: the clock when the program's last op ended: what the next one reads is as old, whatever is recomputed for it.
         pending: ops that have been recorded since the ledger was last asked; it hears of them when it is asked next.
         on_release: called with each storage that the program has let go of.
+        evict_planned: evicts what a plan would, and returns True, or False; called before the heuristic is asked.
     """
 
     def __init__(self, budget_bytes: int, sizes: OutputSizes, new_ledger: Callable[[], Ledger]) -> None:
@@ -61,6 +62,7 @@ class Memory:
         self.ledger: Ledger | None = None
         self.now = perf_counter
         self.on_release: Callable[[TrackedStorage], None] | None = None
+        self.evict_planned: Callable[[], bool] = lambda: False
         self._new_ledger = new_ledger
         self._unheld = _unheld()
         self.pending: list[weakref.ref[RecordedOp]] = []
@@ -212,7 +214,7 @@ class Memory:
             return
         self.settle()
         while self.live_bytes + size_bytes > self.budget_bytes:
-            if not self.evict_one():
+            if not self.evict_planned() and not self.evict_one():
                 raise BudgetError(self._too_small(size_bytes, purpose))
 
     def evict_one(self) -> bool:

@@ -128,6 +128,7 @@ class Rematerialization:
         follower = StepFollower(StepPlans(memory.budget_bytes), memory, recomputation.recompute_saved)
         self._recorder = recorder = Recorder(memory, sizes, recomputation, follower, costs)
         memory.on_release = follower.released
+        memory.evict_planned = follower.evict_one
         with ExitStack() as block:
             if self._counted is not CountedMemory.ALLOCATED:
                 block.enter_context(capped_allocator(self._device, memory.budget_bytes))
@@ -211,7 +212,7 @@ class Rematerialization:
         return self._entered.follower.plans
 
     def wait_for_plans(self, seconds: float | None = None) -> None:
-        """Wait until the steps that repeat are solved, at most `seconds`; when they come again, they run by their plans."""
+        """Wait until the steps that repeat are solved, at most `seconds`; from then on they run by their plans."""
         recorder = self._entered
         if not recorder.saved:
             recorder.follower.end()
@@ -242,7 +243,10 @@ class Rematerialization:
             f"read by Python   {recorder.host_reads} values",
         ]
         if self.plans.plans:
-            lines.append(f"planned          {self.plans.planned_steps} steps, of {len(self.plans.plans)} kinds that repeat")
+            lines.append(
+                f"planned          {self.plans.planned_steps} steps, and {self.plans.borrowed_steps} by plans for other sizes; "
+                f"{len(self.plans.plans)} plans"
+            )
         if memory.retries:
             lines.append(f"out of memory    {memory.retries} times, after which ops were tried again")
         for what, by in (("operator", again.by_operator), ("module", again.by_module)):

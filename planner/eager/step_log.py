@@ -36,14 +36,16 @@ class LoggedOp(NamedTuple):
 
 
 class StepLog:
-    """The ops of a step, with a hash of what came so far after each.
+    """The ops of a step, with hashes of what came so far after each.
 
-    Two steps have the same hashes if they execute the same operators on storages that are connected in the same way, with the
-    same shapes. Times, addresses and contents do not matter.
+    Two steps have the same structure if they execute the same operators on storages that are connected in the same way; the
+    same hashes if the shapes are the same too. Times, addresses and contents do not matter.
 
     Attributes:
         ops: the ops so far.
         chains: for each of them, the hash of it and those before.
+        structures: the same without shapes.
+        made_bytes: for each of them, the bytes that it and those before have made.
         sizes_bytes: of each storage, by number.
         unpacked: by the number of ops until then, storages that autograd has unpacked.
         released: for storages that the program has let go of, the number of ops until then.
@@ -55,6 +57,8 @@ class StepLog:
         self.held_bytes = held_bytes
         self.ops: list[LoggedOp] = []
         self.chains: list[int] = []
+        self.structures: list[int] = []
+        self.made_bytes: list[int] = []
         self.sizes_bytes: list[int] = []
         self.unpacked: dict[int, list[int]] = {}
         self.released: dict[int, int] = {}
@@ -70,11 +74,25 @@ class StepLog:
         self.sizes_bytes.append(size_bytes)
         return len(self.sizes_bytes) - 1
 
-    def add_op(self, op: LoggedOp, signature: Hashable) -> int:
-        """Add an op and return the hash of all so far; the `signature` says what it is and of which shapes its tensors are."""
-        chain = hash((self.chain, signature, op.inputs, op.made, op.written))
+    def add_op(self, op: LoggedOp, operator: Hashable, shapes: Hashable) -> int:
+        """Add an op and return the hash of all so far.
+
+        Args:
+            op: the op.
+            operator: identity of its operator.
+            shapes: tells apart executions of the operator on tensors of different shapes.
+        """
+        structures, chains, made_bytes = self.structures, self.chains, self.made_bytes
+        first = not chains
+        structure = hash((0 if first else structures[-1], operator, op.inputs, op.made, op.written))
+        chain = hash((0 if first else chains[-1], structure, shapes))
+        size_bytes = 0 if first else made_bytes[-1]
+        for storage in op.made:
+            size_bytes += self.sizes_bytes[storage]
         self.ops.append(op)
-        self.chains.append(chain)
+        structures.append(structure)
+        chains.append(chain)
+        made_bytes.append(size_bytes)
         return chain
 
     def unpack(self, storage: int) -> None:

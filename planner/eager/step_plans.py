@@ -2,13 +2,22 @@
 
 A step that had to evict and comes a second time is handed to the solver. When it comes again, its plan says before each op what
 to evict and what to recompute. An op that differs ends that, within the step: the plan of another step that began in the same way
-takes over, or the heuristic. Bits do not depend on it, as plans only say which recorded ops run again, and when. Never imports
-torch.
+takes over, or the heuristic. Bits do not depend on it, as plans only say which recorded ops run again, and when.
+
+Steps that differ in sizes alone share plans. The largest is solved first, then those that no plan for a slightly larger one
+serves. A step without a plan of its own borrows that of the next larger one: when it needs room, it evicts what that has evicted
+by then, in the same order, and recomputes on use. So a smaller step evicts less, and one that fits nothing. No sizes have to be
+predicted.
+
+Never imports torch.
 """
 
 import math
 import time
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, field, replace
+from operator import itemgetter
 
 from graphs.errors import PlannerError
 from graphs.schedule import Compute, Schedule
@@ -19,6 +28,7 @@ from planner.settings import SolveSettings
 
 _POLL_S = 0.2
 _MOST_STEPS = 64  # different steps that are remembered
+_NEAR = 1.1  # a plan serves steps of other sizes that make down to its bytes divided by this; they are not solved
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,46 +67,54 @@ def actions(step: RecordedStep, schedule: Schedule) -> tuple[tuple[Action, ...],
     """Return what to do before each op of the step, and at its end, to run it by a schedule.
 
     What the program lets go of is not evicted, unless it was recomputed after that. Contents that were written over since are not
-    recomputed by themselves, but with the present contents.
+    recomputed by themselves, but with the present contents: at once, while what they are computed from is in memory.
 
     Raises:
         PlannerError: the schedule does not execute the ops of the step in their order.
     """
     graph, storages = step.graph, step.storages
-    found: list[list[Action]] = [[] for _ in range(len(graph.ops) + 1)]
+    found: list[list[Action | None]] = [[] for _ in range(len(graph.ops) + 1)]
     current: dict[int, int] = {}  # tensor with the present contents of each storage
     live: set[int] = set()
     recomputed: set[int] = set()  # storages that the program has let go of
+    begun: dict[int, tuple[int, int]] = {}  # where the first contents of storages were recomputed: a place for the present ones
     done = 0
-    for place in schedule.steps:
-        if isinstance(place, Compute):
-            outputs = graph.ops[place.op].outputs
-            if place.op == done:
+    for scheduled in schedule.steps:
+        if isinstance(scheduled, Compute):
+            op = graph.ops[scheduled.op]
+            if op.id > done:
+                raise PlannerError(f"the schedule executes op {op.name!r} before those ahead of it in the step")
+            if op.id == done:
                 done += 1
-                current.update((storages[t], t) for t in outputs)
-            elif place.op > done:
-                raise PlannerError(f"the schedule executes op {graph.ops[place.op].name!r} before those ahead of it in the step")
-            else:
-                again = [storages[t] for t in outputs if t not in live and current[storages[t]] == t]
-                found[done] += [Action(storage, evict=False) for storage in again]
-                recomputed.update(storage for storage in again if step.released.get(storage, math.inf) <= done)
-            live.update(outputs)
+                current.update((storages[t], t) for t in op.outputs)
+                live.update(op.outputs)
+            rewritten = {t for t, _ in op.overwrites}
+            for t in (t for t in op.outputs if t not in live):
+                storage = storages[t]
+                if current[storage] == t:
+                    place, index = begun.pop(storage, (done, len(found[done])))
+                    found[place][index : index + 1] = [Action(storage, evict=False)]
+                    if step.released.get(storage, math.inf) <= done:
+                        recomputed.add(storage)
+                elif t not in rewritten:
+                    begun[storage] = done, len(found[done])
+                    found[done].append(None)
+            live.update(op.outputs)
         else:
-            live.discard(place.tensor)
-            storage = storages[place.tensor]
-            if current[storage] == place.tensor and (storage in recomputed or step.released.get(storage, math.inf) > done):
+            live.discard(scheduled.tensor)
+            storage = storages[scheduled.tensor]
+            if current[storage] == scheduled.tensor and (storage in recomputed or step.released.get(storage, math.inf) > done):
                 recomputed.discard(storage)
                 found[done].append(Action(storage, evict=True))
-    return tuple(map(tuple, found))
+    return tuple(tuple(action for action in before if action is not None) for before in found)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Seen:
     """A step that has come before.
 
     Attributes:
-        step: its graph.
-        chains: the hashes after each of its ops.
+        log: its ops.
         times: how often it has come.
         evicted: it has evicted tensors.
         plan: the best plan so far; None until there is one.
@@ -104,13 +122,50 @@ class _Seen:
         failure: why there is no plan.
     """
 
-    step: RecordedStep
-    chains: tuple[int, ...]
+    log: StepLog
     times: int = 1
     evicted: bool = False
     plan: StepPlan | None = None
     solved: bool = False
     failure: str = ""
+
+    def began_as(self, log: StepLog) -> bool:
+        """Return whether its first ops are those of a step that is under way."""
+        count = len(log.ops)
+        return count <= len(self.log.ops) and self.log.chains[count - 1] == log.chains[-1]
+
+    def began_alike(self, log: StepLog) -> bool:
+        """Return whether its first ops are those of a step that is under way, of whatever shapes."""
+        count = len(log.ops)
+        return count <= len(self.log.ops) and self.log.structures[count - 1] == log.structures[-1]
+
+    def excess(self, log: StepLog) -> float:
+        """Return how many times as many bytes it made by as many ops as `log` has; below 1 if it was smaller."""
+        return (self.log.made_bytes[len(log.ops) - 1] + 1) / (log.made_bytes[-1] + 1)
+
+
+@dataclass(slots=True)
+class _Borrowed:
+    """A plan that serves a step of other sizes.
+
+    Attributes:
+        plan: the plan.
+        acted: the number of ops, with the end, whose actions were taken.
+        evicted: the storages that it has evicted by then and not recomputed since, in order.
+    """
+
+    plan: StepPlan
+    acted: int = 0
+    evicted: dict[int, None] = field(default_factory=dict)
+
+    def advance(self, place: int) -> None:
+        """Take the actions before the op at `place`, and those before."""
+        for before in self.plan.actions[self.acted : place + 1]:
+            for action in before:
+                self.evicted.pop(action.storage, None)
+                if action.evict:
+                    self.evicted[action.storage] = None
+        self.acted = place + 1
 
 
 class StepPlans:
@@ -120,6 +175,8 @@ class StepPlans:
         log: the current step.
         planned_steps: number of steps that ran by a plan to the last op.
         left_steps: number of steps that began by a plan and went on by the heuristic, as an op differed.
+        borrowed_steps: number of steps that evicted what the plan of a step of other sizes evicts.
+        borrows: the current step has done so.
     """
 
     def __init__(self, budget_bytes: int, settings: SolveSettings | None = None) -> None:
@@ -131,11 +188,13 @@ class StepPlans:
         """
         self.budget_bytes = budget_bytes
         self.settings = replace(settings or SolveSettings(), reorder=False)
-        self.planned_steps = self.left_steps = 0
+        self.planned_steps = self.left_steps = self.borrowed_steps = 0
         self.log = StepLog(0)
+        self.borrows = False
         self._seen: dict[int, _Seen] = {}  # by the hash of all ops; the one that came last is the last
-        self._solving: tuple[int, BackgroundSolve] | None = None
+        self._solving: tuple[int, RecordedStep, BackgroundSolve] | None = None
         self._following: _Seen | None = None
+        self._borrowed: _Borrowed | None = None
         self._left = False
         self._acted = 0  # ops before which the actions have been taken
 
@@ -145,26 +204,15 @@ class StepPlans:
         """Begin a step with `held_bytes` in memory, and follow the plan of the step that came last, if it has one."""
         self._receive(0.0)
         self.log = StepLog(held_bytes)
-        self._left, self._acted = False, 0
-        self._following = next((seen for seen in reversed(self._seen.values()) if seen.plan is not None), None)
+        self._left, self.borrows, self._acted, self._borrowed = False, False, 0, None
+        self._following = next(self._planned(), None)
 
-    def add_op(self, op: LoggedOp, signature: object) -> None:
+    def add_op(self, op: LoggedOp, operator: Hashable, shapes: Hashable) -> None:
         """Add an op to the step; if it differs from the plan, follow another that began in the same way, or none."""
-        chain = self.log.add_op(op, signature)
-        if self._following is None:
-            return
-        place = len(self.log.ops) - 1
-        if place < len(self._following.chains) and self._following.chains[place] == chain:
-            return
-        self._following = next(
-            (
-                seen
-                for seen in reversed(self._seen.values())
-                if seen.plan is not None and place < len(seen.chains) and seen.chains[place] == chain
-            ),
-            None,
-        )
-        self._left = self._following is None
+        self.log.add_op(op, operator, shapes)
+        if self._following is not None and not self._following.began_as(self.log):
+            self._following = next((seen for seen in self._planned() if seen.began_as(self.log)), None)
+            self._left = self._following is None
 
     def due(self) -> tuple[Action, ...]:
         """Return what the plan does before the next op, once; nothing if no plan is followed."""
@@ -175,28 +223,45 @@ class StepPlans:
         assert self._following.plan is not None
         return self._following.plan.actions[place]
 
+    def offered(self) -> dict[int, None]:
+        """Return the storages that the plan of a step of other sizes has evicted by now, in order.
+
+        There are none while the step runs by a plan of its own. The caller removes what it has evicted.
+        """
+        if self._following is not None or not self.log.ops:
+            return {}
+        lender = self._lender()
+        if lender is None:
+            return {}
+        assert lender.plan is not None
+        if self._borrowed is None or self._borrowed.plan is not lender.plan:
+            self._borrowed = _Borrowed(lender.plan)
+        self._borrowed.advance(len(self.log.ops))
+        return self._borrowed.evicted
+
     @property
     def is_following(self) -> bool:
         """True while the step runs by a plan."""
         return self._following is not None
 
     def end(self) -> None:
-        """End the step: remember it, and have it solved if it has come before and evicted tensors."""
+        """End the step: remember it, and have it solved if it has evicted tensors and has come before, of whatever sizes."""
         log = self.log
         if not log.ops:
             return
-        followed = self._following is not None and len(log.ops) == len(self._following.chains)
+        followed = self._following is not None and len(log.ops) == len(self._following.log.ops)
         self.planned_steps += followed
-        self.left_steps += self._left or (self._following is not None and not followed)
-        self._following = None
+        self.borrowed_steps += self.borrows
+        self.left_steps += not self.borrows and (self._left or (self._following is not None and not followed))
+        self._following = self._borrowed = None
         seen = self._seen.pop(log.chain, None)
         if seen is None:
-            seen = _Seen(recorded_step(log), tuple(log.chains))
+            seen = _Seen(log)
         else:
             seen.times += 1
         self._seen[log.chain] = seen
         if len(self._seen) > _MOST_STEPS:
-            del self._seen[next(iter(self._seen))]
+            self._drop_one()
         seen.evicted = seen.evicted or log.evictions > 0
         self._start()
 
@@ -215,7 +280,8 @@ class StepPlans:
     @property
     def longest_step(self) -> RecordedStep | None:
         """The step of most ops of those that have ended; None if there was none."""
-        return max((seen.step for seen in self._seen.values()), key=lambda step: len(step.graph.ops), default=None)
+        longest = max((seen.log for seen in self._seen.values()), key=lambda log: len(log.ops), default=None)
+        return None if longest is None else recorded_step(longest)
 
     def wait(self, seconds: float | None = None) -> None:
         """Wait until all steps that repeat are solved, at most `seconds`."""
@@ -227,33 +293,65 @@ class StepPlans:
     def stop(self) -> None:
         """End the solve in progress."""
         if self._solving is not None:
-            self._solving[1].stop()
+            self._solving[-1].stop()
             self._solving = None
 
+    def _planned(self) -> Iterator[_Seen]:
+        """Yield the steps that have a plan, the latest first."""
+        return (seen for seen in reversed(self._seen.values()) if seen.plan is not None)
+
+    def _lender(self) -> _Seen | None:
+        """Return the planned step that began as this one but for sizes: the next larger so far, or else the largest."""
+        alike = [(seen.excess(self.log), seen) for seen in self._planned() if seen.began_alike(self.log)]
+        larger = [(excess, seen) for excess, seen in alike if excess >= 1]
+        _, lender = min(larger, key=itemgetter(0)) if larger else max(alike, key=itemgetter(0), default=(0.0, None))
+        return lender
+
+    def _drop_one(self) -> None:
+        """Forget the step that came longest ago, of those before the last one that have no plan and none under way, if any."""
+        solving = None if self._solving is None else self._solving[0]
+        *before, _ = self._seen
+        dropped = next((chain for chain in before if self._seen[chain].plan is None and chain != solving), before[0])
+        del self._seen[dropped]
+
     def _start(self) -> None:
-        """Start to solve a step that repeats, the latest first; one at a time."""
-        if self._solving is not None:
+        """Start to solve a step that repeats, if none is being solved."""
+        if self._solving is not None or (seen := self._next_to_solve()) is None:
             return
-        for chain, seen in reversed(self._seen.items()):
-            if seen.evicted and seen.times > 1 and not seen.solved:
-                try:
-                    solve = BackgroundSolve(Job(seen.step.graph, self.budget_bytes, self.settings))
-                except OSError as error:  # no process can be started: heuristics go on
-                    seen.solved, seen.failure = True, str(error)
-                    return
-                self._solving = chain, solve
-                return
+        step = recorded_step(seen.log)
+        try:
+            solve = BackgroundSolve(Job(step.graph, self.budget_bytes, self.settings))
+        except OSError as error:  # no process can be started: heuristics go on
+            seen.solved, seen.failure = True, str(error)
+        else:
+            self._solving = seen.log.chain, step, solve
+
+    def _next_to_solve(self) -> _Seen | None:
+        """Return the latest step that repeats, or else the largest that comes in several sizes and that no plan serves."""
+        unsolved = [seen for seen in reversed(self._seen.values()) if seen.evicted and not seen.solved]
+        for seen in unsolved:
+            if seen.times > 1:
+                return seen
+        times = Counter(seen.log.structures[-1] for seen in self._seen.values())
+        sizes = (seen for seen in unsolved if times[seen.log.structures[-1]] > 1 and self._least_excess(seen) > _NEAR)
+        return max(sizes, key=lambda seen: seen.log.made_bytes[-1], default=None)
+
+    def _least_excess(self, seen: _Seen) -> float:
+        """Return how much larger the next larger step of the same structure is that has a plan; infinite if there is none."""
+        log = seen.log
+        alike = (other for other in self._planned() if len(other.log.ops) == len(log.ops) and other.began_alike(log))
+        return min((excess for other in alike if (excess := other.excess(log)) >= 1), default=math.inf)
 
     def _receive(self, most_s: float) -> None:
         """Take the better plan that the solve has found since, waiting up to `most_s` seconds, and start the next solve."""
         if self._solving is None:
             return
-        chain, solve = self._solving
+        chain, step, solve = self._solving
         plan = solve.receive(most_s)
         seen = self._seen.get(chain)
         if seen is not None and plan is not None:
             try:
-                seen.plan = step_plan(plan, seen.step)
+                seen.plan = step_plan(plan, step)
             except PlannerError as error:
                 seen.failure = str(error)
         if solve.ended is not None:

@@ -8,7 +8,7 @@ from planner.eager.step_log import LoggedOp, StepLog, recorded_step
 
 
 def add(log: StepLog, target: str, inputs: tuple[int, ...], made: tuple[int, ...] = (), **facts: object) -> int:
-    return log.add_op(LoggedOp(target, inputs, made, **facts), target)  # type: ignore[arg-type]
+    return log.add_op(LoggedOp(target, inputs, made, **facts), target, 0)  # type: ignore[arg-type]
 
 
 def small_step() -> StepLog:
@@ -70,17 +70,28 @@ def test_the_schedule_of_keeping_everything_frees_what_the_program_lets_go_of() 
     )
 
 
-def test_hashes_depend_on_operators_signatures_and_connections() -> None:
-    def chain(targets: str = "ab", second_reads: int = 0, signature: object = 1) -> list[int]:
+def test_hashes_depend_on_operators_shapes_and_connections_and_structures_not_on_shapes() -> None:
+    def step(targets: str = "ab", second_reads: int = 0, shapes: object = 1) -> StepLog:
         log = StepLog(0)
         for i, target in enumerate(targets):
             storage = log.add_storage(1)
-            log.add_op(
-                LoggedOp(target, (second_reads,) if i else (), (storage,), time_s=float(log.chain % 7)), (target, signature)
-            )
-        return log.chains
+            op = LoggedOp(target, (second_reads,) if i else (), (storage,), time_s=float(log.chain % 7))
+            log.add_op(op, target, shapes)
+        return log
 
-    assert chain() == chain()
-    assert chain("abc")[:2] == chain("ab")
-    assert chain("ac")[0] == chain("ab")[0]
-    assert len({chain()[-1], chain("ac")[-1], chain(second_reads=1)[-1], chain(signature=2)[-1], chain("abc")[-1]}) == 5
+    assert step().chains == step().chains
+    assert step("abc").chains[:2] == step("ab").chains
+    assert step("ac").chains[0] == step("ab").chains[0]
+    others = [step("ac"), step(second_reads=1), step("abc")]
+    assert len({log.chain for log in (step(), step(shapes=2), *others)}) == 5
+    assert step(shapes=2).structures == step().structures
+    assert len({log.structures[-1] for log in (step(), *others)}) == 4
+
+
+def test_what_ops_have_made_is_counted() -> None:
+    log = StepLog(held_bytes=100)
+    held, a, b = (log.add_storage(size) for size in (50, 7, 5))
+    add(log, "f", (held,), (a,))
+    add(log, "f_", (a,), written=(a,))
+    add(log, "g", (a,), (b,))
+    assert log.made_bytes == [7, 7, 12]

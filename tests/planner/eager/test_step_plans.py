@@ -5,23 +5,26 @@ import pytest
 from graphs.errors import PlannerError
 from graphs.schedule import Compute, Free, Schedule
 from graphs.simulate import simulate
+from planner.eager import step_plans
 from planner.eager.step_log import LoggedOp, StepLog, recorded_step
-from planner.eager.step_plans import Action, StepPlans, actions
+from planner.eager.step_plans import Action, StepPlan, StepPlans, actions
 
 SIZE, LENGTH = 10, 6
 
 
-def ops_of_chain(length: int = LENGTH, target: str = "f") -> list[tuple[LoggedOp, tuple[int, ...], tuple[int, ...]]]:
+def ops_of_chain(
+    length: int = LENGTH, target: str = "f", size: int = SIZE
+) -> list[tuple[LoggedOp, tuple[int, ...], tuple[int, ...]]]:
     """A chain f0, f1, ... and its gradients: each op with the sizes of what it makes, and what is released after it."""
     found = []
     for i in range(length):
         op = LoggedOp(target, (i - 1,) if i else (), (i,), time_s=1.0)
-        found.append((op, (SIZE,), ()))
+        found.append((op, (size,), ()))
     for i in reversed(range(length)):
         before = length + (length - 1 - i) - 1
         reads = (i,) if i == length - 1 else (i, before)
         op = LoggedOp("b", reads, (before + 1,), time_s=1.0, backward=True)
-        found.append((op, (SIZE,), reads))
+        found.append((op, (size,), reads))
     return found
 
 
@@ -32,7 +35,7 @@ def log_of(ops: list[tuple[LoggedOp, tuple[int, ...], tuple[int, ...]]]) -> Step
             log.unpack(op.inputs[0])
         for size in sizes:
             log.add_storage(size)
-        log.add_op(op, op.target)
+        log.add_op(op, op.target, sizes)
         for storage in released:
             log.release(storage)
     return log
@@ -50,7 +53,7 @@ def run(plans: StepPlans, ops: list[tuple[LoggedOp, tuple[int, ...], tuple[int, 
         for size in sizes:
             plans.log.add_storage(size)
         done.append(i)
-        plans.add_op(op, op.target)
+        plans.add_op(op, op.target, sizes)
         for storage in released:
             plans.log.release(storage)
     done += plans.due()
@@ -70,12 +73,12 @@ def test_actions_are_the_schedule_between_the_ops() -> None:
 def test_what_is_written_over_is_recomputed_with_the_present_contents() -> None:
     log = StepLog(0)
     a = log.add_storage(SIZE)
-    log.add_op(LoggedOp("make", (), (a,), time_s=1.0), 0)
-    log.add_op(LoggedOp("write_", (a,), (), (a,), time_s=1.0), 1)
+    log.add_op(LoggedOp("make", (), (a,), time_s=1.0), 0, 0)
+    log.add_op(LoggedOp("write_", (a,), (), (a,), time_s=1.0), 1, 0)
     b = log.add_storage(SIZE)
-    log.add_op(LoggedOp("other", (), (b,), time_s=1.0), 2)
+    log.add_op(LoggedOp("other", (), (b,), time_s=1.0), 2, 0)
     log.release(b)
-    log.add_op(LoggedOp("read", (a,), (), time_s=1.0), 3)
+    log.add_op(LoggedOp("read", (a,), (), time_s=1.0), 3, 0)
     log.release(a)
     steps = (Compute(0), Compute(1), Free(0), Free(1), Compute(2), Free(2), Compute(0), Compute(1), Free(0), Compute(3), Free(1))
     assert actions(recorded_step(log), Schedule(steps)) == (
@@ -84,6 +87,26 @@ def test_what_is_written_over_is_recomputed_with_the_present_contents() -> None:
         (Action(a, evict=False),),
         (),
     )
+
+
+def test_what_is_written_over_is_recomputed_before_its_inputs_are_evicted() -> None:
+    """As a dropout's mask: made of the shape of its input, then written."""
+    log = StepLog(0)
+    x, mask, other = (log.add_storage(SIZE) for _ in range(3))
+    log.add_op(LoggedOp("make", (), (x,), time_s=1.0), 0, 0)
+    log.add_op(LoggedOp("empty_like", (x,), (mask,), time_s=1.0), 1, 0)
+    log.add_op(LoggedOp("bernoulli_", (mask,), (), (mask,), time_s=1.0), 2, 0)
+    log.release(x)
+    log.add_op(LoggedOp("other", (), (other,), time_s=1.0), 3, 0)
+    log.release(other)
+    log.add_op(LoggedOp("read", (mask,), (), time_s=1.0), 4, 0)
+    log.release(mask)
+    step = recorded_step(log)
+    assert step.storages == (x, mask, mask, other)
+    steps = [Compute(0), Compute(1), Compute(2), Free(0), Free(1), Free(2), Compute(3), Free(3)]
+    steps += [Compute(0), Compute(1), Free(0), Compute(2), Free(1), Compute(4), Free(2)]
+    again = (Action(x, evict=False), Action(mask, evict=False), Action(x, evict=True))
+    assert actions(step, Schedule(tuple(steps))) == ((), (), (), (Action(mask, evict=True),), again, ())
 
 
 def test_a_schedule_in_another_order_is_refused() -> None:
@@ -159,3 +182,88 @@ def test_a_step_that_no_plan_fits_goes_on_by_the_heuristic() -> None:
     assert plans.plans == ()
     (failure,) = plans.failures
     assert failure.startswith("budget 10 B is below")
+
+
+# --- sizes that vary ------------------------------------------------------------------------------
+
+
+def sized(*sizes: int) -> StepPlans:
+    """Plans after steps of these sizes and their solves."""
+    plans = StepPlans(500)
+    for size in sizes:
+        run(plans, ops_of_chain(size=size))
+    plans.wait()
+    return plans
+
+
+def planned_sizes(plans: StepPlans) -> list[int]:
+    return sorted(plan.step.graph.tensors[0].size_bytes for plan in plans.plans)
+
+
+def offers(plans: StepPlans, size: int) -> list[list[int]]:
+    """Run a step, and return what was offered before each op."""
+    found = []
+    plans.begin(0)
+    for op, sizes, released in ops_of_chain(size=size):
+        found.append(list(plans.offered()))
+        if op.backward:
+            plans.log.unpack(op.inputs[0])
+        for made in sizes:
+            plans.log.add_storage(made)
+        plans.add_op(op, op.target, sizes)
+        for storage in released:
+            plans.log.release(storage)
+    plans.end()
+    return found
+
+
+def evicted_by(plan: StepPlan) -> list[list[int]]:
+    """What a plan has evicted before each op and not recomputed since, in order."""
+    found: list[list[int]] = []
+    evicted: list[int] = []
+    for before in plan.actions[:-1]:
+        for action in before:
+            evicted = [storage for storage in evicted if storage != action.storage] + [action.storage] * action.evict
+        found.append(evicted)
+    return found
+
+
+def test_a_step_that_comes_again_in_another_size_is_solved_in_the_largest() -> None:
+    assert planned_sizes(sized(98)) == []
+    assert planned_sizes(sized(98, 100, 96)) == [100]
+
+
+def test_sizes_far_below_those_with_a_plan_are_solved_too() -> None:
+    assert planned_sizes(sized(100, 95, 80, 75)) == [80, 100]
+
+
+def test_a_size_without_a_plan_is_offered_what_the_next_larger_evicts() -> None:
+    plans = sized(100, 99, 70, 70, 90, 90)
+    assert planned_sizes(plans) == [70, 90, 100]
+    by_size = {plan.step.graph.tensors[0].size_bytes: evicted_by(plan) for plan in plans.plans}
+    for size, lender in ((95, 100), (85, 90), (65, 70), (110, 100)):
+        assert offers(plans, size) == [[], *by_size[lender][1:]]
+    assert any(by_size[100])
+    assert offers(plans, 90) == [[]] * 2 * LENGTH  # it has a plan of its own
+
+
+def test_other_ops_are_offered_nothing() -> None:
+    plans = sized(100, 100)
+    plans.begin(0)
+    plans.log.add_storage(90)
+    plans.add_op(LoggedOp("g", (), (0,)), "g", (90,))
+    assert plans.offered() == {}
+
+
+def test_steps_without_a_plan_are_dropped_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_plans, "_MOST_STEPS", 3)
+    plans = sized(100, 100)
+    for length in (3, 4, 5):
+        run(plans, ops_of_chain(length, "g", size=100))
+    assert planned_sizes(plans) == [100]
+    assert run(plans, ops_of_chain(size=100)) != list(range(2 * LENGTH))
+    assert plans.planned_steps == 1
+    run(plans, ops_of_chain(5, "g", size=100))  # of the others the latest two are known
+    run(plans, ops_of_chain(3, "g", size=100))
+    plans.wait()
+    assert len(plans.plans) == 2

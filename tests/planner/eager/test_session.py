@@ -19,6 +19,7 @@ from planner.eager.session import rematerialize
 from planner.eager.sizes import takes_free_memory
 from planner.torch_private.core import TorchDispatchMode
 from tests.planner.eager.test_exactness import other_bytes
+from tests.support.device_costs import Costs
 
 MB = 2**20
 _TIGHT = 550_000  # half of what a chain takes, besides its parameters and input
@@ -406,22 +407,12 @@ def test_out_of_memory_inside_batch_norm_changes_no_statistics() -> None:
     assert all(map(torch.equal, found, expected))
 
 
-class FullDevice:
+class FullDevice(Costs):
     """Costs of a device without memory in one piece when asked at some times, whose library once has no workspace."""
 
     def __init__(self, *, full: int = 0, unserved_at: int = 0) -> None:
+        super().__init__()
         self.full, self.unserved_at = full, unserved_at
-        self.calls = 0
-
-    def start(self, number: int) -> bool:
-        self.calls += 1
-        return True
-
-    def stop(self) -> tuple[float, int]:
-        return 1e-6, 0
-
-    def forget_failures(self) -> None:
-        pass
 
     def find_block(self, size_bytes: int, evict_after: Callable[[Exception], bool]) -> None:
         while self.full:
@@ -429,7 +420,7 @@ class FullDevice:
             assert evict_after(torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {size_bytes} bytes"))
 
     def check_memory(self, function: object) -> None:
-        if self.calls == self.unserved_at:
+        if len(self.numbers) == self.unserved_at:
             raise BudgetError(f"{function} had no memory for a workspace")
 
 

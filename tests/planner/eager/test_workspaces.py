@@ -5,6 +5,7 @@ import torch
 
 from planner.eager.session import rematerialize
 from planner.eager.sizes import KnownOp
+from tests.support.device_costs import Costs
 
 
 def test_a_measurement_replaces_a_guess_and_later_ones_raise_it() -> None:
@@ -14,21 +15,6 @@ def test_a_measurement_replaces_a_guess_and_later_ones_raise_it() -> None:
     known.measured(40)
     known.measured(20)
     assert known.workspace_bytes == 40
-
-
-class Costs:
-    """In place of a device's: every op takes as much memory as it is told."""
-
-    def __init__(self, taken_bytes: int) -> None:
-        self.taken_bytes = taken_bytes
-        self.numbers: list[int] = []
-
-    def start(self, number: int) -> bool:
-        self.numbers.append(number)
-        return self.numbers.count(number) == 1
-
-    def stop(self) -> tuple[float, int]:
-        return 1.0, self.taken_bytes
 
 
 @pytest.fixture

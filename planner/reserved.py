@@ -34,17 +34,22 @@ def on_cuda(graph: Graph) -> bool:
 
 
 def memory_of(graph: Graph, asked: CountedMemory | None) -> CountedMemory:
-    """Return the kind of memory that a budget of `graph` counts: `asked`, or by default what is reserved on CUDA.
+    """Return the kind of memory that a budget of `graph` counts; as ``memory_on``."""
+    return memory_on("cuda" if on_cuda(graph) else "cpu", asked)
+
+
+def memory_on(device: str, asked: CountedMemory | None) -> CountedMemory:
+    """Return the kind of memory that a budget counts on a kind of device: `asked`, or by default what is reserved on CUDA.
 
     Raises:
         UsageError: reserved memory is asked for on the CPU.
     """
     if asked is None:
-        return CountedMemory.RESERVED if on_cuda(graph) else CountedMemory.ALLOCATED
-    if asked is not CountedMemory.ALLOCATED and not on_cuda(graph):
+        return CountedMemory.RESERVED if device == "cuda" else CountedMemory.ALLOCATED
+    if asked is not CountedMemory.ALLOCATED and device != "cuda":
         raise UsageError(
-            f"memory is {asked.value!r}, and the step is planned for the CPU, where PyTorch reserves nothing ahead: leave it "
-            f"out, or take memory={CountedMemory.ALLOCATED.value!r}"
+            f"memory is {asked.value!r}, and the step runs on the CPU, where PyTorch reserves nothing ahead: leave it out, or "
+            f"take memory={CountedMemory.ALLOCATED.value!r}"
         )
     return asked
 

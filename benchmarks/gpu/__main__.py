@@ -42,7 +42,9 @@ _TESTS = ("pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", "-p", "no:bench
 STEPS: Mapping[str, GpuStep] = {
     "probe": GpuStep(("benchmarks.gpu.probe",), 60.0),
     "tests": GpuStep(_TESTS, 240.0),
-    "plans": GpuStep(("benchmarks.gpu.plans", "--fresh", "--ways", "recompute,reserved", "--out", "{out}/plans"), 240.0),
+    "plans": GpuStep(
+        ("benchmarks.gpu.plans", "--fresh", "--ways", "recompute,reserved,expandable,device", "--out", "{out}/plans"), 240.0
+    ),
     "ways": GpuStep(("benchmarks.gpu.plans", "--fresh", "--ways", "offload,cuda-graph,inductor", "--out", "{out}/ways"), 300.0),
     "eager": GpuStep(
         (
@@ -51,6 +53,7 @@ STEPS: Mapping[str, GpuStep] = {
         ),
         150.0,
     ),
+    "capped": GpuStep(("benchmarks.gpu.capped",), 80.0),
     "allocator": GpuStep(("benchmarks.gpu.allocator", "--out", "{out}/allocator"), 120.0),
 }
 

@@ -28,11 +28,14 @@ from planner.runtime.measure import loss_of, median_times, outcome
 from planner.studies.experiment import Study
 from planner.studies.rows import Made, key, provenance, text, value
 from planner.studies.tables import Column, made_with, markdown
+from planner.torch_private.cuda import set_allocator_settings
 
-EAGER = "eager"
+EAGER, DEVICE, EXPANDABLE = "eager", "device", "expandable"
 WAYS: Mapping[str, Mapping[str, Any]] = {
     "recompute": {"memory": "allocated"},
     "reserved": {"memory": "reserved"},
+    EXPANDABLE: {"memory": "reserved-expandable"},
+    DEVICE: {"memory": "device"},
     "offload": {"options": ["offload"], "memory": "allocated"},
     "cuda-graph": {"cuda_graph": True},
     "inductor": {"kernels": "inductor", "memory": "allocated"},
@@ -60,6 +63,8 @@ class PlanRow(Made):
     requested_bytes: int | None = value("the same that is asked for")
     reserved_bytes: int | None = value("the same that is reserved")
     library_bytes: int | None = value("that libraries keep beside")
+    predicted_device_bytes: int | None = value("of all that the process takes of the device, if its budget counts that")
+    device_bytes: int | None = value("the same, in use after the steps: other processes' count too")
     planning_s: float | None = value("until planner.compile has returned")
     step_s: float | None = value("median of a step")
     slowdown: str = text("beside eager PyTorch")
@@ -90,7 +95,8 @@ def planned_row(row: PlanRow, workload: Workload) -> PlanRow:
         row,
         **attributes(plan, "budget_bytes", "overhead", "gap"),
         predicted_peak_bytes=plan.peak_bytes,
-        predicted_reserved_bytes=plan.reserved_bytes,
+        predicted_reserved_bytes=None if plan.reserved is None else plan.reserved.total_bytes,
+        predicted_device_bytes=plan.reserved_bytes if row.way == DEVICE else None,
         planning_s=time.perf_counter() - began,
         **memory(step, workload),
     )
@@ -114,7 +120,8 @@ def memory(step: Callable[..., Any], workload: Workload) -> dict[str, int]:
     torch.cuda.synchronize(device)
     stats, counted = torch.cuda.memory_stats(device), ("allocated_bytes", "requested_bytes", "reserved_bytes")
     peaks = {name: stats[f"{name}.all.peak"] - library_bytes for name in counted}
-    return peaks | {"library_bytes": library_bytes}
+    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+    return peaks | {"library_bytes": library_bytes, "device_bytes": total_bytes - free_bytes}
 
 
 def measure(row: PlanRow, known: Sequence[PlanRow]) -> Iterator[PlanRow]:
@@ -122,11 +129,16 @@ def measure(row: PlanRow, known: Sequence[PlanRow]) -> Iterator[PlanRow]:
     gc.collect()  # garbage of the last row
     torch.cuda.empty_cache()
     torch.manual_seed(0)
+    if row.way == EXPANDABLE:
+        set_allocator_settings("expandable_segments:True")
     try:
         workload = MODELS[row.model](device="cuda")
         yield (eager_row if row.way == EAGER else planned_row)(row, workload)
     except Exception as error:  # noqa: BLE001  # the other rows are to be made
         yield replace(row, message=typed_line(error))
+    finally:
+        if row.way == EXPANDABLE:
+            set_allocator_settings("expandable_segments:False")
 
 
 def failures(rows: Sequence[PlanRow]) -> Iterator[str]:
@@ -137,10 +149,12 @@ def failures(rows: Sequence[PlanRow]) -> Iterator[str]:
             yield f"{name}: {row.message}"
         if row.budget_bytes is not None and row.requested_bytes is not None and row.requested_bytes > row.budget_bytes:
             yield f"{name}: {row.requested_bytes} B of tensors, {row.requested_bytes - row.budget_bytes} B over the budget"
-        if row.way == "reserved" and row.reserved_bytes is not None and row.budget_bytes is not None:
+        if row.way in ("reserved", EXPANDABLE) and row.reserved_bytes is not None and row.budget_bytes is not None:
             held_bytes = row.reserved_bytes + (row.library_bytes or 0)
             if held_bytes > row.budget_bytes:
                 yield f"{name}: reserved {held_bytes} B, {held_bytes - row.budget_bytes} B over the budget"
+        if row.way == DEVICE and row.budget_bytes is not None and (row.device_bytes or 0) > row.budget_bytes:
+            yield f"{name}: {row.device_bytes} B of the device taken, budget {row.budget_bytes} B"
         if row.bits is False and row.eager_error is None:
             yield f"{name}: other bits than eager PyTorch, which repeats its own"
 
@@ -156,7 +170,7 @@ TABLE = (
     *("model", "way"),
     Column("budget", lambda row: f"{row.share} = {format_bytes(row.budget_bytes or 0)}" if row.share else None),
     Column("predicted", "predicted_peak_bytes"),
-    *(Column(name, f"{name}_bytes") for name in ("allocated", "requested", "reserved")),
+    *(Column(name, f"{name}_bytes") for name in ("allocated", "requested", "reserved", "device")),
     Column("planned in", "planning_s"),
     Column("step", lambda row: f"{'' if row.step_s is None else format_seconds(row.step_s)} {row.slowdown}".strip()),
     Column("bits", _bits),

@@ -1,14 +1,25 @@
 """What ops cost on a CUDA device, where they return before they are done, and libraries take memory while they run."""
 
+from collections.abc import Callable
+from functools import cache
 from time import perf_counter
 
 import torch
 
+from graphs.errors import BudgetError
+from graphs.units import format_bytes
 from planner.capture.lowering.statics import allocated_bytes
 from planner.profiling.allocator import cuda_bytes
 from planner.runtime.libraries import warm_up_libraries
+from planner.torch_private.cuda import on_out_of_memory
 
+_unserved: dict[int, int] = {}  # by device: bytes for which its allocator last had no memory, until somebody asks
 _EXECUTIONS = 2  # measured of each signature: the first loads kernels and lets libraries choose
+
+
+@cache
+def _note_unserved() -> None:
+    on_out_of_memory(_unserved.__setitem__)
 
 
 class DeviceCosts:
@@ -23,17 +34,51 @@ class DeviceCosts:
         self._executions: dict[int, int] = {}
         self._taken = 0
         self._start = 0.0
+        _note_unserved()
 
     def in_use_bytes(self) -> int:
         """Return the bytes in use on the device, with workspaces that libraries keep."""
         warm_up_libraries(self._device)
         return cuda_bytes(self._device)
 
+    def forget_failures(self) -> None:
+        """Forget that the allocator has had no memory: an op begins."""
+        _unserved.clear()
+
+    def find_block(self, size_bytes: int, evict_after: Callable[[Exception], bool]) -> None:
+        """Make the allocator have free memory in one piece, as far as evictions go.
+
+        For ops whose library has other algorithms for when it gets no workspace: it keeps to them, and their bits differ.
+        """
+        while True:
+            try:
+                torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
+            except torch.OutOfMemoryError as error:
+                if not evict_after(error):
+                    return
+            else:
+                return
+
+    def check_memory(self, function: object) -> None:
+        """Raise if an op has succeeded although the allocator had no memory for a part of it.
+
+        Raises:
+            BudgetError: a library has then run another algorithm.
+        """
+        if _unserved:
+            size_bytes = _unserved.pop(self._device.index, None)
+            if size_bytes is not None:
+                raise BudgetError(
+                    f"{function} had no memory for a workspace of {format_bytes(size_bytes)}, and its library has taken another "
+                    "algorithm, whose bits can differ: raise the budget, or let it count tensors only, with memory='allocated'"
+                )
+
     def start(self, number: int) -> bool:
-        """Begin to measure an op whose signature has this number, unless it has been measured; return whether it is.
+        """Begin an op, and to measure it unless its signature, which has this number, has been measured; return whether it is.
 
         Ops without a number, which is 0 then, are measured each time.
         """
+        self.forget_failures()
         executions = self._executions.get(number, 0)
         if number and executions == _EXECUTIONS:
             return False

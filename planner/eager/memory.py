@@ -13,6 +13,7 @@ from graphs.errors import BudgetError
 from graphs.units import format_bytes
 from planner.eager.sizes import OutputSizes
 from planner.eager.storages import RecordedOp, StorageWatch, TrackedStorage, make_alias, reference_to
+from planner.runtime.allocator_failure import allocator_failure
 from planner.torch_private.core import storage_address, storage_use_count
 from solvers.online.ledger import Ledger
 
@@ -37,6 +38,7 @@ class Memory:
         extra_bytes: bytes in memory that plain eager PyTorch does not have.
         eager_peak_bytes: the most so far that plain eager PyTorch has.
         evictions: number of evictions.
+        retries: number of times that the allocator had no memory for an op.
         clock_s: time that ops have taken.
         read_s: the clock when the program's last op ended: what the next one reads is as old, whatever is recomputed for it.
         pending: ops that have been recorded since the ledger was last asked; it hears of them when it is asked next.
@@ -47,7 +49,7 @@ class Memory:
         self.budget_bytes = budget_bytes
         self.live_bytes = self.peak_bytes = self.eager_peak_bytes = 0
         self.evicted_bytes = self.extra_bytes = 0
-        self.evictions = 0
+        self.evictions = self.retries = 0
         self.clock_s = self.read_s = 0.0
         self.sizes = sizes
         self.resident: dict[int, TrackedStorage] = {}
@@ -232,6 +234,22 @@ class Memory:
                 for known in list(self._in_use):
                     self._ask_again(known)
         return False
+
+    def evict_after(self, error: Exception) -> bool:
+        """Evict what the allocator had no memory for, if that is `error`; return True if an op can be tried again.
+
+        False if all that is resident is in use, or if the error has another reason.
+        """
+        failure = allocator_failure(error)
+        if failure is None:
+            return False
+        self.settle()
+        self.retries += 1
+        enough_bytes = self.live_bytes - (failure.asked_bytes or 1)
+        evicted = False
+        while self.live_bytes > enough_bytes and self.evict_one():
+            evicted = True
+        return evicted
 
     def evict(self, storage: TrackedStorage) -> bool:
         """Evict `storage`, and return True; False if it is in use, or not resident."""

@@ -8,9 +8,12 @@ import torch
 
 from graphs.errors import BudgetError, PlannerError
 from graphs.units import format_bytes
+from planner.eager.device_costs import DeviceCosts
 from planner.eager.memory import Memory
+from planner.eager.sizes import takes_free_memory
 from planner.eager.storages import RecordedOp, Reference, TrackedStorage
 from planner.passes.draws import LOCK
+from planner.runtime.allocator_failure import allocator_failure
 from planner.torch_private.core import AUTOCAST_KEYS, below_autograd, without_autocast
 
 # Fewer recomputed ops than these say nothing about the rest of a step.
@@ -23,7 +26,7 @@ class Recomputation:
     Args:
         memory: where room is made before each op.
         max_recomputation: the most ops that may be recomputed in a step, as a multiple of the ops of the step.
-        returns_early: ops return before they are done, as on CUDA: they count as they were measured first.
+        device_costs: of a CUDA device, where ops return before they are done: they count as they were measured first.
 
     Attributes:
         ops: number of recomputed ops.
@@ -33,9 +36,9 @@ class Recomputation:
         running: the runtime executes ops of its own.
     """
 
-    def __init__(self, memory: Memory, max_recomputation: float, *, returns_early: bool = False) -> None:
+    def __init__(self, memory: Memory, max_recomputation: float, device_costs: DeviceCosts | None = None) -> None:
         self.memory = memory
-        self._returns_early = returns_early
+        self.device_costs = device_costs
         self.max_recomputation = max_recomputation
         self.step_ops = 0
         self.ops = 0
@@ -110,7 +113,7 @@ class Recomputation:
             return
         # While they are held here, nothing evicts them.
         self._make_room(op, stack)
-        outputs, seconds = self._call(op, tensors)
+        outputs, seconds = self._call(op, tensors, stack)
         rebuild.executed(op, outputs, self.memory)
         self.memory.recomputed(op)
         self._count(op, seconds)
@@ -121,18 +124,36 @@ class Recomputation:
             try:
                 self.memory.make_room(op.room_bytes, f"recomputing {op.function}")
             except BudgetError:
-                if not any(rebuild.let_go() for rebuild in stack[:-1]):
+                if not _let_go(stack):
                     raise
             else:
                 return
 
-    def _call(self, op: RecordedOp, tensors: list[torch.Tensor]) -> tuple[list[Any], float]:
+    def _call(self, op: RecordedOp, tensors: list[torch.Tensor], stack: "list[_Rebuild]") -> tuple[list[Any], float]:
+        """Execute an op again, until the allocator has memory for it or nothing is left to evict; return outputs and seconds."""
         remaining = iter(tensors)
         args = fill(op.args, remaining)
         kwargs = fill(op.kwargs, remaining)
-        start = self.memory.now()
-        outputs = _draw_again(op, args, kwargs) if op.draws else op.function(*args, **kwargs)
-        seconds = op.seconds if self._returns_early else self.memory.now() - start
+        costs = self.device_costs
+        if costs is not None and takes_free_memory(op.function):
+            costs.find_block(op.room_bytes, self.memory.evict_after)
+        while True:
+            start = self.memory.now()
+            if costs is not None:
+                costs.forget_failures()
+            try:
+                outputs = _draw_again(op, args, kwargs) if op.draws else op.function(*args, **kwargs)
+                break
+            except Exception as error:
+                if op.in_place:  # it may have begun to write
+                    raise
+                while not self.memory.evict_after(error):
+                    if allocator_failure(error) is None or not _let_go(stack):
+                        raise
+        seconds = self.memory.now() - start
+        if costs is not None:
+            costs.check_memory(op.function)
+            seconds = op.seconds
         return (list(outputs) if isinstance(outputs, list | tuple) else [outputs]), seconds
 
     def _count(self, op: RecordedOp, seconds: float) -> None:
@@ -227,6 +248,11 @@ class _Rebuild:
         if self.built is not None and self.version == self.storage.version:
             self.storage.base = self.built = None
             memory.settle()
+
+
+def _let_go(stack: list[_Rebuild]) -> bool:
+    """Let the first of the storages under way below the top lose its inputs that can; return False if none can."""
+    return any(rebuild.let_go() for rebuild in stack[:-1])
 
 
 def resident_tensor(storage: TrackedStorage) -> torch.Tensor | None:

@@ -17,7 +17,6 @@ from planner.eager.recompute import Recomputation, resident_tensor
 from planner.eager.sizes import KnownOp, OutputSizes, data_dependent_bytes, tensors_in
 from planner.eager.storages import RecordedOp, Reference, TrackedStorage, make_alias, new_reference
 from planner.passes.draws import LOCK
-from planner.runtime.allocator_failure import allocator_failure
 from planner.runtime.random_state import RandomState
 from planner.torch_private.core import TorchDispatchMode, storage_address
 
@@ -47,7 +46,6 @@ class Recorder(TorchDispatchMode):
         ops: number of ops that were recorded.
         kept_ops: number of ops whose outputs cannot be recomputed.
         host_reads: number of Python numbers that were read from tensors.
-        retries: number of ops that were tried again after the allocator failed.
         module: the module that is running, while entered.
     """
 
@@ -69,7 +67,7 @@ class Recorder(TorchDispatchMode):
         self.saved = 0
         self.saved_storages: dict[int, TrackedStorage] = {}
         self.packs = 0
-        self.ops = self.kept_ops = self.host_reads = self.retries = self.copies = 0
+        self.ops = self.kept_ops = self.host_reads = self.copies = 0
         self.module = CurrentModule()
         self._operators: dict[int, Operator] = {}
         self._recorded = 0
@@ -186,20 +184,22 @@ class Recorder(TorchDispatchMode):
     def _execute(self, call: "_Call", known: KnownOp) -> Any:
         """Execute an op and time it."""
         memory, costs = self.memory, self.device_costs
+        if costs is not None and known.needs_block:
+            costs.find_block(known.out_bytes + known.workspace_bytes, memory.evict_after)
         is_measured = costs is not None and costs.start(known.number)
         start = memory.now()
         try:
             outputs = call.operator.call(*call.args, **call.kwargs)
-        except Exception as error:
-            if call.written or allocator_failure(error) is None:
-                raise
+        except Exception as error:  # noqa: BLE001  it is raised again unless it is the allocator's
             outputs = self._retry(call, error)
         if costs is None:
             call.seconds = memory.now() - start
-        elif is_measured:
-            call.seconds, call.taken_bytes = costs.stop()
         else:
-            call.seconds = known.seconds
+            costs.check_memory(call.function)
+            if is_measured:
+                call.seconds, call.taken_bytes = costs.stop()
+            else:
+                call.seconds = known.seconds
         memory.read_s = memory.clock_s = memory.clock_s + call.seconds
         self.recomputation.step_ops += 1
         return outputs
@@ -272,22 +272,18 @@ class Recorder(TorchDispatchMode):
 
     def _retry(self, call: "_Call", error: Exception) -> Any:
         """Evict, and execute an op again that the allocator had no memory for, until it succeeds or nothing is left to evict."""
-        self.retries += 1
-        failure = allocator_failure(error)
-        while failure is not None:
-            enough = self.memory.live_bytes - (failure.asked_bytes or 1)
-            evicted = False
-            while self.memory.live_bytes > enough and self.memory.evict_one():
-                evicted = True
-            if not evicted:
-                raise error
+        # Batch norm allocates what it makes before it writes statistics; what else writes may have begun to.
+        repeatable = not call.written or call.operator.statistics is not None
+        while repeatable and self.memory.evict_after(error):
             if call.draws is not None:
                 generator, state = call.draws
                 state.restore(generator)
+            if self.device_costs is not None:
+                self.device_costs.forget_failures()
             try:
                 return call.operator.call(*call.args, **call.kwargs)
             except Exception as again:  # noqa: BLE001  it is raised below unless it is the allocator's
-                failure, error = allocator_failure(again), again
+                error = again
         raise error
 
     # What an op has made and written.

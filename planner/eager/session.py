@@ -23,6 +23,9 @@ from planner.eager.recompute import Recomputation
 from planner.eager.recording import Recorder, unpack
 from planner.eager.sizes import OutputSizes
 from planner.eager.step_plans import StepPlans
+from planner.memory import CountedMemory
+from planner.profiling.allocator import capped_allocator, cuda_context_bytes
+from planner.reserved import memory_on
 from planner.runtime.auto_budget import auto_budget_bytes
 from planner.torch_private.core import storage_address
 from solvers.online.heuristics import NAMES
@@ -38,6 +41,7 @@ def rematerialize(
     heuristic: str = "dtr",
     device: torch.device | str | None = None,
     max_recomputation: float = 10.0,
+    memory: str | None = None,
 ) -> "Rematerialization":
     """Return a context manager in which tensors that autograd saves are evicted and recomputed to stay within `budget`.
 
@@ -57,10 +61,13 @@ def rematerialize(
         device: where memory is counted; by default the current CUDA device, or the CPU if there is none.
         max_recomputation: the most ops that may be recomputed in a step, as a multiple of the ops of the step; with more the
             block ends by an error that names a budget.
+        memory: what the budget counts, as in ``planner.compile``: on CUDA what PyTorch's allocator reserves, which may reserve
+            no more inside the block. With ``"device"`` CUDA's context is part of the budget; ``"allocated"``, the default on
+            the CPU, counts tensors only.
 
     Raises:
         BudgetError: the budget cannot be read, or is a share of a peak that is not known.
-        UsageError: there is no such heuristic, or `max_recomputation` is not above 0.
+        UsageError: there is no such heuristic or kind of memory, or `max_recomputation` is not above 0.
     """
     if not max_recomputation > 0:
         raise UsageError(f"max_recomputation is {max_recomputation!r}: must be above 0, such as 10 for ten times the step's ops")
@@ -69,6 +76,7 @@ def rematerialize(
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.empty(0, device=device).device  # with its index
+    counted = memory_on(device.type, CountedMemory.of(memory))
     budget = read_budget(budget)
     if not is_auto(budget):
         if is_share(budget):
@@ -77,17 +85,20 @@ def rematerialize(
                 "give an amount such as '8GB', or 'auto' for the free memory of the device"
             )
         budget = budget_in_bytes(budget, 0)
-    return Rematerialization(budget, heuristic=heuristic, device=device, max_recomputation=max_recomputation)
+    return Rematerialization(budget, heuristic=heuristic, device=device, max_recomputation=max_recomputation, counted=counted)
 
 
 class Rematerialization:
     """A block within a memory budget, and the report of it; ``str`` of it says what happened."""
 
-    def __init__(self, budget: str | int, *, heuristic: str, device: torch.device, max_recomputation: float) -> None:
+    def __init__(
+        self, budget: str | int, *, heuristic: str, device: torch.device, max_recomputation: float, counted: CountedMemory
+    ) -> None:
         self._budget = budget
         self._heuristic = heuristic
         self._max_recomputation = max_recomputation
         self._device = device
+        self._counted = counted
         self._recorder: Recorder | None = None
         self._block = ExitStack()
 
@@ -100,6 +111,8 @@ class Rematerialization:
         budget_bytes = self._budget
         if isinstance(budget_bytes, str):
             budget_bytes = auto_budget_bytes(self._device, tensors)
+        elif self._counted.counts_context:
+            budget_bytes -= cuda_context_bytes(self._device)
         sizes = OutputSizes(self._device)
         memory = Memory(budget_bytes, sizes, partial(Ledger, self._heuristic))
         for tensor in tensors:
@@ -111,11 +124,13 @@ class Rematerialization:
             costs = DeviceCosts(self._device)
             memory.live_bytes = max(memory.live_bytes, costs.in_use_bytes())  # with what Python does not know of
         memory.make_room(0, "the block")
-        recomputation = Recomputation(memory, self._max_recomputation, returns_early=costs is not None)
+        recomputation = Recomputation(memory, self._max_recomputation, costs)
         follower = StepFollower(StepPlans(memory.budget_bytes), memory, recomputation.recompute_saved)
         self._recorder = recorder = Recorder(memory, sizes, recomputation, follower, costs)
         memory.on_release = follower.released
         with ExitStack() as block:
+            if self._counted is not CountedMemory.ALLOCATED:
+                block.enter_context(capped_allocator(self._device, memory.budget_bytes))
             block.callback(follower.close)
             block.enter_context(recorder.module)
             block.enter_context(recorder)
@@ -228,8 +243,8 @@ class Rematerialization:
         ]
         if self.plans.plans:
             lines.append(f"planned          {self.plans.planned_steps} steps, of {len(self.plans.plans)} kinds that repeat")
-        if recorder.retries:
-            lines.append(f"out of memory    in {recorder.retries} ops, which were tried again")
+        if memory.retries:
+            lines.append(f"out of memory    {memory.retries} times, after which ops were tried again")
         for what, by in (("operator", again.by_operator), ("module", again.by_module)):
             most = sorted(by.items(), key=lambda item: -item[1][1])[:_SHOWN]
             lines += [f"recomputed most, by {what}"] if most else []

@@ -21,6 +21,7 @@ class KnownOp:
         out_bytes: bytes of the outputs; 0 if they are not known.
         workspace_bytes: bytes that it takes besides them while it runs.
         guessed: `workspace_bytes` is a guess, as it was not measured yet.
+        needs_block: ``takes_free_memory`` is true of it.
         seconds: the least time of an execution.
         number: of the signature; 0 if the sizes depend on more than it.
     """
@@ -30,6 +31,7 @@ class KnownOp:
     number: int = 0
     workspace_bytes: int = 0
     guessed: bool = False
+    needs_block: bool = False
 
     def measured(self, workspace_bytes: int) -> None:
         """Take note of what an execution has taken besides its outputs."""
@@ -56,10 +58,10 @@ class OutputSizes:
             self._fake = self._fake or FakeTensorMode()
             size_bytes = self._fake_bytes(function, args, kwargs)
         known = self._known[signature] = KnownOp(size_bytes, number=len(self._known) + 1)
-        if self._device.type == "cuda" and "convolution" in str(function):
+        if self._device.type == "cuda" and takes_free_memory(function):
             # cuDNN often takes about a copy of what goes in and comes out.
             known.workspace_bytes = size_bytes + sum(map(self.counted_bytes, tensors_in((*args, *kwargs.values()))))
-            known.guessed = True
+            known.guessed = known.needs_block = True
         return known
 
     def _fake_bytes(self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> int:
@@ -89,6 +91,11 @@ class OutputSizes:
             return 0
         size_bytes = tensor.untyped_storage().nbytes()
         return size_bytes if self._device.type == "cpu" else allocated_bytes(size_bytes, self._device)
+
+
+def takes_free_memory(function: object) -> bool:
+    """Return whether a library chooses the algorithm of an op on CUDA by the memory that it gets: cuDNN's convolutions."""
+    return "convolution" in str(function)
 
 
 def data_dependent_bytes(name: str, args: Sequence[Any]) -> int:

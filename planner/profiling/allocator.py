@@ -85,6 +85,20 @@ def cuda_context_bytes(device: torch.device) -> int:
     return max(0, total - free - torch.cuda.memory_reserved(device))
 
 
+@contextmanager
+def capped_allocator(device: torch.device, size_bytes: int) -> Iterator[None]:
+    """Inside, PyTorch's allocator reserves at most `size_bytes` of a CUDA device, or less where the process had less."""
+    _, total_bytes = torch.cuda.mem_get_info(device)
+    before = torch.cuda.get_per_process_memory_fraction(device)
+    if torch.cuda.memory_reserved(device) > size_bytes:
+        torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(min(before, size_bytes / total_bytes), device)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(before, device)
+
+
 def cuda_peak_bytes(device: torch.device) -> int:
     """Return the most bytes that were in use on a CUDA device since ``torch.cuda.reset_peak_memory_stats``, as asked for."""
     return int(torch.cuda.memory_stats(device)["requested_bytes.all.peak"])

@@ -21,6 +21,7 @@ from planner.runtime.channels import HostChannels
 from planner.runtime.code import Code, check_runnable, compile_schedule
 from planner.runtime.devices import Devices
 from planner.runtime.earlier_gradients import EarlierGradients
+from planner.runtime.libraries import warm_up_libraries
 from planner.runtime.out_of_memory import PlannedMemory, StateNotMade
 from planner.runtime.undo import undoing
 from planner.runtime.unseen_writes import UnseenWrites
@@ -76,6 +77,7 @@ class Executor:
         self.schedule = schedule
         self._step = TrainingStep(model, loss_fn)
         self.device = device = next(self._step.parameters()).device
+        warm_up_libraries(device)  # before the first step, as predictions of reserved memory say
         self.devices = devices = Devices(capture.graph, device, channels)
         self.launched = compile_schedule(capture.graph, capture.program, schedule, devices)
         self.earlier_gradients = EarlierGradients(capture.graph, schedule)

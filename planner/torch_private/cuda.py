@@ -1,6 +1,6 @@
-"""Private names of ``torch.cuda``: the allocator's recording and settings."""
+"""Private names of ``torch.cuda``: the allocator's recording, settings and failures."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -28,3 +28,12 @@ def recorded_memory(device: torch.device) -> Iterator[list[dict[str, Any]]]:
         torch.cuda.memory._record_memory_history(None)
         index = torch.cuda.current_device() if device.index is None else device.index
         trace += snapshot["device_traces"][index]
+
+
+def on_out_of_memory(note: Callable[[int, int], object]) -> None:
+    """Call ``note(index of the device, bytes asked for)`` from now on whenever the allocator of a CUDA device has no memory.
+
+    This includes requests of libraries that then go on without.
+    """
+    attach = torch._C._cuda_attach_out_of_memory_observer  # type: ignore[attr-defined]
+    attach(lambda index, asked_bytes, *_: note(index, asked_bytes))

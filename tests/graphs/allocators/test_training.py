@@ -46,6 +46,14 @@ def test_static_memory_libraries_and_workspaces_are_requested() -> None:
     assert [max(step) // MIB for step in usage_of(training).by_step] == [40 + 64 + 12 + 30] * 3
 
 
+def test_libraries_take_the_memory_behind_static_memory() -> None:
+    """One workspace lies in the segment of a parameter, so that the other takes a new one, and the first tensor goes there."""
+    graph = sized(training_chain(1), 4 * MIB).holding(Kind.PARAMETER, "weight", 6 * MIB)
+    training = replace(training_of(graph, keep_everything(graph)), static=(6 * MIB,), libraries=(12 * MIB, 9 * MIB))
+    (first, *_), *_ = usage_of(training).by_step
+    assert first == 2 * 20 * MIB
+
+
 def test_the_state_of_an_optimizer_comes_after_the_first_step() -> None:
     graph = training_chain(3).holding(Kind.PARAMETER, "w", 12 * MIB).holding(Kind.PARAMETER, "b", 512)
     graph = graph.holding(Kind.OPTIMIZER_STATE, "state", 2 * (12 * MIB + 512))

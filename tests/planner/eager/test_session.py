@@ -4,6 +4,8 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ import planner
 from benchmarks.storages import LiveStorages
 from graphs.errors import BudgetError, UsageError
 from planner.eager.session import rematerialize
+from planner.eager.sizes import takes_free_memory
 from planner.torch_private.core import TorchDispatchMode
 from tests.planner.eager.test_exactness import other_bytes
 
@@ -346,17 +349,18 @@ def test_an_automatic_budget_is_the_free_memory() -> None:
     assert session.budget_bytes > 100 * MB
 
 
-class FailingOnce(TorchDispatchMode):
-    """An allocator that fails once, at the sixth tanh."""
+class Failing(TorchDispatchMode):
+    """An allocator that fails at one call of an operator."""
 
-    def __init__(self) -> None:
+    def __init__(self, operator: object, call: int) -> None:
         super().__init__()
+        self.operator, self.call = operator, call
         self.calls = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function is torch.ops.aten.tanh.default:
+        if function is self.operator:
             self.calls += 1
-            if self.calls == 6:
+            if self.calls == self.call:
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 64.00 KiB")
         return function(*args, **(kwargs or {}))
 
@@ -364,10 +368,107 @@ class FailingOnce(TorchDispatchMode):
 def test_out_of_memory_inside_an_op_evicts_and_tries_again() -> None:
     expected = gradients(lambda model, x: model(x).square().mean(), None)[:-1]
     model, x = chain(), torch.randn(256, 64)
-    with FailingOnce(), rematerialize("1GB") as session:
+    with Failing(torch.ops.aten.tanh.default, 6), rematerialize("1GB") as session:
         model(x).square().mean().backward()
     assert session.evictions == 1
     assert all(torch.equal(a, p.grad) for a, p in zip(expected, model.parameters(), strict=True))
+
+
+def test_out_of_memory_inside_a_recomputed_op_evicts_and_tries_again() -> None:
+    expected = gradients(lambda model, x: model(x).square().mean(), None)[:-1]
+    model, x = chain(), torch.randn(256, 64)
+    tanh = torch.ops.aten.tanh.default
+    with Failing(tanh, 0) as counting, rematerialize(other_bytes() + _TIGHT):
+        forward = model(x).square().mean()
+        in_forward = counting.calls
+        forward.backward()
+    assert counting.calls > in_forward
+    model.zero_grad()
+    del forward
+    with Failing(tanh, in_forward + 1), rematerialize(other_bytes() + _TIGHT) as session:
+        model(x).square().mean().backward()
+    assert "out of memory    1 times" in str(session)
+    assert all(torch.equal(a, p.grad) for a, p in zip(expected, model.parameters(), strict=True))
+
+
+def test_out_of_memory_inside_batch_norm_changes_no_statistics() -> None:
+    def train(block: Any) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*chain(), nn.BatchNorm1d(64), nn.Tanh(), nn.Linear(64, 64))
+        with block:
+            model(torch.randn(256, 64)).square().mean().backward()
+        return [*(p.grad for p in model.parameters()), *model.buffers()]
+
+    expected = train(nullcontext())
+    with Failing(torch.ops.aten.native_batch_norm.default, 1) as failing:
+        found = train(session := rematerialize("1GB"))
+    assert failing.calls > 1 and "out of memory    1 times" in str(session)
+    assert all(map(torch.equal, found, expected))
+
+
+class FullDevice:
+    """Costs of a device without memory in one piece when asked at some times, whose library once has no workspace."""
+
+    def __init__(self, *, full: int = 0, unserved_at: int = 0) -> None:
+        self.full, self.unserved_at = full, unserved_at
+        self.calls = 0
+
+    def start(self, number: int) -> bool:
+        self.calls += 1
+        return True
+
+    def stop(self) -> tuple[float, int]:
+        return 1e-6, 0
+
+    def forget_failures(self) -> None:
+        pass
+
+    def find_block(self, size_bytes: int, evict_after: Callable[[Exception], bool]) -> None:
+        while self.full:
+            self.full -= 1
+            assert evict_after(torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {size_bytes} bytes"))
+
+    def check_memory(self, function: object) -> None:
+        if self.calls == self.unserved_at:
+            raise BudgetError(f"{function} had no memory for a workspace")
+
+
+def convolutions() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.Tanh()) for _ in range(5)))
+
+
+def test_convolutions_have_memory_in_one_piece_before_they_run() -> None:
+    model, x = convolutions(), torch.randn(8, 4, 32, 32)
+    model(x).square().mean().backward()
+    expected = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    with rematerialize("1GB") as session:
+        recorder = session._recorder
+        learn = recorder.sizes.learn
+
+        def learn_as_on_cuda(*args: Any) -> Any:
+            known = learn(*args)
+            known.needs_block = takes_free_memory(args[1])
+            return known
+
+        recorder.sizes.learn = learn_as_on_cuda
+        y = model[:4](x)
+        recorder.device_costs = recorder.recomputation.device_costs = FullDevice(full=1)
+        y = model[4](y).square().mean()
+        in_forward = session.evictions
+        recorder.device_costs.full = 1
+        y.backward()
+    assert session.evictions > in_forward > 0 and session.recomputed_ops
+    assert all(torch.equal(a, p.grad) for a, p in zip(expected, model.parameters(), strict=True))
+
+
+def test_ops_whose_library_has_no_workspace_end_the_block() -> None:
+    model, x = convolutions(), torch.randn(8, 4, 32, 32)
+    with rematerialize("1GB") as session:
+        session._recorder.device_costs = FullDevice(unserved_at=3)
+        with pytest.raises(BudgetError, match="no memory for a workspace"):
+            model(x)
 
 
 def test_memory_stays_flat_over_a_thousand_steps() -> None:
@@ -422,3 +523,8 @@ def test_the_report_says_what_happened() -> None:
 def test_the_report_before_the_block_raises() -> None:
     with pytest.raises(UsageError, match="not entered"):
         str(rematerialize("1GB"))
+
+
+def test_budgets_of_reserved_memory_need_a_cuda_device() -> None:
+    with pytest.raises(UsageError, match="memory is 'reserved', and the step runs on the CPU"):
+        planner.rematerialize("1GB", memory="reserved")

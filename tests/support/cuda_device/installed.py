@@ -193,7 +193,8 @@ def _torch_cuda(machine: Machine) -> dict[str, Any]:
         "memory_stats": lambda device=None: _stats(memory(device).allocator),
         "memory_snapshot": lambda mempool_id=None: _snapshot(machine),
         "mem_get_info": lambda device=None: _free_and_total(memory(device)),
-        "get_per_process_memory_fraction": lambda device=None: 1.0,
+        "get_per_process_memory_fraction": lambda device=None: _fraction(memory(device)),
+        "set_per_process_memory_fraction": lambda fraction, device=None: _limit(memory(device), fraction),
         "empty_cache": empty_cache,
         "cudart": lambda: runtime,
         "check_error": check_error,
@@ -205,6 +206,14 @@ def _torch_cuda(machine: Machine) -> dict[str, Any]:
 
 def _free_and_total(memory: Any) -> tuple[int, int]:
     return memory.capacity_bytes - memory.allocator.reserved.bytes, memory.capacity_bytes
+
+
+def _fraction(memory: Any) -> float:
+    return float(memory.allocator.capacity_bytes / memory.capacity_bytes)
+
+
+def _limit(memory: Any, fraction: float) -> None:
+    memory.allocator.capacity_bytes = int(fraction * memory.capacity_bytes)
 
 
 def _stats(allocator: CachingAllocator) -> dict[str, int]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from graphs.allocators.caching import DEFAULT, EXPANDABLE, Rules
 from graphs.allocators.glibc import GlibcAllocator
-from graphs.allocators.training import Training, least_capacity_bytes, play, training_of, usage_of
+from graphs.allocators.training import Training, growth_above, least_capacity_bytes, play, training_of, usage_of
 from graphs.errors import InfeasibleError, UsageError
 from graphs.ir import Graph, Kind
 from graphs.optimizers import optimizer_of
@@ -166,6 +166,12 @@ def reserved_bytes_of(graph: Graph, schedule: Schedule | None, memory: CountedMe
     if schedule is None or not on_cuda(graph):
         return None
     return reserved_for(graph, schedule, memory or CountedMemory.RESERVED, 0).device_bytes
+
+
+def growth_above_budget(graph: Graph, schedule: Schedule, memory: CountedMemory, budget_bytes: int) -> dict[int, int]:
+    """Return by how many bytes what is reserved grows above a budget, by the step of `schedule` in which it does."""
+    training = requests_of(graph, schedule)
+    return growth_above(training, usage_of(training, rules_of(memory)), budget_bytes - _counted_context_bytes(graph, memory))
 
 
 def eager_reserved_bytes(graph: Graph, memory: CountedMemory) -> int:

@@ -1,20 +1,30 @@
-"""Plans that reserve no more than a budget: solved for fewer allocated bytes, by as much as the model of the allocator says."""
+"""Plans that reserve no more than a budget: solved with less in memory, where and by as much as the model of the allocator says.
+
+First only at the ops at which what is reserved grows above the budget, then everywhere.
+"""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from graphs.errors import InfeasibleError, LimitError
+from graphs.pools import DEVICE
+from graphs.schedule import Compute
+from graphs.simulate import simulate
 from graphs.units import format_bytes
 from planner.memory import CountedMemory
 from planner.plans.plan import Plan
-from planner.reserved import Beside
+from planner.reserved import Beside, growth_above_budget
 from solvers.clock import Clock, left
+from solvers.margins import Margins, between, most_above
 from solvers.result import SolveProgress, Status, is_within
 
-_SOLVES = 10
+_SOLVES = 10  # without margins
 _FIRST = 0.5  # of the clock, for the first solve, whose bound holds for all schedules that fit
 _NEXT = 0.3  # of what is left, for each of the others
-_CLOSE = 0.005  # of the budget: budgets of allocated bytes that differ by no more are not told apart
+_LOCAL_SOLVES, _LOCAL_BETTER = 6, 3  # with margins, until a plan fits, and then with smaller ones
+_LOCAL_NEXT = 0.2  # of what is left, for each of them
+_LESS = 0.75  # of the excess before: margins that leave more are no way to the budget
+_CLOSE = 0.005  # of the budget: budgets of allocated bytes, or margins, that differ by no more are not told apart
 _INSIDE = 0.1  # of an interval of budgets: the next one is no closer to its ends
 
 
@@ -33,14 +43,15 @@ class Watch:
     on_plan: Callable[[Plan], object] | None = None
 
 
-Solve = Callable[[int, Clock, Watch], Plan]  # for a budget of allocated bytes
+Solve = Callable[[int, Clock, Watch, Margins], Plan]  # for a budget of allocated bytes
 
 
 def plan_reserved(budget_bytes: int, memory: CountedMemory, beside: Beside, solve: Solve, clock: Clock, watch: Watch) -> Plan:
     """Return the fastest plan found that reserves at most `budget_bytes`.
 
     What is allocated is reserved, so that the bound of the first solve, for all of the budget but workspaces of libraries, is a
-    bound for what is wanted. If its plan reserves too much, budgets of allocated bytes below are solved: first less by the
+    bound for what is wanted. If its plan reserves too much, the ops at which what is reserved grows above the budget are given
+    margins, as long as that helps. Then budgets of allocated bytes below are solved, which count for all ops: first less by the
     excess, then between those that were too much and those that were not.
 
     Args:
@@ -54,20 +65,23 @@ def plan_reserved(budget_bytes: int, memory: CountedMemory, beside: Beside, solv
     """
     beside.check(budget_bytes)
     kept_bytes = beside.kept_bytes
+    most_bytes = budget_bytes - kept_bytes
     search = _Search(budget_bytes, memory, watch)
     try:
-        first = solve(budget_bytes - kept_bytes, clock.part(_FIRST * left(clock)), search.watch())
+        first = solve(most_bytes, clock.part(_FIRST * left(clock)), search.watch(), {})
     except InfeasibleError as error:
         said = f" Of the {format_bytes(budget_bytes)}, {beside.lines()}."
         raise InfeasibleError(f"{error}{said if kept_bytes else ''}") from error
     search.bound_s = first.bound_s
-    search.learn(budget_bytes - kept_bytes, first)
+    search.learn(most_bytes, first)
+    if search.best is None:
+        _solve_with_margins(first, _LocalMargins(budget_bytes, most_bytes, memory), search, solve, clock)
     for _ in range(1, _SOLVES):
         asked_bytes = search.next_bytes()
-        if asked_bytes is None or left(clock) <= 0 or (search.best is not None and watch.should_stop and watch.should_stop()):
+        if asked_bytes is None or search.is_over(clock):
             break
         try:
-            plan = solve(asked_bytes, clock.part(_NEXT * left(clock)), search.watch())
+            plan = solve(asked_bytes, clock.part(_NEXT * left(clock)), search.watch(), {})
         except (InfeasibleError, LimitError):
             search.floor_bytes = asked_bytes
         else:
@@ -75,6 +89,83 @@ def plan_reserved(budget_bytes: int, memory: CountedMemory, beside: Beside, solv
     if search.best is None:
         raise LimitError(search.nothing_found())
     return replace(search.budgeted(search.best), seconds=clock.seconds)
+
+
+def _solve_with_margins(first: Plan, margins: "_LocalMargins", search: "_Search", solve: Solve, clock: Clock) -> None:
+    """Solve with local margins, as long as they promise better plans; `first` is the plan without any, which does not fit."""
+    plan: Plan | None = first
+    while margins.learn(plan) and not search.is_over(clock):
+        try:
+            plan = solve(margins.most_bytes, clock.part(_LOCAL_NEXT * left(clock)), search.watch(), margins.now)
+        except (InfeasibleError, LimitError):
+            plan = None
+        else:
+            search.offer(plan)
+
+
+@dataclass(slots=True)
+class _LocalMargins:
+    """The margins at ops at which what is reserved grows above the budget.
+
+    Attributes:
+        budget_bytes: of reserved memory.
+        most_bytes: the budget of allocated bytes.
+        memory: what the budget counts.
+        now: the margins of the next solve.
+        failed, fitted: margins with which the plan did not fit, the largest, and with which it did, the smallest.
+        excess_bytes: reserved above the budget by the last plan that did not fit; None if there is none yet.
+        solves: how often margins were chosen until a plan fitted; `better`: and since.
+    """
+
+    budget_bytes: int
+    most_bytes: int
+    memory: CountedMemory
+    now: Margins = field(default_factory=dict)
+    failed: Margins = field(default_factory=dict)
+    fitted: Margins | None = None
+    excess_bytes: int | None = None
+    solves: int = 0
+    better: int = 0
+
+    def learn(self, plan: Plan | None) -> bool:
+        """Choose the next margins, given the plan with the present ones, if there is one; return False if none can gain."""
+        excess_bytes = None if plan is None or plan.reserved_bytes is None else plan.reserved_bytes - self.budget_bytes
+        if excess_bytes is not None and excess_bytes <= 0:
+            self.fitted = self.now
+        elif excess_bytes is not None:
+            self.failed = self.now
+        if self.fitted is not None:
+            self.better += 1
+            self.now = between(self.failed, self.fitted)
+            return self.better <= _LOCAL_BETTER and most_above(self.fitted, self.now) > _CLOSE * self.budget_bytes
+        self.solves += 1
+        if plan is None or excess_bytes is None:
+            self.now = between(self.failed, self.now)
+            return self.solves <= _LOCAL_SOLVES
+        before, self.excess_bytes = self.excess_bytes, excess_bytes
+        larger = {op: size for op, size in self._wanted(plan).items() if size > self.now.get(op, 0)}
+        self.now = {**self.now, **larger}
+        return self.solves <= _LOCAL_SOLVES and bool(larger) and (before is None or excess_bytes <= _LESS * before)
+
+    def _wanted(self, plan: Plan) -> Margins:
+        """Return the margins with which each op at which what is reserved grows too much has as much less in memory.
+
+        An op that needs more for itself has none.
+        """
+        graph = plan.source
+        assert graph is not None
+        in_memory = simulate(graph, plan.schedule).memory_bytes
+        found: dict[int, int] = {}
+        for index, more_bytes in growth_above_budget(graph, plan.schedule, self.memory, self.budget_bytes).items():
+            step = plan.schedule.steps[index]
+            assert isinstance(step, Compute)  # which alone asks for memory
+            op = graph.ops[step.op]
+            own = (graph.tensors[t] for t in {*op.inputs, *op.outputs})
+            own_bytes = op.workspace_bytes + sum(t.size_bytes for t in own if t.pool == DEVICE and not t.static)
+            rest_bytes = in_memory[index] - more_bytes
+            if rest_bytes >= graph.static_bytes + own_bytes:
+                found[op.id] = max(found.get(op.id, 0), self.most_bytes - rest_bytes)
+        return found
 
 
 class _Search:
@@ -134,9 +225,16 @@ class _Search:
         else:
             self._misses = min(asked_bytes, plan.peak_bytes), plan.reserved_bytes
 
+    def is_over(self, clock: Clock) -> bool:
+        """Return True if the clock is at its limit, or the caller stops and has a plan, or the best is as good as the bound."""
+        if self.best is None:
+            return left(clock) <= 0
+        stop = self._watch.should_stop
+        return left(clock) <= 0 or self._status(self.best) is Status.OPTIMAL or (stop is not None and stop())
+
     def next_bytes(self) -> int | None:
         """Return the budget of allocated bytes to solve for next; None if the plan cannot gain any more."""
-        if self._misses is None or (self.best is not None and self._status(self.best) is Status.OPTIMAL):
+        if self._misses is None:
             return None
         high_bytes, high_reserved = self._misses
         low_bytes, low_reserved = self._fits or (self.floor_bytes, 0)

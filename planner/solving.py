@@ -31,6 +31,7 @@ from solvers.arena.solve import ARENA_SIZES, solve_in_arena
 from solvers.bounds import least_budget_bound
 from solvers.clock import Clock, left
 from solvers.least import least_known
+from solvers.margins import Margins, with_margins
 from solvers.order.reorder import Reordering, in_program_order, lowers_peak, may_lower_peak, reordered
 from solvers.order.solve import Solved, solve_in, solve_in_best_order, solve_reordered
 from solvers.registry import Solver, get_solver
@@ -152,7 +153,7 @@ def solve_graph(
         return solves.plan_of(_least_memory(run, graph, settings, overhead, clock, on_progress, should_stop))
     budget_bytes, watch = budget_in_bytes(budget, solves.eager_bytes), Watch(on_progress, should_stop, on_plan)
     if memory is CountedMemory.ALLOCATED:
-        return solves.plan(budget_bytes, clock, watch)
+        return solves.plan(budget_bytes, clock, watch, {})
     return plan_reserved(budget_bytes, memory, reserved_beside(graph, memory), solves.plan, clock, watch)
 
 
@@ -181,16 +182,17 @@ class _Solves:
             return self.summary.keep_everything_peak_bytes
         return self.eager_reserved_bytes
 
-    def plan(self, budget_bytes: int, clock: Clock, watch: Watch) -> Plan:
+    def plan(self, budget_bytes: int, clock: Clock, watch: Watch, margins: Margins) -> Plan:
         """Return the plan for a budget of allocated bytes, with what is reserved for it on CUDA.
+
+        With `margins` it has no bound, since there are schedules without them.
 
         Raises:
             InfeasibleError, LimitError, PlannerError: as ``solve``.
         """
         settings, on_plan = self.settings, watch.on_plan
-        request = Request(
-            self.graph, budget_bytes, settings.tolerance, clock, watch.on_progress, watch.should_stop, settings.params
-        )
+        graph = with_margins(self.graph, margins)
+        request = Request(graph, budget_bytes, settings.tolerance, clock, watch.on_progress, watch.should_stop, settings.params)
 
         def interim(schedule: Schedule, bound_s: float) -> Result:
             return Result(
@@ -198,7 +200,7 @@ class _Solves:
                 budget_bytes=budget_bytes,
                 status=Status.FEASIBLE,
                 schedule=schedule,
-                bound_s=bound_s,
+                bound_s=None if margins else bound_s,
                 solver=settings.solver,
                 seconds=clock.seconds,
                 settings=request.settings,
@@ -214,8 +216,10 @@ class _Solves:
         solved = _solved(_solver_of(settings), request, settings)
         result = solved.result
         if result.status is Status.INFEASIBLE:
-            would_do = _what_would_do(solved.order.graph, budget_bytes, clock, watch.should_stop)
+            would_do = "" if margins else _what_would_do(solved.order.graph, budget_bytes, clock, watch.should_stop)
             raise InfeasibleError(result.message + would_do)
+        if margins:
+            result = replace(result, graph=self.graph, bound_s=None)
         return self.plan_of(result)
 
     def plan_of(self, result: Result) -> Plan:

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Any, Protocol
 
 from graphs.addresses import Buffer, buffers_of, moments_of
@@ -174,6 +174,20 @@ def _play_step(training: Training, allocator: Allocator, places: dict[int, Place
 def usage_of(training: Training, rules: Rules = DEFAULT) -> Usage:
     """Return what PyTorch reserves for `training` on a device without a limit."""
     return play(training, CachingAllocator(rules=rules))
+
+
+def growth_above(training: Training, usage: Usage, limit_bytes: int) -> dict[int, int]:
+    """Return by how many bytes what is reserved grows above `limit_bytes`, by the step of the schedule in which it does.
+
+    What grows between two steps of training is left out.
+    """
+    found: dict[int, int] = {}
+    for reserved in usage.by_step:
+        for (moment, *_), (before, after) in zip(training.events[1:], pairwise(reserved), strict=True):
+            if after > max(before, limit_bytes):
+                step = moment // training.moments
+                found[step] = found.get(step, 0) + after - max(before, limit_bytes)
+    return found
 
 
 def least_capacity_bytes(training: Training, rules: Rules = DEFAULT) -> int:

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import median
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -42,6 +43,7 @@ from planner.profiling.unrepeatable_ops import (
 )
 from planner.torch_private.core import FakeTensor, disable_current_modes, no_python_dispatcher, profiler_enabled
 
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _LONG_S = 0.01  # an op that takes longer is timed once more; shorter ones repeatedly, for this long in all
 
 
@@ -75,13 +77,13 @@ class MeasuredOp:
     Attributes:
         call: the op.
         run: its function.
-        inputs: for each tensor that it reads, by id, a real tensor, or the layout of a synthetic one.
+        inputs: for each tensor that it reads, by id, a real tensor, the layout of a synthetic one, or the op that computes it.
         time_s, rise_bytes, outputs, repeats, requests: the measurements; `rise_bytes` is the rise of memory while it runs.
     """
 
     call: IsolatedOp
     run: OpFunction
-    inputs: Mapping[int, torch.Tensor | TensorSpec]
+    inputs: Mapping[int, "torch.Tensor | TensorSpec | ComputedInput"]
     time_s: float = 0.0
     rise_bytes: int = 0
     outputs: tuple[TensorSpec | None, ...] = ()
@@ -89,17 +91,41 @@ class MeasuredOp:
     requests: tuple[Request, ...] = ()
 
     def tensors(self) -> dict[int, torch.Tensor]:
-        """Return the inputs by id: synthetic tensors, and the real ones, with copies of those that the op overwrites."""
-        written = self.call.op.mutates
-        return {
-            t: value.make(self.call.op.target) if isinstance(value, TensorSpec) else value.clone() if t in written else value
-            for t, value in self.inputs.items()
-        }
+        """Return the inputs by id: new tensors, and the real ones, with copies of those that the op overwrites."""
+
+        def tensor(t: int, value: torch.Tensor | TensorSpec | ComputedInput) -> torch.Tensor:
+            match value:
+                case TensorSpec():
+                    return value.make(self.call.op.target)
+                case ComputedInput():
+                    return value.compute()
+            return value.clone() if t in self.call.op.mutates else value
+
+        return {t: tensor(t, value) for t, value in self.inputs.items()}
 
     def arguments(self) -> list[torch.Tensor]:
         """Return the arguments of `run`."""
         tensors = self.tensors()
         return [tensors[t] for t in self.call.reads]
+
+
+@dataclass(frozen=True, slots=True)
+class ComputedInput:
+    """An output of one op as an input of another.
+
+    Attributes:
+        producer: the op, of which all inputs are real or synthetic.
+        place: position among its outputs.
+    """
+
+    producer: MeasuredOp
+    place: int
+
+    def compute(self) -> torch.Tensor:
+        """Return the tensor; nothing else that the producer made is kept."""
+        made = self.producer.run(*self.producer.arguments())[self.place]
+        assert made is not None
+        return made
 
 
 def profile(
@@ -239,9 +265,22 @@ class _Profiler:
         assert call is not None
         return self._executable(call)
 
-    def _executable(self, call: IsolatedOp) -> MeasuredOp:
-        inputs = {t: value for t in (*call.reads, *call.op.inputs) if (value := self._layouts[t]) is not None}
+    def _executable(self, call: IsolatedOp, computed: Mapping[int, ComputedInput] = MappingProxyType({})) -> MeasuredOp:
+        inputs: dict[int, torch.Tensor | TensorSpec | ComputedInput] = dict(computed)  # first, while there is no other input
+        for t in (*call.reads, *call.op.inputs):
+            if (value := self._layouts[t]) is not None:
+                inputs.setdefault(t, value)
         return MeasuredOp(call, call.load(self.capture.program), inputs)
+
+    def _computed_integers(self, call: IsolatedOp) -> dict[int, ComputedInput]:
+        """Return the synthetic integers among the inputs as what their producers compute: 0 may be no valid index."""
+        found = {}
+        for t in dict.fromkeys((*call.reads, *call.op.inputs)):
+            spec, producers = self._layouts[t], self.capture.graph.tensors[t].producers
+            if isinstance(spec, TensorSpec) and spec.dtype in _INTEGERS and producers:
+                producer = self.measured_op(self.capture.graph.ops[producers[0]])
+                found[t] = ComputedInput(producer, producer.call.op.outputs.index(t))
+        return found
 
     def _measure_call(self, call: IsolatedOp, new: dict[_Key, MeasuredOp]) -> None:
         specs = tuple(TensorSpec.of(v) if isinstance(v, torch.Tensor) else v for v in (self._layouts[t] for t in call.reads))
@@ -258,14 +297,25 @@ class _Profiler:
 
     def _execute_or_model(self, key: _Key, call: IsolatedOp, new: dict[_Key, MeasuredOp]) -> tuple[TensorSpec | None, ...]:
         measured = self._executable(call)
-        try:
-            self._run_and_time(measured)
-        except Exception as error:  # noqa: BLE001  # any error of an op on synthetic values
+        error = self._error_of(measured)
+        if error is not None and (integers := self._computed_integers(call)):
+            error = None  # its traceback has the arguments
+            measured = self._executable(call, integers)
+            error = self._error_of(measured)
+        if error is not None:
             modelled = self._modelled(call, error)
             self._local_costs[key] = modelled
             return modelled.outputs
         new[key] = measured
         return measured.outputs
+
+    def _error_of(self, measured: MeasuredOp) -> Exception | None:
+        """Execute and time the op, and return the error that it raises."""
+        try:
+            self._run_and_time(measured)
+        except Exception as error:  # noqa: BLE001  # any error of an op on synthetic values
+            return error
+        return None
 
     def _run_and_time(self, measured: MeasuredOp) -> None:
         """Execute the op once for the layouts of its outputs, then for its time; long ones again in ``_measure_workspaces``."""

@@ -5,7 +5,7 @@ problem with one bound. Where that is not proved in time, ops at which the arena
 margin, which finds schedules that fit and leaves the bound alone.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from graphs.schedule import Compute, Schedule
@@ -16,6 +16,7 @@ from solvers.arena.find import find_conflict
 from solvers.arena.needs import ArenaRules, Needs
 from solvers.clock import Clock, left
 from solvers.conflicts import Conflict, occurs
+from solvers.margins import Margins, between, most_above, with_margins
 from solvers.request import Request
 from solvers.result import Reason, Result, SolveProgress, Status, status_of
 
@@ -31,7 +32,6 @@ _QUICK, _PLACE, _PROVE = (0.02, 1.0), (0.05, 5.0), (0.05, 10.0)
 ARENA_SIZES = ("arena_bytes", "outside_arena_bytes")  # in the settings of results
 
 Solve = Callable[[Request], Result]
-Margins = Mapping[int, int]  # by op, bytes that are added to its workspace
 
 
 def solve_in_arena(solve: Solve, request: Request, rules: ArenaRules) -> Result:
@@ -111,10 +111,7 @@ class _Joint:
 
     def _solved(self, share: float) -> Result:
         """Solve for schedules with the conflicts and margins so far, for a share of the time that is left."""
-        request, graph = self.request, self.request.graph
-        if self.margins:
-            ops = (replace(op, workspace_bytes=op.workspace_bytes + self.margins.get(op.id, 0)) for op in graph.ops)
-            graph = replace(graph, ops=tuple(ops))
+        request = self.request
         self.solves += 1
         self._tell("planning schedule and addresses", None)
 
@@ -124,7 +121,7 @@ class _Joint:
         return self.solve(
             replace(
                 request,
-                graph=graph,
+                graph=with_margins(request.graph, self.margins),
                 clock=request.clock.part(share * left(request.clock)),
                 on_progress=tell,
                 on_schedule=lambda schedule, _: self.seen.append(schedule),
@@ -167,11 +164,10 @@ class _Joint:
         elif result.schedule is not None:
             self.failed = self.margins
         if self.fitted is None:
-            self.margins = _between(self.failed, self.margins) if schedule is None else self._more(schedule)
+            self.margins = between(self.failed, self.margins) if schedule is None else self._more(schedule)
             return bool(self.margins)
-        self.margins = _between(self.failed, self.fitted)
-        differ = max((abs(size - self.margins.get(op, 0)) for op, size in self.fitted.items()), default=0)
-        return differ > _CLOSE * self.request.budget_bytes
+        self.margins = between(self.failed, self.fitted)
+        return most_above(self.fitted, self.margins) > _CLOSE * self.request.budget_bytes
 
     def _that_does_not_fit(self, result: Result) -> Schedule | None:
         """Return the schedule of `result` if no addresses are found; the first that came up in the solve may have some then."""
@@ -230,8 +226,7 @@ class _Joint:
         settings |= {"arena_conflicts": len(self.conflicts), "arena_solves": self.solves}
         if best is not None:
             settings |= dict(zip(ARENA_SIZES, (best.arena_bytes, best.outside_bytes), strict=True))
-            refuted = "" if result.status is not Status.INFEASIBLE or self.margins else "a proof that there is no schedule"
-            status, message = self._status(result), refuted or (result.message if result.schedule is None else "")
+            status, message = self._status(result), self._defect(result)
         elif result.status in (Status.INFEASIBLE, Status.ERROR) and not self.margins:
             status, message = result.status, result.message
             if status is Status.INFEASIBLE and self.conflicts:
@@ -250,6 +245,12 @@ class _Joint:
             reason=Reason.TIME if status is Status.LIMIT else None,
         )
 
+    def _defect(self, result: Result) -> str:
+        """Return what the last solve did wrong, given that there is a schedule: it failed, or proved that there is none."""
+        if result.status is Status.ERROR:
+            return result.message
+        return "a proof that there is no schedule" if result.status is Status.INFEASIBLE and not self.margins else ""
+
     def _nothing_found(self, result: Result) -> str:
         """Return the message that no schedule was found that fits."""
         budget = format_bytes(self.request.budget_bytes)
@@ -259,9 +260,3 @@ class _Joint:
             f"no schedule was found whose arena is within the budget of {budget}: the least that one needs is "
             f"{format_bytes(self.needed_bytes)}. Raise the budget or the time limit, or plan without an arena"
         )
-
-
-def _between(low: Margins, high: Margins) -> Margins:
-    """Return the margins half way from `low` to `high`, without empty ones."""
-    found = {op: (low.get(op, 0) + size) // 2 for op, size in high.items()}
-    return {op: size for op, size in found.items() if size}

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from itertools import pairwise
+from random import Random
 
 import pytest
 
@@ -11,8 +12,10 @@ from graphs.allocators.training import usage_of
 from graphs.errors import FormatError, InfeasibleError, LimitError, MismatchError, UsageError
 from graphs.ir import Graph, Kind
 from graphs.schedule import keep_everything
+from graphs.synthetic.random_graphs import random_training_step
 from graphs.synthetic.small import training_chain
 from graphs.synthetic.transformer import TransformerSize, transformer
+from planner import reserved_budget
 from planner.facts.graph import graph_facts
 from planner.memory import CountedMemory
 from planner.plan_check import check_plan
@@ -67,6 +70,35 @@ def test_a_tight_plan_is_solved_for_fewer_allocated_bytes() -> None:
     assert less.reserved_bytes == 20 * MIB and less.peak_bytes == 18 * MIB
     assert less.time_s > plan.time_s >= less.bound_s  # type: ignore[operator]
     assert less.settings["allocated_budget_bytes"] < 39 * MIB  # type: ignore[operator]
+
+
+def of_four_sizes(seed: int, ops: int) -> Graph:
+    """A step whose tensors are from segments of 20 MiB and of their own, which do not serve each other's sizes."""
+    plain, sizes = random_training_step(seed, ops), Random(seed)
+    tensors = tuple(replace(t, size_bytes=sizes.choice((2, 11, 24, 36)) * MIB) for t in plain.tensors)
+    without = tuple(replace(op, workspace_bytes=0) for op in plain.ops)
+    return replace(plain, tensors=tensors, ops=without, provenance={"device": "h200"})
+
+
+def test_less_in_memory_at_single_ops_is_faster_than_less_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = of_four_sizes(12, 12)
+    plan = solve(graph, "80%", work_limit=5.0)
+    monkeypatch.setattr(reserved_budget, "_LOCAL_SOLVES", 0)
+    everywhere = solve(graph, "80%", work_limit=5.0)
+    assert plan.bound_s == everywhere.bound_s
+    assert plan.bound_s is not None and plan.bound_s <= plan.time_s < everywhere.time_s
+    assert reserved(graph, plan) <= plan.budget_bytes
+    assert plan.settings["allocated_budget_bytes"] == plan.budget_bytes
+    assert plan.peak_bytes <= usage_of(requests_of(graph, plan.schedule)).allocated_bytes
+
+
+def test_less_in_memory_at_single_ops_finds_plans_where_less_everywhere_finds_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = of_four_sizes(22, 8)
+    plan = solve(graph, "80%", work_limit=5.0)
+    assert reserved(graph, plan) <= plan.budget_bytes
+    monkeypatch.setattr(reserved_budget, "_LOCAL_SOLVES", 0)
+    with pytest.raises(LimitError, match="the least that one reserves"):
+        solve(graph, "80%", work_limit=5.0)
 
 
 def test_expandable_segments_are_another_kind_of_memory() -> None:

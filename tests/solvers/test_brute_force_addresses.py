@@ -137,3 +137,20 @@ def test_margins_find_the_optimum_where_a_solver_ignores_conflicts(seed: int) ->
     assert result.time_s == pytest.approx(optimum, rel=SLACK)
     assert result.settings["arena_solves"] > 2
     assert result.settings["arena_bytes"] <= budget - graph.static_bytes  # type: ignore[operator]
+
+
+def test_finding_nothing_after_a_fit_is_no_defect() -> None:
+    graph, budget = case(3, 5, 0.9)
+    solves = 0
+
+    def idle_after_a_fit(request: Request) -> Result:
+        nonlocal solves
+        solves += 1
+        result = solve(replace(request, conflicts=()))
+        if solves <= 4:  # the third and the fourth fit
+            return result
+        return replace(result, graph=request.graph, schedule=None, status=Status.LIMIT, message="nothing was found in time")
+
+    result = solve_in_arena(idle_after_a_fit, ask(graph, budget, time_limit_s=20), ArenaRules(2))
+    assert result.schedule is not None and result.settings["arena_solves"] > 4  # type: ignore[operator]
+    assert not result.message

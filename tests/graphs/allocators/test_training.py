@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from graphs.addresses import Buffer
 from graphs.allocators.caching import DEFAULT, EXPANDABLE, CachingAllocator, DeviceFullError
-from graphs.allocators.training import Training, least_capacity_bytes, play, training_of, usage_of
+from graphs.allocators.training import Training, growth_above, least_capacity_bytes, play, training_of, usage_of
 from graphs.ir import Graph, Kind
 from graphs.options.offload import OFFLOAD
 from graphs.options.surroundings import Link, Surroundings
@@ -33,6 +33,15 @@ def test_a_chain_reserves_a_segment_for_each_tensor_in_use() -> None:
     usage = usage_of(training_of(graph, schedule))
     assert usage.reserved_bytes == usage.allocated_bytes == simulate(graph, schedule).peak_bytes == 9 * 12 * MIB
     assert {max(step) for step in usage.by_step} == {9 * 12 * MIB} and usage.retries == 0
+
+
+def test_growth_is_known_by_steps_of_the_schedule() -> None:
+    graph = sized(training_chain(8), 12 * MIB)
+    training = training_of(graph, keep_everything(graph))
+    usage = usage_of(training)
+    assert growth_above(training, usage, 7 * 12 * MIB) == {7: 12 * MIB, 8: 12 * MIB}
+    assert growth_above(training, usage, 8 * 12 * MIB + 5 * MIB) == {8: 7 * MIB}
+    assert growth_above(training, usage, usage.reserved_bytes) == {}
 
 
 def test_static_memory_libraries_and_workspaces_are_requested() -> None:

@@ -1,0 +1,64 @@
+"""Ops that are measured alone get integers that they can use, of which 0 need not be one."""
+
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import planner
+
+RANK = torch.library.custom_op("planner_tests::rank", lambda x: 1 + x.argsort(), mutates_args=(), schema="(Tensor x) -> Tensor")
+RANK.register_fake(lambda x: torch.empty_like(x, dtype=torch.int64))
+
+
+def _pick(x: Tensor, ranks: Tensor) -> Tensor:
+    if int(ranks.min()) < 1:
+        raise ValueError("ranks count from 1")
+    return x[ranks - 1]
+
+
+PICK = torch.library.custom_op("planner_tests::pick", _pick, mutates_args=(), schema="(Tensor x, Tensor ranks) -> Tensor")
+PICK.register_fake(lambda x, ranks: torch.empty_like(x))
+
+
+class Ranked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scaled = self.weight * x
+        with torch.no_grad():
+            picked = PICK(scaled, RANK(scaled))
+        return (scaled * picked).sum()
+
+
+def test_integers_are_computed_where_zeros_are_refused() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # that the time of an op is modelled
+        graph = planner.trace(Ranked(), None, (torch.randn(8),), passes=1)
+    (pick,) = (op for op in graph.ops if op.target.startswith("planner_tests.pick"))
+    assert pick.time_s > 0
+
+
+class Pooled(nn.Module):
+    """Inductor keeps the places of the greatest elements as offsets in windows, of which the first begin at -1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv2d(3, 4, 3, padding=1), nn.Linear(4 * 4 * 4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(F.max_pool2d(torch.relu(self.first(x)), 3, 2, 1).flatten(1))
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+def test_offsets_of_padded_windows_are_valid() -> None:
+    batch = torch.randn(2, 3, 8, 8), torch.tensor([0, 1])
+    step = planner.compile(Pooled(), F.cross_entropy, batch, budget="1MB", kernels="inductor", passes=1)
+    assert step.measured is not None
+    pooling = [op for op in step.measured.ops if "max_pool2d_with_indices_backward" in op.name]
+    assert pooling
+    assert all(op.time_s > 0 for op in pooling)

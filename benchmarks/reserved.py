@@ -128,7 +128,8 @@ TABLE = (
     _of("least device", "least_device_bytes"),
     _of("arena of peak", "arena_bytes", "peak_bytes"),
     Column("of budget", _share),
-    *("overhead", "gap", "status"),
+    *("overhead", "gap"),
+    Column("addresses", "status"),
 )
 STUDY = Study(ReservedRow, run, whole=False, pages={"table.md": partial(markdown, columns=TABLE)})
 main = benchmark(STUDY, __doc__, models=MODELS, out="results/reserved")

@@ -94,11 +94,12 @@ class StepFollower:
                 return True
         return False
 
-    def after_op(self, call: "Call", signature: int, workspace_bytes: int = 0) -> None:
+    def after_op(self, call: "Call", module: str, signature: int, workspace_bytes: int = 0) -> None:
         """Log an op that has run, in a step that is logged.
 
         Args:
             call: the op.
+            module: name of the module that is running.
             signature: number of its signature; 0 if its sizes depend on more than that.
             workspace_bytes: what it takes while it runs.
         """
@@ -114,6 +115,7 @@ class StepFollower:
             node is not None,
             -1 if node is None else node._sequence_nr(),
             workspace_bytes,
+            module,
         )
         shapes = signature or tuple([storage.size_bytes for storage in call.made])
         self.plans.add_op(op, id(call.function), shapes)

@@ -128,7 +128,7 @@ class Recorder(TorchDispatchMode):
             call.seconds = known.seconds
         made_bytes = self._record(call, known, outputs)
         if follower.log is not None:
-            follower.after_op(call, known.number, known.workspace_bytes)
+            follower.after_op(call, self.module.name, known.number, known.workspace_bytes)
         if made_bytes != out_bytes:
             known.out_bytes = made_bytes
             memory.make_room(0, call.function)
@@ -156,7 +156,7 @@ class Recorder(TorchDispatchMode):
             storage.version += 1
         if follower.log is not None:
             call.recordable = False
-            follower.after_op(call, 0)
+            follower.after_op(call, self.module.name, 0)
         return outputs
 
     def _find_writes(self, call: "_Call") -> None:

@@ -22,13 +22,19 @@ from planner.eager.memory import Memory
 from planner.eager.recompute import Recomputation
 from planner.eager.recording import Recorder, unpack
 from planner.eager.sizes import OutputSizes
+from planner.eager.step_log import RecordedStep
 from planner.eager.step_plans import StepPlans
+from planner.facts.timeline import Timeline
 from planner.memory import CountedMemory
 from planner.profiling.allocator import capped_allocator, cuda_context_bytes
+from planner.report.page import write_pages
 from planner.reserved import memory_on
 from planner.runtime.auto_budget import auto_budget_bytes
+from planner.solving import solve
 from planner.torch_private.core import storage_address
-from solvers.online.heuristics import NAMES
+from solvers.baselines.dtr import DtrParams
+from solvers.baselines.megengine import MegEngineParams
+from solvers.online.heuristics import MEGENGINE, NAMES
 from solvers.online.ledger import Ledger
 
 _ACTIVE = threading.local()
@@ -224,10 +230,31 @@ class Rematerialization:
         Raises:
             UsageError: no step has ended.
         """
+        write_graph(self._longest_step().graph, path)
+
+    def report(self, path: str | os.PathLike[str], *, trace: str | os.PathLike[str] | None = None) -> None:
+        """Write the report page of the longest step so far to `path`, and its Chrome trace to `trace`: docs/report.md.
+
+        It shows the plan of the step; if it has none, what the heuristic does, replayed on the recorded step.
+
+        Raises:
+            LimitError: the replay does not fit the budget.
+            OutputError: a file cannot be written.
+            UsageError: no step has ended.
+        """
+        found, step = self.plans.longest_plan, self._longest_step()
+        if found is not None:
+            plan, step = found.plan, found.step
+        else:
+            params = (MegEngineParams if self._heuristic == MEGENGINE else DtrParams)(thrash_factor=1 + self._max_recomputation)
+            plan = solve(step.graph, self.budget_bytes, solver=self._heuristic, params=params, memory="allocated")
+        write_pages(Timeline(step.graph, plan), path, trace)
+
+    def _longest_step(self) -> RecordedStep:
         step = self.plans.longest_step
         if step is None:
             raise UsageError("no step has ended: a step is recorded from the forward pass to the end of the backward pass")
-        write_graph(step.graph, path)
+        return step
 
     def __str__(self) -> str:
         recorder = self._entered

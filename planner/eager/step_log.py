@@ -21,6 +21,7 @@ class LoggedOp(NamedTuple):
         backward: autograd called it.
         node: number of the node of autograd that called it; -1 if none did.
         workspace_bytes: what it takes while it runs besides what it makes.
+        module: name of the module that was running.
     """
 
     target: object
@@ -33,6 +34,7 @@ class LoggedOp(NamedTuple):
     backward: bool = False
     node: int = -1
     workspace_bytes: int = 0
+    module: str = ""
 
 
 class StepLog:
@@ -198,6 +200,7 @@ class _Draft:
                 random=op.random,
                 mutates=tuple(mutated),
                 overwrites=tuple(overwrites),
+                module=op.module,
             )
         )
 

@@ -280,8 +280,14 @@ class StepPlans:
     @property
     def longest_step(self) -> RecordedStep | None:
         """The step of most ops of those that have ended; None if there was none."""
-        longest = max((seen.log for seen in self._seen.values()), key=lambda log: len(log.ops), default=None)
-        return None if longest is None else recorded_step(longest)
+        longest = self._longest()
+        return None if longest is None else recorded_step(longest.log)
+
+    @property
+    def longest_plan(self) -> StepPlan | None:
+        """The plan of that step; None if it has none."""
+        longest = self._longest()
+        return None if longest is None else longest.plan
 
     def wait(self, seconds: float | None = None) -> None:
         """Wait until all steps that repeat are solved, at most `seconds`."""
@@ -295,6 +301,9 @@ class StepPlans:
         if self._solving is not None:
             self._solving[-1].stop()
             self._solving = None
+
+    def _longest(self) -> _Seen | None:
+        return max(self._seen.values(), key=lambda seen: len(seen.log.ops), default=None)
 
     def _planned(self) -> Iterator[_Seen]:
         """Yield the steps that have a plan, the latest first."""

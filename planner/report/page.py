@@ -1,22 +1,39 @@
 """A plan as one self-contained HTML page: nothing is loaded from elsewhere."""
 
 import math
+import os
 from collections.abc import Iterable, Sequence
 from importlib.resources import files
 
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
+from graphs.io.files import check_writable, write_text
 from graphs.pools import COMPUTE
 from graphs.units import format_bytes, format_ratio, format_seconds
 from planner.facts.timeline import Burst, Execution, Held, ModuleCost, Timeline, module_of
 from planner.plans.eager import EagerComparison
 from planner.report.chart import charts
+from planner.report.chrome_trace import chrome_trace
 from planner.report.other_streams import other_streams, travels
 from planner.studies.curve import CurveRow
 from planner.visible import visible
 
 _LISTED = 15
+
+
+def write_pages(timeline: Timeline, path: str | os.PathLike[str], trace: str | os.PathLike[str] | None = None) -> None:
+    """Write the page of `timeline` to `path`, and its Chrome trace to `trace`, or neither.
+
+    Raises:
+        OutputError: a file cannot be written.
+        PlannerError: Bokeh is not installed.
+    """
+    makers = {path: page} if trace is None else {path: page, trace: chrome_trace}
+    for target in makers:
+        check_writable(target)
+    for target, make in makers.items():
+        write_text(target, make(timeline))
 
 
 def page(timeline: Timeline, curve: Sequence[CurveRow] = ()) -> str:

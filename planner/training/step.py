@@ -9,14 +9,12 @@ from typing import Any, NoReturn
 import torch
 
 from graphs.errors import PlannerError
-from graphs.io.files import check_writable, write_text
 from graphs.ir import Graph
 from planner.capture.signature import Batch, detach_batch
 from planner.facts.timeline import Timeline
 from planner.option_settings import with_recorded
 from planner.plans.plan import Plan
-from planner.report.chrome_trace import chrome_trace
-from planner.report.page import page
+from planner.report.page import write_pages
 from planner.runtime.executor import Executor
 from planner.training.improvement import Consultation, Swap
 from planner.views.plan_views import html
@@ -186,9 +184,4 @@ class PlannedStep:
                 "the plan was loaded from a cache, and its ops were not measured: there are no times to show; call "
                 "planner.compile without cache= for a report"
             )
-        timeline = Timeline(with_recorded(self.measured, self.plan.settings), self.plan)
-        targets = {path: page} if trace is None else {path: page, trace: chrome_trace}
-        for target in targets:
-            check_writable(target)
-        for target, make in targets.items():
-            write_text(target, make(timeline))
+        write_pages(Timeline(with_recorded(self.measured, self.plan.settings), self.plan), path, trace)

@@ -1,6 +1,7 @@
 """Steps that repeat run by their plans: same bits, the plan's evictions, other steps, and the replay of what was recorded."""
 
 import itertools
+import json
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.storages import LiveStorages
+from graphs.errors import UsageError
 from graphs.io.formats import read_graph
 from planner.cli.main import main
 from planner.eager.memory import Memory
@@ -371,3 +373,23 @@ def test_megengine_never_evicts_random_numbers(name: str, draws_again: bool, wat
         model(x).square().mean().backward()
     assert watched.evicted
     assert ("aten.bernoulli_.float" in session._entered.recomputation.by_operator) is draws_again
+
+
+def test_the_report_shows_the_plan_or_the_heuristic(tmp_path: Path) -> None:
+    pytest.importorskip("bokeh")
+    model, x = network(), torch.randn(256, 64)
+    with within(ROOM) as session:
+        with pytest.raises(UsageError, match="no step has ended"):
+            session.report(tmp_path / "none.html")
+        model(x).square().mean().backward()
+        session.wait_for_plans(0.0)
+        assert session.recomputed_ops > 0
+        session.report(tmp_path / "heuristic.html", trace=tmp_path / "trace.json")
+        for _ in range(2):
+            model.zero_grad()
+            model(x).square().mean().backward()
+        session.wait_for_plans(_PATIENCE_S)
+        session.report(tmp_path / "plan.html")
+    heuristic, plan = ((tmp_path / name).read_text() for name in ("heuristic.html", "plan.html"))
+    assert "windows" in plan and "windows" not in heuristic and "Sequential.3" in heuristic
+    assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]

@@ -314,11 +314,7 @@ class Program:
     guard: Call | None = None
     aligned: frozenset[int] = frozenset()
     names: Mapping[str, object] = field(default_factory=dict)
-    _lookups: "_Lookups" = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        """Prepare the lookups of static tensors, which each step repeats."""
-        object.__setattr__(self, "_lookups", _Lookups.of(self.sources))
+    _lookups: "list[_Lookups]" = field(default_factory=list, init=False, repr=False, compare=False)
 
     def gather(self, step: Any, leaves: Sequence[object]) -> list[Any]:
         """Return the static tensors in the order of `sources`; None for the gradient of the loss.
@@ -327,4 +323,6 @@ class Program:
             step: module whose parameters and buffers the sources name.
             leaves: leaves of the batch.
         """
-        return self._lookups.find(step, leaves, self.constants)
+        if not self._lookups:  # which each step repeats; a graph within a step has no batch
+            self._lookups.append(_Lookups.of(self.sources))
+        return self._lookups[0].find(step, leaves, self.constants)

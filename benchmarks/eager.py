@@ -1,8 +1,8 @@
 """The eager runtime (``planner.rematerialize``): ``make bench-eager`` writes results/eager/.
 
-For each model the runtime with a budget that is never reached, and each heuristic at shares of eager PyTorch's peak. Steps of
-eager PyTorch and of the runtime take turns; times are of the thread, or on CUDA until the device is done, minima over the turns.
-Results are compared to the last bit; on CUDA under deterministic algorithms.
+For each model the runtime with a budget that is never reached, and at shares of eager PyTorch's peak each heuristic and the plan
+that steps turn into, with its bound. Steps of eager PyTorch and of a heuristic take turns; times are of the thread, or on CUDA
+until the device is done, minima over the turns. Results are compared to the last bit; on CUDA under deterministic algorithms.
 """
 
 import gc
@@ -25,6 +25,7 @@ from graphs.units import format_seconds
 from planner import options
 from planner.eager.session import Rematerialization, rematerialize
 from planner.models import build
+from planner.plans.plan import Plan
 from planner.runtime.libraries import warm_up_libraries
 from planner.studies.experiment import Study
 from planner.studies.rows import Made, column, key, listed, provenance, value
@@ -34,8 +35,10 @@ Step = Callable[[], Tensor]  # runs one step, and returns its loss
 
 PLENTY = "nothing evicted"
 SHARES = (0.8, 0.6, 0.4)
+_SOLVE_S = 60.0
 _LEARNING = {"cpu": 1, "cuda": 2}  # steps in which sizes are learned, and ops measured
-HEURISTICS = ("dtr", "dtr-full", "dtr-local", "lru", "largest", "msps", "megengine")
+PLANNED = "planned"  # in place of a heuristic: the plan that steps turn into
+WAYS = ("dtr", "dtr-full", "dtr-local", "lru", "largest", "msps", "megengine", PLANNED)
 
 
 class TreeNet(nn.Module):
@@ -102,11 +105,13 @@ class EagerRow(Made):
     budget_bytes: int = column("the budget")
     evictions: int | None = value("in all steps")
     recomputed_ops: int | None = value("in all steps")
+    plan_ratio: float | None = value("predicted step by the plan, as a multiple of the step without recomputation")
+    bound_ratio: float | None = value("no schedule within the budget has a smaller one, proved")
     exact: bool | None = value("losses and gradients of all steps are eager PyTorch's to the last bit")
     steps: int = column("steps that are timed")
 
 
-def measure(name: str, known: Sequence[EagerRow], *, steps: int, device: str, heuristics: Sequence[str]) -> Iterator[EagerRow]:
+def measure(name: str, known: Sequence[EagerRow], *, steps: int, device: str, ways: Sequence[str]) -> Iterator[EagerRow]:
     """Yield the rows of a model."""
     torch.manual_seed(0)
     model, step = MODELS[name](device)
@@ -117,12 +122,17 @@ def measure(name: str, known: Sequence[EagerRow], *, steps: int, device: str, he
     # What stays: the results, to be compared, and workspaces of libraries.
     others = sum(t.untyped_storage().nbytes() for t in expected) + library_bytes
     have = {(row.share, row.heuristic) for row in known}
-    cases = [(PLENTY, 2.0, "dtr")] + [(f"{share:.0%}", share, heuristic) for share in SHARES for heuristic in heuristics]
+    cases = [(PLENTY, 2.0, "dtr")] + [(f"{share:.0%}", share, heuristic) for share in SHARES for heuristic in ways]
     for label, share, heuristic in cases:
         if (label, heuristic) in have:
             continue
         budget = int(share * live.peak_bytes)
-        found = within(others + budget, heuristic, model, step, expected, steps=steps)
+        if heuristic == PLANNED:
+            found = planned(others + budget, model, step, expected, steps=steps)
+        else:
+            found = within(others + budget, heuristic, model, step, expected, steps=steps)
+        if found is None:  # no step repeats
+            continue
         yield EagerRow(
             model=name,
             share=label,
@@ -145,6 +155,7 @@ class Found:
         session: its report.
         exact: loss and gradients of a step are the expected ones.
         peak_bytes: the most bytes of storages.
+        plan: that was followed.
     """
 
     eager_s: float
@@ -152,6 +163,7 @@ class Found:
     session: Rematerialization
     exact: bool
     peak_bytes: int
+    plan: Plan | None = None
 
     def columns(self) -> dict[str, object]:
         """Return the columns of a row."""
@@ -166,6 +178,8 @@ class Found:
             "evictions": session.evictions,
             "recomputed_ops": session.recomputed_ops,
             "exact": self.exact,
+            "plan_ratio": None if self.plan is None else 1 + self.plan.overhead,
+            "bound_ratio": None if self.plan is None or not self.plan.bound_s else self.plan.bound_s / self.plan.graph.time_s,
         }
 
 
@@ -190,6 +204,28 @@ def within(budget: int, heuristic: str, model: nn.Module, step: Step, expected: 
         model.zero_grad()
         return Found(seconds(model, step), None, session, exact=False, peak_bytes=0)
     return Found(min(eager), min(times), session, exact, peak)
+
+
+def planned(budget: int, model: nn.Module, step: Step, expected: list[Tensor], *, steps: int) -> Found | None:
+    """Run steps by the plan that they turn into, after plain steps; None if no step repeats."""
+    eager = [seconds(model, step) for _ in range(steps)]
+    session = rematerialize(budget, device=device_of(model), max_recomputation=100, memory="allocated")
+    try:
+        with session:
+            for _ in range(3):
+                train(model, step)
+                session.wait_for_plans(_SOLVE_S)
+            found = session.plans.longest_plan
+            if found is None:
+                return None
+            with counted(model) as live:
+                exact = all(torch.equal(a, b) for a, b in zip(train(model, step), expected, strict=True))
+            times = [seconds(model, step) for _ in range(steps)]
+    except BudgetError:
+        model.zero_grad()
+        return Found(min(eager), None, session, exact=False, peak_bytes=0)
+    peak = live.peak_bytes - sum(t.untyped_storage().nbytes() for t in expected)
+    return Found(min(eager), min(times), session, exact, peak, found.plan)
 
 
 def seconds(model: nn.Module, step: Step) -> float:
@@ -259,6 +295,8 @@ TABLE = (
         "peak of eager's", lambda row: row.peak_bytes / row.eager_peak_bytes if row.peak_bytes else None, "{:.0%}", missing=""
     ),
     Column("recomputed ops", lambda row: row.recomputed_ops / row.ops if row.ops else None, "{:.0%}"),
+    Column("plan predicts", "plan_ratio", "{:.2f}"),
+    Column("bound", "bound_ratio", "{:.2f}"),
     Column("exact", lambda row: {True: "yes", False: "no", None: ""}[row.exact], "{}"),
 )
 
@@ -269,7 +307,7 @@ def main(words: Sequence[str] | None = None) -> int:
     add_names(parser, "--models", MODELS, ",".join(ON_CPU))
     parser.add_argument("--steps", type=options.count, default=3, help="steps timed of each (default: %(default)s)")
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default: %(default)s)")
-    add_names(parser, "--heuristics", HEURISTICS)
+    add_names(parser, "--ways", WAYS)
     arguments = parser.parse_args(words)
     one_thread()
     if arguments.device != "cpu":
@@ -277,8 +315,8 @@ def main(words: Sequence[str] | None = None) -> int:
         torch.use_deterministic_algorithms(True)
     study = Study(
         EagerRow,
-        partial(measure, steps=arguments.steps, device=arguments.device, heuristics=arguments.heuristics),
-        order=listed(model=MODELS, share=(PLENTY, *(f"{share:.0%}" for share in SHARES)), heuristic=HEURISTICS),
+        partial(measure, steps=arguments.steps, device=arguments.device, ways=arguments.ways),
+        order=listed(model=MODELS, share=(PLENTY, *(f"{share:.0%}" for share in SHARES)), heuristic=WAYS),
         pages={"table.md": partial(markdown, columns=TABLE)},
         whole=False,
     )

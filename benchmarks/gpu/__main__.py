@@ -49,7 +49,7 @@ STEPS: Mapping[str, GpuStep] = {
     "eager": GpuStep(
         (
             *("benchmarks.eager", "--fresh", "--device", "cuda", "--models", "tree,gpt2-small,resnet50-full"),
-            *("--heuristics", "dtr", "--out", "{out}/eager"),
+            *("--ways", "dtr", "--out", "{out}/eager"),
         ),
         150.0,
     ),

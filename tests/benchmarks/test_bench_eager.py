@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import eager
-from benchmarks.eager import PLENTY, SHARES, TABLE, EagerRow, main
+from benchmarks.eager import PLANNED, PLENTY, SHARES, TABLE, EagerRow, main
 from planner.studies.rows import read_rows
 from planner.studies.tables import markdown
 
@@ -14,12 +14,14 @@ COMMITTED = Path(__file__).parents[2] / "results" / "eager"
 
 def test_a_small_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(eager, "SHARES", (0.7,))
-    monkeypatch.setattr(eager, "HEURISTICS", ("lru",))
+    monkeypatch.setattr(eager, "WAYS", ("lru", PLANNED))
     assert main(["--models", "tree", "--steps", "1", "--out", str(tmp_path)]) == 0
-    plenty, tight = read_rows(tmp_path / "rows.csv", EagerRow)
+    plenty, tight, planned = read_rows(tmp_path / "rows.csv", EagerRow)
     assert (plenty.share, plenty.evictions, plenty.recomputed_ops, plenty.exact) == (PLENTY, 0, 0, True)
     assert (tight.share, tight.heuristic, tight.exact) == ("70%", "lru", True)
     assert tight.evictions and tight.recomputed_ops
+    assert (planned.heuristic, planned.exact) == (PLANNED, True)
+    assert planned.plan_ratio is not None and planned.bound_ratio is not None and planned.plan_ratio >= planned.bound_ratio >= 1
     assert tight.peak_bytes is not None and tight.peak_bytes <= tight.budget_bytes < plenty.eager_peak_bytes
 
 

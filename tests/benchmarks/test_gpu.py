@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from benchmarks.gpu import __main__ as gpu
-from benchmarks.gpu import plans, probe
+from benchmarks.gpu import capped, plans, probe
 from benchmarks.gpu.__main__ import ROOT, GpuStep
 from planner.models import Workload, build
 from tests.support.cuda_device import cuda_device, on_device
@@ -67,6 +67,19 @@ def test_every_kind_of_plan_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert all(int(row["allocated_bytes"]) <= int(row["budget_bytes"]) for row in (*rows[1:], graph))
     assert capsys.readouterr().out.count("| tiny |") == 10  # as soon as they are known, and all together
     assert (out / "table.md").read_text().count("| tiny |") == 3
+
+
+def test_a_step_trains_under_a_cap_that_eager_pytorch_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wide(*, device: str) -> Workload:
+        return on_device(build("mlp", batch=4096, layers=12, width=512, classes=3), f"{device}:0")
+
+    monkeypatch.setattr(capped, "MODELS", {"wide": wide})
+    with cuda_device(capacity_bytes=2**30) as machine:
+        monkeypatch.setattr(capped, "clear_cublas_workspaces", machine.memories[0].workspaces.clear)
+        found = list(capped.lines(["wide"], ("eager", "compile"), 0.75))
+    assert [holds for _, holds in found] == [True, True, True], found
+    plain, without, planned = (line for line, _ in found)
+    assert "without a cap" in plain and "out of memory" in without and "bits equal" in planned
 
 
 def test_an_error_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -112,14 +112,18 @@ def _storages(values: object) -> dict[int, torch.Tensor]:
 
 @contextmanager
 def preserve_tensor(tensor: torch.Tensor, view: torch.Tensor | None = None) -> Iterator[None]:
-    """Restore the values of `tensor` at the end, and the version counter of it (or of its `view`) in autograd."""
-    before, counted = tensor.detach().clone(), tensor if view is None else view
+    """Restore the values of `tensor` at the end, and the version counter of it (or of its `view`) in autograd.
+
+    The copy of what is on a GPU is in the host's memory: the device may have none left besides what the step takes.
+    """
+    place, counted = torch.device("cpu") if tensor.is_cuda else tensor.device, tensor if view is None else view
+    before = tensor.detach().to(place, copy=True)
     versioned = nullcontext() if counted.is_inference() else preserve_version_counter(counted)
     try:
         yield
     finally:
         with torch.no_grad(), versioned:
-            if not has_same_values(tensor, before):
+            if not has_same_values(tensor.detach().to(place), before):
                 tensor.copy_(before)
 
 

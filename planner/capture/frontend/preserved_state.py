@@ -114,9 +114,11 @@ def _storages(values: object) -> dict[int, torch.Tensor]:
 def preserve_tensor(tensor: torch.Tensor, view: torch.Tensor | None = None) -> Iterator[None]:
     """Restore the values of `tensor` at the end, and the version counter of it (or of its `view`) in autograd.
 
-    The copy of what is on a GPU is in the host's memory: the device may have none left besides what the step takes.
+    The copy of what is on a GPU is in the host's memory: the device may have none left besides what the step takes. With `view`,
+    whose whole storage is `tensor`, an op is about to write it, and the copy is made where the op runs.
     """
-    place, counted = torch.device("cpu") if tensor.is_cuda else tensor.device, tensor if view is None else view
+    place = torch.device("cpu") if tensor.is_cuda and view is None else tensor.device
+    counted = tensor if view is None else view
     before = tensor.detach().to(place, copy=True)
     versioned = nullcontext() if counted.is_inference() else preserve_version_counter(counted)
     try:

@@ -31,7 +31,7 @@ def run_clocks(graph: Graph, schedule: Schedule) -> Clocks:
     tensor is freed, the owner of its pool waits for the ops on other streams that use it. Where the forward pass ends, the main
     device waits for results that other devices may have computed, since the caller receives them there.
     """
-    running, results = _Running(graph), forward_results(graph)
+    running, (results, _) = _Running(graph), results_elsewhere(graph)
     end = _end_of_forward(graph, schedule, results) if results else None
     starts_s, ends_s = [], []
     for place, step in enumerate(schedule.steps):
@@ -43,11 +43,12 @@ def run_clocks(graph: Graph, schedule: Schedule) -> Clocks:
     return Clocks(tuple(starts_s), tuple(ends_s), tuple(running.clock_s))
 
 
-def forward_results(graph: Graph) -> tuple[int, ...]:
-    """Return the kept tensors of the forward pass that another device may compute."""
+def results_elsewhere(graph: Graph) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the kept tensors that another device may compute: those of the forward pass, and the others."""
     elsewhere = {t for op in graph.ops if op.stream != COMPUTE for p in op.replaces for t in graph.ops[p].outputs}
-    early = (t for t in graph.kept & elsewhere if graph.ops[graph.tensors[t].producers[0]].phase is Phase.FORWARD)
-    return tuple(sorted(early))
+    copied = sorted(graph.kept & elsewhere)
+    early = tuple(t for t in copied if graph.ops[graph.tensors[t].producers[0]].phase is Phase.FORWARD)
+    return early, tuple(t for t in copied if t not in early)
 
 
 def _end_of_forward(graph: Graph, schedule: Schedule, results: tuple[int, ...]) -> int | None:

@@ -8,10 +8,9 @@ receives it. So one more op of the program at the end of each pass reads these t
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from graphs.clocks import forward_results
+from graphs.clocks import results_elsewhere
 from graphs.ir import Graph, Op, Phase
 from graphs.options.placement import is_placed
-from graphs.pools import COMPUTE
 from graphs.schedule import Compute, Schedule
 
 END = "end"  # target of these ops
@@ -48,12 +47,9 @@ class GraphWithPassEnds:
 
 def with_pass_ends(graph: Graph) -> GraphWithPassEnds:
     """Return `graph` with pass ends."""
-    elsewhere = {t for op in graph.ops if op.stream != COMPUTE for p in op.replaces for t in graph.ops[p].outputs}
-    copied = sorted(graph.kept & elsewhere)
+    early, late = results_elsewhere(graph)
     forward = [op for op in graph.program if op.phase is Phase.FORWARD]
-    early = forward_results(graph)
-    late = tuple(t for t in copied if t not in early)
-    if not copied or requested_outputs(graph):
+    if not (early or late) or requested_outputs(graph):
         return GraphWithPassEnds(graph, graph, ())
     rest = graph.ops[len(forward) : len(graph.program)]
     ops = [*forward, *_end(early, "forward pass", forward), *rest, *_end(late, "step", rest), *graph.ops[len(graph.program) :]]

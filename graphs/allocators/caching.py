@@ -250,6 +250,20 @@ class CachingAllocator:
         blocks = (entry[-1] for entries in self._free.values() for entry in entries)
         return sum(block.size_bytes for block in blocks if block.segment is segment)
 
+    def free_blocks(self, pool: PoolId) -> list[Block]:
+        """Return the free blocks of `pool`, the smallest first, the lowest among equals: as best fit looks at them."""
+        entries = (entry for key, of_key in self._free.items() if key[0] == pool for entry in of_key)
+        return [entry[-1] for entry in sorted(entries, key=lambda entry: entry[:3])]
+
+    def fitting_block(self, size_bytes: int, stream: int = 0, pool: PoolId = DEFAULT_POOL) -> Block | None:
+        """Return the free block from which a request of `size_bytes` would be served; None if memory would be reserved for it."""
+        rounded = self.rules.rounded_bytes(size_bytes)
+        key = pool, stream, rounded <= SMALL_BYTES
+        block = self._best_fit(rounded, key)
+        if block is not None:
+            self._put(block)
+        return block
+
     def _best_fit(self, size_bytes: int, key: _Key) -> Block | None:
         """Remove and return the smallest free block that is large enough, the lowest among equals (``get_free_block``).
 

@@ -13,7 +13,7 @@ BLOCK_BYTES = 512  # kMinBlockSize
 SMALL_BYTES = 2**20  # kSmallSize: up to this size, blocks are in small segments
 _SMALL_SEGMENT_BYTES = 2 * 2**20  # kSmallBuffer
 LARGE_SEGMENT_BYTES = 20 * 2**20  # kLargeBuffer
-_LEAST_OWN_SEGMENT_BYTES = 10 * 2**20  # kMinLargeAlloc: from this size on, a segment is as large as its first block
+LEAST_OWN_SEGMENT_BYTES = 10 * 2**20  # kMinLargeAlloc: from this size on, a segment is as large as its first block
 _SEGMENT_ROUNDING_BYTES = 2 * 2**20  # kRoundLarge
 _ADDRESSES = 2**60  # bytes of an expandable segment's range of addresses: more than it ever maps
 
@@ -52,7 +52,7 @@ class Rules:
         """Return the size of a new segment for a block of `size_bytes` (``get_allocation_size``)."""
         if size_bytes <= SMALL_BYTES:
             return _SMALL_SEGMENT_BYTES
-        if size_bytes < _LEAST_OWN_SEGMENT_BYTES:
+        if size_bytes < LEAST_OWN_SEGMENT_BYTES:
             return self.large_segment_bytes
         return -(-size_bytes // _SEGMENT_ROUNDING_BYTES) * _SEGMENT_ROUNDING_BYTES
 

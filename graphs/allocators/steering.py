@@ -6,18 +6,18 @@ the sizes that the op asks for, at the addresses planned for them; behind the op
 addresses anyway, nothing is held. PyTorch's allocator hands out all memory, so that none is given away while it is in use: a
 request that was not expected gets other memory, or a segment of its own.
 
-Holes are multiples of 2 MiB. What the allocator splits off from a hole, since a request is smaller, is held as long as its tensor is
-in use. Requests of up to 1 MiB come from small segments of the pool, as ever.
+Holes are multiples of 2 MiB. What the allocator splits off from a hole, since a request is smaller, is held as long as the tensor
+is in use. Requests of up to 1 MiB come from small segments of the pool, as ever.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
-from graphs.allocators.caching import SMALL_BYTES, Block, CachingAllocator, PoolId, Segment
+from graphs.allocators.caching import LEAST_OWN_SEGMENT_BYTES, SMALL_BYTES, Block, CachingAllocator, PoolId, Segment
 from graphs.allocators.training import Training
 
-HOLE_BYTES = 2 * 2**20  # holes, and their addresses, are multiples of it
+GRAIN_BYTES = 2 * 2**20  # of holes and their addresses
 _POOL: PoolId = (0, 1)
 
 
@@ -26,9 +26,17 @@ def is_placed(size_bytes: int) -> bool:
     return size_bytes > SMALL_BYTES
 
 
-def hole_bytes(size_bytes: int) -> int:
-    """Return the size of the hole for a request of `size_bytes`."""
-    return -(-size_bytes // HOLE_BYTES) * HOLE_BYTES
+def least_hole_bytes(size_bytes: int) -> int:
+    """Return the size of the smallest hole for a request of `size_bytes`."""
+    return -(-size_bytes // GRAIN_BYTES) * GRAIN_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Hole:
+    """A range of addresses in the slab, for one buffer: multiples of 2 MiB."""
+
+    offset: int
+    size_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,17 +73,22 @@ class Steering:
     behind: Mapping[int, Sequence[Action]]
     missed: frozenset[int]
 
+    @property
+    def outside_bytes(self) -> int:
+        """What the pool reserves besides the slab."""
+        return self.pool_bytes - self.slab_bytes
 
-def steer(training: Training, offsets: Mapping[int, int], slab_bytes: int) -> Steering:
+
+def steer(training: Training, holes: Mapping[int, Hole], slab_bytes: int) -> Steering:
     """Return the actions that give the buffers of a step their addresses, by a run on the model of the allocator.
 
     Args:
         training: requests of the step.
-        offsets: addresses in the slab of the buffers for which ``is_placed`` is true, by index: multiples of 2 MiB, with room for
-            their holes. The holes of one op are apart, or its requests come in the order of their addresses.
-        slab_bytes: a multiple of 2 MiB.
+        holes: of the buffers for which ``is_placed`` is true, by index. Those of one op serve the requests that they are for if
+            they are apart, and differ in size, the larger ones for later requests.
+        slab_bytes: a multiple of 2 MiB; the slab has 10 MiB at least, as smaller segments have another size than was asked for.
     """
-    return _Run(training, offsets, slab_bytes).steering()
+    return _Run(training, holes, max(slab_bytes, LEAST_OWN_SEGMENT_BYTES)).steering()
 
 
 _Requests = Sequence[tuple[int, bool]]  # of an op: index of the buffer, and if it is requested or freed
@@ -87,18 +100,18 @@ class _Run:
 
     Attributes:
         blocks: of the buffers in use.
-        holds: number of each hold that was not released; `held`: how many there were.
+        numbers: number of each hold that was not released; `held`: how many there were.
         rests: the hold of what is left of the hole of a buffer.
         actions: since they were taken last.
         missed: buffers that got another address.
     """
 
     training: Training
-    offsets: Mapping[int, int]
+    holes: Mapping[int, Hole]
     slab_bytes: int
     allocator: CachingAllocator = field(default_factory=CachingAllocator)
     blocks: dict[int, Block] = field(default_factory=dict)
-    holds: dict[Block, int] = field(default_factory=dict)
+    numbers: dict[Block, int] = field(default_factory=dict)
     rests: dict[int, Block] = field(default_factory=dict)
     held: int = 0
     actions: list[Action] = field(default_factory=list)
@@ -113,7 +126,7 @@ class _Run:
             for index in freed:
                 self._free(index)
             if requests:
-                held = self._holes(requests, slab.segment)
+                held = self._make_holes(requests, slab.segment)
                 before[step] = self._taken()
                 self._request(requests, slab.segment)
                 for block in held:
@@ -138,15 +151,15 @@ class _Run:
                     requests.append((index, requested))
             yield step, freed, requests
 
-    def _holes(self, requests: _Requests, slab: Segment) -> list[Block]:
+    def _make_holes(self, requests: _Requests, slab: Segment) -> list[Block]:
         """Hold what is free, but for the holes of `requests`; return these holds."""
-        asked = [index for index, requested in requests if requested and index in self.offsets]
+        asked = [index for index, requested in requests if requested and index in self.holes]
         if not asked or self._comes_by_itself(asked, slab):
             return []
         covers = [block for block in self.allocator.free_blocks(_POOL) if not block.segment.small]
         for block in covers:  # the smallest first, so that each hold fits its block exactly
             self._hold(block.size_bytes)
-        holes = sorted((self.offsets[index], hole_bytes(self.training.buffers[index].size)) for index in asked)
+        holes = sorted((self.holes[index].offset, self.holes[index].size_bytes) for index in asked)
         held, left_free = list[Block](), list[Block]()
         for cover in covers:
             end = cover.offset + cover.size_bytes
@@ -170,9 +183,10 @@ class _Run:
         if len(asked) > 1:
             return False
         size_bytes = self.training.buffers[asked[0]].size
-        block = self.allocator.fitting_block(size_bytes, pool=_POOL)
-        fits = hole_bytes(size_bytes) in (size_bytes, 0 if block is None else block.size_bytes)
-        return block is not None and block.segment is slab and block.offset == self.offsets[asked[0]] and fits
+        block, hole = self.allocator.fitting_block(size_bytes, pool=_POOL), self.holes[asked[0]]
+        if block is None or (block.segment, block.offset) != (slab, hole.offset):
+            return False
+        return hole.size_bytes in (size_bytes, block.size_bytes)
 
     def _request(self, requests: _Requests, slab: Segment) -> None:
         """Make the requests of an op, and hold the rests of their holes."""
@@ -182,15 +196,19 @@ class _Run:
                 self._free(index)
                 continue
             block = self.blocks[index] = self.allocator.alloc(self.training.buffers[index].size, pool=_POOL)
-            if index in self.offsets and (block.segment, block.offset) != (slab, self.offsets[index]):
-                self.missed.add(index)
-            elif index in self.offsets:
+            if index not in self.holes:
+                continue
+            if (block.segment, block.offset) == (slab, self.holes[index].offset):
                 placed.append(index)
-        for index in sorted(set(placed) & self.blocks.keys(), key=self.offsets.__getitem__):
+            else:
+                self.missed.add(index)
+        for index in sorted(set(placed) & self.blocks.keys(), key=lambda index: self.holes[index].offset):
             block = self.blocks[index]
-            rest_bytes = hole_bytes(block.requested_bytes) - block.size_bytes
+            rest_bytes = self.holes[index].size_bytes - block.size_bytes
             if rest_bytes > SMALL_BYTES:
-                self.rests[index] = self._hold(rest_bytes)
+                rest = self.rests[index] = self._hold(rest_bytes)
+                if rest.before is not block:
+                    self.missed.add(index)
 
     def _free(self, index: int) -> None:
         self.allocator.free(self.blocks.pop(index))
@@ -200,13 +218,13 @@ class _Run:
     def _hold(self, size_bytes: int) -> Block:
         block = self.allocator.alloc(size_bytes, pool=_POOL)
         self.actions.append(Hold(size_bytes))
-        self.holds[block] = self.held
+        self.numbers[block] = self.held
         self.held += 1
         return block
 
     def _release(self, block: Block) -> None:
         self.allocator.free(block)
-        self.actions.append(Release(self.holds.pop(block)))
+        self.actions.append(Release(self.numbers.pop(block)))
 
     def _taken(self) -> Sequence[Action]:
         taken, self.actions = tuple(self.actions), []

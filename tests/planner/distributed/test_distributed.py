@@ -318,8 +318,9 @@ def test_two_processes_train_by_one_plan(tmp_path: Path) -> None:
 @pytest.mark.skipif(shutil.which("g++") is None, reason="the allocator is compiled with g++")
 def test_two_processes_train_in_arenas(tmp_path: Path) -> None:
     with_ddp = partial(check_arena, wrap=DistributedDataParallel, sync=ddp_sync)
-    with_backend = partial(check_backend, wrap=DistributedDataParallel, arena=True)
-    on_two((with_ddp, partial(check_arena, wrap=sharded, sync=fsdp2_sync), with_backend), tmp_path)
+    with_fsdp2 = partial(check_arena, wrap=sharded, sync=fsdp2_sync)
+    with_backend = (partial(check_backend, wrap=wrap, arena=True) for wrap in (DistributedDataParallel, sharded))
+    on_two((with_ddp, with_fsdp2, *with_backend), tmp_path)
 
 
 def test_plain_models_are_not_wrapped_and_data_parallel_raises() -> None:

@@ -99,6 +99,8 @@ class Compiler:
     def _captured(self, batch: Batch, variant: "Variant | None") -> Capture:
         with self.stages.stage(Stage.CAPTURE):
             captured = self.wrapper.capture(self.loss_fn, batch, self.trace, variant)
+        if self.search.run.arena:
+            captured = self.wrapper.beside_slab(captured)
         return captured if self.recorder is None else recordable(captured)
 
     def profile(self, captured: Capture, batch: Batch) -> Capture:

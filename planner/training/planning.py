@@ -57,9 +57,11 @@ class Planning:
 
     def __post_init__(self) -> None:
         asked = self.solve.features | self.run.features
+        shared = type(self.wrapper.ranks) is not SingleProcess
         around = {
-            Feature.SEVERAL_PROCESSES: type(self.wrapper.ranks) is not SingleProcess,
+            Feature.SEVERAL_PROCESSES: shared,
             Feature.ON_CPU: any(parameter.device.type != "cuda" for parameter in self.wrapper.module.parameters()),
+            Feature.ON_GPU: shared and any(parameter.device.type == "cuda" for parameter in self.wrapper.module.parameters()),
         }
         check_compatible(asked | {feature for feature, there in around.items() if there})
         if ("placement" in asked) != bool(self.trace.other_devices):

@@ -169,7 +169,7 @@ class Compiler:
         """Return whether planning runs a step to measure its peak."""
         if not self._swaps or type(self.wrapper.ranks) is not SingleProcess:
             return True  # a plan over the budget would stay
-        if self.search.run.arena:
+        if self.search.run.arena and isinstance(self.slab, SharedSlab):
             return True  # its first step is recorded
         return not why_it_does_not_fit(graph, next(self.wrapper.module.parameters()).device)
 

@@ -1,9 +1,12 @@
 """Steps in an arena on CUDA, on a stand-in whose memory is handed out by the rules of PyTorch's allocator."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
 
+import planner
 from graphs.allocators.steering import is_placed
 from planner.capture.trace import capture
 from planner.models import Workload
@@ -113,6 +116,29 @@ def test_plans_share_the_slab_of_the_largest() -> None:
             assert arena.missed == 0 and not cuda.memories[0].raw
 
 
+@pytest.mark.parametrize("more", [2, 4, 6])
+def test_a_plan_leaves_what_a_larger_slab_has_beyond_its_own(more: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    with cuda_device() as cuda:
+        step = on_device(workload())
+        executor, arena = in_arena(step, 0)
+        larger = replace(arena.steering, slab_bytes=arena.size_bytes + more * 2**20)
+        larger_arena = DeviceArena(arena._shared, larger)
+        memory, make, ends = cuda.memories[0], DeviceArena.make_holes, []
+
+        def noting(self: DeviceArena, number: int) -> None:
+            used = [held.block for address, held in memory.held.items() if address not in memory.raw]
+            pool = arena._shared.pool
+            assert pool is not None
+            ends.extend(b.offset + b.size_bytes for b in used if b.segment.pool == pool.id and not b.segment.small)
+            make(self, number)
+
+        monkeypatch.setattr(DeviceArena, "make_holes", noting)
+        executor.use_arena(arena._shared)
+        loss_of(executor(*step.batch)).backward()
+        assert large_segments(cuda, larger_arena) == [larger.slab_bytes]
+        assert max(ends) <= arena.size_bytes
+
+
 def test_a_step_that_fails_leaves_nothing_held(monkeypatch: pytest.MonkeyPatch) -> None:
     with cuda_device() as cuda:
         step = on_device(workload())
@@ -133,6 +159,35 @@ def test_a_step_that_fails_leaves_nothing_held(monkeypatch: pytest.MonkeyPatch) 
         assert not cuda.memories[0].raw
         monkeypatch.undo()
         assert_as_eager(step, executor)
+
+
+def test_a_compiled_step_reserves_what_its_plan_says() -> None:
+    with cuda_device():
+        step = on_device(workload())
+        planned = planner.compile(*step, budget="85%", arena=True, compare_eager=False, wait="2 work", swap="never")
+        plan = planned.plan
+        assert plan.reserved_bytes is not None and plan.reserved_bytes <= plan.budget_bytes
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        for _ in range(3):
+            planned(*step.batch).backward()
+            step.model.zero_grad()
+        assert torch.cuda.max_memory_reserved() <= plan.reserved_bytes
+        assert plan.arena_bytes is not None and "arena: " in str(plan)
+        assert_as_eager(step, planned)
+
+
+@pytest.mark.gpu
+def test_a_step_on_a_gpu_takes_its_large_memory_from_the_slab_alone() -> None:
+    step = workload()
+    step = Workload(step.model.cuda(), step.loss_fn, tuple(tensor.cuda() for tensor in step.batch))
+    executor, arena = in_arena(step, 0)
+    assert_as_eager(step, executor, 3)
+    pool = arena._shared.pool
+    assert pool is not None and arena.missed == 0
+    segments = torch.cuda.memory_snapshot(pool.id)
+    assert [segment["total_size"] for segment in segments if segment["segment_type"] == "large"] == [arena.size_bytes]
+    assert arena.step_bytes == arena.steering.pool_bytes
 
 
 def test_small_requests_are_not_placed() -> None:

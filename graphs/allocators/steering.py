@@ -62,12 +62,14 @@ class Steering:
 
     Attributes:
         slab_bytes: size of the slab.
+        holes: where buffers lie, by index, but for those that are `missed`.
         pool_bytes: all that the pool reserves: the slab, small segments, and segments of requests that found no hole.
         before, behind: actions before and behind steps of the schedule.
         missed: buffers that get another address than planned.
     """
 
     slab_bytes: int
+    holes: Mapping[int, Hole]
     pool_bytes: int
     before: Mapping[int, Sequence[Action]]
     behind: Mapping[int, Sequence[Action]]
@@ -137,7 +139,8 @@ class _Run:
         if behind:
             last = max(behind)
             behind[last] = (*behind[last], *self._taken())
-        return Steering(self.slab_bytes, self.allocator.pool_bytes(_POOL), before, behind, frozenset(self.missed))
+        reserved_bytes = self.allocator.pool_bytes(_POOL)
+        return Steering(self.slab_bytes, self.holes, reserved_bytes, before, behind, frozenset(self.missed))
 
     def _steps(self) -> Iterator[tuple[int, list[int], _Requests]]:
         """Yield steps of the schedule with the buffers that are freed before their op, and what it requests and frees itself."""

@@ -2,8 +2,8 @@
 
 Plans of models on the roofline of an H200 at five budgets of allocated bytes: what PyTorch's caching allocator reserves in
 three steps of training, by a model of it, with default settings and with expandable segments; the least capacity of a device at
-which the steps run; and the arena of planned addresses. Then plans whose budget counts what is reserved, in both ways, at the
-same shares of what eager PyTorch reserves.
+which the steps run; and the arena of planned addresses. Then plans whose budget counts what is reserved, in both ways and for
+steps in an arena, at the same shares of what eager PyTorch reserves.
 """
 
 import sys
@@ -40,7 +40,8 @@ MODELS: Mapping[str, str] = {
     "llama": "zoo:llama,batch=4,dtype=bfloat16",
     "vit": "zoo:vit,batch=64,dtype=bfloat16",
 }
-COUNTS = (CountedMemory.ALLOCATED, CountedMemory.RESERVED, CountedMemory.RESERVED_EXPANDABLE)
+ARENA = "reserved, in an arena"
+COUNTS = (*map(str, (CountedMemory.ALLOCATED, CountedMemory.RESERVED, CountedMemory.RESERVED_EXPANDABLE)), ARENA)
 BUDGETS = ("100%", "80%", "60%", "50%", "40%")
 PLAN_LIMIT_S = 20.0
 ARENA_LIMIT_S = 10.0
@@ -51,7 +52,9 @@ class ReservedRow(Made):
     """What is reserved for the plan of a model."""
 
     model: str = key()
-    counts: str = key("memory that the budget counts: allocated, or reserved with default settings or expandable segments")
+    counts: str = key(
+        "memory that the budget counts: allocated, or reserved with default settings, with expandable segments, or in an arena"
+    )
     budget: str = key("of the plan, as a share of what eager PyTorch needs of that memory")
     budget_bytes: int | None = value()
     peak_bytes: int | None = value("predicted by the judge")
@@ -62,7 +65,7 @@ class ReservedRow(Made):
         "most in use at once, rounded to blocks, with workspaces of libraries and what the optimizer holds"
     )
     library_bytes: int | None = value("of workspaces of libraries")
-    reserved_bytes: int | None = value("by the default allocator")
+    reserved_bytes: int | None = value("by the default allocator, in an arena if the plan is for one")
     expandable_bytes: int | None = value("with expandable segments")
     least_device_bytes: int | None = value("least capacity of a device at which the steps run, with default settings")
     arena_bytes: int | None = value("planned addresses of the step in one arena, aligned to 512 bytes, and static memory")
@@ -70,11 +73,13 @@ class ReservedRow(Made):
     status: str = text("of the addresses, or why there is no plan")
 
 
-def plan_row(model: str, graph: Graph, counts: CountedMemory, budget: str, limit_s: float) -> ReservedRow:
+def plan_row(model: str, graph: Graph, counts: str, budget: str, limit_s: float) -> ReservedRow:
     """Return the row of a plan, or of the reason why there is none."""
-    row = partial(ReservedRow, model=model, counts=str(counts), budget=budget, static_bytes=graph.static_bytes, **provenance())
+    row = partial(ReservedRow, model=model, counts=counts, budget=budget, static_bytes=graph.static_bytes, **provenance())
+    arena = counts == ARENA
+    memory = CountedMemory.RESERVED if arena else counts
     try:
-        plan = solve(graph, budget, memory=counts, time_limit_s=limit_s, tolerance=0.01)
+        plan = solve(graph, budget, memory=memory, arena=arena, time_limit_s=limit_s, tolerance=0.01)
     except (BudgetError, LimitError) as error:
         return row(status=f"{type(error).__name__}: {error}")
     return row(**_measured(graph, plan))
@@ -88,7 +93,7 @@ def _measured(graph: Graph, plan: Plan) -> dict[str, object]:
         **attributes(plan, "budget_bytes", "peak_bytes", "overhead", "gap"),
         "in_use_bytes": usage.allocated_bytes,
         "library_bytes": sum(training.libraries),
-        "reserved_bytes": usage.reserved_bytes,
+        "reserved_bytes": usage.reserved_bytes if plan.arena_bytes is None else plan.reserved_bytes,
         "expandable_bytes": usage_of(training, EXPANDABLE).reserved_bytes,
         "least_device_bytes": least_capacity_bytes(training),
         "arena_bytes": graph.static_bytes + addresses.height_bytes,

@@ -57,10 +57,9 @@ _OF_FEATURES = (
     Conflict(
         Feature.ARENA,
         Feature.ON_GPU,
-        "PyTorch's allocator chooses the addresses there, and takes no less for a step with a pool of its own: leave it out, set "
-        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, and take memory='reserved-expandable'",
+        "under torch.compile, and on several processes, it is one for PyTorch's CPU allocator: leave it out, and set "
+        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
     ),
-    Conflict(Feature.ARENA, Feature.RESERVED, "the budget of an arena counts allocated bytes: take memory='allocated'"),
     Conflict(Feature.ARENA, Feature.MAX_OVERHEAD, "the least memory is searched for without addresses: give budget="),
     Conflict(Feature.MAX_OVERHEAD, Feature.INDUCTOR, "its steps are compiled for a budget: give budget="),
     Conflict(

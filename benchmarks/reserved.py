@@ -1,9 +1,9 @@
 """What PyTorch reserves for plans on a CUDA device: ``make bench-reserved`` writes results/reserved/.
 
 Plans of models on the roofline of an H200 at five budgets of allocated bytes: what PyTorch's caching allocator reserves in
-three steps of training, by a model of it, with default settings and with expandable segments; the least capacity of a device at
-which the steps run; and the arena of planned addresses. Then plans whose budget counts what is reserved, in both ways and for
-steps in an arena, at the same shares of what eager PyTorch reserves.
+three steps of training, by a model of it, with default settings, with expandable segments, and with a private pool of one
+segment for each step; the least capacity of a device at which the steps run; and the arena of planned addresses. Then plans whose
+budget counts what is reserved, in both ways and for steps in an arena, at the same shares of what eager PyTorch reserves.
 """
 
 import sys
@@ -16,7 +16,7 @@ from benchmarks.command import benchmark
 from benchmarks.solves import modelled
 from graphs.addresses import buffers_of
 from graphs.allocators.caching import EXPANDABLE
-from graphs.allocators.training import least_capacity_bytes, usage_of
+from graphs.allocators.training import least_capacity_bytes, pool_bytes, usage_of
 from graphs.errors import BudgetError, LimitError
 from graphs.ir import Graph
 from planner.attributes import attributes
@@ -67,6 +67,7 @@ class ReservedRow(Made):
     library_bytes: int | None = value("of workspaces of libraries")
     reserved_bytes: int | None = value("by the default allocator, in an arena if the plan is for one")
     expandable_bytes: int | None = value("with expandable segments")
+    pool_bytes: int | None = value("where each step takes its memory from a pool with one segment of the least size")
     least_device_bytes: int | None = value("least capacity of a device at which the steps run, with default settings")
     arena_bytes: int | None = value("planned addresses of the step in one arena, aligned to 512 bytes, and static memory")
     bound_bytes: int | None = value("below which there is no arena, with static memory")
@@ -95,6 +96,7 @@ def _measured(graph: Graph, plan: Plan) -> dict[str, object]:
         "library_bytes": sum(training.libraries),
         "reserved_bytes": usage.reserved_bytes if plan.arena_bytes is None else plan.reserved_bytes,
         "expandable_bytes": usage_of(training, EXPANDABLE).reserved_bytes,
+        "pool_bytes": pool_bytes(training),
         "least_device_bytes": least_capacity_bytes(training),
         "arena_bytes": graph.static_bytes + addresses.height_bytes,
         "bound_bytes": graph.static_bytes + addresses.bound_bytes,
@@ -130,6 +132,7 @@ TABLE = (
     Column("in use", "in_use_bytes"),
     _of("reserved", "reserved_bytes"),
     _of("expandable", "expandable_bytes"),
+    _of("pool", "pool_bytes"),
     _of("least device", "least_device_bytes"),
     _of("arena of peak", "arena_bytes", "peak_bytes"),
     Column("of budget", _share),

@@ -24,6 +24,7 @@ def assert_ordered(row: ReservedRow) -> None:
     assert row.least_device_bytes is not None and row.arena_bytes is not None and row.bound_bytes is not None
     assert row.peak_bytes <= row.in_use_bytes <= row.least_device_bytes
     assert row.peak_bytes <= row.reserved_bytes and (row.counts == ARENA or row.least_device_bytes <= row.reserved_bytes)
+    assert row.pool_bytes is None or row.in_use_bytes <= row.pool_bytes
     assert row.peak_bytes <= row.expandable_bytes and row.peak_bytes <= row.bound_bytes <= row.arena_bytes
     counted = {"allocated": row.peak_bytes, "reserved": row.reserved_bytes, "reserved-expandable": row.expandable_bytes}
     assert counted.get(row.counts, row.reserved_bytes) <= row.budget_bytes

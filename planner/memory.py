@@ -24,6 +24,15 @@ class CountedMemory(StrEnum):
         """True if PyTorch's allocator is taken to have expandable segments."""
         return self in (CountedMemory.RESERVED_EXPANDABLE, CountedMemory.DEVICE_EXPANDABLE)
 
+    @property
+    def said(self) -> str:
+        """What is counted, for a sentence."""
+        if self is CountedMemory.ALLOCATED:
+            return "allocated bytes"
+        segments = " with expandable segments" if self.is_expandable else ""
+        context = " and CUDA's context" if self.counts_context else ""
+        return f"what PyTorch's allocator reserves{segments}{context}"
+
     @staticmethod
     def of(value: str | None) -> "CountedMemory | None":
         """Return the kind of user input; None stands for the default of the device.

@@ -20,6 +20,7 @@ from graphs.units import format_bytes
 from planner.memory import CountedMemory
 from planner.plans.reserved import Reserved
 from planner.profiling.devices import CONTEXT_BYTES, USUAL_CONTEXT_BYTES, find_device
+from solvers.order.peak import keep_everything_peak_bytes
 
 # parseChosenWorkspaceSize of aten/src/ATen/cuda/CublasHandlePool.cpp: :4096:2:16:8, and 32 MiB on Hopper.
 _WORKSPACE_BYTES, _HOPPER_WORKSPACE_BYTES = (2 * 4096 + 8 * 16) * 1024, 32 * 2**20
@@ -181,6 +182,13 @@ def growth_above_budget(graph: Graph, schedule: Schedule, memory: CountedMemory,
     return growth_above(training, usage_of(training, rules_of(memory)), budget_bytes - _counted_context_bytes(graph, memory))
 
 
+def eager_bytes(graph: Graph, memory: CountedMemory) -> int:
+    """Return the bytes of `memory` that plain eager PyTorch needs for the step of `graph`, which shares are shares of."""
+    if memory is CountedMemory.ALLOCATED:
+        return keep_everything_peak_bytes(_eager_program(graph))
+    return eager_reserved_bytes(graph, memory)
+
+
 def eager_reserved_bytes(graph: Graph, memory: CountedMemory) -> int:
     """Return what plain eager PyTorch reserves for the step of `graph`, which is on a CUDA device, as the budget counts it."""
     return usage_of(_eager_requests(graph), rules_of(memory)).reserved_bytes + _counted_context_bytes(graph, memory)
@@ -233,8 +241,12 @@ def eager_memory(graph: Graph) -> EagerMemory:
 
 def _eager_requests(graph: Graph) -> Training:
     """Return the requests of training with plain eager PyTorch."""
-    program = without_options(graph).out_of_place()
+    program = _eager_program(graph)
     return requests_of(program, keep_everything(program))
+
+
+def _eager_program(graph: Graph) -> Graph:
+    return without_options(graph).out_of_place()
 
 
 def least_device_bytes(graph: Graph, schedule: Schedule) -> int:

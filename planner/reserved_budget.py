@@ -49,7 +49,7 @@ def solve_counted(run: Run, request: Request, memory: CountedMemory, *, must_sto
         must_stop: polled; once it returns True, all ends with what there is, if anything.
     """
     if memory is CountedMemory.ALLOCATED:
-        return run(request)
+        return run(replace(request, should_stop=_either(request.should_stop, must_stop)))
     graph, budget_bytes, clock = request.graph, request.budget_bytes, request.clock
     beside = reserved_beside(graph, memory)
     if refusal := beside.refusal(budget_bytes):
@@ -291,3 +291,9 @@ class _Search:
         if self.bound_s is None or result.time_s is None or not isinstance(tolerance, float):
             return Status.FEASIBLE
         return status_of(result.time_s, self.bound_s, tolerance)
+
+
+def _either(stop: Callable[[], bool] | None, other: Callable[[], bool] | None) -> Callable[[], bool] | None:
+    if stop is None or other is None:
+        return stop or other
+    return lambda: stop() or other()

@@ -24,7 +24,7 @@ from planner.option_settings import option_settings
 from planner.plans.plan import Plan
 from planner.plans.record import GraphSummary
 from planner.plans.summary import other_peaks, summarize
-from planner.reserved import counted_bytes, eager_reserved_bytes, memory_of, on_cuda, reserved_beside, reserved_for
+from planner.reserved import counted_bytes, eager_bytes, eager_reserved_bytes, memory_of, on_cuda, reserved_beside, reserved_for
 from planner.reserved_budget import solve_counted
 from planner.settings import SolveSettings
 from solvers.arena.solve import ARENA_SIZES, solve_in_arena
@@ -140,7 +140,7 @@ def solve_graph(
     memory = CountedMemory.ALLOCATED if overhead is not None else memory_of(graph, settings.memory)
     if settings.arena:
         check_compatible(settings.features | ({Feature.RESERVED} if memory is not CountedMemory.ALLOCATED else set()))
-    solves = _Solves(
+    plans = _Plans(
         graph=graph,
         settings=settings,
         summary=summarize(graph),
@@ -149,12 +149,12 @@ def solve_graph(
     )
     if overhead is not None:
         run = get_solver(settings.solver)
-        return solves.plan_of(_least_memory(run, graph, settings, overhead, clock, on_progress, should_stop))
-    budget_bytes = budget_in_bytes(budget, solves.eager_bytes)
+        return plans.plan_of(_least_memory(run, graph, settings, overhead, clock, on_progress, should_stop))
+    budget_bytes = budget_in_bytes(budget, plans.eager_bytes)
 
     def tell(schedule: Schedule, bound_s: float) -> None:
         assert on_plan is not None
-        on_plan(solves.interim(schedule, bound_s, budget_bytes, clock))
+        on_plan(plans.interim(schedule, bound_s, budget_bytes, clock))
 
     request = Request(
         graph,
@@ -169,12 +169,12 @@ def solve_graph(
     solved = solve_counted(lambda request: _solved(_solver_of(settings), request, settings), request, memory)
     if solved.result.status is Status.INFEASIBLE:
         raise InfeasibleError(solved.result.message + _what_would_do(solved, memory, clock, should_stop))
-    return solves.plan_of(solved.result)
+    return plans.plan_of(solved.result)
 
 
 @dataclass(frozen=True, slots=True)
-class _Solves:
-    """The solves of one graph for budgets of allocated bytes.
+class _Plans:
+    """The plans of one graph.
 
     Attributes:
         graph: with the options that were asked for.
@@ -297,9 +297,7 @@ def eager_peak_bytes(eager: Graph, planned: Graph, asked: CountedMemory | None) 
         asked: the kind of memory that the budget counts; None for the default.
     """
     memory = memory_of(planned, asked)
-    counts_allocated = memory is CountedMemory.ALLOCATED
-    eager_bytes = summarize(eager).keep_everything_peak_bytes if counts_allocated else eager_reserved_bytes(eager, memory)
-    return eager_bytes - eager.static_bytes + planned.static_bytes
+    return eager_bytes(eager, memory) - eager.static_bytes + planned.static_bytes
 
 
 def _what_would_do(refused: Solved, memory: CountedMemory, clock: Clock, should_stop: Stop | None) -> str:

@@ -6,6 +6,7 @@ from functools import partial
 
 from graphs.units import format_bytes, format_ratio
 from planner.attributes import attributes
+from planner.memory import CountedMemory
 from planner.studies.curve import Curve, CurveRow
 from planner.studies.sizes import LargestSize, Wanted
 from planner.studies.tables import Column, lines
@@ -34,7 +35,7 @@ def curve_text(curve: Curve) -> str:
 def _part_text(curve: Curve) -> str:
     columns: list[Column | str] = [
         Column("budget", "budget_bytes"),
-        _column("% of peak", "budget_share", format_ratio),
+        _column("% of eager", "budget_share", format_ratio),
         _column("overhead", form=_PERCENT),
         _column("bound", "bound_overhead", _PERCENT),
         _column("gap", form=_PERCENT),
@@ -43,9 +44,8 @@ def _part_text(curve: Curve) -> str:
         "status",
     ]
     header, *rows = lines(curve.rows, columns)
-    return "\n".join(
-        (table(header, rows, numbers=len(header) - 1), *_least_line(curve), *_gaps_line(curve), *_seconds_line(curve))
-    )
+    said = (*_memory_line(curve), *_least_line(curve), *_gaps_line(curve), *_seconds_line(curve))
+    return "\n".join((table(header, rows, numbers=len(header) - 1), *said))
 
 
 def curve_data(curve: Curve) -> dict[str, object]:
@@ -58,12 +58,21 @@ def curve_data(curve: Curve) -> dict[str, object]:
         "fingerprint": curve.graph.fingerprint,
         "keep_everything_peak_bytes": curve.graph.keep_everything_peak_bytes,
         "keep_everything_time_s": curve.graph.time_s,
+        "memory": str(curve.memory),
+        "eager_bytes": curve.eager_bytes,
         "least_budget_proved_bytes": None if least is None else least.proved_bytes,
         "least_budget_found_bytes": None if least is None else least.found_bytes,
         "points": [{name: cell for name, cell in asdict(row).items() if name != "options"} for row in curve.rows],
         "options": list(curve.options),
         "without_options": None if curve.without is None else curve_data(curve.without),
     }
+
+
+def _memory_line(curve: Curve) -> list[str]:
+    """Return the line on what budgets count, where they may count several kinds of memory."""
+    if all(row.reserved_bytes is None for row in curve.rows) and curve.memory is CountedMemory.ALLOCATED:
+        return []
+    return [f"budgets count {curve.memory.said}, of which eager PyTorch takes {format_bytes(curve.eager_bytes)}"]
 
 
 def _least_line(curve: Curve) -> list[str]:

@@ -25,8 +25,8 @@ _MEASURED = (
     "replayed by our executor. wrong: loss or gradients are not those of eager PyTorch."
 )
 _RESERVED = (
-    "Budgets above are of tensors in use. What PyTorch's caching allocator reserves for training by the same schedules, with its "
-    "default settings, libraries included, as a multiple of the budget."
+    "What PyTorch's caching allocator reserves for training by the same schedules, libraries included, as a multiple of the "
+    "budget, with its default settings unless budgets count others."
 )
 _ON_HOST = (
     "On the host: the most of what was copied there, which is not in the peak. PyTorch's save_on_cpu and torchtune's "
@@ -65,11 +65,13 @@ def table_text(rows: Sequence[ComparisonRow]) -> str:
     parts = [f"# {visible(first.model) or 'A comparison'}"]
     if judged := simulated(rows):
         base = f"which takes {judged[0].base_s:.4g} s and {format_bytes(judged[0].base_peak_bytes)}"
+        on_cuda = any(row.reserved_bytes is not None for row in judged)
+        counted = f"Budgets count {judged[0].memory.said}. " if on_cuda else ""
         parts += [
-            f"Overhead over the step without recomputation, {base}; by simulation. {LEGEND}",
+            f"Overhead over the step without recomputation, {base}; by simulation. {counted}{LEGEND}",
             as_markdown(simulated_table(judged)),
         ]
-        if any(row.reserved_bytes is not None for row in judged):
+        if on_cuda:
             parts += [f"## Reserved on the device\n\n{_RESERVED}", as_markdown(reserved_table(judged))]
     if replayed := [row for row in rows if row.run_by == RunBy.EXECUTOR and not row.budget.startswith(PEAK_OF)]:
         said = f"{_MEASURED} {_ON_HOST}" if any(row.measured_host_bytes for row in rows) else _MEASURED

@@ -4,7 +4,7 @@ First only at the ops at which what is reserved grows above the budget, then eve
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from graphs.ir import Graph
 from graphs.pools import DEVICE
@@ -14,7 +14,7 @@ from graphs.units import format_bytes
 from planner.memory import CountedMemory
 from planner.reserved import growth_above_budget, reserved_beside, reserved_bytes_of
 from solvers.clock import left
-from solvers.margins import Margins, between, most_above, with_margins
+from solvers.margins import Margins, MarginSearch, with_margins
 from solvers.order.reorder import in_program_order
 from solvers.order.solve import Solved
 from solvers.request import Request
@@ -65,8 +65,7 @@ def solve_counted(run: Run, request: Request, memory: CountedMemory, *, must_sto
     search.bound_s = first.result.bound_s
     excess_bytes = search.learn(most_bytes, first.result)
     if search.best is None:
-        margins = _LocalMargins(graph, budget_bytes, most_bytes, memory)
-        _solve_with_margins(first.result.schedule, excess_bytes, margins, search)
+        _solve_with_margins(first.result.schedule, excess_bytes, _Growth(graph, budget_bytes, most_bytes, memory), search)
     for _ in range(1, _SOLVES):
         asked_bytes = search.next_bytes()
         if asked_bytes is None or search.is_over():
@@ -75,57 +74,43 @@ def solve_counted(run: Run, request: Request, memory: CountedMemory, *, must_sto
     return replace(first, result=search.ended(first.result))
 
 
-def _solve_with_margins(schedule: Schedule | None, excess_bytes: int, margins: "_LocalMargins", search: "_Search") -> None:
+def _solve_with_margins(schedule: Schedule | None, excess_bytes: int, growth: "_Growth", search: "_Search") -> None:
     """Solve with local margins, as long as they promise better schedules; `schedule`, without any, reserves too much."""
-    while margins.learn(schedule, excess_bytes) and not search.is_over():
-        result = search.solved(margins.most_bytes, _LOCAL_NEXT, margins.now).result
+    margins = MarginSearch(_CLOSE * growth.budget_bytes, _LOCAL_SOLVES, _LOCAL_BETTER)
+
+    def more(now: Margins) -> Margins:
+        assert schedule is not None  # which does not fit
+        return growth.more(now, schedule, excess_bytes)
+
+    while margins.learn(fits=None if schedule is None else excess_bytes <= 0, more=more) and not search.is_over():
+        result = search.solved(growth.most_bytes, _LOCAL_NEXT, margins.now).result
         schedule, excess_bytes = result.schedule, search.offer(result)
 
 
 @dataclass(slots=True)
-class _LocalMargins:
-    """The margins at ops at which what is reserved grows above the budget.
+class _Growth:
+    """The ops at which what is reserved grows above the budget.
 
     Attributes:
         graph: of the step.
         budget_bytes: of reserved memory.
         most_bytes: the budget of allocated bytes.
         memory: what the budget counts.
-        now: the margins of the next solve.
-        failed, fitted: margins with which the schedule did not fit, the largest, and with which it did, the smallest.
         excess_bytes: reserved above the budget by the last schedule that did not fit; None if there is none yet.
-        solves: how often margins were chosen until a schedule fitted; `better`: and since.
     """
 
     graph: Graph
     budget_bytes: int
     most_bytes: int
     memory: CountedMemory
-    now: Margins = field(default_factory=dict)
-    failed: Margins = field(default_factory=dict)
-    fitted: Margins | None = None
     excess_bytes: int | None = None
-    solves: int = 0
-    better: int = 0
 
-    def learn(self, schedule: Schedule | None, excess_bytes: int) -> bool:
-        """Choose the next margins, given the schedule with the present ones, if there is one; return False if none can gain."""
-        if schedule is not None and excess_bytes <= 0:
-            self.fitted = self.now
-        elif schedule is not None:
-            self.failed = self.now
-        if self.fitted is not None:
-            self.better += 1
-            self.now = between(self.failed, self.fitted)
-            return self.better <= _LOCAL_BETTER and most_above(self.fitted, self.now) > _CLOSE * self.budget_bytes
-        self.solves += 1
-        if schedule is None:
-            self.now = between(self.failed, self.now)
-            return self.solves <= _LOCAL_SOLVES
+    def more(self, now: Margins, schedule: Schedule, excess_bytes: int) -> Margins:
+        """Return larger margins than those `now`, with which `schedule` was found; none if they are no way to the budget."""
         before, self.excess_bytes = self.excess_bytes, excess_bytes
-        larger = {op: size for op, size in self._wanted(schedule).items() if size > self.now.get(op, 0)}
-        self.now = {**self.now, **larger}
-        return self.solves <= _LOCAL_SOLVES and bool(larger) and (before is None or excess_bytes <= _LESS * before)
+        larger = {op: size for op, size in self._wanted(schedule).items() if size > now.get(op, 0)}
+        helps = before is None or excess_bytes <= _LESS * before
+        return {**now, **larger} if larger and helps else {}
 
     def _wanted(self, schedule: Schedule) -> Margins:
         """Return the margins with which each op at which what is reserved grows too much has as much less in memory.

@@ -108,6 +108,10 @@ class Beside:
         """Bytes that a budget must have whatever the plan, as the optimizer needs them."""
         return self.optimizing_bytes + self.context_bytes
 
+    def bound(self, allocated_bytes: int) -> int:
+        """Return the least that a budget must have, given a bound on the allocated bytes of the step."""
+        return max(allocated_bytes + self.kept_bytes, self.least_bytes)
+
     def lines(self) -> str:
         """Return what is kept in words; "" if it is nothing."""
         parts = [(self.library_bytes, "workspaces that libraries keep"), (self.context_bytes, "CUDA's context")]

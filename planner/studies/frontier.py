@@ -119,8 +119,7 @@ class Frontier:
         self.learn_schedule(self.order.schedule_of_source(least.schedule))
         proved_bytes = least.proved_bytes
         if not self._counts_allocated:
-            beside = reserved_beside(self.order.source, self.memory)
-            proved_bytes = max(proved_bytes + beside.kept_bytes, beside.least_bytes)
+            proved_bytes = reserved_beside(self.order.source, self.memory).bound(proved_bytes)
         self.infeasible_bytes = max(self.infeasible_bytes, proved_bytes - 1)
         known = min(self._schedules, key=lambda known: (known.counted_bytes, known.time_s))
         return LeastBudgetBracket(proved_bytes, known.counted_bytes, known.schedule)

@@ -24,6 +24,7 @@ from planner.cli.arguments import (
     add_tolerance,
     add_total_time_limit,
     add_workers,
+    counted_memory,
     graph_options,
     print_result,
     print_text,
@@ -256,5 +257,6 @@ def _graph(arguments: argparse.Namespace, options: "OptionSettings", progress: "
     from planner.workload.workload import parse_spec
 
     spec = parse_spec(arguments.model)
+    counted_memory(arguments)  # which raises before anything is traced
     measure_link = options.measures_link and arguments.roofline is None
     return trace_model(spec, arguments, progress, measure_link=measure_link), str(spec)

@@ -115,10 +115,12 @@ def max_batch_text(answers: Sequence[LargestSize], wanted: Wanted) -> str:
         _column("step time", "time_s"),
     ]
     header, *rows = lines(answers, columns)
+    on_cuda = wanted.memory is not None and any(answer.reserved_bytes is not None for answer in answers)
+    counted = f" of {wanted.memory.said}" if on_cuda and wanted.memory is not None else ""
     cap = "" if wanted.max_overhead is None else f" and an overhead of at most {format_ratio(wanted.max_overhead)}"
     return "\n".join(
         (
-            f"largest {visible(wanted.varies)} within {format_bytes(wanted.budget_bytes)}{cap}",
+            f"largest {visible(wanted.varies)} within {format_bytes(wanted.budget_bytes)}{counted}{cap}",
             table(header, rows, numbers=0),
             *(f"{answer.method}: {remark}" for answer in answers for remark in _remarks(answer, wanted)),
         )
@@ -136,6 +138,7 @@ def max_batch_data(answers: Sequence[LargestSize], wanted: Wanted) -> dict[str, 
     return {
         "holds": "max-batch",
         "budget_bytes": wanted.budget_bytes,
+        "memory": wanted.memory,
         "max_overhead": wanted.max_overhead,
         "limit": wanted.limit * wanted.unit,
         "varies": wanted.varies,

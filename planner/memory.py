@@ -25,6 +25,16 @@ class CountedMemory(StrEnum):
         return self in (CountedMemory.RESERVED_EXPANDABLE, CountedMemory.DEVICE_EXPANDABLE)
 
     @property
+    def expandable(self) -> "CountedMemory":
+        """The same with expandable segments."""
+        return CountedMemory.DEVICE_EXPANDABLE if self.counts_context else CountedMemory.RESERVED_EXPANDABLE
+
+    @property
+    def taken(self) -> str:
+        """The name of a column of what is taken on CUDA, as this is counted."""
+        return "device" if self.counts_context else "reserved"
+
+    @property
     def said(self) -> str:
         """What is counted, for a sentence."""
         if self is CountedMemory.ALLOCATED:

@@ -264,11 +264,11 @@ class _Search:
     def _nothing_found(self) -> str:
         """Return the message that no schedule fits."""
         known = "" if self._least_bytes is None else f": the least that one reserves is {format_bytes(self._least_bytes)}"
-        expandable, allocated = CountedMemory.RESERVED_EXPANDABLE.value, CountedMemory.ALLOCATED.value
+        expandable = f"memory={self._memory.expandable.value!r}, with expandable_segments:True in PYTORCH_CUDA_ALLOC_CONF"
+        segments = "" if self._memory.is_expandable else f"expandable segments ({expandable}), or "
         return (
             f"no schedule was found that reserves at most {format_bytes(self._request.budget_bytes)}{known}. Raise the budget, "
-            f"let it count expandable segments (memory={expandable!r}, with expandable_segments:True in "
-            f"PYTORCH_CUDA_ALLOC_CONF), or only what tensors take (memory={allocated!r})"
+            f"or let it count {segments}only what tensors take (memory={CountedMemory.ALLOCATED.value!r})"
         )
 
     def _status(self, result: Result) -> Status:

@@ -130,7 +130,7 @@ def add_memory(parser: Parser) -> None:
     """Add the kind of memory that the budget counts."""
     parser.add_argument(
         "--memory",
-        choices=list(CountedMemory),
+        choices=[kind.value for kind in CountedMemory],
         metavar="KIND",
         help="what the budget counts: allocated, reserved (the default on CUDA), device (the whole card); or "
         "reserved-expandable, device-expandable",

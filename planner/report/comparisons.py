@@ -25,8 +25,8 @@ _MEASURED = (
     "replayed by our executor. wrong: loss or gradients are not those of eager PyTorch."
 )
 _RESERVED = (
-    "What PyTorch's caching allocator reserves for training by the same schedules, libraries included, as a multiple of the "
-    "budget, with its default settings unless budgets count others."
+    "What PyTorch's caching allocator reserves {settings} for training by the same schedules, libraries{context} included, as a "
+    "multiple of the budget."
 )
 _ON_HOST = (
     "On the host: the most of what was copied there, which is not in the peak. PyTorch's save_on_cpu and torchtune's "
@@ -72,7 +72,12 @@ def table_text(rows: Sequence[ComparisonRow]) -> str:
             as_markdown(simulated_table(judged)),
         ]
         if on_cuda:
-            parts += [f"## Reserved on the device\n\n{_RESERVED}", as_markdown(reserved_table(judged))]
+            memory = judged[0].memory
+            said = _RESERVED.format(
+                settings="with expandable segments" if memory.is_expandable else "with its default settings",
+                context=" and CUDA's context" if memory.counts_context else "",
+            )
+            parts += [f"## Reserved on the device\n\n{said}", as_markdown(reserved_table(judged))]
     if replayed := [row for row in rows if row.run_by == RunBy.EXECUTOR and not row.budget.startswith(PEAK_OF)]:
         said = f"{_MEASURED} {_ON_HOST}" if any(row.measured_host_bytes for row in rows) else _MEASURED
         parts += [f"## Measured\n\n{said}", as_markdown(_by_budget(replayed, measured_text, _sound_ratio, 2))]

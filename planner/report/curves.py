@@ -19,9 +19,13 @@ _PERCENT = "{:z.2%}"
 _column = partial(Column, missing=_UNKNOWN)
 
 
-def reserved_column(rows: Sequence[CurveRow] | Sequence[LargestSize]) -> list[Column]:
-    """Return the column of what PyTorch's allocator reserves, which is known on CUDA only."""
-    return [_column("reserved", "reserved_bytes")] if any(row.reserved_bytes is not None for row in rows) else []
+def reserved_column(rows: Sequence[CurveRow] | Sequence[LargestSize], memory: CountedMemory | None) -> list[Column]:
+    """Return the column of what PyTorch's allocator reserves, which is known on CUDA only; None stands for the default there."""
+    return (
+        [_column((memory or CountedMemory.RESERVED).taken, "reserved_bytes")]
+        if any(row.reserved_bytes is not None for row in rows)
+        else []
+    )
 
 
 def curve_text(curve: Curve) -> str:
@@ -39,7 +43,7 @@ def _part_text(curve: Curve) -> str:
         _column("overhead", form=_PERCENT),
         _column("bound", "bound_overhead", _PERCENT),
         _column("gap", form=_PERCENT),
-        *reserved_column(curve.rows),
+        *reserved_column(curve.rows, curve.memory),
         _column("seconds", form="{:.2f}"),
         "status",
     ]
@@ -111,7 +115,7 @@ def max_batch_text(answers: Sequence[LargestSize], wanted: Wanted) -> str:
         Column(visible(wanted.varies), "size", "{:,}", missing="none"),
         _column("overhead", form=_PERCENT),
         _column("peak", "peak_bytes"),
-        *reserved_column(answers),
+        *reserved_column(answers, wanted.memory),
         _column("step time", "time_s"),
     ]
     header, *rows = lines(answers, columns)

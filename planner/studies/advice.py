@@ -120,7 +120,7 @@ class Advice:
             ("available", available),
         ]
         prices = (*reversed(self.between), self.least)
-        budgets = [("budget", "of eager", "overhead", *(["reserved"] if self._on_cuda else ())), *map(self._line, prices)]
+        budgets = [("budget", "of eager", "overhead", *([self.memory.taken] if self._on_cuda else ())), *map(self._line, prices)]
         header = ("with", "least budget", f"overhead at {format_bytes(self._middle.budget_bytes)}", "results")
         none = ("recomputation alone", format_bytes(self.least.budget_bytes), str(self._middle), "exact")
         offered = [header, none, *(self._option_line(option) for option in self.options)]
@@ -129,7 +129,8 @@ class Advice:
         take += f" with {', '.join(recommended.options)}" if recommended.options else ""
         tables = (_columns(rows) for rows in (facts, budgets, offered) if len(rows) > 1)
         size = recommended.reserved_bytes
-        reserves = "" if size is None else f"; PyTorch's allocator reserves {format_bytes(size)} for it"
+        context = " and CUDA's context take" if self.memory.counts_context else " reserves"
+        reserves = "" if size is None else f"; PyTorch's allocator{context} {format_bytes(size)} for it"
         return "\n\n".join((*tables, f"recommended: {take + ': ' if take else ''}{recommended.reason}{reserves}"))
 
     @property

@@ -119,6 +119,8 @@ def test_a_budget_that_no_plan_is_found_for_names_ways_out() -> None:
     graph = chain(size_bytes=1024)
     with pytest.raises(LimitError, match=r"the least that one reserves is 2\.10 MB.*memory='allocated'"):
         solve(graph, "1MB", work_limit=2.0)
+    with pytest.raises(LimitError, match="Raise the budget, or let it count only what tensors take"):
+        solve(graph, "1MB", work_limit=2.0, memory="reserved-expandable")
     assert solve(graph, "1MB", work_limit=2.0, memory="allocated").peak_bytes < 10**6
 
 

@@ -165,4 +165,5 @@ def test_on_cuda_advice_counts_and_says_what_is_reserved(memory: CountedMemory |
         assert counted is CountedMemory.ALLOCATED or price.reserved_bytes <= price.budget_bytes
     text = str(found)
     assert f"budgets count        {counted.said}, of which eager PyTorch takes" in text
-    assert f"PyTorch's allocator reserves {format_bytes(found.recommended.reserved_bytes or 0)} for it" in text
+    takes = "PyTorch's allocator and CUDA's context take" if counted.counts_context else "PyTorch's allocator reserves"
+    assert f"{takes} {format_bytes(found.recommended.reserved_bytes or 0)} for it" in text

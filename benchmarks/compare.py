@@ -87,7 +87,7 @@ SUITES: Mapping[str, Suite] = {
     # Graphs on which the optimum can be set against other exact methods.
     "exact": Suite(EXACT, "--budgets 90%,80%,70%,60% --time-limit 60s"),
     # Models at their real sizes, by simulation.
-    "h200": Suite(MODELLED, f"--roofline h200 --methods {LARGE} --time-limit 2m"),
+    "h200": Suite(MODELLED, f"--roofline h200 --memory allocated --methods {LARGE} --time-limit 2m"),
     # Small models, measured here.
     "cpu": Suite(ON_CPU, f"--measure --methods {REPLAYED} --repeats 9 --time-limit 30s", measures=True),
     # Large models, measured on a GPU; few rows, for its time is dear.

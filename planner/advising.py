@@ -10,8 +10,10 @@ from graphs.options.option import Need
 from planner.capture.options import OPTIONS, needs, traced_options
 from planner.capture.signature import Batch, leaves
 from planner.capture.step import LossFn
+from planner.memory import CountedMemory
 from planner.profiling.devices import get_device
 from planner.progress import View
+from planner.reserved import memory_on
 from planner.runtime.auto_budget import auto_budget_bytes, reserve_bytes
 from planner.runtime.measure import device_name
 from planner.studies.advice import Advice
@@ -31,6 +33,7 @@ def advise(
     roofline: str | None = None,
     passes: int = 5,
     options: Sequence[str] | None = None,
+    memory: str | None = None,
     link: str | float | None = None,
     host_budget: str | int | None = None,
     time_limit_s: float = 55.0,
@@ -47,6 +50,8 @@ def advise(
         model, loss_fn, batch, optimizer, accumulate, roofline, passes, name: as in ``planner.trace``.
         options: options to try, each alone. None: ``offload`` and all that are found in the step; ``compress:4`` with a roofline
             only, since measuring its error takes a backward pass for each compressible tensor.
+        memory: what budgets count, as in ``planner.solve``: by default what PyTorch's allocator reserves on CUDA, and the bytes
+            of tensors on the CPU.
         link, host_budget: for ``offload``, as in ``planner.solve``.
         time_limit_s: for trace and analysis together; the analysis has at least 20 s.
         on_activity: called with a line about what is being done.
@@ -55,11 +60,13 @@ def advise(
 
     Raises:
         TraceError: as ``planner.trace``.
+        UsageError: there is no such memory on the device.
         PlannerError: an option cannot be tried.
     """
     began = time.monotonic()
     names = _options_to_try(roofline) if options is None else tuple(options)
-    device, available_bytes = _available(model, batch, roofline)
+    kind, device, available_bytes = _available(model, batch, roofline)
+    counted = memory_on(kind, CountedMemory.of(memory))
     if on_activity is not None:
         on_activity("tracing the step")
     traced = traced_options(names)
@@ -80,6 +87,7 @@ def advise(
         available_bytes=available_bytes,
         device=device,
         options=names,
+        memory=counted,
         link=link,
         host_budget=host_budget,
         time_limit_s=max(_LEAST_S, time_limit_s - (time.monotonic() - began)),
@@ -93,14 +101,19 @@ def _options_to_try(roofline: str | None) -> tuple[str, ...]:
     return tuple(option.to_try for option in offered if roofline is not None or not option.lossy)
 
 
-def _available(model: nn.Module, batch: Batch, roofline: str | None) -> tuple[str, int | None]:
-    """Return the device, and the bytes that a step may use on it; a device modelled by a roofline is otherwise unused."""
+def _available(model: nn.Module, batch: Batch, roofline: str | None) -> tuple[str, str, int | None]:
+    """Return the type of the device, its name, and the bytes that a step may use on it.
+
+    A device that is modelled by a roofline is otherwise unused.
+    """
     if roofline is not None:
         known = get_device(roofline)
-        reserve = reserve_bytes("cpu" if roofline == "cpu" else "cuda", known.memory_bytes)
-        return f"{roofline} (modelled)", known.memory_bytes - reserve
+        kind = "cpu" if roofline == "cpu" else "cuda"
+        reserve = reserve_bytes(kind, known.memory_bytes)
+        return kind, f"{roofline} (modelled)", known.memory_bytes - reserve
     parameters = list(model.parameters())
     inputs = [leaf for leaf in leaves(batch) if isinstance(leaf, torch.Tensor)]
     gradients = [p.grad for p in parameters if p.grad is not None]
     device = next((tensor.device for tensor in (*parameters, *inputs)), torch.device("cpu"))
-    return device_name(device), auto_budget_bytes(device, (*parameters, *model.buffers(), *gradients), inputs)
+    available_bytes = auto_budget_bytes(device, (*parameters, *model.buffers(), *gradients), inputs)
+    return device.type, device_name(device), available_bytes

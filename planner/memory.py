@@ -24,6 +24,25 @@ class CountedMemory(StrEnum):
         """True if PyTorch's allocator is taken to have expandable segments."""
         return self in (CountedMemory.RESERVED_EXPANDABLE, CountedMemory.DEVICE_EXPANDABLE)
 
+    @property
+    def expandable(self) -> "CountedMemory":
+        """The same with expandable segments."""
+        return CountedMemory.DEVICE_EXPANDABLE if self.counts_context else CountedMemory.RESERVED_EXPANDABLE
+
+    @property
+    def taken(self) -> str:
+        """The name of a column of what is taken on CUDA, as this is counted."""
+        return "device" if self.counts_context else "reserved"
+
+    @property
+    def said(self) -> str:
+        """What is counted, for a sentence."""
+        if self is CountedMemory.ALLOCATED:
+            return "allocated bytes"
+        segments = " with expandable segments" if self.is_expandable else ""
+        context = " and CUDA's context" if self.counts_context else ""
+        return f"what PyTorch's allocator reserves{segments}{context}"
+
     @staticmethod
     def of(value: str | None) -> "CountedMemory | None":
         """Return the kind of user input; None stands for the default of the device.

@@ -10,17 +10,19 @@ from graphs.allocators.caching import DEFAULT, EXPANDABLE, Rules
 from graphs.allocators.glibc import GlibcAllocator
 from graphs.allocators.steering import Steering
 from graphs.allocators.training import Training, growth_above, least_capacity_bytes, play, training_of, usage_of
-from graphs.errors import InfeasibleError, UsageError
+from graphs.errors import UsageError
 from graphs.ir import Graph, Kind
 from graphs.optimizers import optimizer_of
 from graphs.options import without_options
 from graphs.pools import DEVICE
 from graphs.schedule import Schedule, keep_everything
+from graphs.simulate import simulate
 from graphs.units import format_bytes
 from planner.arena import device_arena
 from planner.memory import CountedMemory
 from planner.plans.reserved import Reserved
 from planner.profiling.devices import CONTEXT_BYTES, USUAL_CONTEXT_BYTES, find_device
+from solvers.order.peak import keep_everything_peak_bytes
 
 # parseChosenWorkspaceSize of aten/src/ATen/cuda/CublasHandlePool.cpp: :4096:2:16:8, and 32 MiB on Hopper.
 _WORKSPACE_BYTES, _HOPPER_WORKSPACE_BYTES = (2 * 4096 + 8 * 16) * 1024, 32 * 2**20
@@ -103,32 +105,35 @@ class Beside:
         """Bytes that no tensor can have, whatever the plan."""
         return self.library_bytes + self.context_bytes
 
+    @property
+    def least_bytes(self) -> int:
+        """Bytes that a budget must have whatever the plan, as the optimizer needs them."""
+        return self.optimizing_bytes + self.context_bytes
+
+    def bound(self, allocated_bytes: int) -> int:
+        """Return the least that a budget must have, given a bound on the allocated bytes of the step."""
+        return max(allocated_bytes + self.kept_bytes, self.least_bytes)
+
     def lines(self) -> str:
         """Return what is kept in words; "" if it is nothing."""
         parts = [(self.library_bytes, "workspaces that libraries keep"), (self.context_bytes, "CUDA's context")]
         return " and ".join(f"{format_bytes(size)} are {name}" for size, name in parts if size)
 
-    def check(self, budget_bytes: int) -> None:
-        """Raise if a budget has no room for it.
-
-        Raises:
-            InfeasibleError: no plan can fit.
-        """
+    def refusal(self, budget_bytes: int) -> str:
+        """Return why no plan can be within a budget, for lack of room for this memory; "" if there is room."""
         ways_out = (
             f"raise the budget, or let it count only what tensors of the step take (memory={CountedMemory.ALLOCATED.value!r})"
         )
-        optimizing_bytes = self.optimizing_bytes + self.context_bytes
-        if budget_bytes < optimizing_bytes:
+        if budget_bytes < self.least_bytes:
             context = ", with CUDA's context" if self.context_bytes else ""
-            raise InfeasibleError(
-                f"budget {format_bytes(budget_bytes)} is below the {format_bytes(optimizing_bytes)} in use while the "
+            return (
+                f"budget {format_bytes(budget_bytes)} is below the {format_bytes(self.least_bytes)} in use while the "
                 f"optimizer runs, whatever the plan: static memory, gradients, workspaces of libraries and its own "
                 f"temporaries{context}. An optimizer with fused=True needs less; else {ways_out}"
             )
         if budget_bytes <= self.kept_bytes:
-            raise InfeasibleError(
-                f"budget {format_bytes(budget_bytes)} is no more than is kept beside any plan ({self.lines()}): {ways_out}"
-            )
+            return f"budget {format_bytes(budget_bytes)} is no more than is kept beside any plan ({self.lines()}): {ways_out}"
+        return ""
 
 
 def reserved_beside(graph: Graph, memory: CountedMemory) -> Beside:
@@ -171,20 +176,37 @@ def arena_of(graph: Graph, schedule: Schedule) -> Steering:
     return device_arena(requests_of(graph, schedule))
 
 
-def reserved_bytes_of(graph: Graph, schedule: Schedule | None, memory: CountedMemory | None = None) -> int | None:
+def reserved_bytes_of(
+    graph: Graph, schedule: Schedule | None, memory: CountedMemory | None = None, *, arena: bool = False
+) -> int | None:
     """Return what is reserved on CUDA for training by `schedule`, as `memory` counts it; None without one, or on the CPU.
 
-    Without `memory` it is that of PyTorch's allocator with default settings.
+    Without `memory` it is that of PyTorch's allocator with default settings; with `arena` that of steps in an arena.
     """
     if schedule is None or not on_cuda(graph):
         return None
-    return reserved_for(graph, schedule, memory or CountedMemory.RESERVED, 0).device_bytes
+    steering = arena_of(graph, schedule) if arena else None
+    return reserved_for(graph, schedule, memory or CountedMemory.RESERVED, 0, steering).device_bytes
+
+
+def counted_bytes(graph: Graph, schedule: Schedule, memory: CountedMemory) -> int:
+    """Return the bytes of `memory` that training by `schedule` needs, which a budget that counts it must have."""
+    if memory is CountedMemory.ALLOCATED:
+        return simulate(graph, schedule).peak_bytes
+    return reserved_for(graph, schedule, memory, 0).device_bytes
 
 
 def growth_above_budget(graph: Graph, schedule: Schedule, memory: CountedMemory, budget_bytes: int) -> dict[int, int]:
     """Return by how many bytes what is reserved grows above a budget, by the step of `schedule` in which it does."""
     training = requests_of(graph, schedule)
     return growth_above(training, usage_of(training, rules_of(memory)), budget_bytes - _counted_context_bytes(graph, memory))
+
+
+def eager_bytes(graph: Graph, memory: CountedMemory) -> int:
+    """Return the bytes of `memory` that plain eager PyTorch needs for the step of `graph`, which shares are shares of."""
+    if memory is CountedMemory.ALLOCATED:
+        return keep_everything_peak_bytes(_eager_program(graph))
+    return eager_reserved_bytes(graph, memory)
 
 
 def eager_reserved_bytes(graph: Graph, memory: CountedMemory) -> int:
@@ -239,8 +261,12 @@ def eager_memory(graph: Graph) -> EagerMemory:
 
 def _eager_requests(graph: Graph) -> Training:
     """Return the requests of training with plain eager PyTorch."""
-    program = without_options(graph).out_of_place()
+    program = _eager_program(graph)
     return requests_of(program, keep_everything(program))
+
+
+def _eager_program(graph: Graph) -> Graph:
+    return without_options(graph).out_of_place()
 
 
 def least_device_bytes(graph: Graph, schedule: Schedule) -> int:

@@ -1,22 +1,24 @@
-"""Plans that reserve no more than a budget: solved with less in memory, where and by as much as the model of the allocator says.
+"""Schedules that reserve no more than a budget: solved with less in memory, where and by as much as the allocator's model says.
 
 First only at the ops at which what is reserved grows above the budget, then everywhere.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
-from graphs.errors import InfeasibleError, LimitError
+from graphs.ir import Graph
 from graphs.pools import DEVICE
-from graphs.schedule import Compute
+from graphs.schedule import Compute, Schedule
 from graphs.simulate import simulate
 from graphs.units import format_bytes
 from planner.memory import CountedMemory
-from planner.plans.plan import Plan
-from planner.reserved import Beside, growth_above_budget
-from solvers.clock import Clock, left
-from solvers.margins import Margins, between, most_above
-from solvers.result import SolveProgress, Status, is_within
+from planner.reserved import growth_above_budget, reserved_beside, reserved_bytes_of
+from solvers.clock import left
+from solvers.margins import Margins, MarginSearch, with_margins
+from solvers.order.reorder import in_program_order
+from solvers.order.solve import Solved
+from solvers.request import Request
+from solvers.result import Reason, Result, SolveProgress, Status, status_of
 
 _SOLVES = 10  # without margins
 _FIRST = 0.5  # of the clock, for the first solve, whose bound holds for all schedules that fit
@@ -27,140 +29,107 @@ _LESS = 0.75  # of the excess before: margins that leave more are no way to the 
 _CLOSE = 0.005  # of the budget: budgets of allocated bytes, or margins, that differ by no more are not told apart
 _INSIDE = 0.1  # of an interval of budgets: the next one is no closer to its ends
 
-
-@dataclass(frozen=True, slots=True)
-class Watch:
-    """The observers of a solve.
-
-    Attributes:
-        on_progress: called as it advances.
-        should_stop: polled; when it returns True, the best schedule so far is the result.
-        on_plan: called with each better plan on the way.
-    """
-
-    on_progress: Callable[[SolveProgress], None] | None = None
-    should_stop: Callable[[], bool] | None = None
-    on_plan: Callable[[Plan], object] | None = None
+Run = Callable[[Request], Solved]  # a solve whose budget counts allocated bytes
 
 
-Solve = Callable[[int, Clock, Watch, Margins], Plan]  # for a budget of allocated bytes
+def solve_counted(
+    run: Run,
+    request: Request,
+    memory: CountedMemory,
+    *,
+    arena: bool = False,
+    must_stop: Callable[[], bool] | None = None,
+) -> Solved:
+    """Return the fastest schedule that `run` finds for `request`, whose budget counts `memory`.
 
-
-def plan_reserved(
-    budget_bytes: int, memory: CountedMemory, beside: Beside, solve: Solve, clock: Clock, watch: Watch, *, arena: bool = False
-) -> Plan:
-    """Return the fastest plan found that reserves at most `budget_bytes`.
-
-    What is allocated is reserved, so that the bound of the first solve, for all of the budget but workspaces of libraries, is a
-    bound for what is wanted. If its plan reserves too much, the ops at which what is reserved grows above the budget are given
-    margins, as long as that helps. Then budgets of allocated bytes below are solved, which count for all ops: first less by the
-    excess, then between those that were too much and those that were not.
+    On reserved memory: what is allocated is reserved, so that the bound of the first solve, for all of the budget but workspaces
+    of libraries, is a bound for what is wanted. If its schedule reserves too much, the ops at which what is reserved grows above
+    the budget are given margins, as long as that helps. Then budgets of allocated bytes below are solved, which count for all
+    ops: first less by the excess, then between those that were too much and those that were not. The settings of the result
+    have the ``allocated_budget_bytes`` that it was solved for.
 
     Args:
+        run: the solve. Its schedules, and its result, are of the graph that it is given.
+        request: `should_stop` is asked for each solve, and heard once there is a schedule that fits; `on_schedule` is called with
+            those.
         memory: what the budget counts.
-        beside: memory that is reserved beside any plan.
-        solve: returns a plan with what it reserves.
-        arena: the step runs in an arena, where no single op is to blame for what is reserved.
-
-    Raises:
-        InfeasibleError: proved: no schedule fits.
-        LimitError: no plan was found that reserves so little.
+        arena: reserved memory is that of steps in an arena. No single op is to blame for it there, so that none has a margin.
+        must_stop: polled; once it returns True, all ends with what there is, if anything.
     """
-    beside.check(budget_bytes)
-    kept_bytes = beside.kept_bytes
-    most_bytes = budget_bytes - kept_bytes
-    search = _Search(budget_bytes, memory, watch)
-    try:
-        first = solve(most_bytes, clock.part(_FIRST * left(clock)), search.watch(), {})
-    except InfeasibleError as error:
-        said = f" Of the {format_bytes(budget_bytes)}, {beside.lines()}."
-        raise InfeasibleError(f"{error}{said if kept_bytes else ''}") from error
-    search.bound_s = first.bound_s
-    search.learn(most_bytes, first)
+    if memory is CountedMemory.ALLOCATED:
+        return run(replace(request, should_stop=_either(request.should_stop, must_stop)))
+    graph, budget_bytes, clock = request.graph, request.budget_bytes, request.clock
+    beside = reserved_beside(graph, memory)
+    if refusal := beside.refusal(budget_bytes):
+        refused = Result(graph, budget_bytes, Status.INFEASIBLE, None, None, "", clock.seconds, message=refusal)
+        return Solved(refused, in_program_order(graph))
+    most_bytes = budget_bytes - beside.kept_bytes
+    search = _Search(run, request, memory, must_stop or (lambda: False), arena=arena)
+    first = search.solved(most_bytes, _FIRST, {})
+    if first.result.schedule is None:
+        said = f" Of the {format_bytes(budget_bytes)}, {beside.lines()}." if beside.kept_bytes else ""
+        message = first.result.message + (said if first.result.status is Status.INFEASIBLE else "")
+        return replace(first, result=replace(first.result, graph=graph, budget_bytes=budget_bytes, message=message))
+    search.bound_s = first.result.bound_s
+    excess_bytes = search.learn(most_bytes, first.result)
     if search.best is None and not arena:
-        _solve_with_margins(first, _LocalMargins(budget_bytes, most_bytes, memory), search, solve, clock)
+        _solve_with_margins(first.result.schedule, excess_bytes, _Growth(graph, budget_bytes, most_bytes, memory), search)
     for _ in range(1, _SOLVES):
         asked_bytes = search.next_bytes()
-        if asked_bytes is None or search.is_over(clock):
+        if asked_bytes is None or search.is_over():
             break
-        try:
-            plan = solve(asked_bytes, clock.part(_NEXT * left(clock)), search.watch(), {})
-        except (InfeasibleError, LimitError):
-            search.floor_bytes = asked_bytes
-        else:
-            search.learn(asked_bytes, plan)
-    if search.best is None:
-        raise LimitError(search.nothing_found(arena=arena))
-    return replace(search.budgeted(search.best), seconds=clock.seconds)
+        search.learn(asked_bytes, search.solved(asked_bytes, _NEXT, {}).result)
+    return replace(first, result=search.ended(first.result))
 
 
-def _solve_with_margins(first: Plan, margins: "_LocalMargins", search: "_Search", solve: Solve, clock: Clock) -> None:
-    """Solve with local margins, as long as they promise better plans; `first` is the plan without any, which does not fit."""
-    plan: Plan | None = first
-    while margins.learn(plan) and not search.is_over(clock):
-        try:
-            plan = solve(margins.most_bytes, clock.part(_LOCAL_NEXT * left(clock)), search.watch(), margins.now)
-        except (InfeasibleError, LimitError):
-            plan = None
-        else:
-            search.offer(plan)
+def _solve_with_margins(schedule: Schedule | None, excess_bytes: int, growth: "_Growth", search: "_Search") -> None:
+    """Solve with local margins, as long as they promise better schedules; `schedule`, without any, reserves too much."""
+    margins = MarginSearch(_CLOSE * growth.budget_bytes, _LOCAL_SOLVES, _LOCAL_BETTER)
+
+    def more(now: Margins) -> Margins:
+        assert schedule is not None  # which does not fit
+        return growth.more(now, schedule, excess_bytes)
+
+    while margins.learn(fits=None if schedule is None else excess_bytes <= 0, more=more) and not search.is_over():
+        result = search.solved(growth.most_bytes, _LOCAL_NEXT, margins.now).result
+        schedule, excess_bytes = result.schedule, search.offer(result)
 
 
 @dataclass(slots=True)
-class _LocalMargins:
-    """The margins at ops at which what is reserved grows above the budget.
+class _Growth:
+    """The ops at which what is reserved grows above the budget.
 
     Attributes:
+        graph: of the step.
         budget_bytes: of reserved memory.
         most_bytes: the budget of allocated bytes.
         memory: what the budget counts.
-        now: the margins of the next solve.
-        failed, fitted: margins with which the plan did not fit, the largest, and with which it did, the smallest.
-        excess_bytes: reserved above the budget by the last plan that did not fit; None if there is none yet.
-        solves: how often margins were chosen until a plan fitted; `better`: and since.
+        excess_bytes: reserved above the budget by the last schedule that did not fit; None if there is none yet.
     """
 
+    graph: Graph
     budget_bytes: int
     most_bytes: int
     memory: CountedMemory
-    now: Margins = field(default_factory=dict)
-    failed: Margins = field(default_factory=dict)
-    fitted: Margins | None = None
     excess_bytes: int | None = None
-    solves: int = 0
-    better: int = 0
 
-    def learn(self, plan: Plan | None) -> bool:
-        """Choose the next margins, given the plan with the present ones, if there is one; return False if none can gain."""
-        excess_bytes = None if plan is None or plan.reserved_bytes is None else plan.reserved_bytes - self.budget_bytes
-        if excess_bytes is not None and excess_bytes <= 0:
-            self.fitted = self.now
-        elif excess_bytes is not None:
-            self.failed = self.now
-        if self.fitted is not None:
-            self.better += 1
-            self.now = between(self.failed, self.fitted)
-            return self.better <= _LOCAL_BETTER and most_above(self.fitted, self.now) > _CLOSE * self.budget_bytes
-        self.solves += 1
-        if plan is None or excess_bytes is None:
-            self.now = between(self.failed, self.now)
-            return self.solves <= _LOCAL_SOLVES
+    def more(self, now: Margins, schedule: Schedule, excess_bytes: int) -> Margins:
+        """Return larger margins than those `now`, with which `schedule` was found; none if they are no way to the budget."""
         before, self.excess_bytes = self.excess_bytes, excess_bytes
-        larger = {op: size for op, size in self._wanted(plan).items() if size > self.now.get(op, 0)}
-        self.now = {**self.now, **larger}
-        return self.solves <= _LOCAL_SOLVES and bool(larger) and (before is None or excess_bytes <= _LESS * before)
+        larger = {op: size for op, size in self._wanted(schedule).items() if size > now.get(op, 0)}
+        helps = before is None or excess_bytes <= _LESS * before
+        return {**now, **larger} if larger and helps else {}
 
-    def _wanted(self, plan: Plan) -> Margins:
+    def _wanted(self, schedule: Schedule) -> Margins:
         """Return the margins with which each op at which what is reserved grows too much has as much less in memory.
 
         An op that needs more for itself has none.
         """
-        graph = plan.source
-        assert graph is not None
-        in_memory = simulate(graph, plan.schedule).memory_bytes
+        graph = self.graph
+        in_memory = simulate(graph, schedule).memory_bytes
         found: dict[int, int] = {}
-        for index, more_bytes in growth_above_budget(graph, plan.schedule, self.memory, self.budget_bytes).items():
-            step = plan.schedule.steps[index]
+        for index, more_bytes in growth_above_budget(graph, schedule, self.memory, self.budget_bytes).items():
+            step = schedule.steps[index]
             assert isinstance(step, Compute)  # which alone asks for memory
             op = graph.ops[step.op]
             own = (graph.tensors[t] for t in {*op.inputs, *op.outputs})
@@ -175,106 +144,150 @@ class _Search:
     """What is known of the budgets of allocated bytes.
 
     Attributes:
-        best: the fastest plan that fits, None if none is known.
+        best: the fastest result that fits, None if none is known.
         bound_s: no schedule that fits is faster; None if unknown.
-        floor_bytes: no plan was found for this budget of allocated bytes.
     """
 
-    def __init__(self, budget_bytes: int, memory: CountedMemory, watch: Watch) -> None:
-        self.best: Plan | None = None
+    def __init__(self, run: Run, request: Request, memory: CountedMemory, must_stop: Callable[[], bool], *, arena: bool) -> None:
+        self.best: Result | None = None
         self.bound_s: float | None = None
-        self.floor_bytes = 0
-        self._budget_bytes, self._memory, self._watch = budget_bytes, memory, watch
-        self._fits: tuple[int, int] | None = None  # the largest budget that was not too much, and what its plan reserves
+        self._run, self._request, self._memory, self._must_stop = run, request, memory, must_stop
+        self._arena = arena
+        self._floor_bytes = 0  # nothing was found for this budget of allocated bytes
+        self._fits: tuple[int, int] | None = None  # the largest budget that was not too much, and what its schedule reserves
         self._misses: tuple[int, int] | None = None  # the smallest that was
-        self._least_bytes: int | None = None  # that a plan reserves
+        self._least_bytes: int | None = None  # that a schedule reserves
         self._found = False  # by the current solve
+        self._error: Result | None = None  # of a solve that failed
 
-    def watch(self) -> Watch:
-        """Return the observers of the next solve, which is stopped only when it has found a schedule.
+    def solved(self, asked_bytes: int, share: float, margins: Margins) -> Solved:
+        """Solve for a budget of allocated bytes and a share of the clock; with margins there is no bound.
 
-        They are told that nothing is known of it yet, since whoever stops it may go by the gap of the one before.
+        The solve is stopped only when it has found a schedule, unless it must stop. Observers are told that nothing is known of
+        it yet, since whoever stops it may go by the gap of the one before.
         """
+        request = self._request
         self._found = False
-        stop = self._watch.should_stop
-        if self._watch.on_progress is not None:
-            self._watch.on_progress(SolveProgress(0.0, "starting", None, None))
+        request.tell("starting", None, None)
 
         def tell(progress: SolveProgress) -> None:
             self._found |= progress.best_s is not None
-            if self._watch.on_progress is not None:
-                self._watch.on_progress(progress)
+            if request.on_progress is not None:
+                request.on_progress(progress)
 
-        return Watch(tell, None if stop is None else lambda: self._found and stop(), self.offer)
+        def interim(schedule: Schedule, bound_s: float) -> None:
+            found = Status.FEASIBLE, schedule, None if margins else bound_s, "", request.clock.seconds, request.settings
+            self.offer(Result(request.graph, asked_bytes, *found))
 
-    def offer(self, plan: Plan) -> bool:
-        """Take `plan` if it fits and is the fastest of them; return whether it fits."""
+        solved = self._run(
+            replace(
+                request,
+                graph=with_margins(request.graph, margins),
+                budget_bytes=asked_bytes,
+                clock=request.clock.part(share * left(request.clock)),
+                on_progress=tell,
+                should_stop=lambda: (self._found and request.interrupted()) or self._must_stop(),
+                on_schedule=interim,
+            )
+        )
+        result = solved.result
+        if margins:
+            result = replace(result, graph=request.graph, bound_s=None)
+        return replace(solved, result=result)
+
+    def offer(self, result: Result) -> int:
+        """Take `result` if it fits and is the fastest of them; return what it reserves above the budget, 0 without a schedule."""
+        if result.status is Status.ERROR:
+            self._error = result
+        request = self._request
+        reserved_bytes = reserved_bytes_of(request.graph, result.schedule, self._memory, arena=self._arena)
+        if reserved_bytes is None or result.time_s is None:
+            return 0
         self._found = True
-        reserved_bytes = plan.reserved_bytes
-        assert reserved_bytes is not None
         self._least_bytes = min(reserved_bytes, self._least_bytes or reserved_bytes)
-        fits = reserved_bytes <= self._budget_bytes
-        if fits and (self.best is None or plan.time_s < self.best.time_s):
-            self.best = plan
-            if self._watch.on_plan is not None:
-                self._watch.on_plan(self.budgeted(plan))
-        return fits
+        excess_bytes = reserved_bytes - request.budget_bytes
+        if excess_bytes <= 0 and (self.best is None or result.time_s < (self.best.time_s or 0.0)):
+            self.best = result
+            if request.on_schedule is not None and result.schedule is not None:
+                request.on_schedule(result.schedule, self.bound_s or result.bound_s or 0.0)
+        return excess_bytes
 
-    def learn(self, asked_bytes: int, plan: Plan) -> None:
-        """Learn from `plan`, the result of a solve for `asked_bytes`."""
-        assert plan.reserved_bytes is not None
-        if self.offer(plan):
-            self._fits = asked_bytes, plan.reserved_bytes
+    def learn(self, asked_bytes: int, result: Result) -> int:
+        """Learn from the result of a solve for `asked_bytes`; return what it reserves above the budget."""
+        excess_bytes = self.offer(result)
+        if result.peak_bytes is None:
+            self._floor_bytes = asked_bytes
+        elif excess_bytes <= 0:
+            self._fits = asked_bytes, excess_bytes + self._request.budget_bytes
         else:
-            self._misses = min(asked_bytes, plan.peak_bytes), plan.reserved_bytes
+            self._misses = min(asked_bytes, result.peak_bytes), excess_bytes + self._request.budget_bytes
+        return excess_bytes
 
-    def is_over(self, clock: Clock) -> bool:
-        """Return True if the clock is at its limit, or the caller stops and has a plan, or the best is as good as the bound."""
-        if self.best is None:
-            return left(clock) <= 0
-        stop = self._watch.should_stop
-        return left(clock) <= 0 or self._status(self.best) is Status.OPTIMAL or (stop is not None and stop())
+    def is_over(self) -> bool:
+        """Return True if the clock is at its limit, a solve failed, or the caller stops, or the best is as good as the bound.
+
+        A caller that does not insist is not heard before a schedule fits.
+        """
+        if self._error is not None or self._is_late():
+            return True
+        return self.best is not None and (self._status(self.best) is Status.OPTIMAL or self._request.interrupted())
 
     def next_bytes(self) -> int | None:
-        """Return the budget of allocated bytes to solve for next; None if the plan cannot gain any more."""
+        """Return the budget of allocated bytes to solve for next; None if nothing can be gained any more."""
         if self._misses is None:
             return None
         high_bytes, high_reserved = self._misses
-        low_bytes, low_reserved = self._fits or (self.floor_bytes, 0)
-        if high_bytes - low_bytes <= (1 if self.best is None else _CLOSE * self._budget_bytes):
+        low_bytes, low_reserved = self._fits or (self._floor_bytes, 0)
+        if high_bytes - low_bytes <= (1 if self.best is None else _CLOSE * self._request.budget_bytes):
             return None
         if self._fits is None:
-            asked_bytes = high_bytes - (high_reserved - self._budget_bytes)
+            asked_bytes = high_bytes - (high_reserved - self._request.budget_bytes)
         else:
-            share = (self._budget_bytes - low_reserved) / max(1, high_reserved - low_reserved)
+            share = (self._request.budget_bytes - low_reserved) / max(1, high_reserved - low_reserved)
             asked_bytes = low_bytes + int(share * (high_bytes - low_bytes))
         margin_bytes = int(_INSIDE * (high_bytes - low_bytes))
         return max(low_bytes + margin_bytes, min(high_bytes - margin_bytes if self._fits else high_bytes - 1, asked_bytes))
 
-    def _status(self, plan: Plan) -> Status:
-        tolerance = plan.settings.get("tolerance")
-        proved = self.bound_s is not None and isinstance(tolerance, float) and is_within(plan.time_s, self.bound_s, tolerance)
-        return Status.OPTIMAL if proved else Status.FEASIBLE
-
-    def budgeted(self, plan: Plan) -> Plan:
-        """Return `plan` with the budget that counts reserved bytes, and the bound for it."""
+    def ended(self, first: Result) -> Result:
+        """Return the result of all solves, of which `first` was for the whole budget."""
+        request, best = self._request, self.best
+        if self._error is not None:
+            return replace(self._error, graph=request.graph)
         return replace(
-            plan,
-            budget_bytes=self._budget_bytes,
-            memory=self._memory,
-            bound_s=plan.bound_s if self.bound_s is None else self.bound_s,
-            status=str(self._status(plan)),
-            settings={**plan.settings, "allocated_budget_bytes": plan.budget_bytes},
+            first,
+            graph=request.graph,
+            budget_bytes=request.budget_bytes,
+            status=Status.LIMIT if best is None else self._status(best),
+            schedule=None if best is None else best.schedule,
+            bound_s=self.bound_s if best is None or self.bound_s is not None else best.bound_s,
+            seconds=request.clock.seconds,
+            settings=first.settings if best is None else {**best.settings, "allocated_budget_bytes": best.budget_bytes},
+            message=self._nothing_found() if best is None else best.message,
+            reason=None if best is not None else Reason.TIME if self._is_late() else Reason.MEMORY,
         )
 
-    def nothing_found(self, *, arena: bool) -> str:
-        """Return the message that no plan fits."""
+    def _is_late(self) -> bool:
+        """Return True if the clock is at its limit, or the caller insists on the end."""
+        return left(self._request.clock) <= 0 or self._must_stop()
+
+    def _nothing_found(self) -> str:
+        """Return the message that no schedule fits."""
         known = "" if self._least_bytes is None else f": the least that one reserves is {format_bytes(self._least_bytes)}"
-        none = f"no plan was found that reserves at most {format_bytes(self._budget_bytes)}{known}"
-        if arena:
-            return f"{none}. Raise the budget or the time limit"
-        return (
-            f"{none}. Raise the budget, let it count "
-            f"expandable segments (memory={CountedMemory.RESERVED_EXPANDABLE.value!r}, with expandable_segments:True in "
-            f"PYTORCH_CUDA_ALLOC_CONF), or only what tensors take (memory={CountedMemory.ALLOCATED.value!r})"
-        )
+        none = f"no schedule was found that reserves at most {format_bytes(self._request.budget_bytes)}{known}. Raise the budget"
+        if self._arena:
+            return f"{none} or the time limit"
+        expandable = f"memory={self._memory.expandable.value!r}, with expandable_segments:True in PYTORCH_CUDA_ALLOC_CONF"
+        segments = "" if self._memory.is_expandable else f"expandable segments ({expandable}), or "
+        return f"{none}, or let it count {segments}only what tensors take (memory={CountedMemory.ALLOCATED.value!r})"
+
+    def _status(self, result: Result) -> Status:
+        tolerance = result.settings.get("tolerance")
+        if self.bound_s is None or result.time_s is None or not isinstance(tolerance, float):
+            return Status.FEASIBLE
+        return status_of(result.time_s, self.bound_s, tolerance)
+
+
+def _either(stop: Callable[[], bool] | None, other: Callable[[], bool] | None) -> Callable[[], bool] | None:
+    if stop is None or other is None:
+        return stop or other
+    return lambda: stop() or other()

@@ -24,14 +24,22 @@ from planner.option_settings import option_settings
 from planner.plans.plan import Plan
 from planner.plans.record import GraphSummary
 from planner.plans.summary import other_peaks, summarize
-from planner.reserved import arena_of, eager_reserved_bytes, memory_of, on_cuda, reserved_beside, reserved_for
-from planner.reserved_budget import Watch, plan_reserved
+from planner.reserved import (
+    arena_of,
+    counted_bytes,
+    eager_bytes,
+    eager_reserved_bytes,
+    memory_of,
+    on_cuda,
+    reserved_beside,
+    reserved_for,
+)
+from planner.reserved_budget import solve_counted
 from planner.settings import SolveSettings
 from solvers.arena.solve import ARENA_SIZES, solve_in_arena
 from solvers.bounds import least_budget_bound
 from solvers.clock import Clock, left
 from solvers.least import least_known
-from solvers.margins import Margins, with_margins
 from solvers.order.reorder import Reordering, in_program_order, lowers_peak, may_lower_peak, reordered
 from solvers.order.solve import Solved, solve_in, solve_in_best_order, solve_reordered
 from solvers.registry import Solver, get_solver
@@ -141,7 +149,7 @@ def solve_graph(
     memory = CountedMemory.ALLOCATED if overhead is not None else memory_of(graph, settings.memory)
     if settings.arena:
         _check_arena(graph, settings, memory)
-    solves = _Solves(
+    plans = _Plans(
         graph=graph,
         settings=settings,
         summary=summarize(graph),
@@ -150,12 +158,28 @@ def solve_graph(
     )
     if overhead is not None:
         run = get_solver(settings.solver)
-        return solves.plan_of(_least_memory(run, graph, settings, overhead, clock, on_progress, should_stop))
-    budget_bytes, watch = budget_in_bytes(budget, solves.eager_bytes), Watch(on_progress, should_stop, on_plan)
-    if memory is CountedMemory.ALLOCATED:
-        return solves.plan(budget_bytes, clock, watch, {})
-    beside = reserved_beside(graph, memory)
-    return plan_reserved(budget_bytes, memory, beside, solves.plan, clock, watch, arena=settings.arena)
+        return plans.plan_of(_least_memory(run, graph, settings, overhead, clock, on_progress, should_stop))
+    budget_bytes = budget_in_bytes(budget, plans.eager_bytes)
+
+    def tell(schedule: Schedule, bound_s: float) -> None:
+        assert on_plan is not None
+        on_plan(plans.interim(schedule, bound_s, budget_bytes, clock))
+
+    request = Request(
+        graph,
+        budget_bytes,
+        settings.tolerance,
+        clock,
+        on_progress,
+        should_stop,
+        settings.params,
+        on_schedule=None if on_plan is None else tell,
+    )
+    run = _solver_of(settings, graph)
+    solved = solve_counted(lambda request: _solved(run, request, settings), request, memory, arena=settings.arena)
+    if solved.result.status is Status.INFEASIBLE:
+        raise InfeasibleError(solved.result.message + _what_would_do(solved, memory, clock, should_stop))
+    return plans.plan_of(solved.result)
 
 
 def _check_arena(graph: Graph, settings: SolveSettings, memory: CountedMemory) -> None:
@@ -174,8 +198,8 @@ def _check_arena(graph: Graph, settings: SolveSettings, memory: CountedMemory) -
 
 
 @dataclass(frozen=True, slots=True)
-class _Solves:
-    """The solves of one graph for budgets of allocated bytes.
+class _Plans:
+    """The plans of one graph.
 
     Attributes:
         graph: with the options that were asked for.
@@ -198,52 +222,22 @@ class _Solves:
             return self.summary.keep_everything_peak_bytes
         return self.eager_reserved_bytes
 
-    def plan(self, budget_bytes: int, clock: Clock, watch: Watch, margins: Margins) -> Plan:
-        """Return the plan for a budget of allocated bytes, with what is reserved for it on CUDA.
-
-        With `margins` it has no bound, since there are schedules without them.
-
-        Raises:
-            InfeasibleError, LimitError, PlannerError: as ``solve``.
-        """
-        settings, on_plan = self.settings, watch.on_plan
-        graph = with_margins(self.graph, margins)
-        request = Request(graph, budget_bytes, settings.tolerance, clock, watch.on_progress, watch.should_stop, settings.params)
-
-        def interim(schedule: Schedule, bound_s: float) -> Result:
-            return Result(
-                self.graph,
-                budget_bytes=budget_bytes,
-                status=Status.FEASIBLE,
-                schedule=schedule,
-                bound_s=None if margins else bound_s,
-                solver=settings.solver,
-                seconds=clock.seconds,
-                settings=request.settings,
-                versions={},
-            )
-
-        def tell(schedule: Schedule, bound_s: float) -> None:
-            if on_plan is not None:
-                on_plan(self.plan_of(interim(schedule, bound_s)))
-
-        if on_plan is not None:
-            request = replace(request, on_schedule=tell)
-        solved = _solved(_solver_of(settings, self.graph), request, settings)
-        result = solved.result
-        if result.status is Status.INFEASIBLE:
-            would_do = "" if margins else _what_would_do(solved.order.graph, budget_bytes, clock, watch.should_stop)
-            raise InfeasibleError(result.message + would_do)
-        if margins:
-            result = replace(result, graph=self.graph, bound_s=None)
-        return self.plan_of(result)
+    def interim(self, schedule: Schedule, bound_s: float, budget_bytes: int, clock: Clock) -> Plan:
+        """Return the plan of a schedule on the way."""
+        settings, request = self.settings, Request(self.graph, budget_bytes, self.settings.tolerance, clock)
+        found = Status.FEASIBLE, schedule, bound_s, settings.solver, clock.seconds, request.settings
+        return self.plan_of(Result(self.graph, budget_bytes, *found))
 
     def plan_of(self, result: Result) -> Plan:
-        """Return the plan of `result`, whose budget counts allocated bytes."""
-        recorded = self.settings.options.recorded(self.graph)
-        schedule = _as_executed(self.graph, result)
-        result = replace(result, graph=self.graph, schedule=schedule, settings={**result.settings, **recorded})
-        plan = _plan_from(result, self.summary, self.graph)
+        """Return the plan of `result`, with what is reserved for it on CUDA.
+
+        Raises:
+            LimitError, PlannerError: it has no schedule.
+        """
+        settings = {**result.settings, **self.settings.options.recorded(self.graph)}
+        plan = replace(
+            _plan_from(replace(result, graph=self.graph, settings=settings), self.summary, self.graph), memory=self.memory
+        )
         if self.eager_reserved_bytes is None:
             return plan
         arena = arena_of(self.graph, plan.schedule) if self.settings.arena else None
@@ -262,12 +256,22 @@ def _solver_of(settings: SolveSettings, graph: Graph) -> Solver:
 
 
 def _solved(run: Solver, request: Request, settings: SolveSettings) -> Solved:
-    """Return the result of `request` in the requested order of ops, or the best of several orders."""
+    """Return the result of `request` in the requested order of ops, or the best of several orders, as a step runs it."""
+    graph = request.graph
+
+    def executed(schedule: Schedule) -> Schedule:
+        return _as_executed(graph, schedule, request.budget_bytes)
+
+    asked = request.on(graph, executed)
     if settings.reorder:
-        return solve_reordered(run, request)
-    if settings.reorder is None and settings.solver in _REORDERED:
-        return solve_in_best_order(run, request)
-    return solve_in(in_program_order(request.graph), run, request)
+        solved = solve_reordered(run, asked)
+    elif settings.reorder is None and settings.solver in _REORDERED:
+        solved = solve_in_best_order(run, asked)
+    else:
+        solved = solve_in(in_program_order(graph), run, asked)
+    if (schedule := solved.result.schedule) is None:
+        return solved
+    return replace(solved, result=replace(solved.result, graph=graph, schedule=executed(schedule)))
 
 
 def _least_memory(
@@ -286,14 +290,17 @@ def _least_memory(
         return run(Request(order.graph, budget_bytes, settings.tolerance, clock, tell, stop, settings.params))
 
     found = least_memory(order.graph, overhead, solve_at, clock, on_progress=on_progress, should_stop=should_stop)
-    return order.result_of_source(found)
+    result = order.result_of_source(found)
+    if result.schedule is None:
+        return result
+    return replace(result, graph=graph, schedule=_as_executed(graph, result.schedule, result.budget_bytes))
 
 
-def _as_executed(graph: Graph, result: Result) -> Schedule | None:
-    """Return the schedule of `result` as a step runs it, if that fits the budget; else None."""
-    if result.schedule is None or (schedule := as_executed(graph, result.schedule)) is result.schedule:
-        return result.schedule
-    return schedule if simulate(graph, schedule).peak_bytes <= result.budget_bytes else result.schedule
+def _as_executed(graph: Graph, schedule: Schedule, budget_bytes: int) -> Schedule:
+    """Return `schedule` as a step runs it, if that fits a budget of allocated bytes."""
+    if (found := as_executed(graph, schedule)) is schedule:
+        return schedule
+    return found if simulate(graph, found).peak_bytes <= budget_bytes else schedule
 
 
 def order_for(graph: Graph, solver: str, *, reorder: bool | None, clock: Clock | None = None) -> Reordering:
@@ -321,34 +328,40 @@ def eager_peak_bytes(eager: Graph, planned: Graph, asked: CountedMemory | None) 
         asked: the kind of memory that the budget counts; None for the default.
     """
     memory = memory_of(planned, asked)
-    counts_allocated = memory is CountedMemory.ALLOCATED
-    eager_bytes = summarize(eager).keep_everything_peak_bytes if counts_allocated else eager_reserved_bytes(eager, memory)
-    return eager_bytes - eager.static_bytes + planned.static_bytes
+    return eager_bytes(eager, memory) - eager.static_bytes + planned.static_bytes
 
 
-def _what_would_do(graph: Graph, budget_bytes: int, clock: Clock, should_stop: Stop | None) -> str:
-    """Return a message with budgets that are known to be feasible; "" if none is known.
+def _what_would_do(refused: Solved, memory: CountedMemory, clock: Clock, should_stop: Stop | None) -> str:
+    """Return a message with budgets of `memory` that are known to be feasible; "" if none is known.
 
-    They are searched if a single op refutes `budget_bytes` (otherwise the solver has reported what is known), and with offloading
-    if `graph` does not offer it. The search takes up to a few seconds of the remaining time: worth it for a user, not in solvers,
-    which are called many times.
+    They are searched if a single op refutes the budget (otherwise the solver has reported what is known), and with offloading if
+    the graph does not offer it. The search takes up to a few seconds of the remaining time: worth it for a user, not in solvers,
+    which are called many times. Where the optimizer refutes the budget, no schedule would do.
     """
+    graph, budget_bytes = refused.order.graph, refused.result.budget_bytes
+    kept_bytes = 0
+    if memory is not CountedMemory.ALLOCATED:
+        beside = reserved_beside(graph, memory)
+        kept_bytes = beside.kept_bytes
+        if beside.refusal(budget_bytes):
+            return ""
     if left(clock) <= 0:
         return ""
     limited = clock.part(_WOULD_DO)
     said, least_bytes = "", budget_bytes + 1
     proved_bytes = least_budget_bound(*without_offload(graph)).budget_bytes
-    if budget_bytes < proved_bytes:
+    if budget_bytes - kept_bytes < proved_bytes:
         half = limited.part(limited.limit / 2)
         known = least_known(graph, half, should_stop=should_stop, proved_bytes=proved_bytes)
-        least_bytes = simulate(graph, known).peak_bytes
+        least_bytes = counted_bytes(graph, known, memory)
         said = f" A schedule is known for {format_bytes(least_bytes)}."
     if graph.plain:
         whole = OFFLOAD.added_to(graph, Surroundings(Link.even(1.0)))  # for any link and host
-        sending = least_offloaded(whole, limited, should_stop=should_stop)
-        if sending.peak_bytes < least_bytes:
-            _, host_bytes = simulate(whole, sending.schedule).pool_peaks_bytes
-            found = f"{format_bytes(sending.peak_bytes)}, with {format_bytes(host_bytes)} on the host"
+        schedule = least_offloaded(whole, limited, should_stop=should_stop).schedule
+        offloaded_bytes = counted_bytes(whole, schedule, memory)
+        if offloaded_bytes < least_bytes:
+            _, host_bytes = simulate(whole, schedule).pool_peaks_bytes
+            found = f"{format_bytes(offloaded_bytes)}, with {format_bytes(host_bytes)} on the host"
             said += f" With the option offload a schedule is known for {found}."
     return said
 

@@ -10,6 +10,7 @@ from planner.cli.arguments import (
     add_command,
     add_copying,
     add_how_to_trace,
+    add_memory,
     add_quiet,
     add_time_limit,
     print_result,
@@ -37,6 +38,7 @@ def add(commands: Commands) -> None:
         metavar="NAMES",
         help="options to try, each alone (default: offload and all that are found in the step; compress with --roofline only)",
     )
+    add_memory(parser)
     add_copying(parser)
     add_time_limit(parser, said="for all of it: 90, 90s, 10m (default: 55s)", default=55.0)
     add_quiet(parser)
@@ -63,6 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
             roofline=arguments.roofline,
             passes=arguments.passes,
             options=arguments.options,
+            memory=arguments.memory,
             link=arguments.link,
             host_budget=arguments.host_budget,
             time_limit_s=arguments.time_limit,

@@ -130,11 +130,23 @@ def add_memory(parser: Parser) -> None:
     """Add the kind of memory that the budget counts."""
     parser.add_argument(
         "--memory",
-        choices=list(CountedMemory),
+        choices=[kind.value for kind in CountedMemory],
         metavar="KIND",
         help="what the budget counts: allocated, reserved (the default on CUDA), device (the whole card); or "
         "reserved-expandable, device-expandable",
     )
+
+
+def counted_memory(arguments: argparse.Namespace) -> CountedMemory:
+    """Return what a budget counts, from the options of ``add_memory`` and ``add_how_to_trace``.
+
+    Raises:
+        UsageError: reserved memory is asked for on the CPU.
+    """
+    from planner.reserved import memory_on
+
+    device = arguments.device if arguments.roofline is None else "cpu" if arguments.roofline == "cpu" else "cuda"
+    return memory_on(device, CountedMemory.of(arguments.memory))
 
 
 def add_tolerance(parser: Parser, *, said: str = "0.1%% or 0.001 (default: 0.1%%)", default: float | Tolerance = 1e-3) -> None:

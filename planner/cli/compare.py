@@ -18,16 +18,19 @@ from planner.cli.arguments import (
     add_command,
     add_graph_options,
     add_how_to_trace,
+    add_memory,
     add_quiet,
     add_time_limit,
     add_tolerance,
     add_total_time_limit,
     add_workers,
+    counted_memory,
     graph_options,
     print_result,
     print_text,
     trace_model,
 )
+from planner.memory import CountedMemory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -63,7 +66,11 @@ def add(commands: Commands) -> None:
     parser.add_argument("model", metavar="MODEL|GRAPH", help=f"a graph that planner trace wrote (.json), or {MODEL_HELP}")
     budgets = ("90%", "70%", "50%", "30%")
     parser.add_argument(
-        "--budgets", type=options.budget_list, default=budgets, metavar="LIST", help="default: 90%%,70%%,50%%,30%%"
+        "--budgets",
+        type=options.budget_list,
+        default=budgets,
+        metavar="LIST",
+        help="amounts, or shares of what plain eager PyTorch takes (default: 90%%,70%%,50%%,30%%)",
     )
     parser.add_argument(
         "--methods",
@@ -84,6 +91,7 @@ def add(commands: Commands) -> None:
         default=_TOTAL_S,
     )
     add_tolerance(parser)
+    add_memory(parser)
     add_graph_options(parser)
     add_how_to_trace(parser)
     add_quiet(parser)
@@ -107,6 +115,11 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.measure and arguments.total_time_limit is not None:
         raise UsageError(
             "--total-time-limit is for what is only solved, and --measure runs it too: give --time-limit, for each row"
+        )
+    if arguments.measure and arguments.memory not in (None, CountedMemory.ALLOCATED):
+        raise UsageError(
+            f"--measure sets steps beside each other by their peaks, which are allocated bytes, and --memory is "
+            f"{arguments.memory}: leave one of them out"
         )
     if arguments.measure and arguments.cluster is not None:
         raise UsageError("--measure measures on this machine, and --cluster would use others: leave one of them out")
@@ -159,6 +172,7 @@ def _simulate(
             time_limit_s=arguments.time_limit or _ROW_S,
             total_time_limit_s=arguments.total_time_limit or (_TOTAL_S if arguments.time_limit is None else math.inf),
             options=options,
+            memory=CountedMemory.of(arguments.memory),
             jobs=arguments.jobs or JOBS,
             cluster=arguments.cluster,
         ),
@@ -243,5 +257,6 @@ def _graph(arguments: argparse.Namespace, options: "OptionSettings", progress: "
     from planner.workload.workload import parse_spec
 
     spec = parse_spec(arguments.model)
+    counted_memory(arguments)  # which raises before anything is traced
     measure_link = options.measures_link and arguments.roofline is None
     return trace_model(spec, arguments, progress, measure_link=measure_link), str(spec)

@@ -13,6 +13,7 @@ from planner.cli.arguments import (
     Commands,
     add_command,
     add_graph_options,
+    add_memory,
     add_quiet,
     add_reorder,
     add_solver,
@@ -23,6 +24,7 @@ from planner.cli.arguments import (
     graph_options,
     print_result,
 )
+from planner.memory import CountedMemory
 
 _TOTAL_S = 30.0
 
@@ -49,7 +51,8 @@ def add(commands: Commands) -> None:
         type=options.budgets,
         default=10,
         metavar="N|LIST",
-        help="how many, from the least feasible to the peak without recomputation, or a list (default: 10)",
+        help="how many, from the least feasible to what plain eager PyTorch takes, or a list of amounts and shares of the "
+        "latter (default: 10)",
     )
     parser.add_argument("-o", "--output", type=options.output, metavar="FILE", help="CSV to write")
     parser.add_argument("--plot", metavar="FILE", help="figure to write (.png, .pdf, .svg)")
@@ -62,6 +65,7 @@ def add(commands: Commands) -> None:
         default=_TOTAL_S,
     )
     add_tolerance(parser)
+    add_memory(parser)
     add_graph_options(parser)
     add_reorder(parser, default=None, said="with --solver windows, if one lowers the peak")
     add_quiet(parser)
@@ -96,6 +100,7 @@ def run(arguments: argparse.Namespace) -> int:
                 time_limit_s=math.inf if arguments.time_limit is None else arguments.time_limit,
                 total_time_limit_s=total_s,
                 options=graph_options(arguments),
+                memory=CountedMemory.of(arguments.memory),
                 jobs=arguments.jobs or JOBS,
                 cluster=arguments.cluster,
             ),

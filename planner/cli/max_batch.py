@@ -19,11 +19,11 @@ from planner.cli.arguments import (
     add_reorder,
     add_time_limit,
     add_tolerance,
+    counted_memory,
     graph_options,
     print_result,
     tracing,
 )
-from planner.memory import CountedMemory
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -101,7 +101,7 @@ def run(arguments: argparse.Namespace) -> int:
         varies=arguments.vary or BATCH,
         unit=unit,
         options=graph_options(arguments),
-        memory=CountedMemory.of(arguments.memory),
+        memory=counted_memory(arguments),
     )
     how = tracing(arguments)
     with LineView(quiet=arguments.quiet) as progress, StopOnInterrupt(progress) as interrupt:

@@ -49,6 +49,11 @@ def run(arguments: argparse.Namespace) -> int:
     if not wanted:
         raise UsageError("nothing to write: name a page (-o report.html), a trace (--trace trace.json), or both")
     plan = read_plan(arguments.plan)
+    if others := {row.memory for row in curve} - {str(plan.memory)}:
+        raise UsageError(
+            f"budgets in {arguments.curve} count {' and '.join(sorted(others))} memory, and that of the plan {plan.memory}: make "
+            f"the curve with planner curve --memory {plan.memory}"
+        )
     graph_path = _graph_of(plan, arguments.plan) if arguments.graph is None else Path(arguments.graph)
     for path, _ in wanted:
         check_writable(path)

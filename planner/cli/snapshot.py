@@ -42,6 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
     if plan is not None:
         data["plan"] = {
             "predicted_peak_bytes": plan.peak_bytes,
+            "predicted_reserved_bytes": plan.reserved_bytes,
             "keep_everything_peak_bytes": plan.graph.keep_everything_peak_bytes,
             "saved_bytes": [peak.peak_bytes - plan.peak_bytes for peak in peaks],
         }
@@ -65,8 +66,10 @@ def _device_text(peak: "DevicePeak", plan: "Plan | None", listed: int) -> str:
         saved, whole = peak.peak_bytes - plan.peak_bytes, plan.graph.keep_everything_peak_bytes
         share = format_ratio(saved / peak.peak_bytes) if peak.peak_bytes else "0%"
         change = f"saves {format_bytes(saved)} ({share})" if saved > 0 else "saves nothing"
+        reserves = "" if plan.reserved_bytes is None else f", {format_bytes(plan.reserved_bytes)} reserved"
+        predicted = f"peak {format_bytes(plan.peak_bytes)} predicted{reserves}"
         lines += [
-            ("plan", f"peak {format_bytes(plan.peak_bytes)} predicted, {format_ratio(plan.overhead)} more time: {change}"),
+            ("plan", f"{predicted}, {format_ratio(plan.overhead)} more time: {change}"),
             ("keep everything", f"{format_bytes(whole)} predicted; the snapshot has {format_bytes(peak.peak_bytes)}"),
         ]
     rows = [(format_bytes(one.size_bytes), f"{one.blocks:,}", one.name) for one in peak.holders[:listed]]

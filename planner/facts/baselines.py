@@ -7,7 +7,9 @@ from graphs.ir import Graph
 from graphs.options import without_options
 from graphs.schedule import Compute, Schedule, keep_everything
 from graphs.simulate import simulate
+from planner.memory import CountedMemory
 from planner.plans.record import PlanRecord
+from planner.reserved import reserved_bytes_of
 from solvers.baselines.common.blocks import blockings
 from solvers.baselines.common.recomputation import recompute_groups
 
@@ -19,12 +21,16 @@ class Baseline:
     Attributes:
         name: name for display.
         peak_bytes, time_s: as the judge predicts them.
+        reserved_bytes: what PyTorch's allocator reserves on CUDA, as the budget of the plan counts it; None on the CPU.
+        counted_bytes: of these, what the budget of the plan counts.
         recomputed: executions beyond the first of each op.
         times_s, memory_bytes: start of each execution, and memory during it.
     """
 
     name: str
     peak_bytes: int
+    reserved_bytes: int | None
+    counted_bytes: int
     time_s: float
     recomputed: int
     times_s: tuple[float, ...]
@@ -34,23 +40,33 @@ class Baseline:
 def baselines(graph: Graph, plan: PlanRecord) -> tuple[Baseline, ...]:
     """Return keeping everything, and checkpointing blocks if the model has blocks.
 
-    Of all divisions into blocks, the fastest that fits the budget of `plan` is chosen, or the one with the lowest peak if none
+    Of all divisions into blocks, the fastest that fits the budget of `plan` is chosen, or the one that needs least if none
     fits. Graph options are disabled, as in eager PyTorch.
     """
     program = without_options(graph).out_of_place()
-    kept = _judged("keep everything", program, keep_everything(program))
-    blocks = [_judged("checkpoint blocks", program, recompute_groups(program, way.blocks)) for way in blockings(program)]
+    memory = plan.memory
+    kept = _judged("keep everything", program, keep_everything(program), memory)
+    blocks = [_judged("checkpoint blocks", program, recompute_groups(program, way.blocks), memory) for way in blockings(program)]
     if not blocks:
         return (kept,)
-    fitting = [one for one in blocks if one.peak_bytes <= plan.budget_bytes]
-    best = min(fitting, key=lambda one: one.time_s) if fitting else min(blocks, key=lambda one: one.peak_bytes)
+    fitting = [one for one in blocks if one.counted_bytes <= plan.budget_bytes]
+    best = min(fitting, key=lambda one: one.time_s) if fitting else min(blocks, key=lambda one: one.counted_bytes)
     return kept, best
 
 
-def _judged(name: str, graph: Graph, schedule: Schedule) -> Baseline:
-    found = simulate(graph, schedule)
+def _judged(name: str, graph: Graph, schedule: Schedule, memory: CountedMemory) -> Baseline:
+    found, reserved_bytes = simulate(graph, schedule), reserved_bytes_of(graph, schedule, memory)
     times_s, memory_bytes = zip(*_executions(graph, schedule, found.memory_bytes), strict=True)
-    return Baseline(name, found.peak_bytes, found.time_s, found.recomputed, times_s, memory_bytes)
+    return Baseline(
+        name=name,
+        peak_bytes=found.peak_bytes,
+        reserved_bytes=reserved_bytes,
+        counted_bytes=found.peak_bytes if reserved_bytes is None or memory is CountedMemory.ALLOCATED else reserved_bytes,
+        time_s=found.time_s,
+        recomputed=found.recomputed,
+        times_s=times_s,
+        memory_bytes=memory_bytes,
+    )
 
 
 def _executions(graph: Graph, schedule: Schedule, memory_bytes: tuple[int, ...]) -> Iterator[tuple[float, int]]:

@@ -14,10 +14,11 @@ from graphs.schedule import keep_everything
 from graphs.simulate import simulate
 from planner.attributes import attributes
 from planner.capture.options import holding
+from planner.memory import CountedMemory
 from planner.plans.record import GraphSummary
 from planner.plans.summary import summarize
 from planner.profiling.other_devices import decode_devices
-from planner.reserved import EagerMemory, eager_memory
+from planner.reserved import EagerMemory, eager_memory, on_cuda, reserved_beside, reserved_bytes_of
 from solvers.bounds import any_order_need, describe_need, least_budget_bound
 from solvers.clock import WorkClock
 from solvers.least import least_known
@@ -103,7 +104,9 @@ class GraphFacts:
     everything needs `reordered_peak_bytes`. In any order, no schedule needs less than `least_budget_any_order_bytes`. A schedule
     is known for `least_budget_found_bytes`. With offloading the bounds are `least_budget_offload_bytes` and
     `least_budget_offload_found_bytes`, the latter with `least_budget_offload_host_bytes` on the host. `eager_memory` is
-    what allocators take for plain eager PyTorch. `traced` has each of the
+    what allocators take for plain eager PyTorch. All these are of allocated bytes; on CUDA, `least_reserved_bytes` bounds what
+    PyTorch's allocator reserves for the same class of schedules, and `least_reserved_found_bytes` and
+    `least_reserved_offload_found_bytes` are what it reserves for those that are known. `traced` has each of the
     options that the graph was traced with, alone; `placement` has the other devices, by name.
     """
 
@@ -118,6 +121,9 @@ class GraphFacts:
     least_budget_offload_found_bytes: int
     least_budget_offload_host_bytes: int
     eager_memory: EagerMemory
+    least_reserved_bytes: int | None
+    least_reserved_found_bytes: int | None
+    least_reserved_offload_found_bytes: int | None
     traced: Mapping[str, OptionFacts]
     placement: Mapping[str, DeviceFacts]
     least_budget_any_order_bytes: int
@@ -145,8 +151,9 @@ def graph_facts(graph: Graph, *, exact: bool = False) -> GraphFacts:
     whole = reordered(OFFLOAD.added_to(graph, Surroundings(Link.even(1.0)))).graph
     order, offloads = without_offload(whole)
     least, offloading = least_budget_bound(order), least_budget_bound(order, offloads)
-    found = simulate(order, least_known(order, WorkClock(_FINDING), proved_bytes=least.budget_bytes))
-    sending = simulate(whole, least_known(whole, WorkClock(_FINDING), proved_bytes=offloading.budget_bytes))
+    known = least_known(order, WorkClock(_FINDING), proved_bytes=least.budget_bytes)
+    known_offload = least_known(whole, WorkClock(_FINDING), proved_bytes=offloading.budget_bytes)
+    found, sending = simulate(order, known), simulate(whole, known_offload)
     ops = sorted((_op_facts(graph, op) for op in graph.ops), key=lambda op: -op.total_bytes)
     made = sorted((t for t in graph.tensors if not t.static), key=lambda t: -t.size_bytes)
     return GraphFacts(
@@ -161,6 +168,9 @@ def graph_facts(graph: Graph, *, exact: bool = False) -> GraphFacts:
         least_budget_offload_found_bytes=sending.peak_bytes,
         least_budget_offload_host_bytes=sending.pool_peaks_bytes[1],
         eager_memory=eager_memory(graph),
+        least_reserved_bytes=reserved_beside(graph, CountedMemory.RESERVED).bound(least.budget_bytes) if on_cuda(graph) else None,
+        least_reserved_found_bytes=reserved_bytes_of(order, known),
+        least_reserved_offload_found_bytes=reserved_bytes_of(whole, known_offload),
         traced=traced,
         placement={device.name: _device_facts(graph, device) for device in devices},
         least_budget_any_order_bytes=min(least.budget_bytes, any_order_need(graph).total_bytes),

@@ -275,7 +275,7 @@ class _Drawing:
         scale, unit = size_unit(max(p.budget_bytes for p in curve))
         plot = figure(name="curve", height=_CURVE_HEIGHT, sizing_mode="stretch_width", tools="", toolbar_location=None)
         plot.min_border_left, plot.min_border_right = _LEFT, _RIGHT
-        plot.xaxis.axis_label, plot.yaxis.axis_label = f"budget in {unit}", "overhead in %"
+        plot.xaxis.axis_label, plot.yaxis.axis_label = f"budget ({curve[0].memory}) in {unit}", "overhead in %"
         series = tuple(dict.fromkeys(point.options for point in curve))
         for options, color in zip(series, ("curve", "transfer"), strict=False):
             own = [point for point in curve if point.options == options]

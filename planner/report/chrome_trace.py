@@ -35,7 +35,13 @@ def chrome_trace(timeline: Timeline) -> str:
     for pool in graph.pools:
         events += _memory(timeline, pool)
     events += _reserved(timeline)
-    budget = {"budget_bytes": timeline.plan.budget_bytes, "peak_bytes": timeline.peak.memory_bytes}
+    plan = timeline.plan
+    budget = {
+        "budget_bytes": plan.budget_bytes,
+        "memory": str(plan.memory),
+        "peak_bytes": timeline.peak.memory_bytes,
+        "reserved_bytes": plan.reserved_bytes,
+    }
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": budget})
 
 

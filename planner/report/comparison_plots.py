@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from graphs.units import format_bytes
+from planner.memory import CountedMemory
 from planner.studies.best import kind_of
 from planner.studies.comparison_rows import ComparisonRow, RunBy, bound_of, methods_of, simulated
 from planner.views.figures import drawn, shades, size_unit
@@ -33,7 +34,7 @@ Point: TypeAlias = tuple[float, float]
 
 
 def plot_overhead(rows: Sequence[ComparisonRow], path: Path) -> None:
-    """Plot step time against simulated peak memory: a line or a point for each method, and the bound as a shaded area.
+    """Plot step time against simulated memory, as budgets count it: a line for each method, and the bound as a shaded area.
 
     Raises:
         PlannerError: matplotlib is not installed.
@@ -70,7 +71,7 @@ def plot_measured(rows: Sequence[ComparisonRow], path: Path) -> None:
 
 
 def plot_memory(rows: Sequence[ComparisonRow], path: Path) -> None:
-    """Plot the peak memory of each method at each budget, with the budget as a line; rings are measured peaks.
+    """Plot the memory of each method at each budget, as budgets count it, with the budget as a line; rings are measured peaks.
 
     Raises:
         PlannerError: matplotlib is not installed.
@@ -83,7 +84,7 @@ def plot_memory(rows: Sequence[ComparisonRow], path: Path) -> None:
         for budget, color in zip(budgets, shades(len(budgets)), strict=True):
             here = [row for row in judged if row.budget_bytes == budget]
             axes.axhline(budget / scale, color=color, linestyle="--", linewidth=1, label=f"budget {format_bytes(budget)}")
-            peaks = [(methods.index(row.method), row.peak_bytes / scale) for row in here if row.peak_bytes]
+            peaks = [(methods.index(row.method), row.counted_bytes / scale) for row in here if row.counted_bytes]
             measured = [(methods.index(row.method), row.measured_peak_bytes / scale) for row in here if row.measured_peak_bytes]
             for points, size, fill in ((peaks, 5, "full"), (measured, 9, "none")):
                 if points:
@@ -144,7 +145,7 @@ def _edge(series: Mapping[tuple[bool, str], set[Point]]) -> float:
 
 
 def _simulated_point(row: ComparisonRow) -> Point | None:
-    return (row.peak_bytes, row.time_s / row.base_s) if row.peak_bytes and row.time_s else None
+    return (row.counted_bytes, row.time_s / row.base_s) if row.counted_bytes and row.time_s else None
 
 
 def _measured_point(row: ComparisonRow) -> Point | None:
@@ -156,5 +157,6 @@ def _measured_point(row: ComparisonRow) -> Point | None:
 def _memory_axis(set_label: Callable[[str], object], rows: Sequence[ComparisonRow]) -> float:
     """Label an axis of memory with its unit, and return the bytes of the unit."""
     scale, unit = size_unit(rows[0].base_peak_bytes)
-    set_label(f"peak memory in {unit}")
+    memory = rows[0].memory
+    set_label(f"{'peak' if memory is CountedMemory.ALLOCATED else memory} memory in {unit}")
     return scale

@@ -25,8 +25,8 @@ _MEASURED = (
     "replayed by our executor. wrong: loss or gradients are not those of eager PyTorch."
 )
 _RESERVED = (
-    "Budgets above are of tensors in use. What PyTorch's caching allocator reserves for training by the same schedules, with its "
-    "default settings, libraries included, as a multiple of the budget."
+    "What PyTorch's caching allocator reserves {settings} for training by the same schedules, libraries{context} included, as a "
+    "multiple of the budget."
 )
 _ON_HOST = (
     "On the host: the most of what was copied there, which is not in the peak. PyTorch's save_on_cpu and torchtune's "
@@ -65,12 +65,19 @@ def table_text(rows: Sequence[ComparisonRow]) -> str:
     parts = [f"# {visible(first.model) or 'A comparison'}"]
     if judged := simulated(rows):
         base = f"which takes {judged[0].base_s:.4g} s and {format_bytes(judged[0].base_peak_bytes)}"
+        on_cuda = any(row.reserved_bytes is not None for row in judged)
+        counted = f"Budgets count {judged[0].memory.said}. " if on_cuda else ""
         parts += [
-            f"Overhead over the step without recomputation, {base}; by simulation. {LEGEND}",
+            f"Overhead over the step without recomputation, {base}; by simulation. {counted}{LEGEND}",
             as_markdown(simulated_table(judged)),
         ]
-        if any(row.reserved_bytes is not None for row in judged):
-            parts += [f"## Reserved on the device\n\n{_RESERVED}", as_markdown(reserved_table(judged))]
+        if on_cuda:
+            memory = judged[0].memory
+            said = _RESERVED.format(
+                settings="with expandable segments" if memory.is_expandable else "with its default settings",
+                context=" and CUDA's context" if memory.counts_context else "",
+            )
+            parts += [f"## Reserved on the device\n\n{said}", as_markdown(reserved_table(judged))]
     if replayed := [row for row in rows if row.run_by == RunBy.EXECUTOR and not row.budget.startswith(PEAK_OF)]:
         said = f"{_MEASURED} {_ON_HOST}" if any(row.measured_host_bytes for row in rows) else _MEASURED
         parts += [f"## Measured\n\n{said}", as_markdown(_by_budget(replayed, measured_text, _sound_ratio, 2))]

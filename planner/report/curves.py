@@ -6,6 +6,7 @@ from functools import partial
 
 from graphs.units import format_bytes, format_ratio
 from planner.attributes import attributes
+from planner.memory import CountedMemory
 from planner.studies.curve import Curve, CurveRow
 from planner.studies.sizes import LargestSize, Wanted
 from planner.studies.tables import Column, lines
@@ -18,9 +19,13 @@ _PERCENT = "{:z.2%}"
 _column = partial(Column, missing=_UNKNOWN)
 
 
-def reserved_column(rows: Sequence[CurveRow] | Sequence[LargestSize]) -> list[Column]:
-    """Return the column of what PyTorch's allocator reserves, which is known on CUDA only."""
-    return [_column("reserved", "reserved_bytes")] if any(row.reserved_bytes is not None for row in rows) else []
+def reserved_column(rows: Sequence[CurveRow] | Sequence[LargestSize], memory: CountedMemory | None) -> list[Column]:
+    """Return the column of what PyTorch's allocator reserves, which is known on CUDA only; None stands for the default there."""
+    return (
+        [_column((memory or CountedMemory.RESERVED).taken, "reserved_bytes")]
+        if any(row.reserved_bytes is not None for row in rows)
+        else []
+    )
 
 
 def curve_text(curve: Curve) -> str:
@@ -34,18 +39,17 @@ def curve_text(curve: Curve) -> str:
 def _part_text(curve: Curve) -> str:
     columns: list[Column | str] = [
         Column("budget", "budget_bytes"),
-        _column("% of peak", "budget_share", format_ratio),
+        _column("% of eager", "budget_share", format_ratio),
         _column("overhead", form=_PERCENT),
         _column("bound", "bound_overhead", _PERCENT),
         _column("gap", form=_PERCENT),
-        *reserved_column(curve.rows),
+        *reserved_column(curve.rows, curve.memory),
         _column("seconds", form="{:.2f}"),
         "status",
     ]
     header, *rows = lines(curve.rows, columns)
-    return "\n".join(
-        (table(header, rows, numbers=len(header) - 1), *_least_line(curve), *_gaps_line(curve), *_seconds_line(curve))
-    )
+    said = (*_memory_line(curve), *_least_line(curve), *_gaps_line(curve), *_seconds_line(curve))
+    return "\n".join((table(header, rows, numbers=len(header) - 1), *said))
 
 
 def curve_data(curve: Curve) -> dict[str, object]:
@@ -58,12 +62,21 @@ def curve_data(curve: Curve) -> dict[str, object]:
         "fingerprint": curve.graph.fingerprint,
         "keep_everything_peak_bytes": curve.graph.keep_everything_peak_bytes,
         "keep_everything_time_s": curve.graph.time_s,
+        "memory": str(curve.memory),
+        "eager_bytes": curve.eager_bytes,
         "least_budget_proved_bytes": None if least is None else least.proved_bytes,
         "least_budget_found_bytes": None if least is None else least.found_bytes,
         "points": [{name: cell for name, cell in asdict(row).items() if name != "options"} for row in curve.rows],
         "options": list(curve.options),
         "without_options": None if curve.without is None else curve_data(curve.without),
     }
+
+
+def _memory_line(curve: Curve) -> list[str]:
+    """Return the line on what budgets count, where they may count several kinds of memory."""
+    if all(row.reserved_bytes is None for row in curve.rows) and curve.memory is CountedMemory.ALLOCATED:
+        return []
+    return [f"budgets count {curve.memory.said}, of which eager PyTorch takes {format_bytes(curve.eager_bytes)}"]
 
 
 def _least_line(curve: Curve) -> list[str]:
@@ -102,14 +115,16 @@ def max_batch_text(answers: Sequence[LargestSize], wanted: Wanted) -> str:
         Column(visible(wanted.varies), "size", "{:,}", missing="none"),
         _column("overhead", form=_PERCENT),
         _column("peak", "peak_bytes"),
-        *reserved_column(answers),
+        *reserved_column(answers, wanted.memory),
         _column("step time", "time_s"),
     ]
     header, *rows = lines(answers, columns)
+    on_cuda = wanted.memory is not None and any(answer.reserved_bytes is not None for answer in answers)
+    counted = f" of {wanted.memory.said}" if on_cuda and wanted.memory is not None else ""
     cap = "" if wanted.max_overhead is None else f" and an overhead of at most {format_ratio(wanted.max_overhead)}"
     return "\n".join(
         (
-            f"largest {visible(wanted.varies)} within {format_bytes(wanted.budget_bytes)}{cap}",
+            f"largest {visible(wanted.varies)} within {format_bytes(wanted.budget_bytes)}{counted}{cap}",
             table(header, rows, numbers=0),
             *(f"{answer.method}: {remark}" for answer in answers for remark in _remarks(answer, wanted)),
         )
@@ -127,6 +142,7 @@ def max_batch_data(answers: Sequence[LargestSize], wanted: Wanted) -> dict[str, 
     return {
         "holds": "max-batch",
         "budget_bytes": wanted.budget_bytes,
+        "memory": wanted.memory,
         "max_overhead": wanted.max_overhead,
         "limit": wanted.limit * wanted.unit,
         "varies": wanted.varies,

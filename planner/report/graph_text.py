@@ -3,7 +3,7 @@
 from dataclasses import asdict
 
 from graphs.units import format_bytes, format_seconds
-from planner.capture.options import option_called
+from planner.capture.options import OPTIONS
 from planner.facts.graph import DeviceFacts, GraphFacts, OptionFacts
 from planner.profiling.link import format_rate
 from planner.report.describe import provenance_lines, summary_data
@@ -23,6 +23,7 @@ def graph_text(facts: GraphFacts) -> str:
     """Return the facts about a graph as text."""
     summary = facts.summary
     host = f"{format_bytes(facts.least_budget_offload_host_bytes)} on the host" if facts.least_budget_offload_host_bytes else ""
+    offloaded = _reserving(facts.least_reserved_offload_found_bytes)
     times = ", ".join(f"{phase} {format_seconds(time_s)}" for phase, time_s in facts.time_s_by_phase.items() if time_s)
     lines = [
         *provenance_lines(summary.provenance),
@@ -35,9 +36,10 @@ def graph_text(facts: GraphFacts) -> str:
         ("peak", f"{format_bytes(summary.keep_everything_peak_bytes)} without recomputation{_reordered(facts)}"),
         *((f"  {name}", value) for name, value in facts.eager_memory.lines()),
         ("least budget", f"no less than {_least(facts)}: {visible(facts.least_budget_reason)}"),
-        ("  known", format_bytes(facts.least_budget_found_bytes)),
+        ("  known", f"{format_bytes(facts.least_budget_found_bytes)}{_reserving(facts.least_reserved_found_bytes)}"),
+        *_reserved_bound(facts),
         ("with offload", f"no less than {format_bytes(facts.least_budget_offload_bytes)} {_ORDER}"),
-        ("  known", f"{format_bytes(facts.least_budget_offload_found_bytes)}, with {host or 'nothing on the host'}"),
+        ("  known", f"{format_bytes(facts.least_budget_offload_found_bytes)}{offloaded}, with {host or 'nothing on the host'}"),
         *(line for name, offered in facts.traced.items() for line in _option_lines(name, offered)),
         *(line for name, device in facts.placement.items() for line in _device_lines(name, device, summary.ops)),
         ("fingerprint", summary.fingerprint),
@@ -60,16 +62,33 @@ def graph_text(facts: GraphFacts) -> str:
     )
 
 
+def _reserving(size: int | None) -> str:
+    """Return what is reserved for a schedule, for a sentence; "" on the CPU."""
+    return "" if size is None else f" allocated, for which {format_bytes(size)} are reserved"
+
+
+def _reserved_bound(facts: GraphFacts) -> list[tuple[str, str]]:
+    if facts.least_reserved_bytes is None:
+        return []
+    return [("  reserved", f"no less than {format_bytes(facts.least_reserved_bytes)}, if the budget counts it")]
+
+
 def _option_lines(name: str, facts: OptionFacts) -> list[tuple[str, str]]:
     """Return lines on the ops that an option offers, and on the least feasible budget with it."""
     if not facts.ops:
-        return [(f"with {name}", "nothing to choose: no op of this step is one that it knows another way for")]
+        return [(f"with {visible(name)}", "nothing to choose: no op of this step is one that it knows another way for")]
     exactness = f"{facts.inexact_ops:,} of them not exact" if facts.inexact_ops else "all exact"
     return [
-        (f"with {name}", f"no less than {format_bytes(facts.least_budget_bytes)} {_ORDER}"),
+        (f"with {visible(name)}", f"no less than {format_bytes(facts.least_budget_bytes)} {_ORDER}"),
         ("  known", format_bytes(facts.least_budget_found_bytes)),
-        ("  offered", f"{facts.ops:,} {option_called(name).offers}, {exactness}"),
+        ("  offered", f"{facts.ops:,} {_offers(name)}, {exactness}"),
     ]
+
+
+def _offers(name: str) -> str:
+    """Return what an option adds to a graph, as text."""
+    known = OPTIONS.get(name.partition(":")[0])
+    return f"optional ops of an option that is not registered here, {visible(name)!r}" if known is None else known.offers
 
 
 def _least(facts: GraphFacts) -> str:

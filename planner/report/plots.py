@@ -58,7 +58,7 @@ def plot_curve(curve: "Curve", path: Path, *, title: str) -> None:
                 axes.step(xs, ys, where="post", color=color, marker="o", markersize=5, linewidth=2, label=f"remat-planner{kind}")
         for i, budget in enumerate(p.budget_bytes / scale for p in curve.points if p.status == "infeasible"):
             axes.axvline(budget, color=COLORS["budget"], linestyle=":", linewidth=1.2, label=None if i else "infeasible")
-        axes.set(xlabel=f"budget in {unit}", ylabel="overhead in %")
+        axes.set(xlabel=f"budget ({curve.memory}) in {unit}", ylabel="overhead in %")
         axes.margins(x=0.02)
         overheads = [100 * o for part in parts for p in part.points if (o := part.overhead(p.time_s)) is not None]
         spread_out(axes, overheads)

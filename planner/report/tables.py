@@ -25,14 +25,14 @@ COLUMNS = (
 
 def kept(report: "RunReport") -> bool:
     """Return whether the run stayed within its budget and, if results were compared, matched them bit by bit."""
-    return report.measured_peak_bytes <= report.budget_bytes and report.is_exact is not False
+    return report.needed_bytes <= report.budget_bytes and report.is_exact is not False
 
 
 def run_row(plan: Plan, report: "RunReport") -> tuple[str, ...]:
     """Return the cells of COLUMNS for one run: times in seconds, then as multiples of keeping everything."""
     return (
         format_bytes(report.budget_bytes),
-        f"{100 * report.budget_bytes / plan.graph.keep_everything_peak_bytes:.0f}%",
+        f"{100 * report.budget_bytes / plan.eager_bytes:.0f}%",
         format_bytes(report.predicted_peak_bytes),
         format_bytes(report.measured_peak_bytes),
         format_seconds(report.predicted_time_s),

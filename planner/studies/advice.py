@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from graphs.units import format_bytes
 from planner.capture.options import option_called
+from planner.memory import CountedMemory
 from planner.plans.record import GraphSummary
 from planner.reserved import EagerMemory
 
@@ -17,11 +18,13 @@ class Price:
         budget_bytes: budget of the whole step, static memory included.
         overhead: overhead of the best schedule over keeping everything; None if none was found.
         bound: lower bound on the overhead, for the order of ops that was tried; None if unknown.
+        reserved_bytes: what PyTorch's allocator reserves for the schedule on CUDA; None on the CPU.
     """
 
     budget_bytes: int
     overhead: float | None
     bound: float | None
+    reserved_bytes: int | None = None
 
     def __str__(self) -> str:
         return "none found" if self.overhead is None else f"{100 * self.overhead:+z.1f}%"
@@ -57,12 +60,14 @@ class Recommendation:
         options: options to plan with.
         overhead: overhead of the schedule that was found; None if there is none.
         reason: the reason, or alternatives.
+        reserved_bytes: what PyTorch's allocator reserves for that schedule on CUDA; None on the CPU, or without one.
     """
 
     budget_bytes: int | None
     options: tuple[str, ...]
     overhead: float | None
     reason: str
+    reserved_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,18 +76,23 @@ class Advice:
 
     Attributes:
         graph: the step; its ``keep_everything_peak_bytes`` is the predicted peak of plain eager PyTorch.
+        memory: what all budgets here count.
+        eager_bytes: what plain eager PyTorch takes of that memory.
         device: device that it was measured on or modelled for.
-        available_bytes: bytes that a step may use there (``budget="auto"``); None if nothing is known of the device.
+        available_bytes: bytes of that memory that a step may use there (``budget="auto"``); None if nothing is known of the
+            device.
         least_proved_bytes, least: lower bound on the budget with recomputation only (in the order that was tried), and the least
             feasible budget found, with its price.
         between: budgets between the least and eager PyTorch's, least first.
         options: gain of each option.
         recommended: the budget to choose.
-        eager_memory: what allocators take for plain eager PyTorch; budgets here count allocated bytes.
+        eager_memory: what allocators take for plain eager PyTorch.
         seconds: duration of the analysis, without the trace.
     """
 
     graph: GraphSummary
+    memory: CountedMemory
+    eager_bytes: int
     device: str
     available_bytes: int | None
     least_proved_bytes: int
@@ -101,13 +111,16 @@ class Advice:
     def __str__(self) -> str:
         eager, static, proved = map(format_bytes, (self.eager_peak_bytes, self.graph.static_bytes, self.least_proved_bytes))
         available = "unknown" if self.available_bytes is None else f"{format_bytes(self.available_bytes)} on {self.device}"
+        counted = f"{self.memory.said}, of which eager PyTorch takes {format_bytes(self.eager_bytes)}"
         facts = [
             ("eager PyTorch needs", f"{eager}, {static} of it throughout the step"),
             *((f"  {name}", value) for name, value in self.eager_memory.lines()),
+            *([("budgets count", counted)] if self._on_cuda else ()),
             ("least budget", f"{format_bytes(self.least.budget_bytes)} ({self.least}), proved to be no less than {proved}"),
             ("available", available),
         ]
-        budgets = [("budget", "of eager", "overhead"), *(self._line(price) for price in reversed(self.between))]
+        prices = (*reversed(self.between), self.least)
+        budgets = [("budget", "of eager", "overhead", *([self.memory.taken] if self._on_cuda else ())), *map(self._line, prices)]
         header = ("with", "least budget", f"overhead at {format_bytes(self._middle.budget_bytes)}", "results")
         none = ("recomputation alone", format_bytes(self.least.budget_bytes), str(self._middle), "exact")
         offered = [header, none, *(self._option_line(option) for option in self.options)]
@@ -115,14 +128,23 @@ class Advice:
         take = "" if recommended.budget_bytes is None else format_bytes(recommended.budget_bytes)
         take += f" with {', '.join(recommended.options)}" if recommended.options else ""
         tables = (_columns(rows) for rows in (facts, budgets, offered) if len(rows) > 1)
-        return "\n\n".join((*tables, f"recommended: {take + ': ' if take else ''}{recommended.reason}"))
+        size = recommended.reserved_bytes
+        context = " and CUDA's context take" if self.memory.counts_context else " reserves"
+        reserves = "" if size is None else f"; PyTorch's allocator{context} {format_bytes(size)} for it"
+        return "\n\n".join((*tables, f"recommended: {take + ': ' if take else ''}{recommended.reason}{reserves}"))
+
+    @property
+    def _on_cuda(self) -> bool:
+        return self.eager_memory.reserved_bytes is not None
 
     @property
     def _middle(self) -> Price:
         return self.between[len(self.between) // 2] if self.between else self.least
 
     def _line(self, price: Price) -> tuple[str, ...]:
-        return format_bytes(price.budget_bytes), f"{100 * price.budget_bytes / self.eager_peak_bytes:.0f}%", str(price)
+        share = f"{100 * price.budget_bytes / self.eager_bytes:.0f}%"
+        reserved = "" if price.reserved_bytes is None else format_bytes(price.reserved_bytes)
+        return format_bytes(price.budget_bytes), share, str(price), *([reserved] if self._on_cuda else ())
 
     def _option_line(self, option: OptionAdvice) -> tuple[str, ...]:
         if not option.ops:

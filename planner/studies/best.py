@@ -49,7 +49,7 @@ def of_kind(rows: Sequence[ComparisonRow], kind: str) -> list[ComparisonRow]:
 
 def best_schedule(rows: Iterable[ComparisonRow], budget_bytes: int) -> ComparisonRow | None:
     """Return the fastest simulated schedule of `rows` that fits, whatever budget it was found for; None if none fits."""
-    fits = [row for row in rows if row.peak_bytes is not None and row.peak_bytes <= budget_bytes]
+    fits = [row for row in rows if row.counted_bytes is not None and row.counted_bytes <= budget_bytes]
     return min(fits, key=lambda row: row.time_s or 0.0, default=None)
 
 

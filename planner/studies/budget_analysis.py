@@ -9,15 +9,16 @@ from graphs.options.option import Need
 from graphs.options.selection import traced_with
 from graphs.units import format_bytes
 from planner.capture.options import needing, needs, option_called, with_options
+from planner.memory import CountedMemory
 from planner.option_settings import option_settings
 from planner.plans.summary import summarize
-from planner.reserved import eager_memory
+from planner.reserved import context_bytes_of, eager_bytes, eager_memory, eager_reserved_bytes, memory_of, on_cuda
 from planner.studies.advice import Advice, OptionAdvice, Price, Recommendation
 from planner.studies.frontier import Frontier, evenly, outside_in
-from planner.studies.solves import result_of
+from planner.studies.solves import result_in
 from solvers.clock import Clock, WallClock, left
 from solvers.least import LeastBudgetBracket, least_budget
-from solvers.order.reorder import reordered
+from solvers.order.reorder import Reordering, reordered
 from solvers.result import Status
 
 BETWEEN = 5  # budgets between the least one and eager PyTorch's peak
@@ -40,6 +41,7 @@ def advise_graph(  # noqa: PLR0913  # those of planner.advise
     available_bytes: int | None = None,
     device: str = "",
     options: Sequence[str] | None = None,
+    memory: CountedMemory | None = None,
     link: str | float | None = None,
     host_budget: str | int | None = None,
     time_limit_s: float = 45.0,
@@ -50,9 +52,10 @@ def advise_graph(  # noqa: PLR0913  # those of planner.advise
 
     Args:
         graph: traced with those of the options that are found in the step itself.
-        available_bytes: bytes that a step may use on the device; None if unknown.
+        available_bytes: bytes that a step may use on the device, without CUDA's context; None if unknown.
         device: its name, for people.
         options: options to try, each alone; None for ``options_to_try``.
+        memory: what budgets count; None: on CUDA what PyTorch's allocator reserves, on the CPU the bytes of tensors.
         link, host_budget: for options with transfers, as in ``planner.solve``.
         time_limit_s: total time limit.
         on_activity: called with each activity.
@@ -61,21 +64,26 @@ def advise_graph(  # noqa: PLR0913  # those of planner.advise
     Raises:
         UsageError: an option cannot be tried alone, or the graph was traced without it.
     """
-    work = _Analysis(graph, WallClock(time_limit_s), on_activity or (lambda _: None), should_stop or (lambda: False))
+    counted, clock = memory_of(graph, memory), WallClock(time_limit_s)
+    if available_bytes is not None and counted.counts_context:
+        available_bytes += context_bytes_of(graph)
+    work = _Analysis(graph, counted, clock, on_activity or (lambda _: None), should_stop or (lambda: False))
     names = options_to_try(graph) if options is None else tuple(options)
     for name in names:
         if Need.DEVICES in needs((name,)):
             raise UsageError(f"the option {name!r} runs ops on other devices, which advice is not given on: leave it out")
     least = work.least
-    budgets = evenly(least.found_bytes, max(least.found_bytes, work.summary.keep_everything_peak_bytes), BETWEEN + 2)[1:-1]
+    budgets = evenly(least.found_bytes, max(least.found_bytes, work.eager_bytes), BETWEEN + 2)[1:-1]
     wanted = budgets
-    if available_bytes is not None and least.found_bytes <= available_bytes < work.summary.keep_everything_peak_bytes:
+    if available_bytes is not None and least.found_bytes <= available_bytes < work.eager_bytes:
         wanted = tuple(sorted({*budgets, available_bytes}))
     work.solve(wanted)
     middle_bytes = budgets[len(budgets) // 2] if budgets else least.found_bytes
     offered = work.try_options(names, middle_bytes, link, host_budget)
     return Advice(
         graph=work.summary,
+        memory=counted,
+        eager_bytes=work.eager_bytes,
         device=device,
         available_bytes=available_bytes,
         least_proved_bytes=least.proved_bytes,
@@ -91,20 +99,26 @@ def advise_graph(  # noqa: PLR0913  # those of planner.advise
 class _Analysis:
     """The analysis of the costs of a graph at several budgets, within one time limit."""
 
-    def __init__(self, graph: Graph, clock: Clock, on_activity: Callable[[str], None], should_stop: Callable[[], bool]) -> None:
-        self.graph, self.clock, self.tell, self.should_stop = graph, clock, on_activity, should_stop
+    def __init__(
+        self,
+        graph: Graph,
+        memory: CountedMemory,
+        clock: Clock,
+        on_activity: Callable[[str], None],
+        should_stop: Callable[[], bool],
+    ) -> None:
+        self.graph, self.memory, self.clock, self.tell, self.should_stop = graph, memory, clock, on_activity, should_stop
         plain = with_options(graph, ())
-        self.summary = summarize(plain)
+        self.summary, self.eager_bytes = summarize(plain), eager_bytes(plain, memory)
         self.tell("looking for the least budget")
-        order = reordered(plain, clock.part(_ORDER * clock.limit)).graph
+        order = reordered(plain, clock.part(_ORDER * clock.limit))
         self.known, self.least = self._bracketed(order, clock.part(_LEAST * clock.limit))
 
-    def _bracketed(self, graph: Graph, clock: Clock) -> tuple[Frontier, LeastBudgetBracket]:
-        known = Frontier(graph, _TOLERANCE)
-        least = least_budget(graph, clock=clock, precision=_PRECISION, should_stop=self.should_stop)
-        known.learn_schedule(least.schedule)
-        known.infeasible_bytes = least.proved_bytes - 1
-        return known, least
+    def _bracketed(self, order: Reordering, clock: Clock) -> tuple[Frontier, LeastBudgetBracket]:
+        known = Frontier(order, _TOLERANCE, self.memory)
+        return known, known.learn_least(
+            least_budget(order.graph, clock=clock, precision=_PRECISION, should_stop=self.should_stop)
+        )
 
     def solve(self, budgets: Sequence[int]) -> None:
         """Solve for a short time at each budget; each result is used for all budgets."""
@@ -137,12 +151,13 @@ class _Analysis:
         alone = self.price(budget_bytes)
         if not offered:
             return OptionAdvice(name, 0, True, self.least.proved_bytes, self.least.found_bytes, alone)
-        order = reordered(graph, clock.part(_ORDER * clock.limit)).graph
+        order = reordered(graph, clock.part(_ORDER * clock.limit))
         known, least = self._bracketed(order, clock.part(_OPTION_LEAST * clock.limit))
         _solve(known, budget_bytes, clock.part(max(0.1, left(clock))), self.should_stop)
         price = _price(known, budget_bytes, self.summary.time_s)
         if price.overhead is None or (alone.overhead is not None and alone.overhead < price.overhead):
-            price = replace(price, overhead=alone.overhead)  # a schedule without an option is valid with it
+            # A schedule without an option is valid with it.
+            price = replace(price, overhead=alone.overhead, reserved_bytes=alone.reserved_bytes)
         exact = all(op.exact for op in offered) and not option_called(name).lossy
         return OptionAdvice(
             name=name,
@@ -158,30 +173,33 @@ def _solve(known: Frontier, budget_bytes: int, clock: Clock, should_stop: Callab
     """Solve for a budget, unless results at other budgets have settled it."""
     if known.point(budget_bytes, None).status in (Status.OPTIMAL, Status.INFEASIBLE):
         return
-    known.learn(result_of(known.graph, budget_bytes, clock, tolerance=_TOLERANCE, should_stop=should_stop))
+    asked = known.order, budget_bytes, known.memory, clock
+    known.learn(result_in(*asked, tolerance=_TOLERANCE, must_stop=should_stop))
 
 
 def _price(known: Frontier, budget_bytes: int, base_s: float) -> Price:
     point = known.point(budget_bytes, None)
     overhead, bound = (None if s is None else s / base_s - 1 if base_s else 0.0 for s in (point.time_s, point.bound_s))
-    return Price(budget_bytes, overhead, bound)
+    return Price(budget_bytes, overhead, bound, point.reserved_bytes)
 
 
 def _recommended(
     work: _Analysis, available_bytes: int | None, budgets: Sequence[int], offered: Sequence[OptionAdvice]
 ) -> Recommendation:
-    eager_bytes, least_bytes = work.summary.keep_everything_peak_bytes, work.least.found_bytes
+    whole_bytes, least_bytes = work.eager_bytes, work.least.found_bytes
     if available_bytes is None:
-        prices = [work.price(budget) for budget in (least_bytes, *budgets, eager_bytes)]
+        prices = [work.price(budget) for budget in (least_bytes, *budgets, max(least_bytes, whole_bytes))]
         cheap = next(price for price in prices if price.overhead is not None and price.overhead <= CHEAP)
         reason = f"the least of these that takes at most {100 * CHEAP:.0f}% longer ({cheap}); nothing is known of a device"
-        return Recommendation(cheap.budget_bytes, (), cheap.overhead, reason)
+        return Recommendation(cheap.budget_bytes, (), cheap.overhead, reason, cheap.reserved_bytes)
     available = f"{format_bytes(available_bytes)} are available"
-    if eager_bytes <= available_bytes:
-        return Recommendation(None, (), 0.0, f"no plan, for eager PyTorch fits: {available}")
+    if whole_bytes <= available_bytes:
+        reserved_bytes = eager_reserved_bytes(work.graph, work.memory) if on_cuda(work.graph) else None
+        return Recommendation(None, (), 0.0, f"no plan, for eager PyTorch fits: {available}", reserved_bytes)
     if least_bytes <= available_bytes:
         price = work.price(available_bytes)
-        return Recommendation(available_bytes, (), price.overhead, f"all that is available ({price}); eager PyTorch does not fit")
+        reason = f"all that is available ({price}); eager PyTorch does not fit"
+        return Recommendation(available_bytes, (), price.overhead, reason, price.reserved_bytes)
     fitting = [option for option in offered if option.least_found_bytes <= available_bytes]
     if fitting:
         best = min(fitting, key=lambda option: (not option.exact, option.price.overhead or 0.0))

@@ -13,20 +13,23 @@ from graphs.options import without_options
 from graphs.schedule import Schedule
 from planner.attributes import attributes
 from planner.budgets import budget_in_bytes
+from planner.memory import CountedMemory
 from planner.plans.summary import summarize
-from planner.reserved import reserved_bytes_of
+from planner.reserved import eager_bytes, memory_of, reserved_bytes_of
 from planner.runtime.machine import commit, machine
-from planner.studies.comparison_rows import OPTIMUM, ComparisonRow, Key, RunBy, missing, open_rows
+from planner.studies.comparison_rows import OPTIMUM, ComparisonRow, Key, RunBy, missing, open_rows, recorded_memory
 from planner.studies.jobs import run
 from planner.studies.settings import StudySettings
-from planner.studies.solves import result_of
+from planner.studies.solves import result_in
 from planner.visible import visible
 from solvers.clock import Clock, WallClock, left
+from solvers.order.reorder import in_program_order
 from solvers.registry import SOLVERS, get_solver
 from solvers.result import Status
 
 _DEFAULTS = StudySettings()
 _SHORTEST_S = 1.0  # seconds for a row after the total time has run out
+_NOT_IN_ROWS = frozenset({"params", "reordered"})  # of the settings: all rows are in program order
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,15 +63,17 @@ class SolveRow:
     Attributes:
         graph: the graph to solve.
         model: name of the model.
+        memory: what budgets count.
         base_peak_bytes: peak of the step without recomputation.
         tolerance, time_limit_s: settings of each solve.
         seed: seed of the graph's weights and batch.
         commit, machine: provenance of the rows; None for the machine that solves them.
-        recorded: settings of the graph's options, for the rows.
+        recorded: settings of the graph's options and of what budgets count, for the rows.
     """
 
     graph: Graph
     model: str
+    memory: CountedMemory
     base_peak_bytes: int
     tolerance: float
     time_limit_s: float
@@ -84,14 +89,14 @@ class SolveRow:
         try:
             # Methods that only recompute solve the program alone; its schedules are also schedules with options.
             graph = self.graph if SOLVERS[task.method].copies else without_options(self.graph)
-            clock, tolerance = WallClock(limit_s), self.tolerance
-            result = result_of(graph, task.budget_bytes, clock, task.method, tolerance=tolerance, should_stop=should_stop)
+            asked = in_program_order(graph), task.budget_bytes, self.memory, WallClock(limit_s), task.method
+            result = result_in(*asked, tolerance=self.tolerance, must_stop=should_stop)
         except PlannerError as error:
             return Solved(replace(row, message=_one_line(str(error))), None)
         row = replace(
             row,
             **attributes(result, "status", "time_s", "peak_bytes", "bound_s", "seconds"),
-            reserved_bytes=reserved_bytes_of(graph, result.schedule),
+            reserved_bytes=reserved_bytes_of(graph, result.schedule, self.memory),
             reason=result.reason or "",
             settings=self._settings(result.settings if result.schedule is not None else {}),
             message=_one_line(result.message),
@@ -117,7 +122,7 @@ class SolveRow:
         )
 
     def _settings(self, found: Mapping[str, object]) -> str:
-        settings = {**self.recorded, **{name: value for name, value in found.items() if name != "params"}}
+        settings = {**self.recorded, **{name: value for name, value in found.items() if name not in _NOT_IN_ROWS}}
         return json.dumps(settings) if settings else ""
 
     def _versions(self, solver: Mapping[str, str]) -> str:
@@ -126,21 +131,23 @@ class SolveRow:
         return ", ".join(f"{name} {number}" for name, number in versions.items())
 
 
-def judge_of(
-    graph: Graph,
-    model: str,
-    *,
-    tolerance: float,
-    time_limit_s: float,
-    seed: int = 0,
-    machine_name: str | None = None,
-    recorded: Mapping[str, object] | None = None,
-) -> SolveRow:
-    """Return the judge of `graph`; `recorded` has the settings of its options. Rows name `machine_name`, or the solving
-    machine.
+def judge_of(graph: Graph, settings: StudySettings, memory: CountedMemory, machine_name: str | None = None) -> SolveRow:
+    """Return the judge of `graph`, which has the options of `settings`.
+
+    Args:
+        memory: what budgets count.
+        machine_name: what rows name; None for the machine that solves them.
     """
-    peak_bytes = summarize(graph).keep_everything_peak_bytes
-    return SolveRow(graph, visible(model), peak_bytes, tolerance, time_limit_s, seed, commit(), machine_name, recorded or {})
+    return SolveRow(
+        graph=graph,
+        model=visible(settings.model),
+        memory=memory,
+        base_peak_bytes=summarize(graph).keep_everything_peak_bytes,
+        **attributes(settings, "tolerance", "time_limit_s", "seed"),
+        commit=commit(),
+        machine=machine_name,
+        recorded={**settings.options.recorded(graph), **recorded_memory(memory)},
+    )
 
 
 def methods_named(text: str, *, offload: bool = False) -> tuple[str, ...]:
@@ -188,16 +195,15 @@ def compare(
 
     Raises:
         BudgetError: a budget cannot be read, or there is none.
-        OutputError: the CSV is of another graph, other options, or another version.
-        UsageError: no such method, or options out of range.
+        OutputError: the CSV is of another graph, other options, other memory, or another version.
+        UsageError: no such method, options out of range, or reserved memory on the CPU.
     """
     graph = settings.options.apply(graph)
-    recorded = settings.options.recorded(graph)
     stop = should_stop or (lambda: False)
-    judge = judge_of(graph, settings.model, tolerance=settings.tolerance, time_limit_s=settings.time_limit_s, recorded=recorded)
+    judge = judge_of(graph, settings, memory_of(graph, settings.memory))
     tasks = tasks_for(judge, budgets, methods, RunBy.SIMULATOR)
     places = {task.key: place for place, task in enumerate(tasks)}
-    kept = open_rows(folder, graph, recorded, order=lambda row: places.get(row.key, -1))  # other rows come first
+    kept = open_rows(folder, graph, judge.recorded, order=lambda row: places.get(row.key, -1))  # other rows come first
     absent = set(missing(kept, places, graph.time_s))
     waiting = [task for task in tasks if task.key in absent]
     done = len(tasks) - len(waiting)
@@ -223,7 +229,8 @@ def tasks_for(judge: SolveRow, budgets: Sequence[str | int], methods: Sequence[s
         raise BudgetError("there is no budget to compare at: name at least one")
     for method in methods:
         get_solver(method)
-    sizes = {str(budget): budget_in_bytes(budget, judge.base_peak_bytes) for budget in budgets}
+    whole_bytes = eager_bytes(judge.graph, judge.memory)
+    sizes = {str(budget): budget_in_bytes(budget, whole_bytes) for budget in budgets}
     return [Task(run_by, method, budget, size) for budget, size in sizes.items() for method in dict.fromkeys(methods)]
 
 

@@ -17,6 +17,7 @@ from planner import tracing
 from planner.attributes import attributes
 from planner.capture.lowering.lower import Capture
 from planner.capture.options.traced import with_graph
+from planner.memory import CountedMemory
 from planner.models import Workload
 from planner.plans.summary import check_same_graph, summarize
 from planner.runtime.channels import HostChannels
@@ -94,18 +95,10 @@ def compare_measured(  # noqa: PLR0913  # what is compared, where it is kept, wh
         BudgetError, OutputError, PlannerError: as in ``planner.studies.compare``.
     """
     offered = with_graph(captured, settings.options.apply(captured.graph))
-    recorded = settings.options.recorded(offered.graph)
-    judge = judge_of(
-        offered.graph,
-        settings.model,
-        tolerance=settings.tolerance,
-        time_limit_s=settings.time_limit_s,
-        seed=settings.seed,
-        machine_name=device_name(next(workload.model.parameters()).device),
-        recorded=recorded,
-    )
+    name = device_name(next(workload.model.parameters()).device)
+    judge = judge_of(offered.graph, settings, CountedMemory.ALLOCATED, name)  # as the peaks that are measured
     tasks = tasks_for(judge, budgets, methods, RunBy.EXECUTOR)
-    kept = open_rows(folder, offered.graph, recorded)
+    kept = open_rows(folder, offered.graph, judge.recorded)
     keys = [*(task.key for task in tasks), *((RunBy.TORCH, method.name, "") for method in stock)]
     missing(kept, keys, offered.graph.time_s)
     comparison = _Comparison(workload, captured, offered, judge, kept, settings, channels, on_activity, should_stop)

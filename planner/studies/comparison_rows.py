@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 from graphs.errors import OutputError
 from graphs.ir import Graph
 from graphs.units import format_bytes, format_seconds
+from planner.memory import CountedMemory
 from planner.studies.rows import FIRST, KeptRows, column, key, text, value
 from solvers.registry import SOLVERS
 from solvers.result import relative_gap
@@ -18,6 +19,14 @@ OPTIMUM = "windows"  # the method whose bound holds for all
 PEAK_OF = "peak of "  # prefix of budgets that are the measured peak of another method
 
 Key: TypeAlias = tuple[str, str, str]
+
+
+_MEMORY = "memory"  # in the settings of rows whose budgets do not count allocated bytes
+
+
+def recorded_memory(memory: CountedMemory) -> dict[str, object]:
+    """Return what the settings of rows have of the memory that budgets count."""
+    return {} if memory is CountedMemory.ALLOCATED else {_MEMORY: str(memory)}
 
 
 class RunBy(StrEnum):
@@ -52,7 +61,7 @@ class ComparisonRow:
     measured_ratio: float | None = value("median of the multiples of plain PyTorch's time in the same turn")
     measured_peak_bytes: int | None = value("of tensors and workspaces (CUDA: allocated), static bytes included")
     reserved_bytes: int | None = value(
-        "what PyTorch's allocator reserves on CUDA: as measured, or by its model if nothing was run"
+        "what PyTorch's allocator reserves on CUDA: as measured, or by its model, as the budget counts it, if nothing was run"
     )
     measured_host_bytes: int | None = value("most on the host of what was copied there; unknown where nothing can be copied")
     exactness: str = text("of loss and gradients, as in planner.studies.measured")
@@ -70,6 +79,16 @@ class ComparisonRow:
     def key(self) -> Key:
         """The unique key of the row."""
         return self.run_by, self.method, self.budget
+
+    @property
+    def memory(self) -> CountedMemory:
+        """What the budget counts."""
+        return CountedMemory(json.loads(self.settings or "{}").get(_MEMORY, CountedMemory.ALLOCATED))
+
+    @property
+    def counted_bytes(self) -> int | None:
+        """What the schedule needs of the memory that the budget counts; None without one."""
+        return self.peak_bytes if self.memory is CountedMemory.ALLOCATED else self.reserved_bytes
 
     @property
     def measured_memory(self) -> str:
@@ -94,18 +113,18 @@ def open_rows(
     Args:
         folder: folder of the CSV.
         graph: the graph of the rows.
-        recorded: settings of its options, which are among the settings of every row.
+        recorded: settings of its options, and of what budgets count, which are among the settings of every row.
         order: sort key of rows; None: in the order of addition.
 
     Raises:
-        OutputError: the CSV is of another graph, other options, or another version.
+        OutputError: the CSV is of another graph, other options, other memory, or another version.
     """
     kept = KeptRows(folder / "rows.csv", ComparisonRow, order)
     if any(row.fingerprint != graph.fingerprint for row in kept):
         raise OutputError(f"{kept.path} holds rows of another graph: choose another folder, or delete it")
-    given = dict(recorded or {})
+    given = {_MEMORY: str(CountedMemory.ALLOCATED), **(recorded or {})}
     for row in kept:
-        settings = json.loads(row.settings or "{}")
+        settings = {_MEMORY: str(row.memory), **json.loads(row.settings or "{}")}
         if given != (others := {name: settings.get(name) for name in given}):
             raise OutputError(
                 f"{kept.path} holds rows made with {others}, not {given}: ask for the same, or choose another folder"

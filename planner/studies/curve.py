@@ -9,15 +9,16 @@ from graphs.ir import Graph
 from planner.attributes import attributes
 from planner.budgets import budget_in_bytes
 from planner.capture.options import with_options
+from planner.memory import CountedMemory
 from planner.plans.record import GraphSummary
 from planner.plans.summary import summarize
-from planner.reserved import reserved_bytes_of
+from planner.reserved import eager_bytes, memory_of
 from planner.solving import order_for
 from planner.studies.frontier import Frontier, Point, Turn, Turns, evenly
 from planner.studies.jobs import run
 from planner.studies.rows import column, key, read_rows, text, value
 from planner.studies.settings import StudySettings
-from planner.studies.solves import result_of
+from planner.studies.solves import result_in
 from solvers.clock import Clock, WallClock, left
 from solvers.least import LeastBudgetBracket, least_budget
 from solvers.order.reorder import Reordering
@@ -35,7 +36,8 @@ class CurveRow:
     """What is known at one budget, as a row of the CSV that ``planner curve -o`` writes."""
 
     budget_bytes: int = key("static memory included")
-    budget_share: float | None = value("of the peak without recomputation")
+    memory: str = column("what the budget counts, as in planner.memory")
+    budget_share: float | None = value("of what plain eager PyTorch takes of that memory")
     status: str = column("as in solvers.result")
     overhead: float | None = value("of the fastest schedule that fits, over the step without recomputation")
     bound_overhead: float | None = value("the same of bound_s")
@@ -43,7 +45,7 @@ class CurveRow:
     time_s: float | None = value("of the schedule, as peak_bytes")
     bound_s: float | None = value("no schedule within the budget is faster")
     peak_bytes: int | None = value()
-    reserved_bytes: int | None = value("what PyTorch's allocator reserves for it on CUDA, by its model")
+    reserved_bytes: int | None = value("what PyTorch's allocator reserves for it on CUDA, by its model, as the budget counts it")
     seconds: float | None = value("of the solves at this budget; unknown where those at others settle it")
     options: str = text("that the graph offers, with commas")
 
@@ -54,6 +56,8 @@ class Curve:
 
     Attributes:
         graph: the planned graph.
+        memory: what the budgets count.
+        eager_bytes: what plain eager PyTorch takes of that memory.
         points: results by budget, least first; times and bounds never increase.
         least: bracket of the least feasible budget; None if the budgets were given.
         complete: False if it was stopped before every budget had its turn.
@@ -63,6 +67,8 @@ class Curve:
     """
 
     graph: GraphSummary
+    memory: CountedMemory
+    eager_bytes: int
     points: tuple[Point, ...]
     least: LeastBudgetBracket | None
     complete: bool
@@ -79,11 +85,11 @@ class Curve:
     @property
     def rows(self) -> tuple[CurveRow, ...]:
         """A row for each point."""
-        peak_bytes = self.graph.keep_everything_peak_bytes
         return tuple(
             CurveRow(
                 budget_bytes=point.budget_bytes,
-                budget_share=point.budget_bytes / peak_bytes if peak_bytes else None,
+                memory=str(self.memory),
+                budget_share=point.budget_bytes / self.eager_bytes if self.eager_bytes else None,
                 status=str(point.status),
                 overhead=self.overhead(point.time_s),
                 bound_overhead=self.overhead(point.bound_s),
@@ -123,13 +129,15 @@ def read_curve(path: Path) -> tuple[CurveRow, ...]:
 class _Solve:
     """The job: the graph, solver and settings for every budget."""
 
-    graph: Graph
+    order: Reordering
+    memory: CountedMemory
     solver: str
     tolerance: float
 
     def __call__(self, turn: Turn, should_stop: Callable[[], bool]) -> Result:
         clock, tolerance = WallClock(turn.time_limit_s), self.tolerance
-        return result_of(self.graph, turn.budget_bytes, clock, self.solver, tolerance=tolerance, should_stop=should_stop)
+        asked = turn.budget_bytes, self.memory, clock, self.solver
+        return result_in(self.order, *asked, tolerance=tolerance, must_stop=should_stop)
 
 
 def curve(
@@ -149,8 +157,8 @@ def curve(
 
     Args:
         graph: the graph to plan.
-        budgets: how many, evenly spaced from the least feasible one to the peak without recomputation;
-            or the budgets themselves, in bytes or as text (``8GB``, ``60%`` of that peak).
+        budgets: how many, evenly spaced from the least feasible one to what plain eager PyTorch takes; or the budgets
+            themselves, in bytes or as text (``8GB``, ``60%`` of the latter).
         settings: settings of all solves. Every budget is solved for a short time first, and those with a gap again for longer,
             within the total time limit. With options, the budgets are solved without them too, and the better schedule counts.
         solver: a name in ``solvers.registry``.
@@ -175,10 +183,10 @@ def curve(
     least = None
     if isinstance(budgets, int):
         order = order_for(program, solver, reorder=reorder, clock=clock.part(_ORDER_SHARE * left(clock)))
-        least = _least_in(order, how, clock)
+        least = _least_in(Frontier(order, settings.tolerance, memory_of(graph, settings.memory)), how, clock)
     without = _curve(program, again, how, clock.part(left(clock)))
     if least is not None:
-        without = replace(without, least=replace(least, schedule=order.schedule_of_source(least.schedule)))
+        without = replace(without, least=least)
     points = tuple(_better(*pair, settings.tolerance) for pair in zip(found.points, without.points, strict=True))
     return replace(found, points=points, options=options.names, without=without)
 
@@ -201,39 +209,36 @@ class _How:
 
 def _curve(graph: Graph, budgets: int | Sequence[str | int], how: _How, clock: Clock) -> Curve:
     """Return the curve of a graph whose options are applied already; see ``curve``."""
-    summary = summarize(graph)
+    memory = memory_of(graph, how.settings.memory)
+    whole_bytes = eager_bytes(graph, memory)
     how.tell("looking for an order of the ops that needs less memory")
     order = order_for(graph, how.solver, reorder=how.reorder, clock=clock.part(_ORDER_SHARE * clock.limit))
-    known = Frontier(order.graph, how.settings.tolerance)
+    known = Frontier(order, how.settings.tolerance, memory)
     least = None
     if isinstance(budgets, int):
         if budgets < 1:
             raise BudgetError(f"{budgets} budgets were asked for: must be at least 1")
-        least = _least_in(order, how, clock)
-        known.learn_schedule(least.schedule)
-        known.infeasible_bytes = least.proved_bytes - 1
-        wanted = evenly(least.found_bytes, summary.keep_everything_peak_bytes, budgets)
+        least = _least_in(known, how, clock)
+        wanted = evenly(least.found_bytes, max(least.found_bytes, whole_bytes), budgets)
     else:
-        wanted = tuple(sorted({budget_in_bytes(budget, summary.keep_everything_peak_bytes) for budget in budgets}))
+        wanted = tuple(sorted({budget_in_bytes(budget, whole_bytes) for budget in budgets}))
         if not wanted:
             raise BudgetError("there is no budget to solve for: name at least one")
     plan = Turns(
         known, wanted, clock=clock, time_limit_s=how.settings.time_limit_s, jobs=how.settings.jobs, on_activity=how.on_activity
     )
-    job = _Solve(order.graph, how.solver, how.settings.tolerance)
+    job = _Solve(order, memory, how.solver, how.settings.tolerance)
     for result in run(job, plan.take, how.should_stop, jobs=how.settings.jobs, cluster=how.settings.cluster):
         plan.learn(result)
-    points = tuple(_of_source(plan.point(budget), order, graph) for budget in wanted)
-    if least is not None:
-        least = replace(least, schedule=order.schedule_of_source(least.schedule))
-    return Curve(summary, points, least, plan.finished, order.changed)
+    points = tuple(map(plan.point, wanted))
+    return Curve(summarize(graph), memory, whole_bytes, points, least, plan.finished, order.changed)
 
 
-def _least_in(order: Reordering, how: _How, clock: Clock) -> LeastBudgetBracket:
-    """Return the bracket of the least feasible budget of the reordered graph."""
+def _least_in(known: Frontier, how: _How, clock: Clock) -> LeastBudgetBracket:
+    """Return the bracket of the least feasible budget, and add it to what is known."""
     how.tell("looking for the least feasible budget")
     part = clock.part(min(_LEAST_S, _LEAST_SHARE * clock.limit, how.settings.time_limit_s))
-    return least_budget(order.graph, clock=part, should_stop=how.should_stop)
+    return known.learn_least(least_budget(known.order.graph, clock=part, should_stop=how.should_stop))
 
 
 def _better(point: Point, other: Point, tolerance: float) -> Point:
@@ -242,11 +247,3 @@ def _better(point: Point, other: Point, tolerance: float) -> Point:
         return point
     status = status_of(other.time_s, point.bound_s, tolerance)
     return replace(point, status=status, **attributes(other, "schedule", "peak_bytes", "time_s", "reserved_bytes"))
-
-
-def _of_source(point: Point, order: Reordering, graph: Graph) -> Point:
-    """Return `point`, found on the reordered graph, with its schedule mapped to the original `graph`."""
-    if point.schedule is None:
-        return point
-    schedule = order.schedule_of_source(point.schedule)
-    return replace(point, schedule=schedule, reserved_bytes=reserved_bytes_of(graph, schedule))

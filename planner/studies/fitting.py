@@ -46,9 +46,9 @@ class Enough:
     known: bool = False
 
     def __call__(self, progress: SolveProgress) -> None:
-        """Update the answer from the progress of the solve."""
+        """Update the answer from the progress of the current solve."""
         fast_enough = progress.best_s is not None and (self.any_time or progress.best_s <= self.cap_s)
-        self.known = self.known or fast_enough or self.refuted(progress.bound_s)
+        self.known = fast_enough or self.refuted(progress.bound_s)
 
     def refuted(self, bound_s: float | None) -> bool:
         """Return whether the bound excludes every schedule that is fast enough."""

@@ -5,13 +5,17 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from graphs.errors import PlannerError
-from graphs.ir import Graph
 from graphs.options import without_options
 from graphs.options.offload import without_offload
 from graphs.schedule import Schedule, keep_everything
 from graphs.simulate import simulate
 from graphs.units import format_bytes
+from planner.attributes import attributes
+from planner.memory import CountedMemory
+from planner.reserved import reserved_beside, reserved_bytes_of
 from solvers.clock import Clock, left
+from solvers.least import LeastBudgetBracket
+from solvers.order.reorder import Reordering
 from solvers.result import Result, Status, relative_gap, status_of
 
 _ANY_BUDGET = math.inf  # a bound at this budget holds everywhere
@@ -30,7 +34,7 @@ class Point:
         schedule: the fastest schedule known to fit, found at any budget.
         peak_bytes, time_s: peak and time of the schedule.
         bound_s: lower bound on the time within the budget, for the class of schedules that the solver searches.
-        reserved_bytes: what PyTorch's allocator reserves on CUDA for training by the schedule.
+        reserved_bytes: what PyTorch's allocator reserves on CUDA for training by the schedule, as the budget counts it.
         seconds: duration of the solve at this budget; None if results at other budgets sufficed, or none was started.
     """
 
@@ -72,23 +76,57 @@ def outside_in(count: int) -> Iterator[int]:
             gaps += [(middle, high), (low, middle)]
 
 
-class Frontier:
-    """All known results on a graph, whatever the budget they were found at."""
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """A schedule, its needs, and of them the bytes that the budget counts."""
 
-    def __init__(self, graph: Graph, tolerance: float) -> None:
-        self.graph = graph
+    time_s: float
+    counted_bytes: int
+    peak_bytes: int
+    reserved_bytes: int | None
+    schedule: Schedule
+
+
+class Frontier:
+    """All known results on a graph, whatever the budget they were found at.
+
+    Attributes:
+        order: the order of ops in which the graph is solved; schedules are those of its source.
+        memory: what budgets count.
+    """
+
+    def __init__(self, order: Reordering, tolerance: float, memory: CountedMemory = CountedMemory.ALLOCATED) -> None:
+        graph = order.source
+        self.order = order
         self.tolerance = tolerance
+        self.memory = memory
         self.infeasible_bytes = -1  # proved infeasible up to this budget
         # With alternative ops or devices, a step may take less time than its program.
         least_s = graph.time_s if without_offload(graph)[0].plain else 0.0
         self.bounds: list[tuple[float, float]] = [(_ANY_BUDGET, least_s)]
-        self.schedules: list[tuple[float, int, Schedule]] = []
-        self.learn_schedule(keep_everything(without_options(graph)))
+        self._schedules: list[_Known] = []
+        self.learn_schedule(order.schedule_of_source(keep_everything(without_options(order.graph))))
 
     def learn_schedule(self, schedule: Schedule) -> None:
         """Add a feasible schedule, whatever budget it was found for."""
-        simulation = simulate(self.graph, schedule)
-        self.schedules.append((simulation.time_s, simulation.peak_bytes, schedule))
+        found = simulate(self.order.source, schedule)
+        reserved_bytes = reserved_bytes_of(self.order.source, schedule, self.memory)
+        counted_bytes = found.peak_bytes if reserved_bytes is None or self._counts_allocated else reserved_bytes
+        self._schedules.append(_Known(found.time_s, counted_bytes, found.peak_bytes, reserved_bytes, schedule))
+
+    def learn_least(self, least: LeastBudgetBracket) -> LeastBudgetBracket:
+        """Add the bracket of the least budget of allocated bytes in this order; return that of what budgets count."""
+        self.learn_schedule(self.order.schedule_of_source(least.schedule))
+        proved_bytes = least.proved_bytes
+        if not self._counts_allocated:
+            proved_bytes = reserved_beside(self.order.source, self.memory).bound(proved_bytes)
+        self.infeasible_bytes = max(self.infeasible_bytes, proved_bytes - 1)
+        known = min(self._schedules, key=lambda known: (known.counted_bytes, known.time_s))
+        return LeastBudgetBracket(proved_bytes, known.counted_bytes, known.schedule)
+
+    @property
+    def _counts_allocated(self) -> bool:
+        return self.memory is CountedMemory.ALLOCATED
 
     def learn(self, result: Result) -> None:
         """Add the result of a solve."""
@@ -106,11 +144,17 @@ class Frontier:
         if budget_bytes <= self.infeasible_bytes:
             return Point(budget_bytes, Status.INFEASIBLE, None, None, None, None, seconds)
         bound_s = max(bound_s for at, bound_s in self.bounds if at >= budget_bytes)
-        fitting = [found for found in self.schedules if found[1] <= budget_bytes]
+        fitting = [known for known in self._schedules if known.counted_bytes <= budget_bytes]
         if not fitting:
             return Point(budget_bytes, Status.LIMIT, None, None, None, bound_s, seconds)
-        time_s, peak_bytes, schedule = min(fitting, key=lambda found: found[:2])
-        return Point(budget_bytes, status_of(time_s, bound_s, self.tolerance), schedule, peak_bytes, time_s, bound_s, seconds)
+        found = min(fitting, key=lambda known: (known.time_s, known.peak_bytes))
+        return Point(
+            budget_bytes,
+            status=status_of(found.time_s, bound_s, self.tolerance),
+            **attributes(found, "schedule", "peak_bytes", "time_s", "reserved_bytes"),
+            bound_s=bound_s,
+            seconds=seconds,
+        )
 
 
 @dataclass(frozen=True, slots=True)

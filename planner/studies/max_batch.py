@@ -9,20 +9,18 @@ from contextlib import suppress
 from graphs.errors import GraphError, InfeasibleError, LimitError
 from graphs.ir import Graph
 from graphs.units import format_bytes, format_ratio
-from planner.memory import CountedMemory
 from planner.profiling.scaling import GraphFit
-from planner.reserved import memory_of, reserved_beside, reserved_bytes_of
+from planner.reserved import memory_of, reserved_bytes_of
 from planner.solving import order_for
 from planner.studies.fitting import Decision, Enough, largest
 from planner.studies.sizes import OPTIMAL, LargestSize, Method, Wanted
-from planner.studies.solves import result_of
-from solvers.clock import Clock, WallClock
+from planner.studies.solves import result_in
+from solvers.clock import WallClock
 from solvers.order.reorder import Reordering
 from solvers.result import Result, Status
 
 # Tolerances: any schedule is accepted; the callback ends the solve earlier.
 _ANY_GAP, _CLOSE_GAP = 1e6, 1e-4
-_TRIES = 5  # solves for budgets of allocated bytes, where more is reserved
 _GUESS_S = 5.0  # seconds for each solve of a guess
 
 
@@ -136,70 +134,39 @@ class _SizeSearch:
         enough = Enough(
             graph.time_s * (1 + (self.wanted.max_overhead or 0.0)), self.wanted.max_overhead is None, self.should_stop
         )
-        order = self.order(method, graph)
-
-        def solve(budget_bytes: int, clock: Clock) -> Result:
-            enough.known = False
-            return result_of(
-                order.graph,
-                budget_bytes,
-                clock,
-                method.solver,
-                tolerance=_ANY_GAP if enough.any_time else _CLOSE_GAP,
-                on_progress=enough,
-                should_stop=enough.reached,
-            )
-
-        result, fits, tightened = self.within(method, graph, order, solve, limit_s)
-        if fits and result.time_s is not None and (enough.any_time or result.time_s <= enough.cap_s):
+        result = result_in(
+            self.order(method, graph),
+            self.wanted.budget_bytes,
+            memory_of(graph, self.wanted.memory),
+            WallClock(limit_s),
+            method.solver,
+            tolerance=_ANY_GAP if enough.any_time else _CLOSE_GAP,
+            on_progress=enough,
+            should_stop=enough.reached,
+            must_stop=self.should_stop,
+        )
+        if result.time_s is not None and (enough.any_time or result.time_s <= enough.cap_s):
             return Decision(True, result)
-        proved = not tightened and (result.status in (Status.INFEASIBLE, Status.OPTIMAL) or enough.refuted(result.bound_s))
+        proved = result.status in (Status.INFEASIBLE, Status.OPTIMAL) or enough.refuted(result.bound_s)
         return Decision(False if method.solver != OPTIMAL or proved else None, result)
 
     def best(self, method: Method, units: int) -> Result:
         """Return the fastest schedule at a size that is feasible."""
         self.tell(f"{self.doing(method, units)}, its fastest schedule")
         if not self.should_stop():
-            order, tolerance = self.order(method, self.graph(units)), self.wanted.tolerance
-
-            def solve(budget_bytes: int, clock: Clock) -> Result:
-                return result_of(order.graph, budget_bytes, clock, tolerance=tolerance, should_stop=self.should_stop)
-
-            result, fits, _ = self.within(method, self.graph(units), order, solve, self.wanted.time_limit_s)
-            if fits:
+            graph, wanted = self.graph(units), self.wanted
+            result = result_in(
+                self.order(method, graph),
+                wanted.budget_bytes,
+                memory_of(graph, wanted.memory),
+                WallClock(wanted.time_limit_s),
+                tolerance=wanted.tolerance,
+                should_stop=self.should_stop,
+                must_stop=self.should_stop,
+            )
+            if result.schedule is not None:
                 self.keep(units, result)
         return min(self.found[units], key=lambda result: result.time_s or 0.0)
-
-    def within(
-        self, method: Method, graph: Graph, order: Reordering, solve: Callable[[int, Clock], Result], limit_s: float
-    ) -> tuple[Result, bool, bool]:
-        """Return the result of `solve`, whether its schedule fits what the budget counts, and whether less was asked for.
-
-        On CUDA more is reserved than allocated: the optimal schedule is then sought for fewer allocated bytes, some times. What
-        is proved for fewer is not proved for the budget.
-        """
-        budget_bytes, memory = self.wanted.budget_bytes, memory_of(graph, self.wanted.memory)
-        if memory is CountedMemory.ALLOCATED:
-            return order.result_of_source(solve(budget_bytes, WallClock(limit_s))), True, False
-        beside, offered = reserved_beside(graph, memory), method.offered(graph)
-        try:
-            beside.check(budget_bytes)
-        except InfeasibleError as error:
-            refused = Status.INFEASIBLE, None, None, method.solver, 0.0
-            return Result(graph, budget_bytes, *refused, message=str(error)), False, False
-        asked_bytes = budget_bytes - beside.kept_bytes
-        found: tuple[Result, bool, bool] | None = None
-        for tries in range(_TRIES if method.solver == OPTIMAL else 1):
-            result = order.result_of_source(solve(asked_bytes, WallClock(limit_s / _TRIES)))
-            reserved_bytes = reserved_bytes_of(offered, result.schedule, memory)
-            if reserved_bytes is None or result.peak_bytes is None:
-                return found or (result, False, False)
-            found = result, reserved_bytes <= budget_bytes, tries > 0 or reserved_bytes > budget_bytes
-            if reserved_bytes <= budget_bytes or self.should_stop():
-                break
-            asked_bytes = min(asked_bytes, result.peak_bytes) - (reserved_bytes - budget_bytes)
-        assert found is not None
-        return found
 
     def order(self, method: Method, graph: Graph) -> Reordering:
         """Return `graph` as `method` solves it, reordered if that lowers the peak."""

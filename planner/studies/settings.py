@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass
 
+from planner.memory import CountedMemory
 from planner.option_settings import RECOMPUTATION, OptionSettings
 
 
@@ -16,6 +17,7 @@ class StudySettings:
         time_limit_s: seconds for each solve.
         total_time_limit_s: seconds for all of them.
         options: options of the graph.
+        memory: what budgets count; None: on CUDA what PyTorch's allocator reserves, on the CPU the bytes of tensors.
         jobs: processes that solve at the same time. With more than one, the main module is imported in each: a script needs
             ``if __name__ == "__main__":``.
         cluster: address of a Dask scheduler, whose workers solve instead.
@@ -27,6 +29,7 @@ class StudySettings:
     time_limit_s: float = 60.0
     total_time_limit_s: float = math.inf
     options: OptionSettings = RECOMPUTATION
+    memory: CountedMemory | None = None
     jobs: int = 1
     cluster: str | None = None
     repeats: int = 5

@@ -1,9 +1,14 @@
-"""One solve in the order of ops of a graph. Never imports torch."""
+"""One solve in an order of the ops that is known. Never imports torch."""
 
+from collections.abc import Callable
 from typing import Any
 
 from graphs.ir import Graph
+from planner.memory import CountedMemory
+from planner.reserved_budget import solve_counted
 from solvers.clock import Clock
+from solvers.order.reorder import Reordering, permuted
+from solvers.order.solve import Solved, solve_in
 from solvers.registry import get_solver
 from solvers.request import Request
 from solvers.result import Result
@@ -13,5 +18,30 @@ from solvers.tolerance import Tolerance
 def result_of(
     graph: Graph, budget_bytes: int, clock: Clock, solver: str = "windows", *, tolerance: float = 1e-3, **settings: Any
 ) -> Result:
-    """Return the result of `solver`; `settings` are further fields of its request."""
+    """Return the result of `solver` for a budget of allocated bytes; `settings` are further fields of its request."""
     return get_solver(solver)(Request(graph, budget_bytes, Tolerance.of(tolerance), clock, **settings))
+
+
+def result_in(  # what is solved, how, and who may end it
+    order: Reordering,
+    budget_bytes: int,
+    memory: CountedMemory,
+    clock: Clock,
+    solver: str = "windows",
+    *,
+    tolerance: float = 1e-3,
+    must_stop: Callable[[], bool] | None = None,
+    **settings: Any,
+) -> Result:
+    """Return the result of `solver` in `order`, for the graph in its own order and a budget that counts `memory`.
+
+    Args:
+        must_stop: polled; once it returns True, the solve ends with what there is.
+        settings: further fields of the request.
+    """
+
+    def run(request: Request) -> Solved:
+        return solve_in(permuted(request.graph, order.original), get_solver(solver), request)
+
+    request = Request(order.source, budget_bytes, Tolerance.of(tolerance), clock, **settings)
+    return solve_counted(run, request, memory, must_stop=must_stop).result

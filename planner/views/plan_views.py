@@ -8,7 +8,8 @@ from markupsafe import escape
 from graphs.errors import PlannerError
 from graphs.ir import Graph
 from graphs.units import format_bytes, format_ratio, format_seconds
-from planner.facts.baselines import Baseline, baselines
+from planner.attributes import attributes
+from planner.facts.baselines import baselines
 from planner.facts.timeline import Timeline
 from planner.plan_check import planned_graph
 from planner.plans.record import PlanRecord
@@ -22,38 +23,61 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class PlanComparison:
-    """A plan and its baselines, as the judge predicts them; prints as a table.
+class PlanComparisonRow:
+    """A plan or a baseline, as the judge and the model of PyTorch's allocator predict it.
 
     Attributes:
-        rows: name, peak in bytes, seconds, and recomputed ops of each, the plan first.
+        reserved_bytes: reserved on CUDA, as the budget of the plan counts it; None on the CPU.
+        counted_bytes: what its budget counts.
+        recomputed: executions beyond the first of each op.
+    """
+
+    name: str
+    peak_bytes: int
+    reserved_bytes: int | None
+    counted_bytes: int
+    time_s: float
+    recomputed: int
+
+
+@dataclass(frozen=True, slots=True)
+class PlanComparison:
+    """A plan and its baselines; prints as a table.
+
+    Attributes:
+        rows: the plan's first.
         budget_bytes: of the plan.
     """
 
-    rows: tuple[tuple[str, int, float, int], ...]
+    rows: tuple[PlanComparisonRow, ...]
     budget_bytes: int
 
     def __str__(self) -> str:
-        return table(("", "peak", "within budget", "step time", "overhead", "recomputed ops"), self._cells(), numbers=0)
+        return table(self._header(), self._cells(), numbers=0)
 
     def _repr_html_(self) -> str:
-        head = "".join(f"<th>{name}</th>" for name in ("", "peak", "within budget", "step time", "overhead", "recomputed ops"))
+        head = "".join(f"<th>{name}</th>" for name in self._header())
         body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in self._cells())
         return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
     def _cells(self) -> list[tuple[str, ...]]:
-        base_s = next(time_s for name, _, time_s, _ in self.rows if name == "keep everything")
+        base_s = next(row.time_s for row in self.rows if row.name == "keep everything")
         return [
             (
-                name,
-                format_bytes(peak_bytes),
-                "yes" if peak_bytes <= self.budget_bytes else "no",
-                format_seconds(time_s),
-                format_ratio(time_s / base_s - 1) if base_s else "0.00%",
-                f"{recomputed:,}",
+                row.name,
+                format_bytes(row.peak_bytes),
+                *(() if row.reserved_bytes is None else (format_bytes(row.reserved_bytes),)),
+                "yes" if row.counted_bytes <= self.budget_bytes else "no",
+                format_seconds(row.time_s),
+                format_ratio(row.time_s / base_s - 1) if base_s else "0.00%",
+                f"{row.recomputed:,}",
             )
-            for name, peak_bytes, time_s, recomputed in self.rows
+            for row in self.rows
         ]
+
+    def _header(self) -> tuple[str, ...]:
+        reserved = () if self.rows[0].reserved_bytes is None else ("reserved",)
+        return ("", "peak", *reserved, "within budget", "step time", "overhead", "recomputed ops")
 
 
 def plot(plan: PlanRecord, graph: Graph | None) -> "Figure":
@@ -65,8 +89,14 @@ def plot(plan: PlanRecord, graph: Graph | None) -> "Figure":
 def compare(plan: PlanRecord, graph: Graph | None) -> PlanComparison:
     """Return the table of ``Plan.compare``."""
     timeline = _timeline(plan, graph, "compare")
-    others = [_row(one) for one in baselines(timeline.graph, plan)]
-    return PlanComparison((("this plan", plan.peak_bytes, plan.time_s, plan.recomputed), *others), plan.budget_bytes)
+    own = PlanComparisonRow(
+        name="this plan",
+        counted_bytes=plan.predicted_bytes,
+        **attributes(plan, "peak_bytes", "reserved_bytes", "time_s", "recomputed"),
+    )
+    columns = ("name", "peak_bytes", "reserved_bytes", "counted_bytes", "time_s", "recomputed")
+    others = (PlanComparisonRow(**attributes(one, *columns)) for one in baselines(timeline.graph, plan))
+    return PlanComparison((own, *others), plan.budget_bytes)
 
 
 def html(plan: PlanRecord, graph: Graph | None) -> str:
@@ -87,7 +117,3 @@ def _timeline(plan: PlanRecord, graph: Graph | None, method: str) -> Timeline:
             "load it with Plan.load where the graph's file is beside it"
         )
     return Timeline(planned_graph(found, plan), plan)
-
-
-def _row(one: Baseline) -> tuple[str, int, float, int]:
-    return one.name, one.peak_bytes, one.time_s, one.recomputed

@@ -16,14 +16,14 @@ from solvers.arena.find import find_conflict
 from solvers.arena.needs import ArenaRules, Needs
 from solvers.clock import Clock, left
 from solvers.conflicts import Conflict, occurs
-from solvers.margins import Margins, between, most_above, with_margins
+from solvers.margins import Margins, MarginSearch, with_margins
 from solvers.request import Request
 from solvers.result import Reason, Result, SolveProgress, Status, status_of
 
 _SMALL_OPS = 60  # graphs in which conflicts are excluded until the end
 _CONFLICTS = 3  # that are excluded before margins are added, in larger graphs
-_SOLVES = 12  # with margins
-_BETTER = 3  # of them, after one has fitted: with smaller margins
+_SOLVES = 12  # with margins, until a schedule fits
+_BETTER = 3  # after that, with smaller margins
 _FIRST, _NEXT = 0.4, 0.3  # of what is left of the clock, for the first solve and each of the others
 # Shares of the limit, and most of the clock: for the smallest arena, for addresses within the capacity, and for a conflict.
 _CLOSE = 0.0005  # of the budget: margins that differ by no more are not told apart
@@ -45,7 +45,8 @@ def solve_in_arena(solve: Solve, request: Request, rules: ArenaRules) -> Result:
         request: the budget is that of the whole step.
         rules: which buffers are in the arena.
     """
-    return _Joint(solve, request, rules).run()
+    margins = MarginSearch(_CLOSE * request.budget_bytes, _SOLVES, _BETTER)
+    return _Joint(solve, request, rules, margins).run()
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +67,7 @@ class _Joint:
         best: the fastest schedule that fits, None if none is known.
         bound_s: no schedule that fits is faster; None if unknown.
         conflicts: what no schedule may do.
-        margins: of the next solve.
-        failed, fitted: margins with which the schedule did not fit, the largest, and with which it did, the smallest.
+        margins: those of the next solve, and what is known of others.
         needed_bytes: the least that a schedule was found to need; None if none was found.
         solves, grown: how often was solved, and margins were made larger.
         seen: schedules of the current solve, each better than the one before.
@@ -76,12 +76,10 @@ class _Joint:
     solve: Solve
     request: Request
     rules: ArenaRules
+    margins: MarginSearch
     best: _Placed | None = None
     bound_s: float | None = None
     conflicts: tuple[Conflict, ...] = ()
-    margins: Margins = field(default_factory=dict)
-    failed: Margins = field(default_factory=dict)
-    fitted: Margins | None = None
     needed_bytes: int | None = None
     solves: int = 0
     grown: int = 0
@@ -89,18 +87,15 @@ class _Joint:
 
     def run(self) -> Result:
         """Solve until a schedule fits, or the clock is at its limit."""
-        share, with_margins, after_fit = _FIRST, 0, 0
+        share = _FIRST
         while True:
             result = self._solved(share)
             share = _NEXT
-            if not self.margins:
+            if not self.margins.now:
                 if result.status in (Status.INFEASIBLE, Status.ERROR):
                     return self._ended(result)
                 self.bound_s = max(result.bound_s or 0.0, self.bound_s or 0.0)
-            with_margins += bool(self.margins)
-            after_fit += self.fitted is not None
-            goes_on = self._learn(result) and with_margins < _SOLVES and after_fit < _BETTER
-            if not goes_on or self._is_over(result):
+            if not self._learn(result) or self._is_over(result):
                 return self._ended(result)
 
     def _is_over(self, result: Result) -> bool:
@@ -116,12 +111,12 @@ class _Joint:
         self._tell("planning schedule and addresses", None)
 
         def tell(progress: SolveProgress) -> None:
-            self._tell(progress.activity, None if self.margins else progress.bound_s)
+            self._tell(progress.activity, None if self.margins.now else progress.bound_s)
 
         return self.solve(
             replace(
                 request,
-                graph=with_margins(request.graph, self.margins),
+                graph=with_margins(request.graph, self.margins.now),
                 clock=request.clock.part(share * left(request.clock)),
                 on_progress=tell,
                 on_schedule=lambda schedule, _: self.seen.append(schedule),
@@ -157,17 +152,14 @@ class _Joint:
         schedule = self._that_does_not_fit(result)
         if schedule is not None and self._excludes(schedule):
             return True
-        if schedule is None and self.margins and result.schedule is not None:
-            self.fitted = self.margins
-        elif schedule is None and not self.margins:
+        if schedule is None and not self.margins.now:
             return False
-        elif result.schedule is not None:
-            self.failed = self.margins
-        if self.fitted is None:
-            self.margins = between(self.failed, self.margins) if schedule is None else self._more(schedule)
-            return bool(self.margins)
-        self.margins = between(self.failed, self.fitted)
-        return most_above(self.fitted, self.margins) > _CLOSE * self.request.budget_bytes
+
+        def more(now: Margins) -> Margins:
+            assert schedule is not None  # which does not fit
+            return self._more(now, schedule)
+
+        return self.margins.learn(fits=None if result.schedule is None else schedule is None, more=more)
 
     def _that_does_not_fit(self, result: Result) -> Schedule | None:
         """Return the schedule of `result` if no addresses are found; the first that came up in the solve may have some then."""
@@ -192,10 +184,10 @@ class _Joint:
         if found is None:
             return False
         self.conflicts += (found,)
-        return not self.margins and (len(graph.ops) <= _SMALL_OPS or len(self.conflicts) <= _CONFLICTS)
+        return not self.margins.now and (len(graph.ops) <= _SMALL_OPS or len(self.conflicts) <= _CONFLICTS)
 
-    def _more(self, schedule: Schedule) -> Margins:
-        """Return larger margins, at the ops that run while a buffer is above the capacity.
+    def _more(self, now: Margins, schedule: Schedule) -> Margins:
+        """Return larger margins than those `now`, at the ops that run while a buffer is above the capacity.
 
         They are what the arena has too much, and twice as much each time.
         """
@@ -212,7 +204,7 @@ class _Joint:
         ]
         steps = {index for buffer in above for index in range(buffer.lower, buffer.upper)}
         ops = {step.op for index, step in enumerate(schedule.steps) if isinstance(step, Compute) and index in steps}
-        return {**self.margins, **{op: self.margins.get(op, 0) + more_bytes for op in ops}}
+        return {**now, **{op: now.get(op, 0) + more_bytes for op in ops}}
 
     def _status(self, result: Result) -> Status:
         tolerance = result.settings.get("tolerance")
@@ -227,7 +219,7 @@ class _Joint:
         if best is not None:
             settings |= dict(zip(ARENA_SIZES, (best.arena_bytes, best.outside_bytes), strict=True))
             status, message = self._status(result), self._defect(result)
-        elif result.status in (Status.INFEASIBLE, Status.ERROR) and not self.margins:
+        elif result.status in (Status.INFEASIBLE, Status.ERROR) and not self.margins.now:
             status, message = result.status, result.message
             if status is Status.INFEASIBLE and self.conflicts:
                 message = f"{message} Addresses in one arena were taken into account."
@@ -249,7 +241,7 @@ class _Joint:
         """Return what the last solve did wrong, given that there is a schedule: it failed, or proved that there is none."""
         if result.status is Status.ERROR:
             return result.message
-        return "a proof that there is no schedule" if result.status is Status.INFEASIBLE and not self.margins else ""
+        return "a proof that there is no schedule" if result.status is Status.INFEASIBLE and not self.margins.now else ""
 
     def _nothing_found(self, result: Result) -> str:
         """Return the message that no schedule was found that fits."""

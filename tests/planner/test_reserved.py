@@ -11,11 +11,12 @@ from graphs.allocators.caching import EXPANDABLE
 from graphs.allocators.training import usage_of
 from graphs.errors import FormatError, InfeasibleError, LimitError, MismatchError, UsageError
 from graphs.ir import Graph, Kind
-from graphs.schedule import keep_everything
+from graphs.schedule import Schedule, keep_everything
 from graphs.synthetic.random_graphs import random_training_step
 from graphs.synthetic.small import training_chain
 from graphs.synthetic.transformer import TransformerSize, transformer
-from planner import reserved_budget
+from graphs.units import format_bytes
+from planner import reserved_budget, solving
 from planner.facts.graph import graph_facts
 from planner.memory import CountedMemory
 from planner.plan_check import check_plan
@@ -118,7 +119,26 @@ def test_a_budget_that_no_plan_is_found_for_names_ways_out() -> None:
     graph = chain(size_bytes=1024)
     with pytest.raises(LimitError, match=r"the least that one reserves is 2\.10 MB.*memory='allocated'"):
         solve(graph, "1MB", work_limit=2.0)
+    with pytest.raises(LimitError, match="Raise the budget, or let it count only what tensors take"):
+        solve(graph, "1MB", work_limit=2.0, memory="reserved-expandable")
     assert solve(graph, "1MB", work_limit=2.0, memory="allocated").peak_bytes < 10**6
+
+
+def test_what_would_do_is_searched_for_once_and_as_the_budget_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    searched: list[Graph] = []
+
+    def least(graph: Graph, *arguments: object, **settings: object) -> Schedule:
+        searched.append(graph)
+        return keep_everything(graph)
+
+    monkeypatch.setattr(solving, "least_known", least)
+    with pytest.raises(LimitError):  # of its solves for less some are refuted
+        solve(chain(size_bytes=1024), "1MB", work_limit=2.0)
+    assert not searched
+    eager = format_bytes(eager_reserved_bytes(chain(), CountedMemory.RESERVED))
+    with pytest.raises(InfeasibleError, match=rf"A schedule is known for {eager}\."):
+        solve(chain(), 30 * MIB, work_limit=2.0)
+    assert len(searched) == 1
 
 
 def test_workspaces_of_libraries_count() -> None:

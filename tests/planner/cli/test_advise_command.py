@@ -8,6 +8,7 @@ import pytest
 from tests.support.command import call, refused
 
 MLP = "zoo:mlp,layers=4,batch=512,width=128"
+LARGE = "zoo:mlp,layers=4,batch=4096,width=512"
 QUICK = ("--time-limit", "5", "--quiet")
 
 
@@ -28,10 +29,13 @@ def test_advice_is_printed_as_tables(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_advice_is_printed_as_json(capsys: pytest.CaptureFixture[str]) -> None:
-    said = call(capsys, "advise", MLP, "--roofline", "h100", "--options", "offload", "--json", *QUICK)
+    said = call(capsys, "advise", LARGE, "--roofline", "h100", "--options", "offload", "--json", *QUICK)
     data = json.loads(said.out)
     assert data["holds"] == "advice" and data["device"] == "h100 (modelled)"
-    assert data["least"]["budget_bytes"] < data["between"][0]["budget_bytes"] < data["eager_peak_bytes"]
+    assert (data["memory"], data["eager_bytes"]) == ("reserved", data["eager_memory"]["reserved_bytes"])
+    assert data["least"]["budget_bytes"] < data["between"][0]["budget_bytes"] < data["eager_bytes"]
+    assert all(price["reserved_bytes"] <= price["budget_bytes"] for price in data["between"])
+    assert data["recommended"]["reserved_bytes"] == data["eager_bytes"]
     assert [option["name"] for option in data["options"]] == ["offload"]
     assert data["recommended"]["budget_bytes"] is None
 
@@ -52,3 +56,7 @@ def test_a_model_of_your_own_that_names_cuda_is_advised_on(tmp_path: Path, capsy
 def test_other_options_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     refused(call(capsys, "advise", MLP, "--roofline", "h100", "--options", "placement", *QUICK), 2, "placement", "leave it out")
     refused(call(capsys, "advise", MLP, "--roofline", "h100", "--options", "magic", *QUICK), 2, "no option 'magic'")
+
+
+def test_reserved_memory_of_the_cpu_is_refused_before_anything_is_traced(capsys: pytest.CaptureFixture[str]) -> None:
+    refused(call(capsys, "advise", MLP, "--roofline", "cpu", "--memory", "reserved", *QUICK), 2, "runs on the CPU")

@@ -1,12 +1,14 @@
 """``planner info``: what it shows of graphs and plans."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from graphs.io.formats import write_graph
 from graphs.ir import Graph, Op, Tensor
+from graphs.units import format_bytes
 from planner.plans.plan import read_plan
 from tests.support.command import call
 from tests.support.command_process import chain
@@ -55,3 +57,30 @@ def test_names_cannot_drive_the_terminal(tmp_path: Path, capsys: pytest.CaptureF
     said = call(capsys, "info", path)
     assert said.code == 0
     assert all(line.isprintable() for line in said.out.splitlines())
+
+
+def test_an_option_that_is_not_registered_is_shown_with_the_rest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plain = chain()
+    op = replace(plain.ops[0], id=len(plain.ops), name="other", target="magic.f", optional=True, replaces=(0,))
+    tensors = tuple(replace(t, producers=(*t.producers, op.id)) if 0 in t.producers else t for t in plain.tensors)
+    path = tmp_path / "model.json"
+    write_graph(replace(plain, ops=(*plain.ops, op), tensors=tensors, provenance={"options": ["magic"]}), path)
+    said = call(capsys, "info", path)
+    assert (said.code, said.err) == (0, "")
+    assert "1 optional ops of an option that is not registered here, 'magic', all exact" in said.out
+    assert "largest tensors" in said.out
+
+
+def test_on_cuda_the_least_budget_is_said_in_reserved_memory_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plain = chain()
+    tensors = tuple(replace(t, size_bytes=11 * 2**20) for t in plain.tensors)  # in segments of 12 MiB
+    graph = replace(plain, tensors=tensors, provenance={"device": "h200"})
+    path = tmp_path / "model.json"
+    write_graph(graph, path)
+    data = json.loads(call(capsys, "info", path, "--json").out)
+    assert data["least_budget_bytes"] <= data["least_reserved_bytes"] <= data["least_reserved_found_bytes"]
+    assert data["least_reserved_found_bytes"] % (12 * 2**20) == 0
+    text = call(capsys, "info", path).out
+    assert f"allocated, for which {format_bytes(data['least_reserved_found_bytes'])} are reserved" in text
+    write_graph(plain, path)
+    assert json.loads(call(capsys, "info", path, "--json").out)["least_reserved_bytes"] is None

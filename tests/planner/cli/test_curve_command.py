@@ -31,7 +31,7 @@ def test_the_command_prints_writes_and_draws(graph_file: Path, tmp_path: Path, c
     assert main(arguments) == 0
     out, err = capsys.readouterr()
     assert err == ""
-    assert out.splitlines()[0].split() == ["budget", "%", "of", "peak", "overhead", "bound", "gap", "seconds", "status"]
+    assert out.splitlines()[0].split() == ["budget", "%", "of", "eager", "overhead", "bound", "gap", "seconds", "status"]
     assert out.count("optimal") == 4
     assert "least feasible budget" in out
     assert figure.read_bytes().startswith(b"\x89PNG")

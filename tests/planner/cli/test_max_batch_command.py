@@ -16,9 +16,10 @@ def test_the_command_prints_a_row_for_each_method(capsys: pytest.CaptureFixture[
     assert main(arguments) == 0
     out, err = capsys.readouterr()
     assert err == ""
-    assert out.startswith("largest batch within 200.00 kB\nmethod")
+    assert out.startswith("largest batch within 200.00 kB of allocated bytes\nmethod")
     assert main([*arguments, "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
+    assert data["memory"] == "allocated"
     assert [row["method"] for row in data["methods"]] == [method for method, _ in METHODS]
     assert all(row["size"] == 15 and row["at_limit"] for row in data["methods"])
     assert "raise --limit" in out
@@ -46,7 +47,7 @@ def test_the_command_varies_another_size_with_options(capsys: pytest.CaptureFixt
     assert all(size % 8 == 0 for size in sizes) and sizes[-1] >= sizes[-2] >= sizes[0]
     assert main([*arguments, *given]) == 0
     out = capsys.readouterr().out.splitlines()
-    assert out[0] == "largest width within 150.00 kB"
+    assert out[0] == "largest width within 150.00 kB of allocated bytes"
     assert out[1].split() == ["method", "width", "overhead", "peak", "reserved", "step", "time"]
 
 
@@ -80,3 +81,8 @@ def test_it_is_refused_in_one_line(
     assert (out, err.count("\n")) == ("", 1)
     assert err.startswith("planner: error: ")
     assert word in err
+
+
+def test_reserved_memory_of_the_cpu_is_refused_before_anything_is_traced(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["max-batch", MLP, "--budget", "8GB", "--memory", "device", "--roofline", "cpu"]) == 2
+    assert capsys.readouterr().err.endswith("take memory='allocated'\n")

@@ -100,8 +100,8 @@ def written(text: str, folder: Path) -> Path:
 
 
 CURVE = (
-    CurveRow(budget_bytes=10, status="feasible", overhead=0.5, bound_overhead=0.4),
-    CurveRow(budget_bytes=16, status="optimal", overhead=0.0, bound_overhead=0.0),
+    CurveRow(budget_bytes=10, memory="allocated", status="feasible", overhead=0.5, bound_overhead=0.4),
+    CurveRow(budget_bytes=16, memory="allocated", status="optimal", overhead=0.0, bound_overhead=0.0),
 )
 
 

@@ -17,7 +17,7 @@ from graphs.synthetic.small import training_chain
 from planner.cli.main import main
 from planner.plans.plan import Plan, read_plan
 from planner.solving import solve
-from planner.views.plan_views import PlanComparison
+from planner.views.plan_views import PlanComparison, PlanComparisonRow
 from tests.support.html_page import parsed
 from tests.support.shown_streams import solved
 
@@ -94,13 +94,26 @@ def test_the_comparison_is_what_the_judge_says(plan: Plan, graph: Graph) -> None
     assert isinstance(table, PlanComparison)
     own, kept, checkpointed = table.rows
     whole = simulate(graph, keep_everything(graph))
-    assert own == ("this plan", plan.peak_bytes, plan.time_s, plan.recomputed)
-    assert kept == ("keep everything", whole.peak_bytes, whole.time_s, 0)
-    assert checkpointed[0] == "checkpoint blocks" and checkpointed[3] > 0
+    assert own == PlanComparisonRow("this plan", plan.peak_bytes, None, plan.peak_bytes, plan.time_s, plan.recomputed)
+    assert kept == PlanComparisonRow("keep everything", whole.peak_bytes, None, whole.peak_bytes, whole.time_s, 0)
+    assert checkpointed.name == "checkpoint blocks" and checkpointed.recomputed > 0
     lines = str(table).split("\n")
     assert lines[0].split() == ["peak", "within", "budget", "step", "time", "overhead", "recomputed", "ops"]
     assert lines[2].startswith("keep everything") and " no " in lines[2] and "0.00%" in lines[2]
     assert parsed(table._repr_html_()).rows[1][:3] == ["this plan", "5 B", "yes"]
+
+
+def test_what_is_within_a_budget_of_reserved_memory_is_what_reserves_no_more() -> None:
+    chain = training_chain(8)
+    tensors = tuple(replace(t, size_bytes=11 * 2**20) for t in chain.tensors)  # in segments of 12 MiB
+    graph = replace(chain, tensors=tensors, provenance={"device": "h200"})
+    plan = planner.solve(graph, 100 * 2**20, work_limit=2.0)  # as much as all tensors allocate
+    own, kept = plan.compare().rows[:2]
+    assert own.reserved_bytes == own.counted_bytes == plan.reserved_bytes
+    assert kept.peak_bytes <= plan.budget_bytes < kept.counted_bytes == 9 * 12 * 2**20
+    header, first, second = str(plan.compare()).split("\n")[:3]
+    assert header.split()[:3] == ["peak", "reserved", "within"]
+    assert " yes " in first and " no " in second
 
 
 def test_plans_with_options_show_themselves_too(tmp_path: Path) -> None:

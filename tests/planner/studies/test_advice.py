@@ -1,6 +1,7 @@
 """Advice on budgets: what it says of a graph, which budget it recommends, and that it ends in time."""
 
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,8 +12,12 @@ import planner
 from graphs.errors import PlannerError, UsageError
 from graphs.ir import Graph
 from graphs.synthetic.random_graphs import random_graph
+from graphs.synthetic.small import training_chain
 from graphs.synthetic.transformer import TransformerSize, transformer
+from graphs.units import format_bytes
+from planner.memory import CountedMemory
 from planner.plans.summary import summarize
+from planner.reserved import eager_bytes
 from planner.studies.advice import Advice
 from planner.studies.budget_analysis import BETWEEN, advise_graph, options_to_try
 
@@ -142,3 +147,23 @@ def test_advice_on_a_modelled_device_allocates_nothing() -> None:
 
 def test_what_is_tried_is_what_a_graph_was_traced_with(graph: Graph) -> None:
     assert options_to_try(graph) == ("offload",)
+
+
+@pytest.mark.parametrize("memory", [None, *CountedMemory])
+def test_on_cuda_advice_counts_and_says_what_is_reserved(memory: CountedMemory | None) -> None:
+    chain = training_chain(8)
+    tensors = tuple(replace(t, size_bytes=11 * 2**20) for t in chain.tensors)  # in segments of 12 MiB
+    graph = replace(chain, tensors=tensors, provenance={"device": "h200", "context_bytes": 5_000_000})
+    counted = memory or CountedMemory.RESERVED
+    found = advise_graph(graph, available_bytes=80 * 10**6, memory=memory, time_limit_s=4.0, options=())
+    assert (found.memory, found.eager_bytes) == (counted, eager_bytes(graph, counted))
+    assert found.least_proved_bytes <= found.least.budget_bytes < found.eager_bytes
+    assert found.available_bytes == 80 * 10**6 + (5_000_000 if counted.counts_context else 0)
+    assert (found.recommended.budget_bytes, found.recommended.options) == (found.available_bytes, ())
+    for price in (found.least, *found.between, found.recommended):
+        assert price.reserved_bytes is not None and price.budget_bytes is not None
+        assert counted is CountedMemory.ALLOCATED or price.reserved_bytes <= price.budget_bytes
+    text = str(found)
+    assert f"budgets count        {counted.said}, of which eager PyTorch takes" in text
+    takes = "PyTorch's allocator and CUDA's context take" if counted.counts_context else "PyTorch's allocator reserves"
+    assert f"{takes} {format_bytes(found.recommended.reserved_bytes or 0)} for it" in text

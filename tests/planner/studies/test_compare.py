@@ -13,8 +13,10 @@ from graphs.ir import Graph
 from graphs.synthetic.small import training_chain
 from graphs.synthetic.transformer import TransformerSize, transformer
 from planner.cli.main import main
+from planner.memory import CountedMemory
 from planner.option_settings import option_settings
 from planner.report.comparisons import cell_text, table_text, write_report
+from planner.reserved import eager_bytes
 from planner.studies.compare import Shares, Task, compare, cut_short, methods_named
 from planner.studies.comparison_rows import OPTIMUM, ComparisonRow, RunBy, bound_of
 from planner.studies.rows import columns_of, read_rows, write_rows
@@ -53,6 +55,38 @@ def test_no_method_is_below_the_bound_and_none_is_better_than_the_optimum(rows: 
             assert row.peak_bytes <= row.budget_bytes
             assert row.time_s >= bound_s * (1 - 1e-9)
             assert optimum.time_s <= row.time_s * (1 + row.tolerance)
+
+
+@pytest.mark.parametrize("memory", [None, *CountedMemory])
+def test_on_cuda_budgets_are_shares_of_what_they_count_and_met_in_it(memory: CountedMemory | None, tmp_path: Path) -> None:
+    chain = training_chain(8)
+    tensors = tuple(replace(t, size_bytes=11 * 2**20) for t in chain.tensors)  # in segments of 12 MiB
+    graph = replace(chain, tensors=tensors, provenance={"device": "h200", "context_bytes": 5_000_000})
+    counted, settings = memory or CountedMemory.RESERVED, StudySettings(memory=memory, time_limit_s=4.0)
+    found = compare(graph, ["100%", "70%"], METHODS, tmp_path, settings)
+    assert {row.budget_bytes for row in found} == {eager_bytes(graph, counted) * share // 100 for share in (100, 70)}
+    for row in found:
+        bound_s = bound_of(found, row.budget_bytes or 0)
+        assert row.memory is counted and bound_s is not None
+        if row.method == OPTIMUM or row.budget == "100%":
+            assert row.time_s is not None
+        if row.time_s is not None:
+            assert row.counted_bytes is not None and row.counted_bytes <= (row.budget_bytes or 0)
+            assert row.time_s >= bound_s * (1 - 1e-9)
+            assert row.reserved_bytes is not None and row.peak_bytes is not None and row.reserved_bytes >= row.peak_bytes
+    write_report(found, tmp_path)
+    assert f"Budgets count {counted.said}." in (tmp_path / "table.md").read_text()
+    other = CountedMemory.ALLOCATED if memory is None else CountedMemory.RESERVED_EXPANDABLE
+    if other is not counted:
+        with pytest.raises(OutputError, match="rows made with"):
+            compare(graph, ["100%"], METHODS, tmp_path, replace(settings, memory=other))
+
+
+def test_a_budget_below_what_any_schedule_reserves_is_out_of_memory(tmp_path: Path) -> None:
+    small = replace(training_chain(8), provenance={"device": "h200"})  # in one segment of 2 MiB, which no schedule goes without
+    row, kept = compare(small, ["1MB"], ["windows", "keep-everything"], tmp_path, StudySettings(time_limit_s=2.0))
+    assert (row.status, row.reason, kept.reason) == ("limit", Reason.MEMORY, Reason.MEMORY)
+    assert "the least that one reserves is 2.10 MB" in row.message
 
 
 def test_all_methods_can_be_compared(tmp_path: Path) -> None:

@@ -228,7 +228,12 @@ def test_with_copies_to_the_host(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.parametrize(
-    ("words", "said"), [(("model.json",), "is a graph"), (("zoo:mlp", "--roofline", "h200"), "nothing is run")]
+    ("words", "said"),
+    [
+        (("model.json",), "is a graph"),
+        (("zoo:mlp", "--roofline", "h200"), "nothing is run"),
+        (("zoo:mlp", "--memory", "reserved"), "which are allocated bytes"),
+    ],
 )
 def test_only_models_that_run_are_measured(
     words: tuple[str, ...], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

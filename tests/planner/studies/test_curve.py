@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphs.allocators.training import usage_of
-from graphs.errors import BudgetError, PlannerError
+from graphs.errors import BudgetError, PlannerError, UsageError
 from graphs.ir import Graph
 from graphs.options.surroundings import OtherDevice
 from graphs.schedule import keep_everything
@@ -20,14 +19,16 @@ from graphs.simulate import simulate
 from graphs.synthetic.random_graphs import random_graph, random_training_step
 from graphs.synthetic.small import training_chain
 from planner import options
+from planner.memory import CountedMemory
 from planner.option_settings import option_settings
 from planner.profiling.other_devices import DEVICES_KEY, encode_devices
 from planner.report.curves import curve_data, curve_text
-from planner.reserved import requests_of
+from planner.reserved import counted_bytes, eager_bytes, reserved_bytes_of
 from planner.studies.curve import Curve, curve
 from planner.studies.frontier import Frontier, Turn, Turns, evenly, outside_in
 from planner.studies.settings import StudySettings
 from solvers.clock import WorkClock
+from solvers.order.reorder import in_program_order
 from solvers.registry import SOLVERS, Entry
 from solvers.request import Request
 from solvers.result import Result, Status
@@ -64,13 +65,44 @@ def test_a_curve_of_known_optima_runs_from_the_least_budget_to_the_peak() -> Non
     assert found.overhead(found.points[3].time_s) == pytest.approx(1 / 12)
 
 
-def test_on_cuda_each_row_has_what_is_reserved() -> None:
-    graph = replace(chain_of_six(), provenance={"device": "h200"})
-    found = curve(graph, ["100%", "80%"])
-    reserved = [usage_of(requests_of(graph, point.schedule)).reserved_bytes for point in found.points if point.schedule]
-    assert [row.reserved_bytes for row in found.rows] == reserved
-    assert "reserved" in curve_text(found).splitlines()[0]
-    assert "reserved" not in curve_text(curve(chain_of_six(), ["100%"]))
+def on_a_gpu() -> Graph:
+    """The chain of six with tensors of 11 MiB, which are in segments of 12 MiB, beside a context of 5 MB."""
+    chain = chain_of_six()
+    tensors = tuple(replace(t, size_bytes=11 * 2**20) for t in chain.tensors)
+    return replace(chain, tensors=tensors, provenance={"device": "h200", "context_bytes": 5_000_000})
+
+
+@pytest.mark.parametrize("memory", list(CountedMemory))
+def test_on_cuda_budgets_are_shares_of_what_they_count_and_met_in_it(memory: CountedMemory) -> None:
+    graph = on_a_gpu()
+    found = curve(graph, ["100%", "80%"], StudySettings(memory=memory, time_limit_s=5.0))
+    assert [row.budget_bytes for row in found.rows] == [eager_bytes(graph, memory) * share // 100 for share in (80, 100)]
+    assert [row.budget_share for row in found.rows] == pytest.approx([0.8, 1.0])
+    for point in found.points:
+        assert point.schedule is not None and point.bound_s is not None and point.time_s is not None
+        assert counted_bytes(graph, point.schedule, memory) <= point.budget_bytes
+        assert point.bound_s <= point.time_s
+        assert point.reserved_bytes == reserved_bytes_of(graph, point.schedule, memory)
+    assert {row.memory for row in found.rows} == {str(memory)}
+    text = curve_text(found)
+    assert memory.taken in text.splitlines()[0].split() and f"budgets count {memory.said}, of which eager PyTorch takes" in text
+
+
+def test_what_budgets_count_is_the_default_of_the_device() -> None:
+    here, there = curve(chain_of_six(), ["100%"]), curve(on_a_gpu(), ["100%"])
+    assert (here.memory, there.memory) == (CountedMemory.ALLOCATED, CountedMemory.RESERVED)
+    assert "reserved" not in curve_text(here) and "budgets count" not in curve_text(here)
+    with pytest.raises(UsageError, match="runs on the CPU"):
+        curve(chain_of_six(), ["100%"], StudySettings(memory=CountedMemory.RESERVED))
+
+
+def test_the_grid_reaches_from_the_least_to_eager_pytorch_in_reserved_memory() -> None:
+    graph = on_a_gpu()
+    found = curve(graph, 3, StudySettings(time_limit_s=2.0))
+    assert found.least is not None and found.least.proved_bytes <= found.least.found_bytes == found.points[0].budget_bytes
+    assert counted_bytes(graph, found.least.schedule, CountedMemory.RESERVED) == found.least.found_bytes
+    assert found.points[-1].budget_bytes == eager_bytes(graph, CountedMemory.RESERVED) == 7 * 12 * 2**20
+    assert all(point.schedule is not None for point in found.points)
 
 
 def test_processes_find_what_one_process_finds() -> None:
@@ -206,7 +238,7 @@ def test_budgets_are_spread_evenly_and_solved_from_the_ends() -> None:
 def turns(budgets: tuple[int, ...], limit: float) -> tuple[Turns, WorkClock]:
     clock = WorkClock(limit)
     graph = training_chain(6)
-    return Turns(Frontier(graph, 0.0), budgets, clock=clock, time_limit_s=60.0), clock
+    return Turns(Frontier(in_program_order(graph), 0.0), budgets, clock=clock, time_limit_s=60.0), clock
 
 
 def unsolved(budget_bytes: int, bound_s: float, seconds: float) -> Result:

@@ -2,29 +2,16 @@
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
 
 from planner.eager.memory import Memory
-from planner.eager.operators import Operator
+from planner.eager.sizes import KnownOp
 from planner.eager.step_log import LoggedOp, StepLog
 from planner.eager.step_plans import StepPlans
-from planner.eager.storages import Reference, TrackedStorage
+from planner.eager.storages import RecordedOp, TrackedStorage
 from planner.torch_private.core import current_autograd_node
 
 # A step within this share of the budget evicted nothing, and the next one will not: it costs no log.
 _FAR = 0.9
-
-
-class Call(Protocol):
-    """An op that has run, as the runtime knows it: see the recorder."""
-
-    function: Callable[..., Any]
-    operator: Operator
-    inputs: list[Reference]
-    made: list[TrackedStorage]
-    written: Sequence[TrackedStorage]
-    seconds: float
-    recordable: bool
 
 
 class StepFollower:
@@ -94,31 +81,25 @@ class StepFollower:
                 return True
         return False
 
-    def after_op(self, call: "Call", module: str, signature: int, workspace_bytes: int = 0) -> None:
-        """Log an op that has run, in a step that is logged.
-
-        Args:
-            call: the op.
-            module: name of the module that is running.
-            signature: number of its signature; 0 if its sizes depend on more than that.
-            workspace_bytes: what it takes while it runs.
-        """
+    def after_op(self, op: RecordedOp, written: Sequence[TrackedStorage], known: KnownOp) -> None:
+        """Log an op that has run and written storages, in a step that is logged."""
         node = current_autograd_node()
-        op = LoggedOp(
-            call.function,
-            self._numbers([ref.storage for ref in call.inputs if ref.storage is not None]),
-            self._numbers(call.made),
-            self._numbers(call.written),
-            call.seconds,
-            call.recordable,
-            call.operator.random,
+        made = op.made()
+        logged = LoggedOp(
+            op.operator.function,
+            self._numbers([ref.storage for ref in op.inputs if ref.storage is not None]),
+            self._numbers(made),
+            self._numbers(written),
+            op.seconds,
+            op.recordable,
+            op.operator.random,
             node is not None,
             -1 if node is None else node._sequence_nr(),
-            workspace_bytes,
-            module,
+            known.workspace_bytes,
+            op.module,
         )
-        shapes = signature or tuple([storage.size_bytes for storage in call.made])
-        self.plans.add_op(op, id(call.function), shapes)
+        shapes = known.number or tuple([storage.size_bytes for storage in made])
+        self.plans.add_op(logged, id(op.operator), shapes)
 
     def unpacked(self, storage: TrackedStorage) -> None:
         """Log that autograd unpacks a storage, in a step that is logged."""

@@ -420,7 +420,7 @@ class FullDevice(Costs):
             assert evict_after(torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {size_bytes} bytes"))
 
     def check_memory(self, function: object) -> None:
-        if len(self.numbers) == self.unserved_at:
+        if self.ops == self.unserved_at:
             raise BudgetError(f"{function} had no memory for a workspace")
 
 

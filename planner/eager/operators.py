@@ -42,6 +42,7 @@ class Operator:
         writes: it writes some of its arguments, or running statistics.
         mutated: the arguments that it writes, by position and name, without running statistics.
         returns_nothing_new: all that it returns is what it has written.
+        allocates_first: if the allocator fails it has written nothing yet.
         rebinds: it gives its argument other memory.
         random: it draws from a generator.
         repeatable: it can be executed again, with the same outputs for the same inputs and the same random state.
@@ -59,6 +60,7 @@ class Operator:
     writes: bool
     mutated: tuple[tuple[int, str], ...]
     returns_nothing_new: bool
+    allocates_first: bool
     rebinds: bool
     random: bool
     repeatable: bool
@@ -97,6 +99,8 @@ class Operator:
             writes=bool(mutated) or statistics is not None,
             mutated=() if statistics is not None else mutated,
             returns_nothing_new=bool(mutated) and all(value.alias_info is not None for value in schema.returns),
+            # Batch norm makes its outputs before it writes statistics, and pointwise ops are one kernel.
+            allocates_first=not mutated or statistics is not None or torch.Tag.pointwise in tags,
             rebinds=rebinds,
             random=torch.Tag.nondeterministic_seeded in tags,
             repeatable=op.namespace in KNOWN_NAMESPACES or torch.Tag.pt2_compliant_tag in tags,

@@ -17,6 +17,7 @@ from planner.eager.recompute import Recomputation, resident_tensor
 from planner.eager.sizes import KnownOp, OutputSizes, data_dependent_bytes, tensors_in
 from planner.eager.storages import RecordedOp, Reference, TrackedStorage, make_alias, new_reference
 from planner.passes.draws import LOCK
+from planner.runtime.allocator_failure import allocator_failure
 from planner.runtime.random_state import RandomState
 from planner.torch_private.core import TorchDispatchMode, storage_address
 
@@ -24,6 +25,11 @@ from planner.torch_private.core import TorchDispatchMode, storage_address
 _Tensor, _Parameter = torch.Tensor, torch.nn.Parameter
 # The number of recorded ops after which it is worth while to forget them, if no tensor is saved.
 _FEW_OPS = 64
+# Added to the allocator's error.
+_NOT_AGAIN = (
+    "planner.rematerialize does not try {} again: it may have begun to write to a tensor that cannot be recomputed, as a "
+    "parameter or a buffer. Lower the budget, so that tensors are evicted before the allocator fails"
+)
 # A storage that is written in place more often is kept, as the cost to recompute it grows with each write.
 _LONGEST_CHAIN = 1000
 
@@ -120,9 +126,9 @@ class Recorder(TorchDispatchMode):
             with LOCK:
                 generator = generator_of(args, kwargs)
                 op.draws = generator, RandomState.of(generator)
-                outputs = self._execute(op, known, args, kwargs)
+                outputs = self._execute(op, known, written, args, kwargs)
         else:
-            outputs = self._execute(op, known, args, kwargs)
+            outputs = self._execute(op, known, written, args, kwargs)
         if memory.freed:
             memory.settle()
         made_bytes = self._record(op, known, written, outputs)
@@ -148,7 +154,7 @@ class Recorder(TorchDispatchMode):
         if self.saved:
             self._before_writes(op, written)
         start = memory.now()
-        outputs = op.operator.call(*op.args, **op.kwargs)
+        outputs = self._call(op, written, op.args, op.kwargs)
         memory.read_s = memory.clock_s = memory.clock_s + memory.now() - start
         for storage in written:
             storage.version += 1
@@ -177,17 +183,16 @@ class Recorder(TorchDispatchMode):
         found = {storage_address(tensor): tensor for tensor in tensors if tensor.layout is torch.strided}
         return [self.memory.find(address) or self.memory.add(tensor) for address, tensor in found.items()]
 
-    def _execute(self, op: RecordedOp, known: KnownOp, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def _execute(
+        self, op: RecordedOp, known: KnownOp, written: Sequence[TrackedStorage], args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> Any:
         """Execute an op and time it."""
         memory, costs = self.memory, self.device_costs
         if costs is not None and known.needs_block:
             costs.find_block(known.out_bytes + known.workspace_bytes, memory.evict_after)
         is_measured = costs is not None and costs.start(known)
         start = memory.now()
-        try:
-            outputs = op.operator.call(*args, **kwargs)
-        except Exception as error:  # noqa: BLE001  it is raised again unless it is the allocator's
-            outputs = self._retry(op, args, kwargs, error)
+        outputs = self._call(op, written, args, kwargs)
         seconds = memory.now() - start
         if costs is not None:
             costs.check_memory(op.function)
@@ -264,21 +269,29 @@ class Recorder(TorchDispatchMode):
                     key.append(value)
         return found
 
-    def _retry(self, op: RecordedOp, args: Sequence[Any], kwargs: dict[str, Any], error: Exception) -> Any:
-        """Evict, and execute an op again that the allocator had no memory for, until it succeeds or nothing is left to evict."""
-        # Batch norm allocates what it makes before it writes statistics; what else writes may have begun to.
-        repeatable = not op.operator.writes or op.operator.statistics is not None
-        while repeatable and self.memory.evict_after(error):
+    def _call(self, op: RecordedOp, written: Sequence[TrackedStorage], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Execute an op until the allocator has memory for it or nothing is left to evict.
+
+        An op that may have begun to write before the allocator failed gets back what it has written: by recomputation.
+        """
+        while True:
+            try:
+                return op.operator.call(*args, **kwargs)
+            except Exception as error:
+                restored = () if op.operator.allocates_first else written
+                if not (op.operator.allocates_first or (restored and all(s.recomputable(s.version) for s in restored))):
+                    if allocator_failure(error) is not None:
+                        error.add_note(_NOT_AGAIN.format(op.function))
+                    raise
+                if not self.memory.evict_after(error):
+                    raise
+            for storage in restored:
+                self.recomputation.restore(storage)
             if op.draws is not None:
                 generator, state = op.draws
                 state.restore(generator)
             if self.device_costs is not None:
                 self.device_costs.forget_failures()
-            try:
-                return op.operator.call(*args, **kwargs)
-            except Exception as again:  # noqa: BLE001  it is raised below unless it is the allocator's
-                error = again
-        raise error
 
     # What an op has made and written.
 

@@ -1,7 +1,7 @@
 """What connects the runtime with the steps that repeat: its ops become a log, and the plan's actions become its evictions."""
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from planner.eager.memory import Memory
 from planner.eager.sizes import KnownOp
@@ -15,28 +15,25 @@ _FAR = 0.9
 
 
 class StepFollower:
-    """Logs each step, and evicts and recomputes as the plan of a step that repeats says.
+    """Logs each step, and evicts as the plan of a step that repeats says.
 
     A step begins when autograd saves a tensor and ends when it has none: what can be evicted is made in between.
 
     Args:
         plans: the steps so far.
         memory: where storages are evicted.
-        recompute: makes an evicted storage resident.
 
     Attributes:
         number: of the current step.
         log: of the current step; None if there is none, or it is not logged.
     """
 
-    def __init__(self, plans: StepPlans, memory: Memory, recompute: Callable[[TrackedStorage], object]) -> None:
+    def __init__(self, plans: StepPlans, memory: Memory) -> None:
         self.plans = plans
         self.memory = memory
-        self._recompute = recompute
         self.number = 0
         self.log: StepLog | None = None
         self._storages: list[weakref.ref[TrackedStorage]] = []  # by their number in the step
-        self._late: list[TrackedStorage] = []  # to be evicted as soon as nobody else holds them
         self._evictions = 0
 
     # What happens in the runtime.
@@ -52,22 +49,8 @@ class StepFollower:
         self._storages = []
         self._evictions = memory.evictions
 
-    def before_op(self) -> None:
-        """Do what the plan does before the next op of a step that is logged."""
-        if self._late:
-            self._late = [storage for storage in self._late if storage.owned() and not self.memory.evict(storage)]
-        for action in self.plans.due():
-            storage = self._storage(action.storage)
-            if storage is None:
-                continue
-            if action.evict:
-                if storage.owned() and not self.memory.evict(storage):
-                    self._late.append(storage)
-            elif not storage.address and storage.recomputable(storage.version):
-                self._recompute(storage)
-
     def evict_one(self) -> bool:
-        """Evict a storage that the plan of a step of other sizes has evicted by now, and return True; False if there is none."""
+        """Evict a storage that the plan has evicted by now, and return True; False if there is none."""
         if self.log is None:
             return False
         offered = self.plans.offered()
@@ -77,7 +60,7 @@ class StepFollower:
                 del offered[number]
             elif self.memory.evict(storage):
                 del offered[number]
-                self.plans.borrows = True
+                self.plans.borrows = not self.plans.is_following
                 return True
         return False
 
@@ -117,7 +100,6 @@ class StepFollower:
             self.log.evictions = self.memory.evictions - self._evictions
             self.plans.end()
         self.log = None
-        self._late = []
 
     def close(self) -> None:
         """End the step, and the solves."""

@@ -117,11 +117,6 @@ class Recomputation:
         assert rebuild.built is not None
         return rebuild.built
 
-    def recompute_saved(self, storage: TrackedStorage) -> None:
-        """Make an evicted storage that a saved tensor needs resident, ahead of its use."""
-        with self.own_ops():
-            self.recompute(storage)
-
     def _begin(self, storage: TrackedStorage, version: int) -> "_Rebuild":
         """Return the rebuilding of a storage, for which what its ops read counts as read now, before what is missing runs."""
         rebuild = _Rebuild(storage, version)

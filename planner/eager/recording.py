@@ -105,8 +105,6 @@ class Recorder(TorchDispatchMode):
         if not self.saved:
             self._begin_step()
             follower.end()
-        elif follower.log is not None:
-            follower.before_op()
         op.module = self.module.name
         written: Sequence[TrackedStorage] = ()
         if operator.writes:
@@ -494,7 +492,6 @@ class SavedTensor:
         storage, recorder = self._storage, self._recorder
         with recorder.lock:
             if recorder.follower.log is not None:
-                recorder.follower.before_op()
                 recorder.follower.unpacked(storage)
             recorder.memory.touch(storage, recorder.memory.read_s)
             alias = storage.aliases.get(self._number)

@@ -27,5 +27,5 @@ tensor that is let go of, and most saved tensors are computed from such: too lit
 
 ``recording`` sees the ops, ``sizes`` knows what they will allocate, ``memory`` makes room and asks the ledger of
 ``solvers.online`` for the victim, ``recompute`` executes chains again, ``session`` is what users hold. ``following`` logs each
-step; ``step_log`` makes it a graph, ``step_plans`` has it solved when it repeats, and says what its plan does before each op.
+step; ``step_log`` makes it a graph, ``step_plans`` has it solved when it repeats, and offers what its plan has evicted.
 """

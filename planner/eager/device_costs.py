@@ -9,12 +9,13 @@ import torch
 from graphs.errors import BudgetError
 from graphs.units import format_bytes
 from planner.capture.lowering.statics import allocated_bytes
+from planner.eager.sizes import KnownOp
 from planner.profiling.allocator import cuda_bytes
 from planner.runtime.libraries import warm_up_libraries
 from planner.torch_private.cuda import on_out_of_memory
 
 _unserved: dict[int, int] = {}  # by device: bytes for which its allocator last had no memory, until somebody asks
-_EXECUTIONS = 2  # measured of each signature: the first loads kernels and lets libraries choose
+_MEASUREMENTS = 2  # measured of each signature: the first loads kernels and lets libraries choose
 
 
 @cache
@@ -31,7 +32,6 @@ class DeviceCosts:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._executions: dict[int, int] = {}
         self._taken = 0
         self._start = 0.0
         _note_unserved()
@@ -73,16 +73,15 @@ class DeviceCosts:
                     "algorithm, whose bits can differ: raise the budget, or let it count tensors only, with memory='allocated'"
                 )
 
-    def start(self, number: int) -> bool:
-        """Begin an op, and to measure it unless its signature, which has this number, has been measured; return whether it is.
+    def start(self, known: KnownOp) -> bool:
+        """Begin an op, and to measure it unless that has been done for its signature; return whether it is measured.
 
-        Ops without a number, which is 0 then, are measured each time.
+        Ops whose sizes depend on more than a signature are measured each time.
         """
         self.forget_failures()
-        executions = self._executions.get(number, 0)
-        if number and executions == _EXECUTIONS:
+        if known.number and known.measurements == _MEASUREMENTS:
             return False
-        self._executions[number] = executions + 1
+        known.measurements += 1
         torch.cuda.synchronize(self._device)
         self._taken = self._taken_so_far()
         self._start = perf_counter()

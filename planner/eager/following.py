@@ -1,55 +1,39 @@
 """What connects the runtime with the steps that repeat: its ops become a log, and the plan's actions become its evictions."""
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterable, Sequence
 
 from planner.eager.memory import Memory
-from planner.eager.operators import Operator
+from planner.eager.sizes import KnownOp
 from planner.eager.step_log import LoggedOp, StepLog
 from planner.eager.step_plans import StepPlans
-from planner.eager.storages import Reference, TrackedStorage
+from planner.eager.storages import RecordedOp, TrackedStorage
 from planner.torch_private.core import current_autograd_node
 
 # A step within this share of the budget evicted nothing, and the next one will not: it costs no log.
 _FAR = 0.9
 
 
-class Call(Protocol):
-    """An op that has run, as the runtime knows it: see the recorder."""
-
-    function: Callable[..., Any]
-    operator: Operator
-    inputs: list[Reference]
-    made: list[TrackedStorage]
-    written: Sequence[TrackedStorage]
-    seconds: float
-    recordable: bool
-
-
 class StepFollower:
-    """Logs each step, and evicts and recomputes as the plan of a step that repeats says.
+    """Logs each step, and evicts as the plan of a step that repeats says.
 
     A step begins when autograd saves a tensor and ends when it has none: what can be evicted is made in between.
 
     Args:
         plans: the steps so far.
         memory: where storages are evicted.
-        recompute: makes an evicted storage resident.
 
     Attributes:
         number: of the current step.
         log: of the current step; None if there is none, or it is not logged.
     """
 
-    def __init__(self, plans: StepPlans, memory: Memory, recompute: Callable[[TrackedStorage], object]) -> None:
+    def __init__(self, plans: StepPlans, memory: Memory) -> None:
         self.plans = plans
         self.memory = memory
-        self._recompute = recompute
         self.number = 0
         self.log: StepLog | None = None
         self._storages: list[weakref.ref[TrackedStorage]] = []  # by their number in the step
-        self._late: list[TrackedStorage] = []  # to be evicted as soon as nobody else holds them
         self._evictions = 0
 
     # What happens in the runtime.
@@ -65,22 +49,8 @@ class StepFollower:
         self._storages = []
         self._evictions = memory.evictions
 
-    def before_op(self) -> None:
-        """Do what the plan does before the next op of a step that is logged."""
-        if self._late:
-            self._late = [storage for storage in self._late if storage.owned() and not self.memory.evict(storage)]
-        for action in self.plans.due():
-            storage = self._storage(action.storage)
-            if storage is None:
-                continue
-            if action.evict:
-                if storage.owned() and not self.memory.evict(storage):
-                    self._late.append(storage)
-            elif not storage.address and storage.recomputable(storage.version):
-                self._recompute(storage)
-
     def evict_one(self) -> bool:
-        """Evict a storage that the plan of a step of other sizes has evicted by now, and return True; False if there is none."""
+        """Evict a storage that the plan has evicted by now, and return True; False if there is none."""
         if self.log is None:
             return False
         offered = self.plans.offered()
@@ -90,35 +60,29 @@ class StepFollower:
                 del offered[number]
             elif self.memory.evict(storage):
                 del offered[number]
-                self.plans.borrows = True
+                self.plans.borrows = not self.plans.is_following
                 return True
         return False
 
-    def after_op(self, call: "Call", module: str, signature: int, workspace_bytes: int = 0) -> None:
-        """Log an op that has run, in a step that is logged.
-
-        Args:
-            call: the op.
-            module: name of the module that is running.
-            signature: number of its signature; 0 if its sizes depend on more than that.
-            workspace_bytes: what it takes while it runs.
-        """
+    def after_op(self, op: RecordedOp, written: Sequence[TrackedStorage], known: KnownOp) -> None:
+        """Log an op that has run and written storages, in a step that is logged."""
         node = current_autograd_node()
-        op = LoggedOp(
-            call.function,
-            self._numbers([ref.storage for ref in call.inputs if ref.storage is not None]),
-            self._numbers(call.made),
-            self._numbers(call.written),
-            call.seconds,
-            call.recordable,
-            call.operator.random,
+        made = op.made()
+        logged = LoggedOp(
+            op.operator.function,
+            self._numbers([ref.storage for ref in op.inputs if ref.storage is not None]),
+            self._numbers(made),
+            self._numbers(written),
+            op.seconds,
+            op.recordable,
+            op.operator.random,
             node is not None,
             -1 if node is None else node._sequence_nr(),
-            workspace_bytes,
-            module,
+            known.workspace_bytes,
+            op.module,
         )
-        shapes = signature or tuple([storage.size_bytes for storage in call.made])
-        self.plans.add_op(op, id(call.function), shapes)
+        shapes = known.number or tuple([storage.size_bytes for storage in made])
+        self.plans.add_op(logged, id(op.operator), shapes)
 
     def unpacked(self, storage: TrackedStorage) -> None:
         """Log that autograd unpacks a storage, in a step that is logged."""
@@ -136,7 +100,6 @@ class StepFollower:
             self.log.evictions = self.memory.evictions - self._evictions
             self.plans.end()
         self.log = None
-        self._late = []
 
     def close(self) -> None:
         """End the step, and the solves."""

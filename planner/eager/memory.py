@@ -12,7 +12,7 @@ import torch
 from graphs.errors import BudgetError
 from graphs.units import format_bytes
 from planner.eager.sizes import OutputSizes
-from planner.eager.storages import RecordedOp, StorageWatch, TrackedStorage, make_alias, reference_to
+from planner.eager.storages import LedgerWatch, RecordedOp, StorageWatch, TrackedStorage, make_alias, reference_to
 from planner.runtime.allocator_failure import allocator_failure
 from planner.torch_private.core import storage_address, storage_use_count
 from solvers.online.ledger import Ledger
@@ -58,7 +58,7 @@ class Memory:
         self._invisible: set[StorageWatch] = set()  # those that may outlive what is known of their storages
         self.freed: deque[StorageWatch] = deque()
         self._note_freed = self.freed.append
-        self.dropped: deque[int] = deque()
+        self._dropped: deque[LedgerWatch] = deque()
         self.ledger: Ledger | None = None
         self.now = perf_counter
         self.on_release: Callable[[TrackedStorage], None] | None = None
@@ -66,7 +66,7 @@ class Memory:
         self._new_ledger = new_ledger
         self._unheld = _unheld()
         self.pending: list[weakref.ref[RecordedOp]] = []
-        self._by_id: dict[int, weakref.ref[TrackedStorage]] = {}
+        self._by_id: dict[int, LedgerWatch] = {}
         self._in_use: dict[int, TrackedStorage] = {}
 
     # Storages that come and go.
@@ -87,11 +87,13 @@ class Memory:
             pinned: a new one cannot be recomputed.
             visible: ops outside of the runtime may read it.
         """
+        held = tensor.untyped_storage()
         if storage is None:
-            storage = TrackedStorage(self.sizes.counted_bytes(tensor), tensor.device, pinned=pinned)
+            device = tensor.device
+            storage = TrackedStorage(self.sizes.counted_bytes(held.nbytes(), device), device, pinned=pinned)
             storage.touched_s = self.clock_s
         storage.address = address = storage_address(tensor)
-        storage.watch = watch = StorageWatch(tensor.untyped_storage(), self._note_freed)
+        storage.watch = watch = StorageWatch(held, self._note_freed)
         watch.storage = weakref.ref(storage)
         watch.size_bytes = size_bytes = storage.size_bytes
         self.live_bytes = live_bytes = self.live_bytes + size_bytes
@@ -127,10 +129,10 @@ class Memory:
                 if storage.ledger_id is not None and self.ledger is not None:
                     self._in_use.pop(storage.ledger_id, None)
                     self.ledger.evicted(storage.ledger_id)
-        while self.dropped:
-            ledger_id = self.dropped.popleft()
-            if self._by_id.pop(ledger_id, None) is not None and self.ledger is not None:
-                self.ledger.dropped(ledger_id)
+        while self._dropped:
+            watch_of_ledger = self._dropped.popleft()
+            if self.ledger is not None and self._by_id.pop(watch_of_ledger.ledger_id, None) is not None:
+                self.ledger.dropped(watch_of_ledger.ledger_id)
 
     def not_evicted(self, storage: TrackedStorage) -> None:
         """Take note that `storage` is resident again, or that no saved tensor needs it."""
@@ -138,10 +140,12 @@ class Memory:
             storage.evicted = False
             self.evicted_bytes -= storage.size_bytes
 
-    def resize(self, storage: TrackedStorage, tensor: torch.Tensor) -> None:
-        """Take note of the size of a resident storage that was resized; it is pinned from now on."""
-        size_bytes = self.sizes.counted_bytes(tensor)
-        assert storage.watch is not None
+    def resize(self, storage: TrackedStorage) -> None:
+        """Take note of the size of a storage that was resized, if its tensor has not been given another one."""
+        held = None if storage.watch is None else storage.watch()
+        if storage.watch is None or held is None:
+            return
+        size_bytes = self.sizes.counted_bytes(held.nbytes(), held.device)
         self.live_bytes += size_bytes - storage.size_bytes
         storage.size_bytes = storage.watch.size_bytes = size_bytes
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
@@ -200,7 +204,7 @@ class Memory:
         self.settle()
         self.ledger, self.evicted_bytes = None, 0
         self.pending, self._by_id, self._in_use = [], {}, {}
-        self.dropped = deque()  # ids of the old ledger may still come into the old one
+        self._dropped = deque()  # ids of the old ledger may still come into the old one
 
     # Room.
 
@@ -314,8 +318,9 @@ class Memory:
         """Return the ledger's id of `storage`, which is entered if it is not yet."""
         if storage.ledger_id is None:
             ledger_id = ledger.add_storage(storage.size_bytes)
-            storage.ledger_id, storage.dropped = ledger_id, self.dropped
-            self._by_id[ledger_id] = weakref.ref(storage)
+            storage.ledger_id = ledger_id
+            self._by_id[ledger_id] = watch = LedgerWatch(storage, self._dropped.append)
+            watch.ledger_id = ledger_id
             ledger.touch((ledger_id,), storage.touched_s)
             if not storage.address:
                 ledger.evicted(ledger_id)

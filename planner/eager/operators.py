@@ -35,11 +35,14 @@ class Operator:
     """The facts about one operator.
 
     Attributes:
+        function: the operator.
         name: its name, without the overload.
         call: executes it.
         passes: it makes views or reads sizes: neither memory nor contents change.
-        mutated: the arguments that it writes, by position and name.
+        writes: it writes some of its arguments, or running statistics.
+        mutated: the arguments that it writes, by position and name, without running statistics.
         returns_nothing_new: all that it returns is what it has written.
+        allocates_first: if the allocator fails it has written nothing yet.
         rebinds: it gives its argument other memory.
         random: it draws from a generator.
         repeatable: it can be executed again, with the same outputs for the same inputs and the same random state.
@@ -50,11 +53,14 @@ class Operator:
         replay: what to call instead of it, with None for the statistics, to recompute the outputs of training.
     """
 
+    function: Callable[..., Any]
     name: str
     call: Callable[..., Any]
     passes: bool
+    writes: bool
     mutated: tuple[tuple[int, str], ...]
     returns_nothing_new: bool
+    allocates_first: bool
     rebinds: bool
     random: bool
     repeatable: bool
@@ -86,11 +92,15 @@ class Operator:
         )
         statistics, training = _RUNNING_STATISTICS.get(name, (None, None))
         return cls(
+            function=op,
             name=name,
             call=op._op if type(op) is OpOverload else op,  # what it calls itself
             passes=(op.is_view or torch.Tag.inplace_view in tags or not _has_tensors(schema)) and not rebinds,
+            writes=bool(mutated) or statistics is not None,
             mutated=() if statistics is not None else mutated,
             returns_nothing_new=bool(mutated) and all(value.alias_info is not None for value in schema.returns),
+            # Batch norm makes its outputs before it writes statistics, and pointwise ops are one kernel.
+            allocates_first=not mutated or statistics is not None or torch.Tag.pointwise in tags,
             rebinds=rebinds,
             random=torch.Tag.nondeterministic_seeded in tags,
             repeatable=op.namespace in KNOWN_NAMESPACES or torch.Tag.pt2_compliant_tag in tags,

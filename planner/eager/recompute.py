@@ -71,7 +71,32 @@ class Recomputation:
         Raises:
             BudgetError: it does not fit, or recomputation takes too long.
         """
-        stack = [self._begin(storage, storage.version)]
+        self._rebuild(storage, storage.version)
+        assert storage.base is not None
+        return storage.base
+
+    def restore(self, storage: TrackedStorage) -> None:
+        """Write the present contents of a resident storage to it again, of which an op that failed may have changed a part.
+
+        Raises:
+            BudgetError: a copy does not fit, or recomputation takes too long.
+        """
+        version = storage.version
+        with self.own_ops():
+            storage.version += 1  # what is in it now: nothing reads that, and the contents before are rebuilt elsewhere
+            try:
+                rebuilt = self._rebuild(storage, version)
+            finally:
+                storage.version = version
+            held = None if storage.watch is None else storage.watch()
+            assert held is not None
+            held.copy_(rebuilt.untyped_storage())
+        del rebuilt
+        self.memory.settle()
+
+    def _rebuild(self, storage: TrackedStorage, version: int) -> torch.Tensor:
+        """Return a tensor with the contents of a version of `storage`, rebuilt in new memory."""
+        stack = [rebuild := self._begin(storage, version)]
         try:
             while stack:
                 self.memory.settle()
@@ -89,13 +114,8 @@ class Recomputation:
             for rebuild in stack:
                 rebuild.abandon(self.memory)
             raise
-        assert storage.base is not None
-        return storage.base
-
-    def recompute_saved(self, storage: TrackedStorage) -> None:
-        """Make an evicted storage that a saved tensor needs resident, ahead of its use."""
-        with self.own_ops():
-            self.recompute(storage)
+        assert rebuild.built is not None
+        return rebuild.built
 
     def _begin(self, storage: TrackedStorage, version: int) -> "_Rebuild":
         """Return the rebuilding of a storage, for which what its ops read counts as read now, before what is missing runs."""
@@ -113,7 +133,11 @@ class Recomputation:
             return
         # While they are held here, nothing evicts them.
         self._make_room(op, stack)
-        outputs, seconds = self._call(op, tensors, stack)
+        called = self._call(op, tensors, stack)
+        if called is None:
+            rebuild.restart(self.memory)
+            return
+        outputs, seconds = called
         rebuild.executed(op, outputs, self.memory)
         self.memory.recomputed(op)
         self._count(op, seconds)
@@ -129,8 +153,11 @@ class Recomputation:
             else:
                 return
 
-    def _call(self, op: RecordedOp, tensors: list[torch.Tensor], stack: "list[_Rebuild]") -> tuple[list[Any], float]:
-        """Execute an op again, until the allocator has memory for it or nothing is left to evict; return outputs and seconds."""
+    def _call(self, op: RecordedOp, tensors: list[torch.Tensor], stack: "list[_Rebuild]") -> tuple[list[Any], float] | None:
+        """Execute an op again, until the allocator has memory for it or nothing is left to evict; return outputs and seconds.
+
+        None if it may have begun to write before the allocator failed: there may be memory when what it writes is rebuilt.
+        """
         remaining = iter(tensors)
         args = fill(op.args, remaining)
         kwargs = fill(op.kwargs, remaining)
@@ -145,11 +172,11 @@ class Recomputation:
                 outputs = _draw_again(op, args, kwargs) if op.draws else op.function(*args, **kwargs)
                 break
             except Exception as error:
-                if op.in_place:  # it may have begun to write
-                    raise
                 while not self.memory.evict_after(error):
                     if allocator_failure(error) is None or not _let_go(stack):
                         raise
+                if op.in_place and not op.operator.allocates_first:
+                    return None
         seconds = self.memory.now() - start
         if costs is not None:
             costs.check_memory(op.function)
@@ -243,11 +270,18 @@ class _Rebuild:
             elif storage.saved and not storage.address and storage.version == 0:
                 memory.computed(storage, outputs[position])
 
+    def restart(self, memory: Memory) -> None:
+        """Begin again, in new memory."""
+        self.abandon(memory)
+        self.step = 0
+        self._inputs.clear()
+
     def abandon(self, memory: Memory) -> None:
         """Free what was built in part."""
         if self.built is not None and self.version == self.storage.version:
-            self.storage.base = self.built = None
-            memory.settle()
+            self.storage.base = None
+        self.built = None
+        memory.settle()
 
 
 def _let_go(stack: list[_Rebuild]) -> bool:

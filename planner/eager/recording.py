@@ -2,7 +2,7 @@
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from planner.eager.recompute import Recomputation, resident_tensor
 from planner.eager.sizes import KnownOp, OutputSizes, data_dependent_bytes, tensors_in
 from planner.eager.storages import RecordedOp, Reference, TrackedStorage, make_alias, new_reference
 from planner.passes.draws import LOCK
+from planner.runtime.allocator_failure import allocator_failure
 from planner.runtime.random_state import RandomState
 from planner.torch_private.core import TorchDispatchMode, storage_address
 
@@ -24,6 +25,11 @@ from planner.torch_private.core import TorchDispatchMode, storage_address
 _Tensor, _Parameter = torch.Tensor, torch.nn.Parameter
 # The number of recorded ops after which it is worth while to forget them, if no tensor is saved.
 _FEW_OPS = 64
+# Added to the allocator's error.
+_NOT_AGAIN = (
+    "planner.rematerialize does not try {} again: it may have begun to write to a tensor that cannot be recomputed, as a "
+    "parameter or a buffer. Lower the budget, so that tensors are evicted before the allocator fails"
+)
 # A storage that is written in place more often is kept, as the cost to recompute it grows with each write.
 _LONGEST_CHAIN = 1000
 
@@ -84,54 +90,51 @@ class Recorder(TorchDispatchMode):
         if operator.passes:
             return operator.call(*args, **kwargs) if kwargs else operator.call(*args)
         for kind in types:
-            if kind is not torch.Tensor and kind is not torch.nn.Parameter:
+            if kind is not _Tensor and kind is not _Parameter:
                 return NotImplemented  # a subclass, whose inner ops are seen
         with self.lock:
             if self.recomputation.running:
                 return operator.call(*args, **(kwargs or {}))
-            return self._run(_Call(operator, func, args, kwargs or {}))
+            return self._run(RecordedOp(operator, args, kwargs or {}))
 
-    def _run(self, call: "_Call") -> Any:
-        memory, follower, operator = self.memory, self.follower, call.operator
+    def _run(self, op: RecordedOp) -> Any:
+        """Execute an op within the budget, and record it."""
+        memory, follower, operator, args, kwargs = self.memory, self.follower, op.operator, op.args, op.kwargs
         if memory.freed:
             memory.settle()
         if not self.saved:
             self._begin_step()
             follower.end()
-        elif follower.log is not None:
-            follower.before_op()
-        if operator.mutated or operator.statistics is not None:
-            self._find_writes(call)
-            if operator.returns_nothing_new and not operator.rebinds and all(storage.pinned for storage in call.written):
-                return self._write_pinned(call)
-        known = self._describe(call)
+        op.module = self.module.name
+        written: Sequence[TrackedStorage] = ()
+        if operator.writes:
+            written = self._find_writes(op)
+            if operator.returns_nothing_new and not operator.rebinds and all(storage.pinned for storage in written):
+                return self._write_pinned(op, written)
+        known = self._describe(op, args)
         out_bytes = known.out_bytes
         with_op_bytes = memory.live_bytes + out_bytes + known.workspace_bytes
         if with_op_bytes > memory.budget_bytes:
-            self._make_room(known, call.function)
+            self._make_room(known, op.function)
         elif with_op_bytes > memory.peak_bytes:
             memory.peak_bytes = with_op_bytes
-        if call.written and self.saved:
-            self._before_writes(call)
+        if written and self.saved:
+            self._before_writes(op, written)
         if operator.random:
             with LOCK:
-                generator = generator_of(call.args, call.kwargs)
-                call.draws = (generator, RandomState.of(generator))
-                outputs = self._execute(call, known)
+                generator = generator_of(args, kwargs)
+                op.draws = generator, RandomState.of(generator)
+                outputs = self._execute(op, known, written, args, kwargs)
         else:
-            outputs = self._execute(call, known)
+            outputs = self._execute(op, known, written, args, kwargs)
         if memory.freed:
             memory.settle()
-        if call.seconds < known.seconds:
-            known.seconds = call.seconds
-        else:
-            call.seconds = known.seconds
-        made_bytes = self._record(call, known, outputs)
+        made_bytes = self._record(op, known, written, outputs)
         if follower.log is not None:
-            follower.after_op(call, self.module.name, known.number, known.workspace_bytes)
+            follower.after_op(op, written, known)
         if made_bytes != out_bytes:
             known.out_bytes = made_bytes
-            memory.make_room(0, call.function)
+            memory.make_room(0, op.function)
         return outputs
 
     def _make_room(self, known: KnownOp, function: object) -> None:
@@ -143,89 +146,83 @@ class Recorder(TorchDispatchMode):
                 raise
             self.memory.make_room(known.out_bytes, function)
 
-    def _write_pinned(self, call: "_Call") -> Any:
+    def _write_pinned(self, op: RecordedOp, written: Sequence[TrackedStorage]) -> Any:
         """Execute an op that writes only what is pinned, of which nothing is recorded: an update of parameters, for example."""
         memory, follower = self.memory, self.follower
         if self.saved:
-            self._before_writes(call)
+            self._before_writes(op, written)
         start = memory.now()
-        outputs = call.operator.call(*call.args, **call.kwargs)
-        memory.clock_s += memory.now() - start
-        memory.read_s = memory.clock_s
-        for storage in call.written:
+        outputs = self._call(op, written, op.args, op.kwargs)
+        memory.read_s = memory.clock_s = memory.clock_s + memory.now() - start
+        for storage in written:
             storage.version += 1
         if follower.log is not None:
-            call.recordable = False
-            follower.after_op(call, self.module.name, 0)
+            op.recordable = False
+            follower.after_op(op, written, KnownOp(0))
         return outputs
 
-    def _find_writes(self, call: "_Call") -> None:
-        """Find the storages that an op writes, and what recomputes its outputs without that."""
-        operator, args = call.operator, call.args
+    def _find_writes(self, op: RecordedOp) -> Sequence[TrackedStorage]:
+        """Return the storages that an op writes, and find what recomputes its outputs without that."""
+        operator, args = op.operator, op.args
         if operator.statistics is None:
             tensors = [
-                tensor
-                for i, name in operator.mutated
-                for tensor in tensors_in(args[i] if i < len(args) else call.kwargs.get(name))
+                tensor for i, name in operator.mutated for tensor in tensors_in(args[i] if i < len(args) else op.kwargs.get(name))
             ]
         elif operator.training is None or args[operator.training]:
             first = operator.statistics
             tensors = list(tensors_in(args[first : first + 2]))
             if operator.replay is None:
-                call.recordable = False
+                op.recordable = False
             else:
-                call.recorded_args = (*args[:first], None, None, *args[first + 2 :])
-                call.replay = operator.replay
+                op.args = (*args[:first], None, None, *args[first + 2 :])
+                op.function = operator.replay
         else:
-            return
+            return ()
         found = {storage_address(tensor): tensor for tensor in tensors if tensor.layout is torch.strided}
-        call.written = [self.memory.find(address) or self.memory.add(tensor) for address, tensor in found.items()]
+        return [self.memory.find(address) or self.memory.add(tensor) for address, tensor in found.items()]
 
-    def _execute(self, call: "_Call", known: KnownOp) -> Any:
+    def _execute(
+        self, op: RecordedOp, known: KnownOp, written: Sequence[TrackedStorage], args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> Any:
         """Execute an op and time it."""
         memory, costs = self.memory, self.device_costs
         if costs is not None and known.needs_block:
             costs.find_block(known.out_bytes + known.workspace_bytes, memory.evict_after)
-        is_measured = costs is not None and costs.start(known.number)
+        is_measured = costs is not None and costs.start(known)
         start = memory.now()
-        try:
-            outputs = call.operator.call(*call.args, **call.kwargs)
-        except Exception as error:  # noqa: BLE001  it is raised again unless it is the allocator's
-            outputs = self._retry(call, error)
-        if costs is None:
-            call.seconds = memory.now() - start
-        else:
-            costs.check_memory(call.function)
+        outputs = self._call(op, written, args, kwargs)
+        seconds = memory.now() - start
+        if costs is not None:
+            costs.check_memory(op.function)
+            seconds = known.seconds
             if is_measured:
-                call.seconds, call.taken_bytes = costs.stop()
-            else:
-                call.seconds = known.seconds
-        memory.read_s = memory.clock_s = memory.clock_s + call.seconds
+                seconds, op.taken_bytes = costs.stop()
+        memory.read_s = memory.clock_s = memory.clock_s + seconds
+        if seconds < known.seconds:
+            known.seconds = seconds
+        op.seconds = known.seconds
         self.recomputation.step_ops += 1
         return outputs
 
-    def _describe(self, call: "_Call") -> KnownOp:
-        """Turn the arguments of `call` into references, and return what is known of such ops."""
-        key: list[Any] = [id(call.function)]
-        operator, args = call.operator, call.args
+    def _describe(self, op: RecordedOp, args: Sequence[Any]) -> KnownOp:
+        """Turn the arguments of an op, which were `args`, into references, and return what is known of such ops."""
+        operator, kwargs = op.operator, op.kwargs
+        key: list[Any] = [id(operator)]
         try:
-            call.recorded_args = self._references(call.recorded_args or args, call, key)
-            if call.kwargs:
-                names = list(call.kwargs)
-                key += names
-                call.recorded_kwargs = dict(zip(names, self._references(call.kwargs.values(), call, key), strict=True))
+            op.args = self._references(op.args, op, key)
+            if kwargs:
+                key += kwargs
+                op.kwargs = dict(zip(kwargs, self._references(kwargs.values(), op, key), strict=True))
         except (NotImplementedError, RuntimeError):  # a tensor without a storage: sparse, or of another backend
-            call.recordable = False
+            op.recordable = False
             return KnownOp(0)
         if operator.sized_by_data and (operator.name != "aten::index" or _has_mask(args[1])):
             return KnownOp(data_dependent_bytes(operator.name, args))
         signature = tuple(key)
-        known = self.sizes.known(signature)
-        if known is None:
-            known = self.sizes.learn(signature, call.function, args, call.kwargs)
-        return known
+        return self.sizes.known(signature) or self.sizes.learn(signature, operator.function, args, kwargs)
 
-    def _references(self, values: Iterable[Any], call: "_Call", key: list[Any]) -> list[Any]:
+    def _references(self, values: Iterable[Any], op: RecordedOp, key: list[Any]) -> list[Any]:
+        """Return `values` with references in place of tensors, and add to `key` what sizes depend on."""
         found: list[Any] = []
         memory = self.memory
         find, read_s = memory.find, memory.read_s
@@ -239,7 +236,7 @@ class Recorder(TorchDispatchMode):
                 else:
                     memory.touch(storage, read_s)
                 if storage.pinned:
-                    call.keep(storage.keep(value))
+                    op.kept.append(value.untyped_storage())
                 shape, dtype = value.shape, value.dtype
                 reference = new_reference(  # as reference_to does, at the cost of one call
                     Reference,
@@ -253,7 +250,7 @@ class Recorder(TorchDispatchMode):
                         dtype.is_complex and value.is_conj(),
                     ),
                 )
-                call.inputs.append(reference)
+                op.inputs.append(reference)
                 found.append(reference)
                 key += (shape, dtype, storage.device)
             elif kind is list or kind is tuple:
@@ -262,7 +259,7 @@ class Recorder(TorchDispatchMode):
                     key.append(tuple(value))
                 else:
                     key.append(len(value))
-                    found.append(self._references(value, call, key))
+                    found.append(self._references(value, op, key))
             else:
                 found.append(value)
                 key.append(kind)
@@ -270,80 +267,76 @@ class Recorder(TorchDispatchMode):
                     key.append(value)
         return found
 
-    def _retry(self, call: "_Call", error: Exception) -> Any:
-        """Evict, and execute an op again that the allocator had no memory for, until it succeeds or nothing is left to evict."""
-        # Batch norm allocates what it makes before it writes statistics; what else writes may have begun to.
-        repeatable = not call.written or call.operator.statistics is not None
-        while repeatable and self.memory.evict_after(error):
-            if call.draws is not None:
-                generator, state = call.draws
+    def _call(self, op: RecordedOp, written: Sequence[TrackedStorage], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Execute an op until the allocator has memory for it or nothing is left to evict.
+
+        An op that may have begun to write before the allocator failed gets back what it has written: by recomputation.
+        """
+        while True:
+            try:
+                return op.operator.call(*args, **kwargs)
+            except Exception as error:
+                restored = () if op.operator.allocates_first else written
+                if not (op.operator.allocates_first or (restored and all(s.recomputable(s.version) for s in restored))):
+                    if allocator_failure(error) is not None:
+                        error.add_note(_NOT_AGAIN.format(op.function))
+                    raise
+                if not self.memory.evict_after(error):
+                    raise
+            for storage in restored:
+                self.recomputation.restore(storage)
+            if op.draws is not None:
+                generator, state = op.draws
                 state.restore(generator)
             if self.device_costs is not None:
                 self.device_costs.forget_failures()
-            try:
-                return call.operator.call(*call.args, **call.kwargs)
-            except Exception as again:  # noqa: BLE001  it is raised below unless it is the allocator's
-                error = again
-        raise error
 
     # What an op has made and written.
 
-    def _record(self, call: "_Call", known: KnownOp, outputs: Any) -> int:
+    def _record(self, op: RecordedOp, known: KnownOp, written: Sequence[TrackedStorage], outputs: Any) -> int:
         """Record an op and return the bytes that it has made."""
-        memory, operator = self.memory, call.operator
-        made = self._made_by(call, outputs)
-        if not operator.repeatable:
-            call.recordable = False
-        if call.written:
-            self._note_writes(call, makes_outputs=bool(made))
+        made = self._made_by(op, outputs)
+        if written:
+            self._note_writes(op, known, written, makes_outputs=bool(made))
+        operator, made_bytes = op.operator, 0
+        for position, output in made:
+            storage = self.memory.add(output, pinned=not op.recordable)
+            made_bytes += storage.size_bytes
+            op.outputs.append((position, weakref.ref(storage)))
+            if op.recordable:
+                storage.chain.append(op)
+        if op.taken_bytes:
+            known.measured(op.taken_bytes - made_bytes)
+        op.room_bytes = made_bytes + known.workspace_bytes
         if operator.reads_to_host:
             self.host_reads += 1
-        if not made:
-            return 0
-        op = call.record() if call.recordable else None
-        made_bytes = 0
-        for position, output in made:
-            if made_bytes and memory.find(storage_address(output)) is not None:  # another view of the same output
-                continue
-            storage = memory.add(output, None, pinned=op is None)
-            made_bytes += storage.size_bytes
-            call.made.append(storage)
-            if op is not None:
-                storage.chain.append(op)
-                op.outputs.append((position, weakref.ref(storage)))
-        if call.taken_bytes:
-            known.measured(call.taken_bytes - made_bytes)
-        room_bytes = made_bytes + known.workspace_bytes
-        if call.in_place is not None:
-            call.in_place.room_bytes = room_bytes
-        if op is None:
-            self.kept_ops += 1
-        else:
-            op.room_bytes = room_bytes
+        if op.recordable and made:
             self._count(op)
+        elif made:
+            self.kept_ops += 1
         return made_bytes
 
-    def _made_by(self, call: "_Call", outputs: Any) -> list[tuple[int, torch.Tensor]]:
-        """Return the outputs of an op on storages that are not known yet, with their positions."""
+    def _made_by(self, op: RecordedOp, outputs: Any) -> Iterable[tuple[int, torch.Tensor]]:
+        """Return the outputs of an op on storages that are not known yet, one of each storage, with their positions."""
+        find = self.memory.find
         if type(outputs) is _Tensor and outputs.layout is torch.strided:
-            return [(0, outputs)] if self.memory.find(storage_address(outputs)) is None else []
-        made = []
+            return ((0, outputs),) if find(storage_address(outputs)) is None else ()
+        made: dict[int, tuple[int, torch.Tensor]] = {}
         for position, output in enumerate(outputs if isinstance(outputs, list | tuple) else (outputs,)):
             if type(output) is _Tensor and output.layout is torch.strided:
-                if self.memory.find(storage_address(output)) is None:
-                    made.append((position, output))
+                address = storage_address(output)
+                if find(address) is None:
+                    made.setdefault(address, (position, output))
             elif isinstance(output, torch.Tensor):
-                call.recordable = False
-        return made
+                op.recordable = False
+        return made.values()
 
-    def _note_writes(self, call: "_Call", *, makes_outputs: bool) -> None:
+    def _note_writes(self, op: RecordedOp, known: KnownOp, written: Sequence[TrackedStorage], *, makes_outputs: bool) -> None:
         """Give what an op has written its next version: in the chain of its storage, or pinned."""
-        written, operator = call.written, call.operator
-        storage = written[0]
+        operator, storage = op.operator, written[0]
         if operator.statistics is None and len(written) == 1 and not operator.rebinds:
-            if not storage.pinned and call.recordable and len(storage.chain) < _LONGEST_CHAIN:
-                call.in_place = self._in_place_op(call, storage)
-                storage.chain.append(call.in_place)
+            if not storage.pinned and op.recordable and len(storage.chain) < _LONGEST_CHAIN:
+                storage.chain.append(self._in_place_op(op, known, storage))
                 storage.version += 1
                 return
             if storage.pinned and not makes_outputs:
@@ -356,23 +349,25 @@ class Recorder(TorchDispatchMode):
                 storage.pinned = True
                 self.memory.released(storage)
         if operator.statistics is None and makes_outputs:
-            call.recordable = False
+            op.recordable = False
         if operator.rebinds:
-            self.memory.resize(storage, call.args[0])
+            self.memory.resize(storage)
 
-    def _in_place_op(self, call: "_Call", storage: TrackedStorage) -> RecordedOp:
+    def _in_place_op(self, op: RecordedOp, known: KnownOp, storage: TrackedStorage) -> RecordedOp:
         """Record an op as one that turns a version of `storage` into the next, in its memory."""
-        op = call.record()
-        op.inputs = []
-        op.in_place = True
-        op.args = self._in_own_memory(op.args, storage, op.inputs)
-        op.kwargs = dict(zip(op.kwargs, self._in_own_memory(op.kwargs.values(), storage, op.inputs), strict=True))
-        op.outputs.append((0, weakref.ref(storage)))
-        self._count(op)
-        return op
+        inputs: list[Reference] = []
+        args = self._in_own_memory(op.args, storage, inputs)
+        kwargs = dict(zip(op.kwargs, self._in_own_memory(op.kwargs.values(), storage, inputs), strict=True))
+        write = RecordedOp(op.operator, args, kwargs)
+        write.inputs, write.kept, write.draws = inputs, op.kept, op.draws
+        write.seconds, write.module = op.seconds, op.module
+        write.room_bytes = known.out_bytes + known.workspace_bytes
+        write.in_place = True
+        write.outputs.append((0, weakref.ref(storage)))
+        self._count(write)
+        return write
 
     def _count(self, op: RecordedOp) -> None:
-        op.module = self.module.name
         self._recorded += 1
         self.ops += 1
         self.memory.pending.append(weakref.ref(op))
@@ -389,13 +384,13 @@ class Recorder(TorchDispatchMode):
             found.append(value)
         return found
 
-    def _before_writes(self, call: "_Call") -> None:
+    def _before_writes(self, op: RecordedOp, written: Sequence[TrackedStorage]) -> None:
         """Copy the contents of pinned storages that are about to change, if a saved tensor may need them."""
-        for storage in call.written:
+        for storage in written:
             if storage.pinned and storage.last_read == storage.version and (id(storage), storage.version) in self._needed():
                 tensor = resident_tensor(storage)
                 assert tensor is not None
-                self.memory.make_room(storage.size_bytes, f"a copy of what {call.function} writes")
+                self.memory.make_room(storage.size_bytes, f"a copy of what {op.function} writes")
                 copy = tensor.clone()
                 self.memory.add(copy, visible=False)
                 storage.snapshots = {**(storage.snapshots or {}), storage.version: copy}
@@ -497,7 +492,6 @@ class SavedTensor:
         storage, recorder = self._storage, self._recorder
         with recorder.lock:
             if recorder.follower.log is not None:
-                recorder.follower.before_op()
                 recorder.follower.unpacked(storage)
             recorder.memory.touch(storage, recorder.memory.read_s)
             alias = storage.aliases.get(self._number)
@@ -505,7 +499,7 @@ class SavedTensor:
                 alias = self._restored()
             elif alias._version != self.version:
                 raise _overwritten(alias, self.version, alias._version)
-            return make_alias(alias)  # autograd may keep what it is given: then the count of holders of the storage says so
+            return alias  # of which autograd makes another, so that it counts as a holder of the storage
 
     def _restored(self) -> torch.Tensor:
         """Return the alias, which was dropped when the storage was evicted."""
@@ -560,62 +554,3 @@ def generator_of(args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Generator
 
 def _has_mask(indices: Sequence[torch.Tensor | None]) -> bool:
     return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices)
-
-
-class _Call:
-    """One op that is about to run.
-
-    Attributes:
-        function: the operator.
-        replay: what is recorded: the operator, or what recomputes its outputs without further effects.
-        args: its arguments, kwargs its keyword arguments.
-        keep: adds to the aliases that keep inputs in memory.
-        written: the storages that it writes.
-        made: the storages that it has made.
-        seconds: time that it has taken, or that such ops take.
-        taken_bytes: all that it has allocated; 0 if that was not measured.
-        recordable: all that it reads can be named.
-        in_place: the op in the chain of what it writes.
-    """
-
-    __slots__ = (
-        "args",
-        "draws",
-        "function",
-        "in_place",
-        "inputs",
-        "keep",
-        "kept",
-        "kwargs",
-        "made",
-        "operator",
-        "recordable",
-        "recorded_args",
-        "recorded_kwargs",
-        "replay",
-        "seconds",
-        "taken_bytes",
-        "written",
-    )
-
-    def __init__(self, operator: Operator, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        self.operator = operator
-        self.function = self.replay = function
-        self.args: Sequence[Any] = args
-        self.kwargs = kwargs
-        self.written: Sequence[TrackedStorage] = ()
-        self.recordable = True
-        self.in_place: RecordedOp | None = None
-        self.inputs: list[Reference] = []
-        self.kept: list[torch.Tensor] = []
-        self.keep = self.kept.append
-        self.made: list[TrackedStorage] = []
-        self.draws: tuple[torch.Generator, RandomState] | None = None
-        self.seconds = 0.0
-        self.taken_bytes = 0
-        self.recorded_args: Sequence[Any] = ()
-        self.recorded_kwargs: dict[str, Any] = {}
-
-    def record(self) -> RecordedOp:
-        """Return the record of it."""
-        return RecordedOp(self.replay, self.recorded_args, self.recorded_kwargs, self.inputs, self.kept, self.draws, self.seconds)

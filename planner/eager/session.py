@@ -131,7 +131,7 @@ class Rematerialization:
             memory.live_bytes = max(memory.live_bytes, costs.in_use_bytes())  # with what Python does not know of
         memory.make_room(0, "the block")
         recomputation = Recomputation(memory, self._max_recomputation, costs)
-        follower = StepFollower(StepPlans(memory.budget_bytes), memory, recomputation.recompute_saved)
+        follower = StepFollower(StepPlans(memory.budget_bytes), memory)
         self._recorder = recorder = Recorder(memory, sizes, recomputation, follower, costs)
         memory.on_release = follower.released
         memory.evict_planned = follower.evict_one

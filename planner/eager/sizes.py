@@ -23,7 +23,8 @@ class KnownOp:
         guessed: `workspace_bytes` is a guess, as it was not measured yet.
         needs_block: ``takes_free_memory`` is true of it.
         seconds: the least time of an execution.
-        number: of the signature; 0 if the sizes depend on more than it.
+        number: the hash of the signature; 0 if the sizes depend on more than it.
+        measurements: number of executions that were measured on the device.
     """
 
     out_bytes: int
@@ -32,6 +33,7 @@ class KnownOp:
     workspace_bytes: int = 0
     guessed: bool = False
     needs_block: bool = False
+    measurements: int = 0
 
     def measured(self, workspace_bytes: int) -> None:
         """Take note of what an execution has taken besides its outputs."""
@@ -42,25 +44,46 @@ class KnownOp:
 class OutputSizes:
     """Sizes by signature: the operator, the shapes and dtypes of its tensors, and its other arguments.
 
+    They are kept in two generations: those used since the last change of generations, and those used in the one before. So a
+    signature that is in use costs one look-up, and those that were not used for a generation are forgotten.
+
     Args:
         device: where memory is counted.
+        generation: number of signatures in a generation.
+
+    Attributes:
+        known: returns what is known of a signature, or None: then ask ``learn``.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, generation: int = 2**14) -> None:
         self._device = device
-        self._known: dict[Signature, KnownOp] = {}
+        self._generation = generation
+        self._recent: dict[Signature, KnownOp] = {}
+        self._older: dict[Signature, KnownOp] = {}
         self._fake: FakeTensorMode | None = None
-        self.known = self._known.get
+        self.known = self._recent.get
 
-    def learn(self, signature: Signature, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> "KnownOp":
+    def learn(self, signature: Signature, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> KnownOp:
+        """Return what is known of an op that was not used in this generation."""
+        known = self._older.pop(signature, None) or self._described(signature, function, args, kwargs)
+        if len(self._recent) == self._generation:
+            self._older, self._recent = self._recent, {}
+            self.known = self._recent.get
+        self._recent[signature] = known
+        return known
+
+    def _described(
+        self, signature: Signature, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> KnownOp:
         """Return what is known of a new op: the bytes that it will allocate, by executing it on fake tensors."""
         with disable_current_modes():
             self._fake = self._fake or FakeTensorMode()
             size_bytes = self._fake_bytes(function, args, kwargs)
-        known = self._known[signature] = KnownOp(size_bytes, number=len(self._known) + 1)
+        known = KnownOp(size_bytes, number=hash(signature) or 1)
         if self._device.type == "cuda" and takes_free_memory(function):
             # cuDNN often takes about a copy of what goes in and comes out.
-            known.workspace_bytes = size_bytes + sum(map(self.counted_bytes, tensors_in((*args, *kwargs.values()))))
+            inputs = tensors_in((*args, *kwargs.values()))
+            known.workspace_bytes = size_bytes + sum(self.counted_bytes(t.untyped_storage().nbytes(), t.device) for t in inputs)
             known.guessed = known.needs_block = True
         return known
 
@@ -83,13 +106,13 @@ class OutputSizes:
             return 0
         there = {value.untyped_storage()._cdata for value in copies.values()}
         made = {value.untyped_storage()._cdata: value for value in tensors_in(outputs)}
-        return sum(self.counted_bytes(value) for address, value in made.items() if address not in there)
+        new = (value for address, value in made.items() if address not in there)
+        return sum(self.counted_bytes(value.untyped_storage().nbytes(), value.device) for value in new)
 
-    def counted_bytes(self, tensor: torch.Tensor) -> int:
-        """Return the bytes that the allocator takes for the storage of `tensor`; 0 on other devices."""
-        if tensor.device != self._device:
+    def counted_bytes(self, size_bytes: int, device: torch.device) -> int:
+        """Return the bytes that the allocator takes for a storage of `size_bytes`; 0 on other devices than the budget's."""
+        if device != self._device:
             return 0
-        size_bytes = tensor.untyped_storage().nbytes()
         return size_bytes if self._device.type == "cpu" else allocated_bytes(size_bytes, self._device)
 
 

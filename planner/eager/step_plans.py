@@ -1,13 +1,13 @@
 """Steps of an eager loop that repeat: recognized by their ops, solved in a separate process, and run by their plans.
 
-A step that had to evict and comes a second time is handed to the solver. When it comes again, its plan says before each op what
-to evict and what to recompute. An op that differs ends that, within the step: the plan of another step that began in the same way
-takes over, or the heuristic. Bits do not depend on it, as plans only say which recorded ops run again, and when.
+A step that had to evict and comes a second time is handed to the solver. When it comes again and needs room, it evicts what its
+plan has evicted by then, in the same order; what was evicted is recomputed on use. So the runtime has evicted a part of what the
+plan has, and with all of it the step fits as the plan does. An op that differs ends that, within the step: the plan of another
+step that began in the same way takes over, or the heuristic. Bits do not depend on it, as plans only say what is evicted.
 
 Steps that differ in sizes alone share plans. The largest is solved first, then those that no plan for a slightly larger one
-serves. A step without a plan of its own borrows that of the next larger one: when it needs room, it evicts what that has evicted
-by then, in the same order, and recomputes on use. So a smaller step evicts less, and one that fits nothing. No sizes have to be
-predicted.
+serves. A step without a plan of its own borrows that of the next larger one, by the same rule. So a smaller step evicts less, and
+one that fits nothing. No sizes have to be predicted.
 
 Never imports torch.
 """
@@ -145,8 +145,8 @@ class _Seen:
 
 
 @dataclass(slots=True)
-class _Borrowed:
-    """A plan that serves a step of other sizes.
+class _Progress:
+    """How far a plan has come in the current step.
 
     Attributes:
         plan: the plan.
@@ -194,9 +194,8 @@ class StepPlans:
         self._seen: dict[int, _Seen] = {}  # by the hash of all ops; the one that came last is the last
         self._solving: tuple[int, RecordedStep, BackgroundSolve] | None = None
         self._following: _Seen | None = None
-        self._borrowed: _Borrowed | None = None
+        self._progress: _Progress | None = None  # of the plan that is followed or borrowed
         self._left = False
-        self._acted = 0  # ops before which the actions have been taken
 
     # Steps.
 
@@ -204,7 +203,7 @@ class StepPlans:
         """Begin a step with `held_bytes` in memory, and follow the plan of the step that came last, if it has one."""
         self._receive(0.0)
         self.log = StepLog(held_bytes)
-        self._left, self.borrows, self._acted, self._borrowed = False, False, 0, None
+        self._left, self.borrows, self._progress = False, False, None
         self._following = next(self._planned(), None)
 
     def add_op(self, op: LoggedOp, operator: Hashable, shapes: Hashable) -> None:
@@ -214,30 +213,18 @@ class StepPlans:
             self._following = next((seen for seen in self._planned() if seen.began_as(self.log)), None)
             self._left = self._following is None
 
-    def due(self) -> tuple[Action, ...]:
-        """Return what the plan does before the next op, once; nothing if no plan is followed."""
-        place = len(self.log.ops)
-        if self._following is None or self._acted > place:
-            return ()
-        self._acted = place + 1
-        assert self._following.plan is not None
-        return self._following.plan.actions[place]
-
     def offered(self) -> dict[int, None]:
-        """Return the storages that the plan of a step of other sizes has evicted by now, in order.
+        """Return the storages that the plan has evicted by now, in order: the step's own, or that of a step of other sizes.
 
-        There are none while the step runs by a plan of its own. The caller removes what it has evicted.
+        The caller removes what it has evicted.
         """
-        if self._following is not None or not self.log.ops:
+        if not self.log.ops or (seen := self._following or self._lender()) is None:
             return {}
-        lender = self._lender()
-        if lender is None:
-            return {}
-        assert lender.plan is not None
-        if self._borrowed is None or self._borrowed.plan is not lender.plan:
-            self._borrowed = _Borrowed(lender.plan)
-        self._borrowed.advance(len(self.log.ops))
-        return self._borrowed.evicted
+        assert seen.plan is not None
+        if self._progress is None or self._progress.plan is not seen.plan:
+            self._progress = _Progress(seen.plan)
+        self._progress.advance(len(self.log.ops))
+        return self._progress.evicted
 
     @property
     def is_following(self) -> bool:
@@ -253,7 +240,7 @@ class StepPlans:
         self.planned_steps += followed
         self.borrowed_steps += self.borrows
         self.left_steps += not self.borrows and (self._left or (self._following is not None and not followed))
-        self._following = self._borrowed = None
+        self._following = self._progress = None
         seen = self._seen.pop(log.chain, None)
         if seen is None:
             seen = _Seen(log)

@@ -1,12 +1,12 @@
 """What the runtime knows of memory: storages with their versions, the ops that made them, tensors that autograd saved."""
 
 import weakref
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 
+from planner.eager.operators import Operator
 from planner.runtime.random_state import RandomState
 from planner.torch_private.core import make_subclass
 
@@ -38,8 +38,6 @@ class TrackedStorage:
         touched_s: time of the last read, on the clock of ops.
         last_read: the last version that a recorded op has read.
         snapshots: earlier contents of a pinned storage, by version.
-        keeper: weak reference to an alias that keeps a pinned storage in memory.
-        dropped: where its ledger id is reported when nothing can need it any more.
         step, number: the last step that has met it, and its number there.
     """
 
@@ -51,10 +49,8 @@ class TrackedStorage:
         "base",
         "chain",
         "device",
-        "dropped",
         "evicted",
         "evicted_aliases",
-        "keeper",
         "last_read",
         "ledger_id",
         "number",
@@ -86,13 +82,7 @@ class TrackedStorage:
         self.touched_s = 0.0
         self.last_read = -1
         self.snapshots: dict[int, torch.Tensor] | None = None
-        self.keeper: weakref.ref[torch.Tensor] | None = None
-        self.dropped: deque[int] | None = None
         self.step = self.number = 0
-
-    def __del__(self) -> None:
-        if self.dropped is not None and self.ledger_id is not None:
-            self.dropped.append(self.ledger_id)
 
     def recomputable(self, version: int) -> bool:
         """Return whether the contents of `version` can be recomputed by the chain."""
@@ -101,14 +91,6 @@ class TrackedStorage:
     def owned(self) -> bool:
         """Return whether the runtime keeps it in memory, and may free it if nobody else holds it."""
         return not self.pinned and (self.base is not None or bool(self.aliases))
-
-    def keep(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return an alias that keeps the storage of `tensor` in memory as long as it lives."""
-        alias = None if self.keeper is None else self.keeper()
-        if alias is None:
-            alias = make_alias(tensor)
-            self.keeper = weakref.ref(alias)
-        return alias
 
 
 class StorageWatch(weakref.ref[torch.UntypedStorage]):
@@ -124,6 +106,17 @@ class StorageWatch(weakref.ref[torch.UntypedStorage]):
     storage: weakref.ref[TrackedStorage]
     size_bytes: int
     extra_bytes: int
+
+
+class LedgerWatch(weakref.ref[TrackedStorage]):
+    """A weak reference to a storage of the ledger, which reports when nothing can need the storage any more.
+
+    Attributes:
+        ledger_id: identity in the ledger.
+    """
+
+    __slots__ = ("ledger_id",)
+    ledger_id: int
 
 
 class Reference(NamedTuple):
@@ -171,19 +164,22 @@ class RecordedOp:
     """One execution of an operator, with all that is needed to execute it again.
 
     Attributes:
-        function: the operator.
+        operator: the facts about the operator.
+        function: what is called again: the operator, or what computes its outputs without further effects.
         args: its arguments, with a ``Reference`` in place of each tensor.
         kwargs: its keyword arguments, likewise.
         inputs: the references among them.
+        kept: the memory of inputs that cannot be recomputed.
+        recordable: it can be executed again.
         outputs: weak references to the storages that it made, by the position of the output; the one that it writes, if it
             works in place.
         in_place: it writes a storage that existed.
         room_bytes: bytes of its outputs, and that it takes while it runs.
+        taken_bytes: all that it has allocated; 0 if that was not measured.
         seconds: measured time.
         draws: the generator and its state before the op; None if it does not draw.
         ledger_id: identity in the ledger; None before it is entered.
         module: name of the module that was running.
-        kept: aliases that keep inputs in memory that cannot be recomputed.
     """
 
     __slots__ = (
@@ -197,32 +193,33 @@ class RecordedOp:
         "kwargs",
         "ledger_id",
         "module",
+        "operator",
         "outputs",
+        "recordable",
         "room_bytes",
         "seconds",
+        "taken_bytes",
     )
 
-    def __init__(
-        self,
-        function: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
-        inputs: list[Reference],
-        kept: Sequence[torch.Tensor],
-        draws: tuple[torch.Generator, RandomState] | None,
-        seconds: float,
-    ) -> None:
-        self.function = function
+    def __init__(self, operator: Operator, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        """Begin with the arguments of the call."""
+        self.operator = operator
+        self.function = operator.function
         self.args, self.kwargs = args, kwargs
-        self.inputs = inputs
+        self.inputs: list[Reference] = []
+        self.kept: list[torch.UntypedStorage] = []
+        self.recordable = operator.repeatable
         self.outputs: list[tuple[int, weakref.ref[TrackedStorage]]] = []
         self.in_place = False
-        self.room_bytes = 0
-        self.seconds = seconds
+        self.room_bytes = self.taken_bytes = 0
+        self.seconds = 0.0
+        self.draws: tuple[torch.Generator, RandomState] | None = None
         self.ledger_id: int | None = None
         self.module = ""
-        self.draws = draws
-        self.kept = kept
+
+    def made(self) -> list[TrackedStorage]:
+        """Return the storages that it made and that are still known."""
+        return [storage for _, weak in self.outputs if (storage := weak()) is not None]
 
 
 def make_alias(tensor: torch.Tensor) -> torch.Tensor:

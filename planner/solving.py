@@ -33,7 +33,7 @@ from solvers.clock import Clock, left
 from solvers.least import least_known
 from solvers.margins import Margins, with_margins
 from solvers.order.reorder import Reordering, in_program_order, lowers_peak, may_lower_peak, reordered
-from solvers.order.solve import Solved, solve_in, solve_in_best_order, solve_reordered
+from solvers.order.solve import SolvedOrder, solve_in, solve_in_best_order, solve_reordered
 from solvers.registry import Solver, get_solver
 from solvers.request import Request
 from solvers.result import Result, SolveProgress, Status
@@ -261,7 +261,7 @@ def _solver_of(settings: SolveSettings, graph: Graph) -> Solver:
     return lambda request: solve_in_arena(run, request, arena_rules(request.graph))
 
 
-def _solved(run: Solver, request: Request, settings: SolveSettings) -> Solved:
+def _solved(run: Solver, request: Request, settings: SolveSettings) -> SolvedOrder:
     """Return the result of `request` in the requested order of ops, or the best of several orders."""
     if settings.reorder:
         return solve_reordered(run, request)

@@ -17,7 +17,7 @@ from graphs.ir import Graph
 from graphs.schedule import Schedule
 from solvers.baselines.common.answers import Candidate, answer
 from solvers.baselines.common.recomputation import recompute_groups
-from solvers.baselines.common.stages import Cuts, Stages, crossings, cut_places, evenly
+from solvers.baselines.common.stages import Cuts, ForwardStages, crossings, cut_places, evenly
 from solvers.request import Request
 from solvers.result import Result
 
@@ -66,7 +66,7 @@ def thresholds(graph: Graph, cuts: Cuts, made: Sequence[int], *, grid: int = 6, 
     places = cut_places(graph, cuts)
     if not places:
         return [0]
-    stages = Stages(graph, greedy_ends(places, made, 0))
+    stages = ForwardStages(graph, greedy_ends(places, made, 0))
     crossing = sum(graph.tensors[t].size_bytes for tensors in stages.crossing for t in tensors)
     centre = math.sqrt(crossing * max(sum(made[i] for i in ops) for ops in stages.ops))
     around = [centre * 2 ** (k / (grid - 1) - 0.5) for k in range(grid)]
@@ -88,4 +88,4 @@ def greedy_ends(places: Sequence[int], made: Sequence[int], threshold_bytes: int
 
 def segments(graph: Graph, ends: Sequence[int]) -> Schedule:
     """Return the schedule whose segments end with the forward ops `ends`."""
-    return recompute_groups(graph, Stages(graph, ends).groups)
+    return recompute_groups(graph, ForwardStages(graph, ends).groups)

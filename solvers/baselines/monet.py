@@ -31,7 +31,7 @@ from graphs.units import format_bytes
 from solvers import highs
 from solvers.baselines.common.recomputation import repeatable
 from solvers.highs.columns import Columns, Weighted
-from solvers.highs.program import Floats, Outcome, Watch
+from solvers.highs.program import Floats, Outcome, SolveCallbacks
 from solvers.request import Request
 from solvers.result import Reason, Result, Status, known_class, status_of
 
@@ -190,9 +190,9 @@ def solve(request: Request) -> Result:
         return _result(request, Status.LIMIT, message=why, reason=Reason.SIZE)
     program.build()
     request.tell("solving MONeT's program", None, None)
-    watch = Watch(should_stop=request.interrupted, interrupted=request.interrupted)
+    callbacks = SolveCallbacks(should_stop=request.interrupted, interrupted=request.interrupted)
     gap = request.tolerance.first * graph.time_s / program.unit_s
-    answer = highs.solve_program(program.milp(), clock=request.clock, absolute_gap=gap, watch=watch)
+    answer = highs.solve_program(program.milp(), clock=request.clock, absolute_gap=gap, callbacks=callbacks)
     if answer.values is None:
         memory = answer.outcome is Outcome.INFEASIBLE
         budget = format_bytes(request.budget_bytes)

@@ -33,7 +33,7 @@ from solvers.baselines.common.offloading import Device, Offer, offer_of, offload
 from solvers.baselines.common.recomputation import repeatable
 from solvers.clock import left
 from solvers.highs.columns import ONE, Columns, Term
-from solvers.highs.program import Floats, Milp, Outcome, Watch
+from solvers.highs.program import Floats, Milp, Outcome, SolveCallbacks
 from solvers.request import Request
 from solvers.result import Reason, Result
 
@@ -212,7 +212,7 @@ def solve(request: Request) -> Result:
             program,
             clock=request.clock.part(left(request.clock) / (len(params.powers) - place)),
             absolute_gap=request.tolerance.first * offer.program.time_s / model.time_unit,
-            watch=Watch(should_stop=request.interrupted, interrupted=request.interrupted),
+            callbacks=SolveCallbacks(should_stop=request.interrupted, interrupted=request.interrupted),
         )
         if found.values is not None:
             trials.append(Candidate(carried_out(model, found.values, request.budget_bytes), {"power": power}))

@@ -31,7 +31,7 @@ from graphs.ir import Graph, Phase
 from graphs.simulate import simulate
 from solvers.baselines.common.answers import Candidate, answer
 from solvers.baselines.common.recomputation import needed_for
-from solvers.baselines.common.stages import Cuts, Forward, Stages, cut_places, evenly
+from solvers.baselines.common.stages import Cuts, Forward, ForwardStages, cut_places, evenly
 from solvers.request import Request
 from solvers.result import Result
 
@@ -66,7 +66,7 @@ def chain_trials(
     graph: Graph, budget_bytes: int, cuts: Cuts, most_stages: int, slots: int, *, beyond: int = 12
 ) -> Iterator[Candidate]:
     """Yield optimal schedules of the chain for the largest amount of memory whose schedule fits, and `beyond` above it."""
-    stages = Stages(graph, evenly(cut_places(graph, cuts), most_stages))
+    stages = ForwardStages(graph, evenly(cut_places(graph, cuts), most_stages))
     if not len(stages):
         return
     table = Table(chain_of(stages), slots)
@@ -90,7 +90,7 @@ def chain_trials(
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class StageCost:
     """The cost of running a stage: seconds, peak, and bytes that stay, without its input."""
 
     time_s: float
@@ -99,7 +99,7 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class ChainStage:
     """A stage of a chain; times in seconds, sizes in bytes, or in slots.
 
     Attributes:
@@ -110,15 +110,15 @@ class Stage:
         crossing: bytes of its output by the stage that produced them; the sum is d.
     """
 
-    output: Run
-    saved: Run
-    both: Run
+    output: StageCost
+    saved: StageCost
+    both: StageCost
     backward_s: float
     backward: int
     crossing: tuple[int, ...]
 
 
-def chain_of(stages: Stages) -> list[Stage]:
+def chain_of(stages: ForwardStages) -> list[ChainStage]:
     """Return the chain of `stages`; gradients are assumed to be as large as their tensors."""
     graph, last = stages.graph, len(stages) - 1
     size = [t.size_bytes for t in graph.tensors]
@@ -138,7 +138,7 @@ def chain_of(stages: Stages) -> list[Stage]:
         gradient = sum(size[t] for t in stages.crossing[level - 1]) if level else 0
         backward[level] = max(backward[level], made_bytes - gradient)
     return [
-        Stage(
+        ChainStage(
             _run(stages, k, stages.crossing[k]),
             _run(stages, k, read[k]),
             _run(stages, k, stages.crossing[k] | read[k]),
@@ -150,7 +150,7 @@ def chain_of(stages: Stages) -> list[Stage]:
     ]
 
 
-def _by_producer(stages: Stages, stage: int) -> tuple[int, ...]:
+def _by_producer(stages: ForwardStages, stage: int) -> tuple[int, ...]:
     """Return the bytes that cross the cut after `stage`, by the stage that produced them."""
     made = [0] * (stage + 1)
     for t in stages.crossing[stage]:
@@ -159,7 +159,7 @@ def _by_producer(stages: Stages, stage: int) -> tuple[int, ...]:
     return tuple(made)
 
 
-def _run(stages: Stages, stage: int, stay: AbstractSet[int]) -> Run:
+def _run(stages: ForwardStages, stage: int, stay: AbstractSet[int]) -> StageCost:
     """Return the cost of running `stage` for the tensors `stay`, without tensors that cross into it."""
     graph = stages.graph
     ops = needed_for(graph, stay, stages.ops[stage], stages.absent)
@@ -172,7 +172,7 @@ def _run(stages: Stages, stage: int, stay: AbstractSet[int]) -> Run:
         peak = max(peak, live + op.workspace_bytes)
         over = [t for t in (*op.inputs, *op.outputs) if t in made and t not in stay and last.get(t, i) == i]
         live -= sum(graph.tensors[t].size_bytes for t in over)
-    return Run(math.fsum(graph.ops[i].time_s for i in ops), peak, sum(graph.tensors[t].size_bytes for t in stay & made))
+    return StageCost(math.fsum(graph.ops[i].time_s for i in ops), peak, sum(graph.tensors[t].size_bytes for t in stay & made))
 
 
 class Table:
@@ -185,7 +185,7 @@ class Table:
         choice: the r of the best split, -1: keep all of s.
     """
 
-    def __init__(self, chain: Sequence[Stage], slots: int) -> None:
+    def __init__(self, chain: Sequence[ChainStage], slots: int) -> None:
         largest = [max(values) for values in zip(*((k.output.peak, k.both.peak, k.backward) for k in chain), strict=True)]
         everything = sum(k.both.stay for k in chain) + sum(largest) + 2 * max(sum(k.crossing) for k in chain)
         self.slot_bytes: int = max(1, -(-everything // slots))

@@ -44,7 +44,7 @@ def evicting_order(problem: Problem, rule: EvictionRule, **limits: Unpack[Limits
     return Eviction(problem, rule, **limits).run()
 
 
-class FailedError(Exception):
+class EvictionFailedError(Exception):
     """The failure of a rule: it executes too much, or finds no room."""
 
 
@@ -104,7 +104,7 @@ class Eviction:
                 self._execute(op, {})
                 self.done = op
                 self._look_ahead(op)
-        except FailedError:
+        except EvictionFailedError:
             return None
         return Evicted(self.order, frozenset(self.reloads))
 
@@ -151,7 +151,7 @@ class Eviction:
         self.time_left_s -= op.time_s
         spent = len(self.order) >= self.max_executions or self.rounds[i] > self.rule.rounds or self.time_left_s < 0.0
         if spent or self.should_stop():
-            raise FailedError
+            raise EvictionFailedError
         for t in op.outputs:
             if self.there[t] and t not in self.graph.kept:
                 self._drop(t)  # produced again anyway
@@ -217,7 +217,7 @@ class Eviction:
                 going.append(left.pop())
                 needed_bytes -= self.size[going[-1]]
             else:
-                raise FailedError
+                raise EvictionFailedError
         return going
 
     def _evict_cheapest(self, needed_bytes: int, tensors: list[int]) -> None:

@@ -34,7 +34,7 @@ class EvictionRule:
 
 @dataclass(frozen=True, slots=True)
 class Guide:
-    """Tensors to keep, from a solution of a model; see ``Choice``.
+    """Tensors to keep, from a solution of a model; see ``Solution``.
 
     Attributes:
         ends: last op of each window.

@@ -74,7 +74,7 @@ class Answer:
 
 
 @dataclass(slots=True)
-class Watch:
+class SolveCallbacks:
     """Callbacks of the caller's thread while HiGHS runs, each optional.
 
     Attributes:

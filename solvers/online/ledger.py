@@ -12,7 +12,7 @@ import numpy as np
 
 from solvers.online.candidates import Candidates
 from solvers.online.heuristics import Heuristic, heuristic_of
-from solvers.online.storages import RecordedOp, Storages
+from solvers.online.storages import LedgerOp, Storages
 
 
 class Deallocation(StrEnum):
@@ -96,7 +96,7 @@ class Ledger(Storages):
         op = self._op_numbers
         self._op_numbers += 1
         if outputs:
-            self.ops[op] = RecordedOp(tuple(inputs), list(outputs))
+            self.ops[op] = LedgerOp(tuple(inputs), list(outputs))
         for out in outputs:
             self.own_s[out] += seconds
             if self.gone[out]:

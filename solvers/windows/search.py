@@ -9,11 +9,11 @@ from solvers.clock import Clock
 from solvers.problem import Problem, problem_of
 from solvers.request import Request
 from solvers.windows.decoding.decode import Order, Trial, try_out
-from solvers.windows.decoding.expand import Choice
+from solvers.windows.decoding.expand import Solution
 from solvers.windows.decoding.pruning import prune
 from solvers.windows.incumbent import Incumbent
 from solvers.windows.params import WindowsParams
-from solvers.windows.progress import Progress
+from solvers.windows.progress import ProgressReports
 from solvers.windows.relaxation.discretization import Discretization
 from solvers.windows.stopping import StoppingRule
 
@@ -35,7 +35,7 @@ class Models:
     coarse: Discretization
     detail: Discretization
     largest: tuple[int, int] = (0, 0)
-    solutions: deque[tuple[Discretization, Choice]] = field(default_factory=lambda: deque(maxlen=_KEPT_SOLUTIONS))
+    solutions: deque[tuple[Discretization, Solution]] = field(default_factory=lambda: deque(maxlen=_KEPT_SOLUTIONS))
 
     def note_size(self, shape: tuple[int, int]) -> None:
         """Record the size of a program."""
@@ -53,7 +53,7 @@ class Search:
     request: Request
     problem: Problem
     params: WindowsParams
-    progress: Progress
+    progress: ProgressReports
     incumbent: Incumbent
     stopping: StoppingRule
     models: Models
@@ -63,7 +63,7 @@ class Search:
     def of(cls, request: Request, *, may_start_processes: bool = True) -> Self:
         """Begin the solve of `request`; progress is reported in the calling thread."""
         params = request.params_of(WindowsParams())
-        problem, progress = problem_of(request.graph, request.budget_bytes), Progress(request)
+        problem, progress = problem_of(request.graph, request.budget_bytes), ProgressReports(request)
         problem = replace(problem, conflicts=request.conflicts)
         incumbent = Incumbent(problem, params.bound.arithmetic, progress)
         stopping = StoppingRule(request, incumbent, params.bound)

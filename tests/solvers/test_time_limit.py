@@ -14,7 +14,7 @@ from solvers.problem import problem_of
 from solvers.windows import driver
 from solvers.windows.decoding.decode import Order
 from solvers.windows.relaxation.discretization import Discretization
-from solvers.windows.relaxation.draft import StoppedError
+from solvers.windows.relaxation.draft import BuildStoppedError
 from solvers.windows.relaxation.models import build_ordered, build_relaxation
 from solvers.windows.search import Search
 from solvers.windows.strategies import eviction
@@ -47,7 +47,7 @@ def test_a_large_model_is_given_up_while_it_is_built(build: Callable[..., Any]) 
     whole = build(problem, detail, should_stop=Clock(10**9)).program
     assert whole.matrix.nnz > 20_000
     clock = Clock(3)
-    with pytest.raises(StoppedError):
+    with pytest.raises(BuildStoppedError):
         build(problem, detail, should_stop=clock)
     assert clock.left == -1
 

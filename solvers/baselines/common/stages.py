@@ -61,7 +61,7 @@ def evenly(places: Sequence[int], count: int) -> list[int]:
     return [places[-(-(k + 1) * len(places) // count) - 1] for k in range(count)]
 
 
-class Stages:
+class ForwardStages:
     """A graph's forward pass in stages, which end with the ops `ends`.
 
     Attributes:

@@ -129,7 +129,7 @@ def _with_fewer(problem: Problem, trial: Trial, budget_bytes: int) -> tuple[Sequ
             memory[since:place] = longer
             left_out.add(place)
             ops.add(computed[place])
-    return without(computed, left_out, trial.order.reloads, next_read)
+    return without_executions(computed, left_out, trial.order.reloads, next_read)
 
 
 def uses_of(problem: Problem, computed: Sequence[int]) -> tuple[dict[tuple[int, int], int], dict[tuple[int, int], int]]:
@@ -148,7 +148,7 @@ def uses_of(problem: Problem, computed: Sequence[int]) -> tuple[dict[tuple[int, 
     return last_use, next_read
 
 
-def without(
+def without_executions(
     computed: Sequence[int], left_out: Collection[int], reloads: Reloads, next_read: dict[tuple[int, int], int]
 ) -> tuple[Sequence[int], Reloads]:
     """Return the order without some executions; a reload for one of them becomes a reload for the next reader."""

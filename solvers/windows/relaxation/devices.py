@@ -57,7 +57,7 @@ def add_memory_elsewhere(draft: ModelDraft, k: int) -> None:
         there = [t for t, size in enumerate(sizes) if size and (k + 1, t) in draft.handed]
         unit = max(1.0, capacity_bytes / 1e3)
         for v in problem.places.alternatives(end):
-            row = Row()
+            row = LinearExpression()
             io = {*problem.inputs[v], *problem.outputs[v]}
             for t in there:
                 if t not in io:
@@ -76,7 +76,7 @@ def add_side_by_side(draft: ModelDraft) -> None:
 
 
 @dataclass(slots=True)
-class Row:
+class LinearExpression:
     """A sum of a constant and terms, with each column once."""
 
     constant: float = 0.0
@@ -135,7 +135,7 @@ class _SideBySide:
 
     def add_stream(self, ops: Iterable[int], end: int) -> None:
         """Add row 18: sum over the ops of a stream of their times, for each execution, <= end."""
-        row = Row()
+        row = LinearExpression()
         for i in ops:
             if unit := self.units(i):
                 row.add_sum(self.draft.executed(i), unit)
@@ -186,13 +186,13 @@ class _SideBySide:
         C[d,v] >= C[d,u] + seconds,  E[v] >= C[d,u] + seconds - M (1 - executed),  C[d,v] >= E[v] - M (1 - executed)
         """
         after, longest, rows = self.time(), self.longest, self.draft.rows
-        row, executed = Row(), Row()
+        row, executed = LinearExpression(), LinearExpression()
         if before is not None:
             row.add(before, 1.0)
         for c in alternatives:
             row.add_sum(self.draft.executed(c), self.units(c))
             executed.add_sum(self.draft.executed(c), longest)
-        late = Row(row.constant + executed.constant - longest, dict(row.terms))
+        late = LinearExpression(row.constant + executed.constant - longest, dict(row.terms))
         for column, value in executed.terms.items():
             late.add(column, value)
         for one, later in ((row, after), (late, ended)):
@@ -230,7 +230,7 @@ class _SideBySide:
             ended: column of E[v], for the execution in its place, instead of F[v].
         """
         t, device, copied = over
-        draft, paths, row = self.draft, self.paths, Row()
+        draft, paths, row = self.draft, self.paths, LinearExpression()
         alternatives = paths.alternatives(v)
         for c in alternatives:
             row.add_sum(draft.executed(c), self.units(c))

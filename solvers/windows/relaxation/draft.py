@@ -21,16 +21,16 @@ NONE: Sum = (0.0, [], [])
 Wording = Callable[["ModelDraft", int, list[int], list[float]], Terms]  # rewrites a memory row of a window
 
 
-class StoppedError(Exception):
+class BuildStoppedError(Exception):
     """A request to stop during the construction of a model."""
 
 
 @dataclass(slots=True)
-class Rows:
+class RowBuilder:
     """A builder of the rows of a sparse matrix.
 
     Attributes:
-        should_stop: polled regularly; once True, ``add`` raises ``StoppedError``.
+        should_stop: polled regularly; once True, ``add`` raises ``BuildStoppedError``.
     """
 
     should_stop: Callable[[], bool] | None = None
@@ -51,7 +51,7 @@ class Rows:
         if self.should_stop is not None and len(self.value) + 10 * len(self.upper) > self.polled_at + POLL_EVERY:
             self.polled_at = len(self.value) + 10 * len(self.upper)
             if self.should_stop():
-                raise StoppedError
+                raise BuildStoppedError
 
 
 def dense(draft: "ModelDraft", k: int, columns: list[int], values: list[float]) -> Terms:
@@ -107,7 +107,7 @@ class ModelDraft:
         self.lower: list[float] = []
         self.upper: list[float] = []
         self.integer: list[bool] = []
-        self.rows = Rows(should_stop)
+        self.rows = RowBuilder(should_stop)
         self.memory_unit = max(1.0, problem.capacity_bytes / _MEMORY_SCALE)
         self._wording = wording
 

@@ -36,7 +36,7 @@ def build_relaxation(problem: Problem, detail: Discretization, should_stop: Call
     """Build the relaxation of all schedules of `problem`: rows 1 to 21, as far as `detail` requests them.
 
     Raises:
-        StoppedError: `should_stop`, which is polled, returned True.
+        BuildStoppedError: `should_stop`, which is polled, returned True.
     """
     return compose(
         ModelDraft(problem, detail, should_stop=should_stop),
@@ -61,7 +61,7 @@ def build_ordered(
     """Build a restriction: rows 1 to 8 and those of `detail.ordered`, to find schedules.
 
     Raises:
-        StoppedError: `should_stop`, which is polled, returned True.
+        BuildStoppedError: `should_stop`, which is polled, returned True.
     """
     return compose(
         ModelDraft(problem, detail, frame=frame, should_stop=should_stop),

@@ -18,7 +18,7 @@ import numpy as np
 
 from solvers.windows.relaxation.draft import Family, ModelDraft
 
-Choices = Callable[[ModelDraft, int], Iterable[int]]  # ops that may be recomputed in a window, in program order
+RepeatableOps = Callable[[ModelDraft, int], Iterable[int]]  # ops that may be recomputed in a window, in program order
 
 
 def every_op(draft: ModelDraft, k: int) -> Iterable[int]:
@@ -26,13 +26,13 @@ def every_op(draft: ModelDraft, k: int) -> Iterable[int]:
     return range(draft.detail.ends[k] + 1)
 
 
-def variables(choices: Choices) -> Family:
-    """Return the family of z, R, Q and S, with R and Q for `choices`."""
+def variables(repeatable: RepeatableOps) -> Family:
+    """Return the family of z, R, Q and S, with R and Q for the `repeatable` ops."""
 
     def add_variables(draft: ModelDraft) -> None:
         _add_stand_ins(draft)
         for k in range(draft.first_window, draft.windows):
-            _add_repeats(draft, k, choices(draft, k))
+            _add_repeats(draft, k, repeatable(draft, k))
             _add_handed(draft, k)
         _add_frame(draft)
 
@@ -53,14 +53,14 @@ def _add_stand_ins(draft: ModelDraft) -> None:
         draft.rows.add([draft.instead[b] for b in ways], [1.0] * len(ways), float(is_executed), float(is_executed))
 
 
-def _add_repeats(draft: ModelDraft, k: int, choices: Iterable[int]) -> None:
+def _add_repeats(draft: ModelDraft, k: int, repeatable: Iterable[int]) -> None:
     """Add R[k,i] if i is old in k and useful in k or later; Q[k,i] if i is new in k, and not executed at its end.
 
     Neither is added if an input of i has been written in place by then. An optional op that must run only once does so in one
     window.
     """
     problem, places, start = draft.problem, draft.problem.places, draft.starts[k]
-    for i in choices:
+    for i in repeatable:
         if i < start:
             worth = problem.last_worth[i] >= start
         elif places.sure[i]:

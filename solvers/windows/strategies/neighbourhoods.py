@@ -16,9 +16,9 @@ import numpy as np
 from solvers.clock import left
 from solvers.highs.program import Floats, Milp, Outcome
 from solvers.problem import OBJECTIVE_SCALE, Problem, without_small
-from solvers.windows.decoding.decode import Trial, decoded, late_writers, order_of, read_choice
-from solvers.windows.decoding.encode import choice_of_trial, start_values
-from solvers.windows.decoding.expand import Choice
+from solvers.windows.decoding.decode import Trial, decoded, late_writers, order_of, read_solution
+from solvers.windows.decoding.encode import solution_of_trial, start_values
+from solvers.windows.decoding.expand import Solution
 from solvers.windows.decoding.refinement import refined, where_it_waits, with_stages_in_order
 from solvers.windows.relaxation.discretization import Discretization, Model
 from solvers.windows.relaxation.models import build_relaxation
@@ -88,10 +88,10 @@ class NarrowModel:
         if len(self.known.ops) > before:
             self._best = None
 
-    def more_choices(self) -> bool:
-        """Allow more candidates, as ``CandidateSet.more_choices`` does."""
+    def more_candidates(self) -> bool:
+        """Allow more candidates, as ``CandidateSet.more_candidates`` does."""
         self._best = None
-        return self.known.more_choices(self.search.problem.ops)
+        return self.known.more_candidates(self.search.problem.ops)
 
     def coarse_trials(self) -> list[Trial]:
         """Return the trials of solutions of coarse models, for several capacities."""
@@ -105,9 +105,9 @@ class NarrowModel:
             answer = solve_part(search, model.program, self.params.coarse_limit, gap=search.stopping.tolerance)
             if answer.values is None:
                 break
-            choice = read_choice(model, answer.values)
-            self.known.learn(choice)
-            order = decoded(small, coarse, choice)
+            solution = read_solution(model, answer.values)
+            self.known.learn(solution)
+            order = decoded(small, coarse, solution)
             if not late_writers(search.problem, order):
                 trials.append(search.offer(order, coarse))
         return trials
@@ -123,16 +123,16 @@ class NarrowModel:
         def try_solution(values: Floats, objective: float) -> bool:
             # A schedule far from the best is found quickly, and better than none.
             if search.incumbent.best is None:
-                self.look(model, read_choice(model, values))
+                self.look(model, read_solution(model, values))
             return False
 
         gap = self.params.settle_gap * search.stopping.tolerance
         answer = solve_part(search, model.program, limit, gap=gap, on_incumbent=try_solution)
         if answer.outcome is Outcome.INFEASIBLE:
-            return not self.more_choices()
+            return not self.more_candidates()
         if answer.values is None:
             return False
-        trial = self.look(model, read_choice(model, answer.values))
+        trial = self.look(model, read_solution(model, answer.values))
         if trial is not None:
             self.settle(trial)
         return answer.outcome is Outcome.OPTIMAL and model.detail == self.detail
@@ -147,7 +147,7 @@ class NarrowModel:
 
     def placed(self, model: Model, trial: Trial) -> Placed:
         """Return `trial` as a solution of `model`."""
-        return Placed(trial, model, start_values(model, choice_of_trial(self.search.problem, model.detail, trial)))
+        return Placed(trial, model, start_values(model, solution_of_trial(self.search.problem, model.detail, trial)))
 
     def settle(self, trial: Trial) -> bool:
         """Refine where `trial` exceeds the budget, and solve again there, until it fits; return True if it does.
@@ -172,8 +172,8 @@ class NarrowModel:
             self.detail = closer
             self.known.learn_order(trial.order)
             model = self.model()
-            choice = self.around(model, trial)
-            looked = None if choice is None else self.look(model, choice)
+            solution = self.around(model, trial)
+            looked = None if solution is None else self.look(model, solution)
             if looked is None:
                 return fits
             # A solution of the same cost has probably moved the excess to an earlier op.
@@ -183,7 +183,7 @@ class NarrowModel:
             trial = looked
         return trial.peak_bytes <= budget_bytes
 
-    def around(self, model: Model, trial: Trial) -> Choice | None:
+    def around(self, model: Model, trial: Trial) -> Solution | None:
         """Return a solution of `model` that equals `trial` except in the windows around those that exceed the budget."""
         search, problem = self.search, self.search.problem
         order = order_of(model.detail, trial.order.computed, instead=trial.order.instead, places=problem.places)
@@ -204,11 +204,11 @@ class NarrowModel:
             if least <= much or len(opened) == windows:
                 break
             radius *= self.params.wider
-        return None if best is None else read_choice(model, best)
+        return None if best is None else read_solution(model, best)
 
-    def look(self, model: Model, choice: Choice) -> Trial | None:
+    def look(self, model: Model, solution: Solution) -> Trial | None:
         """Return the trial of a solution; None if it would read an overwritten tensor or exceeds a resource."""
-        order = decoded(model.problem, model.detail, choice)
+        order = decoded(model.problem, model.detail, solution)
         if writers := late_writers(self.search.problem, order):
             self.detail = model.detail.ending_at(writers)
             return None
@@ -276,7 +276,7 @@ class FixAndOptimize(SteppedStrategy):
             before = search.problem.units(best.trial.time_s - search.problem.base_s)
             enough = before - params.open_gap * OBJECTIVE_SCALE
             if answer.values is not None and answer.objective is not None and answer.objective < enough:
-                trial = narrow.look(best.model, read_choice(best.model, answer.values))
+                trial = narrow.look(best.model, read_solution(best.model, answer.values))
                 if trial is not None:
                     narrow.settle(trial)
             done = answer.outcome in {Outcome.OPTIMAL, Outcome.INFEASIBLE}
@@ -364,7 +364,7 @@ class FixAndOptimizeOptions(Strategy):
             share_time(search, self._strategies, search.params.portfolio, should_stop=stop)
             if not stop():  # all has been chosen again together
                 self._strategies = []
-                self._none_left = search.incumbent.best is self._from and not self.near.more_choices()
+                self._none_left = search.incumbent.best is self._from and not self.near.more_candidates()
         if limit > 0 and search.incumbent.best is before:
             self.near.choose_from(range(search.problem.ops))
         return not (self._none_left or search.stopping.enough())

@@ -13,9 +13,9 @@ import numpy as np
 
 from solvers.highs.program import Floats
 from solvers.problem import Problem
-from solvers.windows.decoding.decode import Trial, decoded, late_writers, order_of, read_choice, try_out
-from solvers.windows.decoding.pruning import uses_of, without
-from solvers.windows.decoding.transfers import Lives, Stay, with_transfers
+from solvers.windows.decoding.decode import Trial, decoded, late_writers, order_of, read_solution, try_out
+from solvers.windows.decoding.pruning import uses_of, without_executions
+from solvers.windows.decoding.transfers import PoolStay, TransferPlan, with_transfers
 from solvers.windows.params import OffloadingParams
 from solvers.windows.relaxation.discretization import Discretization, Model
 from solvers.windows.relaxation.models import build_relaxation
@@ -61,9 +61,9 @@ def _solve_and_offer(search: Search, model: Model, known: CandidateSet) -> None:
     below = problem.units(search.incumbent.best_s - problem.base_s)
 
     def try_solution(values: Floats, objective: float) -> bool:
-        choice = read_choice(model, values)
-        known.learn(choice)
-        order = decoded(problem, detail, choice)
+        solution = read_solution(model, values)
+        known.learn(solution)
+        order = decoded(problem, detail, solution)
         if objective < below and not late_writers(problem, order):
             offer_without_waits(search, search.offer(order, detail))
         return False
@@ -145,7 +145,7 @@ def simpler(
         if problem.time_s[computed[place]] > below_s:
             continue
         wanted = [t for t in problem.outputs[computed[place]] if (t, place) in next_read and not problem.kept[t]]
-        fewer, shifted = without(computed, {place}, reloads, next_read)
+        fewer, shifted = without_executions(computed, {place}, reloads, next_read)
         stays = {
             t: not len(between := memory[last_use[t, place] + 1 : place]) or int(between.max()) + problem.sizes[t] <= budget_bytes
             for t in wanted
@@ -182,7 +182,7 @@ def recomputing_where_it_waits(
 def _computing_instead(problem: Problem, trial: Trial, params: OffloadingParams) -> Iterator[tuple[Sequence[int], Reloads]]:
     """Yield orders with one transfer less: at the longest waits, the cheapest recomputation per second first."""
     computed, reloads = trial.order.computed, trial.order.reloads
-    stays = Lives(problem, computed, reloads).stays
+    stays = TransferPlan(problem, computed, reloads).stays
     waits = sorted(((wait_s, place) for place, wait_s in enumerate(trial.waits_s) if wait_s > 0), reverse=True)
     chains: dict[tuple[int, int], list[int] | None] = {}
     tried: set[tuple[int, int]] = set()
@@ -206,7 +206,7 @@ def _computing_instead(problem: Problem, trial: Trial, params: OffloadingParams)
 
 
 def _chain(
-    problem: Problem, stays: Sequence[Stay], computed: Sequence[int], pair: tuple[int, int], longest: int
+    problem: Problem, stays: Sequence[PoolStay], computed: Sequence[int], pair: tuple[int, int], longest: int
 ) -> list[int] | None:
     """Return the ops that recompute a tensor right before its reload; None if there are too many, or they must not run."""
     tensor, place = pair

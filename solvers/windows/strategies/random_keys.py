@@ -16,14 +16,14 @@ from numpy.typing import NDArray
 from solvers.eviction.engine import WORK_PER_EVICTION
 from solvers.eviction.rules import EvictionRule, Guide
 from solvers.windows.decoding.decode import Trial
-from solvers.windows.decoding.expand import Choice
+from solvers.windows.decoding.expand import Solution
 from solvers.windows.relaxation.discretization import Discretization
 from solvers.windows.search import Search
 from solvers.windows.strategies.eviction import evicted, with_prices
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class EvictionKeys:
     """The input of an eviction: a rule, a factor to the budget, a guide, and a factor for each tensor."""
 
     rule: EvictionRule
@@ -39,10 +39,10 @@ class RandomKeys:
         self.search = search
         self.problem = search.problem
         self.params = search.params.random_keys
-        self.pool: list[tuple[float, Way]] = []
+        self.pool: list[tuple[float, EvictionKeys]] = []
         self.runs = 0
         self.found: Trial | None = None  # its last schedule that was the best of the search
-        self._seen: set[Choice] = set()
+        self._seen: set[Solution] = set()
         self._draw = np.random.default_rng(0)
         self._even = np.ones(len(self.problem.sizes))
         self._whole = Discretization((self.problem.ops - 1,))
@@ -50,12 +50,12 @@ class RandomKeys:
     def guided(self, should_stop: Callable[[], bool]) -> None:
         """Repair the new solutions of models."""
         while self.search.models.solutions:
-            detail, choice = self.search.models.solutions.pop()
-            if choice in self._seen:
+            detail, solution = self.search.models.solutions.pop()
+            if solution in self._seen:
                 continue
-            self._seen.add(choice)
+            self._seen.add(solution)
             handed = np.zeros((len(detail.ends), len(self.problem.sizes)), dtype=bool)
-            for k, tensors in enumerate(choice.handed[1:]):
+            for k, tensors in enumerate(solution.handed[1:]):
                 handed[k, list(tensors)] = True
             guide = Guide(detail.ends, handed)
             prices = self.search.params.offloading.prices
@@ -63,7 +63,7 @@ class RandomKeys:
                 for factor in self.params.factors:
                     if should_stop():
                         return
-                    self.take(Way(rule, factor, guide, self._even), None)
+                    self.take(EvictionKeys(rule, factor, guide, self._even), None)
 
     def varied(self, runs: int, should_stop: Callable[[], bool]) -> None:
         """Try `runs` more evictions: random ones, and variations of the best."""
@@ -77,7 +77,7 @@ class RandomKeys:
                 parent = min(int(self._draw.integers(len(self.pool))), int(self._draw.integers(len(self.pool))))
                 self.take(self.variation(self.pool[parent][1]), parent)
 
-    def fresh(self) -> Way:
+    def fresh(self) -> EvictionKeys:
         """Return a random rule without a guide."""
         cost, size, distance = (float(e) for e in self._draw.choice(self.params.exponents, 3))
         exact = self._draw.random() < self.params.whole_share
@@ -85,9 +85,9 @@ class RandomKeys:
         rule = EvictionRule(cost, size, distance)
         if self.problem.offloads:
             rule = replace(rule, channel=float(self._draw.choice(self.params.prices)))
-        return Way(rule, factor, None, self._even)
+        return EvictionKeys(rule, factor, None, self._even)
 
-    def variation(self, way: Way) -> Way:
+    def variation(self, way: EvictionKeys) -> EvictionKeys:
         """Return `way` with other factors for some tensors, and sometimes another rule or budget."""
         draw, params = self._draw, self.params
         share = float(draw.choice(params.varied))
@@ -104,7 +104,7 @@ class RandomKeys:
             way = replace(way, factor=way.factor * math.exp(params.budget_step * float(draw.normal())))
         return way
 
-    def take(self, way: Way, parent: int | None) -> None:
+    def take(self, way: EvictionKeys, parent: int | None) -> None:
         """Try an eviction, and keep it if it is as good as its parent or better than the worst of the pool."""
         self.runs += 1
         limit_s = self.params.worse * self.search.incumbent.best_s

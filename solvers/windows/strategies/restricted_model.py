@@ -17,7 +17,7 @@ from heapq import heapify, heappop, heappush
 
 from solvers.problem import Problem
 from solvers.windows.decoding.decode import Order, Trial
-from solvers.windows.decoding.expand import Choice
+from solvers.windows.decoding.expand import Solution
 from solvers.windows.params import NeighbourhoodParams
 from solvers.windows.relaxation.devices import add_side_by_side
 from solvers.windows.relaxation.discretization import Discretization, Model
@@ -40,15 +40,15 @@ class CandidateSet:
         self.pairs: set[tuple[int, int]] = set()  # (new op, op executed again just before it)
         self.factor = 1
 
-    def more_choices(self, ops: int) -> bool:
+    def more_candidates(self, ops: int) -> bool:
         """Allow twice as many recomputations for one op; return False if all `ops` are allowed already."""
         self.factor *= 2
         return self.factor < 2 * ops
 
-    def learn(self, choice: Choice) -> None:
+    def learn(self, solution: Solution) -> None:
         """Add the candidates of a solution."""
-        self.ops.update(*choice.again)
-        self.tensors.update(*choice.taken)
+        self.ops.update(*solution.again)
+        self.tensors.update(*solution.taken)
 
     def learn_order(self, order: Order) -> None:
         """Add the candidates of a schedule."""

@@ -6,7 +6,7 @@ from solvers.clock import Clock
 from solvers.eviction.least_peak import least_evicting_schedule
 from solvers.problem import Problem
 from solvers.windows.decoding.decode import Order, decoded, late_writers, order_of
-from solvers.windows.decoding.expand import Choice
+from solvers.windows.decoding.expand import Solution
 from solvers.windows.decoding.plain_graph import plain_graph
 from solvers.windows.relaxation.discretization import Discretization
 
@@ -16,8 +16,8 @@ def in_place(problem: Problem, instead: frozenset[int]) -> Order | None:
 
     Only missing inputs are recomputed.
     """
-    choice = Choice((frozenset(),), (frozenset(), frozenset()), instead=instead)
-    order = decoded(problem, Discretization((problem.ops - 1,), places=problem.places.last), choice)
+    solution = Solution((frozenset(),), (frozenset(), frozenset()), instead=instead)
+    order = decoded(problem, Discretization((problem.ops - 1,), places=problem.places.last), solution)
     return order if is_possible(problem, order) else None
 
 

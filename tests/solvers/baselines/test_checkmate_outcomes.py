@@ -116,7 +116,7 @@ def test_what_a_solver_claims_is_checked(value: float, words: str, monkeypatch: 
             variable.varValue = value
         return PulpAnswer(Outcome.OPTIMAL, True, None, "so they say")
 
-    monkeypatch.setattr(checkmate, "run", run)
+    monkeypatch.setattr(checkmate, "solve_model", run)
     result = solve(ask(training_chain(4), 4))
     assert (result.status, result.schedule) == (Status.ERROR, None)
     assert words in result.message
@@ -126,7 +126,7 @@ def test_what_a_solver_claims_is_checked(value: float, words: str, monkeypatch: 
     ("outcome", "status"), [(Outcome.FAILED, Status.ERROR), (Outcome.STOPPED, Status.LIMIT), (Outcome.INFEASIBLE, Status.LIMIT)]
 )
 def test_every_outcome_without_a_solution_has_a_status(outcome: Outcome, status: Status, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkmate, "run", lambda *rest: PulpAnswer(outcome, False, None, "its own word"))
+    monkeypatch.setattr(checkmate, "solve_model", lambda *rest: PulpAnswer(outcome, False, None, "its own word"))
     result = solve(ask(training_chain(4), 4))
     assert result.status is status
     assert "its own word" in result.message

@@ -12,7 +12,7 @@ from graphs.schedule import keep_everything
 from graphs.simulate import simulate
 from graphs.synthetic.draft import Draft
 from graphs.synthetic.random_graphs import random_graph, random_training_step
-from solvers.baselines.common.online import FailedError, Online
+from solvers.baselines.common.online import Online, OnlineFailedError
 from solvers.baselines.common.recomputation import repeatable
 from solvers.baselines.dtr import DtrParams, solve
 from solvers.online.heuristics import DtrRule, Heuristic, heuristic_of
@@ -186,7 +186,7 @@ def test_the_exact_neighbourhood_is_exact(seed: int) -> None:
         run = Online(graph, budget, rule, thrash_factor=20.0)
         try:
             ends.append((run.run().steps, ""))
-        except FailedError as error:
+        except OnlineFailedError as error:
             ends.append((tuple(run.steps), str(error)))
     assert ends[0] == ends[1]
 

@@ -13,7 +13,7 @@ from graphs.schedule import Compute, Free, keep_everything
 from graphs.simulate import simulate
 from graphs.synthetic.draft import Draft
 from graphs.synthetic.small import chain
-from solvers.baselines.common.online import FailedError, Online, held_storages
+from solvers.baselines.common.online import Online, OnlineFailedError, held_storages
 from solvers.baselines.dtr import DtrParams, solve
 from solvers.online.heuristics import DtrRule, heuristic_of
 from solvers.online.ledger import Deallocation
@@ -134,7 +134,7 @@ def test_what_is_made_from_a_banished_tensor_stays_until_it_is_let_go_of() -> No
     graph = draft.graph()
     assert Online(graph, 5, heuristic_of(DtrRule.DTR), deallocation=Deallocation.BANISH).run().computed == (0, 1, 2, 3)
     graph = replace(graph, ops=(*graph.ops[:2], replace(graph.ops[2], workspace_bytes=2), graph.ops[3]))
-    with pytest.raises(FailedError, match="op 'c' needs 4 B more, 2 B are in use, and nothing is left to evict"):
+    with pytest.raises(OnlineFailedError, match="op 'c' needs 4 B more, 2 B are in use, and nothing is left to evict"):
         Online(graph, 5, heuristic_of(DtrRule.DTR), deallocation=Deallocation.BANISH).run()
     assert Online(graph, 5, heuristic_of(DtrRule.DTR)).run().computed == (0, 1, 2, 0, 1, 3)
 

@@ -189,7 +189,7 @@ def test_progress_is_told() -> None:
 
 
 def test_a_solver_that_gives_up_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rounding, "run", lambda *rest: PulpAnswer(Outcome.FAILED, False, None, "out of its depth"))
+    monkeypatch.setattr(rounding, "solve_model", lambda *rest: PulpAnswer(Outcome.FAILED, False, None, "out of its depth"))
     result = solve(ask(training_chain(4), 4))
     assert result.status is Status.ERROR
     assert "out of its depth" in result.message

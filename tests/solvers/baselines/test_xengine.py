@@ -14,7 +14,7 @@ from graphs.synthetic.draft import Draft
 from graphs.synthetic.random_graphs import random_training_step
 from graphs.synthetic.small import diamond, training_chain
 from solvers import highs
-from solvers.baselines.xengine import Class, XEngineParams, XEngineProgram, add_clocks, lazy_schedule
+from solvers.baselines.xengine import ScheduleClass, XEngineParams, XEngineProgram, add_clocks, lazy_schedule
 from solvers.clock import WallClock
 from solvers.registry import get_solver
 from solvers.result import Reason, Result, Status
@@ -109,7 +109,7 @@ def test_the_clocks_of_the_program_are_those_of_the_judge() -> None:
     compared = 0
     for seed in range(12):
         graph, budget = random_placement(300 + seed, 3)
-        program = XEngineProgram(placement_of(graph), budget, Class(stay=True, ahead=True), whole_frees=True)
+        program = XEngineProgram(placement_of(graph), budget, ScheduleClass(stay=True, ahead=True), whole_frees=True)
         assert program.build()
         add_clocks(program, 100.0)
         answer = highs.solve_program(program.milp(), clock=WallClock(60.0))

@@ -104,12 +104,12 @@ def test_the_best_schedule_is_a_solution_of_the_narrow_model() -> None:
     assert answer.objective <= problem.units(try_out(problem, order_of(detail, computed)).time_s - problem.base_s) + 1e-3
 
 
-def test_more_choices_until_all_are_there() -> None:
+def test_more_candidates_until_all_are_there() -> None:
     known = CandidateSet()
-    assert known.more_choices(30)
+    assert known.more_candidates(30)
     assert known.factor == 2
     for _ in range(10):
-        last = known.more_choices(30)
+        last = known.more_candidates(30)
     assert not last
 
 

@@ -17,7 +17,7 @@ from solvers.highs import solve_program
 from solvers.highs.program import Outcome
 from solvers.problem import Problem, problem_of
 from solvers.windows.decoding.decode import order_of, try_out
-from solvers.windows.decoding.encode import choice_of_trial
+from solvers.windows.decoding.encode import solution_of_trial
 from solvers.windows.decoding.transfers import with_transfers
 from solvers.windows.relaxation.discretization import Discretization
 from solvers.windows.relaxation.models import build_relaxation
@@ -78,18 +78,18 @@ def test_every_schedule_with_copies_solves_the_relaxation_at_its_budget(seeds: r
         some = tuple(sorted({*draw.sample(range(n), n // 2), n - 1}))
         for detail in (everything((n - 1,)), everything(some), everything(some).split(range(n))):
             model = build_relaxation(problem, detail)
-            choice = choice_of_trial(problem, detail, trial)
-            assert {(k, t) for k, taken in enumerate(choice.taken) for t in taken} <= model.taken.keys(), seed
+            solution = solution_of_trial(problem, detail, trial)
+            assert {(k, t) for k, taken in enumerate(solution.taken) for t in taken} <= model.taken.keys(), seed
             program = model.program
             for columns, there in (
-                (model.again, choice.again),
-                (model.handed, choice.handed),
-                (model.taken, choice.taken),
+                (model.again, solution.again),
+                (model.handed, solution.handed),
+                (model.taken, solution.taken),
             ):
                 for (k, i), column in columns.items():
                     program.lower[column] = program.upper[column] = i in there[k]
             for pair, column in model.twice.items():
-                program.lower[column] = program.upper[column] = pair in choice.twice
+                program.lower[column] = program.upper[column] = pair in solution.twice
             answer = solve_program(program, clock=WallClock(60))
             assert answer.outcome is Outcome.OPTIMAL, (seed, detail.ends)
             assert answer.objective is not None

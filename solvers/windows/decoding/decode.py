@@ -8,7 +8,6 @@ from itertools import accumulate
 from graphs.schedule import Compute, Schedule, schedule_of
 from graphs.simulate import simulate
 from solvers.highs.program import Floats
-from solvers.places import Places
 from solvers.problem import Problem, problem_of
 from solvers.windows.decoding.expand import Solution, expand
 from solvers.windows.decoding.plain_graph import PlainGraph, plain_graph
@@ -115,8 +114,8 @@ def _try_out_plain(problem: Problem, order: Order) -> Trial:
     """Return the trial of an order with both optional ops and offloading, by way of its plain graph."""
     plain = plain_graph(problem, order.computed)
     reloads = frozenset((here, place) for t, place in order.reloads if (here := plain.only(t)) is not None)
-    detail = Discretization((len(plain.ops) - 1,))
-    trial = try_out(problem_of(plain.graph, problem.budget_bytes), order_of(detail, plain.order, reloads))
+    own = problem_of(plain.graph, problem.budget_bytes)
+    trial = try_out(own, order_of(own, plain.order, reloads))
     return trial_of_whole(problem, plain, order, trial)
 
 
@@ -163,20 +162,22 @@ def _reads_of_nothing(problem: Problem, order: Order) -> set[int]:
 
 
 def order_of(
-    detail: Discretization,
+    problem: Problem,
     computed: Sequence[int],
     reloads: frozenset[tuple[int, int]] = frozenset(),
     instead: frozenset[int] = frozenset(),
-    places: Places | None = None,
+    *,
+    detail: Discretization | None = None,
 ) -> Order:
-    """Return `computed` with the windows of `detail`; first executions are in program order.
+    """Return `computed` with the windows of `detail` (None: one window); first executions are in program order.
 
     Args:
-        instead: the ops that replace others among the `places`; with None, all ops are executed in theirs.
+        reloads, instead: as in ``Order``.
     """
     windows: list[int] = []
     first: list[bool] = []
-    expected = None if places is None else [*places.executed(instead), len(places.ids)]
+    detail = detail or Discretization.whole(problem)
+    expected = None if problem.places.plain else [*problem.places.executed(instead), problem.ops]
     done = 0
     for op in computed:
         following = done if expected is None else expected[done]
@@ -188,7 +189,7 @@ def order_of(
 
 def decoded(problem: Problem, detail: Discretization, solution: Solution) -> Order:
     """Return the order of a model's solution, with the reloads of offloaded tensors."""
-    order = order_of(detail, expand(problem, detail, solution), instead=solution.instead, places=problem.places)
+    order = order_of(problem, expand(problem, detail, solution), instead=solution.instead, detail=detail)
     return replace(order, reloads=_reloads_of(problem, solution, order)) if problem.offloads and solution.taken else order
 
 

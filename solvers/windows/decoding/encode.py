@@ -16,15 +16,14 @@ def solution_of(
     problem: Problem, detail: Discretization, computed: Sequence[int], instead: frozenset[int] = frozenset()
 ) -> Solution:
     """Return the values of R, Q, S and z for an order of execution: the inverse of ``expand``."""
-    places = problem.places
-    order = order_of(detail, computed, instead=instead, places=places)
+    order = order_of(problem, computed, instead=instead, detail=detail)
     again: list[set[int]] = [set() for _ in detail.ends]
     handed: list[set[int]] = [set() for _ in range(len(detail.ends) + 1)]
     twice: set[tuple[int, int]] = set()
     live: set[int] = set()
     position = -1
     boundaries = range(0)
-    for step in schedule_of(problem.graph, [places.ids[op] for op in computed]).steps:
+    for step in schedule_of(problem.graph, [problem.places.ids[op] for op in computed]).steps:
         if not isinstance(step, Compute):
             live.discard(step.tensor)
             continue
@@ -46,7 +45,7 @@ def solution_of_trial(problem: Problem, detail: Discretization, trial: Trial) ->
     """Return the values of R, Q, S and A for a trial."""
     if not problem.offloads:
         return solution_of(problem, detail, trial.order.computed, trial.order.instead)
-    order = order_of(detail, trial.order.computed)
+    order = order_of(problem, trial.order.computed, detail=detail)
     again, handed, taken = ([set[int]() for _ in range(len(detail.ends) + 1)] for _ in range(3))
     twice: set[tuple[int, int]] = set()
     executed = {end: place for place, end in enumerate(trial.ends)}

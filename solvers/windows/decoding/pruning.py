@@ -13,7 +13,7 @@ Reloads = frozenset[tuple[int, int]]
 
 
 def prune(
-    problem: Problem, trial: Trial, detail: Discretization, budget_bytes: int, should_stop: Callable[[], bool], passes: int
+    problem: Problem, trial: Trial, detail: Discretization | None, budget_bytes: int, should_stop: Callable[[], bool], passes: int
 ) -> Trial:
     """Return `trial`, which fits, without recomputations that the budget does not require.
 
@@ -25,7 +25,7 @@ def prune(
 
 
 def _prune_recomputations(
-    problem: Problem, trial: Trial, detail: Discretization, budget_bytes: int, should_stop: Callable[[], bool], passes: int
+    problem: Problem, trial: Trial, detail: Discretization | None, budget_bytes: int, should_stop: Callable[[], bool], passes: int
 ) -> Trial:
     """Remove recomputations, the longest first: the outputs stay in memory since the previous execution."""
     for _ in range(passes):
@@ -35,7 +35,7 @@ def _prune_recomputations(
         if not needless:
             break
         computed = [op for position, op in enumerate(trial.order.computed) if position not in needless]
-        trial = try_out(problem, order_of(detail, computed, instead=trial.order.instead, places=problem.places))
+        trial = try_out(problem, order_of(problem, computed, instead=trial.order.instead, detail=detail))
     return trial
 
 
@@ -94,12 +94,11 @@ def prune_with_transfers(
     problem: Problem, trial: Trial, budget_bytes: int, should_stop: Callable[[], bool], passes: int
 ) -> Trial:
     """Return `trial`, which fits, without recomputations whose outputs fit in memory, as long as that takes less time."""
-    whole = Discretization((problem.ops - 1,))
     for _ in range(passes):
         computed, reloads = _with_fewer(problem, trial, budget_bytes)
         if len(computed) == len(trial.order.computed) or should_stop():
             break
-        found = try_out(problem, order_of(whole, computed, reloads))
+        found = try_out(problem, order_of(problem, computed, reloads))
         if found.peak_bytes > budget_bytes or found.time_s >= trial.time_s:
             break
         trial = found

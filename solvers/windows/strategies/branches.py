@@ -63,7 +63,7 @@ class Branches(Strategy):
         super().__init__(search)
         self.params = search.params.bound
         self.orders: deque[Order] = deque()
-        self.whole = Discretization((search.problem.ops - 1,), places=search.problem.places.last)
+        self.whole = Discretization.whole(search.problem)
         self.here = replace(search.problem, offloads=NO_OFFLOADS)  # keeping everything offloads nothing
         self.ways = _ways(search.problem, search.params.branches)
         self.all = [self._branch(frozenset(), -np.inf)]

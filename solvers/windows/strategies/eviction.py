@@ -22,8 +22,7 @@ class KeepEverything(Strategy):
     def step(self, limit: float) -> bool:
         """Offer the schedule that keeps everything, and split the windows at its peak; return False."""
         ops = self.search.problem.ops
-        whole = Discretization((ops - 1,))
-        trial = self.search.offer(order_of(whole, range(ops)), whole)
+        trial = self.search.offer(order_of(self.search.problem, range(ops)))
         peak = int(np.argmax(trial.memory_bytes))
         self.search.models.coarse = self.search.models.detail = Discretization(tuple(sorted({peak, ops - 1})))
         return False
@@ -48,7 +47,8 @@ class EvictionRules(Strategy):
                 return False
             stopped = stopping.polled(WORK_PER_EVICTION, stopping.stopped)
             most = search.params.first_schedule.few_executions
-            offer(search, evicted(search.problem, rule, max_factor=most, should_stop=stopped))
+            if (order := evicted(search.problem, rule, max_factor=most, should_stop=stopped)) is not None:
+                search.offer(order)
         return True
 
 
@@ -74,7 +74,8 @@ class TightEviction(Strategy):
             # The rules may take longer than the limit: half of it is reserved for the least peak.
             if search.problem.offloads and search.clock.now > (began + until) / 2:
                 break
-            offer(search, evicted(search.problem, rule, should_stop=should_stop))
+            if (order := evicted(search.problem, rule, should_stop=should_stop)) is not None:
+                search.offer(order)
         least = least_evicting_schedule(search.problem.graph, search.clock, should_stop=ended)
         if least is not None and not should_stop():
             offer_program(search, least.computed)
@@ -89,7 +90,7 @@ def evicted(problem: Problem, rule: EvictionRule, **limits: Unpack[Limits]) -> O
     found = evicting_order(problem, rule, **limits)
     if found is None:
         return None
-    order = order_of(Discretization((problem.ops - 1,)), *found)
+    order = order_of(problem, *found)
     return None if late_writers(problem, order) else order
 
 
@@ -99,16 +100,10 @@ def with_prices(problem: Problem, rules: Sequence[EvictionRule], prices: Sequenc
         yield from (replace(rule, channel=price) for rule in rules)
 
 
-def offer(search: Search, order: Order | None) -> None:
-    """Offer an order if there is one."""
-    if order is not None:
-        search.offer(order, Discretization((search.problem.ops - 1,)))
-
-
 def offer_program(search: Search, computed: Sequence[int] | None) -> None:
     """Offer an order of ops of the program, unless a recomputation reads a tensor that was written in place."""
     if computed is None:
         return
-    order = order_of(Discretization((search.problem.ops - 1,)), computed)
+    order = order_of(search.problem, computed)
     if not late_writers(search.problem, order):
-        offer(search, order)
+        search.offer(order)

@@ -186,7 +186,7 @@ class NarrowModel:
     def around(self, model: Model, trial: Trial) -> Solution | None:
         """Return a solution of `model` that equals `trial` except in the windows around those that exceed the budget."""
         search, problem = self.search, self.search.problem
-        order = order_of(model.detail, trial.order.computed, instead=trial.order.instead, places=problem.places)
+        order = order_of(problem, trial.order.computed, instead=trial.order.instead, detail=model.detail)
         over = {w for w, taken in zip(order.windows, trial.memory_bytes, strict=True) if taken > search.budget_bytes}
         over.update(w for w, wait_s in zip(order.windows, trial.waits_s, strict=False) if wait_s)
         placed = self.placed(model, trial)
@@ -335,7 +335,7 @@ class FixAndOptimizeOptions(Strategy):
 
     def __init__(self, search: Search) -> None:
         super().__init__(search)
-        self.near = NarrowModel(search, Discretization((search.problem.ops - 1,), places=search.problem.places.last))
+        self.near = NarrowModel(search, Discretization.whole(search.problem))
         # Alternatives are varied first, recomputations of the program once that gains nothing more.
         self.near.choose_from(i for i, sure in enumerate(search.problem.places.sure) if not sure)
         self._strategies: list[Strategy] = []

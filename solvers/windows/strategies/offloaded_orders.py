@@ -19,8 +19,6 @@ from solvers.eviction.least_peak import least_evicting_schedule
 from solvers.eviction.rules import RULES, TIGHT_RULES
 from solvers.problem import Problem, problem_of
 from solvers.windows.decoding.decode import Order, Trial, late_writers, order_of, try_out
-from solvers.windows.relaxation.discretization import Discretization
-from solvers.windows.strategies.eviction import offer
 from solvers.windows.strategies.strategy import Strategy
 
 _INSTANT_S = 1e-12  # of ops that take no time
@@ -51,7 +49,7 @@ class OffloadedOrders(Strategy):
             if ended():
                 break
             if not late_writers(search.problem, order):
-                offer(search, order)
+                search.offer(order)
         return False
 
 
@@ -171,7 +169,7 @@ def _with_reloads(problem: Problem, computed: Sequence[int], sent: frozenset[int
                 there.pop(t, None)
                 live_bytes -= problem.sizes[t]
         done = max(done, op + 1)
-    return order_of(Discretization((problem.ops - 1,)), computed, frozenset(reloads))
+    return order_of(problem, computed, frozenset(reloads))
 
 
 def _next_reads(problem: Problem, computed: Sequence[int]) -> list[dict[int, int]]:

@@ -17,7 +17,7 @@ from solvers.windows.decoding.decode import Trial, decoded, late_writers, order_
 from solvers.windows.decoding.pruning import uses_of, without_executions
 from solvers.windows.decoding.transfers import PoolStay, TransferPlan, with_transfers
 from solvers.windows.params import OffloadingParams
-from solvers.windows.relaxation.discretization import Discretization, Model
+from solvers.windows.relaxation.discretization import Model
 from solvers.windows.relaxation.models import build_relaxation
 from solvers.windows.search import WORK_PER_EXECUTION, Search
 from solvers.windows.strategies.refinement import solve_part
@@ -80,7 +80,7 @@ def offer_without_waits(search: Search, trial: Trial) -> None:
     stop = search.stopping.polled(WORK_PER_EXECUTION * len(trial.order.computed), search.stopping.enough)
     better = recomputing_where_it_waits(search.problem, trial, search.budget_bytes, stop, search.params.offloading)
     if better is not trial:
-        search.offer(better.order, Discretization((search.problem.ops - 1,)))
+        search.offer(better.order)
 
 
 class Polishing(SteppedStrategy):
@@ -120,8 +120,7 @@ def _offer_faster(search: Search, computed: Sequence[int], reloads: Reloads) -> 
     search.clock.spend(WORK_PER_EXECUTION * len(computed))
     found = with_transfers(problem, computed, reloads)
     if found.time_s < search.incumbent.best_s and max(found.memory_bytes) <= search.budget_bytes:
-        whole = Discretization((problem.ops - 1,))
-        search.offer(order_of(whole, computed, found.reloads), whole)
+        search.offer(order_of(problem, computed, found.reloads))
 
 
 def simpler(
@@ -164,7 +163,6 @@ def recomputing_where_it_waits(
     problem: Problem, trial: Trial, budget_bytes: int, should_stop: Callable[[], bool], params: OffloadingParams
 ) -> Trial:
     """Return `trial`, which fits, with recomputation in place of transfers, one tensor after another, while it becomes faster."""
-    whole = Discretization((problem.ops - 1,))
     found: Trial | None = trial
     while found is not None:
         trial, found = found, None
@@ -174,7 +172,7 @@ def recomputing_where_it_waits(
             run = with_transfers(problem, computed, reloads)
             fits = max(run.memory_bytes) <= budget_bytes
             if fits and run.time_s < trial.time_s * (1 - params.least_gain):
-                found = try_out(problem, order_of(whole, computed, run.reloads))
+                found = try_out(problem, order_of(problem, computed, run.reloads))
                 break
     return trial
 

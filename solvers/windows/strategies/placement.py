@@ -19,7 +19,6 @@ from solvers.clock import left
 from solvers.problem import Problem
 from solvers.windows.decoding.decode import NOWHERE_BYTES, Order, Trial, order_of, try_out
 from solvers.windows.decoding.transfers import with_transfers
-from solvers.windows.relaxation.discretization import Discretization
 from solvers.windows.search import WORK_PER_EXECUTION, Search
 from solvers.windows.strategies.strategy import Strategy
 from solvers.windows.strategies.substitution import is_possible
@@ -176,7 +175,6 @@ class Placements(Strategy):
         self.lacking: Order | None = None
         self.params = search.params.placement
         self.places = Where(search.problem)
-        self.whole = Discretization((search.problem.ops - 1,), places=search.problem.places.last)
         self._draw = np.random.default_rng(0)
         self._now: Placing | None = None
         self._cost: Cost = (0, np.inf, np.inf)
@@ -247,7 +245,7 @@ class Placements(Strategy):
         computed = self.places.computed(placing)
         assert computed is not None
         away = frozenset(self.places.runs[v, d] for v, d in placing.device.items() if d)
-        return order_of(self.whole, computed, instead=away | placing.instead, places=self.search.problem.places)
+        return order_of(self.search.problem, computed, instead=away | placing.instead)
 
     def varied(self, placing: Placing) -> Placing:
         """Return a variation: some ops on another device, or a recomputation or a transfer away added or removed."""

@@ -17,7 +17,6 @@ from solvers.eviction.engine import WORK_PER_EVICTION
 from solvers.eviction.rules import EvictionRule, Guide
 from solvers.windows.decoding.decode import Trial
 from solvers.windows.decoding.expand import Solution
-from solvers.windows.relaxation.discretization import Discretization
 from solvers.windows.search import Search
 from solvers.windows.strategies.eviction import evicted, with_prices
 
@@ -45,7 +44,6 @@ class RandomKeys:
         self._seen: set[Solution] = set()
         self._draw = np.random.default_rng(0)
         self._even = np.ones(len(self.problem.sizes))
-        self._whole = Discretization((self.problem.ops - 1,))
 
     def guided(self, should_stop: Callable[[], bool]) -> None:
         """Repair the new solutions of models."""
@@ -121,7 +119,7 @@ class RandomKeys:
         self.search.clock.spend(WORK_PER_EVICTION * executed)
         if order is None:
             return
-        trial = self.search.improve_order(order, self._whole, limit_s)
+        trial = self.search.improve_order(order, limit_s)
         if trial is None:
             return
         if trial is self.search.incumbent.best:

@@ -73,7 +73,7 @@ class RelaxAndFix(Strategy):
             closer = None
             if solution is not None:
                 inside = expand(problem, place.detail, solution, first_window=place.first_window)
-                order = order_of(place.detail, place.prefix + inside)
+                order = order_of(problem, place.prefix + inside, detail=place.detail)
                 if writers := late_writers(problem, order):
                     place = replace(place, detail=_with_ends(place.detail, writers))
                     continue

@@ -98,7 +98,7 @@ class Segments(SteppedStrategy):
             if solution is None:
                 return False
             inside = expand(problem, detail, solution, first_window=1)
-            order = order_of(whole, segment.before + inside + segment.after)
+            order = order_of(problem, segment.before + inside + segment.after, detail=whole)
             if late_writers(problem, order):
                 return False
             tried = search.offer(order, whole)

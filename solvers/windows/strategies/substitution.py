@@ -17,7 +17,7 @@ def in_place(problem: Problem, instead: frozenset[int]) -> Order | None:
     Only missing inputs are recomputed.
     """
     solution = Solution((frozenset(),), (frozenset(), frozenset()), instead=instead)
-    order = decoded(problem, Discretization((problem.ops - 1,), places=problem.places.last), solution)
+    order = decoded(problem, Discretization.whole(problem), solution)
     return order if is_possible(problem, order) else None
 
 
@@ -33,8 +33,7 @@ def least_instead(problem: Problem, clock: Clock, should_stop: Callable[[], bool
     found = least_evicting_schedule(plain.graph, clock, should_stop=should_stop)
     if found is None:
         return order
-    detail = Discretization((problem.ops - 1,), places=problem.places.last)
-    evicting = order_of(detail, [plain.ops[op] for op in found.computed], instead=instead, places=problem.places)
+    evicting = order_of(problem, [plain.ops[op] for op in found.computed], instead=instead)
     return evicting if is_possible(problem, evicting) else None
 
 

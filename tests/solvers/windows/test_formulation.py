@@ -16,7 +16,6 @@ from solvers.problem import problem_of
 from solvers.windows import relaxation
 from solvers.windows.decoding.decode import order_of, try_out
 from solvers.windows.decoding.encode import solution_of
-from solvers.windows.relaxation.discretization import Discretization
 from solvers.windows.relaxation.models import build_relaxation
 from tests.support.random_orders import everything, random_order, short_form
 
@@ -32,8 +31,9 @@ def test_every_schedule_in_short_form_solves_the_relaxation_at_its_budget(make: 
     draw = random.Random(seed)
     graph = make(seed, draw.randint(3, 9))
     n = len(graph.ops)
-    computed = short_form(graph, random_order(draw, problem_of(graph, 10**9)))
-    trial = try_out(problem_of(graph, 10**9), order_of(Discretization((n - 1,)), computed))
+    roomy = problem_of(graph, 10**9)
+    computed = short_form(graph, random_order(draw, roomy))
+    trial = try_out(roomy, order_of(roomy, computed))
     problem = problem_of(graph, trial.peak_bytes)
     some = tuple(sorted({*draw.sample(range(n), n // 2), n - 1}))
     for detail in (everything((n - 1,)), everything(some), everything(some).split(range(n))):

@@ -28,7 +28,7 @@ def test_order_and_choice_are_inverse() -> None:
     # An op per window, and further executions in program order: nothing is left open.
     detail = Discretization(tuple(range(len(graph.ops))))
     solution = solution_of(problem, detail, result.schedule.computed)
-    order = order_of(detail, expand(problem, detail, solution))
+    order = order_of(problem, expand(problem, detail, solution), detail=detail)
     assert try_out(problem, order).time_s == result.time_s
     assert solution_of(problem, detail, order.computed) == solution
 

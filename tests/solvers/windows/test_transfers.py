@@ -19,7 +19,6 @@ from solvers.problem import Problem, problem_of
 from solvers.windows.decoding.decode import order_of, try_out
 from solvers.windows.decoding.encode import solution_of_trial
 from solvers.windows.decoding.transfers import with_transfers
-from solvers.windows.relaxation.discretization import Discretization
 from solvers.windows.relaxation.models import build_relaxation
 from solvers.windows.strategies.placement import Placing, Where
 from tests.support.placements import on_devices, random_placement
@@ -72,7 +71,7 @@ def test_every_schedule_with_copies_solves_the_relaxation_at_its_budget(seeds: r
         n = loose.ops
         computed = short_form(loose.graph, random_order(draw, loose))
         reloads = some_reloads(draw, loose, computed)
-        trial = try_out(loose, order_of(Discretization((n - 1,)), computed, reloads))
+        trial = try_out(loose, order_of(loose, computed, reloads))
         problem = problem_of(graph, trial.peak_bytes)
         copied += bool(trial.order.reloads)
         some = tuple(sorted({*draw.sample(range(n), n // 2), n - 1}))

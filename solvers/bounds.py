@@ -132,13 +132,13 @@ def _held_bytes(
     capacity.
     """
     n = len(graph.program)
-    stood_for = {p for op in graph.ops for p in op.replaces}
+    replaced = {p for op in graph.ops for p in op.replaces}
     here, movable = [0] * (n + 1), [0] * (n + 1)
     stays: _Stays = {}
     away: _Stays = {}
     kept_bytes = 0
     for op in graph.program:
-        if op.id in stood_for:
+        if op.id in replaced:
             continue  # its outputs may not be produced
         outputs = sum(sizes[t] for t in op.outputs)
         kept_bytes += sum(sizes[t] for t in op.outputs if t in graph.kept)
@@ -148,7 +148,7 @@ def _held_bytes(
         fixed = not op.recomputable or (budget_bytes is not None and again > budget_bytes)
         for t in op.outputs:
             readers = [r for r in graph.consumers[t] if r < n]
-            sure = [r for r in readers if r not in stood_for]
+            sure = [r for r in readers if r not in replaced]
             if t in graph.kept:
                 stays[t] = op.id + 1, n
             elif fixed and sure and len(graph.tensors[t].producers) == 1:

@@ -120,9 +120,3 @@ def lines_of(actions: Iterable[AllocatorAction]) -> Iterator[str]:
     yield _HEADER
     for action in found:
         yield f"{action.kind},{(action.address - lowest) // 512},{action.size_bytes},{action.stream}"
-
-
-def actions_in(lines: Iterable[str]) -> list[AllocatorAction]:
-    """Return the actions of the lines of a CSV file."""
-    rows = (line.strip().split(",") for line in list(lines)[1:])
-    return [AllocatorAction(ActionKind(kind), int(address) * 512, int(size), int(stream)) for kind, address, size, stream in rows]

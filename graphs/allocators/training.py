@@ -13,7 +13,7 @@ from graphs.optimizers import optimizer_of
 from graphs.pools import DEVICE
 from graphs.schedule import Schedule
 
-STEPS = 3  # the first is cold, the second begins with the optimizer's state, the third shows the steady state
+_STEPS = 3  # the first is cold, the second begins with the optimizer's state, the third shows the steady state
 _GRAIN_BYTES = 2 * 2**20  # of what the driver gives
 _FOR_ALL_PARAMETERS = (Kind.OPTIMIZER_STATE, Kind.ACCUMULATED_GRADIENT)  # one tensor of a graph for one of each parameter
 
@@ -132,8 +132,8 @@ class Allocator(Protocol):
         ...
 
 
-def play(training: Training, allocator: Allocator, *, steps: int = STEPS) -> Usage:
-    """Make the requests of `training` for some steps on `allocator`, which is empty.
+def play(training: Training, allocator: Allocator) -> Usage:
+    """Make the requests of `training` for three steps on `allocator`, which is empty.
 
     Raises:
         DeviceFullError: the device is too small.
@@ -141,7 +141,7 @@ def play(training: Training, allocator: Allocator, *, steps: int = STEPS) -> Usa
     for size_bytes in (*training.static, *training.libraries):
         allocator.alloc(size_bytes)
     places: dict[int, BlockPlace] = {}
-    by_step = tuple(_play_step(training, allocator, places, first=not number) for number in range(steps))
+    by_step = tuple(_play_step(training, allocator, places, first=not number) for number in range(_STEPS))
     return Usage(
         allocator.allocated.peak_bytes,
         allocator.reserved.peak_bytes,

@@ -251,9 +251,9 @@ def placement_beside(graph: Graph) -> Placement:
             known = known and source != target and base[before] == base[after] < count and key not in copies and not op.replaces
             copies[key] = op.id
         elif len(op.replaces) == 1 and (d := device.get(op.stream, 0)):
-            stood_for = graph.ops[op.replaces[0]]
-            runs[d][stood_for.id] = op.id
-            known = (_there(places[d], stood_for.inputs), _there(places[d], stood_for.outputs)) == (op.inputs, op.outputs)
+            replaced = graph.ops[op.replaces[0]]
+            runs[d][replaced.id] = op.id
+            known = (_there(places[d], replaced.inputs), _there(places[d], replaced.outputs)) == (op.inputs, op.outputs)
         if not known:
             raise _other_choices(op)
     if {t for here in places for t in here if t is not None} != set(range(len(graph.tensors))):

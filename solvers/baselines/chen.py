@@ -21,6 +21,8 @@ from solvers.baselines.common.stages import Cuts, ForwardStages, crossings, cut_
 from solvers.request import Request
 from solvers.result import Result
 
+_GRID, _PARTS = 6, 40  # thresholds around the centre; least share of all bytes, as 1 / this
+
 
 class ChenRule(StrEnum):
     """The choice of segments, by the name in the registry."""
@@ -61,7 +63,7 @@ def greedy_trials(graph: Graph, cuts: Cuts) -> Iterator[Candidate]:
             yield Candidate(segments(graph, ends), {"cuts": str(cuts), "segments": len(ends), "threshold_bytes": threshold})
 
 
-def thresholds(graph: Graph, cuts: Cuts, made: Sequence[int], *, grid: int = 6, parts: int = 40) -> list[int]:
+def thresholds(graph: Graph, cuts: Cuts, made: Sequence[int]) -> list[int]:
     """Return the thresholds of the module's docstring, in bytes. `made`: bytes that each forward op produces."""
     places = cut_places(graph, cuts)
     if not places:
@@ -69,8 +71,8 @@ def thresholds(graph: Graph, cuts: Cuts, made: Sequence[int], *, grid: int = 6, 
     stages = ForwardStages(graph, greedy_ends(places, made, 0))
     crossing = sum(graph.tensors[t].size_bytes for tensors in stages.crossing for t in tensors)
     centre = math.sqrt(crossing * max(sum(made[i] for i in ops) for ops in stages.ops))
-    around = [centre * 2 ** (k / (grid - 1) - 0.5) for k in range(grid)]
-    return [0, *map(int, around), *(sum(made) // k for k in range(2, parts + 1))]
+    around = [centre * 2 ** (k / (_GRID - 1) - 0.5) for k in range(_GRID)]
+    return [0, *map(int, around), *(sum(made) // k for k in range(2, _PARTS + 1))]
 
 
 def greedy_ends(places: Sequence[int], made: Sequence[int], threshold_bytes: int) -> list[int]:

@@ -69,8 +69,7 @@ class PoetProgram(Columns):
         self.capacity = capacity_bytes / self.memory_unit
         self.time_unit = (self.graph.time_s or 1.0) / _TIME_RANGE
         self.power = power
-        again = repeatable(self.graph)
-        self.may_repeat = [again[op.id] for op in self.graph.ops]
+        self.may_repeat = repeatable(self.graph)
         self.R: dict[tuple[int, int], int] = {}
         self.S: dict[tuple[int, int], int] = {}
         self.host: dict[tuple[int, int], int] = {}

@@ -37,6 +37,8 @@ from solvers.result import Result
 
 Floats = NDArray[np.float64]
 
+_BEYOND = 12  # slots above the largest amount of memory whose schedule fits, which are tried too
+
 
 @dataclass(frozen=True, slots=True)
 class RotorParams:
@@ -62,10 +64,8 @@ def solve(request: Request) -> Result:
     return answer(request, "rotor", trials, what="the chain's schedule", settings=asdict(params))
 
 
-def chain_trials(
-    graph: Graph, budget_bytes: int, cuts: Cuts, most_stages: int, slots: int, *, beyond: int = 12
-) -> Iterator[Candidate]:
-    """Yield optimal schedules of the chain for the largest amount of memory whose schedule fits, and `beyond` above it."""
+def chain_trials(graph: Graph, budget_bytes: int, cuts: Cuts, most_stages: int, slots: int) -> Iterator[Candidate]:
+    """Yield optimal schedules of the chain for the largest amount of memory whose schedule fits, and some above it."""
     stages = ForwardStages(graph, evenly(cut_places(graph, cuts), most_stages))
     if not len(stages):
         return
@@ -84,7 +84,7 @@ def chain_trials(
         middle = -(-(low + high) // 2)
         fits = simulate(graph, trial(middle).schedule).peak_bytes <= budget_bytes
         low, high = (middle, high) if fits else (low, middle - 1)
-    for slot in range(low, min(low + beyond, table.slots) + 1):
+    for slot in range(low, min(low + _BEYOND, table.slots) + 1):
         trial(slot)
     yield from tried.values()
 

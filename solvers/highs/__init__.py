@@ -149,5 +149,4 @@ def _read(run: HighsRun, program: Milp) -> Answer:
         bound = max(float(info.mip_dual_bound), run.bound)
     else:
         bound = float(info.objective_function_value) if outcome is Outcome.OPTIMAL else -np.inf
-    duals = np.array(solution.row_dual) if outcome is Outcome.OPTIMAL and not run.is_mip else None
-    return Answer(outcome, values, objective, bound, detail, duals)
+    return Answer(outcome, values, objective, bound, detail)

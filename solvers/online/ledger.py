@@ -56,11 +56,6 @@ class Ledger(Storages):
         """Return the number of storages that are not dropped."""
         return len(self.parents) - len(self._unused)
 
-    @property
-    def op_count(self) -> int:
-        """The number of ops with an output that is not dropped."""
-        return len(self.ops)
-
     # What the program does.
 
     def add_storage(self, size_bytes: int) -> int:

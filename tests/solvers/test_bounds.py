@@ -12,10 +12,11 @@ from graphs.schedule import keep_everything
 from graphs.simulate import simulate
 from graphs.synthetic.draft import Draft
 from graphs.synthetic.random_graphs import random_graph
-from graphs.synthetic.small import diamond, kept_output, training_chain, two_outputs
+from graphs.synthetic.small import training_chain
 from solvers import bounds
 from solvers.bounds import MemoryNeed, any_order_need, describe_need, least_budget_bound, need_at, too_small_message
 from solvers.order.reorder import constraints, permuted
+from tests.support.small_graphs import diamond, kept_output, two_outputs
 
 
 @pytest.mark.parametrize(

@@ -147,10 +147,10 @@ class Online:
         Raises:
             OnlineFailedError: out of memory, thrashing, or stopped.
         """
-        stand_ins = {op_id for h in self.held.values() for op_id in (h.hold, h.release)}
+        of_references = {op_id for h in self.held.values() for op_id in (h.hold, h.release)}
         for op in self.graph.ops:
             self.now = op.id
-            if op.id not in stand_ins:
+            if op.id not in of_references:
                 self._execute(op.id)
                 self.ledger.touch(self._storages(op.outputs), self.clock_s)
             for t in self.dies.get(op.id, ()):
@@ -162,10 +162,10 @@ class Online:
     def _deaths(self) -> dict[int, list[int]]:
         """Return by op the tensors whose last use it is; for those that are never evicted, the last possible use."""
         needed = last_needed(self.graph)
-        stand_ins = {h.tensor for h in self.held.values()}
+        of_references = {h.tensor for h in self.held.values()}
         dies: dict[int, list[int]] = {}
         for t in self.graph.tensors:
-            if t.static or t.id in self.graph.kept or t.id in stand_ins or self.base[t.id] != t.id:
+            if t.static or t.id in self.graph.kept or t.id in of_references or self.base[t.id] != t.id:
                 continue
             uses = [t.producers[0], *(r if self.evictable[t.id] else needed[r] for r in self.graph.consumers[t.id])]
             if t.id in self.held:

@@ -126,7 +126,7 @@ class ModelDraft:
         """
         if i in self.instead:
             return 0.0, [self.instead[i]], [1.0]
-        columns = [self.instead[b] for b in self.problem.places.stood_by[i]]
+        columns = [self.instead[b] for b in self.problem.places.replaced_by[i]]
         return float(not self.problem.places.optional[i]), columns, [-1.0] * len(columns)
 
     def executions(self, ops: Iterable[int]) -> Sum:

@@ -30,7 +30,7 @@ def variables(repeatable: RepeatableOps) -> Family:
     """Return the family of z, R, Q and S, with R and Q for the `repeatable` ops."""
 
     def add_variables(draft: ModelDraft) -> None:
-        _add_stand_ins(draft)
+        _add_alternatives(draft)
         for k in range(draft.first_window, draft.windows):
             _add_repeats(draft, k, repeatable(draft, k))
             _add_handed(draft, k)
@@ -39,7 +39,7 @@ def variables(repeatable: RepeatableOps) -> Family:
     return add_variables
 
 
-def _add_stand_ins(draft: ModelDraft) -> None:
+def _add_alternatives(draft: ModelDraft) -> None:
     """Add z[b], at the time of b less that of its group; at most one op replaces each op."""
     problem, places = draft.problem, draft.problem.places
     for b, group in enumerate(places.replaces):
@@ -47,7 +47,7 @@ def _add_stand_ins(draft: ModelDraft) -> None:
             seconds = problem.time_s[b] - sum(problem.time_s[i] for i in group)
             fits = problem.own_bytes[b] <= problem.capacity_bytes
             draft.instead[b] = draft.column(cost=problem.units(seconds), upper=float(fits))
-    for group in sorted({of_op for of_op in places.stood_by if len(of_op) > 1}):
+    for group in sorted({of_op for of_op in places.replaced_by if len(of_op) > 1}):
         draft.rows.add([draft.instead[b] for b in group], [1.0] * len(group), -np.inf, 1.0)
     for ways, is_executed in sorted(draft.detail.decided):
         draft.rows.add([draft.instead[b] for b in ways], [1.0] * len(ways), float(is_executed), float(is_executed))

@@ -75,11 +75,6 @@ class Branches(Strategy):
         """True if no branch can raise the bound."""
         return self._next().closed
 
-    @staticmethod
-    def applies(problem: Problem) -> bool:
-        """Return True if the problem has optional ops."""
-        return not problem.places.plain
-
     def step(self, limit: float) -> bool:
         """Refine the branch of the least bound, for its own limit; once more when the problem is solved."""
         search = self.search

@@ -238,18 +238,16 @@ class Restarts(SteppedStrategy):
 
 
 class FixAndOptimize(SteppedStrategy):
-    """Solves with some variables of the best schedule open and the others fixed, as long as that may improve it."""
+    """Solves with some variables of the best schedule open and the others fixed, as long as that may improve it.
+
+    The problem must not have both optional ops and transfers to the host.
+    """
 
     opened: str  # name of the elements, for progress messages
 
     def __init__(self, search: Search, narrow: NarrowModel) -> None:
         super().__init__(search)
         self.narrow = narrow
-
-    @staticmethod
-    def applies(problem: Problem) -> bool:
-        """Return True if the problem does not have both optional ops and transfers to the host."""
-        return problem.places.plain or not problem.offloads
 
     @abstractmethod
     def count(self, model: Model) -> int:

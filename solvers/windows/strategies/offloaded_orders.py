@@ -35,7 +35,7 @@ class OffloadedOrders(Strategy):
     @staticmethod
     def applies(problem: Problem) -> bool:
         """Return True if the problem has transfers to the host and no other optional ops."""
-        return problem.places.plain and bool(problem.offloads)
+        return problem.only_offloads
 
     def step(self, limit: float) -> bool:
         """Offer such orders for about `limit`; return False."""

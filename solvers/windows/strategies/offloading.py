@@ -35,11 +35,6 @@ class CoarseVariations(SteppedStrategy):
         super().__init__(search)
         self.known = known
 
-    @staticmethod
-    def applies(problem: Problem) -> bool:
-        """Return True if the problem has transfers to the host and no other optional ops."""
-        return problem.places.plain and bool(problem.offloads)
-
     def steps(self) -> Iterator[None]:
         """Solve one variation per step and offer its solutions."""
         search, params = self.search, self.search.params.offloading
@@ -85,11 +80,6 @@ def offer_without_waits(search: Search, trial: Trial) -> None:
 
 class Polishing(SteppedStrategy):
     """Removal of one recomputation or transfer of the best schedule at a time, until none can be removed."""
-
-    @staticmethod
-    def applies(problem: Problem) -> bool:
-        """Return True if the problem has transfers to the host and no other optional ops."""
-        return problem.places.plain and bool(problem.offloads)
 
     def steps(self) -> Iterator[None]:
         """Try one removal per step."""

@@ -102,8 +102,8 @@ class _Order:
         places, placing = self.places, self.placing
         self.there.update(places.static)
         self.sent.update(((t, device), other) for t, device, other in placing.sent)
-        stood_for = {i for b in placing.instead for i in places.places.replaces[b]}
-        for v in sorted({*placing.device, *placing.instead}.difference(stood_for - set(placing.instead))):
+        replaced = {i for b in placing.instead for i in places.places.replaces[b]}
+        for v in sorted({*placing.device, *placing.instead}.difference(replaced - set(placing.instead))):
             device = placing.device.get(v, 0)
             if not self.execute(v if v in placing.instead else places.runs[v, device], device):
                 return None

@@ -85,7 +85,7 @@ class OffloadingPortfolio(Strategy):
     @staticmethod
     def applies(problem: Problem) -> bool:
         """Return True if the problem has transfers to the host and no other optional ops."""
-        return problem.places.plain and bool(problem.offloads)
+        return problem.only_offloads
 
     def step(self, limit: float) -> bool:
         """Run the portfolio to its end; return False."""
@@ -115,11 +115,6 @@ class OffloadingPortfolio(Strategy):
 
 class RandomEviction(SteppedStrategy):
     """Eviction with random keys until that gains nothing more; its best schedule is polished."""
-
-    @staticmethod
-    def applies(problem: Problem) -> bool:
-        """Return True if the problem has transfers to the host and no other optional ops."""
-        return problem.places.plain and bool(problem.offloads)
 
     def steps(self) -> Iterator[None]:
         """Try some evictions per step."""

@@ -6,7 +6,6 @@ fit gets finer windows; and so on to the end. Each model is small, as fixed wind
 number of tight places rather than exponentially. If the fixed windows have no continuation, the last of them are opened again.
 """
 
-from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from solvers.clock import Clock, left
@@ -44,11 +43,6 @@ class FixedPrefix:
 class RelaxAndFix(Strategy):
     """A first schedule from the first op to the last; first without recomputation of ops after the peak."""
 
-    @staticmethod
-    def applies(problem: Problem) -> bool:
-        """Return True if the problem has neither optional ops nor transfers to the host."""
-        return problem.plain
-
     def step(self, limit: float) -> bool:
         """Search for about `limit`, then twice as long with all ops recomputable; return False."""
         search = self.search
@@ -75,7 +69,7 @@ class RelaxAndFix(Strategy):
                 inside = expand(problem, place.detail, solution, first_window=place.first_window)
                 order = order_of(problem, place.prefix + inside, detail=place.detail)
                 if writers := late_writers(problem, order):
-                    place = replace(place, detail=_with_ends(place.detail, writers))
+                    place = replace(place, detail=place.detail.ending_at(writers))
                     continue
                 trial = search.offer(order, place.detail)
                 if trial.peak_bytes <= problem.budget_bytes:
@@ -132,10 +126,6 @@ def _settle(
     executed = trial.order.computed.index(end)
     ends = tuple(e for e in place.detail.ends if e >= end)
     return FixedPrefix(trial.order.computed[: executed + 1], solution.handed[last + 1], replace(place.detail, ends=ends))
-
-
-def _with_ends(detail: Discretization, more: Collection[int]) -> Discretization:
-    return replace(detail, ends=tuple(sorted({*detail.ends, *more})))
 
 
 def _merged(earlier: Discretization, later: Discretization) -> Discretization:

@@ -55,11 +55,6 @@ def segment_of(problem: Problem, computed: Sequence[int], first: int, last: int)
 class Segments(SteppedStrategy):
     """Improvement of one segment of the best schedule after another; longer ones when no other improves."""
 
-    @staticmethod
-    def applies(problem: Problem) -> bool:
-        """Return True if the problem has neither optional ops nor transfers to the host."""
-        return problem.plain
-
     def steps(self) -> Iterator[None]:
         """Improve segments, the costly ones first."""
         search, problem, params = self.search, self.search.problem, self.search.params.segments

@@ -1,6 +1,7 @@
 """Requests of ops in their order, and what PyTorch's allocator was recorded to do beside its model."""
 
 import gzip
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import pytest
 
 from graphs.addresses import buffers_of, live_bytes, moments_of
 from graphs.allocators.caching import DEFAULT, EXPANDABLE, CachingAllocator, Rules
-from graphs.allocators.recorded import ActionKind, AllocatorAction, actions_in, compare_with_model, lines_of
+from graphs.allocators.recorded import ActionKind, AllocatorAction, compare_with_model, lines_of
 from graphs.allocators.training import training_of, usage_of
 from graphs.errors import GraphError
 from graphs.io.graph_document import graph_from_dict, graph_to_dict
@@ -74,6 +75,12 @@ def test_wrong_requests_are_refused(request_: MemoryRequest) -> None:
 def test_an_output_is_requested_once() -> None:
     with pytest.raises(GraphError, match="at most once"):
         with_requests(MemoryRequest(0), MemoryRequest(0))
+
+
+def actions_in(lines: Iterable[str]) -> list[AllocatorAction]:
+    """Return the actions of the lines of a CSV file."""
+    rows = (line.strip().split(",") for line in list(lines)[1:])
+    return [AllocatorAction(ActionKind(kind), int(address) * 512, int(size), int(stream)) for kind, address, size, stream in rows]
 
 
 def recorded(sizes: list[int]) -> list[AllocatorAction]:

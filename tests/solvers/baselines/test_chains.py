@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from graphs.ir import Graph, Phase
 from graphs.synthetic.draft import Draft
 from graphs.synthetic.random_graphs import random_graph, random_training_step
-from graphs.synthetic.small import diamond, training_chain
+from graphs.synthetic.small import training_chain
 from graphs.synthetic.transformer import TransformerSize, transformer
 from solvers.baselines import chen, griewank, rotor
 from solvers.baselines.common.stages import Cuts, Forward, ForwardStages, crossings, cut_places, evenly
@@ -20,6 +20,7 @@ from solvers.registry import get_solver
 from solvers.result import SolveProgress, Status
 from tests.support.budgets import peak_bytes
 from tests.support.requests import ask
+from tests.support.small_graphs import diamond
 
 CHAIN_SOLVERS = ("chen-sqrt", "chen-greedy", "griewank", "rotor")
 

@@ -10,7 +10,7 @@ from graphs.ir import Graph
 from graphs.schedule import keep_everything
 from graphs.simulate import simulate
 from graphs.synthetic.random_graphs import random_graph, random_training_step
-from graphs.synthetic.small import chain, diamond, kept_output, skips, training_chain
+from graphs.synthetic.small import chain, skips, training_chain
 from graphs.synthetic.transformer import TransformerSize, transformer
 from solvers import windows
 from solvers.baselines.checkmate import CheckmateParams, solve
@@ -20,6 +20,7 @@ from tests.support.brute_force import fastest, may_repeat
 from tests.support.budgets import budget_at
 from tests.support.known_optima import KNOWN_OPTIMA
 from tests.support.requests import ask
+from tests.support.small_graphs import diamond, kept_output
 
 TOLERANCE = 1e-3
 SPLIT = CheckmateVariant(frees=Frees.SPLIT)

@@ -9,7 +9,7 @@ import pytest
 
 from graphs.errors import PlannerError
 from graphs.synthetic.random_graphs import random_graph, random_training_step
-from graphs.synthetic.small import chain, diamond, training_chain
+from graphs.synthetic.small import chain, training_chain
 from solvers.baselines import checkmate
 from solvers.baselines.checkmate import CheckmateParams, solve, write_model
 from solvers.baselines.common.checkmate_program import CheckmateModel
@@ -20,6 +20,7 @@ from solvers.registry import get_solver
 from solvers.result import SolveProgress, Status
 from tests.support.budgets import budget_at
 from tests.support.requests import ask
+from tests.support.small_graphs import diamond
 
 ROOT = Path(__file__).parents[3]
 

@@ -9,13 +9,14 @@ import pytest
 
 from graphs.errors import BudgetError, OutputError, PlannerError
 from graphs.io.formats import write_graph
-from graphs.synthetic.small import diamond, training_chain
+from graphs.synthetic.small import training_chain
 from planner.cli.main import main
 from planner.plans.plan import read_plan
 from solvers.baselines.checkmate import solve, write_model
 from solvers.baselines.common.checkmate_program import PUBLISHED, CheckmateVariant, Frees
 from solvers.registry import get_solver
 from tests.support.requests import ask
+from tests.support.small_graphs import diamond
 
 ROOT = Path(__file__).parents[3]
 

@@ -12,7 +12,7 @@ from graphs.schedule import keep_everything
 from graphs.simulate import simulate
 from graphs.synthetic.draft import Draft
 from graphs.synthetic.random_graphs import random_training_step
-from graphs.synthetic.small import diamond, training_chain
+from graphs.synthetic.small import training_chain
 from solvers import highs
 from solvers.baselines.xengine import ScheduleClass, XEngineParams, XEngineProgram, add_clocks, lazy_schedule
 from solvers.clock import WallClock
@@ -22,6 +22,7 @@ from tests.support.brute_force_placement import fastest_overlapped, fastest_seri
 from tests.support.offers import check_by_both_judges, names, with_trips
 from tests.support.placements import on_devices, random_placement
 from tests.support.requests import ask
+from tests.support.small_graphs import diamond
 
 CLOSE = 1e-6
 

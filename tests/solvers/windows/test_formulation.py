@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from graphs.ir import Graph
-from graphs.synthetic.random_graphs import random_graph, random_overwriting
+from graphs.synthetic.random_graphs import random_graph
 from solvers.clock import WallClock
 from solvers.highs import solve_program
 from solvers.highs.program import Outcome
@@ -18,6 +18,7 @@ from solvers.windows.decoding.decode import order_of, try_out
 from solvers.windows.decoding.encode import solution_of
 from solvers.windows.relaxation.models import build_relaxation
 from tests.support.random_orders import everything, random_order, short_form
+from tests.support.small_graphs import random_overwriting
 
 ROOT = Path(__file__).parents[3]
 

@@ -184,10 +184,6 @@ class Gaining(SteppedStrategy):
         super().__init__(search)
         self.gain, self.count, self.taken = gain, count, 0
 
-    @staticmethod
-    def applies(problem: Problem) -> bool:
-        return True
-
     def steps(self) -> Iterator[None]:
         for _ in range(self.count):
             self.search.clock.spend(1e-3)

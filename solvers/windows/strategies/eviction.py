@@ -2,13 +2,12 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Unpack
 
 import numpy as np
 
 from solvers.eviction.engine import WORK_PER_EVICTION, evicting_order
 from solvers.eviction.least_peak import least_evicting_schedule
-from solvers.eviction.rules import EvictionRule, Limits
+from solvers.eviction.rules import EvictionRule, EvictionSettings
 from solvers.problem import Problem
 from solvers.windows.decoding.decode import Order, late_writers, order_of
 from solvers.windows.relaxation.discretization import Discretization
@@ -47,7 +46,7 @@ class EvictionRules(Strategy):
                 return False
             stopped = stopping.polled(WORK_PER_EVICTION, stopping.stopped)
             most = search.params.first_schedule.few_executions
-            if (order := evicted(search.problem, rule, max_factor=most, should_stop=stopped)) is not None:
+            if (order := evicted(search.problem, rule, EvictionSettings(max_factor=most, should_stop=stopped))) is not None:
                 search.offer(order)
         return True
 
@@ -74,7 +73,7 @@ class TightEviction(Strategy):
             # The rules may take longer than the limit: half of it is reserved for the least peak.
             if search.problem.offloads and search.clock.now > (began + until) / 2:
                 break
-            if (order := evicted(search.problem, rule, should_stop=should_stop)) is not None:
+            if (order := evicted(search.problem, rule, EvictionSettings(should_stop=should_stop))) is not None:
                 search.offer(order)
         least = least_evicting_schedule(search.problem.graph, search.clock, should_stop=ended)
         if least is not None and not should_stop():
@@ -82,12 +81,12 @@ class TightEviction(Strategy):
         return False
 
 
-def evicted(problem: Problem, rule: EvictionRule, **limits: Unpack[Limits]) -> Order | None:
+def evicted(problem: Problem, rule: EvictionRule, settings: EvictionSettings) -> Order | None:
     """Return the order that `rule` finds.
 
     Return None if the rule fails, or if a recomputation reads a tensor that was written in place, which eviction ignores.
     """
-    found = evicting_order(problem, rule, **limits)
+    found = evicting_order(problem, rule, settings)
     if found is None:
         return None
     order = order_of(problem, *found)

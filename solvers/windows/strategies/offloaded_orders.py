@@ -16,7 +16,7 @@ from graphs.simulate import simulate
 from solvers.clock import Clock
 from solvers.eviction.engine import WORK_PER_EVICTION, evicting_order
 from solvers.eviction.least_peak import least_evicting_schedule
-from solvers.eviction.rules import RULES, TIGHT_RULES
+from solvers.eviction.rules import RULES, TIGHT_RULES, EvictionSettings
 from solvers.problem import Problem, problem_of
 from solvers.windows.decoding.decode import Order, Trial, late_writers, order_of, try_out
 from solvers.windows.strategies.strategy import Strategy
@@ -69,11 +69,12 @@ def offloaded_orders(problem: Problem, *, should_stop: Callable[[], bool]) -> It
             yield _with_reloads(problem, range(problem.ops), sent)
         else:
             evicting.append((sent, apart))
+    settings = EvictionSettings(max_factor=_FEW_EXECUTIONS, should_stop=should_stop)
     for rule in (rule for pair in zip(RULES, TIGHT_RULES, strict=True) for rule in pair):
         for sent, apart in evicting:
             if should_stop():
                 return
-            found = evicting_order(apart, rule, max_factor=_FEW_EXECUTIONS, should_stop=should_stop)
+            found = evicting_order(apart, rule, settings)
             if found is not None:
                 yield _with_reloads(problem, found.computed, sent)
 

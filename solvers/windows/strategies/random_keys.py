@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from solvers.eviction.engine import WORK_PER_EVICTION
-from solvers.eviction.rules import EvictionRule, Guide
+from solvers.eviction.rules import EvictionRule, EvictionSettings, Guide
 from solvers.windows.decoding.decode import Trial
 from solvers.windows.decoding.expand import Solution
 from solvers.windows.search import Search
@@ -85,36 +85,35 @@ class RandomKeys:
             rule = replace(rule, channel=float(self._draw.choice(self.params.prices)))
         return EvictionKeys(rule, factor, None, self._even)
 
-    def variation(self, way: EvictionKeys) -> EvictionKeys:
-        """Return `way` with other factors for some tensors, and sometimes another rule or budget."""
+    def variation(self, keys: EvictionKeys) -> EvictionKeys:
+        """Return `keys` with other factors for some tensors, and sometimes another rule or budget."""
         draw, params = self._draw, self.params
         share = float(draw.choice(params.varied))
-        chosen = draw.random(len(way.bias)) < share
-        way = replace(way, bias=way.bias * np.where(chosen, np.exp(draw.normal(size=len(chosen))), 1.0))
+        chosen = draw.random(len(keys.bias)) < share
+        keys = replace(keys, bias=keys.bias * np.where(chosen, np.exp(draw.normal(size=len(chosen))), 1.0))
         if draw.random() < params.rule_share:
-            exponents = (way.rule.cost, way.rule.size, way.rule.distance)
+            exponents = (keys.rule.cost, keys.rule.size, keys.rule.distance)
             cost, size, distance = (max(0.0, e + params.rule_step * float(draw.normal())) for e in exponents)
-            channel = way.rule.channel
+            channel = keys.rule.channel
             if self.problem.offloads:
                 channel *= math.exp(params.price_step * float(draw.normal()))
-            way = replace(way, rule=EvictionRule(cost, size, distance, channel=channel))
+            keys = replace(keys, rule=EvictionRule(cost, size, distance, channel=channel))
         if draw.random() < params.budget_share:
-            way = replace(way, factor=way.factor * math.exp(params.budget_step * float(draw.normal())))
-        return way
+            keys = replace(keys, factor=keys.factor * math.exp(params.budget_step * float(draw.normal())))
+        return keys
 
-    def take(self, way: EvictionKeys, parent: int | None) -> None:
+    def take(self, keys: EvictionKeys, parent: int | None) -> None:
         """Try an eviction, and keep it if it is as good as its parent or better than the worst of the pool."""
         self.runs += 1
         limit_s = self.params.worse * self.search.incumbent.best_s
-        order = evicted(
-            self.problem,
-            way.rule,
-            capacity_bytes=int(self.problem.capacity_bytes * way.factor),
-            bias=way.bias,
-            guide=way.guide,
+        settings = EvictionSettings(
+            capacity_bytes=int(self.problem.capacity_bytes * keys.factor),
+            bias=keys.bias,
+            guide=keys.guide,
             max_factor=self.params.most_executions,
             max_time_s=limit_s,
         )
+        order = evicted(self.problem, keys.rule, settings)
         executed = self.problem.ops if order is None else len(order.computed)
         self.search.clock.spend(WORK_PER_EVICTION * executed)
         if order is None:
@@ -126,9 +125,9 @@ class RandomKeys:
             self.found = trial
         if parent is not None:
             if trial.time_s <= self.pool[parent][0]:
-                self.pool[parent] = (trial.time_s, way)
+                self.pool[parent] = (trial.time_s, keys)
         elif len(self.pool) < self.params.pool:
-            self.pool.append((trial.time_s, way))
+            self.pool.append((trial.time_s, keys))
         elif trial.time_s < self.pool[-1][0]:
-            self.pool[-1] = (trial.time_s, way)
+            self.pool[-1] = (trial.time_s, keys)
         self.pool.sort(key=lambda entry: entry[0])

@@ -26,7 +26,7 @@ from graphs.options.option import Feature, GraphOption, Need
 from graphs.options.passes import in_passes
 from graphs.options.selection import without
 from graphs.options.surroundings import OtherDevice, Surroundings
-from graphs.options.transfers import GraphBuilder
+from graphs.options.transfers import OptionBuilder
 from graphs.pools import COMPUTE, DEVICE, DEVICE_TO_HOST, HOST, HOST_TO_DEVICE, Channel, Pool, channel, computing
 from graphs.schedule import Schedule
 
@@ -122,7 +122,7 @@ class _Devices:
     """A builder that adds devices to a graph, one after the other."""
 
     def __init__(self, graph: Graph) -> None:
-        self.source, self.builder = graph, GraphBuilder(graph)
+        self.source, self.builder = graph, OptionBuilder(graph)
         self.places = [{t.id: t.id for t in graph.tensors}]  # by pool, the copy of each tensor of the graph
 
     def add(self, device: OtherDevice) -> None:

@@ -54,7 +54,7 @@ def solve(request: Request) -> Result:
 
     for ahead in params.ahead:
         try:
-            schedule = Delta(offer, request.budget_bytes, ahead, params.thrash_factor, stop).run()
+            schedule = DeltaRun(offer, request.budget_bytes, ahead, params.thrash_factor, stop).run()
             trials.append(Candidate(schedule, {"ahead": ahead}))
         except OnlineFailedError as error:
             failed = failed or error
@@ -64,7 +64,7 @@ def solve(request: Request) -> Result:
     return failure(request, "delta", why, failed.reason, settings=asdict(params))
 
 
-class Delta:
+class DeltaRun:
     """One run; `run` may be called once."""
 
     def __init__(self, offer: Offer, budget_bytes: int, ahead: int, thrash_factor: float, stop: Callable[[], str]) -> None:

@@ -18,7 +18,7 @@ from functools import cache
 
 from graphs.ir import Graph
 from solvers.baselines.common.answers import Candidate, answer
-from solvers.baselines.common.stages import Cuts, Forward, ForwardStages, cut_places
+from solvers.baselines.common.stages import Cuts, ForwardStages, StageRun, cut_places
 from solvers.request import Request
 from solvers.result import Result
 
@@ -56,14 +56,14 @@ def split(length: int, snapshots: int) -> int:
     return min(range(1, length), key=lambda m: m + extra_runs(length - m, snapshots - 1) + extra_runs(m, snapshots))
 
 
-def plan(length: int, snapshots: int) -> Iterator[Forward]:
+def plan(length: int, snapshots: int) -> Iterator[StageRun]:
     """Yield the executions of a chain of `length` stages."""
     parts = [(0, length, snapshots)]
     while parts:
         begin, end, left = parts.pop()
         if end - begin <= 1:
-            yield from (Forward(stage, saving=True) for stage in range(begin, end))
+            yield from (StageRun(stage, saving=True) for stage in range(begin, end))
             continue
         middle = begin + split(end - begin, left) if left > 1 else end - 1
-        yield from (Forward(stage, saving=False) for stage in range(begin, middle))
+        yield from (StageRun(stage, saving=False) for stage in range(begin, middle))
         parts += [(begin, middle, left), (middle, end, max(left - 1, 1))]

@@ -31,7 +31,7 @@ from graphs.ir import Graph, Phase
 from graphs.simulate import simulate
 from solvers.baselines.common.answers import Candidate, answer
 from solvers.baselines.common.recomputation import needed_for
-from solvers.baselines.common.stages import Cuts, Forward, ForwardStages, cut_places, evenly
+from solvers.baselines.common.stages import Cuts, ForwardStages, StageRun, cut_places, evenly
 from solvers.request import Request
 from solvers.result import Result
 
@@ -69,7 +69,7 @@ def chain_trials(graph: Graph, budget_bytes: int, cuts: Cuts, most_stages: int, 
     stages = ForwardStages(graph, evenly(cut_places(graph, cuts), most_stages))
     if not len(stages):
         return
-    table = Table(chain_of(stages), slots)
+    table = ChainTable(chain_of(stages), slots)
     times = table.best[0][len(stages) - 1]
     tried: dict[int, Candidate] = {}
 
@@ -175,7 +175,7 @@ def _run(stages: ForwardStages, stage: int, stay: AbstractSet[int]) -> StageCost
     return StageCost(math.fsum(graph.ops[i].time_s for i in ops), peak, sum(graph.tensors[t].size_bytes for t in stay & made))
 
 
-class Table:
+class ChainTable:
     """The table of T(s, t, m) for all s <= t and m up to the memory of keeping everything.
 
     Attributes:
@@ -237,16 +237,16 @@ class Table:
             shifted[slots:] = values[: len(values) - slots]
         return shifted
 
-    def plan(self, slots: int) -> Iterator[Forward]:
+    def plan(self, slots: int) -> Iterator[StageRun]:
         """Yield the executions within `slots`, for which there must be a schedule."""
         parts = [(0, len(self.chain) - 1, slots)]
         while parts:
             s, t, m = parts.pop()
             r = int(self.choice[s][t][m])
             if r >= 0:
-                yield from (Forward(k, saving=False) for k in range(s, r))
+                yield from (StageRun(k, saving=False) for k in range(s, r))
                 parts += [(s, r - 1, m), (r, t, m - self.x[s][r - 1])]
                 continue
-            yield Forward(s, saving=True)
+            yield StageRun(s, saving=True)
             if s < t:
                 parts.append((s + 1, t, m - self._in_slots(self.chain[s].both.stay)))

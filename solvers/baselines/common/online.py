@@ -59,7 +59,7 @@ class Foresight(Heuristic):
 
     bounded = False
 
-    def follow(self, run: "Online") -> None:
+    def follow(self, run: "OnlineRun") -> None:
         """Prepare for a run, in which nothing has been executed yet."""
         self.run = run
 
@@ -72,7 +72,7 @@ class OnlineFailedError(Exception):
         self.reason = reason
 
 
-class Online:
+class OnlineRun:
     """One run of a graph within a budget; `run` may be called once.
 
     Attributes (indexed by tensor id):
@@ -341,7 +341,7 @@ def online_result(
     thrash_factor: float,
     settings: Mapping[str, object],
 ) -> Result:
-    """Return the fastest of the runs that end, one for each of `rules`: heuristics with their settings. See ``Online``."""
+    """Return the fastest of the runs that end, one for each of `rules`: heuristics with their settings. See ``OnlineRun``."""
     graph, budget_bytes = request.graph, request.budget_bytes
     trials: list[Candidate] = []
     failures: list[OnlineFailedError] = []
@@ -351,7 +351,7 @@ def online_result(
         return request.ended()
 
     for rule, own in rules:
-        run = Online(graph, budget_bytes, rule, deallocation=deallocation, thrash_factor=thrash_factor, stop=stop)
+        run = OnlineRun(graph, budget_bytes, rule, deallocation=deallocation, thrash_factor=thrash_factor, stop=stop)
         try:
             trials.append(Candidate(run.run(), own))
         except OnlineFailedError as error:

@@ -69,10 +69,10 @@ def add_memory_elsewhere(draft: ModelDraft, k: int) -> None:
                 draft.rows.add(*row.sides(), -np.inf, capacity_bytes / unit - row.constant)
 
 
-def add_side_by_side(draft: ModelDraft) -> None:
+def add_makespan(draft: ModelDraft) -> None:
     """Add rows 18 to 20 and the objective that they bound: the last family of a program, since it needs all costs."""
     if draft.problem.placed:
-        _SideBySide(draft).add()
+        _Makespan(draft).add()
 
 
 @dataclass(slots=True)
@@ -97,7 +97,7 @@ class LinearExpression:
         return list(self.terms), list(self.terms.values())
 
 
-class _SideBySide:
+class _Makespan:
     """A builder of the rows.
 
     Attributes:

@@ -20,7 +20,7 @@ from solvers.windows.relaxation.availability import (
     add_inputs_of_repeated,
 )
 from solvers.windows.relaxation.chains import add_memory_of_chains
-from solvers.windows.relaxation.devices import add_kept, add_memory_elsewhere, add_side_by_side
+from solvers.windows.relaxation.devices import add_kept, add_makespan, add_memory_elsewhere
 from solvers.windows.relaxation.discretization import Discretization, Frame, Model
 from solvers.windows.relaxation.draft import Family, ModelDraft, WindowFamily
 from solvers.windows.relaxation.executed import add_executed_at_all
@@ -50,7 +50,7 @@ def build_relaxation(problem: Problem, detail: Discretization, should_stop: Call
         add_channels,
         add_executed_at_all,
         add_resources,
-        add_side_by_side,
+        add_makespan,
         add_conflicts,
     )
 
@@ -71,7 +71,7 @@ def build_ordered(
         add_memory_inside,
         add_memory_of_repeats,
         add_memory_in_order,
-        add_side_by_side,
+        add_makespan,
     )
 
 

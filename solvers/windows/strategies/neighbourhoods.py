@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from solvers.clock import left
 from solvers.highs.program import Floats, Milp, Outcome
 from solvers.problem import OBJECTIVE_SCALE, Problem, without_small
 from solvers.windows.decoding.decode import Trial, decoded, late_writers, order_of, read_solution
@@ -31,7 +30,7 @@ Columns = list[int]
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class EncodedTrial:
     """A schedule, and its values in a model."""
 
     trial: Trial
@@ -59,7 +58,7 @@ class NarrowModel:
         self.small = without_small(search.problem, self.params.small_share) if plain else search.problem
         self.known = CandidateSet()
         self.detail = coarse
-        self._best: Placed | None = None
+        self._best: EncodedTrial | None = None
         self.draw = np.random.default_rng(0)
 
     def begin(self) -> None:
@@ -137,17 +136,17 @@ class NarrowModel:
             self.settle(trial)
         return answer.outcome is Outcome.OPTIMAL and model.detail == self.detail
 
-    def best_in_model(self) -> Placed:
+    def best_in_model(self) -> EncodedTrial:
         """Return the best schedule as a solution of the narrow model."""
         trial = self.search.incumbent.best_trial
         if self._best is None or self._best.trial is not trial or self._best.model.detail != self.detail:
             self.known.learn_order(trial.order)
-            self._best = self.placed(self.model(), trial)
+            self._best = self.encoded(self.model(), trial)
         return self._best
 
-    def placed(self, model: Model, trial: Trial) -> Placed:
+    def encoded(self, model: Model, trial: Trial) -> EncodedTrial:
         """Return `trial` as a solution of `model`."""
-        return Placed(trial, model, start_values(model, solution_of_trial(self.search.problem, model.detail, trial)))
+        return EncodedTrial(trial, model, start_values(model, solution_of_trial(self.search.problem, model.detail, trial)))
 
     def settle(self, trial: Trial) -> bool:
         """Refine where `trial` exceeds the budget, and solve again there, until it fits; return True if it does.
@@ -189,7 +188,7 @@ class NarrowModel:
         order = order_of(problem, trial.order.computed, instead=trial.order.instead, detail=model.detail)
         over = {w for w, taken in zip(order.windows, trial.memory_bytes, strict=True) if taken > search.budget_bytes}
         over.update(w for w, wait_s in zip(order.windows, trial.waits_s, strict=False) if wait_s)
-        placed = self.placed(model, trial)
+        encoded = self.encoded(model, trial)
         much = problem.units(trial.time_s - problem.base_s * (1 - self.params.much))
         windows = len(model.detail.ends)
         radius = self.params.radius
@@ -197,7 +196,7 @@ class NarrowModel:
         least = np.inf
         while not search.stopping.enough():
             opened = {w for middle in over for w in range(max(0, middle - radius), min(windows, middle + radius + 1))}
-            program = fixed_but_for(placed, columns_in(model, opened))
+            program = fixed_but_for(encoded, columns_in(model, opened))
             answer = solve_part(search, program, self.params.part_limit, gap=self.params.settle_gap * search.stopping.tolerance)
             if answer.values is not None and answer.objective is not None and answer.objective < least:
                 best, least = answer.values, answer.objective
@@ -254,7 +253,7 @@ class FixAndOptimize(SteppedStrategy):
         """Return the number of elements of `model` that can be opened."""
 
     @abstractmethod
-    def columns(self, best: Placed, size: int) -> Columns:
+    def columns(self, best: EncodedTrial, size: int) -> Columns:
         """Return the columns of `size` of these elements."""
 
     def steps(self) -> Iterator[None]:
@@ -296,7 +295,7 @@ class FixAndOptimizeWindows(FixAndOptimize):
         """Return the number of windows."""
         return len(model.detail.ends)
 
-    def columns(self, best: Placed, size: int) -> Columns:
+    def columns(self, best: EncodedTrial, size: int) -> Columns:
         """Return the columns of `size` consecutive windows around a random one."""
         costs = np.zeros(len(best.model.detail.ends))
         for (k, _), cost in best.repeated():
@@ -314,7 +313,7 @@ class FixAndOptimizeOps(FixAndOptimize):
         """Return the number of ops."""
         return model.problem.ops
 
-    def columns(self, best: Placed, size: int) -> Columns:
+    def columns(self, best: EncodedTrial, size: int) -> Columns:
         """Return the columns of `size` ops, half of them around each of two random ones."""
         costs = np.zeros(best.model.problem.ops)
         for (_, i), cost in best.repeated():
@@ -350,11 +349,7 @@ class FixAndOptimizeOptions(Strategy):
         search = self.search
         if search.incumbent.best is None or (self._none_left and search.incumbent.best is self._from):
             return False
-        clock, before = search.clock.part(limit), search.incumbent.best
-
-        def stop() -> bool:
-            return search.stopping.enough() or left(clock) <= 0
-
+        stop, before = search.stopping.enough_after(limit), search.incumbent.best
         self._none_left = False
         while not (stop() or self._none_left):
             if not self._strategies:
@@ -383,9 +378,9 @@ def _shares(costs: Floats) -> Floats:
     return shares
 
 
-def fixed_but_for(placed: Placed, opened: Columns) -> Milp:
-    """Return the program with its variables fixed as in `placed`, except the columns `opened`."""
-    model, start = placed.model, placed.start
+def fixed_but_for(encoded: EncodedTrial, opened: Columns) -> Milp:
+    """Return the program with its variables fixed as in `encoded`, except the columns `opened`."""
+    model, start = encoded.model, encoded.start
     fixed = np.zeros(len(start), dtype=bool)
     fixed[[*model.again.values(), *model.handed.values(), *model.taken.values(), *model.instead.values()]] = True
     fixed[opened] = False

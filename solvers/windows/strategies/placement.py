@@ -15,7 +15,6 @@ from types import MappingProxyType
 import numpy as np
 
 from graphs.pools import COMPUTE
-from solvers.clock import left
 from solvers.problem import Problem
 from solvers.windows.decoding.decode import NOWHERE_BYTES, Order, Trial, order_of, try_out
 from solvers.windows.decoding.transfers import with_transfers
@@ -46,7 +45,7 @@ class Placing:
     instead: frozenset[int] = frozenset()
 
 
-class Where:
+class DeviceOps:
     """Ops and transfers by device. Ops are positions, tensors those of the program.
 
     Attributes:
@@ -83,14 +82,14 @@ class Where:
 
     def computed(self, placing: Placing) -> list[int] | None:
         """Return the executions and transfers, each before its readers; None if a tensor cannot be produced."""
-        return _Order(self, placing).run()
+        return _OrderBuilder(self, placing).run()
 
 
 @dataclass(slots=True)
-class _Order:
+class _OrderBuilder:
     """A builder of an order."""
 
-    places: Where
+    places: DeviceOps
     placing: Placing
     computed: list[int] = field(default_factory=list)
     there: set[tuple[int, int]] = field(default_factory=set)
@@ -174,7 +173,7 @@ class Placements(Strategy):
         super().__init__(search)
         self.lacking: Order | None = None
         self.params = search.params.placement
-        self.places = Where(search.problem)
+        self.places = DeviceOps(search.problem)
         self._draw = np.random.default_rng(0)
         self._now: Placing | None = None
         self._cost: Cost = (0, np.inf, np.inf)
@@ -191,9 +190,9 @@ class Placements(Strategy):
 
     def step(self, limit: float) -> bool:
         """Vary the placement for about `limit`; return False once several restarts have failed."""
-        search, clock = self.search, self.search.clock.part(limit)
+        search, stop = self.search, self.search.stopping.enough_after(limit)
         self.lacking = None
-        while not (search.stopping.enough() or left(clock) <= 0):
+        while not stop():
             if self._now is None or self._idle > self.params.idle or search.incumbent.best is not self._from:
                 self._begin()
             assert self._now is not None

@@ -19,7 +19,7 @@ from solvers.problem import Problem
 from solvers.windows.decoding.decode import Order, Trial
 from solvers.windows.decoding.expand import Solution
 from solvers.windows.params import NeighbourhoodParams
-from solvers.windows.relaxation.devices import add_side_by_side
+from solvers.windows.relaxation.devices import add_makespan
 from solvers.windows.relaxation.discretization import Discretization, Model
 from solvers.windows.relaxation.draft import Family, ModelDraft, Terms
 from solvers.windows.relaxation.executed import add_executed_at_all
@@ -72,7 +72,7 @@ def restricted_families(known: CandidateSet, params: NeighbourhoodParams) -> tup
     """Return the families of its rows, without spans of windows, which serve bounds and enlarge the model."""
     return (
         *(variables(_Near(known, params)), add_offloads, window_rows, add_memory_inside, add_memory_of_repeats),
-        *(add_memory_in_order, add_channels, add_executed_at_all, add_resources, add_side_by_side),
+        *(add_memory_in_order, add_channels, add_executed_at_all, add_resources, add_makespan),
     )
 
 

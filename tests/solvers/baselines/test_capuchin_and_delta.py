@@ -88,7 +88,7 @@ def test_clocks_and_memory_are_those_of_the_judge() -> None:
         offer = offer_of(graph)
         assert offer is not None
         for budget in (graph.static_bytes + 25, graph.static_bytes + 40):
-            run = delta.Delta(offer, budget, 2, 3.0, lambda: "")
+            run = delta.DeltaRun(offer, budget, 2, 3.0, lambda: "")
             try:
                 simulation = simulate(graph, run.run())
             except OnlineFailedError:

@@ -14,7 +14,7 @@ from graphs.synthetic.random_graphs import random_graph, random_training_step
 from graphs.synthetic.small import training_chain
 from graphs.synthetic.transformer import TransformerSize, transformer
 from solvers.baselines import chen, griewank, rotor
-from solvers.baselines.common.stages import Cuts, Forward, ForwardStages, crossings, cut_places, evenly
+from solvers.baselines.common.stages import Cuts, ForwardStages, StageRun, crossings, cut_places, evenly
 from solvers.baselines.griewank import extra_runs, plan
 from solvers.registry import get_solver
 from solvers.result import SolveProgress, Status
@@ -66,7 +66,7 @@ def test_places_are_spaced_evenly() -> None:
 def test_a_plan_becomes_a_schedule() -> None:
     graph = training_chain_with_internals(2)
     stages = ForwardStages(graph, [1, 4])
-    schedule = stages.schedule([Forward(0, saving=False), Forward(1, saving=True), Forward(0, saving=True)])
+    schedule = stages.schedule([StageRun(0, saving=False), StageRun(1, saving=True), StageRun(0, saving=True)])
     names = [graph.ops[op].name for op in schedule.computed]
     assert names == ["inner0", "outer0", "inner1", "outer1", "loss", "g1", "inner0", "g0"]
 

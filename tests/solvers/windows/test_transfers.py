@@ -20,7 +20,7 @@ from solvers.windows.decoding.decode import order_of, try_out
 from solvers.windows.decoding.encode import solution_of_trial
 from solvers.windows.decoding.transfers import with_transfers
 from solvers.windows.relaxation.models import build_relaxation
-from solvers.windows.strategies.placement import Placing, Where
+from solvers.windows.strategies.placement import DeviceOps, Placing
 from tests.support.placements import on_devices, random_placement
 from tests.support.random_orders import everything, random_order, short_form
 
@@ -152,7 +152,7 @@ def test_the_judge_says_the_same_of_devices(seeds: range) -> None:
         draw = random.Random(seed)
         graph, budget = random_placement(seed, 6)
         problem = problem_of(graph, budget)
-        where = Where(problem)
+        where = DeviceOps(problem)
         device = {v: draw.choice([d for w, d in where.runs if w == v]) for v, d in where.runs if d == 0}
         away = [(t, d, (d + 1) % where.count) for v in device for t in where.outputs[v] for d in range(where.count)]
         again = frozenset((v, draw.randrange(where.count)) for v in device if draw.random() < 0.1)

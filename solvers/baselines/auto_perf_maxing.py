@@ -29,7 +29,6 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 
 import numpy as np
-from scipy.sparse import csr_array
 
 from graphs.schedule import Compute, Schedule, keep_everything
 from graphs.simulate import simulate
@@ -39,6 +38,7 @@ from solvers.baselines.common.blocks import blockings
 from solvers.baselines.common.offloading import Layers, Offer, offloading_answer, schedule_with
 from solvers.baselines.common.recomputation import droppable, recompute_groups
 from solvers.clock import Clock
+from solvers.highs.builder import ProgramBuilder
 from solvers.highs.program import Milp
 from solvers.request import Request
 from solvers.result import Result
@@ -204,18 +204,12 @@ def chosen(
 
 
 def _program(cost: Sequence[float], upper: Sequence[float], integer: Sequence[bool], rows: Sequence[Row]) -> Milp:
-    starts = np.cumsum([0, *(len(weights) for weights, _ in rows)])
-    columns = [column for weights, _ in rows for column in weights]
-    values = [weight for weights, _ in rows for weight in weights.values()]
-    return Milp(
-        cost=np.array(cost, dtype=np.float64),
-        lower=np.zeros(len(cost)),
-        upper=np.array(upper, dtype=np.float64),
-        integer=np.array(integer),
-        matrix=csr_array((np.array(values, dtype=np.float64), np.array(columns), starts), shape=(len(rows), len(cost))),
-        row_lower=np.full(len(rows), -np.inf),
-        row_upper=np.array([limit for _, limit in rows]),
-    )
+    builder = ProgramBuilder()
+    for of_column in zip(cost, upper, integer, strict=True):
+        builder.column(of_column[0], upper=of_column[1], integer=of_column[2])
+    for weights, limit in rows:
+        builder.add_row(list(weights), list(weights.values()), -np.inf, limit)
+    return builder.milp()
 
 
 def solve(request: Request) -> Result:

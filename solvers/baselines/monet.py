@@ -30,7 +30,7 @@ from graphs.simulate import simulate
 from graphs.units import format_bytes
 from solvers import highs
 from solvers.baselines.common.recomputation import repeatable
-from solvers.highs.columns import Columns, Weighted
+from solvers.highs.builder import TermProgram, Weighted
 from solvers.highs.program import Floats, Outcome, SolveCallbacks
 from solvers.request import Request
 from solvers.result import Reason, Result, Status, known_class, status_of
@@ -41,7 +41,7 @@ _MEMORY_RANGE = 1e4  # the budget in the program's unit of memory
 _TIME_RANGE = 1e3  # the step without recomputation in its unit of time
 
 
-class MonetProgram(Columns):
+class MonetProgram(TermProgram):
     """The program of a graph for a budget.
 
     Attributes:

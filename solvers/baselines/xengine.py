@@ -61,7 +61,7 @@ from graphs.simulate import simulate
 from graphs.units import format_bytes
 from solvers import highs
 from solvers.clock import Clock, left
-from solvers.highs.columns import ONE, Columns, Term, Weighted
+from solvers.highs.builder import ONE, Term, TermProgram, Weighted
 from solvers.highs.program import Answer, Floats, Milp, Outcome, SolveCallbacks
 from solvers.request import Request
 from solvers.result import Reason, Result, Status, status_of
@@ -94,7 +94,7 @@ class ScheduleClass:
 PUBLISHED = ScheduleClass()
 
 
-class XEngineProgram(Columns):
+class XEngineProgram(TermProgram):
     """The program of a graph with placement.
 
     Attributes:

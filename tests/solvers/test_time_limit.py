@@ -11,11 +11,11 @@ from graphs.synthetic.small import training_chain
 from solvers.clock import WallClock
 from solvers.eviction.least_peak import least_evicting_schedule
 from solvers.eviction.rules import EvictionRule, EvictionSettings
+from solvers.highs.builder import BuildStoppedError
 from solvers.problem import Problem, problem_of
 from solvers.windows import driver
 from solvers.windows.decoding.decode import Order
 from solvers.windows.relaxation.discretization import Discretization
-from solvers.windows.relaxation.draft import BuildStoppedError
 from solvers.windows.relaxation.models import build_ordered, build_relaxation
 from solvers.windows.search import Search
 from solvers.windows.strategies import eviction

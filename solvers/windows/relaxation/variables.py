@@ -46,11 +46,11 @@ def _add_alternatives(draft: ModelDraft) -> None:
         if group:
             seconds = problem.time_s[b] - sum(problem.time_s[i] for i in group)
             fits = problem.own_bytes[b] <= problem.capacity_bytes
-            draft.instead[b] = draft.column(cost=problem.units(seconds), upper=float(fits))
+            draft.instead[b] = draft.column(integer=True, cost=problem.units(seconds), upper=float(fits))
     for group in sorted({of_op for of_op in places.replaced_by if len(of_op) > 1}):
-        draft.rows.add([draft.instead[b] for b in group], [1.0] * len(group), -np.inf, 1.0)
+        draft.add_row([draft.instead[b] for b in group], [1.0] * len(group), -np.inf, 1.0)
     for ways, is_executed in sorted(draft.detail.decided):
-        draft.rows.add([draft.instead[b] for b in ways], [1.0] * len(ways), float(is_executed), float(is_executed))
+        draft.add_row([draft.instead[b] for b in ways], [1.0] * len(ways), float(is_executed), float(is_executed))
 
 
 def _add_repeats(draft: ModelDraft, k: int, repeatable: Iterable[int]) -> None:
@@ -69,10 +69,10 @@ def _add_repeats(draft: ModelDraft, k: int, repeatable: Iterable[int]) -> None:
         else:
             worth = not places.replaces[i] or places.last[i] < draft.detail.ends[k]
         if worth and problem.recomputable[i] and problem.last_again[i] >= start:
-            draft.again[k, i] = draft.column(cost=problem.units(problem.time_s[i]))
+            draft.again[k, i] = draft.column(integer=True, cost=problem.units(problem.time_s[i]))
             if places.optional[i] and not problem.graph.ops[places.ids[i]].recomputable:
                 earlier = [draft.again[j, i] for j in range(k) if (j, i) in draft.again]
-                draft.rows.add([draft.again[k, i], *earlier], [1.0] * (1 + len(earlier)), -np.inf, 1.0)
+                draft.add_row([draft.again[k, i], *earlier], [1.0] * (1 + len(earlier)), -np.inf, 1.0)
 
 
 def _add_handed(draft: ModelDraft, k: int) -> None:
@@ -110,4 +110,4 @@ def _add_frame(draft: ModelDraft) -> None:
             if k == draft.first_window:
                 draft.lower[column] = draft.upper[column] = float(t in entering)
     for t in sorted(leaving or ()):
-        draft.handed[draft.windows, t] = draft.column(lower=1.0)
+        draft.handed[draft.windows, t] = draft.column(integer=True, lower=1.0)

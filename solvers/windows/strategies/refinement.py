@@ -8,6 +8,7 @@ import numpy as np
 from solvers.clock import Clock
 from solvers.conflicts import ends_of
 from solvers.highs import solve_program
+from solvers.highs.builder import POLL_EVERY, BuildStoppedError
 from solvers.highs.program import Answer, Floats, Milp, Outcome, SolveCallbacks
 from solvers.memory import give_back
 from solvers.problem import OBJECTIVE_SCALE
@@ -16,7 +17,6 @@ from solvers.windows.decoding.encode import solution_of_trial, start_values
 from solvers.windows.decoding.expand import Solution
 from solvers.windows.decoding.refinement import halved, refined, where_it_waits, with_stages_in_order
 from solvers.windows.relaxation.discretization import Discretization, Model
-from solvers.windows.relaxation.draft import POLL_EVERY, BuildStoppedError
 from solvers.windows.relaxation.models import build_ordered, build_relaxation
 from solvers.windows.search import Search
 from solvers.windows.strategies.strategy import Strategy

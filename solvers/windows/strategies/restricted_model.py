@@ -142,7 +142,7 @@ class _RunningTotals:
                 for t, size in enumerate(draft.problem.sizes)
                 if size and (k + 1, t) in draft.handed
             }
-            column = draft.column(integer=False, upper=2 * draft.problem.capacity_bytes / unit)
+            column = draft.column(upper=2 * draft.problem.capacity_bytes / unit)
             terms = {column: unit}
             before: dict[int, float] = {}
             if k - 1 in self.totals:
@@ -150,7 +150,7 @@ class _RunningTotals:
                 terms[previous] = -unit
             for other in parts.keys() ^ before.keys():
                 terms[other] = before[other] if other in before else -parts[other]
-            draft.rows.add(list(terms), [value / unit for value in terms.values()], 0.0, 0.0)
+            draft.add_row(list(terms), [value / unit for value in terms.values()], 0.0, 0.0)
             self.totals[k] = column, parts
         return self.totals[k]
 

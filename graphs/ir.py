@@ -18,7 +18,7 @@ from functools import cached_property
 
 from graphs.checks import check_graph
 from graphs.pools import COMPUTE, DEVICE, TRANSFER, Pool
-from graphs.requests import Request
+from graphs.requests import MemoryRequest
 
 TANGENT = "tangent"  # name of the gradient of the loss among the inputs
 
@@ -135,7 +135,7 @@ class Op:
     differs: str = ""
     overwrites: tuple[tuple[int, int], ...] = ()
     uses: tuple[tuple[str, float], ...] = ()
-    requests: tuple[Request, ...] = ()
+    requests: tuple[MemoryRequest, ...] = ()
 
     @property
     def exact(self) -> bool:

@@ -5,7 +5,7 @@ from typing import NamedTuple
 WORKSPACE = -1  # in place of the position of an output
 
 
-class Request(NamedTuple):
+class MemoryRequest(NamedTuple):
     """A request for memory that an op makes while it runs.
 
     Attributes:

@@ -16,7 +16,7 @@ from planner.reserved import growth_above_budget, reserved_beside, reserved_byte
 from solvers.clock import left
 from solvers.margins import Margins, MarginSearch, with_margins
 from solvers.order.reorder import in_program_order
-from solvers.order.solve import Solved
+from solvers.order.solve import SolvedOrder
 from solvers.request import Request
 from solvers.result import Reason, Result, SolveProgress, Status, status_of
 
@@ -29,7 +29,7 @@ _LESS = 0.75  # of the excess before: margins that leave more are no way to the 
 _CLOSE = 0.005  # of the budget: budgets of allocated bytes, or margins, that differ by no more are not told apart
 _INSIDE = 0.1  # of an interval of budgets: the next one is no closer to its ends
 
-Run = Callable[[Request], Solved]  # a solve whose budget counts allocated bytes
+Run = Callable[[Request], SolvedOrder]  # a solve whose budget counts allocated bytes
 
 
 def solve_counted(
@@ -39,7 +39,7 @@ def solve_counted(
     *,
     arena: bool = False,
     must_stop: Callable[[], bool] | None = None,
-) -> Solved:
+) -> SolvedOrder:
     """Return the fastest schedule that `run` finds for `request`, whose budget counts `memory`.
 
     On reserved memory: what is allocated is reserved, so that the bound of the first solve, for all of the budget but workspaces
@@ -62,7 +62,7 @@ def solve_counted(
     beside = reserved_beside(graph, memory)
     if refusal := beside.refusal(budget_bytes):
         refused = Result(graph, budget_bytes, Status.INFEASIBLE, None, None, "", clock.seconds, message=refusal)
-        return Solved(refused, in_program_order(graph))
+        return SolvedOrder(refused, in_program_order(graph))
     most_bytes = budget_bytes - beside.kept_bytes
     search = _Search(run, request, memory, must_stop or (lambda: False), arena=arena)
     first = search.solved(most_bytes, _FIRST, {})
@@ -160,7 +160,7 @@ class _Search:
         self._found = False  # by the current solve
         self._error: Result | None = None  # of a solve that failed
 
-    def solved(self, asked_bytes: int, share: float, margins: Margins) -> Solved:
+    def solved(self, asked_bytes: int, share: float, margins: Margins) -> SolvedOrder:
         """Solve for a budget of allocated bytes and a share of the clock; with margins there is no bound.
 
         The solve is stopped only when it has found a schedule, unless it must stop. Observers are told that nothing is known of

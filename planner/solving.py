@@ -41,7 +41,7 @@ from solvers.bounds import least_budget_bound
 from solvers.clock import Clock, left
 from solvers.least import least_known
 from solvers.order.reorder import Reordering, in_program_order, lowers_peak, may_lower_peak, reordered
-from solvers.order.solve import Solved, solve_in, solve_in_best_order, solve_reordered
+from solvers.order.solve import SolvedOrder, solve_in, solve_in_best_order, solve_reordered
 from solvers.registry import Solver, get_solver
 from solvers.request import Request
 from solvers.result import Result, SolveProgress, Status
@@ -255,7 +255,7 @@ def _solver_of(settings: SolveSettings, graph: Graph) -> Solver:
     return lambda request: solve_in_arena(run, request, arena_rules(request.graph))
 
 
-def _solved(run: Solver, request: Request, settings: SolveSettings) -> Solved:
+def _solved(run: Solver, request: Request, settings: SolveSettings) -> SolvedOrder:
     """Return the result of `request` in the requested order of ops, or the best of several orders, as a step runs it."""
     graph = request.graph
 
@@ -331,7 +331,7 @@ def eager_peak_bytes(eager: Graph, planned: Graph, asked: CountedMemory | None) 
     return eager_bytes(eager, memory) - eager.static_bytes + planned.static_bytes
 
 
-def _what_would_do(refused: Solved, memory: CountedMemory, clock: Clock, should_stop: Stop | None) -> str:
+def _what_would_do(refused: SolvedOrder, memory: CountedMemory, clock: Clock, should_stop: Stop | None) -> str:
     """Return a message with budgets of `memory` that are known to be feasible; "" if none is known.
 
     They are searched if a single op refutes the budget (otherwise the solver has reported what is known), and with offloading if

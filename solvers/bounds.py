@@ -14,7 +14,7 @@ from solvers.streams import sizes_in, workspace_bytes_in
 
 
 @dataclass(frozen=True, slots=True)
-class Need:
+class MemoryNeed:
     """The memory that the first execution of an op needs in every schedule.
 
     Attributes:
@@ -47,7 +47,7 @@ class LeastBudget:
     """
 
     budget_bytes: int
-    need: Need
+    need: MemoryNeed
 
 
 def least_budget_bound(graph: Graph, offloads: Offloads = NO_OFFLOADS) -> LeastBudget:
@@ -77,7 +77,7 @@ def least_budget_bound(graph: Graph, offloads: Offloads = NO_OFFLOADS) -> LeastB
     return LeastBudget(low, need)
 
 
-def need_at(graph: Graph, budget_bytes: int | None, offloads: Offloads = NO_OFFLOADS) -> Need:
+def need_at(graph: Graph, budget_bytes: int | None, offloads: Offloads = NO_OFFLOADS) -> MemoryNeed:
     """Return the largest need of an op if no op that needs more than `budget_bytes` (None: no limit) is executed again.
 
     Of alternatives, the one with the least need counts; a place that may be left out has no need. `offloads` as in
@@ -91,7 +91,7 @@ def need_at(graph: Graph, budget_bytes: int | None, offloads: Offloads = NO_OFFL
         if op.replaces:
             instead.setdefault(op.replaces[-1], []).append(op)
             left_out.update(op.replaces[:-1])
-    best: Need | None = None
+    best: MemoryNeed | None = None
     for place in graph.program:
         if place.id in left_out:
             continue
@@ -107,20 +107,20 @@ def need_at(graph: Graph, budget_bytes: int | None, offloads: Offloads = NO_OFFL
             best = need
     if best is None:  # every place may be left out
         last = graph.program[-1]
-        return Need(last.id, graph.static_bytes, graph.static_bytes, 0, 0, 0, 0)
+        return MemoryNeed(last.id, graph.static_bytes, graph.static_bytes, 0, 0, 0, 0)
     return best
 
 
 _Stays = dict[int, tuple[int, int]]  # by tensor, the interval of ops (end excluded) in which it must be in some memory
 
 
-def _need_of(graph: Graph, sizes: Sequence[int], op: Op, held_bytes: int, stays: _Stays) -> Need:
+def _need_of(graph: Graph, sizes: Sequence[int], op: Op, held_bytes: int, stays: _Stays) -> MemoryNeed:
     """Return the need of `op` beside `held_bytes`; an output may take the memory of an input that need not stay."""
     over = {o for o, t in op.overwrites if t not in stays or not stays[t][0] <= op.id < stays[t][1]}
     inputs, outputs = sum(sizes[t] for t in op.inputs), sum(sizes[t] for t in op.outputs if t not in over)
     workspace = workspace_bytes_in(graph.pools[0], op)
     total = graph.static_bytes + inputs + outputs + workspace + held_bytes
-    return Need(op.id, total, graph.static_bytes, inputs, outputs, workspace, held_bytes)
+    return MemoryNeed(op.id, total, graph.static_bytes, inputs, outputs, workspace, held_bytes)
 
 
 def _held_bytes(
@@ -132,13 +132,13 @@ def _held_bytes(
     capacity.
     """
     n = len(graph.program)
-    stood_for = {p for op in graph.ops for p in op.replaces}
+    replaced = {p for op in graph.ops for p in op.replaces}
     here, movable = [0] * (n + 1), [0] * (n + 1)
     stays: _Stays = {}
     away: _Stays = {}
     kept_bytes = 0
     for op in graph.program:
-        if op.id in stood_for:
+        if op.id in replaced:
             continue  # its outputs may not be produced
         outputs = sum(sizes[t] for t in op.outputs)
         kept_bytes += sum(sizes[t] for t in op.outputs if t in graph.kept)
@@ -148,7 +148,7 @@ def _held_bytes(
         fixed = not op.recomputable or (budget_bytes is not None and again > budget_bytes)
         for t in op.outputs:
             readers = [r for r in graph.consumers[t] if r < n]
-            sure = [r for r in readers if r not in stood_for]
+            sure = [r for r in readers if r not in replaced]
             if t in graph.kept:
                 stays[t] = op.id + 1, n
             elif fixed and sure and len(graph.tensors[t].producers) == 1:
@@ -170,7 +170,7 @@ def _add(change: list[int], size: int, begin: int, end: int, readers: Iterable[i
             change[reader + 1] += size
 
 
-def any_order_need(graph: Graph) -> Need:
+def any_order_need(graph: Graph) -> MemoryNeed:
     """Return the largest need of a single op that holds in every order of the ops of a plain graph.
 
     When op v is executed, its ancestors have been executed. So its inputs, outputs and workspace are in memory, and the kept
@@ -181,7 +181,7 @@ def any_order_need(graph: Graph) -> Need:
     kept = {t: bit for bit, t in enumerate(sorted(graph.kept))}
     kept_bytes = np.array([sizes[t] for t in kept], dtype=np.int64)
     made: list[int] = []  # for each op a bit for each kept tensor that it produces or depends on
-    best: Need | None = None
+    best: MemoryNeed | None = None
     for op in graph.ops:
         bits = 0
         for t in op.inputs:
@@ -202,7 +202,7 @@ def _sum_of(sizes: NDArray[np.int64], bits: int) -> int:
     return int(sizes @ np.unpackbits(held, count=len(sizes), bitorder="little"))
 
 
-def describe_need(graph: Graph, need: Need) -> str:
+def describe_need(graph: Graph, need: MemoryNeed) -> str:
     """Return, e.g., ``op 'mm_37' holds 5.20 GB of inputs, 3.10 GB of outputs and 0.11 GB of workspace at once``."""
     parts = [
         (need.inputs_bytes, "of inputs"),

@@ -17,7 +17,7 @@ from solvers.pass_ends import with_pass_ends
 from solvers.problem import problem_of
 from solvers.request import Request
 from solvers.tolerance import Tolerance
-from solvers.windows.decoding.decode import NOWHERE_BYTES, try_out
+from solvers.windows.decoding.decode import NOWHERE_BYTES, Trial, try_out
 from solvers.windows.driver import run
 from solvers.windows.search import Search
 from solvers.windows.strategies.offloaded_orders import least_offloaded
@@ -112,23 +112,24 @@ def least_known(
         proved_bytes = least_budget_bound(rest, offloads).budget_bytes
     if not rest.plain:
         problem = problem_of(rest, rest.static_bytes)
-        if (order := least_instead(problem, clock.part(_INSTEAD * clock.limit), should_stop)) is not None:
-            found.append(try_out(problem, order).schedule)
+        order = least_instead(problem, clock.part(_INSTEAD * clock.limit), should_stop)
+        trials = [] if order is None else [try_out(problem, order)]
         if problem.placed:
-            found += _placed(rest, proved_bytes, clock.part(_PLACED * clock.limit), should_stop)
+            trials += _placed(rest, proved_bytes, clock.part(_PLACED * clock.limit), should_stop)
+        found += [trial.schedule for trial in trials if trial.peak_bytes < NOWHERE_BYTES]
     evicting = least_evicting_schedule(program, clock, should_stop=should_stop, proved_bytes=proved_bytes)
     judged = [(schedule, simulate(graph, schedule)) for schedule in (*found, *filter(None, [evicting]))]
     return whole.schedule_of_source(min(judged, key=lambda pair: (pair[1].peak_bytes, pair[1].time_s))[0])
 
 
-def _placed(graph: Graph, budget_bytes: int, clock: Clock, should_stop: Callable[[], bool] | None) -> list[Schedule]:
-    """Return the schedule with ops on other devices that comes nearest to the budget; an empty list if none was found."""
+def _placed(graph: Graph, budget_bytes: int, clock: Clock, should_stop: Callable[[], bool] | None) -> list[Trial]:
+    """Return the trial with ops on other devices that comes nearest to the budget; an empty list if none was found."""
     search = Search.of(Request(graph, budget_bytes, clock=clock, should_stop=should_stop))
     placements = Placements(search)
     placements.step(clock.limit)
-    order = placements.lacking
-    trials = [search.incumbent.best] if order is None else [try_out(search.problem, order)]
-    return [trial.schedule for trial in trials if trial is not None and trial.peak_bytes < NOWHERE_BYTES]
+    if placements.lacking is not None:
+        return [try_out(search.problem, placements.lacking)]
+    return [] if search.incumbent.best is None else [search.incumbent.best]
 
 
 def _first_schedule(graph: Graph, budget_bytes: int, clock: Clock, should_stop: Callable[[], bool]) -> Search:

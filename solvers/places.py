@@ -23,7 +23,7 @@ class Places:
         ids: the op of the graph at each position.
         last: for each position the last one of its place.
         replaces: for each position the positions that its op replaces.
-        stood_by: for each position those of the ops that replace it.
+        replaced_by: for each position those of the ops that replace it.
         optional: for each position, True if its op is optional and replaces none.
         sure: for each position, True if every schedule executes it in its place: it is of the program, and nothing replaces it.
         plain: True if all are sure.
@@ -32,7 +32,7 @@ class Places:
     ids: tuple[int, ...]
     last: tuple[int, ...]
     replaces: tuple[tuple[int, ...], ...]
-    stood_by: tuple[tuple[int, ...], ...]
+    replaced_by: tuple[tuple[int, ...], ...]
     optional: tuple[bool, ...]
     sure: tuple[bool, ...]
     plain: bool
@@ -41,13 +41,6 @@ class Places:
         """Return the op of the program whose place i belongs to."""
         v = self.last[i]
         while self.replaces[v]:
-            v -= 1
-        return v
-
-    def start(self, i: int) -> int:
-        """Return the first position of the place of i, including optional ops before it."""
-        v = self.first(i)
-        while v and self.optional[v - 1]:
             v -= 1
         return v
 
@@ -75,30 +68,30 @@ def places_of(graph: Graph) -> Places:
         everywhere = tuple(range(n))
         return Places(everywhere, everywhere, ((),) * n, ((),) * n, (False,) * n, (True,) * n, plain=True)
     there = [t.static for t in graph.tensors]
-    stand_ins: dict[int, list[Op]] = {}
+    alternatives: dict[int, list[Op]] = {}
     loose = [op for op in graph.ops[n:] if not op.replaces]
     for op in graph.ops[n:]:
-        if op.replaces and may_stand(graph, op):
-            stand_ins.setdefault(op.replaces[-1], []).append(op)
+        if op.replaces and may_replace(graph, op):
+            alternatives.setdefault(op.replaces[-1], []).append(op)
     ids: list[int] = []
     last: list[int] = []
     for op in graph.program:
         while (ready := next((other for other in loose if all(there[t] for t in other.inputs)), None)) is not None:
             loose.remove(ready)
             _put(ready, ids, there)
-        instead = [other for other in stand_ins.get(op.id, ()) if all(there[t] for t in other.inputs)]
+        instead = [other for other in alternatives.get(op.id, ()) if all(there[t] for t in other.inputs)]
         for other in (op, *instead):
             _put(other, ids, there)
         last += [len(ids) - 1] * (len(ids) - len(last))
     at = {op: position for position, op in enumerate(ids)}
     replaces = tuple(tuple(at[p] for p in graph.ops[op].replaces) for op in ids)
-    stood_by: list[list[int]] = [[] for _ in ids]
+    replaced_by: list[list[int]] = [[] for _ in ids]
     for position, group in enumerate(replaces):
         for i in group:
-            stood_by[i].append(position)
+            replaced_by[i].append(position)
     optional = tuple(graph.ops[op].optional and not graph.ops[op].replaces for op in ids)
-    sure = tuple(not (graph.ops[op].optional or stood_by[i]) for i, op in enumerate(ids))
-    return Places(tuple(ids), tuple(last), replaces, tuple(map(tuple, stood_by)), optional, sure, plain=all(sure))
+    sure = tuple(not (graph.ops[op].optional or replaced_by[i]) for i, op in enumerate(ids))
+    return Places(tuple(ids), tuple(last), replaces, tuple(map(tuple, replaced_by)), optional, sure, plain=all(sure))
 
 
 def _put(op: Op, ids: list[int], there: list[bool]) -> None:
@@ -107,7 +100,7 @@ def _put(op: Op, ids: list[int], there: list[bool]) -> None:
         there[t] = True
 
 
-def may_stand(graph: Graph, op: Op) -> bool:
+def may_replace(graph: Graph, op: Op) -> bool:
     """Return True if `op`, executed at the last op that it replaces, keeps the order of the rest of the program.
 
     It must produce the kept outputs of its group, except those that a pass end reads. With several ops in the group, none may

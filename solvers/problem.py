@@ -99,6 +99,11 @@ class Problem:
         return self.places.plain and not self.offloads
 
     @property
+    def only_offloads(self) -> bool:
+        """True if there are transfers to the host and no other optional ops."""
+        return self.places.plain and bool(self.offloads)
+
+    @property
     def budget_bytes(self) -> int:
         """The budget: M plus the static bytes."""
         return self.capacity_bytes + self.graph.static_bytes
@@ -166,7 +171,7 @@ def problem_of(graph: Graph, budget_bytes: int, *, repeatable: Collection[int] |
     program = [next((p for p in of_t if not ops[p].optional), -1) for of_t in producers]
     asked = {t: places.ids.index(op) for t, op in requested_outputs(graph).items()}
     settled = tuple(
-        asked[t] if t in asked else max((p, *places.stood_by[p])) if p >= 0 else len(ops) for t, p in enumerate(program)
+        asked[t] if t in asked else max((p, *places.replaced_by[p])) if p >= 0 else len(ops) for t, p in enumerate(program)
     )
     last_use, last_worth = _uses(places, inputs, outputs, allowed, [s if kept[t] else len(ops) for t, s in enumerate(settled)])
     needed = [again[i] if places.sure[i] else own[i] for i in range(len(ops))]

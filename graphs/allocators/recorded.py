@@ -8,7 +8,7 @@ from typing import Any
 from graphs.allocators.caching import DEFAULT, Block, CachingAllocator, Rules
 
 
-class Kind(StrEnum):
+class ActionKind(StrEnum):
     """The kinds of recorded actions."""
 
     ALLOC = "alloc"
@@ -18,18 +18,18 @@ class Kind(StrEnum):
 
 
 # The names of TraceEntry::Action in c10/cuda/CUDACachingAllocator.h. A free is complete once no other stream uses the block.
-_KINDS: Mapping[str, Kind] = {
-    "alloc": Kind.ALLOC,
-    "free_completed": Kind.FREE,
-    "segment_alloc": Kind.RESERVE,
-    "segment_map": Kind.RESERVE,
-    "segment_free": Kind.RELEASE,
-    "segment_unmap": Kind.RELEASE,
+_KINDS: Mapping[str, ActionKind] = {
+    "alloc": ActionKind.ALLOC,
+    "free_completed": ActionKind.FREE,
+    "segment_alloc": ActionKind.RESERVE,
+    "segment_map": ActionKind.RESERVE,
+    "segment_free": ActionKind.RELEASE,
+    "segment_unmap": ActionKind.RELEASE,
 }
 
 
 @dataclass(frozen=True, slots=True)
-class Action:
+class AllocatorAction:
     """A recorded action of the allocator.
 
     Attributes:
@@ -39,17 +39,17 @@ class Action:
         stream: number of the stream.
     """
 
-    kind: Kind
+    kind: ActionKind
     address: int
     size_bytes: int
     stream: int
 
 
-def actions_of(trace: Iterable[Mapping[str, Any]]) -> list[Action]:
+def actions_of(trace: Iterable[Mapping[str, Any]]) -> list[AllocatorAction]:
     """Return the actions of one device of ``torch.cuda.memory._snapshot()["device_traces"]``, streams numbered as they occur."""
     streams: dict[int, int] = {}
     return [
-        Action(kind, entry["addr"], entry["size"], streams.setdefault(entry["stream"], len(streams)))
+        AllocatorAction(kind, entry["addr"], entry["size"], streams.setdefault(entry["stream"], len(streams)))
         for entry in trace
         if (kind := _KINDS.get(entry["action"])) is not None
     ]
@@ -74,35 +74,35 @@ class Agreement:
     differences: list[str] = field(default_factory=list)
 
 
-def compare_with_model(actions: Sequence[Action], rules: Rules = DEFAULT) -> Agreement:
+def compare_with_model(actions: Sequence[AllocatorAction], rules: Rules = DEFAULT) -> Agreement:
     """Return how far the model does what was recorded from the allocator's first request on, with settings `rules`.
 
     Unused memory is released in the model where a release was recorded.
     """
     # Among free blocks of a size the lowest is taken: segments have the addresses that the driver gave them.
-    addresses = None if rules.expandable_segments else (a.address for a in actions if a.kind is Kind.RESERVE)
+    addresses = None if rules.expandable_segments else (a.address for a in actions if a.kind is ActionKind.RESERVE)
     model, agreement = CachingAllocator(rules=rules, numbers=addresses), Agreement()
     blocks: dict[int, Block] = {}
     beginnings: dict[int, int] = {}  # addresses by the number of a segment
     reserved = 0
     releasing = False
     for index, action in enumerate(actions):
-        if action.kind is Kind.RELEASE:
+        if action.kind is ActionKind.RELEASE:
             if not releasing:
                 model.release_unused()
             reserved -= action.size_bytes
-        elif action.kind is Kind.RESERVE:
+        elif action.kind is ActionKind.RESERVE:
             reserved += action.size_bytes
-        elif action.kind is Kind.FREE:
+        elif action.kind is ActionKind.FREE:
             model.free(blocks.pop(action.address))
         else:
             block = blocks[action.address] = model.alloc(action.size_bytes, action.stream)
             agreement.requests += 1
             beginning = action.address - block.offset
             agreement.same_place += beginnings.setdefault(block.segment.number, beginning) == beginning
-        releasing = action.kind is Kind.RELEASE
+        releasing = action.kind is ActionKind.RELEASE
         agreement.reserved_bytes = max(agreement.reserved_bytes, reserved)
-        if action.kind is Kind.ALLOC and model.reserved.bytes != reserved:
+        if action.kind is ActionKind.ALLOC and model.reserved.bytes != reserved:
             agreement.differences.append(
                 f"action {index}, {action.size_bytes} B: {reserved} B are reserved, {model.reserved.bytes} B by the model"
             )
@@ -113,16 +113,10 @@ def compare_with_model(actions: Sequence[Action], rules: Rules = DEFAULT) -> Agr
 _HEADER = "kind,address,size_bytes,stream"
 
 
-def lines_of(actions: Iterable[Action]) -> Iterator[str]:
+def lines_of(actions: Iterable[AllocatorAction]) -> Iterator[str]:
     """Yield the lines of a CSV file of actions, addresses counted in units of 512 bytes from the lowest."""
     found = list(actions)
     lowest = min((action.address for action in found), default=0)
     yield _HEADER
     for action in found:
         yield f"{action.kind},{(action.address - lowest) // 512},{action.size_bytes},{action.stream}"
-
-
-def actions_in(lines: Iterable[str]) -> list[Action]:
-    """Return the actions of the lines of a CSV file."""
-    rows = (line.strip().split(",") for line in list(lines)[1:])
-    return [Action(Kind(kind), int(address) * 512, int(size), int(stream)) for kind, address, size, stream in rows]

@@ -13,7 +13,7 @@ from graphs.optimizers import optimizer_of
 from graphs.pools import DEVICE
 from graphs.schedule import Schedule
 
-STEPS = 3  # the first is cold, the second begins with the optimizer's state, the third shows the steady state
+_STEPS = 3  # the first is cold, the second begins with the optimizer's state, the third shows the steady state
 _GRAIN_BYTES = 2 * 2**20  # of what the driver gives
 _FOR_ALL_PARAMETERS = (Kind.OPTIMIZER_STATE, Kind.ACCUMULATED_GRADIENT)  # one tensor of a graph for one of each parameter
 
@@ -89,7 +89,7 @@ def _divided(size_bytes: int, parts: Sequence[int]) -> list[int]:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class BlockPlace:
     """The position of a block: number of its segment, offset there, and size in bytes."""
 
     segment: int
@@ -112,7 +112,7 @@ class Usage:
     allocated_bytes: int
     reserved_bytes: int
     by_step: tuple[tuple[int, ...], ...]
-    places: tuple[Place, ...]
+    places: tuple[BlockPlace, ...]
     retries: int
 
 
@@ -132,16 +132,16 @@ class Allocator(Protocol):
         ...
 
 
-def play(training: Training, allocator: Allocator, *, steps: int = STEPS) -> Usage:
-    """Make the requests of `training` for some steps on `allocator`, which is empty.
+def play(training: Training, allocator: Allocator) -> Usage:
+    """Make the requests of `training` for three steps on `allocator`, which is empty.
 
     Raises:
         DeviceFullError: the device is too small.
     """
     for size_bytes in (*training.static, *training.libraries):
         allocator.alloc(size_bytes)
-    places: dict[int, Place] = {}
-    by_step = tuple(_play_step(training, allocator, places, first=not number) for number in range(steps))
+    places: dict[int, BlockPlace] = {}
+    by_step = tuple(_play_step(training, allocator, places, first=not number) for number in range(_STEPS))
     return Usage(
         allocator.allocated.peak_bytes,
         allocator.reserved.peak_bytes,
@@ -151,7 +151,7 @@ def play(training: Training, allocator: Allocator, *, steps: int = STEPS) -> Usa
     )
 
 
-def _play_step(training: Training, allocator: Allocator, places: dict[int, Place], *, first: bool) -> tuple[int, ...]:
+def _play_step(training: Training, allocator: Allocator, places: dict[int, BlockPlace], *, first: bool) -> tuple[int, ...]:
     """Return the bytes reserved after each event; `places` gets the positions of the buffers."""
     blocks: dict[int, Any] = {}
     found = []
@@ -160,7 +160,7 @@ def _play_step(training: Training, allocator: Allocator, places: dict[int, Place
             allocator.free(blocks.pop(index))
         else:
             block = blocks[index] = allocator.alloc(training.buffers[index].size)
-            places[index] = Place(block.segment.number, block.offset, block.size_bytes)
+            places[index] = BlockPlace(block.segment.number, block.offset, block.size_bytes)
         found.append(allocator.reserved.bytes)
     for size_bytes in training.state if first else ():
         allocator.alloc(size_bytes)

@@ -22,7 +22,7 @@ from graphs.io.documents import (
 )
 from graphs.ir import Graph, Kind, Op, Phase, Tensor
 from graphs.pools import COMPUTE, DEVICE, Pool
-from graphs.requests import Request
+from graphs.requests import MemoryRequest
 
 _Ids: TypeAlias = tuple[Natural, ...]
 _Amounts: TypeAlias = tuple[tuple[str, Finite], ...]
@@ -65,7 +65,7 @@ class _Op(Struct, forbid_unknown_fields=True):
     differs: str = ""
     overwrites: tuple[tuple[Natural, Natural], ...] = ()
     uses: _Amounts = ()
-    requests: tuple[Request, ...] = ()
+    requests: tuple[MemoryRequest, ...] = ()
 
 
 class _Graph(Struct, forbid_unknown_fields=True, kw_only=True):

@@ -13,7 +13,7 @@ from graphs.ir import Graph, Kind, Op, Tensor
 from graphs.options.option import Feature, GraphOption, Need
 from graphs.options.placement import is_placed, on_devices_alone, placement_beside
 from graphs.options.surroundings import Surroundings
-from graphs.options.transfers import Writer
+from graphs.options.transfers import OptionBuilder
 from graphs.pools import DEVICE, DEVICE_TO_HOST, HOST, HOST_TO_DEVICE, Pool
 
 # Smaller tensors are not worth a transfer: PCIe needs 20 us, about the overhead of starting it and waiting for it.
@@ -82,14 +82,14 @@ def _offloaded(graph: Graph, surroundings: Surroundings) -> Graph:
     # An op that draws from a state first writes it, and would have to wait for its transfer.
     made = [t for t in made if t.kind is not Kind.RANDOM_STATE and _is_read(graph, t)]
     large = [t for t in made if t.size_bytes >= LEAST_BYTES]
-    writer = Writer(graph)
+    builder = OptionBuilder(graph)
     for t in large or made:
-        copy = writer.add_copy(t, HOST)
-        writer.add_transfer(t, t.id, copy, surroundings.link.out)
-        writer.add_transfer(t, copy, t.id, surroundings.link.back)
+        copy = builder.add_copy(t, HOST)
+        builder.add_transfer(t, t.id, copy, surroundings.link.out)
+        builder.add_transfer(t, copy, t.id, surroundings.link.back)
     # The host computes nothing: only the channel that fills its pool waits for space.
-    writer.pools.append(Pool(HOST, surroundings.link.out.stream, surroundings.host_bytes))
-    return writer.graph()
+    builder.pools.append(Pool(HOST, surroundings.link.out.stream, surroundings.host_bytes))
+    return builder.graph()
 
 
 OFFLOAD = GraphOption(

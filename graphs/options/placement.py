@@ -26,7 +26,7 @@ from graphs.options.option import Feature, GraphOption, Need
 from graphs.options.passes import in_passes
 from graphs.options.selection import without
 from graphs.options.surroundings import OtherDevice, Surroundings
-from graphs.options.transfers import Writer
+from graphs.options.transfers import OptionBuilder
 from graphs.pools import COMPUTE, DEVICE, DEVICE_TO_HOST, HOST, HOST_TO_DEVICE, Channel, Pool, channel, computing
 from graphs.schedule import Schedule
 
@@ -93,7 +93,7 @@ def _placed(graph: Graph, surroundings: Surroundings) -> Graph:
     devices = _Devices(graph)
     for device in surroundings.others:
         devices.add(device)
-    return devices.writer.graph()
+    return devices.builder.graph()
 
 
 def _lifted(graph: Graph, schedule: Schedule) -> Schedule:
@@ -122,20 +122,20 @@ class _Devices:
     """A builder that adds devices to a graph, one after the other."""
 
     def __init__(self, graph: Graph) -> None:
-        self.source, self.writer = graph, Writer(graph)
+        self.source, self.builder = graph, OptionBuilder(graph)
         self.places = [{t.id: t.id for t in graph.tensors}]  # by pool, the copy of each tensor of the graph
 
     def add(self, device: OtherDevice) -> None:
         """Add the pool, copies of tensors, transfers to the device, replacements, and transfers back, in this order."""
         moved = movable(self.source, device)
-        pools = [pool.name for pool in self.writer.pools]
-        self.writer.pools.append(Pool(device.name, computing(device.name), device.capacity_bytes))
+        pools = [pool.name for pool in self.builder.pools]
+        self.builder.pools.append(Pool(device.name, computing(device.name), device.capacity_bytes))
         read_or_made = sorted({t for op, _ in moved for t in (*op.inputs, *op.outputs)})
-        there = {t: self.writer.add_copy(self.source.tensors[t], device.name, device.block_bytes) for t in read_or_made}
+        there = {t: self.builder.add_copy(self.source.tensors[t], device.name, device.block_bytes) for t in read_or_made}
         for pool, here in zip(pools, self.places, strict=True):
             self._copy_all(here, there, device.channel(pool, device.name))
         for op, time_s in moved:
-            self.writer.add_op(
+            self.builder.add_op(
                 replace(
                     op,
                     name=f"{op.name}@{device.name}",
@@ -159,7 +159,7 @@ class _Devices:
         """Add transfers of all tensors that may be in both pools, except to the pool where a tensor is static."""
         for t in self.source.tensors:
             if t.id in source and t.id in target and not (t.static and target is self.places[0]):
-                self.writer.add_transfer(t, source[t.id], target[t.id], channel)
+                self.builder.add_transfer(t, source[t.id], target[t.id], channel)
 
 
 def without_placement(graph: Graph) -> Graph:
@@ -251,9 +251,9 @@ def placement_beside(graph: Graph) -> Placement:
             known = known and source != target and base[before] == base[after] < count and key not in copies and not op.replaces
             copies[key] = op.id
         elif len(op.replaces) == 1 and (d := device.get(op.stream, 0)):
-            stood_for = graph.ops[op.replaces[0]]
-            runs[d][stood_for.id] = op.id
-            known = (_there(places[d], stood_for.inputs), _there(places[d], stood_for.outputs)) == (op.inputs, op.outputs)
+            replaced = graph.ops[op.replaces[0]]
+            runs[d][replaced.id] = op.id
+            known = (_there(places[d], replaced.inputs), _there(places[d], replaced.outputs)) == (op.inputs, op.outputs)
         if not known:
             raise _other_choices(op)
     if {t for here in places for t in here if t is not None} != set(range(len(graph.tensors))):

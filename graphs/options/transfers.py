@@ -6,7 +6,7 @@ from graphs.ir import Graph, Op, Tensor
 from graphs.pools import TRANSFER, Channel
 
 
-class Writer:
+class OptionBuilder:
     """A builder that adds pools, tensors and optional ops to a graph.
 
     Attributes:

@@ -83,14 +83,6 @@ def random_training_step(seed: int, layers: int) -> Graph:
     return draft.graph(kept, seed=seed)
 
 
-def random_overwriting(seed: int, ops: int) -> Graph:
-    """Return a ``random_graph`` in which many outputs may overwrite an input of their size."""
-    draw = random.Random(seed)
-    return replace(
-        with_overwriting(random_graph(draw.randint(0, 10**9), ops), draw), provenance={"made": "synthetic", "seed": seed}
-    )
-
-
 def with_overwriting(graph: Graph, draw: random.Random) -> Graph:
     """Return `graph` in which many outputs of the program may overwrite an input of their size."""
     tensors, made = list(graph.tensors), []

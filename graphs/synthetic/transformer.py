@@ -6,17 +6,19 @@ from dataclasses import dataclass
 from graphs.ir import Graph, Kind, Phase
 from graphs.synthetic.draft import Draft
 
+_ITEM_BYTES = 4  # of a number
+# Rates of the device; the time of an op is the larger of its compute and its traffic.
+_FLOPS_PER_S, _BYTES_PER_S = 60e12, 1.5e12
+
 
 @dataclass(frozen=True, slots=True)
 class TransformerSize:
-    """The sizes of a decoder-only transformer, its batch and the device.
+    """The sizes of a decoder-only transformer, and its batch.
 
     Attributes:
         layers, width, heads: sizes of the network; the feed-forward part is 4 times as wide.
         vocabulary: rows of the embedding.
         batch, sequence: sequences in a batch, and their length.
-        item_bytes: bytes of a number.
-        flops_per_s, bytes_per_s: rates of the device; the time of an op is the larger of its compute and its traffic.
     """
 
     layers: int = 12
@@ -25,9 +27,6 @@ class TransformerSize:
     vocabulary: int = 50304
     batch: int = 8
     sequence: int = 1024
-    item_bytes: int = 4
-    flops_per_s: float = 60e12
-    bytes_per_s: float = 1.5e12
 
 
 def transformer(size: TransformerSize) -> Graph:
@@ -60,7 +59,7 @@ class _Transformer:
         loss, gradient = self.draft.op(
             "loss",
             [logits],
-            [4, self.tokens * size.vocabulary * size.item_bytes],
+            [4, self.tokens * size.vocabulary * _ITEM_BYTES],
             time_s=self.traffic_s(2 * self.tokens * size.vocabulary),
         )
         self.kept.append(loss)
@@ -93,7 +92,7 @@ class _Transformer:
 
     def dropout(self, name: str, x: int, numbers: int) -> int:
         (state,) = self.draft.op(name + ".state", [], [5056], time_s=0.0, recomputable=False)
-        y, mask = self.draft.op(name, [x, state], [numbers * self.size.item_bytes, numbers], time_s=self.traffic_s(2 * numbers))
+        y, mask = self.draft.op(name, [x, state], [numbers * _ITEM_BYTES, numbers], time_s=self.traffic_s(2 * numbers))
         self.tape.append((name, [x], y, [mask], 0, self.traffic_s(2 * numbers)))
         return y
 
@@ -109,17 +108,16 @@ class _Transformer:
         reads: Sequence[int] = (),
     ) -> int:
         """Add an op with an output of `numbers`; its backward op reads `needs` (-1: its output) and the gradient."""
-        size = self.size
-        weight = [self.draft.static(name + ".weight", parameters * size.item_bytes)] if parameters else []
-        touched = numbers + sum(self.draft.tensors[t].size_bytes for t in inputs) // size.item_bytes
-        time_s = max(work / size.flops_per_s, self.traffic_s(touched))
-        (y,) = self.draft.op(name, [*inputs, *weight, *reads], [numbers * size.item_bytes], time_s=time_s)
+        weight = [self.draft.static(name + ".weight", parameters * _ITEM_BYTES)] if parameters else []
+        touched = numbers + sum(self.draft.tensors[t].size_bytes for t in inputs) // _ITEM_BYTES
+        time_s = max(work / _FLOPS_PER_S, self.traffic_s(touched))
+        (y,) = self.draft.op(name, [*inputs, *weight, *reads], [numbers * _ITEM_BYTES], time_s=time_s)
         saved = [y if t == -1 else t for t in needs]
         self.tape.append((name, inputs, y, [*saved, *weight], parameters, time_s))
         return y
 
     def traffic_s(self, numbers: int) -> float:
-        return 3e-6 + numbers * self.size.item_bytes / self.size.bytes_per_s
+        return 3e-6 + numbers * _ITEM_BYTES / _BYTES_PER_S
 
     def backward(self, output: int, gradient: int) -> None:
         """Add for each recorded op, latest first, the sum of its output's gradients and the gradients of its inputs."""
@@ -133,7 +131,7 @@ class _Transformer:
                         name + ".sum",
                         parts,
                         [size_bytes],
-                        time_s=self.traffic_s(3 * size_bytes // self.size.item_bytes),
+                        time_s=self.traffic_s(3 * size_bytes // _ITEM_BYTES),
                         phase=Phase.BACKWARD,
                     )
                 )
@@ -146,7 +144,7 @@ class _Transformer:
             made = self.draft.op(
                 name + ".backward",
                 [*parts, *needs],
-                [*sizes, *([parameters * self.size.item_bytes] if parameters else [])],
+                [*sizes, *([parameters * _ITEM_BYTES] if parameters else [])],
                 time_s=2 * time_s if parameters else time_s,
                 phase=Phase.BACKWARD,
             )

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.autograd.profiler import profile, record_function
 
-from graphs.requests import WORKSPACE, Request
+from graphs.requests import WORKSPACE, MemoryRequest
 from planner.torch_private.cuda import is_recording_memory, recorded_memory
 
 # Called by the measured function where one segment ends and the next begins.
@@ -104,7 +104,7 @@ def cuda_peak_bytes(device: torch.device) -> int:
     return int(torch.cuda.memory_stats(device)["requested_bytes.all.peak"])
 
 
-def cuda_requests(run: Callable[[], Sequence[torch.Tensor | None]], device: torch.device) -> tuple[Request, ...]:
+def cuda_requests(run: Callable[[], Sequence[torch.Tensor | None]], device: torch.device) -> tuple[MemoryRequest, ...]:
     """Return the requests that `run`, which returns the outputs of an op, makes for memory of a CUDA device, in their order.
 
     They are empty if somebody records the allocator already, who would lose that, or if PyTorch cannot say.
@@ -118,12 +118,12 @@ def cuda_requests(run: Callable[[], Sequence[torch.Tensor | None]], device: torc
     return requests_of(trace, places)
 
 
-def requests_of(trace: Iterable[Mapping[str, Any]], outputs: Mapping[int, int]) -> tuple[Request, ...]:
+def requests_of(trace: Iterable[Mapping[str, Any]], outputs: Mapping[int, int]) -> tuple[MemoryRequest, ...]:
     """Return the requests of an op from the recorded actions of the allocator; `outputs` has positions by address.
 
     What stays and is no output belongs to a library, which asks for it once.
     """
-    found: list[Request | None] = []
+    found: list[MemoryRequest | None] = []
     held: dict[int, tuple[int, int]] = {}
     for entry in trace:
         address, size_bytes = entry["addr"], entry["size"]
@@ -132,10 +132,10 @@ def requests_of(trace: Iterable[Mapping[str, Any]], outputs: Mapping[int, int]) 
             found.append(None)
         elif entry["action"] == "free_completed" and address in held:
             place, size_bytes = held.pop(address)
-            found[place] = Request(WORKSPACE, size_bytes, len(found))
+            found[place] = MemoryRequest(WORKSPACE, size_bytes, len(found))
     for address, (place, _) in held.items():
         if address in outputs:
-            found[place] = Request(outputs[address])
+            found[place] = MemoryRequest(outputs[address])
     kept = [place for place, request in enumerate(found) if request is not None]
     return tuple(
         request._replace(until=sum(place < request.until for place in kept)) if request.output == WORKSPACE else request

@@ -21,7 +21,7 @@ from torch import fx
 
 from graphs.errors import PlannerError, first_line
 from graphs.ir import Kind, Op, Tensor
-from graphs.requests import Request
+from graphs.requests import MemoryRequest
 from planner.capture.frontend.random_states import RandomStates, preserve_random_states
 from planner.capture.lowering.lower import Capture
 from planner.capture.lowering.statics import allocated_bytes, dtype_name
@@ -63,7 +63,7 @@ class OpCost:
     workspace_bytes: int
     outputs: tuple[TensorSpec | None, ...]
     repeats: bool = True
-    requests: tuple[Request, ...] = ()
+    requests: tuple[MemoryRequest, ...] = ()
 
 
 _Key = tuple[object, ...]
@@ -88,7 +88,7 @@ class MeasuredOp:
     rise_bytes: int = 0
     outputs: tuple[TensorSpec | None, ...] = ()
     repeats: bool = True
-    requests: tuple[Request, ...] = ()
+    requests: tuple[MemoryRequest, ...] = ()
 
     def tensors(self) -> dict[int, torch.Tensor]:
         """Return the inputs by id: new tensors, and the real ones, with copies of those that the op overwrites."""

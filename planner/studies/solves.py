@@ -8,7 +8,7 @@ from planner.memory import CountedMemory
 from planner.reserved_budget import solve_counted
 from solvers.clock import Clock
 from solvers.order.reorder import Reordering, permuted
-from solvers.order.solve import Solved, solve_in
+from solvers.order.solve import SolvedOrder, solve_in
 from solvers.registry import get_solver
 from solvers.request import Request
 from solvers.result import Result
@@ -40,7 +40,7 @@ def result_in(  # what is solved, how, and who may end it
         settings: further fields of the request.
     """
 
-    def run(request: Request) -> Solved:
+    def run(request: Request) -> SolvedOrder:
         return solve_in(permuted(request.graph, order.original), get_solver(solver), request)
 
     request = Request(order.source, budget_bytes, Tolerance.of(tolerance), clock, **settings)

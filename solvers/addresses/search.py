@@ -26,7 +26,7 @@ _GROWTH = 1.03  # of the nodes of a dive, from one to the next
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class CapacityAnswer:
     """What a search has found out about a capacity.
 
     Attributes:
@@ -82,7 +82,7 @@ class _State:
         )
 
 
-class Search:
+class AddressSearch:
     """A search for one instance, which remembers over its calls what cannot be completed."""
 
     def __init__(self, instance: Instance, *, seed: int = 0) -> None:
@@ -106,7 +106,7 @@ class Search:
         self._failed_numbers = 0
         self._looks = 0
 
-    def decide(self, capacity_bytes: int, clock: Clock) -> Answer:
+    def decide(self, capacity_bytes: int, clock: Clock) -> CapacityAnswer:
         """Find offsets within `capacity_bytes`, or prove that there are none, until `clock` is at its limit.
 
         Each dive is given up after some nodes, and the next one orders what it tries in another way; what was proved stays.
@@ -130,8 +130,8 @@ class Search:
                     continue
                 except _OutOfTime:
                     break
-                return Answer(None, needed) if needed else Answer(tuple(self._offsets))
-        return Answer(None)
+                return CapacityAnswer(None, needed) if needed else CapacityAnswer(tuple(self._offsets))
+        return CapacityAnswer(None)
 
     def _look_of(self, u: int) -> tuple[int, int]:
         """Return what buffers of one kind are told apart by."""

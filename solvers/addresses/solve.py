@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from graphs.addresses import AddressError, Buffer, Offsets
 from solvers.addresses.greedy import constructed, improve
 from solvers.addresses.instance import instances_of
-from solvers.addresses.search import Search
+from solvers.addresses.search import AddressSearch
 from solvers.clock import Clock, WallClock, WorkClock, left
 from solvers.result import Status
 
@@ -107,7 +107,7 @@ class _Arena:
         self.buffers = buffers
         self._seed = seed
         self._instances = instances_of(buffers)
-        self._searches: dict[int, Search] = {}
+        self._searches: dict[int, AddressSearch] = {}
         self._best: list[tuple[int, ...]] = []
         self._heights: list[int] = []
         self.bound_bytes = max(instance.bound_bytes for instance in self._instances)
@@ -164,14 +164,14 @@ class _Arena:
         return self._heights[number] > self.bound_bytes and len(self._instances[number].size) <= _LARGEST
 
     def _aim(self, target_bytes: int, clock: Clock) -> bool:
-        """Search for offsets of all instances within `target_bytes`. Returns whether it was decided if there are any."""
+        """Search for offsets of all instances within `target_bytes`; return True if it was decided whether there are any."""
         for number, instance in enumerate(self._instances):
             if self._heights[number] <= target_bytes:
                 continue
             if not self._open(number):
                 return False
             if number not in self._searches:
-                self._searches[number] = Search(instance, seed=self._seed)
+                self._searches[number] = AddressSearch(instance, seed=self._seed)
             answer = self._searches[number].decide(target_bytes, clock)
             if answer.offsets is None:
                 self.bound_bytes = max(self.bound_bytes, answer.needed_bytes)

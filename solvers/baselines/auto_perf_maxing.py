@@ -29,7 +29,6 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 
 import numpy as np
-from scipy.sparse import csr_array
 
 from graphs.schedule import Compute, Schedule, keep_everything
 from graphs.simulate import simulate
@@ -39,6 +38,7 @@ from solvers.baselines.common.blocks import blockings
 from solvers.baselines.common.offloading import Layers, Offer, offloading_answer, schedule_with
 from solvers.baselines.common.recomputation import droppable, recompute_groups
 from solvers.clock import Clock
+from solvers.highs.builder import ProgramBuilder
 from solvers.highs.program import Milp
 from solvers.request import Request
 from solvers.result import Result
@@ -67,7 +67,7 @@ class AutoPerfParams:
 
 
 @dataclass(frozen=True, slots=True)
-class Saved:
+class SavedTensor:
     """A tensor that the forward pass of a layer saves.
 
     Attributes:
@@ -82,7 +82,7 @@ class Saved:
     away: bool
 
 
-class Outer:
+class FractionsProgram:
     """The linear program: the layers of a step that keeps everything, and their fractions."""
 
     def __init__(self, offer: Offer, blocks: Sequence[str | None]) -> None:
@@ -90,7 +90,7 @@ class Outer:
         self.layers = Layers(offer, range(len(graph.ops)), blocks)
         count = self.layers.last + 1
         may_go, may_drop = frozenset(self.layers.may_go()), droppable(graph)
-        self.saved: list[list[Saved]] = [[] for _ in range(count)]
+        self.saved: list[list[SavedTensor]] = [[] for _ in range(count)]
         self.forward_s, self.working_bytes = [0.0] * count, [0] * count
         for op_id, layer in self.layers.of_op.items():
             op = graph.ops[op_id]
@@ -98,7 +98,7 @@ class Outer:
             for t in op.outputs:
                 if t not in graph.kept and offer.readers(t, forward=False):
                     again = t in may_drop and t in self.layers.inside and not op.random
-                    self.saved[layer].append(Saved(t, offer.size_bytes(t), op.time_s, again, t in may_go))
+                    self.saved[layer].append(SavedTensor(t, offer.size_bytes(t), op.time_s, again, t in may_go))
         self.bytes = [sum(s.size_bytes for s in saved) for saved in self.saved]
         self._find_working_bytes()
         self.backward = self._backward_spans(count)
@@ -179,7 +179,9 @@ class Outer:
         ]
 
 
-def chosen(saved: Sequence[Saved], again_bytes: float, away_bytes: float, clock: Clock) -> tuple[list[int], list[int]] | None:
+def chosen(
+    saved: Sequence[SavedTensor], again_bytes: float, away_bytes: float, clock: Clock
+) -> tuple[list[int], list[int]] | None:
     """Return the positions of a layer's tensors to recompute and of those to offload; None if the time ran out."""
     n, unit = len(saved), float(sum(s.size_bytes for s in saved) or 1)
     if again_bytes < 1e-6 * unit and away_bytes < 1e-6 * unit:
@@ -202,18 +204,12 @@ def chosen(saved: Sequence[Saved], again_bytes: float, away_bytes: float, clock:
 
 
 def _program(cost: Sequence[float], upper: Sequence[float], integer: Sequence[bool], rows: Sequence[Row]) -> Milp:
-    starts = np.cumsum([0, *(len(weights) for weights, _ in rows)])
-    columns = [column for weights, _ in rows for column in weights]
-    values = [weight for weights, _ in rows for weight in weights.values()]
-    return Milp(
-        cost=np.array(cost, dtype=np.float64),
-        lower=np.zeros(len(cost)),
-        upper=np.array(upper, dtype=np.float64),
-        integer=np.array(integer),
-        matrix=csr_array((np.array(values, dtype=np.float64), np.array(columns), starts), shape=(len(rows), len(cost))),
-        row_lower=np.full(len(rows), -np.inf),
-        row_upper=np.array([limit for _, limit in rows]),
-    )
+    builder = ProgramBuilder()
+    for of_column in zip(cost, upper, integer, strict=True):
+        builder.column(of_column[0], upper=of_column[1], integer=of_column[2])
+    for weights, limit in rows:
+        builder.add_row(list(weights), list(weights.values()), -np.inf, limit)
+    return builder.milp()
 
 
 def solve(request: Request) -> Result:
@@ -230,7 +226,7 @@ def solve(request: Request) -> Result:
 
 
 def _rounds(offer: Offer, blocks: Sequence[str | None], request: Request, params: AutoPerfParams) -> Iterator[Schedule]:
-    outer = Outer(offer, blocks)
+    outer = FractionsProgram(offer, blocks)
     budget_bytes = cap_bytes = request.budget_bytes
     near_bytes = int(params.near * budget_bytes)
     known: dict[object, int] = {}
@@ -249,7 +245,9 @@ def _rounds(offer: Offer, blocks: Sequence[str | None], request: Request, params
         cap_bytes += slack_bytes // 2 if slack_bytes >= 0 else slack_bytes - near_bytes // 2
 
 
-def _split(outer: Outer, cap_bytes: int, request: Request, alike: Alike) -> tuple[frozenset[int], frozenset[int]] | None:
+def _split(
+    outer: FractionsProgram, cap_bytes: int, request: Request, alike: Alike
+) -> tuple[frozenset[int], frozenset[int]] | None:
     """Return the recomputed and the offloaded tensors for a cap; None if the time ran out."""
     fractions = outer.fractions(cap_bytes, request.clock)
     if fractions is None:
@@ -269,11 +267,13 @@ def _split(outer: Outer, cap_bytes: int, request: Request, alike: Alike) -> tupl
     return frozenset(again), frozenset(away)
 
 
-def _at(saved: Sequence[Saved], places: Sequence[int]) -> list[int]:
+def _at(saved: Sequence[SavedTensor], places: Sequence[int]) -> list[int]:
     return [saved[i].tensor for i in places]
 
 
-def _schedule(offer: Offer, blocks: Sequence[str | None], outer: Outer, again: frozenset[int], away: frozenset[int]) -> Schedule:
+def _schedule(
+    offer: Offer, blocks: Sequence[str | None], outer: FractionsProgram, again: frozenset[int], away: frozenset[int]
+) -> Schedule:
     kept = frozenset(s.tensor for saved in outer.saved for s in saved) - again
     computed = recompute_groups(offer.program, blocks, saved=kept, at_once=False).computed
     layers = Layers(offer, computed, blocks)

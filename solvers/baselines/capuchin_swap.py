@@ -24,7 +24,7 @@ from solvers.result import Result
 
 
 @dataclass(frozen=True, slots=True)
-class Swap:
+class TensorSwap:
     """An offload of `tensor` between its accesses by ops `after` and `before`; `free_s` is the interval less the transfers."""
 
     tensor: int
@@ -55,16 +55,16 @@ def _trials(offer: Offer, budget_bytes: int) -> Iterator[Candidate]:
         yield Candidate(Swapping(offer, swaps, budget_bytes).schedule(), {"swaps": enough})
 
 
-def swaps_of(offer: Offer) -> list[Swap]:
+def swaps_of(offer: Offer) -> list[TensorSwap]:
     """Return the possible swaps, those with the most free time first."""
     starts_s = _starts(offer)
-    swaps: list[Swap] = []
+    swaps: list[TensorSwap] = []
     for t, transfers in offer.by_tensor.items():
         accesses = [offer.made_at(t), *offer.program.consumers[t]]
         gaps = [(starts_s[b] - starts_s[a + 1], a, b) for a, b in pairwise(accesses) if b > a + 1]
         if gaps:
             away_s, after, before = max(gaps)
-            swaps.append(Swap(t, after, before, away_s - transfers.offload_s - transfers.reload_s))
+            swaps.append(TensorSwap(t, after, before, away_s - transfers.offload_s - transfers.reload_s))
     return sorted(swaps, key=lambda swap: -swap.free_s)
 
 
@@ -76,17 +76,17 @@ def _starts(offer: Offer) -> list[float]:
 class Swapping:
     """A step with `swaps`."""
 
-    def __init__(self, offer: Offer, swaps: Sequence[Swap], budget_bytes: int) -> None:
+    def __init__(self, offer: Offer, swaps: Sequence[TensorSwap], budget_bytes: int) -> None:
         self.offer, self.device = offer, Device(offer, budget_bytes)
-        self.leaves: dict[int, list[Swap]] = {}
-        self.asked: dict[int, list[Swap]] = {}
+        self.leaves: dict[int, list[TensorSwap]] = {}
+        self.asked: dict[int, list[TensorSwap]] = {}
         self.last = [max((t.producers[0], *offer.program.consumers[t.id])) if t.producers else -1 for t in offer.program.tensors]
         for swap in swaps:
             self.leaves.setdefault(swap.after, []).append(swap)
         for begin, swap in self._asked(swaps):
             self.asked.setdefault(begin, []).append(swap)
 
-    def _asked(self, swaps: Sequence[Swap]) -> Iterator[tuple[int, Swap]]:
+    def _asked(self, swaps: Sequence[TensorSwap]) -> Iterator[tuple[int, TensorSwap]]:
         """Yield each swap with the op before which its reload is issued, planned backwards over the channel."""
         ops, starts_s = self.offer.program.ops, _starts(self.offer)
         memory = self._memory_bytes(swaps)
@@ -102,7 +102,7 @@ class Swapping:
                 memory[op] += size
             yield begin, swap
 
-    def _memory_bytes(self, swaps: Sequence[Swap]) -> list[int]:
+    def _memory_bytes(self, swaps: Sequence[TensorSwap]) -> list[int]:
         """Return the memory during each op, if swaps took no time."""
         ops = self.offer.program.ops
         change = [0] * (len(ops) + 1)

@@ -21,8 +21,8 @@ from graphs.schedule import Schedule, schedule_of
 from graphs.simulate import simulate
 from graphs.units import format_bytes
 from solvers import highs
-from solvers.baselines.common.checkmate_program import PUBLISHED, CheckmateModel, Variant
-from solvers.baselines.common.pulp_solvers import HIGHS, PulpAnswer, check_clock, check_solver, run
+from solvers.baselines.common.checkmate_program import PUBLISHED, CheckmateModel, CheckmateVariant
+from solvers.baselines.common.pulp_solvers import HIGHS, PulpAnswer, check_clock, check_milp_solver, solve_model
 from solvers.bounds import least_budget_bound, too_small_message
 from solvers.highs.program import Outcome
 from solvers.problem import problem_of
@@ -42,7 +42,7 @@ class CheckmateParams:
     """
 
     milp_solver: str = HIGHS
-    variant: Variant = PUBLISHED
+    variant: CheckmateVariant = PUBLISHED
 
 
 def solve(request: Request) -> Result:
@@ -57,7 +57,7 @@ def solve(request: Request) -> Result:
     """
     graph, budget_bytes, tolerance = request.graph, request.budget_bytes, request.tolerance.first
     params = request.params_of(CheckmateParams())
-    check_solver(params.milp_solver)
+    check_milp_solver(params.milp_solver)
     check_clock(request.clock)
     least = least_budget_bound(graph)
     verdict = Verdict(Status.INFEASIBLE, None, None, too_small_message(graph, budget_bytes, least))
@@ -68,7 +68,9 @@ def solve(request: Request) -> Result:
         else:
             request.tell("writing Checkmate's program", None, graph.time_s)
             written = model.build(request.stopped)
-            answer = run(model, params.milp_solver, tolerance * graph.time_s, request) if written else PulpAnswer.unfinished()
+            answer = (
+                solve_model(model, params.milp_solver, tolerance * graph.time_s, request) if written else PulpAnswer.unfinished()
+            )
             verdict = _judge(model, answer, request)
     return Result(
         graph,
@@ -91,7 +93,7 @@ def solve(request: Request) -> Result:
     )
 
 
-def write_model(graph: Graph, budget_bytes: int, path: str | os.PathLike[str], *, variant: Variant = PUBLISHED) -> None:
+def write_model(graph: Graph, budget_bytes: int, path: str | os.PathLike[str], *, variant: CheckmateVariant = PUBLISHED) -> None:
     """Write the program to the file `path` atomically, for other solvers: ``.lp`` or ``.mps``.
 
     Its objective is the time of recomputation in thousandths of the step without any; memory is in units of the 10,000th part of

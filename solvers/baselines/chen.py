@@ -17,9 +17,11 @@ from graphs.ir import Graph
 from graphs.schedule import Schedule
 from solvers.baselines.common.answers import Candidate, answer
 from solvers.baselines.common.recomputation import recompute_groups
-from solvers.baselines.common.stages import Cuts, Stages, crossings, cut_places, evenly
+from solvers.baselines.common.stages import Cuts, ForwardStages, crossings, cut_places, evenly
 from solvers.request import Request
 from solvers.result import Result
+
+_GRID, _PARTS = 6, 40  # thresholds around the centre; least share of all bytes, as 1 / this
 
 
 class ChenRule(StrEnum):
@@ -61,16 +63,16 @@ def greedy_trials(graph: Graph, cuts: Cuts) -> Iterator[Candidate]:
             yield Candidate(segments(graph, ends), {"cuts": str(cuts), "segments": len(ends), "threshold_bytes": threshold})
 
 
-def thresholds(graph: Graph, cuts: Cuts, made: Sequence[int], *, grid: int = 6, parts: int = 40) -> list[int]:
+def thresholds(graph: Graph, cuts: Cuts, made: Sequence[int]) -> list[int]:
     """Return the thresholds of the module's docstring, in bytes. `made`: bytes that each forward op produces."""
     places = cut_places(graph, cuts)
     if not places:
         return [0]
-    stages = Stages(graph, greedy_ends(places, made, 0))
+    stages = ForwardStages(graph, greedy_ends(places, made, 0))
     crossing = sum(graph.tensors[t].size_bytes for tensors in stages.crossing for t in tensors)
     centre = math.sqrt(crossing * max(sum(made[i] for i in ops) for ops in stages.ops))
-    around = [centre * 2 ** (k / (grid - 1) - 0.5) for k in range(grid)]
-    return [0, *map(int, around), *(sum(made) // k for k in range(2, parts + 1))]
+    around = [centre * 2 ** (k / (_GRID - 1) - 0.5) for k in range(_GRID)]
+    return [0, *map(int, around), *(sum(made) // k for k in range(2, _PARTS + 1))]
 
 
 def greedy_ends(places: Sequence[int], made: Sequence[int], threshold_bytes: int) -> list[int]:
@@ -88,4 +90,4 @@ def greedy_ends(places: Sequence[int], made: Sequence[int], threshold_bytes: int
 
 def segments(graph: Graph, ends: Sequence[int]) -> Schedule:
     """Return the schedule whose segments end with the forward ops `ends`."""
-    return recompute_groups(graph, Stages(graph, ends).groups)
+    return recompute_groups(graph, ForwardStages(graph, ends).groups)

@@ -43,7 +43,7 @@ def solve(request: Request) -> Result:
 def _trials(offer: Offer, budget_bytes: int, least_bytes: int) -> Iterator[Candidate]:
     large = [t for t in offer.saved() if offer.size_bytes(t) >= least_bytes and _is_floating(offer.program.tensors[t].dtype)]
     eligible = offer.fitting(sorted(large, key=lambda t: -offer.size_bytes(t)))
-    plan = _Plan(offer, eligible)
+    plan = _OffloadPlan(offer, eligible)
     forward = [op.id for op in offer.program.ops if op.phase is Phase.FORWARD]
     floors = {"forward pass": max((plan.memory_bytes[op] for op in forward), default=0), "step": max(plan.memory_bytes)}
     for name, floor_bytes in floors.items():
@@ -54,7 +54,7 @@ def _trials(offer: Offer, budget_bytes: int, least_bytes: int) -> Iterator[Candi
                 room -= offer.size_bytes(t)
             else:
                 moved.append(t)
-        yield Candidate(_Plan(offer, moved).early(budget_bytes), {"floor": name})
+        yield Candidate(_OffloadPlan(offer, moved).early(budget_bytes), {"floor": name})
 
 
 def _is_floating(dtype: str) -> bool:
@@ -62,7 +62,7 @@ def _is_floating(dtype: str) -> bool:
     return not dtype or "float" in dtype
 
 
-class _Plan:
+class _OffloadPlan:
     """A plan in which tensors `moved` are offloaded and reloaded just in time.
 
     Attributes:

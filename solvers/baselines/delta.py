@@ -18,7 +18,7 @@ from graphs.schedule import Schedule
 from graphs.units import format_bytes
 from solvers.baselines.common.answers import Candidate, answer, failure
 from solvers.baselines.common.offloading import Device, Offer, offer_of, offloading_answer
-from solvers.baselines.common.online import FailedError
+from solvers.baselines.common.online import OnlineFailedError
 from solvers.baselines.common.recomputation import last_needed, repeatable
 from solvers.request import Request
 from solvers.result import Reason, Result
@@ -46,7 +46,7 @@ def solve(request: Request) -> Result:
     if offer is None:
         return offloading_answer(request, "delta", lambda _: (), what="DELTA", settings=asdict(params))
     trials: list[Candidate] = []
-    failed: FailedError | None = None
+    failed: OnlineFailedError | None = None
 
     def stop() -> str:
         request.clock.spend(_WORK_PER_OP)
@@ -54,9 +54,9 @@ def solve(request: Request) -> Result:
 
     for ahead in params.ahead:
         try:
-            schedule = Delta(offer, request.budget_bytes, ahead, params.thrash_factor, stop).run()
+            schedule = DeltaRun(offer, request.budget_bytes, ahead, params.thrash_factor, stop).run()
             trials.append(Candidate(schedule, {"ahead": ahead}))
-        except FailedError as error:
+        except OnlineFailedError as error:
             failed = failed or error
     if trials or failed is None:
         return answer(request, "delta", trials, what="DELTA", settings=asdict(params))
@@ -64,7 +64,7 @@ def solve(request: Request) -> Result:
     return failure(request, "delta", why, failed.reason, settings=asdict(params))
 
 
-class Delta:
+class DeltaRun:
     """One run; `run` may be called once."""
 
     def __init__(self, offer: Offer, budget_bytes: int, ahead: int, thrash_factor: float, stop: Callable[[], str]) -> None:
@@ -92,7 +92,7 @@ class Delta:
         """Return the schedule of the run.
 
         Raises:
-            FailedError: out of memory, thrashing, or stopped.
+            OnlineFailedError: out of memory, thrashing, or stopped.
         """
         for op in self.graph.ops:
             self.now = op.id
@@ -140,7 +140,7 @@ class Delta:
             else:
                 stack.append(self._begin(self.graph.tensors[t].producers[0]))
             if reason := self.stop():
-                raise FailedError(reason, Reason.TIME)
+                raise OnlineFailedError(reason, Reason.TIME)
 
     def _begin(self, op_id: int) -> tuple[int, list[int]]:
         """Lock the inputs in memory; return the op and the other inputs."""
@@ -170,7 +170,7 @@ class Delta:
             return
         self.left_s -= op.time_s
         if self.left_s < 0:
-            raise FailedError("it thrashes: it recomputes for longer than it may", Reason.THRASHING)
+            raise OnlineFailedError("it thrashes: it recomputes for longer than it may", Reason.THRASHING)
         for t in (*op.inputs, *op.outputs):
             done = t in device.live and t not in self.graph.kept and self.last[t] < self.now
             if done and not self.locks[t] and t != wanted:
@@ -183,7 +183,7 @@ class Delta:
             idle = [t for t in device.live if not self.locks[t] and t not in self.graph.kept and t not in outputs]
             idle.sort(key=lambda t: (-self.offer.size_bytes(t) * (device.now_s - self.touched_s[t]), t))
             if not any(self._evict(t) for t in idle):
-                raise FailedError(
+                raise OnlineFailedError(
                     f"out of memory: op {self.graph.ops[op_id].name!r} needs {format_bytes(size_bytes)} more, "
                     f"{format_bytes(device.memory_bytes)} are in use, and nothing is left to evict",
                     Reason.MEMORY,

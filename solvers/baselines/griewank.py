@@ -18,7 +18,7 @@ from functools import cache
 
 from graphs.ir import Graph
 from solvers.baselines.common.answers import Candidate, answer
-from solvers.baselines.common.stages import Cuts, Forward, Stages, cut_places
+from solvers.baselines.common.stages import Cuts, ForwardStages, StageRun, cut_places
 from solvers.request import Request
 from solvers.result import Result
 
@@ -33,16 +33,16 @@ def solve(request: Request) -> Result:
 
 def snapshot_trials(graph: Graph, cuts: Cuts) -> Iterator[Candidate]:
     """Yield a schedule for each number of snapshots: all up to 8, then about a fifth more each time."""
-    stages = Stages(graph, cut_places(graph, cuts))
+    stages = ForwardStages(graph, cut_places(graph, cuts))
     snapshots = 1
     while snapshots <= max(1, len(stages)):
-        if runs(len(stages), snapshots) <= _MOST_RUNS * len(stages):
+        if extra_runs(len(stages), snapshots) <= _MOST_RUNS * len(stages):
             yield Candidate(stages.schedule(plan(len(stages), snapshots)), {"cuts": str(cuts), "snapshots": snapshots})
         snapshots = max(snapshots + 1, math.ceil(1.2 * snapshots) if snapshots >= 8 else 0)
 
 
 @cache
-def runs(length: int, snapshots: int) -> int:
+def extra_runs(length: int, snapshots: int) -> int:
     """Return P(length, snapshots): runs of a stage in addition to one each for its backward."""
     r = 0
     while math.comb(snapshots + r, snapshots) < length:
@@ -53,17 +53,17 @@ def runs(length: int, snapshots: int) -> int:
 @cache
 def split(length: int, snapshots: int) -> int:
     """Return the m with the least m + P(length - m, snapshots - 1) + P(m, snapshots), for 2 or more snapshots."""
-    return min(range(1, length), key=lambda m: m + runs(length - m, snapshots - 1) + runs(m, snapshots))
+    return min(range(1, length), key=lambda m: m + extra_runs(length - m, snapshots - 1) + extra_runs(m, snapshots))
 
 
-def plan(length: int, snapshots: int) -> Iterator[Forward]:
+def plan(length: int, snapshots: int) -> Iterator[StageRun]:
     """Yield the executions of a chain of `length` stages."""
     parts = [(0, length, snapshots)]
     while parts:
         begin, end, left = parts.pop()
         if end - begin <= 1:
-            yield from (Forward(stage, saving=True) for stage in range(begin, end))
+            yield from (StageRun(stage, saving=True) for stage in range(begin, end))
             continue
         middle = begin + split(end - begin, left) if left > 1 else end - 1
-        yield from (Forward(stage, saving=False) for stage in range(begin, middle))
+        yield from (StageRun(stage, saving=False) for stage in range(begin, middle))
         parts += [(begin, middle, left), (middle, end, max(left - 1, 1))]

@@ -21,7 +21,7 @@ from enum import StrEnum
 import numpy as np
 
 from graphs.ir import Graph
-from solvers.baselines.common.online import Foresight, Online, online_result
+from solvers.baselines.common.online import Foresight, OnlineRun, online_result
 from solvers.online.heuristics import BYTES_PER_S, MIB, Heuristic, Interpreter
 from solvers.online.ledger import Deallocation
 from solvers.online.storages import Floats, Ints
@@ -90,10 +90,10 @@ def _heuristics(
             yield Interpreter(size), {"least_bytes": size}
         else:
             for pair in factors:
-                yield Static(size, *pair), {"least_bytes": size, "factors": list(pair)}
+                yield StaticRule(size, *pair), {"least_bytes": size, "factors": list(pair)}
 
 
-class Static(Foresight):
+class StaticRule(Foresight):
     """The rule for compiled graphs."""
 
     keeps_siblings = False
@@ -111,7 +111,7 @@ class Static(Foresight):
         """Return the seconds by the bytes."""
         return moved_bytes / BYTES_PER_S
 
-    def follow(self, run: Online) -> None:
+    def follow(self, run: OnlineRun) -> None:
         """Prepare the relations of the tensors for a run."""
         super().follow(run)
         graph = run.graph

@@ -30,8 +30,8 @@ from graphs.simulate import simulate
 from graphs.units import format_bytes
 from solvers import highs
 from solvers.baselines.common.recomputation import repeatable
-from solvers.highs.columns import Columns, Weighted
-from solvers.highs.program import Floats, Outcome, Watch
+from solvers.highs.builder import TermProgram, Weighted
+from solvers.highs.program import Floats, Outcome, SolveCallbacks
 from solvers.request import Request
 from solvers.result import Reason, Result, Status, known_class, status_of
 
@@ -41,7 +41,7 @@ _MEMORY_RANGE = 1e4  # the budget in the program's unit of memory
 _TIME_RANGE = 1e3  # the step without recomputation in its unit of time
 
 
-class MonetProgram(Columns):
+class MonetProgram(TermProgram):
     """The program of a graph for a budget.
 
     Attributes:
@@ -190,9 +190,9 @@ def solve(request: Request) -> Result:
         return _result(request, Status.LIMIT, message=why, reason=Reason.SIZE)
     program.build()
     request.tell("solving MONeT's program", None, None)
-    watch = Watch(should_stop=request.interrupted, interrupted=request.interrupted)
+    callbacks = SolveCallbacks(should_stop=request.interrupted, interrupted=request.interrupted)
     gap = request.tolerance.first * graph.time_s / program.unit_s
-    answer = highs.solve_program(program.milp(), clock=request.clock, absolute_gap=gap, watch=watch)
+    answer = highs.solve_program(program.milp(), clock=request.clock, absolute_gap=gap, callbacks=callbacks)
     if answer.values is None:
         memory = answer.outcome is Outcome.INFEASIBLE
         budget = format_bytes(request.budget_bytes)

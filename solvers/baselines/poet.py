@@ -32,8 +32,8 @@ from solvers.baselines.common.answers import Candidate, answer, failure
 from solvers.baselines.common.offloading import Device, Offer, offer_of, offloading_answer
 from solvers.baselines.common.recomputation import repeatable
 from solvers.clock import left
-from solvers.highs.columns import ONE, Columns, Term
-from solvers.highs.program import Floats, Milp, Outcome, Watch
+from solvers.highs.builder import ONE, Term, TermProgram
+from solvers.highs.program import Floats, Milp, Outcome, SolveCallbacks
 from solvers.request import Request
 from solvers.result import Reason, Result
 
@@ -53,7 +53,7 @@ class PoetParams:
     powers: tuple[float, ...] = (1.0, 0.1)
 
 
-class PoetProgram(Columns):
+class PoetProgram(TermProgram):
     """The program of a graph, a budget and a power of transfers relative to computation.
 
     Attributes:
@@ -69,8 +69,7 @@ class PoetProgram(Columns):
         self.capacity = capacity_bytes / self.memory_unit
         self.time_unit = (self.graph.time_s or 1.0) / _TIME_RANGE
         self.power = power
-        again = repeatable(self.graph)
-        self.may_repeat = [again[op.id] for op in self.graph.ops]
+        self.may_repeat = repeatable(self.graph)
         self.R: dict[tuple[int, int], int] = {}
         self.S: dict[tuple[int, int], int] = {}
         self.host: dict[tuple[int, int], int] = {}
@@ -155,7 +154,7 @@ class PoetProgram(Columns):
             hazards = [self.s(t + 1, x), *(self.r(t, j) for j in self.graph.consumers[x] if k < j <= t)]
             if self.graph.tensors[x].static or x in self.graph.kept or ONE in hazards:
                 continue
-            freed = self.column(upper=1.0)
+            freed = self.column()
             self.at_most([(freed, 1), (self.r(t, k), -1)], 0)
             for hazard in hazards:
                 self.at_most([(freed, 1), (hazard, 1)], 1)
@@ -167,7 +166,7 @@ class PoetProgram(Columns):
             if x in self.graph.kept:
                 yield x, self.r(t, k)
             elif len(self.graph.ops[k].outputs) > 1 and (there := self.s(t, x)) is not None:
-                double = self.column(upper=1.0)
+                double = self.column()
                 for factor in (self.r(t, k), there):
                     self.at_most([(double, 1), (factor, -1)], 0)
                 yield x, double
@@ -212,7 +211,7 @@ def solve(request: Request) -> Result:
             program,
             clock=request.clock.part(left(request.clock) / (len(params.powers) - place)),
             absolute_gap=request.tolerance.first * offer.program.time_s / model.time_unit,
-            watch=Watch(should_stop=request.interrupted, interrupted=request.interrupted),
+            callbacks=SolveCallbacks(should_stop=request.interrupted, interrupted=request.interrupted),
         )
         if found.values is not None:
             trials.append(Candidate(carried_out(model, found.values, request.budget_bytes), {"power": power}))

@@ -31,11 +31,13 @@ from graphs.ir import Graph, Phase
 from graphs.simulate import simulate
 from solvers.baselines.common.answers import Candidate, answer
 from solvers.baselines.common.recomputation import needed_for
-from solvers.baselines.common.stages import Cuts, Forward, Stages, cut_places, evenly
+from solvers.baselines.common.stages import Cuts, ForwardStages, StageRun, cut_places, evenly
 from solvers.request import Request
 from solvers.result import Result
 
 Floats = NDArray[np.float64]
+
+_BEYOND = 12  # slots above the largest amount of memory whose schedule fits, which are tried too
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,14 +64,12 @@ def solve(request: Request) -> Result:
     return answer(request, "rotor", trials, what="the chain's schedule", settings=asdict(params))
 
 
-def chain_trials(
-    graph: Graph, budget_bytes: int, cuts: Cuts, most_stages: int, slots: int, *, beyond: int = 12
-) -> Iterator[Candidate]:
-    """Yield optimal schedules of the chain for the largest amount of memory whose schedule fits, and `beyond` above it."""
-    stages = Stages(graph, evenly(cut_places(graph, cuts), most_stages))
+def chain_trials(graph: Graph, budget_bytes: int, cuts: Cuts, most_stages: int, slots: int) -> Iterator[Candidate]:
+    """Yield optimal schedules of the chain for the largest amount of memory whose schedule fits, and some above it."""
+    stages = ForwardStages(graph, evenly(cut_places(graph, cuts), most_stages))
     if not len(stages):
         return
-    table = Table(chain_of(stages), slots)
+    table = ChainTable(chain_of(stages), slots)
     times = table.best[0][len(stages) - 1]
     tried: dict[int, Candidate] = {}
 
@@ -84,13 +84,13 @@ def chain_trials(
         middle = -(-(low + high) // 2)
         fits = simulate(graph, trial(middle).schedule).peak_bytes <= budget_bytes
         low, high = (middle, high) if fits else (low, middle - 1)
-    for slot in range(low, min(low + beyond, table.slots) + 1):
+    for slot in range(low, min(low + _BEYOND, table.slots) + 1):
         trial(slot)
     yield from tried.values()
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class StageCost:
     """The cost of running a stage: seconds, peak, and bytes that stay, without its input."""
 
     time_s: float
@@ -99,7 +99,7 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class ChainStage:
     """A stage of a chain; times in seconds, sizes in bytes, or in slots.
 
     Attributes:
@@ -110,15 +110,15 @@ class Stage:
         crossing: bytes of its output by the stage that produced them; the sum is d.
     """
 
-    output: Run
-    saved: Run
-    both: Run
+    output: StageCost
+    saved: StageCost
+    both: StageCost
     backward_s: float
     backward: int
     crossing: tuple[int, ...]
 
 
-def chain_of(stages: Stages) -> list[Stage]:
+def chain_of(stages: ForwardStages) -> list[ChainStage]:
     """Return the chain of `stages`; gradients are assumed to be as large as their tensors."""
     graph, last = stages.graph, len(stages) - 1
     size = [t.size_bytes for t in graph.tensors]
@@ -138,7 +138,7 @@ def chain_of(stages: Stages) -> list[Stage]:
         gradient = sum(size[t] for t in stages.crossing[level - 1]) if level else 0
         backward[level] = max(backward[level], made_bytes - gradient)
     return [
-        Stage(
+        ChainStage(
             _run(stages, k, stages.crossing[k]),
             _run(stages, k, read[k]),
             _run(stages, k, stages.crossing[k] | read[k]),
@@ -150,7 +150,7 @@ def chain_of(stages: Stages) -> list[Stage]:
     ]
 
 
-def _by_producer(stages: Stages, stage: int) -> tuple[int, ...]:
+def _by_producer(stages: ForwardStages, stage: int) -> tuple[int, ...]:
     """Return the bytes that cross the cut after `stage`, by the stage that produced them."""
     made = [0] * (stage + 1)
     for t in stages.crossing[stage]:
@@ -159,7 +159,7 @@ def _by_producer(stages: Stages, stage: int) -> tuple[int, ...]:
     return tuple(made)
 
 
-def _run(stages: Stages, stage: int, stay: AbstractSet[int]) -> Run:
+def _run(stages: ForwardStages, stage: int, stay: AbstractSet[int]) -> StageCost:
     """Return the cost of running `stage` for the tensors `stay`, without tensors that cross into it."""
     graph = stages.graph
     ops = needed_for(graph, stay, stages.ops[stage], stages.absent)
@@ -172,10 +172,10 @@ def _run(stages: Stages, stage: int, stay: AbstractSet[int]) -> Run:
         peak = max(peak, live + op.workspace_bytes)
         over = [t for t in (*op.inputs, *op.outputs) if t in made and t not in stay and last.get(t, i) == i]
         live -= sum(graph.tensors[t].size_bytes for t in over)
-    return Run(math.fsum(graph.ops[i].time_s for i in ops), peak, sum(graph.tensors[t].size_bytes for t in stay & made))
+    return StageCost(math.fsum(graph.ops[i].time_s for i in ops), peak, sum(graph.tensors[t].size_bytes for t in stay & made))
 
 
-class Table:
+class ChainTable:
     """The table of T(s, t, m) for all s <= t and m up to the memory of keeping everything.
 
     Attributes:
@@ -185,7 +185,7 @@ class Table:
         choice: the r of the best split, -1: keep all of s.
     """
 
-    def __init__(self, chain: Sequence[Stage], slots: int) -> None:
+    def __init__(self, chain: Sequence[ChainStage], slots: int) -> None:
         largest = [max(values) for values in zip(*((k.output.peak, k.both.peak, k.backward) for k in chain), strict=True)]
         everything = sum(k.both.stay for k in chain) + sum(largest) + 2 * max(sum(k.crossing) for k in chain)
         self.slot_bytes: int = max(1, -(-everything // slots))
@@ -237,16 +237,16 @@ class Table:
             shifted[slots:] = values[: len(values) - slots]
         return shifted
 
-    def plan(self, slots: int) -> Iterator[Forward]:
+    def plan(self, slots: int) -> Iterator[StageRun]:
         """Yield the executions within `slots`, for which there must be a schedule."""
         parts = [(0, len(self.chain) - 1, slots)]
         while parts:
             s, t, m = parts.pop()
             r = int(self.choice[s][t][m])
             if r >= 0:
-                yield from (Forward(k, saving=False) for k in range(s, r))
+                yield from (StageRun(k, saving=False) for k in range(s, r))
                 parts += [(s, r - 1, m), (r, t, m - self.x[s][r - 1])]
                 continue
-            yield Forward(s, saving=True)
+            yield StageRun(s, saving=True)
             if s < t:
                 parts.append((s + 1, t, m - self._in_slots(self.chain[s].both.stay)))

@@ -17,7 +17,7 @@ from graphs.units import format_bytes, format_seconds
 from solvers import highs
 from solvers.baselines.checkmate import CLASS
 from solvers.baselines.common.checkmate_program import ALWAYS, NEVER, CheckmateModel, value_of
-from solvers.baselines.common.pulp_solvers import HIGHS, PulpAnswer, check_clock, check_solver, run
+from solvers.baselines.common.pulp_solvers import HIGHS, PulpAnswer, check_clock, check_milp_solver, solve_model
 from solvers.bounds import least_budget_bound, too_small_message
 from solvers.highs.program import Outcome
 from solvers.problem import Problem, problem_of
@@ -60,7 +60,7 @@ def solve(request: Request) -> Result:
     """
     graph, budget_bytes = request.graph, request.budget_bytes
     params = request.params_of(RoundingParams())
-    check_solver(params.milp_solver)
+    check_milp_solver(params.milp_solver)
     check_clock(request.clock)
     rounding = _Rounding(request, problem_of(graph, budget_bytes), params, random.Random(params.seed))
     least = least_budget_bound(graph)
@@ -129,7 +129,7 @@ class _Rounding:
         model = CheckmateModel(part, whole=False)
         if not model.build(self.request.stopped):
             return model, PulpAnswer.unfinished()
-        return model, run(model, self.params.milp_solver, 0.0, self.request)
+        return model, solve_model(model, self.params.milp_solver, 0.0, self.request)
 
     def round(self, model: CheckmateModel) -> None:
         """Keep the fastest schedule that fits of all roundings of a solution."""

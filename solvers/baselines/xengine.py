@@ -61,8 +61,8 @@ from graphs.simulate import simulate
 from graphs.units import format_bytes
 from solvers import highs
 from solvers.clock import Clock, left
-from solvers.highs.columns import ONE, Columns, Term, Weighted
-from solvers.highs.program import Answer, Floats, Milp, Outcome, Watch
+from solvers.highs.builder import ONE, Term, TermProgram, Weighted
+from solvers.highs.program import Answer, Floats, Milp, Outcome, SolveCallbacks
 from solvers.request import Request
 from solvers.result import Reason, Result, Status, status_of
 
@@ -77,7 +77,7 @@ _ONCE_SHARE = 0.5  # of the rest, for schedules without recomputation
 
 
 @dataclass(frozen=True, slots=True)
-class Class:
+class ScheduleClass:
     """The class of schedules of a program.
 
     Attributes:
@@ -91,10 +91,10 @@ class Class:
     again: bool = True
 
 
-PUBLISHED = Class()
+PUBLISHED = ScheduleClass()
 
 
-class XEngineProgram(Columns):
+class XEngineProgram(TermProgram):
     """The program of a graph with placement.
 
     Attributes:
@@ -104,7 +104,7 @@ class XEngineProgram(Columns):
     """
 
     def __init__(
-        self, placement: Placement, budget_bytes: int, schedules: Class = PUBLISHED, *, whole_frees: bool = False
+        self, placement: Placement, budget_bytes: int, schedules: ScheduleClass = PUBLISHED, *, whole_frees: bool = False
     ) -> None:
         super().__init__()
         self.placement, self.graph, self.schedules = placement, placement.program, schedules
@@ -648,7 +648,7 @@ def solve(request: Request, *, rule: str = XEngineRule.SERIAL) -> Result:
     if len(placement.pools) == 1:
         why = "the graph has one device: give it the option placement, or use the solver checkmate"
         return _result(request, why, Reason.INAPPLICABLE, overlapped=overlapped)
-    program = XEngineProgram(placement, request.budget_bytes, Class(stay=params.stay, again=params.again))
+    program = XEngineProgram(placement, request.budget_bytes, ScheduleClass(stay=params.stay, again=params.again))
     if not program.build():
         return _result(request, _too_large(placement), Reason.SIZE, overlapped=overlapped)
     program.count_seconds()
@@ -679,7 +679,7 @@ def _overlapped(request: Request, serial: XEngineProgram, values: Floats, found:
     for again in (False, True) if once and wanted else (wanted,):
         horizon_s = simulate(request.graph, found.schedule).time_s
         program = XEngineProgram(
-            serial.placement, request.budget_bytes, Class(stay=True, ahead=True, again=again), whole_frees=True
+            serial.placement, request.budget_bytes, ScheduleClass(stay=True, ahead=True, again=again), whole_frees=True
         )
         if not program.build():
             return None
@@ -722,9 +722,9 @@ def _solved(milp: Milp, request: Request, clock: Clock, unit_s: float, tolerance
     def tell(bound: float) -> None:
         request.tell("solving XEngine's program", None, bound * unit_s)
 
-    watch = Watch(should_stop=request.interrupted, on_bound=tell, interrupted=request.interrupted)
+    callbacks = SolveCallbacks(should_stop=request.interrupted, on_bound=tell, interrupted=request.interrupted)
     gap = tolerance * request.graph.time_s / unit_s
-    return highs.solve_program(milp, clock=clock, absolute_gap=gap, start=start, watch=watch)
+    return highs.solve_program(milp, clock=clock, absolute_gap=gap, start=start, callbacks=callbacks)
 
 
 def _too_large(placement: Placement) -> str:

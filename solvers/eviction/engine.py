@@ -5,20 +5,18 @@ tensor is known (as in Belady's rule for caches), missing tensors are recomputed
 for the others, and several rules can be tried. A tensor that may be offloaded is reloaded or recomputed, whichever costs less.
 """
 
-import math
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from heapq import heapify, heappop, heapreplace
 from itertools import accumulate
-from typing import NamedTuple, Unpack
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from graphs.ir import Phase
 from solvers.eviction.channels import NEVER, Channels
-from solvers.eviction.rules import EvictionRule, Guide, Limits
+from solvers.eviction.rules import DEFAULT, EvictionRule, EvictionSettings, Guide
 from solvers.problem import Problem
 
 _DOOMED_S = 1e9  # cost of a tensor that there will be no room to recompute
@@ -36,45 +34,35 @@ class Evicted(NamedTuple):
     reloads: frozenset[tuple[int, int]]
 
 
-def evicting_order(problem: Problem, rule: EvictionRule, **limits: Unpack[Limits]) -> Evicted | None:
+def evicting_order(problem: Problem, rule: EvictionRule, settings: EvictionSettings = DEFAULT) -> Evicted | None:
     """Return an order of execution that fits the capacity, by `rule`; None if the rule fails.
 
     First executions are in the program order of `problem`.
     """
-    return Eviction(problem, rule, **limits).run()
+    return Eviction(problem, rule, settings).run()
 
 
-class FailedError(Exception):
+class EvictionFailedError(Exception):
     """The failure of a rule: it executes too much, or finds no room."""
 
 
 class Eviction:
     """One run of an eviction rule."""
 
-    def __init__(  # noqa: PLR0913  # a rule and its limits
-        self,
-        problem: Problem,
-        rule: EvictionRule,
-        *,
-        capacity_bytes: int | None = None,
-        bias: NDArray[np.float64] | None = None,
-        guide: Guide | None = None,
-        max_factor: float = 30.0,
-        max_time_s: float = math.inf,
-        should_stop: Callable[[], bool] | None = None,
-    ) -> None:
+    def __init__(self, problem: Problem, rule: EvictionRule, settings: EvictionSettings = DEFAULT) -> None:
         graph = self.graph = problem.graph
-        self.capacity_bytes = self.free_bytes = problem.capacity_bytes if capacity_bytes is None else capacity_bytes
+        given_bytes = settings.capacity_bytes
+        self.capacity_bytes = self.free_bytes = problem.capacity_bytes if given_bytes is None else given_bytes
         self.rule = rule
-        self.guide = guide
-        self.max_executions = int(max_factor * problem.ops) + 1000
-        self.time_left_s = max_time_s
-        self.should_stop = should_stop or (lambda: False)
+        self.guide = settings.guide
+        self.max_executions = int(settings.max_factor * problem.ops) + 1000
+        self.time_left_s = settings.max_time_s
+        self.should_stop = settings.should_stop or (lambda: False)
         self.order: list[int] = []
         self.done = -1  # the last new op
         self.rounds: Counter[int] = Counter()  # executions since then
         self.size = problem.sizes
-        factors = np.ones(len(self.size)) if bias is None else bias
+        factors = np.ones(len(self.size)) if settings.bias is None else settings.bias
         self.sized: list[float] = ((np.array(self.size, dtype=np.float64) + 1.0) ** rule.size / factors).tolist()
         self.producer = problem.producer
         self.inputs = problem.inputs
@@ -104,7 +92,7 @@ class Eviction:
                 self._execute(op, {})
                 self.done = op
                 self._look_ahead(op)
-        except FailedError:
+        except EvictionFailedError:
             return None
         return Evicted(self.order, frozenset(self.reloads))
 
@@ -151,7 +139,7 @@ class Eviction:
         self.time_left_s -= op.time_s
         spent = len(self.order) >= self.max_executions or self.rounds[i] > self.rule.rounds or self.time_left_s < 0.0
         if spent or self.should_stop():
-            raise FailedError
+            raise EvictionFailedError
         for t in op.outputs:
             if self.there[t] and t not in self.graph.kept:
                 self._drop(t)  # produced again anyway
@@ -217,7 +205,7 @@ class Eviction:
                 going.append(left.pop())
                 needed_bytes -= self.size[going[-1]]
             else:
-                raise FailedError
+                raise EvictionFailedError
         return going
 
     def _evict_cheapest(self, needed_bytes: int, tensors: list[int]) -> None:

@@ -9,7 +9,7 @@ from graphs.simulate import simulate
 from solvers.bounds import least_budget_bound
 from solvers.clock import Clock, left
 from solvers.eviction.engine import WORK_PER_EVICTION, evicting_order
-from solvers.eviction.rules import RULES, TIGHT_RULES
+from solvers.eviction.rules import RULES, TIGHT_RULES, EvictionSettings
 from solvers.problem import problem_of
 
 _PRECISION = 0.005  # of the peak
@@ -37,8 +37,8 @@ def least_evicting_schedule(
         budget = (low + least) // 2 if best is None else int((1 - _PRECISION) * least)
         asked = best is not None
         while low < budget and least - low > _PRECISION * least and not ended():
-            capacity_bytes = budget - graph.static_bytes
-            order = evicting_order(problem, rule, capacity_bytes=capacity_bytes, should_stop=ended)
+            settings = EvictionSettings(capacity_bytes=budget - graph.static_bytes, should_stop=ended)
+            order = evicting_order(problem, rule, settings)
             schedule = None if order is None else schedule_of(graph, order.computed)
             peak = None if schedule is None else _peak_bytes(graph, schedule)
             if peak is None or peak >= least:

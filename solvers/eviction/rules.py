@@ -1,8 +1,8 @@
 """Rules by which tensors are evicted."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,7 +34,7 @@ class EvictionRule:
 
 @dataclass(frozen=True, slots=True)
 class Guide:
-    """Tensors to keep, from a solution of a model; see ``Choice``.
+    """Tensors to keep, from a solution of a model; see ``Solution``.
 
     Attributes:
         ends: last op of each window.
@@ -45,8 +45,9 @@ class Guide:
     handed: NDArray[np.bool_]
 
 
-class Limits(TypedDict, total=False):
-    """Limits of the run of a rule.
+@dataclass(frozen=True, slots=True)
+class EvictionSettings:
+    """Settings of one run of a rule.
 
     Attributes:
         capacity_bytes: of memory without static tensors; None: that of the problem.
@@ -57,13 +58,15 @@ class Limits(TypedDict, total=False):
         should_stop: polled; the run fails once it returns True.
     """
 
-    capacity_bytes: int | None
-    bias: NDArray[np.float64] | None
-    guide: Guide | None
-    max_factor: float
-    max_time_s: float
-    should_stop: Callable[[], bool] | None
+    capacity_bytes: int | None = None
+    bias: NDArray[np.float64] | None = None
+    guide: Guide | None = None
+    max_factor: float = 30.0
+    max_time_s: float = math.inf
+    should_stop: Callable[[], bool] | None = None
 
+
+DEFAULT = EvictionSettings()
 
 RULES = (
     EvictionRule(distance=0.5),

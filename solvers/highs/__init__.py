@@ -11,8 +11,8 @@ import highspy
 import numpy as np
 
 from solvers.clock import Clock, left
-from solvers.highs.program import Answer, Floats, HighsError, Milp, Option, Outcome, Watch
-from solvers.highs.run import Run
+from solvers.highs.program import Answer, Floats, HighsError, Milp, Option, Outcome, SolveCallbacks
+from solvers.highs.run import HighsRun
 
 _FEASIBILITY = 1e-6  # by how much a row may be violated, and an integer be off
 
@@ -62,7 +62,7 @@ def solve_program(
     clock: Clock,
     absolute_gap: float = 0.0,
     start: Floats | None = None,
-    watch: Watch | None = None,
+    callbacks: SolveCallbacks | None = None,
     options: Mapping[str, Option] | None = None,
 ) -> Answer:
     """Solve a 0-1 program, or a linear one if no variable is whole.
@@ -94,8 +94,8 @@ def solve_program(
         known = np.flatnonzero(~np.isnan(start)).astype(np.int32)
         if len(known):
             solver.setSolution(len(known), known, start[known])
-    run = Run(solver, program)
-    if not run.finish(watch or Watch(), clock):
+    run = HighsRun(solver, program)
+    if not run.finish(callbacks or SolveCallbacks(), clock):
         # HiGHS is in a phase that does not poll; its thread ends by itself once it does.
         return Answer(Outcome.STOPPED, run.values, run.objective, run.bound, "left behind")
     return _read(run, program)
@@ -132,7 +132,7 @@ def _without_variables(program: Milp) -> Answer:
     return Answer(Outcome.OPTIMAL, np.zeros(0), 0.0, 0.0, "no variables")
 
 
-def _read(run: Run, program: Milp) -> Answer:
+def _read(run: HighsRun, program: Milp) -> Answer:
     solver = run.solver
     status = solver.getModelStatus()
     outcome = OUTCOMES[status]
@@ -149,5 +149,4 @@ def _read(run: Run, program: Milp) -> Answer:
         bound = max(float(info.mip_dual_bound), run.bound)
     else:
         bound = float(info.objective_function_value) if outcome is Outcome.OPTIMAL else -np.inf
-    duals = np.array(solution.row_dual) if outcome is Outcome.OPTIMAL and not run.is_mip else None
-    return Answer(outcome, values, objective, bound, detail, duals)
+    return Answer(outcome, values, objective, bound, detail)

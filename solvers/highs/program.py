@@ -62,7 +62,6 @@ class Answer:
         objective: of `values`, None without.
         bound: lower bound on the objective (inf: proved infeasible, -inf: unknown).
         detail: HiGHS's own word for the status.
-        row_duals: of a linear program solved to optimality, else None.
     """
 
     outcome: Outcome
@@ -70,11 +69,10 @@ class Answer:
     objective: float | None
     bound: float
     detail: str
-    row_duals: Floats | None = None
 
 
 @dataclass(slots=True)
-class Watch:
+class SolveCallbacks:
     """Callbacks of the caller's thread while HiGHS runs, each optional.
 
     Attributes:

@@ -12,7 +12,7 @@ import highspy
 import numpy as np
 
 from solvers.clock import Clock, left
-from solvers.highs.program import Floats, Milp, Watch
+from solvers.highs.program import Floats, Milp, SolveCallbacks
 
 _POLL_S = 0.05  # polling interval of the caller's thread
 _GRACE_S = 2.0  # wait for a stopped solve before it is abandoned
@@ -26,7 +26,7 @@ _WORK_PER_RUN = 0.01
 _LOOK = 0.05  # work between two looks of the caller's thread
 
 
-class Run:
+class HighsRun:
     """One HiGHS run in its thread: its results so far, and requests to stop."""
 
     def __init__(self, solver: highspy.Highs, program: Milp) -> None:
@@ -53,21 +53,21 @@ class Run:
             solver.startCallback(kinds.kCallbackMipImprovingSolution)
             solver.startCallback(kinds.kCallbackMipInterrupt)
 
-    def finish(self, watch: Watch, clock: Clock) -> bool:
+    def finish(self, callbacks: SolveCallbacks, clock: Clock) -> bool:
         """Run to the end; return False if the thread had to be abandoned."""
         # A thread inside HiGHS when the interpreter ends would abort the process.
         atexit.register(self._end)
         self._counts_work = clock.counts_work
-        if not self.is_mip and (self._counts_work or watch.should_stop is not None):
+        if not self.is_mip and (self._counts_work or callbacks.should_stop is not None):
             # Only if needed: each iteration then waits for the interpreter's lock.
             self.solver.startCallback(highspy.cb.HighsCallbackType.kCallbackSimplexInterrupt)
             self.solver.startCallback(highspy.cb.HighsCallbackType.kCallbackIpmInterrupt)
         self._thread.start()
         try:
             if clock.counts_work:
-                self._look_after_work(watch, clock)
+                self._look_after_work(callbacks, clock)
             else:
-                self._look_after(watch, clock)
+                self._look_after(callbacks, clock)
         finally:
             # Also if a callback of the caller has failed.
             self._stop = True
@@ -75,7 +75,7 @@ class Run:
             if self._done.wait(_GRACE_S):
                 atexit.unregister(self._end)
         if self._done.is_set():
-            self._hand_over(watch)
+            self._hand_over(callbacks)
         if self.error is not None:
             raise self.error
         if clock.counts_work:
@@ -89,31 +89,31 @@ class Run:
         self._seen.set()
         self._thread.join(_LAST_GRACE_S)
 
-    def _look_after(self, watch: Watch, clock: Clock) -> None:
+    def _look_after(self, callbacks: SolveCallbacks, clock: Clock) -> None:
         told = 0.0
         while not self._done.wait(_POLL_S):
-            self._hand_over(watch)
+            self._hand_over(callbacks)
             now = time.monotonic()
-            if watch.on_bound and now - told > 0.1:
+            if callbacks.on_bound and now - told > 0.1:
                 told = now
-                watch.on_bound(self.bound)
-            if self._stop or left(clock) < -_GRACE_S or (watch.should_stop and watch.should_stop()):
+                callbacks.on_bound(self.bound)
+            if self._stop or left(clock) < -_GRACE_S or (callbacks.should_stop and callbacks.should_stop()):
                 return
 
-    def _look_after_work(self, watch: Watch, clock: Clock) -> None:
+    def _look_after_work(self, callbacks: SolveCallbacks, clock: Clock) -> None:
         """Watch the run at points that do not depend on time, while HiGHS waits."""
         while True:
             while not self._to_see.wait(_POLL_S):
-                if watch.interrupted and watch.interrupted():
+                if callbacks.interrupted and callbacks.interrupted():
                     return
             self._to_see.clear()
             if self._done.is_set():
                 return
             self._spend(clock)
-            self._hand_over(watch)
-            if watch.on_bound:
-                watch.on_bound(self.bound)
-            if left(clock) <= 0 or (watch.should_stop and watch.should_stop()):
+            self._hand_over(callbacks)
+            if callbacks.on_bound:
+                callbacks.on_bound(self.bound)
+            if left(clock) <= 0 or (callbacks.should_stop and callbacks.should_stop()):
                 self._stop = True
             self._seen.set()
 
@@ -121,10 +121,10 @@ class Run:
         clock.spend(self._work - self._spent)
         self._spent = self._work
 
-    def _hand_over(self, watch: Watch) -> None:
+    def _hand_over(self, callbacks: SolveCallbacks) -> None:
         while self.incumbents:
             values, objective = self.incumbents.popleft()
-            if watch.on_incumbent and watch.on_incumbent(values, objective):
+            if callbacks.on_incumbent and callbacks.on_incumbent(values, objective):
                 self._stop = True
 
     def _solve(self) -> None:

@@ -64,7 +64,7 @@ def heuristic_of(name: str, seed: int = 0) -> "Heuristic":
         case DtrRule.LARGEST:
             return Largest()
         case DtrRule.RANDOM:
-            return Random(seed)
+            return RandomScores(seed)
         case _ if name == MEGENGINE:
             return Interpreter()
     raise ValueError(f"there is no heuristic {name!r}; choose one of {', '.join(NAMES)}")
@@ -140,7 +140,7 @@ class Largest(Heuristic):
         return ratio(np.ones(len(storages)), self.storages.size_bytes[storages])
 
 
-class Random(Heuristic):
+class RandomScores(Heuristic):
     """The heuristic of random scores."""
 
     bounded = False

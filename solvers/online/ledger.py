@@ -12,7 +12,7 @@ import numpy as np
 
 from solvers.online.candidates import Candidates
 from solvers.online.heuristics import Heuristic, heuristic_of
-from solvers.online.storages import RecordedOp, Storages
+from solvers.online.storages import LedgerOp, Storages
 
 
 class Deallocation(StrEnum):
@@ -56,11 +56,6 @@ class Ledger(Storages):
         """Return the number of storages that are not dropped."""
         return len(self.parents) - len(self._unused)
 
-    @property
-    def op_count(self) -> int:
-        """The number of ops with an output that is not dropped."""
-        return len(self.ops)
-
     # What the program does.
 
     def add_storage(self, size_bytes: int) -> int:
@@ -96,7 +91,7 @@ class Ledger(Storages):
         op = self._op_numbers
         self._op_numbers += 1
         if outputs:
-            self.ops[op] = RecordedOp(tuple(inputs), list(outputs))
+            self.ops[op] = LedgerOp(tuple(inputs), list(outputs))
         for out in outputs:
             self.own_s[out] += seconds
             if self.gone[out]:

@@ -14,7 +14,7 @@ Bits = NDArray[np.bool_]
 
 
 @dataclass(slots=True)
-class RecordedOp:
+class LedgerOp:
     """The storages that an op read, and those that it wrote and that are not dropped."""
 
     inputs: tuple[int, ...]
@@ -50,7 +50,7 @@ class Storages:
         self.parents: list[dict[int, None]] = []
         self.children: list[dict[int, None]] = []
         self.writers: list[list[int]] = []
-        self.ops: dict[int, RecordedOp] = {}
+        self.ops: dict[int, LedgerOp] = {}
         self.changed: set[int] = set()
         self.work = 0
 

@@ -10,7 +10,7 @@ from solvers.bounds import least_budget_bound
 from solvers.clock import Clock, left
 from solvers.order.peak import any_order_peak_bytes, keep_everything_peak_bytes
 from solvers.order.sifting import sifted
-from solvers.places import may_stand
+from solvers.places import may_replace
 from solvers.result import Result
 
 _WORK_PER_MOVE = 1e-7  # per move and passed op
@@ -78,12 +78,12 @@ def reordered(graph: Graph, clock: Clock | None = None, should_stop: Callable[[]
 
 def _comes_in_time(graph: Graph, op: int) -> bool:
     """Return True if an optional op can replace its group at the last op of it, and no other op reads their outputs before."""
-    stand_in = graph.ops[op]
-    if not may_stand(graph, stand_in):
+    alternative = graph.ops[op]
+    if not may_replace(graph, alternative):
         return False
-    made = {t for p in stand_in.replaces for t in graph.ops[p].outputs}
-    between = graph.ops[stand_in.replaces[0] : stand_in.replaces[-1]]
-    return all(p.id in stand_in.replaces or made.isdisjoint(p.inputs) for p in between)
+    made = {t for p in alternative.replaces for t in graph.ops[p].outputs}
+    between = graph.ops[alternative.replaces[0] : alternative.replaces[-1]]
+    return all(p.id in alternative.replaces or made.isdisjoint(p.inputs) for p in between)
 
 
 def _is_up(clock: Clock, work: float) -> bool:

@@ -23,7 +23,7 @@ _PATIENCE, _PATIENCE_SHARE = 30.0, 0.25  # of the clock, and of its limit: witho
 
 
 @dataclass(frozen=True, slots=True)
-class Solved:
+class SolvedOrder:
     """A result, and the order of the ops in which it was found.
 
     Attributes:
@@ -35,19 +35,19 @@ class Solved:
     order: Reordering
 
 
-def solve_in(order: Reordering, solve: Solver, request: Request) -> Solved:
+def solve_in(order: Reordering, solve: Solver, request: Request) -> SolvedOrder:
     """Solve `request`, with the ops of its graph in `order`."""
-    return Solved(order.result_of_source(solve(request.on(order.graph, order.schedule_of_source))), order)
+    return SolvedOrder(order.result_of_source(solve(request.on(order.graph, order.schedule_of_source))), order)
 
 
-def solve_reordered(solve: Solver, request: Request) -> Solved:
+def solve_reordered(solve: Solver, request: Request) -> SolvedOrder:
     """Search an order and solve in it; if nothing fits, solve in program order."""
     order = reordered(request.graph, request.clock.part(SEARCH_SHARE * request.clock.limit), request.interrupted)
     solved = solve_in(order, solve, request)
     return _also_in_program_order(solved, solve, request)
 
 
-def solve_in_best_order(solve: Solver, request: Request) -> Solved:
+def solve_in_best_order(solve: Solver, request: Request) -> SolvedOrder:
     """Solve in program order, and in an order of lower peak if there is one that can gain.
 
     The order is searched in the background of the solve in program order, which ends when an order is found. Its proof stands;
@@ -82,7 +82,7 @@ def solve_in_best_order(solve: Solver, request: Request) -> Solved:
     return solve_in(program, solve, request) if patience.gave_up else first
 
 
-def _faster(first: Solved, second: Solved) -> Solved:
+def _faster(first: SolvedOrder, second: SolvedOrder) -> SolvedOrder:
     """Return `second`, a longer solve in the same order, unless the schedule of `first` is faster."""
     times_s = [math.inf if solved.result.time_s is None else solved.result.time_s for solved in (first, second)]
     return first if times_s[0] < times_s[1] else second
@@ -100,7 +100,7 @@ def _fits_in_no_order(request: Request) -> bool:
     return request.graph.plain and request.budget_bytes < any_order_need(request.graph).total_bytes
 
 
-def _again(first: Solved, order: Reordering, took: float, solve: Solver, request: Request) -> Solved:
+def _again(first: SolvedOrder, order: Reordering, took: float, solve: Solver, request: Request) -> SolvedOrder:
     """Solve in `order`, until it is known not to be faster than `first`, and return the better of the two."""
     clock, time_s = request.clock, first.result.time_s
     assert time_s is not None
@@ -125,7 +125,7 @@ def _again(first: Solved, order: Reordering, took: float, solve: Solver, request
     return second if gained or found.status is Status.OPTIMAL or not proved else first
 
 
-def _also_in_program_order(solved: Solved, solve: Solver, request: Request) -> Solved:
+def _also_in_program_order(solved: SolvedOrder, solve: Solver, request: Request) -> SolvedOrder:
     """Return `solved`, or the result in program order if nothing fits in its order."""
     if solved.result.status is not Status.INFEASIBLE or not solved.order.changed:
         return solved

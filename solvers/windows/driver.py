@@ -31,7 +31,7 @@ def no_limit(search: Search) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class SearchStage:
     """A strategy and its time.
 
     Attributes:
@@ -49,19 +49,19 @@ class Stage:
 # Strategies that do not apply to the problem are skipped. The solve ends with the stage that solves it; once the relaxation has
 # been bounded for the first time, the solve goes on until the background stages have had their time too.
 FIRST = (
-    Stage(EvictionRules, lambda s: 0.0 if s.problem.offloads else s.params.first_schedule.early_rules_limit),
-    Stage(OffloadingPortfolio, in_background=True),
-    Stage(Relaxation, lambda s: s.params.bound.first_slice),
-    Stage(EvictionRules, lambda s: (s.params.offloading if s.problem.offloads else s.params.first_schedule).rules_limit),
+    SearchStage(EvictionRules, lambda s: 0.0 if s.problem.offloads else s.params.first_schedule.early_rules_limit),
+    SearchStage(OffloadingPortfolio, in_background=True),
+    SearchStage(Relaxation, lambda s: s.params.bound.first_slice),
+    SearchStage(EvictionRules, lambda s: (s.params.offloading if s.problem.offloads else s.params.first_schedule).rules_limit),
 )
 NEXT = (
-    Stage(Portfolio, in_background=True),
-    Stage(OffloadedOrders, lambda s: s.params.first_schedule.offloaded_limit),
-    Stage(TightEviction, lambda s: s.params.first_schedule.eviction_limit),
-    Stage(Imitation, lambda s: s.params.first_schedule.imitation_limit),
-    Stage(Relaxation, lambda s: s.params.bound.first_slice * s.params.bound.longer, repeated=True),
+    SearchStage(Portfolio, in_background=True),
+    SearchStage(OffloadedOrders, lambda s: s.params.first_schedule.offloaded_limit),
+    SearchStage(TightEviction, lambda s: s.params.first_schedule.eviction_limit),
+    SearchStage(Imitation, lambda s: s.params.first_schedule.imitation_limit),
+    SearchStage(Relaxation, lambda s: s.params.bound.first_slice * s.params.bound.longer, repeated=True),
 )
-LAST_OF_ALL = (Stage(StateSpace),)
+LAST_OF_ALL = (SearchStage(StateSpace),)
 
 
 def run(search: Search) -> None:
@@ -111,7 +111,7 @@ def run_plain(search: Search, parts: Sequence[Part] = ()) -> None:
 
 
 def _run_stages(
-    search: Search, stages: Sequence[Stage], strategies: dict[type[Strategy], Strategy], threads: list[BackgroundThread]
+    search: Search, stages: Sequence[SearchStage], strategies: dict[type[Strategy], Strategy], threads: list[BackgroundThread]
 ) -> None:
     """Run the stages that apply until solved or stopped; create each strategy once, add background threads to `threads`."""
     for stage in stages:

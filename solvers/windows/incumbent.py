@@ -7,7 +7,7 @@ from graphs.units import format_seconds
 from solvers.conflicts import occurs
 from solvers.problem import OBJECTIVE_SCALE, Problem
 from solvers.windows.decoding.decode import NOWHERE_BYTES, Trial
-from solvers.windows.progress import Progress
+from solvers.windows.progress import ProgressReports
 
 
 class Incumbent:
@@ -21,7 +21,7 @@ class Incumbent:
         failure: description of an internal error; "" if there was none.
     """
 
-    def __init__(self, problem: Problem, arithmetic: float, progress: Progress) -> None:
+    def __init__(self, problem: Problem, arithmetic: float, progress: ProgressReports) -> None:
         """Start with the trivial bound.
 
         Args:

@@ -10,7 +10,6 @@ from graphs.options.selection import option_of, without
 from graphs.pools import COMPUTE
 from solvers.windows.decoding.decode import Trial
 from solvers.windows.parts import AFTER, LAST, OwnProcess, Part
-from solvers.windows.relaxation.discretization import Discretization
 from solvers.windows.search import Search
 from solvers.windows.strategies.commitments import Commitments
 
@@ -25,7 +24,7 @@ def parts_of_plain(search: Search) -> list[Part]:
     def take_out_of_place(trial: Trial) -> None:
         """Take a trial as it is, and offer its order again with overwriting."""
         incumbent.take(trial)
-        search.offer(trial.order, Discretization((search.problem.ops - 1,)))
+        search.offer(trial.order)
 
     parts = [Part(search, whole.out_of_place(), take_out_of_place)] if whole.writes_over_inputs else []
     if search.problem.offloads:

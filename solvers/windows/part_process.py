@@ -33,7 +33,7 @@ class Inbox:
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class PartTask:
     """The task of a process.
 
     Attributes:
@@ -72,7 +72,7 @@ class SearchEnd:
 class PartProcess:
     """The process of a search; leaving the ``with`` statement ends it."""
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: PartTask) -> None:
         """Start the process.
 
         Raises:
@@ -87,7 +87,7 @@ class PartProcess:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._process.end()
 
-    def send(self, what: Task | float | Trial | Order | None) -> None:
+    def send(self, what: PartTask | float | Trial | Order | None) -> None:
         """Send the task, the best time of the whole search, an order, or None at the end of the orders."""
         self._process.send(what)
 
@@ -104,7 +104,7 @@ def main() -> None:
     """Run a search in the child process: read the task from the parent's socket, and send back schedules."""
     connection = connection_to_parent()
     try:
-        task: Task = connection.recv()
+        task: PartTask = connection.recv()
     except (EOFError, OSError):
         return  # the parent is gone
     os.nice(task.nice)

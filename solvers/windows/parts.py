@@ -25,7 +25,7 @@ from solvers.request import Request
 from solvers.tolerance import Tolerance
 from solvers.windows.decoding.decode import Trial
 from solvers.windows.params import WindowsParams
-from solvers.windows.part_process import Inbox, PartProcess, SearchEnd, Task
+from solvers.windows.part_process import Inbox, PartProcess, PartTask, SearchEnd
 from solvers.windows.search import Search
 
 POLL = 0.05  # of the clock, between two polls of background searches
@@ -89,13 +89,13 @@ def start_process(
 
     Args:
         search: of the whole.
-        run, params, nice, starts_others: as in ``Task``.
+        run, params, nice, starts_others: as in ``PartTask``.
     """
     if search.clock.counts_work or not search.may_start_processes:
         return None
     try:
         clock, tolerance = search.clock, search.request.tolerance
-        return PartProcess(Task(graph, search.budget_bytes, tolerance, params, left(clock), run, nice, starts_others))
+        return PartProcess(PartTask(graph, search.budget_bytes, tolerance, params, left(clock), run, nice, starts_others))
     except OSError:
         return None  # a thread is used instead
 
@@ -139,7 +139,7 @@ class OwnProcess:
     Attributes:
         place: as in ``turn_of``.
         of: number of parts, which together may use as much memory as the whole.
-        nice, starts_others: as in ``Task``.
+        nice, starts_others: as in ``PartTask``.
     """
 
     place: int

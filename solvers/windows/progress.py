@@ -8,7 +8,7 @@ from solvers.windows.decoding.decode import Trial
 _INTERVAL_S = 0.4
 
 
-class Progress:
+class ProgressReports:
     """Reports of the best schedule, the bound and the activity, in the caller's thread; other threads leave their news for it."""
 
     def __init__(self, request: Request) -> None:

@@ -9,11 +9,11 @@ from solvers.clock import Clock
 from solvers.problem import Problem, problem_of
 from solvers.request import Request
 from solvers.windows.decoding.decode import Order, Trial, try_out
-from solvers.windows.decoding.expand import Choice
+from solvers.windows.decoding.expand import Solution
 from solvers.windows.decoding.pruning import prune
 from solvers.windows.incumbent import Incumbent
 from solvers.windows.params import WindowsParams
-from solvers.windows.progress import Progress
+from solvers.windows.progress import ProgressReports
 from solvers.windows.relaxation.discretization import Discretization
 from solvers.windows.stopping import StoppingRule
 
@@ -35,7 +35,7 @@ class Models:
     coarse: Discretization
     detail: Discretization
     largest: tuple[int, int] = (0, 0)
-    solutions: deque[tuple[Discretization, Choice]] = field(default_factory=lambda: deque(maxlen=_KEPT_SOLUTIONS))
+    solutions: deque[tuple[Discretization, Solution]] = field(default_factory=lambda: deque(maxlen=_KEPT_SOLUTIONS))
 
     def note_size(self, shape: tuple[int, int]) -> None:
         """Record the size of a program."""
@@ -53,7 +53,7 @@ class Search:
     request: Request
     problem: Problem
     params: WindowsParams
-    progress: Progress
+    progress: ProgressReports
     incumbent: Incumbent
     stopping: StoppingRule
     models: Models
@@ -63,11 +63,11 @@ class Search:
     def of(cls, request: Request, *, may_start_processes: bool = True) -> Self:
         """Begin the solve of `request`; progress is reported in the calling thread."""
         params = request.params_of(WindowsParams())
-        problem, progress = problem_of(request.graph, request.budget_bytes), Progress(request)
+        problem, progress = problem_of(request.graph, request.budget_bytes), ProgressReports(request)
         problem = replace(problem, conflicts=request.conflicts)
         incumbent = Incumbent(problem, params.bound.arithmetic, progress)
         stopping = StoppingRule(request, incumbent, params.bound)
-        whole = Discretization((problem.ops - 1,))
+        whole = Discretization.whole(problem)
         return cls(request, problem, params, progress, incumbent, stopping, Models(whole, whole), may_start_processes)
 
     @property
@@ -80,21 +80,25 @@ class Search:
         """The budget, including static bytes."""
         return self.request.budget_bytes
 
-    def offer(self, order: Order, detail: Discretization) -> Trial:
-        """Simulate an order and keep it if it fits and is the fastest so far, as it is or after pruning."""
+    def offer(self, order: Order, detail: Discretization | None = None) -> Trial:
+        """Simulate an order and keep it if it fits and is the fastest so far, as it is or after pruning.
+
+        Args:
+            detail: windows of the pruned order; None: one.
+        """
         trial, incumbent = self._simulated(order), self.incumbent
         incumbent.compare_peak(trial)
         if incumbent.fits(trial) and (incumbent.take(trial) or self._is_near(trial)):
             incumbent.take(self._pruned(trial, detail))
         return trial
 
-    def improve_order(self, order: Order, detail: Discretization, limit_s: float) -> Trial | None:
+    def improve_order(self, order: Order, limit_s: float) -> Trial | None:
         """Return the trial of an order after pruning; None if it does not fit or takes longer than `limit_s`."""
         trial, incumbent = self._simulated(order), self.incumbent
         if not incumbent.fits(trial) or trial.time_s > limit_s:
             return None
         incumbent.take(trial)
-        trial = self._pruned(trial, detail)
+        trial = self._pruned(trial)
         incumbent.take(trial)
         return trial
 
@@ -110,7 +114,7 @@ class Search:
         """Return True if a schedule that offloads may become the best after pruning."""
         return bool(self.problem.offloads) and trial.time_s <= self.params.offloading.near * self.incumbent.best_s
 
-    def _pruned(self, trial: Trial, detail: Discretization) -> Trial:
+    def _pruned(self, trial: Trial, detail: Discretization | None = None) -> Trial:
         """Return `trial` without needless recomputations."""
         should_stop = self.polled_per_execution(trial.order, self.stopping.stopped)
         return prune(self.problem, trial, detail, self.budget_bytes, should_stop, self.params.refinement.passes)

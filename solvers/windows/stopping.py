@@ -92,6 +92,11 @@ class StoppingRule:
         """Return True if better schedules need not be searched."""
         return self.stopped() or self.satisfied()
 
+    def enough_after(self, limit: float) -> Callable[[], bool]:
+        """Return a function that is True if better schedules need not be searched, or after `limit` of the clock from now on."""
+        clock = self._clock.part(limit)
+        return lambda: self.enough() or left(clock) <= 0
+
     def out_of_memory(self) -> bool:
         """Return True if the process has grown by its limit."""
         return resident_bytes() - self._began_bytes > self._params.most_bytes

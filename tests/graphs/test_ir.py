@@ -16,11 +16,12 @@ from graphs.pools import COMPUTE, DEVICE, DEVICE_TO_HOST, HOST_TO_DEVICE, Pool
 from graphs.schedule import keep_everything
 from graphs.synthetic.draft import Draft
 from graphs.synthetic.random_graphs import random_graph, random_training_step
-from graphs.synthetic.small import chain, diamond
+from graphs.synthetic.small import chain
 from planner.facts.graph import graph_facts
 from planner.solving import solve
 from solvers.registry import get_solver
 from tests.support.requests import ask
+from tests.support.small_graphs import diamond
 
 HOST = Pool("host", DEVICE_TO_HOST, 8)
 DEVICE_POOL = Pool(DEVICE, COMPUTE)

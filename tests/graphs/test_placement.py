@@ -13,11 +13,11 @@ from graphs.schedule import Compute, Free, Schedule
 from graphs.simulate import simulate
 from graphs.synthetic.draft import Draft
 from graphs.synthetic.random_graphs import random_graph
-from graphs.synthetic.small import diamond
 from planner.capture.options import with_options
 from tests.support.event_judge import judged, runs
 from tests.support.offers import with_trips
 from tests.support.placements import on_devices
+from tests.support.small_graphs import diamond
 
 
 def layer() -> Graph:

@@ -16,7 +16,6 @@ from graphs.io.formats import read_graph, write_graph
 from graphs.ir import Graph, Op
 from graphs.options.placement import fixed
 from graphs.options.surroundings import Link, OtherDevice, Surroundings
-from graphs.synthetic.small import diamond
 from planner.capture.options import with_options
 from planner.cli.main import main
 from planner.option_settings import option_settings, with_recorded
@@ -24,6 +23,7 @@ from planner.plans.plan import read_plan
 from planner.profiling.other_devices import DEVICES_KEY, decode_devices, encode_devices, parse_device
 from planner.solving import solve
 from tests.support.all_choices import found_in_a_step
+from tests.support.small_graphs import diamond
 
 MODEL = "zoo:mlp,layers=1,width=24,batch=16,classes=5"
 SECOND = "cpu:1"

@@ -12,10 +12,11 @@ from graphs.schedule import keep_everything
 from graphs.simulate import simulate
 from graphs.synthetic.draft import Draft
 from graphs.synthetic.random_graphs import random_graph
-from graphs.synthetic.small import diamond, kept_output, training_chain, two_outputs
+from graphs.synthetic.small import training_chain
 from solvers import bounds
-from solvers.bounds import Need, any_order_need, describe_need, least_budget_bound, need_at, too_small_message
+from solvers.bounds import MemoryNeed, any_order_need, describe_need, least_budget_bound, need_at, too_small_message
 from solvers.order.reorder import constraints, permuted
+from tests.support.small_graphs import diamond, kept_output, two_outputs
 
 
 @pytest.mark.parametrize(
@@ -61,7 +62,7 @@ def test_what_takes_more_than_the_budget_cannot_be_made_again() -> None:
 def test_budgets_are_searched_only_where_executing_an_op_again_takes_more(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int | None] = []
 
-    def counting(graph: Graph, budget_bytes: int | None, offloads: Offloads = NO_OFFLOADS) -> Need:
+    def counting(graph: Graph, budget_bytes: int | None, offloads: Offloads = NO_OFFLOADS) -> MemoryNeed:
         asked.append(budget_bytes)
         return need_at(graph, budget_bytes, offloads)
 

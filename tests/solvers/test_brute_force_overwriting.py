@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 from graphs.ir import Graph
 from graphs.schedule import keep_everything
 from graphs.simulate import simulate
-from graphs.synthetic.random_graphs import random_overwriting
 from solvers.bounds import least_budget_bound
 from solvers.clock import WallClock
 from solvers.highs import solve_program
@@ -18,6 +17,7 @@ from solvers.windows.relaxation.discretization import Discretization
 from solvers.windows.relaxation.models import build_relaxation
 from tests.support.brute_force import fastest
 from tests.support.checked_results import SLACK, check
+from tests.support.small_graphs import random_overwriting
 
 EXACT = settings(max_examples=100, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
 MANY = settings(EXACT, max_examples=4000)

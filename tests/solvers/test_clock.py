@@ -15,7 +15,7 @@ from planner.plans.document import plan_to_dict
 from planner.solving import solve as plan
 from solvers.bounds import least_budget_bound
 from solvers.clock import Clock, WallClock, WorkClock, left
-from solvers.highs.run import Run
+from solvers.highs.run import HighsRun
 from solvers.request import Request
 from solvers.result import Result, Status
 from solvers.tolerance import Tolerance
@@ -144,13 +144,13 @@ def test_work_done_is_the_same_on_a_slower_machine(slow: str, monkeypatch: pytes
 
         monkeypatch.setattr(search, "try_out", try_out)
     else:
-        called = Run._called
+        called = HighsRun._called
 
-        def late(run: Run, *told: Any) -> None:
+        def late(run: HighsRun, *told: Any) -> None:
             time.sleep(0.002)
             called(run, *told)
 
-        monkeypatch.setattr(Run, "_called", late)
+        monkeypatch.setattr(HighsRun, "_called", late)
     slow_one, slow_spent = searched(LIMIT)
     assert quick.schedule is not None
     assert (quick.schedule, quick.bound_s, quick.status) == (slow_one.schedule, slow_one.bound_s, slow_one.status)

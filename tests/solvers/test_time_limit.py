@@ -10,11 +10,12 @@ from graphs.ir import Graph
 from graphs.synthetic.small import training_chain
 from solvers.clock import WallClock
 from solvers.eviction.least_peak import least_evicting_schedule
-from solvers.problem import problem_of
+from solvers.eviction.rules import EvictionRule, EvictionSettings
+from solvers.highs.builder import BuildStoppedError
+from solvers.problem import Problem, problem_of
 from solvers.windows import driver
 from solvers.windows.decoding.decode import Order
 from solvers.windows.relaxation.discretization import Discretization
-from solvers.windows.relaxation.draft import StoppedError
 from solvers.windows.relaxation.models import build_ordered, build_relaxation
 from solvers.windows.search import Search
 from solvers.windows.strategies import eviction
@@ -47,7 +48,7 @@ def test_a_large_model_is_given_up_while_it_is_built(build: Callable[..., Any]) 
     whole = build(problem, detail, should_stop=Clock(10**9)).program
     assert whole.matrix.nnz > 20_000
     clock = Clock(3)
-    with pytest.raises(StoppedError):
+    with pytest.raises(BuildStoppedError):
         build(problem, detail, should_stop=clock)
     assert clock.left == -1
 
@@ -62,11 +63,12 @@ def test_a_model_that_was_given_up_ends_the_refinement() -> None:
 def test_rules_of_eviction_look_at_the_clock_of_the_solve(monkeypatch: pytest.MonkeyPatch) -> None:
     stops: list[bool] = []
 
-    def order(*arguments: Any, should_stop: Callable[[], bool], **options: Any) -> Order | None:
-        stops.append(should_stop())
+    def order(problem: Problem, rule: EvictionRule, settings: EvictionSettings) -> Order | None:
+        assert settings.should_stop is not None
+        stops.append(settings.should_stop())
         search.stopping.halt()
-        stops.append(should_stop())
-        return evicted(*arguments, should_stop=should_stop, **options)
+        stops.append(settings.should_stop())
+        return evicted(problem, rule, settings)
 
     monkeypatch.setattr(eviction, "evicted", order)
     search = Search.of(ask(untimed(20), 8, tolerance=1e-3, time_limit_s=3600.0))

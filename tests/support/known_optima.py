@@ -1,7 +1,8 @@
 """Small graphs whose optimum is worked out by hand."""
 
 from graphs.ir import Graph
-from graphs.synthetic.small import chain, diamond, kept_output, training_chain, two_outputs
+from graphs.synthetic.small import chain, training_chain
+from tests.support.small_graphs import diamond, kept_output, two_outputs
 
 # A graph, a budget in bytes, and the seconds of the fastest schedule within it.
 KNOWN_OPTIMA: tuple[tuple[Graph, int, float], ...] = (

@@ -42,14 +42,14 @@ class Frees(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Variant:
+class CheckmateVariant:
     """A variant of the program."""
 
     unused_outputs: UnusedOutputs = UnusedOutputs.AT_ONCE
     frees: Frees = Frees.HAZARDS
 
 
-PUBLISHED = Variant()
+PUBLISHED = CheckmateVariant()
 
 
 NEVER, ALWAYS = 0, 1  # constants in place of variables
@@ -60,7 +60,7 @@ Weighted = tuple[Term, float]
 class CheckmateModel:
     """The program of a problem, with memory and time in units that suit solvers."""
 
-    def __init__(self, problem: Problem, variant: Variant = PUBLISHED, *, whole: bool = True) -> None:
+    def __init__(self, problem: Problem, variant: CheckmateVariant = PUBLISHED, *, whole: bool = True) -> None:
         self.problem = problem
         self.graph = problem.graph
         self.variant = variant

@@ -30,7 +30,7 @@ _WORK_PER_OP = 5e-5  # of the evictions for an op and its execution
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class HeldReference:
     """A reference of an imported graph that outlives the last reader of its tensor.
 
     Attributes:
@@ -45,10 +45,10 @@ class Held:
     release: int
 
 
-def held_storages(graph: Graph) -> tuple[Held, ...]:
+def held_storages(graph: Graph) -> tuple[HeldReference, ...]:
     """Return the references of an imported graph that outlive the last readers."""
     return tuple(
-        Held(t.held_for, t.id, t.producers[0], graph.consumers[t.id][0])
+        HeldReference(t.held_for, t.id, t.producers[0], graph.consumers[t.id][0])
         for t in graph.tensors
         if t.held_for is not None and not t.static
     )
@@ -59,12 +59,12 @@ class Foresight(Heuristic):
 
     bounded = False
 
-    def follow(self, run: "Online") -> None:
+    def follow(self, run: "OnlineRun") -> None:
         """Prepare for a run, in which nothing has been executed yet."""
         self.run = run
 
 
-class FailedError(Exception):
+class OnlineFailedError(Exception):
     """The failure of a run, with its message and `reason`."""
 
     def __init__(self, message: str, reason: Reason) -> None:
@@ -72,7 +72,7 @@ class FailedError(Exception):
         self.reason = reason
 
 
-class Online:
+class OnlineRun:
     """One run of a graph within a budget; `run` may be called once.
 
     Attributes (indexed by tensor id):
@@ -145,12 +145,12 @@ class Online:
         """Return the schedule of the run.
 
         Raises:
-            FailedError: out of memory, thrashing, or stopped.
+            OnlineFailedError: out of memory, thrashing, or stopped.
         """
-        stand_ins = {op_id for h in self.held.values() for op_id in (h.hold, h.release)}
+        of_references = {op_id for h in self.held.values() for op_id in (h.hold, h.release)}
         for op in self.graph.ops:
             self.now = op.id
-            if op.id not in stand_ins:
+            if op.id not in of_references:
                 self._execute(op.id)
                 self.ledger.touch(self._storages(op.outputs), self.clock_s)
             for t in self.dies.get(op.id, ()):
@@ -162,10 +162,10 @@ class Online:
     def _deaths(self) -> dict[int, list[int]]:
         """Return by op the tensors whose last use it is; for those that are never evicted, the last possible use."""
         needed = last_needed(self.graph)
-        stand_ins = {h.tensor for h in self.held.values()}
+        of_references = {h.tensor for h in self.held.values()}
         dies: dict[int, list[int]] = {}
         for t in self.graph.tensors:
-            if t.static or t.id in self.graph.kept or t.id in stand_ins or self.base[t.id] != t.id:
+            if t.static or t.id in self.graph.kept or t.id in of_references or self.base[t.id] != t.id:
                 continue
             uses = [t.producers[0], *(r if self.evictable[t.id] else needed[r] for r in self.graph.consumers[t.id])]
             if t.id in self.held:
@@ -194,14 +194,14 @@ class Online:
                     self._try_to_banish(self.base[t])
             self._go_on()
             if self.recomputed_s > self.thrash_s:
-                raise FailedError(
+                raise OnlineFailedError(
                     f"it thrashes: recomputation takes more than {self.thrash_s / self.graph.time_s:.0%} of the step",
                     Reason.THRASHING,
                 )
 
     def _go_on(self) -> None:
         if reason := self.stop():
-            raise FailedError(reason, Reason.TIME)
+            raise OnlineFailedError(reason, Reason.TIME)
 
     def _inputs(self, op_id: int) -> tuple[int, ...]:
         """Return the inputs of op `op_id`, without static tensors and bases of views that it reads."""
@@ -272,7 +272,7 @@ class Online:
         while self.memory_bytes + wanted_bytes > self.budget_bytes:
             victim = self.ledger.victim(self.clock_s)
             if victim is None:
-                raise FailedError(
+                raise OnlineFailedError(
                     f"out of memory: op {self.graph.ops[op_id].name!r} needs {format_bytes(wanted_bytes)} more, "
                     f"{format_bytes(self.memory_bytes)} are in use, and nothing is left to evict",
                     Reason.MEMORY,
@@ -341,20 +341,20 @@ def online_result(
     thrash_factor: float,
     settings: Mapping[str, object],
 ) -> Result:
-    """Return the fastest of the runs that end, one for each of `rules`: heuristics with their settings. See ``Online``."""
+    """Return the fastest of the runs that end, one for each of `rules`: heuristics with their settings. See ``OnlineRun``."""
     graph, budget_bytes = request.graph, request.budget_bytes
     trials: list[Candidate] = []
-    failures: list[FailedError] = []
+    failures: list[OnlineFailedError] = []
 
     def stop() -> str:
         request.clock.spend(_WORK_PER_OP)
         return request.ended()
 
     for rule, own in rules:
-        run = Online(graph, budget_bytes, rule, deallocation=deallocation, thrash_factor=thrash_factor, stop=stop)
+        run = OnlineRun(graph, budget_bytes, rule, deallocation=deallocation, thrash_factor=thrash_factor, stop=stop)
         try:
             trials.append(Candidate(run.run(), own))
-        except FailedError as error:
+        except OnlineFailedError as error:
             failures.append(error)
         if request.ended():
             break

@@ -63,7 +63,7 @@ class PulpAnswer:
         return cls(Outcome.STOPPED, False, None, "the program was not written to its end")
 
 
-def check_solver(name: str) -> None:
+def check_milp_solver(name: str) -> None:
     """Raise an error, before work is spent, unless PuLP can call the solver `name`.
 
     Raises:
@@ -84,7 +84,7 @@ def check_clock(clock: Clock) -> None:
         raise PlannerError("solvers that PuLP calls cannot be ended by work: give a time limit, or use the solver windows")
 
 
-def run(model: CheckmateModel, name: str, absolute_gap_s: float, request: Request) -> PulpAnswer:
+def solve_model(model: CheckmateModel, name: str, absolute_gap_s: float, request: Request) -> PulpAnswer:
     """Solve `model` with the solver `name` until it is within the gap, the time is up, or the caller stops it."""
     if request.stopped():
         return PulpAnswer(Outcome.STOPPED, False, None, "no time left")

@@ -25,7 +25,7 @@ class Cuts(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Forward:
+class StageRun:
     """An execution of stage `stage`; `saving` if its backward pass follows, otherwise for its output only."""
 
     stage: int
@@ -61,7 +61,7 @@ def evenly(places: Sequence[int], count: int) -> list[int]:
     return [places[-(-(k + 1) * len(places) // count) - 1] for k in range(count)]
 
 
-class Stages:
+class ForwardStages:
     """A graph's forward pass in stages, which end with the ops `ends`.
 
     Attributes:
@@ -110,7 +110,7 @@ class Stages:
         """Return the ops of `stage` that produce the tensors crossing the cut after it."""
         return needed_for(self.graph, self.crossing[stage], self.ops[stage], self.absent)
 
-    def schedule(self, plan: Iterable[Forward]) -> Schedule:
+    def schedule(self, plan: Iterable[StageRun]) -> Schedule:
         """Return the schedule that runs stages as in `plan`, and the rest of the program in between.
 
         An op after the forward pass runs once each tensor that it reads has been saved: produced by a saved stage, or crossing
@@ -125,7 +125,7 @@ class Stages:
         steps = iter(plan)
         ready = 0
 
-        def run(step: Forward) -> None:
+        def run(step: StageRun) -> None:
             if not seen[step.stage]:
                 computed.extend(self.ops[step.stage])
             elif step.saving:

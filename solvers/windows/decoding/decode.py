@@ -8,9 +8,8 @@ from itertools import accumulate
 from graphs.schedule import Compute, Schedule, schedule_of
 from graphs.simulate import simulate
 from solvers.highs.program import Floats
-from solvers.places import Places
 from solvers.problem import Problem, problem_of
-from solvers.windows.decoding.expand import Choice, expand
+from solvers.windows.decoding.expand import Solution, expand
 from solvers.windows.decoding.plain_graph import PlainGraph, plain_graph
 from solvers.windows.decoding.transfers import with_transfers
 from solvers.windows.relaxation.discretization import Discretization, Model
@@ -25,7 +24,7 @@ class Order:
     Attributes:
         first: for each execution, True if it is the one in the op's place.
         reloads: (tensor, position), where a tensor is reloaded before that execution reads it.
-        instead: as in ``Choice``.
+        instead: as in ``Solution``.
     """
 
     computed: tuple[int, ...]
@@ -55,7 +54,7 @@ class Trial:
     ends: tuple[int, ...] = ()
 
 
-def read_choice(model: Model, values: Floats) -> Choice:
+def read_solution(model: Model, values: Floats) -> Solution:
     """Return the binaries of a solution, rounded at one half (HiGHS has checked that they are integer)."""
     again: list[set[int]] = [set() for _ in model.detail.ends]
     handed: list[set[int]] = [set() for _ in range(len(model.detail.ends) + 1)]
@@ -71,7 +70,7 @@ def read_choice(model: Model, values: Floats) -> Choice:
         if values[column] > 0.5:
             taken[k].add(t)
     freeze = tuple(map(frozenset, taken))
-    return Choice(tuple(map(frozenset, again)), tuple(map(frozenset, handed)), taken=freeze, instead=instead)
+    return Solution(tuple(map(frozenset, again)), tuple(map(frozenset, handed)), taken=freeze, instead=instead)
 
 
 def try_out(problem: Problem, order: Order) -> Trial:
@@ -115,8 +114,8 @@ def _try_out_plain(problem: Problem, order: Order) -> Trial:
     """Return the trial of an order with both optional ops and offloading, by way of its plain graph."""
     plain = plain_graph(problem, order.computed)
     reloads = frozenset((here, place) for t, place in order.reloads if (here := plain.only(t)) is not None)
-    detail = Discretization((len(plain.ops) - 1,))
-    trial = try_out(problem_of(plain.graph, problem.budget_bytes), order_of(detail, plain.order, reloads))
+    own = problem_of(plain.graph, problem.budget_bytes)
+    trial = try_out(own, order_of(own, plain.order, reloads))
     return trial_of_whole(problem, plain, order, trial)
 
 
@@ -163,20 +162,22 @@ def _reads_of_nothing(problem: Problem, order: Order) -> set[int]:
 
 
 def order_of(
-    detail: Discretization,
+    problem: Problem,
     computed: Sequence[int],
     reloads: frozenset[tuple[int, int]] = frozenset(),
     instead: frozenset[int] = frozenset(),
-    places: Places | None = None,
+    *,
+    detail: Discretization | None = None,
 ) -> Order:
-    """Return `computed` with the windows of `detail`; first executions are in program order.
+    """Return `computed` with the windows of `detail` (None: one window); first executions are in program order.
 
     Args:
-        instead: the ops that replace others among the `places`; with None, all ops are executed in theirs.
+        reloads, instead: as in ``Order``.
     """
     windows: list[int] = []
     first: list[bool] = []
-    expected = None if places is None else [*places.executed(instead), len(places.ids)]
+    detail = detail or Discretization.whole(problem)
+    expected = None if problem.places.plain else [*problem.places.executed(instead), problem.ops]
     done = 0
     for op in computed:
         following = done if expected is None else expected[done]
@@ -186,13 +187,13 @@ def order_of(
     return Order(tuple(computed), tuple(windows), tuple(first), reloads, instead)
 
 
-def decoded(problem: Problem, detail: Discretization, choice: Choice) -> Order:
+def decoded(problem: Problem, detail: Discretization, solution: Solution) -> Order:
     """Return the order of a model's solution, with the reloads of offloaded tensors."""
-    order = order_of(detail, expand(problem, detail, choice), instead=choice.instead, places=problem.places)
-    return replace(order, reloads=_reloads_of(problem, choice, order)) if problem.offloads and choice.taken else order
+    order = order_of(problem, expand(problem, detail, solution), instead=solution.instead, detail=detail)
+    return replace(order, reloads=_reloads_of(problem, solution, order)) if problem.offloads and solution.taken else order
 
 
-def _reloads_of(problem: Problem, choice: Choice, order: Order) -> frozenset[tuple[int, int]]:
+def _reloads_of(problem: Problem, solution: Solution, order: Order) -> frozenset[tuple[int, int]]:
     """Return the reloads: before reads of tensors that were not handed over continuously since the last read.
 
     A tensor that is reloaded although it was handed over is offloaded in its longest interval without reads.
@@ -206,13 +207,13 @@ def _reloads_of(problem: Problem, choice: Choice, order: Order) -> frozenset[tup
         for t in problem.inputs[op]:
             if t in problem.offloads.by_tensor and t in last:
                 since = order.windows[last[t]]
-                if not all(t in choice.handed[k] for k in range(since + 1, window + 1)):
+                if not all(t in solution.handed[k] for k in range(since + 1, window + 1)):
                     reloads.add((t, place))
                 for k in range(since, window + 1):
                     gaps.setdefault((k, t), []).append((seconds[place] - seconds[last[t]], place))
             last[t] = place
         last.update((t, place) for t in problem.outputs[op])
-    for k, taken in enumerate(choice.taken):
+    for k, taken in enumerate(solution.taken):
         for t in taken:
             found = gaps.get((k, t), [])
             if found and not any((t, place) in reloads for _, place in found):

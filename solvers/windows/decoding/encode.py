@@ -8,21 +8,22 @@ from graphs.schedule import Compute, schedule_of
 from solvers.highs.program import Floats
 from solvers.problem import Problem
 from solvers.windows.decoding.decode import Trial, order_of
-from solvers.windows.decoding.expand import Choice
+from solvers.windows.decoding.expand import Solution
 from solvers.windows.relaxation.discretization import Discretization, Model
 
 
-def choice_of(problem: Problem, detail: Discretization, computed: Sequence[int], instead: frozenset[int] = frozenset()) -> Choice:
+def solution_of(
+    problem: Problem, detail: Discretization, computed: Sequence[int], instead: frozenset[int] = frozenset()
+) -> Solution:
     """Return the values of R, Q, S and z for an order of execution: the inverse of ``expand``."""
-    places = problem.places
-    order = order_of(detail, computed, instead=instead, places=places)
+    order = order_of(problem, computed, instead=instead, detail=detail)
     again: list[set[int]] = [set() for _ in detail.ends]
     handed: list[set[int]] = [set() for _ in range(len(detail.ends) + 1)]
     twice: set[tuple[int, int]] = set()
     live: set[int] = set()
     position = -1
     boundaries = range(0)
-    for step in schedule_of(problem.graph, [places.ids[op] for op in computed]).steps:
+    for step in schedule_of(problem.graph, [problem.places.ids[op] for op in computed]).steps:
         if not isinstance(step, Compute):
             live.discard(step.tensor)
             continue
@@ -37,14 +38,14 @@ def choice_of(problem: Problem, detail: Discretization, computed: Sequence[int],
             again[window].add(op)
         following = order.windows[position + 1] if position + 1 < len(computed) else window
         boundaries = range(window + 1, following + 1)
-    return Choice(tuple(map(frozenset, again)), tuple(map(frozenset, handed)), frozenset(twice), instead=instead)
+    return Solution(tuple(map(frozenset, again)), tuple(map(frozenset, handed)), frozenset(twice), instead=instead)
 
 
-def choice_of_trial(problem: Problem, detail: Discretization, trial: Trial) -> Choice:
+def solution_of_trial(problem: Problem, detail: Discretization, trial: Trial) -> Solution:
     """Return the values of R, Q, S and A for a trial."""
     if not problem.offloads:
-        return choice_of(problem, detail, trial.order.computed, trial.order.instead)
-    order = order_of(detail, trial.order.computed)
+        return solution_of(problem, detail, trial.order.computed, trial.order.instead)
+    order = order_of(problem, trial.order.computed, detail=detail)
     again, handed, taken = ([set[int]() for _ in range(len(detail.ends) + 1)] for _ in range(3))
     twice: set[tuple[int, int]] = set()
     executed = {end: place for place, end in enumerate(trial.ends)}
@@ -71,20 +72,20 @@ def choice_of_trial(problem: Problem, detail: Discretization, trial: Trial) -> C
             window += 1
             handed[window] = {t for t in live if not problem.kept[t]}
     freeze = tuple(map(frozenset, handed))
-    return Choice(tuple(map(frozenset, again[:-1])), freeze, frozenset(twice), tuple(map(frozenset, taken[:-1])))
+    return Solution(tuple(map(frozenset, again[:-1])), freeze, frozenset(twice), tuple(map(frozenset, taken[:-1])))
 
 
-def start_values(model: Model, choice: Choice) -> Floats:
-    """Return `choice` as values to start a solve from; NaN for variables that it does not determine."""
+def start_values(model: Model, solution: Solution) -> Floats:
+    """Return `solution` as values to start a solve from; NaN for variables that it does not determine."""
     values = np.full(len(model.program.cost), np.nan)
     for (k, i), column in model.again.items():
-        values[column] = i in choice.again[k]
+        values[column] = i in solution.again[k]
     for (k, t), column in model.handed.items():
-        values[column] = t in choice.handed[k]
+        values[column] = t in solution.handed[k]
     for pair, column in model.twice.items():
-        values[column] = pair in choice.twice
+        values[column] = pair in solution.twice
     for (k, t), column in model.taken.items():
-        values[column] = t in choice.taken[k]
+        values[column] = t in solution.taken[k]
     for b, column in model.instead.items():
-        values[column] = b in choice.instead
+        values[column] = b in solution.instead
     return values

@@ -11,7 +11,7 @@ from solvers.windows.relaxation.discretization import Discretization
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class Solution:
     """The binaries of a solution, window by window.
 
     Attributes:
@@ -30,14 +30,14 @@ class Choice:
     instead: frozenset[int] = frozenset()
 
 
-def expand(problem: Problem, detail: Discretization, choice: Choice, *, first_window: int = 0) -> tuple[int, ...]:
+def expand(problem: Problem, detail: Discretization, solution: Solution, *, first_window: int = 0) -> tuple[int, ...]:
     """Return ops in order of execution, from `first_window` on.
 
     Window by window: the missing inputs of a new op are recomputed just before it, in program order. Before the last op of a
     window, missing tensors that are handed over are recomputed too, except by optional ops with ready inputs: these run as soon
     as their inputs have no other reader in the window.
     """
-    return _Expansion(problem, detail, choice).run(first_window)
+    return _Expansion(problem, detail, solution).run(first_window)
 
 
 class _Expansion:
@@ -49,18 +49,18 @@ class _Expansion:
         pending: recomputations and optional ops of the solution that have not been executed yet.
     """
 
-    def __init__(self, problem: Problem, detail: Discretization, choice: Choice) -> None:
+    def __init__(self, problem: Problem, detail: Discretization, solution: Solution) -> None:
         self.problem = problem
         self.places = problem.places
         self.detail = detail
-        self.choice = choice
+        self.solution = solution
         self.computed: list[int] = []
         self.there: set[int] = set()
         self.made: set[int] = set()
         self.pending: set[int] = set()
         self.kept = [t for outputs in problem.outputs for t in outputs if problem.kept[t]]
         plain = problem.places.plain
-        self.in_place = list(range(problem.ops)) if plain else problem.places.executed(choice.instead)
+        self.in_place = list(range(problem.ops)) if plain else problem.places.executed(solution.instead)
 
     def run(self, first_window: int) -> tuple[int, ...]:
         for k in range(first_window, len(self.detail.ends)):
@@ -72,17 +72,17 @@ class _Expansion:
         ops = self.in_place[start : end + 1] if self.places.plain else self._between(start, end)
         if not ops:
             # All ops are replaced by one in a later window, at which this one ends.
-            self.pending.update(self.choice.again[k])
+            self.pending.update(self.solution.again[k])
             return
-        handed = {t for t in self.kept if self.problem.settled[t] < start} | self.choice.handed[k]
-        if self.choice.taken:
-            handed.update(t for t in self.choice.taken[k] if self.problem.producer[t] < start)
+        handed = {t for t in self.kept if self.problem.settled[t] < start} | self.solution.handed[k]
+        if self.solution.taken:
+            handed.update(t for t in self.solution.taken[k] if self.problem.producer[t] < start)
         if self.places.plain:
-            self.there, self.pending = handed, set(self.choice.again[k])
+            self.there, self.pending = handed, set(self.solution.again[k])
         else:
             kept = {t for t in self.kept if t in self.made}
-            self.there, self.pending = (handed & self.made) | kept, {*self.pending, *self.choice.again[k]}
-        wanted_on = self.choice.handed[k + 1]
+            self.there, self.pending = (handed & self.made) | kept, {*self.pending, *self.solution.again[k]}
+        wanted_on = self.solution.handed[k + 1]
         gone = self.gaps(k, ops)
         self.there.difference_update(gone.get(start - 1, ()))
         for v in ops:
@@ -205,7 +205,7 @@ class _Expansion:
                 stops = [since, *readers[bisect_right(readers, since) : bisect_right(readers, end)]]
                 if not self.places.plain:
                     stops = [since, *(c for c in stops[1:] if c in ops)]
-                if t in self.choice.handed[k + 1] and stops[-1] != end:
+                if t in self.solution.handed[k + 1] and stops[-1] != end:
                     stops.append(end)
                 if len(stops) > 1:
                     _, after = max((b - a, a) for a, b in pairwise(stops))

@@ -61,7 +61,7 @@ class PlainGraph:
 
 def plain_graph(problem: Problem, computed: Sequence[int]) -> PlainGraph:
     """Return the plain graph of a valid order of executions."""
-    draft = _Draft(problem)
+    draft = _PlainGraphBuilder(problem)
     number: dict[int, int] = {}
     for op in computed:
         if op in number:
@@ -75,7 +75,7 @@ def plain_graph(problem: Problem, computed: Sequence[int]) -> PlainGraph:
 
 
 @dataclass(slots=True)
-class _Draft:
+class _PlainGraphBuilder:
     """A builder of a plain graph.
 
     Attributes:

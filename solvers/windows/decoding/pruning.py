@@ -13,7 +13,7 @@ Reloads = frozenset[tuple[int, int]]
 
 
 def prune(
-    problem: Problem, trial: Trial, detail: Discretization, budget_bytes: int, should_stop: Callable[[], bool], passes: int
+    problem: Problem, trial: Trial, detail: Discretization | None, budget_bytes: int, should_stop: Callable[[], bool], passes: int
 ) -> Trial:
     """Return `trial`, which fits, without recomputations that the budget does not require.
 
@@ -25,7 +25,7 @@ def prune(
 
 
 def _prune_recomputations(
-    problem: Problem, trial: Trial, detail: Discretization, budget_bytes: int, should_stop: Callable[[], bool], passes: int
+    problem: Problem, trial: Trial, detail: Discretization | None, budget_bytes: int, should_stop: Callable[[], bool], passes: int
 ) -> Trial:
     """Remove recomputations, the longest first: the outputs stay in memory since the previous execution."""
     for _ in range(passes):
@@ -35,7 +35,7 @@ def _prune_recomputations(
         if not needless:
             break
         computed = [op for position, op in enumerate(trial.order.computed) if position not in needless]
-        trial = try_out(problem, order_of(detail, computed, instead=trial.order.instead, places=problem.places))
+        trial = try_out(problem, order_of(problem, computed, instead=trial.order.instead, detail=detail))
     return trial
 
 
@@ -94,12 +94,11 @@ def prune_with_transfers(
     problem: Problem, trial: Trial, budget_bytes: int, should_stop: Callable[[], bool], passes: int
 ) -> Trial:
     """Return `trial`, which fits, without recomputations whose outputs fit in memory, as long as that takes less time."""
-    whole = Discretization((problem.ops - 1,))
     for _ in range(passes):
         computed, reloads = _with_fewer(problem, trial, budget_bytes)
         if len(computed) == len(trial.order.computed) or should_stop():
             break
-        found = try_out(problem, order_of(whole, computed, reloads))
+        found = try_out(problem, order_of(problem, computed, reloads))
         if found.peak_bytes > budget_bytes or found.time_s >= trial.time_s:
             break
         trial = found
@@ -129,7 +128,7 @@ def _with_fewer(problem: Problem, trial: Trial, budget_bytes: int) -> tuple[Sequ
             memory[since:place] = longer
             left_out.add(place)
             ops.add(computed[place])
-    return without(computed, left_out, trial.order.reloads, next_read)
+    return without_executions(computed, left_out, trial.order.reloads, next_read)
 
 
 def uses_of(problem: Problem, computed: Sequence[int]) -> tuple[dict[tuple[int, int], int], dict[tuple[int, int], int]]:
@@ -148,7 +147,7 @@ def uses_of(problem: Problem, computed: Sequence[int]) -> tuple[dict[tuple[int, 
     return last_use, next_read
 
 
-def without(
+def without_executions(
     computed: Sequence[int], left_out: Collection[int], reloads: Reloads, next_read: dict[tuple[int, int], int]
 ) -> tuple[Sequence[int], Reloads]:
     """Return the order without some executions; a reload for one of them becomes a reload for the next reader."""

@@ -29,7 +29,7 @@ _END = 2**62  # position until which kept tensors stay
 
 
 @dataclass(slots=True, eq=False)
-class Stay:
+class PoolStay:
     """A tensor in a pool. Positions count executions, without transfers.
 
     Attributes:
@@ -47,15 +47,15 @@ class Stay:
     begin: int
     read: int
     ready_s: float
-    by: "Transfer | None" = None
+    by: "PlannedTransfer | None" = None
     after: int = -1
     end: int = -1
     copied: int = -1
-    unsent: "tuple[Transfer, ...]" = ()
+    unsent: "tuple[PlannedTransfer, ...]" = ()
 
 
 @dataclass(slots=True, eq=False)
-class Transfer:
+class PlannedTransfer:
     """A transfer of an order.
 
     Attributes:
@@ -71,11 +71,11 @@ class Transfer:
     """
 
     op: int
-    source: Stay | None
-    target: Stay
+    source: PoolStay | None
+    target: PoolStay
     place: int
     index: int
-    follows: "Transfer | None" = None
+    follows: "PlannedTransfer | None" = None
     due_s: float = math.inf
     begin: int = 0
     early: bool = False
@@ -88,7 +88,7 @@ class Transfer:
         return self.due_s, 0.0 if self.source is None else self.source.ready_s, self.index
 
 
-def with_transfers(problem: Problem, computed: Sequence[int], reloads: Reloads = ()) -> "Run":
+def with_transfers(problem: Problem, computed: Sequence[int], reloads: Reloads = ()) -> "TransferRun":
     """Return the run of an order of ops of the whole graph, with its transfers at the right time.
 
     Args:
@@ -97,13 +97,13 @@ def with_transfers(problem: Problem, computed: Sequence[int], reloads: Reloads =
     """
     reloads = frozenset(reloads)
     while True:
-        run = Run(Lives(problem, computed, reloads), reloads)
+        run = TransferRun(TransferPlan(problem, computed, reloads), reloads)
         if run.refused is None:
             return run
         reloads = frozenset(pair for pair in reloads if pair[0] != run.refused)
 
 
-class Lives:
+class TransferPlan:
     """The stays of an order, as short as possible, and its transfers.
 
     Attributes:
@@ -118,13 +118,13 @@ class Lives:
         self.limits_bytes = [problem.budget_bytes, *streams.limits_bytes[1:]]
         self.executed: list[int] = []
         self.index: list[int] = []
-        self.stays: list[Stay] = []
-        self.transfers: list[Transfer] = []
+        self.stays: list[PoolStay] = []
+        self.transfers: list[PlannedTransfer] = []
         self.starts_s: list[float] = []
         self.clocks_s: list[list[float]] = [[] for _ in range(len(streams.names))]
-        self._last: dict[int, Stay] = {}
+        self._last: dict[int, PoolStay] = {}
         now_s = [0.0] * len(streams.names)
-        produced: dict[int, Stay] = {}  # the last time that an execution produced each
+        produced: dict[int, PoolStay] = {}  # the last time that an execution produced each
         wanted: dict[int, set[int]] = {}
         for t, place in reloads:
             wanted.setdefault(place, set()).add(t)
@@ -156,19 +156,19 @@ class Lives:
             end_s = now_s[stream[op]] = start_s + streams.time_s[op]
             for t in streams.outputs[op]:
                 if not kept[t] or t not in last:
-                    last[t] = produced[t] = stay = Stay(t, place, place, end_s, end=_END if kept[t] else place)
+                    last[t] = produced[t] = stay = PoolStay(t, place, place, end_s, end=_END if kept[t] else place)
                     self.stays.append(stay)
             executed.append(op)
             self.index.append(index)
 
-    def _transfer(self, op: int, source: Stay | None, place: int, index: int) -> None:
+    def _transfer(self, op: int, source: PoolStay | None, place: int, index: int) -> None:
         (t,) = self.streams.outputs[op]
         before, end = self._last.get(t), _END if self.streams.kept[t] else -1
-        target = self._last[t] = Stay(t, place, -1, source.ready_s if source else 0.0, end=end)
+        target = self._last[t] = PoolStay(t, place, -1, source.ready_s if source else 0.0, end=end)
         if before is not None:
             target.after = max(before.copied if before.end < 0 else before.end, before.begin - 1)
         self.stays.append(target)
-        target.by = Transfer(op, source, target, place, index, before.by if before else None)
+        target.by = PlannedTransfer(op, source, target, place, index, before.by if before else None)
         self.transfers.append(target.by)
         if source is not None:
             source.copied = place
@@ -211,7 +211,7 @@ class Lives:
             if source is not None and source.by is not None:
                 source.by.due_s = min(source.by.due_s, transfer.due_s - self.streams.time_s[transfer.op])
 
-    def _needed(self, memory: PoolMemory, stay: Stay, until: int) -> int:
+    def _needed(self, memory: PoolMemory, stay: PoolStay, until: int) -> int:
         """Return the first position after a stay at which its memory is needed, at most `until`."""
         d, begin, size = self.streams.pool[stay.tensor], max(stay.end, stay.begin) + 1, self.streams.sizes[stay.tensor]
         if d not in memory or begin >= until:
@@ -248,8 +248,8 @@ class Lives:
         """Return the memory of the devices' pools that have a limit during each execution, with the shortest lifetimes."""
         streams, n = self.streams, len(self.executed)
         limited = [d for d, limit in enumerate(self.limits_bytes) if streams.computes[d] and limit < math.inf]
-        self.ending: list[list[Stay]] = [[] for _ in self.executed]
-        self.written_over: list[list[Stay]] = [[] for _ in self.executed]
+        self.ending: list[list[PoolStay]] = [[] for _ in self.executed]
+        self.written_over: list[list[PoolStay]] = [[] for _ in self.executed]
         change = {d: [0] * (n + 2) for d in limited}
         during = {d: [streams.need_bytes[op] if streams.home[op] == d else 0 for op in self.executed] for d in limited}
         executed, pool, sizes = self.executed, streams.pool, streams.sizes
@@ -266,7 +266,7 @@ class Lives:
         return {d: np.cumsum(change[d][:n]) + np.array(during[d], dtype=np.int64) + streams.static_bytes[d] for d in limited}
 
 
-class Run:
+class TransferRun:
     """An order executed with the clocks of the simulation. Items are executions, and those transfers that the order has.
 
     Attributes:
@@ -279,15 +279,15 @@ class Run:
         fits_elsewhere: True if the other pools are large enough.
     """
 
-    def __init__(self, lives: Lives, reloads: frozenset[tuple[int, int]]) -> None:
+    def __init__(self, lives: TransferPlan, reloads: frozenset[tuple[int, int]]) -> None:
         lives.plan()
         self.lives, self.streams, self.reloads, streams = lives, lives.streams, reloads, lives.streams
         self.clock_s, self.done_s = ([0.0] * len(streams.names) for _ in range(2))  # done: the end of the last execution
         self.ready_s, self.busy_s = ([0.0] * len(streams.pool) for _ in range(2))  # busy: until the last transfer ends
         self.there = [False] * len(streams.pool)
-        self.lingering: list[dict[int, Stay]] = [{} for _ in streams.owner]  # tensors to be freed as soon as possible
+        self.lingering: list[dict[int, PoolStay]] = [{} for _ in streams.owner]  # tensors to be freed as soon as possible
         # For each channel the transfers that wait for it.
-        self.queues: dict[int, list[Transfer]] = {streams.stream[transfer.op]: [] for transfer in lives.transfers}
+        self.queues: dict[int, list[PlannedTransfer]] = {streams.stream[transfer.op]: [] for transfer in lives.transfers}
         self.live = list(streams.static_bytes)
         self.steps: list[Step] = []
         self.moved: list[int] = []
@@ -311,8 +311,8 @@ class Run:
 
     def _run(self) -> None:
         executed = self.lives.executed
-        coming: list[list[Transfer]] = [[] for _ in range(len(executed) + 1)]
-        due: list[list[Transfer]] = [[] for _ in range(len(executed) + 1)]
+        coming: list[list[PlannedTransfer]] = [[] for _ in range(len(executed) + 1)]
+        due: list[list[PlannedTransfer]] = [[] for _ in range(len(executed) + 1)]
         for transfer in self.lives.transfers:
             coming[transfer.begin].append(transfer)
             due[transfer.place if transfer.early else transfer.begin].append(transfer)
@@ -328,7 +328,7 @@ class Run:
         self.place = len(executed)
         self._send_due(coming[-1], due[-1])
 
-    def _send_due(self, coming: Sequence[Transfer], due: Sequence[Transfer]) -> None:
+    def _send_due(self, coming: Sequence[PlannedTransfer], due: Sequence[PlannedTransfer]) -> None:
         """Queue early transfers that are `coming`, and issue those that are `due`."""
         queues, stream = self.queues, self.streams.stream
         for transfer in coming:
@@ -355,7 +355,7 @@ class Run:
                     break
                 self._send(channel, ready)
 
-    def _would_wait(self, transfer: Transfer, op: int, start_s: float) -> bool:
+    def _would_wait(self, transfer: PlannedTransfer, op: int, start_s: float) -> bool:
         """Return True if the owner of the target's pool would wait for other transfers to end, for this one or for `op`.
 
         Args:
@@ -406,7 +406,7 @@ class Run:
                 self._free(stay.tensor)
         self.ends[-1] = len(self.steps)
 
-    def _issue(self, transfer: Transfer) -> None:
+    def _issue(self, transfer: PlannedTransfer) -> None:
         streams, op, t = self.streams, transfer.op, transfer.target.tensor
         s, d, channel = streams.source[op], streams.home[op], streams.stream[op]
         if transfer.source is not None and transfer.source.by is not None:
@@ -442,7 +442,7 @@ class Run:
         self.waits_s.append(wait_s)
         self.ends.append(0)
 
-    def _send(self, channel: int, queue: Sequence[Transfer]) -> None:
+    def _send(self, channel: int, queue: Sequence[PlannedTransfer]) -> None:
         """Issue the next of these transfers, when the channel is free: of those that are ready, the most urgent one."""
         transfer = queue[0]
         if len(queue) > 1:
@@ -451,18 +451,18 @@ class Run:
             transfer = min((x for x, at_s in zip(queue, ready_s, strict=True) if at_s <= free_s), key=self._urgency)
         self._require(transfer)
 
-    def _ready_s(self, transfer: Transfer) -> float:
+    def _ready_s(self, transfer: PlannedTransfer) -> float:
         """Return the time from which the source is there, inf if it must be transferred first."""
         waits = transfer.source is not None and transfer.source.by is not None and not transfer.source.by.issued
         return math.inf if waits else self.ready_s[self.streams.source[transfer.op]]
 
-    def _urgency(self, transfer: Transfer) -> tuple[float, ...]:
+    def _urgency(self, transfer: PlannedTransfer) -> tuple[float, ...]:
         source = transfer.source
         if source is None or self.streams.computes[self.streams.home[transfer.op]]:
             return transfer.turn
         return source.end, *transfer.turn
 
-    def _require(self, transfer: Transfer) -> None:
+    def _require(self, transfer: PlannedTransfer) -> None:
         """Issue a transfer, unless it is issued."""
         if not transfer.issued:
             if transfer in (queue := self.queues[self.streams.stream[transfer.op]]):

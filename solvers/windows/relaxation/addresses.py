@@ -16,7 +16,7 @@ def add_conflicts(draft: ModelDraft) -> None:
             literals = sorted({literal for breaks in found if breaks for literal in breaks})
             if all(breaks is not None for breaks in found):
                 signs = [1.0 if value else -1.0 for _, value in literals]
-                draft.rows.add([column for column, _ in literals], signs, 1.0 - signs.count(-1.0), np.inf)
+                draft.add_row([column for column, _ in literals], signs, 1.0 - signs.count(-1.0), np.inf)
 
 
 def _breaks(draft: ModelDraft, stay: Stay) -> Literals | None:

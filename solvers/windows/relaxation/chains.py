@@ -59,21 +59,21 @@ class _Chains:
         handed = draft.handed.get((k + 1, t))
         if after is None or (not read and handed is None):
             return None
-        column = draft.column(integer=False)
+        column = draft.column()
         columns, values = [column, after, self.executed_twice(k, x)], [1.0, -1.0, 1.0]
         if (k, t) in draft.taken:
             columns, values = [*columns, draft.taken[k, t]], [*values, 1.0]
         if read:
-            draft.rows.add(columns, values, 0.0, float("inf"))
+            draft.add_row(columns, values, 0.0, float("inf"))
         elif handed is not None:
-            draft.rows.add([*columns, handed], [*values, -1.0], -1.0, float("inf"))
+            draft.add_row([*columns, handed], [*values, -1.0], -1.0, float("inf"))
         return column
 
     def executed_twice(self, k: int, x: int) -> int:
         """Return the column of D[k,x]."""
         draft = self.draft
         if (k, x) not in draft.twice:
-            draft.twice[k, x] = draft.column(cost=draft.cost[draft.again[k, x]])
+            draft.twice[k, x] = draft.column(integer=True, cost=draft.cost[draft.again[k, x]])
         return draft.twice[k, x]
 
     def comes_after(self, k: int, x: int, z: int) -> int | None:
@@ -96,10 +96,10 @@ class _Chains:
             if y != x and earlier is None:
                 continue
             if column is None:
-                column = draft.column(integer=False)
+                column = draft.column()
             if earlier is None:
-                draft.rows.add([column, repeated, *there], [1.0, -1.0] + [1.0] * len(there), 0.0, float("inf"))
+                draft.add_row([column, repeated, *there], [1.0, -1.0] + [1.0] * len(there), 0.0, float("inf"))
             else:
-                draft.rows.add([column, earlier, repeated, *there], [1.0, -1.0, -1.0] + [1.0] * len(there), -1.0, float("inf"))
+                draft.add_row([column, earlier, repeated, *there], [1.0, -1.0, -1.0] + [1.0] * len(there), -1.0, float("inf"))
         self.follows[key] = column
         return column

@@ -38,10 +38,10 @@ def add_kept(draft: ModelDraft, k: int) -> None:
         before = draft.handed.get((k, t))
         for column in (*([] if before in {None, after} else [before]), *draft.repeat(k, t)):
             assert column is not None
-            draft.rows.add([after, column], [1.0, -1.0], 0.0, np.inf)
+            draft.add_row([after, column], [1.0, -1.0], 0.0, np.inf)
         constant, columns, values = draft.makes(k, t, draft.detail.ends[k] + 1)
         if constant or columns:
-            draft.rows.add([after, *columns], [1.0, *(-value for value in values)], constant, np.inf)
+            draft.add_row([after, *columns], [1.0, *(-value for value in values)], constant, np.inf)
 
 
 def add_memory_elsewhere(draft: ModelDraft, k: int) -> None:
@@ -57,7 +57,7 @@ def add_memory_elsewhere(draft: ModelDraft, k: int) -> None:
         there = [t for t, size in enumerate(sizes) if size and (k + 1, t) in draft.handed]
         unit = max(1.0, capacity_bytes / 1e3)
         for v in problem.places.alternatives(end):
-            row = Row()
+            row = LinearExpression()
             io = {*problem.inputs[v], *problem.outputs[v]}
             for t in there:
                 if t not in io:
@@ -66,17 +66,17 @@ def add_memory_elsewhere(draft: ModelDraft, k: int) -> None:
             if own_bytes := sum(sizes[t] for t in io) + workspace_bytes_in(pool, op):
                 row.add_sum(draft.executed(v), own_bytes / unit)
             if row.terms:
-                draft.rows.add(*row.sides(), -np.inf, capacity_bytes / unit - row.constant)
+                draft.add_row(*row.sides(), -np.inf, capacity_bytes / unit - row.constant)
 
 
-def add_side_by_side(draft: ModelDraft) -> None:
+def add_makespan(draft: ModelDraft) -> None:
     """Add rows 18 to 20 and the objective that they bound: the last family of a program, since it needs all costs."""
     if draft.problem.placed:
-        _SideBySide(draft).add()
+        _Makespan(draft).add()
 
 
 @dataclass(slots=True)
-class Row:
+class LinearExpression:
     """A sum of a constant and terms, with each column once."""
 
     constant: float = 0.0
@@ -97,7 +97,7 @@ class Row:
         return list(self.terms), list(self.terms.values())
 
 
-class _SideBySide:
+class _Makespan:
     """A builder of the rows.
 
     Attributes:
@@ -120,14 +120,14 @@ class _SideBySide:
 
     def time(self) -> int:
         """Add a variable for a point in time and return its column."""
-        return self.draft.column(integer=False, upper=self.longest)
+        return self.draft.column(upper=self.longest)
 
     def add(self) -> None:
         draft = self.draft
-        draft.column(1.0, integer=False, upper=self.longest)  # idle
+        draft.column(1.0, upper=self.longest)  # idle
         costs = {column: -cost for column, cost in enumerate(draft.cost) if cost}
         end = self.time()
-        draft.rows.add([end, *costs], [1.0, *costs.values()], -np.inf, OBJECTIVE_SCALE)
+        draft.add_row([end, *costs], [1.0, *costs.values()], -np.inf, OBJECTIVE_SCALE)
         for stream in self.problem.graph.streams:
             if stream != COMPUTE:
                 self.add_stream([i for i, op in enumerate(self.paths.ops) if op.stream == stream], end)
@@ -135,14 +135,14 @@ class _SideBySide:
 
     def add_stream(self, ops: Iterable[int], end: int) -> None:
         """Add row 18: sum over the ops of a stream of their times, for each execution, <= end."""
-        row = Row()
+        row = LinearExpression()
         for i in ops:
             if unit := self.units(i):
                 row.add_sum(self.draft.executed(i), unit)
                 for column in self.again[i]:
                     row.add(column, unit)
         row.add(end, -1.0)
-        self.draft.rows.add(*row.sides(), -np.inf, -row.constant)
+        self.draft.add_row(*row.sides(), -np.inf, -row.constant)
 
     def add_paths(self, end: int) -> None:
         """Add row 19 for each op of the program and its dependencies."""
@@ -161,7 +161,7 @@ class _SideBySide:
                         self.add_path(v, (t, device, copied), times)
         for v, column in times.items():
             if v not in followed:
-                self.draft.rows.add([column, end], [1.0, -1.0], -np.inf, 0.0)
+                self.draft.add_row([column, end], [1.0, -1.0], -np.inf, 0.0)
         self.add_turns(times, end)
 
     def add_turns(self, times: dict[int, int], end: int) -> None:
@@ -170,37 +170,37 @@ class _SideBySide:
         for v in self.paths.program:
             ended = self.time()
             others = [self.only[b] for b in self.paths.ways(v) if b in self.only]
-            self.draft.rows.add([ended, times[v], *others], [1.0, -1.0, *[-self.longest] * len(others)], -np.inf, 0.0)
-            self.draft.rows.add([ended, end], [1.0, -1.0], -np.inf, 0.0)
+            self.draft.add_row([ended, times[v], *others], [1.0, -1.0, *[-self.longest] * len(others)], -np.inf, 0.0)
+            self.draft.add_row([ended, end], [1.0, -1.0], -np.inf, 0.0)
             for t in self.paths.needed(v):
                 for device in self.paths.reading(v, t):
                     self.add_path(v, (t, device, self.paths.copied.get((t, device), 0.0)), times, ended)
             for device, alternatives in self.paths.by_device(v).items():
                 done[device] = self.add_turn(alternatives, done.get(device), ended)
         for column in done.values():
-            self.draft.rows.add([column, end], [1.0, -1.0], -np.inf, 0.0)
+            self.draft.add_row([column, end], [1.0, -1.0], -np.inf, 0.0)
 
     def add_turn(self, alternatives: Iterable[int], before: int | None, ended: int) -> int:
         """Return the column of C[d,v], for the alternatives in the place of v on d, after `before`, that of the previous place.
 
         C[d,v] >= C[d,u] + seconds,  E[v] >= C[d,u] + seconds - M (1 - executed),  C[d,v] >= E[v] - M (1 - executed)
         """
-        after, longest, rows = self.time(), self.longest, self.draft.rows
-        row, executed = Row(), Row()
+        after, longest = self.time(), self.longest
+        row, executed = LinearExpression(), LinearExpression()
         if before is not None:
             row.add(before, 1.0)
         for c in alternatives:
             row.add_sum(self.draft.executed(c), self.units(c))
             executed.add_sum(self.draft.executed(c), longest)
-        late = Row(row.constant + executed.constant - longest, dict(row.terms))
+        late = LinearExpression(row.constant + executed.constant - longest, dict(row.terms))
         for column, value in executed.terms.items():
             late.add(column, value)
         for one, later in ((row, after), (late, ended)):
             one.add(later, -1.0)
-            rows.add(*one.sides(), -np.inf, -one.constant)
+            self.draft.add_row(*one.sides(), -np.inf, -one.constant)
         executed.add(ended, 1.0)
         executed.add(after, -1.0)
-        rows.add(*executed.sides(), -np.inf, longest - executed.constant)
+        self.draft.add_row(*executed.sides(), -np.inf, longest - executed.constant)
         return after
 
     def executed_elsewhere(self) -> dict[int, int]:
@@ -211,10 +211,10 @@ class _SideBySide:
         only: dict[int, int] = {}
         for i, again in enumerate(self.again):
             if again and not (self.problem.places.sure[i] or self.problem.places.optional[i]):
-                column = only[i] = self.draft.column(integer=False)
+                column = only[i] = self.draft.column()
                 self.draft.add_only_with(column, list(dict.fromkeys(again)))
                 constant, columns, values = self.draft.executed(i)
-                self.draft.rows.add([column, *columns], [1.0, *values], -np.inf, 1.0 - constant)
+                self.draft.add_row([column, *columns], [1.0, *values], -np.inf, 1.0 - constant)
         return only
 
     def add_path(self, v: int, over: Over, times: dict[int, int], ended: int | None = None) -> None:
@@ -230,7 +230,7 @@ class _SideBySide:
             ended: column of E[v], for the execution in its place, instead of F[v].
         """
         t, device, copied = over
-        draft, paths, row = self.draft, self.paths, Row()
+        draft, paths, row = self.draft, self.paths, LinearExpression()
         alternatives = paths.alternatives(v)
         for c in alternatives:
             row.add_sum(draft.executed(c), self.units(c))
@@ -248,4 +248,4 @@ class _SideBySide:
         if t in paths.producer:
             row.add(times[paths.producer[t]], 1.0)
         row.add(times[v] if ended is None else ended, -1.0)
-        draft.rows.add(*row.sides(), -np.inf, -row.constant)
+        draft.add_row(*row.sides(), -np.inf, -row.constant)

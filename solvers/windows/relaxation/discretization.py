@@ -3,6 +3,7 @@
 from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from typing import Self
 
 from solvers.highs.program import Milp
 from solvers.problem import Problem
@@ -33,6 +34,12 @@ class Discretization:
     spans: frozenset[tuple[int, int]] = frozenset()
     places: tuple[int, ...] = ()
     decided: frozenset[Decision] = frozenset()
+
+    @classmethod
+    def whole(cls, problem: Problem) -> Self:
+        """Return one window over the whole step."""
+        places = problem.places
+        return cls((problem.ops - 1,), places=() if places.plain else places.last)
 
     def window_of(self, op: int) -> int:
         """Return the index of the window in which `op` is first executed."""

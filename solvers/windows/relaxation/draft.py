@@ -1,17 +1,14 @@
 """A builder of programs: columns and rows, and the meaning of the columns."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
-from scipy.sparse import csr_array
 
-from solvers.highs.program import Milp
+from solvers.highs.builder import ProgramBuilder
 from solvers.problem import Problem
 from solvers.windows.relaxation.discretization import Discretization, Frame, Model
 
 _MEMORY_SCALE = 1e3  # the memory for produced tensors, in the units of the memory rows
-POLL_EVERY = 2000  # entries of a matrix, a row counting as ten
 
 Family = Callable[["ModelDraft"], None]  # adds rows of one kind to a draft, and their own columns
 WindowFamily = Callable[["ModelDraft", int], None]  # the same for one window
@@ -19,39 +16,6 @@ Terms = tuple[list[int], list[float]]  # columns, and for each its value in a ro
 Sum = tuple[float, list[int], list[float]]  # a constant and terms
 NONE: Sum = (0.0, [], [])
 Wording = Callable[["ModelDraft", int, list[int], list[float]], Terms]  # rewrites a memory row of a window
-
-
-class StoppedError(Exception):
-    """A request to stop during the construction of a model."""
-
-
-@dataclass(slots=True)
-class Rows:
-    """A builder of the rows of a sparse matrix.
-
-    Attributes:
-        should_stop: polled regularly; once True, ``add`` raises ``StoppedError``.
-    """
-
-    should_stop: Callable[[], bool] | None = None
-    row: list[int] = field(default_factory=list)
-    column: list[int] = field(default_factory=list)
-    value: list[float] = field(default_factory=list)
-    lower: list[float] = field(default_factory=list)
-    upper: list[float] = field(default_factory=list)
-    polled_at: int = 0
-
-    def add(self, columns: Sequence[int], values: Sequence[float], lower: float, upper: float) -> None:
-        """Add the row lower <= sum of values * columns <= upper."""
-        self.row.extend([len(self.lower)] * len(columns))
-        self.column.extend(columns)
-        self.value.extend(values)
-        self.lower.append(lower)
-        self.upper.append(upper)
-        if self.should_stop is not None and len(self.value) + 10 * len(self.upper) > self.polled_at + POLL_EVERY:
-            self.polled_at = len(self.value) + 10 * len(self.upper)
-            if self.should_stop():
-                raise StoppedError
 
 
 def dense(draft: "ModelDraft", k: int, columns: list[int], values: list[float]) -> Terms:
@@ -64,7 +28,7 @@ def _found(columns: Mapping[tuple[int, int], int], key: tuple[int, int]) -> list
     return [] if column is None else [column]
 
 
-class ModelDraft:
+class ModelDraft(ProgramBuilder):
     """The columns and rows of a program of `problem` with the windows of `detail`; families of rows add to it.
 
     Attributes:
@@ -86,6 +50,7 @@ class ModelDraft:
         should_stop: Callable[[], bool] | None = None,
         wording: Wording = dense,
     ) -> None:
+        super().__init__(should_stop)
         self.problem = problem
         self.detail = detail
         self.frame = frame or Frame()
@@ -103,21 +68,8 @@ class ModelDraft:
         self.valid: dict[tuple[int, int], int] = {}
         self.stored: dict[tuple[int, int], int] = {}
         self.hosted: dict[tuple[int, int], int] = {}
-        self.cost: list[float] = []
-        self.lower: list[float] = []
-        self.upper: list[float] = []
-        self.integer: list[bool] = []
-        self.rows = Rows(should_stop)
         self.memory_unit = max(1.0, problem.capacity_bytes / _MEMORY_SCALE)
         self._wording = wording
-
-    def column(self, cost: float = 0.0, *, integer: bool = True, lower: float = 0.0, upper: float = 1.0) -> int:
-        """Add a variable and return its column."""
-        self.cost.append(cost)
-        self.integer.append(integer)
-        self.lower.append(lower)
-        self.upper.append(upper)
-        return len(self.cost) - 1
 
     def executed(self, i: int) -> Sum:
         """Return the execution of i in its place, as a sum of columns.
@@ -126,7 +78,7 @@ class ModelDraft:
         """
         if i in self.instead:
             return 0.0, [self.instead[i]], [1.0]
-        columns = [self.instead[b] for b in self.problem.places.stood_by[i]]
+        columns = [self.instead[b] for b in self.problem.places.replaced_by[i]]
         return float(not self.problem.places.optional[i]), columns, [-1.0] * len(columns)
 
     def executions(self, ops: Iterable[int]) -> Sum:
@@ -186,7 +138,7 @@ class ModelDraft:
     def add_only_with(self, column: int, sources: list[int], also: Sum = NONE) -> None:
         """Add the row column <= sum of sources + `also`, unless it is redundant."""
         if also is NONE:
-            self.rows.add([column, *sources], [-1.0] + [1.0] * len(sources), 0.0, np.inf)
+            self.add_row([column, *sources], [-1.0] + [1.0] * len(sources), 0.0, np.inf)
         else:
             self.add_at_most((0.0, [column], [1.0]), sources, also)
 
@@ -195,28 +147,14 @@ class ModelDraft:
         if also[0] + sum(min(0.0, value) for value in also[2]) < 1.0:
             columns = [*wanted[1], *sources, *also[1]]
             values = [*(-value for value in wanted[2]), *[1.0] * len(sources), *also[2]]
-            self.rows.add(columns, values, wanted[0] - also[0], np.inf)
+            self.add_row(columns, values, wanted[0] - also[0], np.inf)
 
     def add_memory(self, k: int, columns: list[int], values: list[float], taken: int) -> None:
         """Add the row sum of values * columns <= M - taken of window k, all in bytes."""
         unit = self.memory_unit
         columns, values = self._wording(self, k, columns, values)
-        self.rows.add(columns, [value / unit for value in values], -np.inf, (self.problem.capacity_bytes - taken) / unit)
+        self.add_row(columns, [value / unit for value in values], -np.inf, (self.problem.capacity_bytes - taken) / unit)
 
     def model(self) -> Model:
         """Return the finished model."""
-        return Model(self.problem, self.detail, self.again, self.handed, self.twice, self.program(), self.taken, self.instead)
-
-    def program(self) -> Milp:
-        """Return the program as arrays."""
-        rows, n = self.rows, len(self.cost)
-        matrix = csr_array((rows.value, (rows.row, rows.column)), shape=(len(rows.lower), n))
-        return Milp(
-            cost=np.array(self.cost),
-            lower=np.array(self.lower),
-            upper=np.array(self.upper),
-            integer=np.array(self.integer, dtype=bool),
-            matrix=matrix,
-            row_lower=np.array(rows.lower),
-            row_upper=np.array(rows.upper),
-        )
+        return Model(self.problem, self.detail, self.again, self.handed, self.twice, self.milp(), self.taken, self.instead)

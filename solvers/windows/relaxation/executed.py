@@ -43,7 +43,7 @@ def _add_use(draft: ModelDraft, i: int, again: Sequence[int]) -> None:
     constant, columns, values = draft.executed(i)
     if not (constant or columns or again):
         return
-    used = draft.used[i] = draft.column(integer=False)
+    used = draft.used[i] = draft.column()
     for column in again:
         draft.add_only_with(column, [used])
     draft.add_at_most((constant, columns, values), [used], NONE)

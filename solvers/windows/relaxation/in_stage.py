@@ -57,9 +57,9 @@ class _Stages:
             return draft.handed.get((k + 1, t))
         key = (k, t, reader)
         if key not in self.wanted:
-            column = self.wanted[key] = draft.column(integer=False)
-            draft.rows.add([column, draft.again[k, reader]], [1.0, -1.0], 0.0, float("inf"))
+            column = self.wanted[key] = draft.column()
+            draft.add_row([column, draft.again[k, reader]], [1.0, -1.0], 0.0, float("inf"))
             later = self.wanted_after(k, t, reader)
             if later is not None:
-                draft.rows.add([column, later], [1.0, -1.0], 0.0, float("inf"))
+                draft.add_row([column, later], [1.0, -1.0], 0.0, float("inf"))
         return self.wanted[key]

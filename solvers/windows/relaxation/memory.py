@@ -174,6 +174,6 @@ def _lasts(draft: ModelDraft, k: int, t: int) -> int:
     if not anew:
         return draft.handed[k + 1, t]
     if (k, t) not in draft.lasting:
-        column = draft.lasting[k, t] = draft.column(integer=False)
-        draft.rows.add([column, draft.handed[k + 1, t], *anew], [1.0, -1.0] + [1.0] * len(anew), 0.0, np.inf)
+        column = draft.lasting[k, t] = draft.column()
+        draft.add_row([column, draft.handed[k + 1, t], *anew], [1.0, -1.0] + [1.0] * len(anew), 0.0, np.inf)
     return draft.lasting[k, t]

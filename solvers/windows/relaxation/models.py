@@ -20,7 +20,7 @@ from solvers.windows.relaxation.availability import (
     add_inputs_of_repeated,
 )
 from solvers.windows.relaxation.chains import add_memory_of_chains
-from solvers.windows.relaxation.devices import add_kept, add_memory_elsewhere, add_side_by_side
+from solvers.windows.relaxation.devices import add_kept, add_makespan, add_memory_elsewhere
 from solvers.windows.relaxation.discretization import Discretization, Frame, Model
 from solvers.windows.relaxation.draft import Family, ModelDraft, WindowFamily
 from solvers.windows.relaxation.executed import add_executed_at_all
@@ -36,7 +36,7 @@ def build_relaxation(problem: Problem, detail: Discretization, should_stop: Call
     """Build the relaxation of all schedules of `problem`: rows 1 to 21, as far as `detail` requests them.
 
     Raises:
-        StoppedError: `should_stop`, which is polled, returned True.
+        BuildStoppedError: `should_stop`, which is polled, returned True.
     """
     return compose(
         ModelDraft(problem, detail, should_stop=should_stop),
@@ -50,7 +50,7 @@ def build_relaxation(problem: Problem, detail: Discretization, should_stop: Call
         add_channels,
         add_executed_at_all,
         add_resources,
-        add_side_by_side,
+        add_makespan,
         add_conflicts,
     )
 
@@ -61,7 +61,7 @@ def build_ordered(
     """Build a restriction: rows 1 to 8 and those of `detail.ordered`, to find schedules.
 
     Raises:
-        StoppedError: `should_stop`, which is polled, returned True.
+        BuildStoppedError: `should_stop`, which is polled, returned True.
     """
     return compose(
         ModelDraft(problem, detail, frame=frame, should_stop=should_stop),
@@ -71,7 +71,7 @@ def build_ordered(
         add_memory_inside,
         add_memory_of_repeats,
         add_memory_in_order,
-        add_side_by_side,
+        add_makespan,
     )
 
 

@@ -35,7 +35,7 @@ class Paths:
 
     def ways(self, v: int) -> list[int]:
         """Return op v of the program and all ops that replace it."""
-        return [v, *self.places.stood_by[v]]
+        return [v, *self.places.replaced_by[v]]
 
     def alternatives(self, v: int) -> range:
         """Return the ops that may be executed in the place of v."""
@@ -68,11 +68,11 @@ class Paths:
         if v not in self._needed:
             found: dict[int, None] = {}
             for t in self.ops[v].inputs:
-                if all(self.reads(b, t) for b in self.places.stood_by[v]):
+                if all(self.reads(b, t) for b in self.places.replaced_by[v]):
                     found |= {t: None} if t in self.producer else {}
                 elif t in self.producer:  # produced inside an alternative, which reads its dependencies
                     before = self.needed(self.producer[t])
-                    found |= {u: None for u in before if all(self.reads(b, u) for b in self.places.stood_by[v])}
+                    found |= {u: None for u in before if all(self.reads(b, u) for b in self.places.replaced_by[v])}
             self._needed[v] = list(found)
         return self._needed[v]
 

@@ -28,7 +28,7 @@ def add_resources(draft: ModelDraft) -> None:
             elif limit > 0:
                 columns.append(draft.used[i])
                 shares.append(amount / limit)
-        draft.rows.add(columns, shares, -np.inf, 1.0 + _ROUNDING)
+        draft.add_row(columns, shares, -np.inf, 1.0 + _ROUNDING)
 
 
 _ROUNDING = 1e-9  # as in ``graphs.ir``

@@ -98,7 +98,7 @@ class _Span:
             columns = [parts[k, t] for k in windows if (k, t) in parts]
             self.copied[key] = []
             if columns:
-                column = draft.column(integer=False)
+                column = draft.column()
                 self.copied[key] = [column]
                 draft.add_only_with(column, columns)
                 if not whole or draft.problem.offloads.host_bytes is None:
@@ -113,6 +113,6 @@ class _Span:
             repeats = [draft.again[k, i] for k in range(self.first, self.last + 1) if (k, i) in draft.again]
             self.columns[i] = None
             if repeats:
-                column = self.columns[i] = draft.column(integer=False)
+                column = self.columns[i] = draft.column()
                 draft.add_only_with(column, repeats)
         return self.columns[i]

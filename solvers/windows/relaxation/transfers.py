@@ -44,14 +44,14 @@ def _add_variables(draft: ModelDraft, k: int, t: int) -> None:
     producer, start, end = problem.producer[t], draft.starts[k], draft.detail.ends[k]
     if producer > end or problem.last_use[t] < start:
         return
-    draft.stored[k, t] = draft.column(integer=False)
+    draft.stored[k, t] = draft.column()
     if producer < end and problem.last_use[t] > producer:
-        draft.taken[k, t] = draft.column()
-        draft.fetched[k, t] = draft.column(integer=False)
+        draft.taken[k, t] = draft.column(integer=True)
+        draft.fetched[k, t] = draft.column()
     if producer < start:
-        draft.hosted[k, t] = draft.column(integer=False)
+        draft.hosted[k, t] = draft.column()
         if (k - 1, t) in draft.taken:
-            draft.valid[k, t] = draft.column(integer=False)
+            draft.valid[k, t] = draft.column()
 
 
 def add_reload(draft: ModelDraft, offloads: Offloads, k: int, t: int) -> None:
@@ -80,7 +80,7 @@ def add_reload(draft: ModelDraft, offloads: Offloads, k: int, t: int) -> None:
         # A tensor that an op certainly produces in its place is produced before it can be offloaded.
         if not makes[0] or (draft.problem.places.sure[draft.problem.producer[t]] and makes == (1.0, [], [])):
             values = [1.0, 1.0] + [-1.0] * len(anew) + [-value for value in makes[2]]
-            draft.rows.add([valid, taken, *anew, *makes[1]], values, -np.inf, 1.0)
+            draft.add_row([valid, taken, *anew, *makes[1]], values, -np.inf, 1.0)
 
 
 def add_offload(draft: ModelDraft, k: int, t: int) -> None:
@@ -100,7 +100,7 @@ def add_host_memory(draft: ModelDraft, offloads: Offloads, k: int) -> None:
     if offloads.host_bytes is not None and held:
         unit = max(1.0, offloads.host_bytes / 1e3)
         sizes = [draft.problem.sizes[t] / unit for t in held]
-        draft.rows.add([draft.hosted[k, t] for t in held], sizes, -np.inf, offloads.host_bytes / unit)
+        draft.add_row([draft.hosted[k, t] for t in held], sizes, -np.inf, offloads.host_bytes / unit)
 
 
 def add_channels(draft: ModelDraft) -> None:
@@ -138,7 +138,7 @@ class _Channels:
 
     def add_window(self, k: int) -> None:
         draft, ops = self.draft, range(self.draft.starts[k], self.draft.detail.ends[k] + 1)
-        clock = [*self.again[k], (draft.column(1.0, integer=False, upper=self.most), 1.0)]
+        clock = [*self.again[k], (draft.column(1.0, upper=self.most), 1.0)]
         # Optional executions count anywhere in the window.
         self.unsure = 0.0
         for v in ops if not draft.problem.places.plain else ():
@@ -178,7 +178,7 @@ class _Channels:
                 continue
             columns[t] = draft.stored[k, t]
             if (k + 1, t) in draft.handed:
-                columns[t] = draft.column(integer=False)
+                columns[t] = draft.column()
                 draft.add_only_with(draft.stored[k, t], [columns[t], draft.handed[k + 1, t]])
         return columns
 
@@ -200,4 +200,4 @@ class _Channels:
         if sum(max(0.0, value) for _, value in copied) > room:
             columns, values = [column for column, _ in copied], [value for _, value in copied]
             spent = [-value for _, value in clock]
-            self.draft.rows.add([*columns, *(column for column, _ in clock)], [*values, *spent], -np.inf, room)
+            self.draft.add_row([*columns, *(column for column, _ in clock)], [*values, *spent], -np.inf, room)

@@ -18,7 +18,7 @@ import numpy as np
 
 from solvers.windows.relaxation.draft import Family, ModelDraft
 
-Choices = Callable[[ModelDraft, int], Iterable[int]]  # ops that may be recomputed in a window, in program order
+RepeatableOps = Callable[[ModelDraft, int], Iterable[int]]  # ops that may be recomputed in a window, in program order
 
 
 def every_op(draft: ModelDraft, k: int) -> Iterable[int]:
@@ -26,41 +26,41 @@ def every_op(draft: ModelDraft, k: int) -> Iterable[int]:
     return range(draft.detail.ends[k] + 1)
 
 
-def variables(choices: Choices) -> Family:
-    """Return the family of z, R, Q and S, with R and Q for `choices`."""
+def variables(repeatable: RepeatableOps) -> Family:
+    """Return the family of z, R, Q and S, with R and Q for the `repeatable` ops."""
 
     def add_variables(draft: ModelDraft) -> None:
-        _add_stand_ins(draft)
+        _add_alternatives(draft)
         for k in range(draft.first_window, draft.windows):
-            _add_repeats(draft, k, choices(draft, k))
+            _add_repeats(draft, k, repeatable(draft, k))
             _add_handed(draft, k)
         _add_frame(draft)
 
     return add_variables
 
 
-def _add_stand_ins(draft: ModelDraft) -> None:
+def _add_alternatives(draft: ModelDraft) -> None:
     """Add z[b], at the time of b less that of its group; at most one op replaces each op."""
     problem, places = draft.problem, draft.problem.places
     for b, group in enumerate(places.replaces):
         if group:
             seconds = problem.time_s[b] - sum(problem.time_s[i] for i in group)
             fits = problem.own_bytes[b] <= problem.capacity_bytes
-            draft.instead[b] = draft.column(cost=problem.units(seconds), upper=float(fits))
-    for group in sorted({of_op for of_op in places.stood_by if len(of_op) > 1}):
-        draft.rows.add([draft.instead[b] for b in group], [1.0] * len(group), -np.inf, 1.0)
+            draft.instead[b] = draft.column(integer=True, cost=problem.units(seconds), upper=float(fits))
+    for group in sorted({of_op for of_op in places.replaced_by if len(of_op) > 1}):
+        draft.add_row([draft.instead[b] for b in group], [1.0] * len(group), -np.inf, 1.0)
     for ways, is_executed in sorted(draft.detail.decided):
-        draft.rows.add([draft.instead[b] for b in ways], [1.0] * len(ways), float(is_executed), float(is_executed))
+        draft.add_row([draft.instead[b] for b in ways], [1.0] * len(ways), float(is_executed), float(is_executed))
 
 
-def _add_repeats(draft: ModelDraft, k: int, choices: Iterable[int]) -> None:
+def _add_repeats(draft: ModelDraft, k: int, repeatable: Iterable[int]) -> None:
     """Add R[k,i] if i is old in k and useful in k or later; Q[k,i] if i is new in k, and not executed at its end.
 
     Neither is added if an input of i has been written in place by then. An optional op that must run only once does so in one
     window.
     """
     problem, places, start = draft.problem, draft.problem.places, draft.starts[k]
-    for i in choices:
+    for i in repeatable:
         if i < start:
             worth = problem.last_worth[i] >= start
         elif places.sure[i]:
@@ -69,10 +69,10 @@ def _add_repeats(draft: ModelDraft, k: int, choices: Iterable[int]) -> None:
         else:
             worth = not places.replaces[i] or places.last[i] < draft.detail.ends[k]
         if worth and problem.recomputable[i] and problem.last_again[i] >= start:
-            draft.again[k, i] = draft.column(cost=problem.units(problem.time_s[i]))
+            draft.again[k, i] = draft.column(integer=True, cost=problem.units(problem.time_s[i]))
             if places.optional[i] and not problem.graph.ops[places.ids[i]].recomputable:
                 earlier = [draft.again[j, i] for j in range(k) if (j, i) in draft.again]
-                draft.rows.add([draft.again[k, i], *earlier], [1.0] * (1 + len(earlier)), -np.inf, 1.0)
+                draft.add_row([draft.again[k, i], *earlier], [1.0] * (1 + len(earlier)), -np.inf, 1.0)
 
 
 def _add_handed(draft: ModelDraft, k: int) -> None:
@@ -110,4 +110,4 @@ def _add_frame(draft: ModelDraft) -> None:
             if k == draft.first_window:
                 draft.lower[column] = draft.upper[column] = float(t in entering)
     for t in sorted(leaving or ()):
-        draft.handed[draft.windows, t] = draft.column(lower=1.0)
+        draft.handed[draft.windows, t] = draft.column(integer=True, lower=1.0)

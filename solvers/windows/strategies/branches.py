@@ -63,7 +63,7 @@ class Branches(Strategy):
         super().__init__(search)
         self.params = search.params.bound
         self.orders: deque[Order] = deque()
-        self.whole = Discretization((search.problem.ops - 1,), places=search.problem.places.last)
+        self.whole = Discretization.whole(search.problem)
         self.here = replace(search.problem, offloads=NO_OFFLOADS)  # keeping everything offloads nothing
         self.ways = _ways(search.problem, search.params.branches)
         self.all = [self._branch(frozenset(), -np.inf)]
@@ -74,11 +74,6 @@ class Branches(Strategy):
     def closed(self) -> bool:
         """True if no branch can raise the bound."""
         return self._next().closed
-
-    @staticmethod
-    def applies(problem: Problem) -> bool:
-        """Return True if the problem has optional ops."""
-        return not problem.places.plain
 
     def step(self, limit: float) -> bool:
         """Refine the branch of the least bound, for its own limit; once more when the problem is solved."""

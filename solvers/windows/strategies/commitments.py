@@ -19,7 +19,6 @@ from solvers.windows.decoding.decode import Order, Trial, decoded, order_of, tri
 from solvers.windows.decoding.plain_graph import PlainGraph, plain_graph
 from solvers.windows.part_process import PartProcess, SearchEnd
 from solvers.windows.parts import POLL, note_end, search_of_part
-from solvers.windows.relaxation.discretization import Discretization
 from solvers.windows.search import Search
 from solvers.windows.strategies.neighbourhoods import FixAndOptimizeOptions
 from solvers.windows.strategies.placement import Placements
@@ -87,7 +86,6 @@ class Commitments:
         self.search = search
         self.all: dict[object, Commitment] = {} if known is None else known
         self.places = search.problem.places
-        self.whole = Discretization((search.problem.ops - 1,), places=self.places.last)
         self._without_offloading: Trial | None = None  # the best that is known
         self._learned: list[Trial] = []  # the best schedules at the last call of ``learn``
         self._options = FixAndOptimizeOptions(search) if FixAndOptimizeOptions.applies(search.problem) else None
@@ -121,14 +119,14 @@ class Commitments:
         if order is None:
             return None
         self.add(order)
-        return self.search.offer(order, self.whole)
+        return self.search.offer(order)
 
     def try_least(self, limit: float) -> None:
         """Commit to the alternatives with the least peak, at any time."""
         order = least_instead(self.search.problem, self.search.clock.part(limit), self.search.stopping.stopped)
         if order is not None:
             self.add(order)
-            self.search.offer(order, self.whole)
+            self.search.offer(order)
 
     def keep_without_offloading(self, trial: Trial) -> None:
         """Keep a schedule of the graph without transfers to the host, and commit to its plain graph."""
@@ -149,7 +147,7 @@ class Commitments:
                 return
             instead = frozenset(place[of_whole.ops[own[i]]] for i in trial.order.instead)
             reloads = frozenset((of_whole.tensors[t], position) for t, position in trial.order.reloads)
-            order = order_of(self.whole, [place[op] for op in executed], reloads, instead, self.places)
+            order = order_of(problem, [place[op] for op in executed], reloads, instead)
             self.search.incumbent.take(replace(trial, order=order, schedule=schedule, ends=()))
 
         return lift
@@ -168,8 +166,8 @@ class Commitments:
         """Yield the orders of the relaxation's solutions and the orders that have arrived, each once."""
         search = self.search
         while search.models.solutions:
-            detail, choice = search.models.solutions.popleft()
-            order = decoded(search.problem, detail, choice)
+            detail, solution = search.models.solutions.popleft()
+            order = decoded(search.problem, detail, solution)
             if is_possible(search.problem, order):
                 yield order
         while orders.orders:
@@ -273,8 +271,8 @@ class Commitments:
         tolerance = Tolerance.of(params.commitments.share * self.search.stopping.tolerance)
         clock = self.search.clock.part(params.bound.first_slice * params.bound.longer**commitment.runs)
         sub = search_of_part(self.search, commitment.plain.graph, clock, tolerance, lambda best: self.take(commitment, best))
-        whole, best = Discretization((sub.problem.ops - 1,)), commitment.best
-        sub.offer(order_of(whole, commitment.plain.order, commitment.reloads) if best is None else best.order, whole)
+        best = commitment.best
+        sub.offer(order_of(sub.problem, commitment.plain.order, commitment.reloads) if best is None else best.order)
         return sub
 
     def _end(self, commitment: Commitment, sub: Search, began: float) -> None:
@@ -294,9 +292,9 @@ class Commitments:
         problem, plain = self.search.problem, commitment.plain
         computed = [plain.ops[op] for op in trial.order.computed]
         reloads = frozenset((plain.tensors[t], place) for t, place in trial.order.reloads)
-        order = order_of(self.whole, computed, reloads, commitment.instead, self.places)
+        order = order_of(problem, computed, reloads, commitment.instead)
         if not problem.offloads:
-            found = self.search.offer(order, self.whole)
+            found = self.search.offer(order)
         else:
             found = trial_of_whole(problem, plain, order, trial)
             self.search.incumbent.take(found)

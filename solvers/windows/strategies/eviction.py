@@ -2,13 +2,12 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Unpack
 
 import numpy as np
 
 from solvers.eviction.engine import WORK_PER_EVICTION, evicting_order
 from solvers.eviction.least_peak import least_evicting_schedule
-from solvers.eviction.rules import EvictionRule, Limits
+from solvers.eviction.rules import EvictionRule, EvictionSettings
 from solvers.problem import Problem
 from solvers.windows.decoding.decode import Order, late_writers, order_of
 from solvers.windows.relaxation.discretization import Discretization
@@ -22,8 +21,7 @@ class KeepEverything(Strategy):
     def step(self, limit: float) -> bool:
         """Offer the schedule that keeps everything, and split the windows at its peak; return False."""
         ops = self.search.problem.ops
-        whole = Discretization((ops - 1,))
-        trial = self.search.offer(order_of(whole, range(ops)), whole)
+        trial = self.search.offer(order_of(self.search.problem, range(ops)))
         peak = int(np.argmax(trial.memory_bytes))
         self.search.models.coarse = self.search.models.detail = Discretization(tuple(sorted({peak, ops - 1})))
         return False
@@ -48,7 +46,8 @@ class EvictionRules(Strategy):
                 return False
             stopped = stopping.polled(WORK_PER_EVICTION, stopping.stopped)
             most = search.params.first_schedule.few_executions
-            offer(search, evicted(search.problem, rule, max_factor=most, should_stop=stopped))
+            if (order := evicted(search.problem, rule, EvictionSettings(max_factor=most, should_stop=stopped))) is not None:
+                search.offer(order)
         return True
 
 
@@ -74,22 +73,23 @@ class TightEviction(Strategy):
             # The rules may take longer than the limit: half of it is reserved for the least peak.
             if search.problem.offloads and search.clock.now > (began + until) / 2:
                 break
-            offer(search, evicted(search.problem, rule, should_stop=should_stop))
+            if (order := evicted(search.problem, rule, EvictionSettings(should_stop=should_stop))) is not None:
+                search.offer(order)
         least = least_evicting_schedule(search.problem.graph, search.clock, should_stop=ended)
         if least is not None and not should_stop():
             offer_program(search, least.computed)
         return False
 
 
-def evicted(problem: Problem, rule: EvictionRule, **limits: Unpack[Limits]) -> Order | None:
+def evicted(problem: Problem, rule: EvictionRule, settings: EvictionSettings) -> Order | None:
     """Return the order that `rule` finds.
 
     Return None if the rule fails, or if a recomputation reads a tensor that was written in place, which eviction ignores.
     """
-    found = evicting_order(problem, rule, **limits)
+    found = evicting_order(problem, rule, settings)
     if found is None:
         return None
-    order = order_of(Discretization((problem.ops - 1,)), *found)
+    order = order_of(problem, *found)
     return None if late_writers(problem, order) else order
 
 
@@ -99,16 +99,10 @@ def with_prices(problem: Problem, rules: Sequence[EvictionRule], prices: Sequenc
         yield from (replace(rule, channel=price) for rule in rules)
 
 
-def offer(search: Search, order: Order | None) -> None:
-    """Offer an order if there is one."""
-    if order is not None:
-        search.offer(order, Discretization((search.problem.ops - 1,)))
-
-
 def offer_program(search: Search, computed: Sequence[int] | None) -> None:
     """Offer an order of ops of the program, unless a recomputation reads a tensor that was written in place."""
     if computed is None:
         return
-    order = order_of(Discretization((search.problem.ops - 1,)), computed)
+    order = order_of(search.problem, computed)
     if not late_writers(search.problem, order):
-        offer(search, order)
+        search.offer(order)

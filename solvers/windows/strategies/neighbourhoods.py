@@ -13,12 +13,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from solvers.clock import left
 from solvers.highs.program import Floats, Milp, Outcome
 from solvers.problem import OBJECTIVE_SCALE, Problem, without_small
-from solvers.windows.decoding.decode import Trial, decoded, late_writers, order_of, read_choice
-from solvers.windows.decoding.encode import choice_of_trial, start_values
-from solvers.windows.decoding.expand import Choice
+from solvers.windows.decoding.decode import Trial, decoded, late_writers, order_of, read_solution
+from solvers.windows.decoding.encode import solution_of_trial, start_values
+from solvers.windows.decoding.expand import Solution
 from solvers.windows.decoding.refinement import refined, where_it_waits, with_stages_in_order
 from solvers.windows.relaxation.discretization import Discretization, Model
 from solvers.windows.relaxation.models import build_relaxation
@@ -31,7 +30,7 @@ Columns = list[int]
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class EncodedTrial:
     """A schedule, and its values in a model."""
 
     trial: Trial
@@ -59,7 +58,7 @@ class NarrowModel:
         self.small = without_small(search.problem, self.params.small_share) if plain else search.problem
         self.known = CandidateSet()
         self.detail = coarse
-        self._best: Placed | None = None
+        self._best: EncodedTrial | None = None
         self.draw = np.random.default_rng(0)
 
     def begin(self) -> None:
@@ -88,10 +87,10 @@ class NarrowModel:
         if len(self.known.ops) > before:
             self._best = None
 
-    def more_choices(self) -> bool:
-        """Allow more candidates, as ``CandidateSet.more_choices`` does."""
+    def more_candidates(self) -> bool:
+        """Allow more candidates, as ``CandidateSet.more_candidates`` does."""
         self._best = None
-        return self.known.more_choices(self.search.problem.ops)
+        return self.known.more_candidates(self.search.problem.ops)
 
     def coarse_trials(self) -> list[Trial]:
         """Return the trials of solutions of coarse models, for several capacities."""
@@ -105,9 +104,9 @@ class NarrowModel:
             answer = solve_part(search, model.program, self.params.coarse_limit, gap=search.stopping.tolerance)
             if answer.values is None:
                 break
-            choice = read_choice(model, answer.values)
-            self.known.learn(choice)
-            order = decoded(small, coarse, choice)
+            solution = read_solution(model, answer.values)
+            self.known.learn(solution)
+            order = decoded(small, coarse, solution)
             if not late_writers(search.problem, order):
                 trials.append(search.offer(order, coarse))
         return trials
@@ -123,31 +122,31 @@ class NarrowModel:
         def try_solution(values: Floats, objective: float) -> bool:
             # A schedule far from the best is found quickly, and better than none.
             if search.incumbent.best is None:
-                self.look(model, read_choice(model, values))
+                self.look(model, read_solution(model, values))
             return False
 
         gap = self.params.settle_gap * search.stopping.tolerance
         answer = solve_part(search, model.program, limit, gap=gap, on_incumbent=try_solution)
         if answer.outcome is Outcome.INFEASIBLE:
-            return not self.more_choices()
+            return not self.more_candidates()
         if answer.values is None:
             return False
-        trial = self.look(model, read_choice(model, answer.values))
+        trial = self.look(model, read_solution(model, answer.values))
         if trial is not None:
             self.settle(trial)
         return answer.outcome is Outcome.OPTIMAL and model.detail == self.detail
 
-    def best_in_model(self) -> Placed:
+    def best_in_model(self) -> EncodedTrial:
         """Return the best schedule as a solution of the narrow model."""
         trial = self.search.incumbent.best_trial
         if self._best is None or self._best.trial is not trial or self._best.model.detail != self.detail:
             self.known.learn_order(trial.order)
-            self._best = self.placed(self.model(), trial)
+            self._best = self.encoded(self.model(), trial)
         return self._best
 
-    def placed(self, model: Model, trial: Trial) -> Placed:
+    def encoded(self, model: Model, trial: Trial) -> EncodedTrial:
         """Return `trial` as a solution of `model`."""
-        return Placed(trial, model, start_values(model, choice_of_trial(self.search.problem, model.detail, trial)))
+        return EncodedTrial(trial, model, start_values(model, solution_of_trial(self.search.problem, model.detail, trial)))
 
     def settle(self, trial: Trial) -> bool:
         """Refine where `trial` exceeds the budget, and solve again there, until it fits; return True if it does.
@@ -172,8 +171,8 @@ class NarrowModel:
             self.detail = closer
             self.known.learn_order(trial.order)
             model = self.model()
-            choice = self.around(model, trial)
-            looked = None if choice is None else self.look(model, choice)
+            solution = self.around(model, trial)
+            looked = None if solution is None else self.look(model, solution)
             if looked is None:
                 return fits
             # A solution of the same cost has probably moved the excess to an earlier op.
@@ -183,13 +182,13 @@ class NarrowModel:
             trial = looked
         return trial.peak_bytes <= budget_bytes
 
-    def around(self, model: Model, trial: Trial) -> Choice | None:
+    def around(self, model: Model, trial: Trial) -> Solution | None:
         """Return a solution of `model` that equals `trial` except in the windows around those that exceed the budget."""
         search, problem = self.search, self.search.problem
-        order = order_of(model.detail, trial.order.computed, instead=trial.order.instead, places=problem.places)
+        order = order_of(problem, trial.order.computed, instead=trial.order.instead, detail=model.detail)
         over = {w for w, taken in zip(order.windows, trial.memory_bytes, strict=True) if taken > search.budget_bytes}
         over.update(w for w, wait_s in zip(order.windows, trial.waits_s, strict=False) if wait_s)
-        placed = self.placed(model, trial)
+        encoded = self.encoded(model, trial)
         much = problem.units(trial.time_s - problem.base_s * (1 - self.params.much))
         windows = len(model.detail.ends)
         radius = self.params.radius
@@ -197,18 +196,18 @@ class NarrowModel:
         least = np.inf
         while not search.stopping.enough():
             opened = {w for middle in over for w in range(max(0, middle - radius), min(windows, middle + radius + 1))}
-            program = fixed_but_for(placed, columns_in(model, opened))
+            program = fixed_but_for(encoded, columns_in(model, opened))
             answer = solve_part(search, program, self.params.part_limit, gap=self.params.settle_gap * search.stopping.tolerance)
             if answer.values is not None and answer.objective is not None and answer.objective < least:
                 best, least = answer.values, answer.objective
             if least <= much or len(opened) == windows:
                 break
             radius *= self.params.wider
-        return None if best is None else read_choice(model, best)
+        return None if best is None else read_solution(model, best)
 
-    def look(self, model: Model, choice: Choice) -> Trial | None:
+    def look(self, model: Model, solution: Solution) -> Trial | None:
         """Return the trial of a solution; None if it would read an overwritten tensor or exceeds a resource."""
-        order = decoded(model.problem, model.detail, choice)
+        order = decoded(model.problem, model.detail, solution)
         if writers := late_writers(self.search.problem, order):
             self.detail = model.detail.ending_at(writers)
             return None
@@ -238,7 +237,10 @@ class Restarts(SteppedStrategy):
 
 
 class FixAndOptimize(SteppedStrategy):
-    """Solves with some variables of the best schedule open and the others fixed, as long as that may improve it."""
+    """Solves with some variables of the best schedule open and the others fixed, as long as that may improve it.
+
+    The problem must not have both optional ops and transfers to the host.
+    """
 
     opened: str  # name of the elements, for progress messages
 
@@ -246,17 +248,12 @@ class FixAndOptimize(SteppedStrategy):
         super().__init__(search)
         self.narrow = narrow
 
-    @staticmethod
-    def applies(problem: Problem) -> bool:
-        """Return True if the problem does not have both optional ops and transfers to the host."""
-        return problem.places.plain or not problem.offloads
-
     @abstractmethod
     def count(self, model: Model) -> int:
         """Return the number of elements of `model` that can be opened."""
 
     @abstractmethod
-    def columns(self, best: Placed, size: int) -> Columns:
+    def columns(self, best: EncodedTrial, size: int) -> Columns:
         """Return the columns of `size` of these elements."""
 
     def steps(self) -> Iterator[None]:
@@ -276,7 +273,7 @@ class FixAndOptimize(SteppedStrategy):
             before = search.problem.units(best.trial.time_s - search.problem.base_s)
             enough = before - params.open_gap * OBJECTIVE_SCALE
             if answer.values is not None and answer.objective is not None and answer.objective < enough:
-                trial = narrow.look(best.model, read_choice(best.model, answer.values))
+                trial = narrow.look(best.model, read_solution(best.model, answer.values))
                 if trial is not None:
                     narrow.settle(trial)
             done = answer.outcome in {Outcome.OPTIMAL, Outcome.INFEASIBLE}
@@ -298,7 +295,7 @@ class FixAndOptimizeWindows(FixAndOptimize):
         """Return the number of windows."""
         return len(model.detail.ends)
 
-    def columns(self, best: Placed, size: int) -> Columns:
+    def columns(self, best: EncodedTrial, size: int) -> Columns:
         """Return the columns of `size` consecutive windows around a random one."""
         costs = np.zeros(len(best.model.detail.ends))
         for (k, _), cost in best.repeated():
@@ -316,7 +313,7 @@ class FixAndOptimizeOps(FixAndOptimize):
         """Return the number of ops."""
         return model.problem.ops
 
-    def columns(self, best: Placed, size: int) -> Columns:
+    def columns(self, best: EncodedTrial, size: int) -> Columns:
         """Return the columns of `size` ops, half of them around each of two random ones."""
         costs = np.zeros(best.model.problem.ops)
         for (_, i), cost in best.repeated():
@@ -335,7 +332,7 @@ class FixAndOptimizeOptions(Strategy):
 
     def __init__(self, search: Search) -> None:
         super().__init__(search)
-        self.near = NarrowModel(search, Discretization((search.problem.ops - 1,), places=search.problem.places.last))
+        self.near = NarrowModel(search, Discretization.whole(search.problem))
         # Alternatives are varied first, recomputations of the program once that gains nothing more.
         self.near.choose_from(i for i, sure in enumerate(search.problem.places.sure) if not sure)
         self._strategies: list[Strategy] = []
@@ -352,11 +349,7 @@ class FixAndOptimizeOptions(Strategy):
         search = self.search
         if search.incumbent.best is None or (self._none_left and search.incumbent.best is self._from):
             return False
-        clock, before = search.clock.part(limit), search.incumbent.best
-
-        def stop() -> bool:
-            return search.stopping.enough() or left(clock) <= 0
-
+        stop, before = search.stopping.enough_after(limit), search.incumbent.best
         self._none_left = False
         while not (stop() or self._none_left):
             if not self._strategies:
@@ -364,7 +357,7 @@ class FixAndOptimizeOptions(Strategy):
             share_time(search, self._strategies, search.params.portfolio, should_stop=stop)
             if not stop():  # all has been chosen again together
                 self._strategies = []
-                self._none_left = search.incumbent.best is self._from and not self.near.more_choices()
+                self._none_left = search.incumbent.best is self._from and not self.near.more_candidates()
         if limit > 0 and search.incumbent.best is before:
             self.near.choose_from(range(search.problem.ops))
         return not (self._none_left or search.stopping.enough())
@@ -385,9 +378,9 @@ def _shares(costs: Floats) -> Floats:
     return shares
 
 
-def fixed_but_for(placed: Placed, opened: Columns) -> Milp:
-    """Return the program with its variables fixed as in `placed`, except the columns `opened`."""
-    model, start = placed.model, placed.start
+def fixed_but_for(encoded: EncodedTrial, opened: Columns) -> Milp:
+    """Return the program with its variables fixed as in `encoded`, except the columns `opened`."""
+    model, start = encoded.model, encoded.start
     fixed = np.zeros(len(start), dtype=bool)
     fixed[[*model.again.values(), *model.handed.values(), *model.taken.values(), *model.instead.values()]] = True
     fixed[opened] = False

@@ -16,11 +16,9 @@ from graphs.simulate import simulate
 from solvers.clock import Clock
 from solvers.eviction.engine import WORK_PER_EVICTION, evicting_order
 from solvers.eviction.least_peak import least_evicting_schedule
-from solvers.eviction.rules import RULES, TIGHT_RULES
+from solvers.eviction.rules import RULES, TIGHT_RULES, EvictionSettings
 from solvers.problem import Problem, problem_of
 from solvers.windows.decoding.decode import Order, Trial, late_writers, order_of, try_out
-from solvers.windows.relaxation.discretization import Discretization
-from solvers.windows.strategies.eviction import offer
 from solvers.windows.strategies.strategy import Strategy
 
 _INSTANT_S = 1e-12  # of ops that take no time
@@ -37,7 +35,7 @@ class OffloadedOrders(Strategy):
     @staticmethod
     def applies(problem: Problem) -> bool:
         """Return True if the problem has transfers to the host and no other optional ops."""
-        return problem.places.plain and bool(problem.offloads)
+        return problem.only_offloads
 
     def step(self, limit: float) -> bool:
         """Offer such orders for about `limit`; return False."""
@@ -51,7 +49,7 @@ class OffloadedOrders(Strategy):
             if ended():
                 break
             if not late_writers(search.problem, order):
-                offer(search, order)
+                search.offer(order)
         return False
 
 
@@ -71,11 +69,12 @@ def offloaded_orders(problem: Problem, *, should_stop: Callable[[], bool]) -> It
             yield _with_reloads(problem, range(problem.ops), sent)
         else:
             evicting.append((sent, apart))
+    settings = EvictionSettings(max_factor=_FEW_EXECUTIONS, should_stop=should_stop)
     for rule in (rule for pair in zip(RULES, TIGHT_RULES, strict=True) for rule in pair):
         for sent, apart in evicting:
             if should_stop():
                 return
-            found = evicting_order(apart, rule, max_factor=_FEW_EXECUTIONS, should_stop=should_stop)
+            found = evicting_order(apart, rule, settings)
             if found is not None:
                 yield _with_reloads(problem, found.computed, sent)
 
@@ -171,7 +170,7 @@ def _with_reloads(problem: Problem, computed: Sequence[int], sent: frozenset[int
                 there.pop(t, None)
                 live_bytes -= problem.sizes[t]
         done = max(done, op + 1)
-    return order_of(Discretization((problem.ops - 1,)), computed, frozenset(reloads))
+    return order_of(problem, computed, frozenset(reloads))
 
 
 def _next_reads(problem: Problem, computed: Sequence[int]) -> list[dict[int, int]]:

@@ -13,11 +13,11 @@ import numpy as np
 
 from solvers.highs.program import Floats
 from solvers.problem import Problem
-from solvers.windows.decoding.decode import Trial, decoded, late_writers, order_of, read_choice, try_out
-from solvers.windows.decoding.pruning import uses_of, without
-from solvers.windows.decoding.transfers import Lives, Stay, with_transfers
+from solvers.windows.decoding.decode import Trial, decoded, late_writers, order_of, read_solution, try_out
+from solvers.windows.decoding.pruning import uses_of, without_executions
+from solvers.windows.decoding.transfers import PoolStay, TransferPlan, with_transfers
 from solvers.windows.params import OffloadingParams
-from solvers.windows.relaxation.discretization import Discretization, Model
+from solvers.windows.relaxation.discretization import Model
 from solvers.windows.relaxation.models import build_relaxation
 from solvers.windows.search import WORK_PER_EXECUTION, Search
 from solvers.windows.strategies.refinement import solve_part
@@ -34,11 +34,6 @@ class CoarseVariations(SteppedStrategy):
         """Create the strategy; `known` learns the solutions."""
         super().__init__(search)
         self.known = known
-
-    @staticmethod
-    def applies(problem: Problem) -> bool:
-        """Return True if the problem has transfers to the host and no other optional ops."""
-        return problem.places.plain and bool(problem.offloads)
 
     def steps(self) -> Iterator[None]:
         """Solve one variation per step and offer its solutions."""
@@ -61,9 +56,9 @@ def _solve_and_offer(search: Search, model: Model, known: CandidateSet) -> None:
     below = problem.units(search.incumbent.best_s - problem.base_s)
 
     def try_solution(values: Floats, objective: float) -> bool:
-        choice = read_choice(model, values)
-        known.learn(choice)
-        order = decoded(problem, detail, choice)
+        solution = read_solution(model, values)
+        known.learn(solution)
+        order = decoded(problem, detail, solution)
         if objective < below and not late_writers(problem, order):
             offer_without_waits(search, search.offer(order, detail))
         return False
@@ -80,16 +75,11 @@ def offer_without_waits(search: Search, trial: Trial) -> None:
     stop = search.stopping.polled(WORK_PER_EXECUTION * len(trial.order.computed), search.stopping.enough)
     better = recomputing_where_it_waits(search.problem, trial, search.budget_bytes, stop, search.params.offloading)
     if better is not trial:
-        search.offer(better.order, Discretization((search.problem.ops - 1,)))
+        search.offer(better.order)
 
 
 class Polishing(SteppedStrategy):
     """Removal of one recomputation or transfer of the best schedule at a time, until none can be removed."""
-
-    @staticmethod
-    def applies(problem: Problem) -> bool:
-        """Return True if the problem has transfers to the host and no other optional ops."""
-        return problem.places.plain and bool(problem.offloads)
 
     def steps(self) -> Iterator[None]:
         """Try one removal per step."""
@@ -120,8 +110,7 @@ def _offer_faster(search: Search, computed: Sequence[int], reloads: Reloads) -> 
     search.clock.spend(WORK_PER_EXECUTION * len(computed))
     found = with_transfers(problem, computed, reloads)
     if found.time_s < search.incumbent.best_s and max(found.memory_bytes) <= search.budget_bytes:
-        whole = Discretization((problem.ops - 1,))
-        search.offer(order_of(whole, computed, found.reloads), whole)
+        search.offer(order_of(problem, computed, found.reloads))
 
 
 def simpler(
@@ -145,7 +134,7 @@ def simpler(
         if problem.time_s[computed[place]] > below_s:
             continue
         wanted = [t for t in problem.outputs[computed[place]] if (t, place) in next_read and not problem.kept[t]]
-        fewer, shifted = without(computed, {place}, reloads, next_read)
+        fewer, shifted = without_executions(computed, {place}, reloads, next_read)
         stays = {
             t: not len(between := memory[last_use[t, place] + 1 : place]) or int(between.max()) + problem.sizes[t] <= budget_bytes
             for t in wanted
@@ -164,7 +153,6 @@ def recomputing_where_it_waits(
     problem: Problem, trial: Trial, budget_bytes: int, should_stop: Callable[[], bool], params: OffloadingParams
 ) -> Trial:
     """Return `trial`, which fits, with recomputation in place of transfers, one tensor after another, while it becomes faster."""
-    whole = Discretization((problem.ops - 1,))
     found: Trial | None = trial
     while found is not None:
         trial, found = found, None
@@ -174,7 +162,7 @@ def recomputing_where_it_waits(
             run = with_transfers(problem, computed, reloads)
             fits = max(run.memory_bytes) <= budget_bytes
             if fits and run.time_s < trial.time_s * (1 - params.least_gain):
-                found = try_out(problem, order_of(whole, computed, run.reloads))
+                found = try_out(problem, order_of(problem, computed, run.reloads))
                 break
     return trial
 
@@ -182,7 +170,7 @@ def recomputing_where_it_waits(
 def _computing_instead(problem: Problem, trial: Trial, params: OffloadingParams) -> Iterator[tuple[Sequence[int], Reloads]]:
     """Yield orders with one transfer less: at the longest waits, the cheapest recomputation per second first."""
     computed, reloads = trial.order.computed, trial.order.reloads
-    stays = Lives(problem, computed, reloads).stays
+    stays = TransferPlan(problem, computed, reloads).stays
     waits = sorted(((wait_s, place) for place, wait_s in enumerate(trial.waits_s) if wait_s > 0), reverse=True)
     chains: dict[tuple[int, int], list[int] | None] = {}
     tried: set[tuple[int, int]] = set()
@@ -206,7 +194,7 @@ def _computing_instead(problem: Problem, trial: Trial, params: OffloadingParams)
 
 
 def _chain(
-    problem: Problem, stays: Sequence[Stay], computed: Sequence[int], pair: tuple[int, int], longest: int
+    problem: Problem, stays: Sequence[PoolStay], computed: Sequence[int], pair: tuple[int, int], longest: int
 ) -> list[int] | None:
     """Return the ops that recompute a tensor right before its reload; None if there are too many, or they must not run."""
     tensor, place = pair

@@ -15,11 +15,9 @@ from types import MappingProxyType
 import numpy as np
 
 from graphs.pools import COMPUTE
-from solvers.clock import left
 from solvers.problem import Problem
 from solvers.windows.decoding.decode import NOWHERE_BYTES, Order, Trial, order_of, try_out
 from solvers.windows.decoding.transfers import with_transfers
-from solvers.windows.relaxation.discretization import Discretization
 from solvers.windows.search import WORK_PER_EXECUTION, Search
 from solvers.windows.strategies.strategy import Strategy
 from solvers.windows.strategies.substitution import is_possible
@@ -47,7 +45,7 @@ class Placing:
     instead: frozenset[int] = frozenset()
 
 
-class Where:
+class DeviceOps:
     """Ops and transfers by device. Ops are positions, tensors those of the program.
 
     Attributes:
@@ -84,14 +82,14 @@ class Where:
 
     def computed(self, placing: Placing) -> list[int] | None:
         """Return the executions and transfers, each before its readers; None if a tensor cannot be produced."""
-        return _Order(self, placing).run()
+        return _OrderBuilder(self, placing).run()
 
 
 @dataclass(slots=True)
-class _Order:
+class _OrderBuilder:
     """A builder of an order."""
 
-    places: Where
+    places: DeviceOps
     placing: Placing
     computed: list[int] = field(default_factory=list)
     there: set[tuple[int, int]] = field(default_factory=set)
@@ -103,8 +101,8 @@ class _Order:
         places, placing = self.places, self.placing
         self.there.update(places.static)
         self.sent.update(((t, device), other) for t, device, other in placing.sent)
-        stood_for = {i for b in placing.instead for i in places.places.replaces[b]}
-        for v in sorted({*placing.device, *placing.instead}.difference(stood_for - set(placing.instead))):
+        replaced = {i for b in placing.instead for i in places.places.replaces[b]}
+        for v in sorted({*placing.device, *placing.instead}.difference(replaced - set(placing.instead))):
             device = placing.device.get(v, 0)
             if not self.execute(v if v in placing.instead else places.runs[v, device], device):
                 return None
@@ -175,8 +173,7 @@ class Placements(Strategy):
         super().__init__(search)
         self.lacking: Order | None = None
         self.params = search.params.placement
-        self.places = Where(search.problem)
-        self.whole = Discretization((search.problem.ops - 1,), places=search.problem.places.last)
+        self.places = DeviceOps(search.problem)
         self._draw = np.random.default_rng(0)
         self._now: Placing | None = None
         self._cost: Cost = (0, np.inf, np.inf)
@@ -193,9 +190,9 @@ class Placements(Strategy):
 
     def step(self, limit: float) -> bool:
         """Vary the placement for about `limit`; return False once several restarts have failed."""
-        search, clock = self.search, self.search.clock.part(limit)
+        search, stop = self.search, self.search.stopping.enough_after(limit)
         self.lacking = None
-        while not (search.stopping.enough() or left(clock) <= 0):
+        while not stop():
             if self._now is None or self._idle > self.params.idle or search.incumbent.best is not self._from:
                 self._begin()
             assert self._now is not None
@@ -247,7 +244,7 @@ class Placements(Strategy):
         computed = self.places.computed(placing)
         assert computed is not None
         away = frozenset(self.places.runs[v, d] for v, d in placing.device.items() if d)
-        return order_of(self.whole, computed, instead=away | placing.instead, places=self.search.problem.places)
+        return order_of(self.search.problem, computed, instead=away | placing.instead)
 
     def varied(self, placing: Placing) -> Placing:
         """Return a variation: some ops on another device, or a recomputation or a transfer away added or removed."""

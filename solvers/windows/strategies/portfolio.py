@@ -1,8 +1,7 @@
 """Portfolios of strategies for plain graphs, which share the time by their gains."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
-from solvers.clock import left
 from solvers.problem import Problem
 from solvers.windows.decoding.refinement import even_windows
 from solvers.windows.search import Search
@@ -85,7 +84,7 @@ class OffloadingPortfolio(Strategy):
     @staticmethod
     def applies(problem: Problem) -> bool:
         """Return True if the problem has transfers to the host and no other optional ops."""
-        return problem.places.plain and bool(problem.offloads)
+        return problem.only_offloads
 
     def step(self, limit: float) -> bool:
         """Run the portfolio to its end; return False."""
@@ -93,7 +92,7 @@ class OffloadingPortfolio(Strategy):
         # Transfers overlap with computation in windows of equal time.
         narrow.detail = even_windows(search.models.coarse, search.problem.time_s, params.neighbourhoods.even_windows)
         evicting, varying, restarts = RandomEviction(search), CoarseVariations(search, narrow.known), Restarts(search, narrow)
-        stop = enough_after(search, params.offloading.rules_limit)
+        stop = search.stopping.enough_after(params.offloading.rules_limit)
         while evicting.step() and not stop():
             pass
         for _ in range(params.offloading.first):
@@ -116,18 +115,13 @@ class OffloadingPortfolio(Strategy):
 class RandomEviction(SteppedStrategy):
     """Eviction with random keys until that gains nothing more; its best schedule is polished."""
 
-    @staticmethod
-    def applies(problem: Problem) -> bool:
-        """Return True if the problem has transfers to the host and no other optional ops."""
-        return problem.places.plain and bool(problem.offloads)
-
     def steps(self) -> Iterator[None]:
         """Try some evictions per step."""
         search, params, keys = self.search, self.search.params, RandomKeys(self.search)
         idle = 0
         while idle < params.portfolio.idle_runs:
             best, before = search.incumbent.best, keys.runs
-            keys.guided(enough_after(search, params.offloading.guided_limit))
+            keys.guided(search.stopping.enough_after(params.offloading.guided_limit))
             yield
             keys.varied(params.offloading.runs, search.stopping.enough)
             yield
@@ -140,9 +134,3 @@ class RandomEviction(SteppedStrategy):
 def found_or_enough(search: Search) -> bool:
     """Return True if there is a schedule, or the search should end."""
     return search.incumbent.best is not None or search.stopping.enough()
-
-
-def enough_after(search: Search, limit: float) -> Callable[[], bool]:
-    """Return a function that is True at ``StoppingRule.enough`` or after `limit` of the clock from now on."""
-    clock = search.clock.part(limit)
-    return lambda: search.stopping.enough() or left(clock) <= 0

@@ -14,16 +14,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from solvers.eviction.engine import WORK_PER_EVICTION
-from solvers.eviction.rules import EvictionRule, Guide
+from solvers.eviction.rules import EvictionRule, EvictionSettings, Guide
 from solvers.windows.decoding.decode import Trial
-from solvers.windows.decoding.expand import Choice
-from solvers.windows.relaxation.discretization import Discretization
+from solvers.windows.decoding.expand import Solution
 from solvers.windows.search import Search
 from solvers.windows.strategies.eviction import evicted, with_prices
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class EvictionKeys:
     """The input of an eviction: a rule, a factor to the budget, a guide, and a factor for each tensor."""
 
     rule: EvictionRule
@@ -39,23 +38,22 @@ class RandomKeys:
         self.search = search
         self.problem = search.problem
         self.params = search.params.random_keys
-        self.pool: list[tuple[float, Way]] = []
+        self.pool: list[tuple[float, EvictionKeys]] = []
         self.runs = 0
         self.found: Trial | None = None  # its last schedule that was the best of the search
-        self._seen: set[Choice] = set()
+        self._seen: set[Solution] = set()
         self._draw = np.random.default_rng(0)
         self._even = np.ones(len(self.problem.sizes))
-        self._whole = Discretization((self.problem.ops - 1,))
 
     def guided(self, should_stop: Callable[[], bool]) -> None:
         """Repair the new solutions of models."""
         while self.search.models.solutions:
-            detail, choice = self.search.models.solutions.pop()
-            if choice in self._seen:
+            detail, solution = self.search.models.solutions.pop()
+            if solution in self._seen:
                 continue
-            self._seen.add(choice)
+            self._seen.add(solution)
             handed = np.zeros((len(detail.ends), len(self.problem.sizes)), dtype=bool)
-            for k, tensors in enumerate(choice.handed[1:]):
+            for k, tensors in enumerate(solution.handed[1:]):
                 handed[k, list(tensors)] = True
             guide = Guide(detail.ends, handed)
             prices = self.search.params.offloading.prices
@@ -63,7 +61,7 @@ class RandomKeys:
                 for factor in self.params.factors:
                     if should_stop():
                         return
-                    self.take(Way(rule, factor, guide, self._even), None)
+                    self.take(EvictionKeys(rule, factor, guide, self._even), None)
 
     def varied(self, runs: int, should_stop: Callable[[], bool]) -> None:
         """Try `runs` more evictions: random ones, and variations of the best."""
@@ -77,7 +75,7 @@ class RandomKeys:
                 parent = min(int(self._draw.integers(len(self.pool))), int(self._draw.integers(len(self.pool))))
                 self.take(self.variation(self.pool[parent][1]), parent)
 
-    def fresh(self) -> Way:
+    def fresh(self) -> EvictionKeys:
         """Return a random rule without a guide."""
         cost, size, distance = (float(e) for e in self._draw.choice(self.params.exponents, 3))
         exact = self._draw.random() < self.params.whole_share
@@ -85,52 +83,51 @@ class RandomKeys:
         rule = EvictionRule(cost, size, distance)
         if self.problem.offloads:
             rule = replace(rule, channel=float(self._draw.choice(self.params.prices)))
-        return Way(rule, factor, None, self._even)
+        return EvictionKeys(rule, factor, None, self._even)
 
-    def variation(self, way: Way) -> Way:
-        """Return `way` with other factors for some tensors, and sometimes another rule or budget."""
+    def variation(self, keys: EvictionKeys) -> EvictionKeys:
+        """Return `keys` with other factors for some tensors, and sometimes another rule or budget."""
         draw, params = self._draw, self.params
         share = float(draw.choice(params.varied))
-        chosen = draw.random(len(way.bias)) < share
-        way = replace(way, bias=way.bias * np.where(chosen, np.exp(draw.normal(size=len(chosen))), 1.0))
+        chosen = draw.random(len(keys.bias)) < share
+        keys = replace(keys, bias=keys.bias * np.where(chosen, np.exp(draw.normal(size=len(chosen))), 1.0))
         if draw.random() < params.rule_share:
-            exponents = (way.rule.cost, way.rule.size, way.rule.distance)
+            exponents = (keys.rule.cost, keys.rule.size, keys.rule.distance)
             cost, size, distance = (max(0.0, e + params.rule_step * float(draw.normal())) for e in exponents)
-            channel = way.rule.channel
+            channel = keys.rule.channel
             if self.problem.offloads:
                 channel *= math.exp(params.price_step * float(draw.normal()))
-            way = replace(way, rule=EvictionRule(cost, size, distance, channel=channel))
+            keys = replace(keys, rule=EvictionRule(cost, size, distance, channel=channel))
         if draw.random() < params.budget_share:
-            way = replace(way, factor=way.factor * math.exp(params.budget_step * float(draw.normal())))
-        return way
+            keys = replace(keys, factor=keys.factor * math.exp(params.budget_step * float(draw.normal())))
+        return keys
 
-    def take(self, way: Way, parent: int | None) -> None:
+    def take(self, keys: EvictionKeys, parent: int | None) -> None:
         """Try an eviction, and keep it if it is as good as its parent or better than the worst of the pool."""
         self.runs += 1
         limit_s = self.params.worse * self.search.incumbent.best_s
-        order = evicted(
-            self.problem,
-            way.rule,
-            capacity_bytes=int(self.problem.capacity_bytes * way.factor),
-            bias=way.bias,
-            guide=way.guide,
+        settings = EvictionSettings(
+            capacity_bytes=int(self.problem.capacity_bytes * keys.factor),
+            bias=keys.bias,
+            guide=keys.guide,
             max_factor=self.params.most_executions,
             max_time_s=limit_s,
         )
+        order = evicted(self.problem, keys.rule, settings)
         executed = self.problem.ops if order is None else len(order.computed)
         self.search.clock.spend(WORK_PER_EVICTION * executed)
         if order is None:
             return
-        trial = self.search.improve_order(order, self._whole, limit_s)
+        trial = self.search.improve_order(order, limit_s)
         if trial is None:
             return
         if trial is self.search.incumbent.best:
             self.found = trial
         if parent is not None:
             if trial.time_s <= self.pool[parent][0]:
-                self.pool[parent] = (trial.time_s, way)
+                self.pool[parent] = (trial.time_s, keys)
         elif len(self.pool) < self.params.pool:
-            self.pool.append((trial.time_s, way))
+            self.pool.append((trial.time_s, keys))
         elif trial.time_s < self.pool[-1][0]:
-            self.pool[-1] = (trial.time_s, way)
+            self.pool[-1] = (trial.time_s, keys)
         self.pool.sort(key=lambda entry: entry[0])

@@ -8,15 +8,15 @@ import numpy as np
 from solvers.clock import Clock
 from solvers.conflicts import ends_of
 from solvers.highs import solve_program
-from solvers.highs.program import Answer, Floats, Milp, Outcome, Watch
+from solvers.highs.builder import POLL_EVERY, BuildStoppedError
+from solvers.highs.program import Answer, Floats, Milp, Outcome, SolveCallbacks
 from solvers.memory import give_back
 from solvers.problem import OBJECTIVE_SCALE
-from solvers.windows.decoding.decode import Trial, decoded, late_writers, read_choice
-from solvers.windows.decoding.encode import choice_of_trial, start_values
-from solvers.windows.decoding.expand import Choice
+from solvers.windows.decoding.decode import Trial, decoded, late_writers, read_solution
+from solvers.windows.decoding.encode import solution_of_trial, start_values
+from solvers.windows.decoding.expand import Solution
 from solvers.windows.decoding.refinement import halved, refined, where_it_waits, with_stages_in_order
 from solvers.windows.relaxation.discretization import Discretization, Model
-from solvers.windows.relaxation.draft import POLL_EVERY, StoppedError
 from solvers.windows.relaxation.models import build_ordered, build_relaxation
 from solvers.windows.search import Search
 from solvers.windows.strategies.strategy import Strategy
@@ -45,7 +45,7 @@ def solve_part(  # noqa: PLR0913  # limits of one program
         start: values to start from.
         below: a bound of at least this ends it (in units of the objective).
         should_stop: ends it; by default, ``StoppingRule.enough``.
-        on_incumbent: as in ``solvers.highs.program.Watch``.
+        on_incumbent: as in ``solvers.highs.program.SolveCallbacks``.
     """
     search.clock.spend(_WORK_PER_ENTRY * program.matrix.nnz)  # of its construction
     stop = should_stop or search.stopping.enough
@@ -61,7 +61,7 @@ def solve_part(  # noqa: PLR0913  # limits of one program
         clock=search.clock.part(limit),
         absolute_gap=gap * OBJECTIVE_SCALE,
         start=start,
-        watch=Watch(lambda: stop() or bound >= below, on_incumbent, on_bound, search.stopping.interrupted),
+        callbacks=SolveCallbacks(lambda: stop() or bound >= below, on_incumbent, on_bound, search.stopping.interrupted),
         options={"mip_pscost_minreliable": search.params.portfolio.pscost_minreliable},
     )
 
@@ -148,7 +148,7 @@ def look_at(
     """
     try:
         model = _build(search, detail, is_relaxation=is_relaxation)
-    except StoppedError:
+    except BuildStoppedError:
         return None
     prove = (prove or search.incumbent.prove) if is_relaxation else lambda _: None
     look = _solve_model(search, model, clock, from_best=from_best, prove=prove, should_stop=should_stop or (lambda: False))
@@ -159,11 +159,11 @@ def look_at_fractions(search: Search, detail: Discretization) -> tuple[float, di
     """Return the bound of the linear relaxation, as for ``Incumbent.prove``, and its values of z."""
     try:
         model = _build(search, detail, is_relaxation=True)
-    except StoppedError:
+    except BuildStoppedError:
         return -np.inf, {}
     program = replace(model.program, integer=np.zeros_like(model.program.integer))
     # No polling: with other threads running, it would take longer than the program.
-    answer = solve_program(program, clock=search.clock, watch=Watch(interrupted=search.stopping.interrupted))
+    answer = solve_program(program, clock=search.clock, callbacks=SolveCallbacks(interrupted=search.stopping.interrupted))
     values = answer.values
     return answer.bound, {} if values is None else {b: float(values[column]) for b, column in model.instead.items()}
 
@@ -190,9 +190,9 @@ def _solve_model(
     search.models.note_size(model.program.matrix.shape)
 
     def try_solution(values: Floats, objective: float) -> bool:
-        choice = read_choice(model, values)
-        search.models.solutions.append((model.detail, choice))
-        looks[0] = _offer(search, model, choice)
+        solution = read_solution(model, values)
+        search.models.solutions.append((model.detail, solution))
+        looks[0] = _offer(search, model, solution)
         return search.stopping.satisfied()
 
     def on_bound(overhead: float) -> None:
@@ -203,7 +203,7 @@ def _solve_model(
     start = None
     # A schedule with both optional ops and offloading has values only in the model of its plain graph.
     if from_best and search.incumbent.best is not None and (search.problem.places.plain or not search.problem.offloads):
-        start = start_values(model, choice_of_trial(search.problem, model.detail, search.incumbent.best))
+        start = start_values(model, solution_of_trial(search.problem, model.detail, search.incumbent.best))
     params = search.params.bound
     answer = solve_program(
         model.program,
@@ -212,7 +212,7 @@ def _solve_model(
         * search.stopping.tolerance
         * OBJECTIVE_SCALE,
         start=start,
-        watch=Watch(
+        callbacks=SolveCallbacks(
             lambda: search.stopping.enough() or search.stopping.out_of_memory() or should_stop(),
             try_solution,
             on_bound,
@@ -227,10 +227,10 @@ def _solve_model(
     return Look(answer.outcome, closer, trial)
 
 
-def _offer(search: Search, model: Model, choice: Choice) -> tuple[Discretization, Trial | None]:
+def _offer(search: Search, model: Model, solution: Solution) -> tuple[Discretization, Trial | None]:
     """Decode a solution and offer it; return the discretization, refined where it exceeds the budget, and the trial."""
     detail, params = model.detail, search.params.refinement
-    order = decoded(model.problem, detail, choice)
+    order = decoded(model.problem, detail, solution)
     if writers := late_writers(search.problem, order):
         return detail.split(writers), None
     if not search.problem.allows(order.computed):

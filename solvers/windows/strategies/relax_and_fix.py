@@ -6,13 +6,12 @@ fit gets finer windows; and so on to the end. Each model is small, as fixed wind
 number of tight places rather than exponentially. If the fixed windows have no continuation, the last of them are opened again.
 """
 
-from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from solvers.clock import Clock, left
 from solvers.problem import Problem, problem_of
-from solvers.windows.decoding.decode import Trial, late_writers, order_of, read_choice
-from solvers.windows.decoding.expand import Choice, expand
+from solvers.windows.decoding.decode import Trial, late_writers, order_of, read_solution
+from solvers.windows.decoding.expand import Solution, expand
 from solvers.windows.decoding.refinement import refined, with_stages_in_order
 from solvers.windows.params import RefinementParams
 from solvers.windows.relaxation.discretization import Discretization, Frame, Model
@@ -22,7 +21,7 @@ from solvers.windows.strategies.strategy import Strategy
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class FixedPrefix:
     """The progress of relax-and-fix.
 
     Attributes:
@@ -44,11 +43,6 @@ class Place:
 class RelaxAndFix(Strategy):
     """A first schedule from the first op to the last; first without recomputation of ops after the peak."""
 
-    @staticmethod
-    def applies(problem: Problem) -> bool:
-        """Return True if the problem has neither optional ops nor transfers to the host."""
-        return problem.plain
-
     def step(self, limit: float) -> bool:
         """Search for about `limit`, then twice as long with all ops recomputable; return False."""
         search = self.search
@@ -63,25 +57,25 @@ class RelaxAndFix(Strategy):
     def _advance(self, problem: Problem, detail: Discretization, clock: Clock) -> bool:
         """Find a schedule of `problem` from coarse windows on, before the limit of `clock`; return True if it did."""
         search, params = self.search, self.search.params
-        place = Place((), None, detail)
-        behind: list[Place] = []
+        place = FixedPrefix((), None, detail)
+        behind: list[FixedPrefix] = []
         back = 1
         for _ in range(params.relax_and_fix.most_solves):
             if left(clock) <= 0:
                 return False
-            choice = self._solve(build_ordered(problem, place.detail, Frame(entering=place.entering)), left(clock))
+            solution = self._solve(build_ordered(problem, place.detail, Frame(entering=place.entering)), left(clock))
             closer = None
-            if choice is not None:
-                inside = expand(problem, place.detail, choice, first_window=place.first_window)
-                order = order_of(place.detail, place.prefix + inside)
+            if solution is not None:
+                inside = expand(problem, place.detail, solution, first_window=place.first_window)
+                order = order_of(problem, place.prefix + inside, detail=place.detail)
                 if writers := late_writers(problem, order):
-                    place = replace(place, detail=_with_ends(place.detail, writers))
+                    place = replace(place, detail=place.detail.ending_at(writers))
                     continue
                 trial = search.offer(order, place.detail)
                 if trial.peak_bytes <= problem.budget_bytes:
                     return True
                 closer = _closer(place.detail, trial, problem.budget_bytes, params.refinement)
-            if choice is None or closer is None or closer == place.detail:
+            if solution is None or closer is None or closer == place.detail:
                 if not behind:
                     return False
                 for _ in range(min(back, len(behind))):
@@ -90,7 +84,7 @@ class RelaxAndFix(Strategy):
                 place = replace(earlier, detail=_merged(earlier.detail, place.detail))
                 continue
             still_open = params.relax_and_fix.open_windows
-            settled = _settle(replace(place, detail=closer), place.detail, choice, trial, problem.budget_bytes, still_open)
+            settled = _settle(replace(place, detail=closer), place.detail, solution, trial, problem.budget_bytes, still_open)
             if settled is not None:
                 behind.append(replace(place, detail=closer))
                 place = settled
@@ -99,13 +93,13 @@ class RelaxAndFix(Strategy):
                 place = replace(place, detail=closer)
         return False
 
-    def _solve(self, model: Model, most: float) -> Choice | None:
+    def _solve(self, model: Model, most: float) -> Solution | None:
         """Return a solution to continue from, None if there is none within `most` by the clock."""
         search, params = self.search, self.search.params.portfolio
         search.progress.tell(f"searching from op {model.detail.ends[0] if model.detail.ends else 0} on")
         limit = min(most, params.place_limit)
         answer = solve_part(search, model.program, limit, gap=params.place_gap, should_stop=search.stopping.stopped)
-        return None if answer.values is None else read_choice(model, answer.values)
+        return None if answer.values is None else read_solution(model, answer.values)
 
 
 def _closer(detail: Discretization, trial: Trial, budget_bytes: int, params: RefinementParams) -> Discretization:
@@ -121,8 +115,8 @@ def _closer(detail: Discretization, trial: Trial, budget_bytes: int, params: Ref
 
 
 def _settle(
-    place: Place, solved: Discretization, choice: Choice, trial: Trial, budget_bytes: int, still_open: int
-) -> Place | None:
+    place: FixedPrefix, solved: Discretization, solution: Solution, trial: Trial, budget_bytes: int, still_open: int
+) -> FixedPrefix | None:
     """Return `place` with those windows of `solved` fixed that lie well before the first execution over the budget."""
     first = next(step for step, taken in enumerate(trial.memory_bytes) if taken > budget_bytes)
     last = trial.order.windows[first] - 1 - still_open  # the last window to settle
@@ -131,11 +125,7 @@ def _settle(
     end = solved.ends[last]
     executed = trial.order.computed.index(end)
     ends = tuple(e for e in place.detail.ends if e >= end)
-    return Place(trial.order.computed[: executed + 1], choice.handed[last + 1], replace(place.detail, ends=ends))
-
-
-def _with_ends(detail: Discretization, more: Collection[int]) -> Discretization:
-    return replace(detail, ends=tuple(sorted({*detail.ends, *more})))
+    return FixedPrefix(trial.order.computed[: executed + 1], solution.handed[last + 1], replace(place.detail, ends=ends))
 
 
 def _merged(earlier: Discretization, later: Discretization) -> Discretization:

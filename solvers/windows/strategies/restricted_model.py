@@ -17,9 +17,9 @@ from heapq import heapify, heappop, heappush
 
 from solvers.problem import Problem
 from solvers.windows.decoding.decode import Order, Trial
-from solvers.windows.decoding.expand import Choice
+from solvers.windows.decoding.expand import Solution
 from solvers.windows.params import NeighbourhoodParams
-from solvers.windows.relaxation.devices import add_side_by_side
+from solvers.windows.relaxation.devices import add_makespan
 from solvers.windows.relaxation.discretization import Discretization, Model
 from solvers.windows.relaxation.draft import Family, ModelDraft, Terms
 from solvers.windows.relaxation.executed import add_executed_at_all
@@ -40,15 +40,15 @@ class CandidateSet:
         self.pairs: set[tuple[int, int]] = set()  # (new op, op executed again just before it)
         self.factor = 1
 
-    def more_choices(self, ops: int) -> bool:
+    def more_candidates(self, ops: int) -> bool:
         """Allow twice as many recomputations for one op; return False if all `ops` are allowed already."""
         self.factor *= 2
         return self.factor < 2 * ops
 
-    def learn(self, choice: Choice) -> None:
+    def learn(self, solution: Solution) -> None:
         """Add the candidates of a solution."""
-        self.ops.update(*choice.again)
-        self.tensors.update(*choice.taken)
+        self.ops.update(*solution.again)
+        self.tensors.update(*solution.taken)
 
     def learn_order(self, order: Order) -> None:
         """Add the candidates of a schedule."""
@@ -72,7 +72,7 @@ def restricted_families(known: CandidateSet, params: NeighbourhoodParams) -> tup
     """Return the families of its rows, without spans of windows, which serve bounds and enlarge the model."""
     return (
         *(variables(_Near(known, params)), add_offloads, window_rows, add_memory_inside, add_memory_of_repeats),
-        *(add_memory_in_order, add_channels, add_executed_at_all, add_resources, add_side_by_side),
+        *(add_memory_in_order, add_channels, add_executed_at_all, add_resources, add_makespan),
     )
 
 
@@ -142,7 +142,7 @@ class _RunningTotals:
                 for t, size in enumerate(draft.problem.sizes)
                 if size and (k + 1, t) in draft.handed
             }
-            column = draft.column(integer=False, upper=2 * draft.problem.capacity_bytes / unit)
+            column = draft.column(upper=2 * draft.problem.capacity_bytes / unit)
             terms = {column: unit}
             before: dict[int, float] = {}
             if k - 1 in self.totals:
@@ -150,7 +150,7 @@ class _RunningTotals:
                 terms[previous] = -unit
             for other in parts.keys() ^ before.keys():
                 terms[other] = before[other] if other in before else -parts[other]
-            draft.rows.add(list(terms), [value / unit for value in terms.values()], 0.0, 0.0)
+            draft.add_row(list(terms), [value / unit for value in terms.values()], 0.0, 0.0)
             self.totals[k] = column, parts
         return self.totals[k]
 

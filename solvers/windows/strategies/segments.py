@@ -9,9 +9,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from solvers.problem import Problem
-from solvers.windows.decoding.decode import Trial, late_writers, order_of, read_choice
-from solvers.windows.decoding.encode import choice_of, start_values
-from solvers.windows.decoding.expand import Choice, expand
+from solvers.windows.decoding.decode import Trial, late_writers, order_of, read_solution
+from solvers.windows.decoding.encode import solution_of, start_values
+from solvers.windows.decoding.expand import Solution, expand
 from solvers.windows.decoding.refinement import refined, with_stages_in_order
 from solvers.windows.relaxation.discretization import Discretization, Frame, Model
 from solvers.windows.relaxation.models import build_ordered
@@ -20,7 +20,7 @@ from solvers.windows.strategies.strategy import SteppedStrategy
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
+class OrderSegment:
     """A part of an order of executions.
 
     Attributes:
@@ -38,10 +38,10 @@ class Segment:
     leaving: frozenset[int]
 
 
-def segment_of(problem: Problem, computed: Sequence[int], first: int, last: int) -> Segment:
+def segment_of(problem: Problem, computed: Sequence[int], first: int, last: int) -> OrderSegment:
     """Return the segment of `computed` from new op `first` (1 or more) to new op `last`."""
     begin, end = _first_execution(computed, first - 1) + 1, _first_execution(computed, last) + 1
-    return Segment(
+    return OrderSegment(
         first,
         last,
         tuple(computed[:begin]),
@@ -55,18 +55,13 @@ def segment_of(problem: Problem, computed: Sequence[int], first: int, last: int)
 class Segments(SteppedStrategy):
     """Improvement of one segment of the best schedule after another; longer ones when no other improves."""
 
-    @staticmethod
-    def applies(problem: Problem) -> bool:
-        """Return True if the problem has neither optional ops nor transfers to the host."""
-        return problem.plain
-
     def steps(self) -> Iterator[None]:
         """Improve segments, the costly ones first."""
         search, problem, params = self.search, self.search.problem, self.search.params.segments
         if search.incumbent.best is None:
             return
         length = params.first_length
-        settled: set[Segment] = set()
+        settled: set[OrderSegment] = set()
         while length < params.longer * problem.ops:
             better = False
             for first, last in _costly(problem, search.incumbent.best_trial, length):
@@ -83,7 +78,7 @@ class Segments(SteppedStrategy):
             if not better:
                 length = int(length * params.longer)
 
-    def _improve(self, trial: Trial, segment: Segment) -> bool:
+    def _improve(self, trial: Trial, segment: OrderSegment) -> bool:
         """Solve `segment` of `trial`, which fits, again; return True if that is better."""
         search, problem, params = self.search, self.search.problem, self.search.params
         first, last = segment.first, segment.last
@@ -92,13 +87,13 @@ class Segments(SteppedStrategy):
         detail = _first_detail(segment, trial, params.segments.tight_share * problem.budget_bytes)
         for _ in range(params.segments.rounds):
             whole = detail if last == problem.ops - 1 else replace(detail, ends=(*detail.ends, problem.ops - 1))
-            start = choice_of(problem, whole, trial.order.computed)
+            start = solution_of(problem, whole, trial.order.computed)
             model = build_ordered(part, detail, Frame(segment.entering, segment.leaving))
-            choice = self._solve(model, start, spent_s)
-            if choice is None:
+            solution = self._solve(model, start, spent_s)
+            if solution is None:
                 return False
-            inside = expand(problem, detail, choice, first_window=1)
-            order = order_of(whole, segment.before + inside + segment.after)
+            inside = expand(problem, detail, solution, first_window=1)
+            order = order_of(problem, segment.before + inside + segment.after, detail=whole)
             if late_writers(problem, order):
                 return False
             tried = search.offer(order, whole)
@@ -111,8 +106,8 @@ class Segments(SteppedStrategy):
             detail = closer
         return False
 
-    def _solve(self, model: Model, choice: Choice, below_s: float) -> Choice | None:
-        """Return a solution that costs less than `below_s`, starting from `choice`; None if none is found."""
+    def _solve(self, model: Model, solution: Solution, below_s: float) -> Solution | None:
+        """Return a solution that costs less than `below_s`, starting from `solution`; None if none is found."""
         search, params = self.search, self.search.params.portfolio
         search.progress.tell(f"improving ops {model.detail.ends[0] + 1} to {model.detail.ends[-1]}")
         below = search.problem.units(below_s - params.segment_gap * search.problem.base_s)
@@ -121,13 +116,13 @@ class Segments(SteppedStrategy):
             model.program,
             params.segment_limit,
             gap=params.segment_gap,
-            start=start_values(model, choice),
+            start=start_values(model, solution),
             below=below,
             should_stop=search.stopping.stopped,
         )
         if answer.values is None or answer.objective is None or answer.objective >= below:
             return None
-        return read_choice(model, answer.values)
+        return read_solution(model, answer.values)
 
 
 def _costly(problem: Problem, trial: Trial, length: int) -> list[tuple[int, int]]:
@@ -157,7 +152,7 @@ def _wanted(problem: Problem, computed: Iterable[int]) -> frozenset[int]:
     return frozenset(wanted)
 
 
-def _first_detail(segment: Segment, trial: Trial, tight_bytes: float) -> Discretization:
+def _first_detail(segment: OrderSegment, trial: Trial, tight_bytes: float) -> Discretization:
     """Return a window for each new op that needs much memory, or has recomputations before it."""
     begin = len(segment.before)
     ends = {segment.first - 1, segment.last}
@@ -174,7 +169,7 @@ def _first_detail(segment: Segment, trial: Trial, tight_bytes: float) -> Discret
     return Discretization(tuple(sorted(ends)), ordered=frozenset(ordered))
 
 
-def _part(problem: Problem, segment: Segment) -> Problem:
+def _part(problem: Problem, segment: OrderSegment) -> Problem:
     """Return `problem` with those executions and tensors that may be useful in the segment.
 
     Recomputable are ops that are in the segment, that are recomputed there now, or that produced a tensor that enters it,

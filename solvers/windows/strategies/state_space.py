@@ -46,7 +46,7 @@ class StateSpace(Strategy):
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class StateSpaceResult:
     """The result of the search.
 
     Attributes:
@@ -60,7 +60,7 @@ class Found:
     bound_s: float
 
 
-def shortest(problem: Problem, max_states: int, *, below_s: float, should_stop: Callable[[], bool]) -> Found:
+def shortest(problem: Problem, max_states: int, *, below_s: float, should_stop: Callable[[], bool]) -> StateSpaceResult:
     """Return the fastest order with first executions in program order (Dijkstra's algorithm).
 
     A state is (number of ops executed for the first time, set of tensors in memory, how far each conflict has come about).
@@ -93,9 +93,9 @@ def shortest(problem: Problem, max_states: int, *, below_s: float, should_stop: 
         closed.add(state)
         done, live, marks = state
         if done == n:
-            return Found(decided=True, computed=_trace(came, state), bound_s=problem.base_s + spent)
+            return StateSpaceResult(decided=True, computed=_trace(came, state), bound_s=problem.base_s + spent)
         if len(cost) > max_states or (len(closed) % 1000 == 0 and should_stop()):
-            return Found(decided=False, computed=None, bound_s=problem.base_s + spent)
+            return StateSpaceResult(decided=False, computed=None, bound_s=problem.base_s + spent)
         moves: list[tuple[float, _State, int, int]] = []
         for i in range(done + 1):
             again = i < done
@@ -123,7 +123,7 @@ def shortest(problem: Problem, max_states: int, *, below_s: float, should_stop: 
                 cost[reached_state] = total
                 came[reached_state] = (state, i)
                 heapq.heappush(heap, (total, -reached_state[0], next(order), reached_state, size))
-    return Found(decided=True, computed=None, bound_s=below_s)
+    return StateSpaceResult(decided=True, computed=None, bound_s=below_s)
 
 
 def _ways(problem: Problem, i: int) -> list[tuple[int, int]]:

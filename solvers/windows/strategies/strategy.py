@@ -20,7 +20,7 @@ class Strategy(ABC):
 
     @staticmethod
     def applies(problem: Problem) -> bool:
-        """Return True if the strategy supports the problem: by default, if it has no optional ops."""
+        """Return True if the driver may run it on the problem: by default, if that has no optional ops."""
         return problem.places.plain
 
     @abstractmethod

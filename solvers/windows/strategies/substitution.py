@@ -6,7 +6,7 @@ from solvers.clock import Clock
 from solvers.eviction.least_peak import least_evicting_schedule
 from solvers.problem import Problem
 from solvers.windows.decoding.decode import Order, decoded, late_writers, order_of
-from solvers.windows.decoding.expand import Choice
+from solvers.windows.decoding.expand import Solution
 from solvers.windows.decoding.plain_graph import plain_graph
 from solvers.windows.relaxation.discretization import Discretization
 
@@ -16,25 +16,24 @@ def in_place(problem: Problem, instead: frozenset[int]) -> Order | None:
 
     Only missing inputs are recomputed.
     """
-    choice = Choice((frozenset(),), (frozenset(), frozenset()), instead=instead)
-    order = decoded(problem, Discretization((problem.ops - 1,), places=problem.places.last), choice)
+    solution = Solution((frozenset(),), (frozenset(), frozenset()), instead=instead)
+    order = decoded(problem, Discretization.whole(problem), solution)
     return order if is_possible(problem, order) else None
 
 
-def least_instead(problem: Problem, clock: Clock, should_stop: Callable[[], bool] | None = None) -> Order | None:
+def least_instead(problem: Problem, clock: Clock, should_stop: Callable[[], bool] | None) -> Order | None:
     """Return the order of least peak that eviction rules find with the alternatives of least memory.
 
     Return None if there is none. The problem must not have transfers to the host.
     """
-    instead = _lean(problem)
+    instead = _of_least_memory(problem)
     if not instead or (order := in_place(problem, instead)) is None:
         return None
     plain = plain_graph(problem, order.computed)
     found = least_evicting_schedule(plain.graph, clock, should_stop=should_stop)
     if found is None:
         return order
-    detail = Discretization((problem.ops - 1,), places=problem.places.last)
-    evicting = order_of(detail, [plain.ops[op] for op in found.computed], instead=instead, places=problem.places)
+    evicting = order_of(problem, [plain.ops[op] for op in found.computed], instead=instead)
     return evicting if is_possible(problem, evicting) else None
 
 
@@ -48,14 +47,14 @@ def simple(problem: Problem) -> list[frozenset[int]]:
     places = problem.places
     gains_s = {b: sum(problem.time_s[i] for i in group) - problem.time_s[b] for b, group in enumerate(places.replaces) if group}
     fast = sorted((b for b, gain_s in gains_s.items() if gain_s > 0), key=lambda b: (-gains_s[b], b))
-    return [_lean(problem), _apart(places.replaces, fast)]
+    return [_of_least_memory(problem), _apart(places.replaces, fast)]
 
 
-def _lean(problem: Problem) -> frozenset[int]:
+def _of_least_memory(problem: Problem) -> frozenset[int]:
     """Return the alternatives of least memory, wherever one needs less memory than the ops that it replaces."""
     groups = problem.places.replaces
-    lean = (b for b, group in enumerate(groups) if group and problem.own_bytes[b] < _most(problem, b))
-    return _apart(groups, sorted(lean, key=lambda b: (problem.own_bytes[b], b)))
+    smaller = (b for b, group in enumerate(groups) if group and problem.own_bytes[b] < _most(problem, b))
+    return _apart(groups, sorted(smaller, key=lambda b: (problem.own_bytes[b], b)))
 
 
 def _most(problem: Problem, b: int) -> int:
@@ -65,9 +64,9 @@ def _most(problem: Problem, b: int) -> int:
 def _apart(groups: Sequence[Sequence[int]], ranked: Iterable[int]) -> frozenset[int]:
     """Return the first of `ranked` whose groups are disjoint."""
     chosen: set[int] = set()
-    stood_for: set[int] = set()
+    replaced: set[int] = set()
     for b in ranked:
-        if stood_for.isdisjoint(groups[b]):
+        if replaced.isdisjoint(groups[b]):
             chosen.add(b)
-            stood_for.update(groups[b])
+            replaced.update(groups[b])
     return frozenset(chosen)

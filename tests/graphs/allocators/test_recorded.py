@@ -1,6 +1,7 @@
 """Requests of ops in their order, and what PyTorch's allocator was recorded to do beside its model."""
 
 import gzip
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,11 +9,11 @@ import pytest
 
 from graphs.addresses import buffers_of, live_bytes, moments_of
 from graphs.allocators.caching import DEFAULT, EXPANDABLE, CachingAllocator, Rules
-from graphs.allocators.recorded import Action, Kind, actions_in, compare_with_model, lines_of
+from graphs.allocators.recorded import ActionKind, AllocatorAction, compare_with_model, lines_of
 from graphs.allocators.training import training_of, usage_of
 from graphs.errors import GraphError
 from graphs.io.graph_document import graph_from_dict, graph_to_dict
-from graphs.requests import WORKSPACE, Request
+from graphs.requests import WORKSPACE, MemoryRequest
 from graphs.schedule import keep_everything
 from graphs.synthetic.draft import Draft
 
@@ -20,7 +21,7 @@ MIB = 2**20
 RECORDED = Path(__file__).parent / "recorded"
 
 
-def with_requests(*requests: Request, workspace_bytes: int = 40 * MIB):
+def with_requests(*requests: MemoryRequest, workspace_bytes: int = 40 * MIB):
     """Return a graph whose op makes two outputs of 4 and 30 MiB between its workspaces."""
     draft = Draft()
     (x,) = draft.op("x", [], [MIB])
@@ -29,7 +30,7 @@ def with_requests(*requests: Request, workspace_bytes: int = 40 * MIB):
     return replace(graph, ops=(graph.ops[0], replace(graph.ops[1], requests=requests)))
 
 
-IN_TURNS = (Request(0), Request(WORKSPACE, 30 * MIB, 2), Request(1), Request(WORKSPACE, 20 * MIB, 4))
+IN_TURNS = (MemoryRequest(0), MemoryRequest(WORKSPACE, 30 * MIB, 2), MemoryRequest(1), MemoryRequest(WORKSPACE, 20 * MIB, 4))
 
 
 def test_requests_in_turns_need_less_than_all_at_once() -> None:
@@ -53,35 +54,48 @@ def test_buffers_in_turns_are_in_use_when_requests_say() -> None:
 def test_requests_are_in_the_file_of_a_graph() -> None:
     graph = with_requests(*IN_TURNS)
     read = graph_from_dict(graph_to_dict(graph))
-    assert read == graph and isinstance(read.ops[1].requests[0], Request)
+    assert read == graph and isinstance(read.ops[1].requests[0], MemoryRequest)
 
 
 @pytest.mark.parametrize(
-    "request_", [Request(2), Request(-2), Request(WORKSPACE, 0, 1), Request(WORKSPACE, 8, 0), Request(WORKSPACE, 8, 2)]
+    "request_",
+    [
+        MemoryRequest(2),
+        MemoryRequest(-2),
+        MemoryRequest(WORKSPACE, 0, 1),
+        MemoryRequest(WORKSPACE, 8, 0),
+        MemoryRequest(WORKSPACE, 8, 2),
+    ],
 )
-def test_wrong_requests_are_refused(request_: Request) -> None:
+def test_wrong_requests_are_refused(request_: MemoryRequest) -> None:
     with pytest.raises(GraphError, match="request"):
         with_requests(request_)
 
 
 def test_an_output_is_requested_once() -> None:
     with pytest.raises(GraphError, match="at most once"):
-        with_requests(Request(0), Request(0))
+        with_requests(MemoryRequest(0), MemoryRequest(0))
 
 
-def recorded(sizes: list[int]) -> list[Action]:
+def actions_in(lines: Iterable[str]) -> list[AllocatorAction]:
+    """Return the actions of the lines of a CSV file."""
+    rows = (line.strip().split(",") for line in list(lines)[1:])
+    return [AllocatorAction(ActionKind(kind), int(address) * 512, int(size), int(stream)) for kind, address, size, stream in rows]
+
+
+def recorded(sizes: list[int]) -> list[AllocatorAction]:
     """Return what the model does, as a recording of it: requests, of which each second one is freed at the end."""
-    model, actions, held = CachingAllocator(), list[Action](), []
+    model, actions, held = CachingAllocator(), list[AllocatorAction](), []
     for size in sizes:
         before = model.reserved.bytes
         block = model.alloc(size)
         begin = block.segment.number << 40
         if (grown := model.reserved.bytes - before) > 0:
-            actions.append(Action(Kind.RESERVE, begin, grown, 0))
-        actions.append(Action(Kind.ALLOC, begin + block.offset, size, 0))
+            actions.append(AllocatorAction(ActionKind.RESERVE, begin, grown, 0))
+        actions.append(AllocatorAction(ActionKind.ALLOC, begin + block.offset, size, 0))
         held.append((block, begin + block.offset))
     for block, address in held[::2]:
-        actions.append(Action(Kind.FREE, address, block.requested_bytes, 0))
+        actions.append(AllocatorAction(ActionKind.FREE, address, block.requested_bytes, 0))
         model.free(block)
     return actions
 
@@ -95,7 +109,7 @@ def test_the_model_agrees_with_a_recording_of_it() -> None:
 
 
 def test_another_allocator_differs_from_the_model() -> None:
-    actions = [replace(a, size_bytes=64 * MIB) if a.kind is Kind.RESERVE else a for a in recorded([3 * MIB, 40 * MIB])]
+    actions = [replace(a, size_bytes=64 * MIB) if a.kind is ActionKind.RESERVE else a for a in recorded([3 * MIB, 40 * MIB])]
     assert len(compare_with_model(actions).differences) == 2
 
 

@@ -15,10 +15,10 @@ from graphs.pools import HOST
 from graphs.schedule import keep_everything
 from graphs.simulate import simulate
 from graphs.synthetic.draft import Draft
-from graphs.synthetic.random_graphs import random_overwriting
 from graphs.synthetic.small import training_chain
 from solvers.clock import WorkClock
 from solvers.windows.strategies.offloaded_orders import least_offloaded
+from tests.support.small_graphs import random_overwriting
 
 MIB = 2**20
 

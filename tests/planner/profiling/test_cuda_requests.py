@@ -1,6 +1,6 @@
 """The requests of an op, from what the allocator was recorded to do."""
 
-from graphs.requests import WORKSPACE, Request
+from graphs.requests import WORKSPACE, MemoryRequest
 from planner.profiling.allocator import requests_of
 
 
@@ -20,22 +20,22 @@ def test_workspaces_in_turns() -> None:
         ("free_completed", 2, 40),
     )
     assert requests_of(trace, {3: 0, 1: 1}) == (
-        Request(1),
-        Request(WORKSPACE, 30, 2),
-        Request(0),
-        Request(WORKSPACE, 40, 4),
+        MemoryRequest(1),
+        MemoryRequest(WORKSPACE, 30, 2),
+        MemoryRequest(0),
+        MemoryRequest(WORKSPACE, 40, 4),
     )
 
 
 def test_what_a_library_keeps_is_no_request_of_the_op() -> None:
     trace = entries(("alloc", 7, 2**25), ("alloc", 1, 10), ("alloc", 2, 5), ("free_completed", 2, 5))
-    assert requests_of(trace, {1: 0}) == (Request(0), Request(WORKSPACE, 5, 2))
+    assert requests_of(trace, {1: 0}) == (MemoryRequest(0), MemoryRequest(WORKSPACE, 5, 2))
 
 
 def test_frees_of_older_memory_are_left_out() -> None:
-    assert requests_of(entries(("free_completed", 9, 10), ("alloc", 1, 10)), {1: 0}) == (Request(0),)
+    assert requests_of(entries(("free_completed", 9, 10), ("alloc", 1, 10)), {1: 0}) == (MemoryRequest(0),)
 
 
 def test_workspaces_at_once() -> None:
     trace = entries(("alloc", 1, 10), ("alloc", 2, 20), ("free_completed", 1, 10), ("alloc", 3, 5), ("free_completed", 2, 20))
-    assert requests_of(trace, {3: 0}) == (Request(WORKSPACE, 10, 2), Request(WORKSPACE, 20, 3), Request(0))
+    assert requests_of(trace, {3: 0}) == (MemoryRequest(WORKSPACE, 10, 2), MemoryRequest(WORKSPACE, 20, 3), MemoryRequest(0))

@@ -9,7 +9,7 @@ import pytest
 from graphs.options.offload import without_offload
 from graphs.synthetic.small import training_chain
 from solvers.baselines import auto_perf_maxing
-from solvers.baselines.auto_perf_maxing import Outer, Saved, chosen
+from solvers.baselines.auto_perf_maxing import FractionsProgram, SavedTensor, chosen
 from solvers.baselines.common.blocks import blockings
 from solvers.baselines.common.offloading import offer_of
 from solvers.clock import WallClock
@@ -18,10 +18,10 @@ from tests.support.offers import check_by_both_judges, names, small_gpt, three_l
 from tests.support.requests import ask
 
 
-def outer() -> Outer:
+def outer() -> FractionsProgram:
     offer = offer_of(three_layers())
     assert offer is not None
-    return Outer(offer, blockings(offer.program)[0].blocks)
+    return FractionsProgram(offer, blockings(offer.program)[0].blocks)
 
 
 def test_layers_are_measured() -> None:
@@ -53,7 +53,7 @@ def test_fractions() -> None:
 def test_a_slow_link_is_a_limit() -> None:
     offer = offer_of(with_trips(without_offload(three_layers())[0], bytes_per_s=0.25))
     assert offer is not None
-    r, o = Outer(offer, blockings(offer.program)[0].blocks).fractions(7, WallClock()) or ([], [])
+    r, o = FractionsProgram(offer, blockings(offer.program)[0].blocks).fractions(7, WallClock()) or ([], [])
     # Half a byte in the 2 seconds of a layer: the other half of a byte is computed again, in layer 0 or 1.
     assert max(o) == pytest.approx(0.25) and sum(r) == pytest.approx(0.25)
 
@@ -67,7 +67,7 @@ def test_a_slow_link_is_a_limit() -> None:
     ],
 )
 def test_tensors_of_a_layer(large_away: bool, again: list[int], away: list[int]) -> None:
-    saved = [Saved(t, size, 1.0, again=True, away=t > 0 or large_away) for t, size in enumerate((4, 3, 2, 1))]
+    saved = [SavedTensor(t, size, 1.0, again=True, away=t > 0 or large_away) for t, size in enumerate((4, 3, 2, 1))]
     assert chosen(saved, 5.0, 4.0, WallClock()) == (again, away)
     assert chosen(saved, 0.0, 0.0, WallClock()) == ([], [])
 
@@ -86,7 +86,7 @@ def test_a_transformer_near_its_budget() -> None:
     graph = small_gpt(6)
     offer = offer_of(graph)
     assert offer is not None
-    peak = max(Outer(offer, blockings(offer.program)[0].blocks).live)
+    peak = max(FractionsProgram(offer, blockings(offer.program)[0].blocks).live)
     shares = (0.8, 0.7)
     found = [auto_perf_maxing.solve(ask(graph, int(share * peak))) for share in shares]
     assert all(one.peak_bytes is not None and one.peak_bytes <= share * peak for one, share in zip(found, shares, strict=True))

@@ -9,7 +9,7 @@ from graphs.simulate import simulate
 from graphs.synthetic.small import training_chain
 from solvers.baselines import capuchin_swap, delta
 from solvers.baselines.common.offloading import offer_of
-from solvers.baselines.common.online import FailedError
+from solvers.baselines.common.online import OnlineFailedError
 from solvers.baselines.delta import DeltaParams
 from solvers.result import Reason
 from tests.support.offers import check_by_both_judges, names, offered, with_trips
@@ -88,10 +88,10 @@ def test_clocks_and_memory_are_those_of_the_judge() -> None:
         offer = offer_of(graph)
         assert offer is not None
         for budget in (graph.static_bytes + 25, graph.static_bytes + 40):
-            run = delta.Delta(offer, budget, 2, 3.0, lambda: "")
+            run = delta.DeltaRun(offer, budget, 2, 3.0, lambda: "")
             try:
                 simulation = simulate(graph, run.run())
-            except FailedError:
+            except OnlineFailedError:
                 continue
             assert (run.device.now_s, run.device.out_s, run.device.in_s) == pytest.approx(simulation.clocks_s)
             assert simulation.memory_bytes[-1] == run.device.memory_bytes

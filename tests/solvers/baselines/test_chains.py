@@ -11,15 +11,16 @@ from hypothesis import strategies as st
 from graphs.ir import Graph, Phase
 from graphs.synthetic.draft import Draft
 from graphs.synthetic.random_graphs import random_graph, random_training_step
-from graphs.synthetic.small import diamond, training_chain
+from graphs.synthetic.small import training_chain
 from graphs.synthetic.transformer import TransformerSize, transformer
 from solvers.baselines import chen, griewank, rotor
-from solvers.baselines.common.stages import Cuts, Forward, Stages, crossings, cut_places, evenly
-from solvers.baselines.griewank import plan, runs
+from solvers.baselines.common.stages import Cuts, ForwardStages, StageRun, crossings, cut_places, evenly
+from solvers.baselines.griewank import extra_runs, plan
 from solvers.registry import get_solver
 from solvers.result import SolveProgress, Status
 from tests.support.budgets import peak_bytes
 from tests.support.requests import ask
+from tests.support.small_graphs import diamond
 
 CHAIN_SOLVERS = ("chen-sqrt", "chen-greedy", "griewank", "rotor")
 
@@ -64,8 +65,8 @@ def test_places_are_spaced_evenly() -> None:
 
 def test_a_plan_becomes_a_schedule() -> None:
     graph = training_chain_with_internals(2)
-    stages = Stages(graph, [1, 4])
-    schedule = stages.schedule([Forward(0, saving=False), Forward(1, saving=True), Forward(0, saving=True)])
+    stages = ForwardStages(graph, [1, 4])
+    schedule = stages.schedule([StageRun(0, saving=False), StageRun(1, saving=True), StageRun(0, saving=True)])
     names = [graph.ops[op].name for op in schedule.computed]
     assert names == ["inner0", "outer0", "inner1", "outer1", "loss", "g1", "inner0", "g0"]
 
@@ -126,7 +127,7 @@ def test_binomial_counts(snapshots: int) -> None:
     for length in range(1, 41):
         steps = list(plan(length, snapshots))
         assert [step.stage for step in steps if step.saving] == list(range(length))[::-1]
-        assert len(steps) - length == runs(length, snapshots) == least_runs(length, snapshots)
+        assert len(steps) - length == extra_runs(length, snapshots) == least_runs(length, snapshots)
 
 
 def stored(length: int, snapshots: int) -> Iterator[int]:

@@ -5,7 +5,7 @@ import pytest
 from graphs.ir import Graph
 from graphs.synthetic.draft import Draft
 from solvers.baselines.checkmate import CheckmateParams, solve
-from solvers.baselines.common.checkmate_program import PUBLISHED, CheckmateModel, UnusedOutputs, Variant
+from solvers.baselines.common.checkmate_program import PUBLISHED, CheckmateModel, CheckmateVariant, UnusedOutputs
 from solvers.problem import problem_of
 from solvers.result import Status
 from tests.support.requests import ask
@@ -26,7 +26,7 @@ def dropped_beside() -> Graph:
 
 
 def test_when_unused_outputs_are_freed() -> None:
-    parity = Variant(unused_outputs=UnusedOutputs.STAGE_END)
+    parity = CheckmateVariant(unused_outputs=UnusedOutputs.STAGE_END)
     assert solve(ask(dropped_beside(), 6)).time_s == 5
     refused = solve(ask(dropped_beside(), 6, params=CheckmateParams(variant=parity)))
     assert refused.status is Status.LIMIT

@@ -10,19 +10,20 @@ from graphs.ir import Graph
 from graphs.schedule import keep_everything
 from graphs.simulate import simulate
 from graphs.synthetic.random_graphs import random_graph, random_training_step
-from graphs.synthetic.small import chain, diamond, kept_output, skips, training_chain
+from graphs.synthetic.small import chain, skips, training_chain
 from graphs.synthetic.transformer import TransformerSize, transformer
 from solvers import windows
 from solvers.baselines.checkmate import CheckmateParams, solve
-from solvers.baselines.common.checkmate_program import PUBLISHED, Frees, Variant
+from solvers.baselines.common.checkmate_program import PUBLISHED, CheckmateVariant, Frees
 from solvers.result import Status
 from tests.support.brute_force import fastest, may_repeat
 from tests.support.budgets import budget_at
 from tests.support.known_optima import KNOWN_OPTIMA
 from tests.support.requests import ask
+from tests.support.small_graphs import diamond, kept_output
 
 TOLERANCE = 1e-3
-SPLIT = Variant(frees=Frees.SPLIT)
+SPLIT = CheckmateVariant(frees=Frees.SPLIT)
 
 CBC = pytest.mark.filterwarnings("ignore:PULP_CBC_CMD:DeprecationWarning")
 
@@ -35,7 +36,7 @@ CBC = pytest.mark.filterwarnings("ignore:PULP_CBC_CMD:DeprecationWarning")
         (training_chain(6), 3, 12 + 5 * 4 // 2),
     ],
 )
-def test_known_optima(graph: Graph, budget: int, optimum_s: float, variant: Variant) -> None:
+def test_known_optima(graph: Graph, budget: int, optimum_s: float, variant: CheckmateVariant) -> None:
     result = solve(ask(graph, budget, tolerance=1e-6, params=CheckmateParams(variant=variant)))
     assert result.status is Status.OPTIMAL
     assert result.time_s == pytest.approx(optimum_s)
@@ -118,7 +119,7 @@ def test_against_all_schedules() -> None:
     assert outside > 0
 
 
-def assert_agreement(graph: Graph, share: float, variant: Variant = PUBLISHED, *, time_limit_s: float = 600.0) -> bool:
+def assert_agreement(graph: Graph, share: float, variant: CheckmateVariant = PUBLISHED, *, time_limit_s: float = 600.0) -> bool:
     """The two solvers agree to the tolerance, or the exact one is better by a schedule outside the reference's class.
 
     Returns whether a schedule exists.
@@ -171,5 +172,5 @@ def test_training_steps_agree_with_the_exact_solver(graph: Graph, share: float) 
     ],
     ids=["25 ops", "41 ops", "59 ops", "transformer"],
 )
-def test_larger_steps_agree_with_the_exact_solver(graph: Graph, share: float, variant: Variant) -> None:
+def test_larger_steps_agree_with_the_exact_solver(graph: Graph, share: float, variant: CheckmateVariant) -> None:
     assert assert_agreement(graph, share, variant)

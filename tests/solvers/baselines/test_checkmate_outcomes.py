@@ -9,7 +9,7 @@ import pytest
 
 from graphs.errors import PlannerError
 from graphs.synthetic.random_graphs import random_graph, random_training_step
-from graphs.synthetic.small import chain, diamond, training_chain
+from graphs.synthetic.small import chain, training_chain
 from solvers.baselines import checkmate
 from solvers.baselines.checkmate import CheckmateParams, solve, write_model
 from solvers.baselines.common.checkmate_program import CheckmateModel
@@ -20,6 +20,7 @@ from solvers.registry import get_solver
 from solvers.result import SolveProgress, Status
 from tests.support.budgets import budget_at
 from tests.support.requests import ask
+from tests.support.small_graphs import diamond
 
 ROOT = Path(__file__).parents[3]
 
@@ -116,7 +117,7 @@ def test_what_a_solver_claims_is_checked(value: float, words: str, monkeypatch: 
             variable.varValue = value
         return PulpAnswer(Outcome.OPTIMAL, True, None, "so they say")
 
-    monkeypatch.setattr(checkmate, "run", run)
+    monkeypatch.setattr(checkmate, "solve_model", run)
     result = solve(ask(training_chain(4), 4))
     assert (result.status, result.schedule) == (Status.ERROR, None)
     assert words in result.message
@@ -126,7 +127,7 @@ def test_what_a_solver_claims_is_checked(value: float, words: str, monkeypatch: 
     ("outcome", "status"), [(Outcome.FAILED, Status.ERROR), (Outcome.STOPPED, Status.LIMIT), (Outcome.INFEASIBLE, Status.LIMIT)]
 )
 def test_every_outcome_without_a_solution_has_a_status(outcome: Outcome, status: Status, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkmate, "run", lambda *rest: PulpAnswer(outcome, False, None, "its own word"))
+    monkeypatch.setattr(checkmate, "solve_model", lambda *rest: PulpAnswer(outcome, False, None, "its own word"))
     result = solve(ask(training_chain(4), 4))
     assert result.status is status
     assert "its own word" in result.message

@@ -9,20 +9,21 @@ import pytest
 
 from graphs.errors import BudgetError, OutputError, PlannerError
 from graphs.io.formats import write_graph
-from graphs.synthetic.small import diamond, training_chain
+from graphs.synthetic.small import training_chain
 from planner.cli.main import main
 from planner.plans.plan import read_plan
 from solvers.baselines.checkmate import solve, write_model
-from solvers.baselines.common.checkmate_program import PUBLISHED, Frees, Variant
+from solvers.baselines.common.checkmate_program import PUBLISHED, CheckmateVariant, Frees
 from solvers.registry import get_solver
 from tests.support.requests import ask
+from tests.support.small_graphs import diamond
 
 ROOT = Path(__file__).parents[3]
 
 
-@pytest.mark.parametrize("variant", [PUBLISHED, Variant(frees=Frees.SPLIT)], ids=["hazards", "split"])
+@pytest.mark.parametrize("variant", [PUBLISHED, CheckmateVariant(frees=Frees.SPLIT)], ids=["hazards", "split"])
 @pytest.mark.parametrize("ending", ["lp", "mps"])
-def test_the_written_program_has_the_same_optimum(ending: str, variant: Variant, tmp_path: Path) -> None:
+def test_the_written_program_has_the_same_optimum(ending: str, variant: CheckmateVariant, tmp_path: Path) -> None:
     graph = training_chain(5)
     write_model(graph, 4, tmp_path / f"model.{ending}", variant=variant)
     engine = highspy.Highs()

@@ -12,7 +12,7 @@ from graphs.schedule import keep_everything
 from graphs.simulate import simulate
 from graphs.synthetic.draft import Draft
 from graphs.synthetic.random_graphs import random_graph, random_training_step
-from solvers.baselines.common.online import FailedError, Online
+from solvers.baselines.common.online import OnlineFailedError, OnlineRun
 from solvers.baselines.common.recomputation import repeatable
 from solvers.baselines.dtr import DtrParams, solve
 from solvers.online.heuristics import DtrRule, Heuristic, heuristic_of
@@ -112,7 +112,7 @@ def test_without_eviction_the_peak_is_that_of_keeping_everything(name: str) -> N
 )
 def test_recomputation_on_a_linear_network(rule: DtrRule, length: int, again: float) -> None:
     graph = linear_network(length)
-    schedule = Online(graph, 2 * math.isqrt(length), heuristic_of(rule)).run()
+    schedule = OnlineRun(graph, 2 * math.isqrt(length), heuristic_of(rule)).run()
     simulation = simulate(graph, schedule)
     assert simulation.peak_bytes <= 2 * math.isqrt(length)
     assert simulation.recomputed / length == pytest.approx(again, rel=0.05)
@@ -183,10 +183,10 @@ def test_the_exact_neighbourhood_is_exact(seed: int) -> None:
     budget = int(0.6 * simulate(graph, keep_everything(graph)).peak_bytes)
     ends = []
     for rule in (heuristic_of(DtrRule.FULL), FromScratch()):
-        run = Online(graph, budget, rule, thrash_factor=20.0)
+        run = OnlineRun(graph, budget, rule, thrash_factor=20.0)
         try:
             ends.append((run.run().steps, ""))
-        except FailedError as error:
+        except OnlineFailedError as error:
             ends.append((tuple(run.steps), str(error)))
     assert ends[0] == ends[1]
 

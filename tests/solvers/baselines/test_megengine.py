@@ -11,8 +11,8 @@ from graphs.schedule import keep_everything
 from graphs.simulate import simulate
 from graphs.synthetic.draft import Draft
 from graphs.synthetic.random_graphs import random_graph, random_training_step
-from solvers.baselines.common.online import Online
-from solvers.baselines.megengine import FACTORS, LEAST_BYTES, MegEngineParams, MegEngineRule, Static, solve
+from solvers.baselines.common.online import OnlineRun
+from solvers.baselines.megengine import FACTORS, LEAST_BYTES, MegEngineParams, MegEngineRule, StaticRule, solve
 from solvers.online.heuristics import Interpreter
 from solvers.registry import get_solver
 from solvers.result import Reason, Status
@@ -40,8 +40,8 @@ def test_a_training_step_fits_less(rule: MegEngineRule) -> None:
     assert result.time_s < 1.5 * graph.time_s
 
 
-@pytest.mark.parametrize("heuristic", [Interpreter, Static])
-def test_small_tensors_and_random_ops_are_spared(heuristic: type[Interpreter] | type[Static]) -> None:
+@pytest.mark.parametrize("heuristic", [Interpreter, StaticRule])
+def test_small_tensors_and_random_ops_are_spared(heuristic: type[Interpreter] | type[StaticRule]) -> None:
     draft = Draft()
     (a,) = draft.op("a", [], [MiB])
     (b,) = draft.op("b", [], [2 * MiB])
@@ -49,10 +49,10 @@ def test_small_tensors_and_random_ops_are_spared(heuristic: type[Interpreter] | 
     draft.op("d", [a, b, c], [1])
     graph = draft.graph()
     graph = replace(graph, ops=(*graph.ops[:2], replace(graph.ops[2], random=True), graph.ops[3]))
-    assert Online(graph, 6 * MiB, heuristic()).evictable == [False, True, False, False]
+    assert OnlineRun(graph, 6 * MiB, heuristic()).evictable == [False, True, False, False]
 
 
-def scores_at_the_end(heuristic: Interpreter | Static, ends_with: int) -> dict[str, float]:
+def scores_at_the_end(heuristic: Interpreter | StaticRule, ends_with: int) -> dict[str, float]:
     """Scores of what is in memory when op s is due, in: a -> b, c (siblings), r reads b, s reads a and c; in MiB 4, 2, 3, 1, 1.
 
     b has been evicted after r if `ends_with` is 1.
@@ -64,7 +64,7 @@ def scores_at_the_end(heuristic: Interpreter | Static, ends_with: int) -> dict[s
     draft.op("s", [a, c], [MiB])
     draft.op("t", [b], [MiB])
     graph = draft.graph([c + 1])
-    run = Online(graph, 100 * MiB, heuristic)
+    run = OnlineRun(graph, 100 * MiB, heuristic)
     for op in range(3):
         run.now = op
         run._execute(op)
@@ -92,13 +92,13 @@ def test_the_dynamic_score() -> None:
 def test_the_static_score() -> None:
     # Op s is due, which reads a and c (distance 1); t, after it, reads b (2). What is still to come counts as a path.
     second = MiB / 1e8
-    kept = scores_at_the_end(Static(0), 0)
+    kept = scores_at_the_end(StaticRule(0), 0)
     assert kept == {
         "a": pytest.approx(2 * 4 * second * 4 / 4 / 1),  # paths: itself, s
         "bc": pytest.approx(2 * 9 * second * 2 / 2 / 2),  # itself, t
         "bc.1": pytest.approx(2 * 9 * second * 3 / 3 / 1),  # itself, s
     }
-    evicted = scores_at_the_end(Static(0), 1)
+    evicted = scores_at_the_end(StaticRule(0), 1)
     assert evicted["a"] == pytest.approx(4 * 4 * second * 4 / 4 / 1)  # itself, b, b t, s
 
 

@@ -87,7 +87,7 @@ def test_deepspeed_brings_back_early_where_memory_allows() -> None:
     graph = with_trips(training_chain(4))
     offer = offer_of(graph)
     assert offer is not None
-    plan = deepspeed_offload._Plan(offer, [0])
+    plan = deepspeed_offload._OffloadPlan(offer, [0])
     # f1 is read by g2, two ops into the backward pass: asked for before g3, a second earlier, where 3 bytes are in use.
     tight, roomy = (plan.early(budget_bytes=budget).computed for budget in (3, 4))
     copy_in = offer.by_tensor[0].reload_op

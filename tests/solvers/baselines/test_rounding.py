@@ -8,7 +8,7 @@ from graphs.schedule import keep_everything, schedule_of
 from graphs.simulate import simulate
 from graphs.synthetic.draft import Draft
 from graphs.synthetic.random_graphs import random_graph, random_training_step
-from graphs.synthetic.small import diamond, kept_output, skips, training_chain
+from graphs.synthetic.small import skips, training_chain
 from graphs.synthetic.transformer import TransformerSize, transformer
 from solvers.baselines import checkmate, rounding
 from solvers.baselines.common.checkmate_program import CheckmateModel
@@ -20,6 +20,7 @@ from solvers.problem import problem_of
 from solvers.registry import get_solver
 from solvers.result import SolveProgress, Status
 from tests.support.requests import ask
+from tests.support.small_graphs import diamond, kept_output
 
 
 def budget_at(graph: Graph, share: float) -> int:
@@ -189,7 +190,7 @@ def test_progress_is_told() -> None:
 
 
 def test_a_solver_that_gives_up_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rounding, "run", lambda *rest: PulpAnswer(Outcome.FAILED, False, None, "out of its depth"))
+    monkeypatch.setattr(rounding, "solve_model", lambda *rest: PulpAnswer(Outcome.FAILED, False, None, "out of its depth"))
     result = solve(ask(training_chain(4), 4))
     assert result.status is Status.ERROR
     assert "out of its depth" in result.message

@@ -12,9 +12,9 @@ from graphs.schedule import keep_everything
 from graphs.simulate import simulate
 from graphs.synthetic.draft import Draft
 from graphs.synthetic.random_graphs import random_training_step
-from graphs.synthetic.small import diamond, training_chain
+from graphs.synthetic.small import training_chain
 from solvers import highs
-from solvers.baselines.xengine import Class, XEngineParams, XEngineProgram, add_clocks, lazy_schedule
+from solvers.baselines.xengine import ScheduleClass, XEngineParams, XEngineProgram, add_clocks, lazy_schedule
 from solvers.clock import WallClock
 from solvers.registry import get_solver
 from solvers.result import Reason, Result, Status
@@ -22,6 +22,7 @@ from tests.support.brute_force_placement import fastest_overlapped, fastest_seri
 from tests.support.offers import check_by_both_judges, names, with_trips
 from tests.support.placements import on_devices, random_placement
 from tests.support.requests import ask
+from tests.support.small_graphs import diamond
 
 CLOSE = 1e-6
 
@@ -109,7 +110,7 @@ def test_the_clocks_of_the_program_are_those_of_the_judge() -> None:
     compared = 0
     for seed in range(12):
         graph, budget = random_placement(300 + seed, 3)
-        program = XEngineProgram(placement_of(graph), budget, Class(stay=True, ahead=True), whole_frees=True)
+        program = XEngineProgram(placement_of(graph), budget, ScheduleClass(stay=True, ahead=True), whole_frees=True)
         assert program.build()
         add_clocks(program, 100.0)
         answer = highs.solve_program(program.milp(), clock=WallClock(60.0))

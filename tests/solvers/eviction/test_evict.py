@@ -1,7 +1,7 @@
 """Rules of eviction: what they execute fits, and how little memory they get by with."""
 
 from collections.abc import Sequence
-from typing import Unpack
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ from solvers.bounds import least_budget_bound
 from solvers.clock import WallClock
 from solvers.eviction.engine import Eviction, evicting_order
 from solvers.eviction.least_peak import least_evicting_schedule
-from solvers.eviction.rules import RULES, TIGHT_RULES, EvictionRule, Guide, Limits
+from solvers.eviction.rules import RULES, TIGHT_RULES, EvictionRule, EvictionSettings, Guide
 from solvers.problem import problem_of
 
 
@@ -26,8 +26,8 @@ def between(graph: Graph, share: float) -> int:
     return least + int(share * (peak - least))
 
 
-def executed(graph: Graph, budget_bytes: int, rule: EvictionRule, **limits: Unpack[Limits]) -> list[int] | None:
-    found = evicting_order(problem_of(graph, budget_bytes), rule, **limits)
+def executed(graph: Graph, budget_bytes: int, rule: EvictionRule, **settings: Any) -> list[int] | None:
+    found = evicting_order(problem_of(graph, budget_bytes), rule, EvictionSettings(**settings))
     return None if found is None else found.computed
 
 

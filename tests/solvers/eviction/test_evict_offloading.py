@@ -18,7 +18,6 @@ from solvers.eviction.rules import RULES, TIGHT_RULES, EvictionRule
 from solvers.problem import Problem, problem_of
 from solvers.windows import driver
 from solvers.windows.decoding.decode import Trial, late_writers, order_of, try_out
-from solvers.windows.relaxation.discretization import Discretization
 from solvers.windows.search import Search
 from solvers.windows.strategies.offloaded_orders import OffloadedOrders
 from solvers.windows.strategies.portfolio import OffloadingPortfolio
@@ -38,7 +37,7 @@ def offering(graph: Graph, share: float, link_bytes_per_s: float) -> Problem:
 
 def tried(problem: Problem, rule: EvictionRule) -> Trial | None:
     found = evicting_order(problem, rule)
-    if found is None or late_writers(problem, order := order_of(Discretization((problem.ops - 1,)), *found)):
+    if found is None or late_writers(problem, order := order_of(problem, *found)):
         return None
     return try_out(problem, order)
 

@@ -164,7 +164,7 @@ def test_memory_is_flat_over_a_thousand_steps() -> None:
             ledger.dropped(storage)
         program.kept.clear()
         program.ops.clear()
-        assert (len(ledger), ledger.op_count) == (0, 0)
+        assert (len(ledger), len(ledger.ops)) == (0, 0)
         most_labels = max(most_labels, len(ledger.heuristic.classes))  # type: ignore[attr-defined]
         assert len(ledger.size_bytes) == 1024, step
     assert most_labels == 0

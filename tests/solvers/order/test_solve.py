@@ -14,7 +14,7 @@ from graphs.synthetic.transformer import TransformerSize, transformer
 from solvers.clock import WorkClock
 from solvers.order.peak import any_order_peak_bytes, keep_everything_peak_bytes
 from solvers.order.reorder import constraints, lowers_peak, may_lower_peak, permuted, reordered
-from solvers.order.solve import Solved, solve_in_best_order
+from solvers.order.solve import SolvedOrder, solve_in_best_order
 from solvers.registry import get_solver
 from solvers.request import Request
 from solvers.result import Result, Status
@@ -22,7 +22,7 @@ from solvers.tolerance import Tolerance
 from tests.solvers.order.test_reorder import weight_gradients
 
 
-def solved(graph: Graph, budget_bytes: int, *, tolerance: float = 1e-3) -> tuple[Solved, list[Graph]]:
+def solved(graph: Graph, budget_bytes: int, *, tolerance: float = 1e-3) -> tuple[SolvedOrder, list[Graph]]:
     """Solve, each order to its end; also return the graphs that the solver was given."""
     given: list[Graph] = []
 

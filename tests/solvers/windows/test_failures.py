@@ -52,7 +52,7 @@ def test_an_error_of_what_looks_for_schedules_ends_the_solve_and_keeps_the_best(
 
 def test_where_nothing_was_found_before_the_error_is_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Portfolio, "step", fails)
-    monkeypatch.setattr(Search, "offer", lambda search, order, detail: try_out(search.problem, order))
+    monkeypatch.setattr(Search, "offer", lambda search, order, *_: try_out(search.problem, order))
     with pytest.raises(PlannerError, match="windows failed: looking for schedules failed: RuntimeError: no such choice"):
         plan(GRAPH, BUDGET, tolerance=0.0, time_limit_s=600.0, reorder=False)
 

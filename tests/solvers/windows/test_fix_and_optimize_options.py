@@ -16,14 +16,12 @@ from solvers.request import Request
 from solvers.tolerance import Tolerance
 from solvers.windows import solve
 from solvers.windows.decoding.decode import order_of
-from solvers.windows.relaxation.discretization import Discretization
 from solvers.windows.search import Search
 from solvers.windows.strategies.neighbourhoods import FixAndOptimizeOptions
 from solvers.windows.strategies.substitution import in_place
 from tests.solvers.windows.test_options import head, in_chunks, with_packed_mask
 
 EXACT = Tolerance.of(0.0)
-WHOLE = Discretization((1 << 20,))
 
 
 def searched(graph: Graph, budget_bytes: int) -> Search:
@@ -40,8 +38,7 @@ def begun(graph: Graph, share: float) -> Search | None:
         return None
     search = searched(graph, budget)
     places = search.problem.places
-    order = order_of(WHOLE, [places.ids.index(op) for op in found.schedule.computed], places=places)
-    search.offer(order, Discretization((search.problem.ops - 1,), places=places.last))
+    search.offer(order_of(search.problem, [places.ids.index(op) for op in found.schedule.computed]))
     return None if search.stopping.enough() else search
 
 
@@ -72,8 +69,7 @@ def test_the_head_in_fewer_chunks_and_a_packed_mask() -> None:
     order = in_place(search.problem, frozenset({places.ids.index(6)}))
     assert order is not None
     computed = [places.ids.index(op) for op in (0, 7, 6, 8, 4)]
-    whole = Discretization((search.problem.ops - 1,), places=places.last)
-    search.offer(replace(order, computed=tuple(computed), windows=(0,) * 5, first=(True, False, True, False, True)), whole)
+    search.offer(replace(order, computed=tuple(computed), windows=(0,) * 5, first=(True, False, True, False, True)))
     assert judged(search) == pytest.approx(12.5)
     exhausted(search)
     assert judged(search) == pytest.approx(11.75)

@@ -8,17 +8,17 @@ from pathlib import Path
 import pytest
 
 from graphs.ir import Graph
-from graphs.synthetic.random_graphs import random_graph, random_overwriting
+from graphs.synthetic.random_graphs import random_graph
 from solvers.clock import WallClock
 from solvers.highs import solve_program
 from solvers.highs.program import Outcome
 from solvers.problem import problem_of
 from solvers.windows import relaxation
 from solvers.windows.decoding.decode import order_of, try_out
-from solvers.windows.decoding.encode import choice_of
-from solvers.windows.relaxation.discretization import Discretization
+from solvers.windows.decoding.encode import solution_of
 from solvers.windows.relaxation.models import build_relaxation
 from tests.support.random_orders import everything, random_order, short_form
+from tests.support.small_graphs import random_overwriting
 
 ROOT = Path(__file__).parents[3]
 
@@ -32,23 +32,24 @@ def test_every_schedule_in_short_form_solves_the_relaxation_at_its_budget(make: 
     draw = random.Random(seed)
     graph = make(seed, draw.randint(3, 9))
     n = len(graph.ops)
-    computed = short_form(graph, random_order(draw, problem_of(graph, 10**9)))
-    trial = try_out(problem_of(graph, 10**9), order_of(Discretization((n - 1,)), computed))
+    roomy = problem_of(graph, 10**9)
+    computed = short_form(graph, random_order(draw, roomy))
+    trial = try_out(roomy, order_of(roomy, computed))
     problem = problem_of(graph, trial.peak_bytes)
     some = tuple(sorted({*draw.sample(range(n), n // 2), n - 1}))
     for detail in (everything((n - 1,)), everything(some), everything(some).split(range(n))):
         model = build_relaxation(problem, detail)
-        choice = choice_of(problem, detail, computed)
+        solution = solution_of(problem, detail, computed)
         # What the schedule does has a variable; R, Q, S and D are fixed to it, and there are H, U, P and G that fit.
-        assert {(k, i) for k, ops in enumerate(choice.again) for i in ops} <= model.again.keys()
-        assert {(k, t) for k, handed in enumerate(choice.handed) for t in handed} <= model.handed.keys()
+        assert {(k, i) for k, ops in enumerate(solution.again) for i in ops} <= model.again.keys()
+        assert {(k, t) for k, handed in enumerate(solution.handed) for t in handed} <= model.handed.keys()
         program = model.program
         for (k, i), column in model.again.items():
-            program.lower[column] = program.upper[column] = i in choice.again[k]
+            program.lower[column] = program.upper[column] = i in solution.again[k]
         for (k, t), column in model.handed.items():
-            program.lower[column] = program.upper[column] = t in choice.handed[k]
+            program.lower[column] = program.upper[column] = t in solution.handed[k]
         for pair, column in model.twice.items():
-            program.lower[column] = program.upper[column] = pair in choice.twice
+            program.lower[column] = program.upper[column] = pair in solution.twice
         answer = solve_program(program, clock=WallClock(60))
         assert answer.outcome is Outcome.OPTIMAL
         assert answer.objective is not None

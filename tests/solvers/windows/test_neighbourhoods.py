@@ -42,8 +42,7 @@ PARAMS = WindowsParams()
 
 
 def whole_trial(problem: Problem) -> Trial:
-    whole = Discretization((problem.ops - 1,))
-    return try_out(problem, order_of(whole, range(problem.ops)))
+    return try_out(problem, order_of(problem, range(problem.ops)))
 
 
 def test_looking_ahead_is_as_if_it_did_not_fit_before_earlier_ops_either() -> None:
@@ -51,7 +50,7 @@ def test_looking_ahead_is_as_if_it_did_not_fit_before_earlier_ops_either() -> No
     v, x = 9, 2
     ops = list(range(problem.ops))
     detail = Discretization((3, problem.ops - 1))
-    order = order_of(detail, [*ops[:v], x, *ops[v:]])
+    order = order_of(problem, [*ops[:v], x, *ops[v:]], detail=detail)
     trial = replace(try_out(problem, order), memory_bytes=tuple(5 + (step == v) for step in range(problem.ops + 1)))
     budget_bytes = 5
 
@@ -97,19 +96,20 @@ def test_the_best_schedule_is_a_solution_of_the_narrow_model() -> None:
     computed = [step.op for step in found.steps if hasattr(step, "op")]
     detail = Discretization(tuple(range(problem.ops)))
     known = CandidateSet()
-    known.learn_order(order_of(detail, computed))
+    order = order_of(problem, computed, detail=detail)
+    known.learn_order(order)
     answer = solve_program(build_restricted(problem, detail, known, PARAMS.neighbourhoods).program, clock=WallClock(60))
     assert answer.outcome is Outcome.OPTIMAL
     assert answer.objective is not None
-    assert answer.objective <= problem.units(try_out(problem, order_of(detail, computed)).time_s - problem.base_s) + 1e-3
+    assert answer.objective <= problem.units(try_out(problem, order).time_s - problem.base_s) + 1e-3
 
 
-def test_more_choices_until_all_are_there() -> None:
+def test_more_candidates_until_all_are_there() -> None:
     known = CandidateSet()
-    assert known.more_choices(30)
+    assert known.more_candidates(30)
     assert known.factor == 2
     for _ in range(10):
-        last = known.more_choices(30)
+        last = known.more_candidates(30)
     assert not last
 
 
@@ -171,7 +171,7 @@ def test_an_exchange_keeps_one_tensor_instead_of_another() -> None:
     neighbourhoods = NarrowModel(search, Discretization((3, 5)))
     neighbourhoods.detail = Discretization(tuple(range(6)))
     neighbourhoods.known.ops = {0, 1}
-    search.offer(order_of(neighbourhoods.detail, (0, 1, 2, 3, 4, 0, 5)), neighbourhoods.detail)
+    search.offer(order_of(search.problem, (0, 1, 2, 3, 4, 0, 5), detail=neighbourhoods.detail), neighbourhoods.detail)
     assert search.incumbent.best_trial.time_s == 11.0
     FixAndOptimizeOps(search, neighbourhoods).step()
     assert search.incumbent.best_trial.time_s == 9.0
@@ -183,10 +183,6 @@ class Gaining(SteppedStrategy):
     def __init__(self, search: Any, gain: float, count: int) -> None:
         super().__init__(search)
         self.gain, self.count, self.taken = gain, count, 0
-
-    @staticmethod
-    def applies(problem: Problem) -> bool:
-        return True
 
     def steps(self) -> Iterator[None]:
         for _ in range(self.count):

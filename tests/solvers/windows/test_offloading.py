@@ -12,7 +12,6 @@ from solvers.problem import Problem, problem_of
 from solvers.windows.decoding.decode import Trial, order_of, try_out
 from solvers.windows.decoding.pruning import prune_with_transfers
 from solvers.windows.params import OffloadingParams
-from solvers.windows.relaxation.discretization import Discretization
 from solvers.windows.strategies.offloading import recomputing_where_it_waits, simpler
 from tests.support.random_orders import random_order, short_form
 
@@ -32,7 +31,7 @@ def random_trial(draw: random.Random, problem: Problem) -> Trial:
         for t in problem.inputs[op]
         if t in problem.offloads.by_tensor and draw.random() < 0.4
     )
-    return try_out(problem, order_of(Discretization((problem.ops - 1,)), computed, reloads))
+    return try_out(problem, order_of(problem, computed, reloads))
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -55,10 +54,9 @@ def test_simpler_orders_have_one_execution_or_copy_less(seed: int) -> None:
     draw = random.Random(seed)
     problem = problem_of(offering(seed, 20e9), 100 * GB)
     trial = random_trial(draw, problem)
-    whole = Discretization((problem.ops - 1,))
     kinds = {0: 0, 1: 0}
     for place, computed, reloads in simpler(problem, trial, trial.peak_bytes):
-        found = try_out(problem, order_of(whole, computed, reloads))  # raises if what is read is not there
+        found = try_out(problem, order_of(problem, computed, reloads))  # raises if what is read is not there
         fewer = len(trial.order.computed) - len(computed)
         kinds[fewer] += 1
         assert fewer or len(reloads) == len(trial.order.reloads) - 1

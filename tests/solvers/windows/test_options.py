@@ -17,7 +17,7 @@ from solvers.bounds import least_budget_bound
 from solvers.clock import WorkClock
 from solvers.least import least_budget
 from solvers.order.reorder import reordered
-from solvers.places import may_stand, places_of
+from solvers.places import may_replace, places_of
 from solvers.problem import problem_of
 from solvers.registry import SOLVERS, get_solver
 from solvers.request import Request
@@ -123,7 +123,7 @@ def test_places() -> None:
     # layer; pack and unpack can be executed from the next place on; what stands for the head comes in the place of its last op.
     assert places.ids == (0, 7, 8, 1, 2, 3, 5, 6, 4)
     assert places.last == (0, 3, 3, 3, 4, 7, 7, 7, 8)
-    assert places.stood_by[3] == places.stood_by[4] == places.stood_by[5] == (6, 7)
+    assert places.replaced_by[3] == places.replaced_by[4] == places.replaced_by[5] == (6, 7)
     assert [i for i, sure in enumerate(places.sure) if sure] == [0, 8]
     assert places.executed({6}) == [0, 6, 8] and places.executed(()) == [0, 3, 4, 5, 8]
 
@@ -131,12 +131,12 @@ def test_places() -> None:
 def test_what_cannot_stand_for_a_group_is_left_out() -> None:
     graph = in_chunks(head(), 2, 5.0)
     op = graph.ops[-1]
-    assert may_stand(graph, op)
-    assert not may_stand(graph, replace(op, outputs=(GRADIENT,)))  # without the loss, which is kept
+    assert may_replace(graph, op)
+    assert not may_replace(graph, replace(op, outputs=(GRADIENT,)))  # without the loss, which is kept
     drawing = tuple(replace(p, random=p.id in (1, 2)) for p in graph.program)
     both = replace(op, replaces=(1, 3), outputs=(GRADIENT,))
-    assert may_stand(graph, both)
-    assert not may_stand(replace(graph, ops=(*drawing, replace(op, random=True))), both)  # the loss would draw first
+    assert may_replace(graph, both)
+    assert not may_replace(replace(graph, ops=(*drawing, replace(op, random=True))), both)  # the loss would draw first
 
 
 def test_options_that_cannot_be_used_make_no_difference() -> None:
@@ -163,8 +163,8 @@ def test_the_program_is_put_into_another_order_with_its_options() -> None:
         graph = random_options(seed, 6)
         found = reordered(graph).graph
         assert sorted(op.name for op in found.ops) == sorted(op.name for op in graph.ops)
-        standing = {op.name for op in graph.ops if may_stand(graph, op)}
-        assert standing <= {op.name for op in found.ops if may_stand(found, op)}
+        standing = {op.name for op in graph.ops if may_replace(graph, op)}
+        assert standing <= {op.name for op in found.ops if may_replace(found, op)}
         seen += found != graph and bool(standing)
     assert seen
 

@@ -29,7 +29,7 @@ from solvers.windows import solve
 from solvers.windows.decoding.decode import Trial
 from solvers.windows.driver import _commit_in_process, _run_in_process, run
 from solvers.windows.params import WindowsParams
-from solvers.windows.part_process import Inbox, PartProcess, SearchEnd, Task
+from solvers.windows.part_process import Inbox, PartProcess, PartTask, SearchEnd
 from solvers.windows.parts import start_process
 from solvers.windows.search import Search
 from solvers.windows.strategies.substitution import in_place
@@ -78,8 +78,8 @@ def received_from(process: PartProcess) -> list[Trial | SearchEnd]:
     return found
 
 
-def task_of(seed: int, task: Callable[[Search, Inbox], None]) -> Task:
-    return Task(*instance(seed), TOLERANCE, WindowsParams(), 120.0, task)
+def task_of(seed: int, task: Callable[[Search, Inbox], None]) -> PartTask:
+    return PartTask(*instance(seed), TOLERANCE, WindowsParams(), 120.0, task)
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -151,6 +151,9 @@ def test_least_budgets_know_the_other_memory() -> None:
     graph = on_devices(draft.graph([c]), OtherDevice("second", (1.0, 1.0, 1.0), 4.0))
     bracket = least_budget(graph, clock=WorkClock(2.0))
     assert (bracket.proved_bytes, bracket.found_bytes) == (1, 1)
+    # It is too small for what b reads and makes: b runs here.
+    tight = on_devices(draft.graph(), OtherDevice("second", (1.0, 1.0, 1.0), 4.0, capacity_bytes=15))
+    assert simulate(tight, least_known(tight, WorkClock(1.0))).peak_bytes == 16
 
 
 def test_a_schedule_of_little_memory_is_known_without_solving() -> None:

@@ -12,7 +12,7 @@ from solvers.highs.program import Outcome
 from solvers.problem import Problem, problem_of
 from solvers.windows import solve
 from solvers.windows.decoding.decode import order_of, try_out
-from solvers.windows.decoding.encode import choice_of
+from solvers.windows.decoding.encode import solution_of
 from solvers.windows.decoding.expand import expand
 from solvers.windows.relaxation.discretization import Discretization, halves
 from solvers.windows.relaxation.models import build_relaxation
@@ -27,10 +27,10 @@ def test_order_and_choice_are_inverse() -> None:
     assert result.schedule is not None
     # An op per window, and further executions in program order: nothing is left open.
     detail = Discretization(tuple(range(len(graph.ops))))
-    choice = choice_of(problem, detail, result.schedule.computed)
-    order = order_of(detail, expand(problem, detail, choice))
+    solution = solution_of(problem, detail, result.schedule.computed)
+    order = order_of(problem, expand(problem, detail, solution), detail=detail)
     assert try_out(problem, order).time_s == result.time_s
-    assert choice_of(problem, detail, order.computed) == choice
+    assert solution_of(problem, detail, order.computed) == solution
 
 
 def test_a_schedule_that_fits_solves_every_relaxation() -> None:
@@ -43,13 +43,13 @@ def test_a_schedule_that_fits_solves_every_relaxation() -> None:
     for ends in ((n - 1,), (n // 2, n - 1), tuple(range(n))):
         detail = Discretization(ends, frozenset(range(n)))
         model = build_relaxation(problem, detail)
-        choice = choice_of(problem, detail, result.schedule.computed)
+        solution = solution_of(problem, detail, result.schedule.computed)
         # Its R, Q and S are fixed; what is left are the H and U, for which there must be values.
         program = model.program
         for (k, i), column in model.again.items():
-            program.lower[column] = program.upper[column] = i in choice.again[k]
+            program.lower[column] = program.upper[column] = i in solution.again[k]
         for (k, t), column in model.handed.items():
-            program.lower[column] = program.upper[column] = t in choice.handed[k]
+            program.lower[column] = program.upper[column] = t in solution.handed[k]
         assert solve_program(program, clock=WallClock(60)).outcome is Outcome.OPTIMAL
 
 

@@ -17,11 +17,10 @@ from solvers.highs import solve_program
 from solvers.highs.program import Outcome
 from solvers.problem import Problem, problem_of
 from solvers.windows.decoding.decode import order_of, try_out
-from solvers.windows.decoding.encode import choice_of_trial
+from solvers.windows.decoding.encode import solution_of_trial
 from solvers.windows.decoding.transfers import with_transfers
-from solvers.windows.relaxation.discretization import Discretization
 from solvers.windows.relaxation.models import build_relaxation
-from solvers.windows.strategies.placement import Placing, Where
+from solvers.windows.strategies.placement import DeviceOps, Placing
 from tests.support.placements import on_devices, random_placement
 from tests.support.random_orders import everything, random_order, short_form
 
@@ -72,24 +71,24 @@ def test_every_schedule_with_copies_solves_the_relaxation_at_its_budget(seeds: r
         n = loose.ops
         computed = short_form(loose.graph, random_order(draw, loose))
         reloads = some_reloads(draw, loose, computed)
-        trial = try_out(loose, order_of(Discretization((n - 1,)), computed, reloads))
+        trial = try_out(loose, order_of(loose, computed, reloads))
         problem = problem_of(graph, trial.peak_bytes)
         copied += bool(trial.order.reloads)
         some = tuple(sorted({*draw.sample(range(n), n // 2), n - 1}))
         for detail in (everything((n - 1,)), everything(some), everything(some).split(range(n))):
             model = build_relaxation(problem, detail)
-            choice = choice_of_trial(problem, detail, trial)
-            assert {(k, t) for k, taken in enumerate(choice.taken) for t in taken} <= model.taken.keys(), seed
+            solution = solution_of_trial(problem, detail, trial)
+            assert {(k, t) for k, taken in enumerate(solution.taken) for t in taken} <= model.taken.keys(), seed
             program = model.program
             for columns, there in (
-                (model.again, choice.again),
-                (model.handed, choice.handed),
-                (model.taken, choice.taken),
+                (model.again, solution.again),
+                (model.handed, solution.handed),
+                (model.taken, solution.taken),
             ):
                 for (k, i), column in columns.items():
                     program.lower[column] = program.upper[column] = i in there[k]
             for pair, column in model.twice.items():
-                program.lower[column] = program.upper[column] = pair in choice.twice
+                program.lower[column] = program.upper[column] = pair in solution.twice
             answer = solve_program(program, clock=WallClock(60))
             assert answer.outcome is Outcome.OPTIMAL, (seed, detail.ends)
             assert answer.objective is not None
@@ -153,7 +152,7 @@ def test_the_judge_says_the_same_of_devices(seeds: range) -> None:
         draw = random.Random(seed)
         graph, budget = random_placement(seed, 6)
         problem = problem_of(graph, budget)
-        where = Where(problem)
+        where = DeviceOps(problem)
         device = {v: draw.choice([d for w, d in where.runs if w == v]) for v, d in where.runs if d == 0}
         away = [(t, d, (d + 1) % where.count) for v in device for t in where.outputs[v] for d in range(where.count)]
         again = frozenset((v, draw.randrange(where.count)) for v in device if draw.random() < 0.1)

@@ -7,7 +7,7 @@ import pytest
 from graphs.ir import Graph
 from graphs.synthetic.draft import Draft
 from graphs.synthetic.random_graphs import random_training_step
-from graphs.synthetic.small import chain, diamond, kept_output, skips, training_chain, two_outputs
+from graphs.synthetic.small import chain, skips, training_chain
 from graphs.synthetic.transformer import TransformerSize, transformer
 from solvers.bounds import least_budget_bound
 from solvers.registry import get_solver
@@ -17,6 +17,7 @@ from solvers.windows.params import WindowsParams
 from tests.support.budgets import peak_bytes
 from tests.support.known_optima import KNOWN_OPTIMA
 from tests.support.requests import ask
+from tests.support.small_graphs import diamond, kept_output, two_outputs
 
 
 @pytest.mark.parametrize(

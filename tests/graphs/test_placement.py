@@ -15,9 +15,8 @@ from graphs.synthetic.draft import Draft
 from graphs.synthetic.random_graphs import random_graph
 from graphs.synthetic.small import diamond
 from planner.capture.options import with_options
-from tests.support.event_judge import judged, runs
-from tests.support.offers import with_trips
-from tests.support.placements import on_devices
+from tests.support.graphs.event_judge import judged, runs
+from tests.support.graphs.options import on_devices, with_trips
 
 
 def layer() -> Graph:

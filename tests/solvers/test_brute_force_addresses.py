@@ -24,9 +24,8 @@ from solvers.result import Result, Status
 from solvers.windows import solve
 from solvers.windows.relaxation.discretization import Discretization
 from solvers.windows.relaxation.models import build_relaxation
-from tests.support.brute_force_addresses import fastest_in_arena
-from tests.support.checked_results import SLACK, TOLERANCE
-from tests.support.requests import ask
+from tests.support.solvers.answers import SLACK, TOLERANCE, ask
+from tests.support.solvers.brute_force_addresses import fastest_in_arena
 
 FEW = settings(max_examples=150, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
 MANY = settings(FEW, max_examples=2000)

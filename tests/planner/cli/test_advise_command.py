@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.command import call, refused
+from tests.support.cli import call, refused
 
 MLP = "zoo:mlp,layers=4,batch=512,width=128"
 QUICK = ("--time-limit", "5", "--quiet")

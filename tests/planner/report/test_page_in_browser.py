@@ -18,7 +18,7 @@ from planner.facts.timeline import Timeline
 from planner.report.page import page
 from planner.solving import solve
 from planner.studies.curve import CurveRow
-from tests.support.shown_streams import solved
+from tests.support.report import solved
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 DRIVER = shutil.which("chromedriver")

@@ -28,7 +28,7 @@ from planner.report.chrome_trace import chrome_trace
 from planner.report.lanes import RECOMPUTED, bars
 from planner.report.page import page
 from planner.solving import solve
-from tests.support.html_page import assert_needs_nothing_else, parsed, without_scripts
+from tests.support.report import assert_needs_nothing_else, parsed, without_scripts
 
 HOSTILE = "</title><script>alert('x')</script>&\x1b[31m"
 

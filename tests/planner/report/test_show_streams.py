@@ -33,10 +33,9 @@ from planner.report.chart import charts
 from planner.report.chrome_trace import chrome_trace
 from planner.report.lanes import bars, lanes
 from planner.report.page import page
-from tests.support.event_judge import during, live, runs
-from tests.support.html_page import assert_needs_nothing_else, parsed, without_scripts
-from tests.support.random_choices import graph_with_choices, schedule_with_choices
-from tests.support.shown_streams import ROUND_TRIP, chain, plan_of, solved
+from tests.support.graphs.event_judge import during, live, runs
+from tests.support.graphs.random_choices import graph_with_choices, schedule_with_choices
+from tests.support.report import ROUND_TRIP, assert_needs_nothing_else, chain, parsed, plan_of, solved, without_scripts
 
 _IDS = re.compile(r'id="[^"]*"')  # that Bokeh draws anew for each page
 HOSTILE = "</title><script>alert('x')</script>&\x1b[31m"

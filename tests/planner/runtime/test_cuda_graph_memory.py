@@ -31,8 +31,9 @@ from planner.training.compiler import Compiler
 from planner.training.step import PlannedStep
 from solvers.tolerance import Tolerance
 from tests.support.cuda_device import on_device
-from tests.support.recorded_steps import assert_same, dropout_and_norm, recorded, train
-from tests.support.steps import make, random_schedule
+from tests.support.cuda_device.steps import dropout_and_norm, recorded, train
+from tests.support.models.outcomes import assert_same
+from tests.support.models.steps import make, random_schedule
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 

@@ -31,7 +31,7 @@ from solvers.clock import WorkClock
 from solvers.registry import SOLVERS, Entry
 from solvers.request import Request
 from solvers.result import Result, Status
-from tests.support.training_chains import chain_of_six
+from tests.support.cli import chain_of_six
 
 
 def judged(graph: Graph, found: Curve) -> None:

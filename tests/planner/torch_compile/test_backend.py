@@ -16,8 +16,7 @@ from planner import search
 from planner.capture.step import TrainingStep
 from planner.runtime.measure import measure_memory, outcome
 from tests.support.budgets import HALF_WAY
-from tests.support.norms import norm_twice
-from tests.support.steps import make
+from tests.support.models.steps import make, norm_twice
 
 pytestmark = [pytest.mark.usefixtures("fresh_compiler"), pytest.mark.filterwarnings("ignore::UserWarning:torch.*")]
 

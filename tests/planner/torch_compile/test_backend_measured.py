@@ -14,7 +14,7 @@ from planner import search
 from planner.profiling import profile
 from planner.torch_compile.rest_of_step import kept_bytes, lean_schedule, with_rest, without_rest
 from planner.torch_compile.step_memory import Seen, bytes_of_others, unread
-from tests.support.measured_backend import (
+from tests.support.models.backend import (
     Apart,
     Masked,
     Thirds,

@@ -18,9 +18,9 @@ import planner
 from graphs.errors import BudgetError, InfeasibleError, PlannerError
 from planner import search
 from planner.torch_compile import checkpoint
+from tests.support.distributed import on_two
 from tests.support.logs import lines_of
-from tests.support.measured_backend import measured_bytes, stack, step_of
-from tests.support.processes import on_two
+from tests.support.models.backend import measured_bytes, stack, step_of
 
 pytestmark = [pytest.mark.usefixtures("fresh_compiler"), pytest.mark.filterwarnings("ignore::UserWarning:torch.*")]
 

@@ -29,7 +29,7 @@ from solvers.clock import WorkClock
 from solvers.eviction.least_peak import least_evicting_schedule
 from solvers.tolerance import Tolerance
 from tests.support.budgets import between
-from tests.support.stand_ins import in_chunks, make, schedule_with
+from tests.support.models.alternatives import in_chunks, make, schedule_with
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 

@@ -14,7 +14,7 @@ from graphs.schedule import Compute, Schedule, keep_everything
 from graphs.simulate import simulate
 from planner.capture.kernels.variants import Variant
 from tests.support.budgets import on_the_way
-from tests.support.kernel_steps import CASES, Prepared, differences, freed_over, prepare
+from tests.support.inductor.steps import CASES, Prepared, differences, freed_over, prepare
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),

@@ -14,7 +14,7 @@ from planner.training.compiler import Compiler
 from solvers.clock import WorkClock
 from solvers.least import least_budget
 from solvers.tolerance import Tolerance
-from tests.support.random_models import Recipe, build, recipes
+from tests.support.models.random_models import Recipe, build, recipes
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 

@@ -19,7 +19,7 @@ from solvers.baselines.griewank import plan, runs
 from solvers.registry import get_solver
 from solvers.result import SolveProgress, Status
 from tests.support.budgets import peak_bytes
-from tests.support.requests import ask
+from tests.support.solvers.answers import ask
 
 CHAIN_SOLVERS = ("chen-sqrt", "chen-greedy", "griewank", "rotor")
 

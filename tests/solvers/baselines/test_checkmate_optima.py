@@ -16,10 +16,9 @@ from solvers import windows
 from solvers.baselines.checkmate import CheckmateParams, solve
 from solvers.baselines.common.checkmate_program import PUBLISHED, Frees, Variant
 from solvers.result import Status
-from tests.support.brute_force import fastest, may_repeat
 from tests.support.budgets import budget_at
-from tests.support.known_optima import KNOWN_OPTIMA
-from tests.support.requests import ask
+from tests.support.solvers.answers import KNOWN_OPTIMA, ask
+from tests.support.solvers.brute_force import fastest, may_repeat
 
 TOLERANCE = 1e-3
 SPLIT = Variant(frees=Frees.SPLIT)

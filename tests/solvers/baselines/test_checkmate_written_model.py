@@ -15,7 +15,7 @@ from planner.plans.plan import read_plan
 from solvers.baselines.checkmate import solve, write_model
 from solvers.baselines.common.checkmate_program import PUBLISHED, Frees, Variant
 from solvers.registry import get_solver
-from tests.support.requests import ask
+from tests.support.solvers.answers import ask
 
 ROOT = Path(__file__).parents[3]
 

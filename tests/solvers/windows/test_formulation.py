@@ -18,7 +18,7 @@ from solvers.windows.decoding.decode import order_of, try_out
 from solvers.windows.decoding.encode import choice_of
 from solvers.windows.relaxation.discretization import Discretization
 from solvers.windows.relaxation.models import build_relaxation
-from tests.support.random_orders import everything, random_order, short_form
+from tests.support.solvers.random_orders import everything, random_order, short_form
 
 ROOT = Path(__file__).parents[3]
 

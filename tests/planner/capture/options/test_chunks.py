@@ -20,7 +20,7 @@ from planner.models import Workload, build
 from planner.profiling.devices import get_device
 from planner.profiling.roofline import model_times
 from planner.torch_private.core import FakeTensorMode
-from tests.support.stand_ins import CLASSES, Classifier, make, optional_ops, transformers_model
+from tests.support.models.alternatives import CLASSES, Classifier, make, optional_ops, transformers_model
 
 
 def chunked(workload: Workload) -> Capture:

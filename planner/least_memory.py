@@ -60,7 +60,7 @@ def least_memory(
         if left(clock) - slice_s <= (1 - _SEARCH_SHARE) * clock.limit / 2:
             break
         budget_bytes = (low_bytes + high_bytes) // 2
-        decision = _Decision(limit_s, on_progress, should_stop)
+        decision = _StopWhenDecided(limit_s, on_progress, should_stop)
         result = solve_at(budget_bytes, clock.part(slice_s), decision, decision.reached)
         if result.time_s is not None and result.time_s <= limit_s:
             assert result.schedule is not None and result.peak_bytes is not None
@@ -78,7 +78,7 @@ def least_memory(
     return replace(found, graph=graph, settings=settings)
 
 
-class _Decision:
+class _StopWhenDecided:
     """A callback that ends a solve once it is known whether a schedule within the allowed time exists."""
 
     def __init__(

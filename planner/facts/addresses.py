@@ -16,7 +16,7 @@ _WORK = 2.0  # for the search of addresses, after constructions
 
 
 @dataclass(frozen=True, slots=True)
-class Stay:
+class PlacedBuffer:
     """A buffer of the step at its address.
 
     Attributes:
@@ -33,7 +33,7 @@ class Stay:
 
 
 @dataclass(frozen=True, slots=True)
-class Addresses:
+class StepAddresses:
     """The addresses of a step.
 
     Attributes:
@@ -43,13 +43,13 @@ class Addresses:
         by_step: bytes reserved after each step of the schedule; empty for planned addresses, which take `total_bytes` throughout.
     """
 
-    stays: tuple[Stay, ...]
+    stays: tuple[PlacedBuffer, ...]
     total_bytes: int
     borders: tuple[int, ...] = ()
     by_step: tuple[int, ...] = ()
 
 
-def reserved_addresses(timeline: Timeline) -> Addresses | None:
+def reserved_addresses(timeline: Timeline) -> StepAddresses | None:
     """Return the addresses in the third step of training by the plan of `timeline`; None on the CPU, which has no such allocator.
 
     Static memory and workspaces of libraries lie where no stay is.
@@ -65,7 +65,7 @@ def reserved_addresses(timeline: Timeline) -> Addresses | None:
     by_step = accumulate(
         range(len(plan.schedule.steps)), lambda held, step: changes.get(step, held), initial=usage.by_step[-2][-1]
     )
-    return Addresses(
+    return StepAddresses(
         stays=_stays(
             timeline,
             training.buffers,
@@ -79,18 +79,18 @@ def reserved_addresses(timeline: Timeline) -> Addresses | None:
     )
 
 
-def planned_addresses(timeline: Timeline) -> Addresses:
+def planned_addresses(timeline: Timeline) -> StepAddresses:
     """Return addresses of all tensors of the step in one arena, by a short search; static memory is outside of it."""
     buffers = buffers_of(timeline.graph, timeline.plan.schedule, alignment=_ALIGNMENT)
     result = solve(buffers, work_limit=_WORK)
     assert result.offsets is not None
     offsets = result.offsets.offsets
-    return Addresses(_stays(timeline, buffers, offsets, [buffer.size for buffer in buffers]), result.height_bytes)
+    return StepAddresses(_stays(timeline, buffers, offsets, [buffer.size for buffer in buffers]), result.height_bytes)
 
 
 def _stays(
     timeline: Timeline, buffers: Sequence[Buffer], addresses: Sequence[int], sizes: Sequence[int], *, moments: int = 1
-) -> tuple[Stay, ...]:
+) -> tuple[PlacedBuffer, ...]:
     names = {tensor.name for tensor in timeline.graph.tensors}
 
     def tensor(buffer: Buffer) -> str:
@@ -98,6 +98,6 @@ def _stays(
         return name if name in names else ""
 
     return tuple(
-        Stay(tensor(buffer), buffer.lower // moments, -(-buffer.upper // moments), address, size)
+        PlacedBuffer(tensor(buffer), buffer.lower // moments, -(-buffer.upper // moments), address, size)
         for buffer, address, size in zip(buffers, addresses, sizes, strict=True)
     )

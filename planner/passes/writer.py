@@ -12,7 +12,7 @@ from planner.passes.draws import draw_again, draw_first, draw_once
 from planner.passes.program import Call, OpCalls, Program, Ref, Statement
 
 
-class Writer:
+class PassWriter:
     """A writer of the steps of a schedule into consecutive passes.
 
     Attributes:

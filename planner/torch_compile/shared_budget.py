@@ -27,21 +27,21 @@ from planner.option_settings import OptionSettings
 from planner.plans.summary import summarize
 from planner.runtime.arena import SharedSlab
 from planner.runtime.auto_budget import auto_budget_bytes
-from planner.search import Search
+from planner.search import StepSearch
 from planner.torch_compile.backend_settings import BackendSettings
 from planner.torch_compile.planned_graph import PlannedGraph, device_of
 from planner.torch_compile.rest_of_step import keeping_all, kept_bytes, lean_schedule, with_rest, without_rest
 from planner.torch_compile.shared_channels import SharedChannels, host_room, with_host_bytes
-from planner.torch_compile.step_memory import Seen, bytes_of_others, unread
+from planner.torch_compile.step_memory import PassStorages, bytes_of_others, unread
 from planner.torch_compile.together import Together
 
 
 @dataclass(slots=True)
-class _Run:
+class _ForwardRun:
     """A forward pass; `alive` until its backward pass has run."""
 
     graph: PlannedGraph
-    seen: Seen
+    seen: PassStorages
     plan: StorageWeakRef | None = None
 
     @property
@@ -62,12 +62,12 @@ class SharedBudget:
         self._options = options = settings.solve.options
         self._shared_channels = None if options.host_bytes is None else SharedChannels(options.host_bytes)
         found = OptionSettings(self.traced)  # other options are in the graphs already
-        self._solve = Search(replace(settings.solve, options=found), settings.run).first_plan
-        self._runs: list[_Run] = []
+        self._solve = StepSearch(replace(settings.solve, options=found), settings.run).first_plan
+        self._runs: list[_ForwardRun] = []
         self._planned: set[tuple[PlannedGraph, ...]] = set()  # steps whose graphs are planned together
         self._learning = True
         self._largest_bytes = 0  # peak of a step without recomputation
-        self._known: dict[PlannedGraph, Seen] = {}
+        self._known: dict[PlannedGraph, PassStorages] = {}
         self._slab = SharedSlab() if settings.run.arena else None
         self._rooms: dict[PlannedGraph, int] = {}  # bytes for each graph that runs in an arena
 
@@ -106,7 +106,7 @@ class SharedBudget:
             self.budget = _auto_bytes(inputs, model := list(model))
         self._runs = [run for run in self._runs if run.alive]
         graph.watch = lambda args: self._begin(graph, args)
-        runs = [*(run.seen for run in self._runs), Seen.of(inputs)]
+        runs = [*(run.seen for run in self._runs), PassStorages.of(inputs)]
         kept = [run.graph.kept_bytes for run in self._runs]
         others = bytes_of_others(runs, len(runs) - 1, kept)
         whole = self.whole([*(run.graph for run in self._runs), graph], runs)
@@ -178,7 +178,7 @@ class SharedBudget:
     def _host_bytes(self) -> int:
         return 0 if self._shared_channels is None else self._shared_channels.host_bytes
 
-    def whole(self, graphs: Sequence[PlannedGraph], runs: Sequence[Seen]) -> int:
+    def whole(self, graphs: Sequence[PlannedGraph], runs: Sequence[PassStorages]) -> int:
         """Return the budget in bytes for a step of these graphs; a share refers to the largest step so far.
 
         A smaller last batch gets no smaller budget.
@@ -195,8 +195,8 @@ class SharedBudget:
         if self._runs and not any(run.alive for run in self._runs):
             self._end_step()
         if self._learning:
-            self._known[graph] = Seen.of(args)
-        run = _Run(graph, self._known[graph])
+            self._known[graph] = PassStorages.of(args)
+        run = _ForwardRun(graph, self._known[graph])
 
         def end(returned: list[Any], plan: torch.Tensor) -> None:
             if self._learning:

@@ -24,7 +24,7 @@ from planner.runtime.channels import HostChannels
 from planner.runtime.cuda_graph import CudaGraphs
 from planner.runtime.executor import check_no_transform
 from planner.runtime.measure import device_name
-from planner.search import Search
+from planner.search import StepSearch
 from planner.settings import RunSettings, SolveSettings, TraceSettings
 from planner.training.auto_budget import with_auto_resolved
 from planner.training.cache import PlanCache, warn_unusable
@@ -115,7 +115,7 @@ class Planning:
             self.wrapper,
             self.loss_fn,
             self.trace,
-            Search(solve, self.run),
+            StepSearch(solve, self.run),
             partial(CudaGraphs, next(self.wrapper.module.parameters()).device) if self.run.cuda_graph else None,
             compare_eager=self.run.compare_eager,
             channels=channels,

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from benchmarks.storages import LiveStorages
 from graphs.errors import UsageError
 from graphs.io.formats import read_graph
-from planner.background import BackgroundSolve, Ended, Job
+from planner.background import BackgroundSolve, Ended, SolveJob
 from planner.cli.main import main
 from planner.eager import step_plans
 from planner.eager.memory import Memory
@@ -35,7 +35,7 @@ _PATIENCE_S = 600.0
 class SolvedWhenWaitedFor:
     """A solve in this process, in place of one in another that is ready earlier or later; it is done where it is waited for."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: SolveJob) -> None:
         self.ended: Ended | None = None
         self._job = job
 

@@ -13,7 +13,7 @@ from graphs.ir import Graph
 from graphs.options.surroundings import Link, Surroundings
 from graphs.synthetic.small import training_chain
 from planner.capture.options import with_options
-from planner.facts.lives import lives_of
+from planner.facts.lifetimes import lives_of
 from planner.facts.timeline import Timeline
 from planner.report.page import page
 from planner.solving import solve

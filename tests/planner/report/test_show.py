@@ -19,7 +19,7 @@ from graphs.synthetic.small import training_chain
 from planner.cli.main import main
 from planner.facts.addresses import planned_addresses, reserved_addresses
 from planner.facts.columns import memory_columns
-from planner.facts.lives import lives_of
+from planner.facts.lifetimes import lives_of
 from planner.facts.timeline import Timeline, block
 from planner.models import build
 from planner.plans.document import write_plan

@@ -19,7 +19,7 @@ from torch._inductor import config as inductor_config
 
 from graphs.errors import TraceError
 from planner.capture.kernels import halves
-from planner.capture.kernels.variants import Variant
+from planner.capture.kernels.variants import CompileVariant
 from planner.capture.trace import capture_kernels
 from planner.models import Workload, build
 from tests.support.inductor.cuda_lines import excerpts, kinds, over
@@ -90,7 +90,7 @@ class Read:
     """
 
     step: str
-    variant: Variant
+    variant: CompileVariant
     sources: tuple[str, ...]
     ops: int
     error: str
@@ -106,7 +106,7 @@ class Read:
         }
 
 
-def read(name: str, variant: Variant) -> Read:
+def read(name: str, variant: CompileVariant) -> Read:
     """Generate the code of a step, and read it."""
     torch._dynamo.reset()
     torch.manual_seed(0)
@@ -130,7 +130,7 @@ def main(names: Sequence[str]) -> None:
     """Print what comes of some steps, or of all, of which each kind of line is then written down."""
     modules = []
     for name in names or STEPS:
-        for variant in Variant:
+        for variant in CompileVariant:
             found = read(name, variant)
             modules += [(f"{name}, {variant}", source) for source in found.sources]
             sys.stdout.write(f"{json.dumps(found.facts())}\n")

@@ -15,7 +15,7 @@ from torch import nn
 import planner
 from graphs.ir import Graph
 from graphs.schedule import Compute, Free, Schedule
-from planner.capture.kernels.variants import Variant
+from planner.capture.kernels.variants import CompileVariant
 from planner.capture.lowering.lower import Capture
 from planner.capture.options.in_place import IN_PLACE
 from planner.capture.signature import call
@@ -23,7 +23,7 @@ from planner.distributed.wrappers import unwrap
 from planner.models import Workload, build
 from planner.option_settings import option_settings
 from planner.runtime.measure import loss_of
-from planner.search import Search
+from planner.search import StepSearch
 from planner.settings import RunSettings, SolveSettings, TraceSettings
 from planner.training.inductor_compiler import InductorCompiler
 from tests.support.models.steps import make, tokens
@@ -171,11 +171,11 @@ class Prepared:
             self.workload.model.load_state_dict(state)
 
 
-def prepare(case: Case, variant: Variant = Variant.DEFAULT) -> Prepared:
+def prepare(case: Case, variant: CompileVariant = CompileVariant.DEFAULT) -> Prepared:
     workload = case.workload()
     reference = workload._replace(model=copy.deepcopy(workload.model))
     wanted = train(case, compiled(plain_step(reference)), reference)
-    search = Search(SolveSettings(time_limit_s=10.0, options=option_settings([IN_PLACE.name])), RunSettings(swap="never"))
+    search = StepSearch(SolveSettings(time_limit_s=10.0, options=option_settings([IN_PLACE.name])), RunSettings(swap="never"))
     trace = TraceSettings(accumulate=case.batches > 1, passes=1, options=(IN_PLACE.name,))
     compiler = InductorCompiler(unwrap(workload.model), workload.loss_fn, trace, search, compare_eager=False)
     with case.context():

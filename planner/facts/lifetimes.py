@@ -10,7 +10,7 @@ from planner.facts.timeline import Timeline
 
 
 @dataclass(frozen=True, slots=True)
-class Moment:
+class SteadyInterval:
     """A time interval in which the device memory does not change.
 
     Attributes:
@@ -44,7 +44,7 @@ class Life:
 
 
 @dataclass(frozen=True, slots=True)
-class Lives:
+class Lifetimes:
     """The moments of a step in order, and the lives in order of birth.
 
     A moment holds static memory, lives, and the workspace of its op.
@@ -53,12 +53,12 @@ class Lives:
         at_step: for each step of the schedule, its moment, or the next one if it has none.
     """
 
-    moments: tuple[Moment, ...]
+    moments: tuple[SteadyInterval, ...]
     lives: tuple[Life, ...]
     at_step: tuple[int, ...]
 
 
-def lives_of(timeline: Timeline) -> Lives:
+def lives_of(timeline: Timeline) -> Lifetimes:
     """Return the moments and lives of `timeline`."""
     return _Following(timeline).follow()
 
@@ -78,33 +78,33 @@ class _Following:
     def __init__(self, timeline: Timeline) -> None:
         self.timeline, self.graph = timeline, timeline.graph
         self.steps = timeline.plan.schedule.steps
-        self.moments: list[Moment] = []
+        self.moments: list[SteadyInterval] = []
         self.lives: list[Life] = []
         self.open: dict[int, _Open] = {}
         self.at_step: list[int] = []
         self.live_bytes = self.graph.static_bytes
 
-    def follow(self) -> Lives:
+    def follow(self) -> Lifetimes:
         times = passages(self.graph, self.timeline.plan.schedule, self.timeline.clocks, COMPUTE)
         now_s = 0.0
         for index, (step, (start_s, end_s)) in enumerate(zip(self.steps, times, strict=True)):
             if isinstance(step, Free):
                 if end_s > start_s:
-                    self.moments.append(Moment(start_s, end_s, self.live_bytes, None))
+                    self.moments.append(SteadyInterval(start_s, end_s, self.live_bytes, None))
                 self.at_step.append(len(self.moments))
                 self.end(step.tensor)
             else:
                 if start_s > now_s:
-                    self.moments.append(Moment(now_s, start_s, self.live_bytes, None))
+                    self.moments.append(SteadyInterval(now_s, start_s, self.live_bytes, None))
                 self.at_step.append(len(self.moments))
                 self.compute(index, self.graph.ops[step.op], start_s, end_s)
             now_s = end_s
         if (last_s := max(self.timeline.clocks.clocks_s)) > now_s:
-            self.moments.append(Moment(now_s, last_s, self.live_bytes, None))
+            self.moments.append(SteadyInterval(now_s, last_s, self.live_bytes, None))
         for tensor in tuple(self.open):
             self.end(tensor)
         lives = sorted(self.lives, key=lambda life: (life.born, life.tensor.id))
-        return Lives(tuple(self.moments), tuple(lives), tuple(self.at_step))
+        return Lifetimes(tuple(self.moments), tuple(lives), tuple(self.at_step))
 
     def compute(self, index: int, op: Op, start_s: float, end_s: float) -> None:
         tensors, now = self.graph.tensors, len(self.moments)
@@ -124,7 +124,7 @@ class _Following:
                 self.open[t] = _Open(op, now)
                 self.live_bytes += tensors[t].size_bytes
         if op.stream == COMPUTE or any(tensors[t].pool == DEVICE for t in op.outputs):
-            self.moments.append(Moment(start_s, end_s, self.timeline.simulation.memory_bytes[index], op))
+            self.moments.append(SteadyInterval(start_s, end_s, self.timeline.simulation.memory_bytes[index], op))
 
     def end(self, t: int) -> None:
         """End the life of tensor `t` before the next moment, if it has not ended yet."""

@@ -46,7 +46,7 @@ Made = MadeTensor | Own
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class Alternative:
     """An op to be added.
 
     Attributes:
@@ -70,7 +70,7 @@ class Way:
     always_exact: bool = False
 
 
-Bundle = tuple[Way, ...]  # alternatives that are useful only together, or a single one
+Bundle = tuple[Alternative, ...]  # alternatives that are useful only together, or a single one
 
 
 class Calls:
@@ -83,31 +83,31 @@ class Calls:
     def __init__(self, capture: Capture) -> None:
         self.capture = capture
         self._asked = {
-            op.id: Asked(node, op, tuple(MadeTensor(node, path) for _, path in call.outputs), self)
+            op.id: ReplaceableOp(node, op, tuple(MadeTensor(node, path) for _, path in call.outputs), self)
             for op, node, call in zip(capture.graph.ops, capture.nodes, capture.program.calls, strict=True)
             if node is not None
         }
         self._makers = {storage(result.value): asked for asked in self._asked.values() for result in asked.results}
 
-    def __iter__(self) -> Iterator["Asked"]:
+    def __iter__(self) -> Iterator["ReplaceableOp"]:
         return iter(self._asked.values())
 
-    def __getitem__(self, op: int) -> "Asked | None":
+    def __getitem__(self, op: int) -> "ReplaceableOp | None":
         """Return the op of this id; None for one that saves the generator's state."""
         return self._asked.get(op)
 
-    def of(self, node: fx.Node) -> "Asked":
+    def of(self, node: fx.Node) -> "ReplaceableOp":
         """Return the op that was captured as `node`."""
         return next(asked for asked in self if asked.node is node)
 
-    def maker(self, value: fx.Node) -> "Asked | None":
+    def maker(self, value: fx.Node) -> "ReplaceableOp | None":
         """Return the op that makes the memory of `value`, an argument; None if there is none."""
         made = value.meta["val"]
         return self._makers.get(storage(made)) if isinstance(made, torch.Tensor) else None
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class ReplaceableOp:
     """An op of the program that alternatives are sought for.
 
     Attributes:
@@ -145,14 +145,16 @@ class Asked:
         op = self.op
         return bool(op.random or op.mutates or not op.recomputable or read_strides(self.node) or in_place_random_op(self.node))
 
-    def way(self, name: str, target: Callable[..., Any], *arguments: Any, **more: Any) -> Way:
+    def alternative(self, name: str, target: Callable[..., Any], *arguments: Any, **more: Any) -> Alternative:
         """Return an alternative that calls `target` with `arguments`, values of the program among them, for all results of the
         op.
 
         Args:
-            more: other attributes of ``Way``.
+            more: other attributes of ``Alternative``.
         """
-        return Way(name, (self.node,), reads_of(arguments), self.results, calling(target, arguments, self.results), **more)
+        return Alternative(
+            name, (self.node,), reads_of(arguments), self.results, calling(target, arguments, self.results), **more
+        )
 
 
 def reads_of(arguments: Any) -> tuple[fx.Node, ...]:

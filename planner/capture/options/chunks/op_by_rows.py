@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import fx
 
-from planner.capture.options.chunks.rows import NotByRowsError, Rows
+from planner.capture.options.chunks.rows import NotByRowsError, RowDimensions
 
 
 class Total(Enum):
@@ -19,7 +19,7 @@ class Total(Enum):
     COUNT = auto()  # of rows, or of unit weights: exact in any order
 
 
-Made = Rows | Total
+Made = RowDimensions | Total
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class ByRows:
         reduction: position of the argument that selects division; None if the op always divides.
     """
 
-    reads: Mapping[fx.Node, Rows]
+    reads: Mapping[fx.Node, RowDimensions]
     makes: tuple[Made, ...]
     mean: bool = False
     elements: int = 0
@@ -42,7 +42,7 @@ class ByRows:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class OpByRows:
     """An op with the known positions of rows in its arguments.
 
     Attributes:
@@ -54,9 +54,9 @@ class Asked:
 
     node: fx.Node
     rows: int
-    known: Mapping[fx.Node, Rows]
+    known: Mapping[fx.Node, RowDimensions]
     inside: frozenset[fx.Node]
-    found: dict[fx.Node, Rows] = field(default_factory=dict)
+    found: dict[fx.Node, RowDimensions] = field(default_factory=dict)
 
     def arg(self, position: int) -> Any:
         """Return the argument at `position`; None if it is omitted."""
@@ -66,7 +66,7 @@ class Asked:
         """Return the shape of an argument."""
         return tuple(arg.meta["val"].shape)
 
-    def at(self, *args: object) -> Rows:
+    def at(self, *args: object) -> RowDimensions:
         """Return the position of the rows in the first of `args` where it is known.
 
         Raises:
@@ -77,7 +77,7 @@ class Asked:
                 return self.known[arg]
         raise NotByRowsError
 
-    def want(self, arg: object, rows: Rows) -> None:
+    def want(self, arg: object, rows: RowDimensions) -> None:
         """Require that `arg` is read with the rows at this position.
 
         Raises:

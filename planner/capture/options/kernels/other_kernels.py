@@ -5,32 +5,33 @@ from typing import Any
 
 import torch
 
-from planner.capture.options.kernels.way import MadeTensor, Way
+from planner.capture.options.kernels.alternative import Alternative, MadeTensor
 
 
 @dataclass(frozen=True, slots=True)
-class Called:
+class OtherKernels:
     """The computation of tensors of the program by other kernels.
 
     Attributes:
-        way: the alternative.
+        alternative: the alternative.
         fakes: the inputs as fake tensors.
         bundle: name shared by ops that are useful only together.
     """
 
-    way: Way
+    alternative: Alternative
     fakes: tuple[Any, ...]
     bundle: str
 
     @property
     def of_program(self) -> tuple[bool, ...]:
         """For each result, True if the program makes it too."""
-        return tuple(isinstance(made, MadeTensor) for made in self.way.makes)
+        return tuple(isinstance(made, MadeTensor) for made in self.alternative.makes)
 
     def __call__(self, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return the results."""
         return tuple(
-            _as_laid_out(value, made.value) for value, made in zip(self.way.compute(*given), self.way.makes, strict=True)
+            _as_laid_out(value, made.value)
+            for value, made in zip(self.alternative.compute(*given), self.alternative.makes, strict=True)
         )
 
 

@@ -50,7 +50,7 @@ def capture_kernels(module: fx.GraphModule, inputs: Sequence[Any], options: Sequ
         placeholders = [n for n in joint.graph.find_nodes(op="placeholder") if isinstance(n.meta.get("val"), torch.Tensor)]
         device = placeholders[0].meta["val"].device
         statics, signature = Placeholders(placeholders, device), Signature.of((), pytree.tree_structure(()))
-        captured = lower_graph(halves, statics, signature, generator=generator_of(device), provenance={})
+        captured = lower_graph(halves, statics, signature, generator=generator_of(device))
         graph = once(captured.graph, mutated_inputs(joint, statics))
     with disable_current_modes(), no_python_dispatcher():
         given = {node.name: _given(node, module, inputs) for node in placeholders}

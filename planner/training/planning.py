@@ -72,7 +72,7 @@ class Planning:
             batch: inputs and targets.
             budget: what ``budget_or_overhead`` returns.
         """
-        check_trains("planner.compile is called")
+        check_trains()
         batch, run = detach_batch(batch), self.run
         budget = with_auto_resolved(budget, self.wrapper, batch)
         if allowed_overhead(budget) is not None:
@@ -147,19 +147,16 @@ class Planning:
         return made_with
 
 
-def check_trains(what: str) -> None:
+def check_trains() -> None:
     """Raise if no training is possible here.
-
-    Args:
-        what: the action, for the message: ``planner.compile is called``.
 
     Raises:
         PlannerError: gradients are turned off, or a transform of torch.func is active.
     """
     if not torch.is_grad_enabled():
         mode = "inference_mode" if torch.is_inference_mode_enabled() else "no_grad"
-        raise PlannerError(f"{what} under torch.{mode}(), where nothing is trained: call it outside")
-    check_no_transform(what)
+        raise PlannerError(f"planner.compile is called under torch.{mode}(), where nothing is trained: call it outside")
+    check_no_transform("planner.compile is called")
 
 
 def _planned(compiler: Compiler, batch: Batch, budget: str | int, made_with: Mapping[str, object]) -> PlannedStep:

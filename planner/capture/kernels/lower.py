@@ -62,7 +62,6 @@ def lower_graph(
     signature: Signature,
     *,
     generator: torch.Generator,
-    provenance: Mapping[str, object],
 ) -> Capture:
     """Return one graph of a model that is compiled to several, as in ``lower_step``.
 
@@ -73,7 +72,7 @@ def lower_graph(
     forward, saved = lowering.read_forward()
     backward = lowering.read_backward(saved)
     returned = [value for desc, value in forward if not isinstance(desc, SavedForBackwardsAOTOutput)]
-    return lowering.finish(returned, [value for _, _, value in backward], [-1] * len(backward), signature, provenance)
+    return lowering.finish(returned, [value for _, _, value in backward], [-1] * len(backward), signature, {})
 
 
 class _KernelLowering:

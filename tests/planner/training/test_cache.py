@@ -17,24 +17,9 @@ import torch
 import planner
 from graphs.errors import OutputError
 from graphs.synthetic.small import training_chain
-from planner import search
 from planner.plans.document import write_plan
 from planner.training.cache import PlanCache
 from tests.support.models.planned import compiled_with_cache, workload
-
-
-@pytest.fixture
-def solves(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """What was solved, in order."""
-    asked: list[object] = []
-    solve = search.solve_graph
-
-    def counted(graph: Any, budget: Any, *settings: Any, **options: Any) -> Any:
-        asked.append(budget)
-        return solve(graph, budget, *settings, **options)
-
-    monkeypatch.setattr(search, "solve_graph", counted)
-    return asked
 
 
 def test_a_plan_is_solved_once(tmp_path: Path, solves: list[object]) -> None:

@@ -54,9 +54,11 @@ _OF_FEATURES = (
         "one process cannot plan again while the others wait for it: leave out replan=True",
     ),
     Conflict(Feature.ARENA, Feature.CUDA_GRAPH, "a CUDA graph has memory of its own, at fixed addresses: leave out arena=True"),
-    Conflict(Feature.ARENA, Feature.SEVERAL_PROCESSES, "not tried with several processes: leave out arena=True"),
-    Conflict(Feature.ARENA, Feature.ON_GPU, "it is one for PyTorch's CPU allocator: leave it out"),
-    Conflict(Feature.ARENA, Feature.RESERVED, "the budget of an arena counts allocated bytes: take memory='allocated'"),
+    Conflict(
+        Feature.ARENA,
+        Feature.ON_GPU,
+        "under torch.compile, and on several processes, it is one for PyTorch's CPU allocator: leave it out",
+    ),
     Conflict(Feature.ARENA, Feature.MAX_OVERHEAD, "the least memory is searched for without addresses: give budget="),
     Conflict(Feature.MAX_OVERHEAD, Feature.INDUCTOR, "its steps are compiled for a budget: give budget="),
     Conflict(

@@ -17,7 +17,7 @@ from graphs.units import format_bytes, format_seconds
 from planner.option_settings import with_recorded
 from planner.plans.record import GraphSummary, PlanRecord
 from planner.plans.summary import check_same_graph, other_peaks, summarize
-from planner.reserved import reserved_for
+from planner.reserved import arena_of, reserved_for
 from solvers.result import Status, is_within
 
 _ROUNDING = 1e-9  # relative tolerance of sums of seconds
@@ -148,7 +148,8 @@ def _reserved_differences(plan: PlanRecord, graph: Graph) -> list[str]:
     said = plan.reserved
     if said is None:
         return []
-    found = reserved_for(graph, plan.schedule, plan.memory, said.eager_bytes)
+    arena = None if plan.arena_bytes is None else arena_of(graph, plan.schedule)
+    found = reserved_for(graph, plan.schedule, plan.memory, said.eager_bytes, arena)
     found = replace(found, context_bytes=said.context_bytes)  # that was measured where the graph was traced
     return [] if found == said else [f"that {_exact(said.total_bytes)} are reserved, but its schedule has {found}"]
 

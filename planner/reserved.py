@@ -4,10 +4,11 @@ Never imports torch.
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from graphs.allocators.caching import DEFAULT, EXPANDABLE, Rules
 from graphs.allocators.glibc import GlibcAllocator
+from graphs.allocators.steering import Steering
 from graphs.allocators.training import Training, growth_above, least_capacity_bytes, play, training_of, usage_of
 from graphs.errors import InfeasibleError, UsageError
 from graphs.ir import Graph, Kind
@@ -16,6 +17,7 @@ from graphs.options import without_options
 from graphs.pools import DEVICE
 from graphs.schedule import Schedule, keep_everything
 from graphs.units import format_bytes
+from planner.arena import device_arena
 from planner.memory import CountedMemory
 from planner.plans.reserved import Reserved
 from planner.profiling.devices import CONTEXT_BYTES, USUAL_CONTEXT_BYTES, find_device
@@ -138,17 +140,23 @@ def reserved_beside(graph: Graph, memory: CountedMemory) -> Beside:
     return Beside(library_bytes, _counted_context_bytes(graph, memory), in_use_bytes)
 
 
-def reserved_for(graph: Graph, schedule: Schedule, memory: CountedMemory, eager_bytes: int) -> Reserved:
+def reserved_for(
+    graph: Graph, schedule: Schedule, memory: CountedMemory, eager_bytes: int, arena: Steering | None = None
+) -> Reserved:
     """Return what is reserved on the CUDA device of `graph` for a training loop by `schedule`.
 
     Args:
         memory: the kind of memory that the budget counts.
         eager_bytes: what ``eager_reserved_bytes`` returns.
+        arena: what ``arena_of`` returns, if the step runs in an arena.
     """
-    training = requests_of(graph, schedule)
-    usage = usage_of(training, rules_of(memory))
+    training, rules = requests_of(graph, schedule), rules_of(memory)
+    usage = usage_of(training, rules)
+    reserved_bytes = usage.reserved_bytes
+    if arena is not None:  # the step's own requests are served by the pool
+        reserved_bytes = usage_of(replace(training, buffers=()), rules).reserved_bytes + arena.pool_bytes
     return Reserved(
-        total_bytes=usage.reserved_bytes,
+        total_bytes=reserved_bytes,
         allocated_bytes=usage.allocated_bytes,
         eager_bytes=eager_bytes,
         library_bytes=sum(training.libraries),
@@ -156,6 +164,11 @@ def reserved_for(graph: Graph, schedule: Schedule, memory: CountedMemory, eager_
         context_bytes=_counted_context_bytes(graph, memory),
         expandable=memory.is_expandable,
     )
+
+
+def arena_of(graph: Graph, schedule: Schedule) -> Steering:
+    """Return the arena of a step by `schedule` on the CUDA device of `graph`."""
+    return device_arena(requests_of(graph, schedule))
 
 
 def reserved_bytes_of(graph: Graph, schedule: Schedule | None, memory: CountedMemory | None = None) -> int | None:

@@ -46,7 +46,9 @@ class Watch:
 Solve = Callable[[int, Clock, Watch, Margins], Plan]  # for a budget of allocated bytes
 
 
-def plan_reserved(budget_bytes: int, memory: CountedMemory, beside: Beside, solve: Solve, clock: Clock, watch: Watch) -> Plan:
+def plan_reserved(
+    budget_bytes: int, memory: CountedMemory, beside: Beside, solve: Solve, clock: Clock, watch: Watch, *, arena: bool = False
+) -> Plan:
     """Return the fastest plan found that reserves at most `budget_bytes`.
 
     What is allocated is reserved, so that the bound of the first solve, for all of the budget but workspaces of libraries, is a
@@ -58,6 +60,7 @@ def plan_reserved(budget_bytes: int, memory: CountedMemory, beside: Beside, solv
         memory: what the budget counts.
         beside: memory that is reserved beside any plan.
         solve: returns a plan with what it reserves.
+        arena: the step runs in an arena, where no single op is to blame for what is reserved.
 
     Raises:
         InfeasibleError: proved: no schedule fits.
@@ -74,7 +77,7 @@ def plan_reserved(budget_bytes: int, memory: CountedMemory, beside: Beside, solv
         raise InfeasibleError(f"{error}{said if kept_bytes else ''}") from error
     search.bound_s = first.bound_s
     search.learn(most_bytes, first)
-    if search.best is None:
+    if search.best is None and not arena:
         _solve_with_margins(first, _LocalMargins(budget_bytes, most_bytes, memory), search, solve, clock)
     for _ in range(1, _SOLVES):
         asked_bytes = search.next_bytes()
@@ -87,7 +90,7 @@ def plan_reserved(budget_bytes: int, memory: CountedMemory, beside: Beside, solv
         else:
             search.learn(asked_bytes, plan)
     if search.best is None:
-        raise LimitError(search.nothing_found())
+        raise LimitError(search.nothing_found(arena=arena))
     return replace(search.budgeted(search.best), seconds=clock.seconds)
 
 
@@ -264,11 +267,14 @@ class _Search:
             settings={**plan.settings, "allocated_budget_bytes": plan.budget_bytes},
         )
 
-    def nothing_found(self) -> str:
+    def nothing_found(self, *, arena: bool) -> str:
         """Return the message that no plan fits."""
         known = "" if self._least_bytes is None else f": the least that one reserves is {format_bytes(self._least_bytes)}"
+        none = f"no plan was found that reserves at most {format_bytes(self._budget_bytes)}{known}"
+        if arena:
+            return f"{none}. Raise the budget or the time limit"
         return (
-            f"no plan was found that reserves at most {format_bytes(self._budget_bytes)}{known}. Raise the budget, let it count "
+            f"{none}. Raise the budget, let it count "
             f"expandable segments (memory={CountedMemory.RESERVED_EXPANDABLE.value!r}, with expandable_segments:True in "
             f"PYTORCH_CUDA_ALLOC_CONF), or only what tensors take (memory={CountedMemory.ALLOCATED.value!r})"
         )

@@ -26,7 +26,7 @@ from planner.plans.eager import within_own_error
 from planner.plans.plan import Plan
 from planner.progress import LoggingView, Stage, Stages, View
 from planner.runtime import measure
-from planner.runtime.arena import SharedSlab
+from planner.runtime.device_arena import shared_slab
 from planner.runtime.executor import Executor
 from planner.runtime.out_of_memory import reporting
 from planner.runtime.pool_memory import measured_peak, other_peaks_measured
@@ -133,11 +133,10 @@ def run(
     Raises:
         MismatchError: the plan is for another graph; the message names the difference.
         OutOfMemoryError: the plan does not fit into the free memory.
-        UsageError: an arena does not go with an option of the plan, or with the device.
+        UsageError: an arena does not go with an option of the plan.
     """
     if arena:
-        on_gpu = {Feature.ON_GPU for parameter in model.parameters() if parameter.device.type == "cuda"}
-        check_compatible({Feature.ARENA, *on_gpu, *(name for name, _ in map(parsed, recorded_options(plan.settings)))})
+        check_compatible({Feature.ARENA, *(name for name, _ in map(parsed, recorded_options(plan.settings)))})
     with Stages(on_progress or LoggingView(), stages=(Stage.CAPTURE, Stage.CHECK, Stage.COMPARE)) as stages:
         workload = Workload(model, loss_fn, detach_batch(batch))
         report = _run(plan, workload, stages, repeats=repeats, seed=seed, arena=arena)
@@ -153,7 +152,7 @@ def _run(plan: Plan, workload: Workload, stages: Stages, *, repeats: int, seed: 
     captured = replace(captured, graph=without_options(captured.graph).out_of_place())
     planned = Executor(offered, plan.schedule, model, loss_fn)
     if arena:
-        planned.use_arena(SharedSlab())
+        planned.use_arena(shared_slab(planned.device))
     eager = TrainingStep(model, loss_fn)
     not_compared = why_it_does_not_fit(captured.graph, next(model.parameters()).device)
     steps: dict[str, measure.Step] = {_PLANNED: planned}

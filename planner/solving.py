@@ -4,7 +4,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from graphs.errors import InfeasibleError, LimitError, PlannerError, SolverWarning
+from graphs.errors import InfeasibleError, LimitError, PlannerError, SolverWarning, UsageError
 from graphs.ir import Graph
 from graphs.options.compress import gradient_error
 from graphs.options.offload import OFFLOAD, without_offload
@@ -24,7 +24,7 @@ from planner.option_settings import option_settings
 from planner.plans.plan import Plan
 from planner.plans.record import GraphSummary
 from planner.plans.summary import other_peaks, summarize
-from planner.reserved import eager_reserved_bytes, memory_of, on_cuda, reserved_beside, reserved_for
+from planner.reserved import arena_of, eager_reserved_bytes, memory_of, on_cuda, reserved_beside, reserved_for
 from planner.reserved_budget import Watch, plan_reserved
 from planner.settings import SolveSettings
 from solvers.arena.solve import ARENA_SIZES, solve_in_arena
@@ -140,7 +140,7 @@ def solve_graph(
         check_compatible(settings.features | {Feature.MAX_OVERHEAD})
     memory = CountedMemory.ALLOCATED if overhead is not None else memory_of(graph, settings.memory)
     if settings.arena:
-        check_compatible(settings.features | ({Feature.RESERVED} if memory is not CountedMemory.ALLOCATED else set()))
+        _check_arena(graph, settings, memory)
     solves = _Solves(
         graph=graph,
         settings=settings,
@@ -154,7 +154,23 @@ def solve_graph(
     budget_bytes, watch = budget_in_bytes(budget, solves.eager_bytes), Watch(on_progress, should_stop, on_plan)
     if memory is CountedMemory.ALLOCATED:
         return solves.plan(budget_bytes, clock, watch, {})
-    return plan_reserved(budget_bytes, memory, reserved_beside(graph, memory), solves.plan, clock, watch)
+    beside = reserved_beside(graph, memory)
+    return plan_reserved(budget_bytes, memory, beside, solves.plan, clock, watch, arena=settings.arena)
+
+
+def _check_arena(graph: Graph, settings: SolveSettings, memory: CountedMemory) -> None:
+    """Raise unless steps of `graph` can run in an arena, and a budget of `memory` can count it.
+
+    Raises:
+        UsageError: they cannot.
+    """
+    check_compatible(settings.features)
+    if on_cuda(graph) and (memory is CountedMemory.ALLOCATED or memory.is_expandable):
+        raise UsageError(
+            f"memory is {memory.value!r}, and on CUDA an arena is reserved memory of PyTorch's default allocator, without "
+            f"expandable segments: take memory={CountedMemory.RESERVED.value!r} or {CountedMemory.DEVICE.value!r}, or leave out "
+            "arena=True"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +229,7 @@ class _Solves:
 
         if on_plan is not None:
             request = replace(request, on_schedule=tell)
-        solved = _solved(_solver_of(settings), request, settings)
+        solved = _solved(_solver_of(settings, self.graph), request, settings)
         result = solved.result
         if result.status is Status.INFEASIBLE:
             would_do = "" if margins else _what_would_do(solved.order.graph, budget_bytes, clock, watch.should_stop)
@@ -230,13 +246,19 @@ class _Solves:
         plan = _plan_from(result, self.summary, self.graph)
         if self.eager_reserved_bytes is None:
             return plan
-        return replace(plan, reserved=reserved_for(self.graph, plan.schedule, self.memory, self.eager_reserved_bytes))
+        arena = arena_of(self.graph, plan.schedule) if self.settings.arena else None
+        if arena is not None:
+            plan = replace(plan, arena_bytes=arena.slab_bytes, outside_arena_bytes=arena.outside_bytes)
+        reserved = reserved_for(self.graph, plan.schedule, self.memory, self.eager_reserved_bytes, arena)
+        return replace(plan, reserved=reserved)
 
 
-def _solver_of(settings: SolveSettings) -> Solver:
-    """Return the solver, in an arena if the step runs in one."""
+def _solver_of(settings: SolveSettings, graph: Graph) -> Solver:
+    """Return the solver, in an arena if the step runs in one; on CUDA that is part of what is reserved for a schedule."""
     run = get_solver(settings.solver)
-    return (lambda request: solve_in_arena(run, request, arena_rules(request.graph))) if settings.arena else run
+    if not settings.arena or on_cuda(graph):
+        return run
+    return lambda request: solve_in_arena(run, request, arena_rules(request.graph))
 
 
 def _solved(run: Solver, request: Request, settings: SolveSettings) -> Solved:
@@ -371,7 +393,8 @@ def judged_on(graph: Graph, plan: Plan) -> Plan:
     The only bound known there is that all ops of the program are executed once.
     """
     found = simulate(graph, plan.schedule)
-    reserved = plan.reserved and reserved_for(graph, plan.schedule, plan.memory, plan.reserved.eager_bytes)
+    arena = arena_of(graph, plan.schedule) if plan.reserved and plan.arena_bytes is not None else None
+    reserved = plan.reserved and reserved_for(graph, plan.schedule, plan.memory, plan.reserved.eager_bytes, arena)
     return replace(
         plan,
         graph=summarize(graph),

@@ -39,13 +39,14 @@ def gpu_tests() -> tuple[str, ...]:
 
 
 _TESTS = ("pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", "-p", "no:benchmark", "--durations=20", *gpu_tests())
+_PLANS = ("benchmarks.gpu.plans", "--fresh")
+_TWO_MODELS = ("--models", "gpt2,resnet50")
 STEPS: Mapping[str, GpuStep] = {
     "probe": GpuStep(("benchmarks.gpu.probe",), 60.0),
     "tests": GpuStep(_TESTS, 240.0),
-    "plans": GpuStep(
-        ("benchmarks.gpu.plans", "--fresh", "--ways", "recompute,reserved,expandable,device", "--out", "{out}/plans"), 240.0
-    ),
-    "ways": GpuStep(("benchmarks.gpu.plans", "--fresh", "--ways", "offload,cuda-graph,inductor", "--out", "{out}/ways"), 300.0),
+    "plans": GpuStep((*_PLANS, *_TWO_MODELS, "--ways", "recompute,reserved,expandable,device", "--out", "{out}/plans"), 240.0),
+    "ways": GpuStep((*_PLANS, *_TWO_MODELS, "--ways", "offload,cuda-graph,inductor", "--out", "{out}/ways"), 300.0),
+    "arena": GpuStep((*_PLANS, "--models", "unet", "--ways", "reserved,expandable,arena", "--out", "{out}/arena"), 120.0),
     "eager": GpuStep(
         (
             *("benchmarks.eager", "--fresh", "--device", "cuda", "--models", "tree,gpt2-small,resnet50-full"),

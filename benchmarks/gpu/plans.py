@@ -31,12 +31,13 @@ from planner.studies.tables import Column, made_with, markdown
 from planner.torch_private.core import clear_cublas_workspaces
 from planner.torch_private.cuda import set_allocator_settings
 
-EAGER, DEVICE, EXPANDABLE = "eager", "device", "expandable"
+EAGER, DEVICE, EXPANDABLE, ARENA = "eager", "device", "expandable", "arena"
 WAYS: Mapping[str, Mapping[str, Any]] = {
     "recompute": {"memory": "allocated"},
     "reserved": {"memory": "reserved"},
     EXPANDABLE: {"memory": "reserved-expandable"},
     DEVICE: {"memory": "device"},
+    ARENA: {"memory": "reserved", "arena": True},
     "offload": {"options": ["offload"], "memory": "allocated"},
     "cuda-graph": {"cuda_graph": True},
     "inductor": {"kernels": "inductor", "memory": "allocated"},
@@ -44,6 +45,7 @@ WAYS: Mapping[str, Mapping[str, Any]] = {
 MODELS: Mapping[str, Callable[..., Workload]] = {
     "gpt2": partial(build, "gpt2", layers=12, width=768, heads=12, batch=8, seq=512),
     "resnet50": partial(build, "resnet50", batch=48),
+    "unet": partial(build, "unet", batch=4),
 }
 _STEPS = 3  # training steps in which the memory of plans is measured
 _REPEATS = 5
@@ -157,7 +159,7 @@ def failures(rows: Sequence[PlanRow]) -> Iterator[str]:
             yield f"{name}: {row.message}"
         if row.budget_bytes is not None and row.requested_bytes is not None and row.requested_bytes > row.budget_bytes:
             yield f"{name}: {row.requested_bytes} B of tensors, {row.requested_bytes - row.budget_bytes} B over the budget"
-        if row.way in ("reserved", EXPANDABLE) and row.reserved_bytes is not None and row.budget_bytes is not None:
+        if row.way in ("reserved", EXPANDABLE, ARENA) and row.reserved_bytes is not None and row.budget_bytes is not None:
             held_bytes = row.reserved_bytes + (row.library_bytes or 0)
             if held_bytes > row.budget_bytes:
                 yield f"{name}: reserved {held_bytes} B, {held_bytes - row.budget_bytes} B over the budget"

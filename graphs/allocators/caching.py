@@ -13,7 +13,7 @@ BLOCK_BYTES = 512  # kMinBlockSize
 SMALL_BYTES = 2**20  # kSmallSize: up to this size, blocks are in small segments
 _SMALL_SEGMENT_BYTES = 2 * 2**20  # kSmallBuffer
 LARGE_SEGMENT_BYTES = 20 * 2**20  # kLargeBuffer
-_LEAST_OWN_SEGMENT_BYTES = 10 * 2**20  # kMinLargeAlloc: from this size on, a segment is as large as its first block
+LEAST_OWN_SEGMENT_BYTES = 10 * 2**20  # kMinLargeAlloc: from this size on, a segment is as large as its first block
 _SEGMENT_ROUNDING_BYTES = 2 * 2**20  # kRoundLarge
 _ADDRESSES = 2**60  # bytes of an expandable segment's range of addresses: more than it ever maps
 
@@ -52,7 +52,7 @@ class Rules:
         """Return the size of a new segment for a block of `size_bytes` (``get_allocation_size``)."""
         if size_bytes <= SMALL_BYTES:
             return _SMALL_SEGMENT_BYTES
-        if size_bytes < _LEAST_OWN_SEGMENT_BYTES:
+        if size_bytes < LEAST_OWN_SEGMENT_BYTES:
             return self.large_segment_bytes
         return -(-size_bytes // _SEGMENT_ROUNDING_BYTES) * _SEGMENT_ROUNDING_BYTES
 
@@ -249,6 +249,20 @@ class CachingAllocator:
         """Return the bytes of the free blocks of `segment`."""
         blocks = (entry[-1] for entries in self._free.values() for entry in entries)
         return sum(block.size_bytes for block in blocks if block.segment is segment)
+
+    def free_blocks(self, pool: PoolId) -> list[Block]:
+        """Return the free blocks of `pool`, the smallest first, the lowest among equals: as best fit looks at them."""
+        entries = (entry for key, of_key in self._free.items() if key[0] == pool for entry in of_key)
+        return [entry[-1] for entry in sorted(entries, key=lambda entry: entry[:3])]
+
+    def fitting_block(self, size_bytes: int, stream: int = 0, pool: PoolId = DEFAULT_POOL) -> Block | None:
+        """Return the free block from which a request of `size_bytes` would be served; None if memory would be reserved for it."""
+        rounded = self.rules.rounded_bytes(size_bytes)
+        key = pool, stream, rounded <= SMALL_BYTES
+        block = self._best_fit(rounded, key)
+        if block is not None:
+            self._put(block)
+        return block
 
     def _best_fit(self, size_bytes: int, key: _Key) -> Block | None:
         """Remove and return the smallest free block that is large enough, the lowest among equals (``get_free_block``).

@@ -22,7 +22,7 @@ from planner.capture.step import LossFn, check_module
 from planner.distributed.ranks import Ranks, SingleProcess
 from planner.models import Workload
 from planner.runtime.channels import HostChannels
-from planner.runtime.earlier_gradients import BUCKETS, TO_SEND
+from planner.runtime.earlier_gradients import BUCKETS, SHARDS, TO_SEND
 from planner.runtime.executor import Executor
 from planner.settings import TraceSettings
 from planner.tracing import capture_step
@@ -63,6 +63,10 @@ class Unwrapped:
             loss_fn, batch, settings, variant: as in ``planner.tracing.capture_step``.
         """
         return capture_step(Workload(self.module, loss_fn, batch), settings, variant=variant)
+
+    def beside_slab(self, captured: Capture) -> Capture:
+        """Return `captured` with what the wrapper makes of gradients while a slab, which keeps the place of these, is there."""
+        return captured
 
     def wrapped(self, executor: Executor) -> Callable[..., Any]:
         """Return `executor` as a function for the training loop."""
@@ -160,6 +164,11 @@ class Sharded(Unwrapped):
         captured = _shrunk(captured, self._trained_shard_bytes / max(1, whole_bytes))
         graph = captured.graph.holding(Kind.PARAMETER, "parameter_shards", self._shard_bytes)
         return replace(captured, graph=graph.holding(Kind.ACCUMULATED_GRADIENT, TO_SEND, unit_bytes))
+
+    def beside_slab(self, captured: Capture) -> Capture:
+        """Return `captured` with this rank's shards of the gradients."""
+        graph = captured.graph.holding(Kind.ACCUMULATED_GRADIENT, SHARDS, self._trained_shard_bytes)
+        return replace(captured, graph=graph)
 
     def wrapped(self, executor: Executor) -> Callable[..., Any]:
         """Return the forward pass of the outermost module, with its hooks, around the planned one."""

@@ -6,7 +6,8 @@ from itertools import accumulate
 
 from graphs.addresses import Buffer, buffers_of
 from graphs.allocators.caching import CachingAllocator
-from graphs.allocators.training import play
+from graphs.allocators.training import Training, play
+from planner.arena import device_arena
 from planner.facts.timeline import Timeline
 from planner.reserved import on_cuda, requests_of, rules_of
 from solvers.addresses.solve import solve
@@ -39,8 +40,8 @@ class StepAddresses:
     Attributes:
         stays: the buffers of the step.
         total_bytes: size of the whole range.
-        borders: where segments begin, which lie one above the other.
-        by_step: bytes reserved after each step of the schedule; empty for planned addresses, which take `total_bytes` throughout.
+        borders: where segments begin, which lie one above the other; empty for an arena.
+        by_step: bytes reserved after each step of the schedule; empty for an arena, which takes `total_bytes` throughout.
     """
 
     stays: tuple[PlacedBuffer, ...]
@@ -52,12 +53,14 @@ class StepAddresses:
 def reserved_addresses(timeline: Timeline) -> StepAddresses | None:
     """Return the addresses in the third step of training by the plan of `timeline`; None on the CPU, which has no such allocator.
 
-    Static memory and workspaces of libraries lie where no stay is.
+    Static memory and workspaces of libraries lie where no stay is. Of a step in an arena, they are those in the arena.
     """
     graph, plan = timeline.graph, timeline.plan
     if not on_cuda(graph):
         return None
     training = requests_of(graph, plan.schedule)
+    if plan.arena_bytes is not None:
+        return _arena_addresses(timeline, training)
     allocator = CachingAllocator(rules=rules_of(plan.memory))
     usage = play(training, allocator)
     begins = dict(zip(allocator.segments, accumulate((s.size_bytes for s in allocator), initial=0), strict=False))
@@ -76,6 +79,23 @@ def reserved_addresses(timeline: Timeline) -> StepAddresses | None:
         total_bytes=allocator.reserved.bytes,
         borders=tuple(begins.values()),
         by_step=tuple(by_step)[1:],
+    )
+
+
+def _arena_addresses(timeline: Timeline, training: Training) -> StepAddresses:
+    """Return the addresses of a step in the arena of its plan."""
+    arena = device_arena(training)
+    placed = [index for index in arena.holes if index not in arena.missed]
+    buffers = [training.buffers[index] for index in placed]
+    return StepAddresses(
+        stays=_stays(
+            timeline,
+            buffers,
+            [arena.holes[index].offset for index in placed],
+            [buffer.size for buffer in buffers],
+            moments=training.moments,
+        ),
+        total_bytes=arena.slab_bytes,
     )
 
 

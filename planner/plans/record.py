@@ -160,9 +160,14 @@ class PlanRecord:
     @property
     def predicted_bytes(self) -> int:
         """Bytes that the plan needs of the memory that the budget counts."""
-        if self.arena_bytes is not None and self.outside_arena_bytes is not None:
-            return self.graph.static_bytes + self.arena_bytes + self.outside_arena_bytes
-        return self.needed_bytes(self.peak_bytes)
+        return self.needed_bytes(self._taken_bytes)
+
+    @property
+    def _taken_bytes(self) -> int:
+        """Predicted peak of the step, with all of the arena that it runs in, if it runs in one."""
+        if self.arena_bytes is None or self.outside_arena_bytes is None:
+            return self.peak_bytes
+        return self.graph.static_bytes + self.arena_bytes + self.outside_arena_bytes
 
     def needed_bytes(self, measured_peak_bytes: int) -> int:
         """Return the memory of the kind that the budget counts, corrected by a measured peak of allocated bytes.
@@ -171,7 +176,7 @@ class PlanRecord:
         """
         if self.memory is CountedMemory.ALLOCATED or self.reserved is None:
             return measured_peak_bytes
-        return self.reserved.device_bytes + max(0, measured_peak_bytes - self.peak_bytes)
+        return self.reserved.device_bytes + max(0, measured_peak_bytes - self._taken_bytes)
 
     @property
     def gap(self) -> float | None:

@@ -97,7 +97,8 @@ def charts(timeline: Timeline, curve: Sequence[CurveRow] = ()) -> Charts:
     drawing.draw_memory(others, () if reserved is None else reserved.by_step)
     drawing.draw_lanes()
     pools = drawing.draw_pools()
-    addresses = drawing.draw_addresses(reserved, planned_addresses(timeline))
+    in_arena = reserved is not None and not reserved.borders
+    addresses = drawing.draw_addresses(reserved, None if in_arena else planned_addresses(timeline))
     if curve:
         drawing.draw_curve(curve)
     document = Document()
@@ -111,7 +112,7 @@ def charts(timeline: Timeline, curve: Sequence[CurveRow] = ()) -> Charts:
         Key("var(--workspace)", "workspace"),
         Key("var(--backward)", "backward pass"),
         Key("var(--budget)", "budget", kind="line"),
-        *(() if reserved is None else [Key("var(--reserved)", _reserved_text(reserved.total_bytes), kind="dots")]),
+        *(() if reserved is None or in_arena else [Key("var(--reserved)", _reserved_text(reserved.total_bytes), kind="dots")]),
         *(Key(f"var(--{c})", _baseline_text(one), kind="line") for c, one in zip(_BASELINE_COLORS, others, strict=False)),
     )
     return Charts(document, keys, pools, addresses)
@@ -226,11 +227,12 @@ class _Drawing:
             captions.append(_pool_text(pool, peak_bytes))
         return tuple(captions)
 
-    def draw_addresses(self, reserved: StepAddresses | None, planned: StepAddresses) -> tuple[str, ...]:
+    def draw_addresses(self, reserved: StepAddresses | None, planned: StepAddresses | None) -> tuple[str, ...]:
         """Draw where tensors lie over the step, as the allocator puts them and as planned; return a caption for each."""
-        drawn = [(planned, _planned_text(planned))] if planned.stays else []
-        if reserved is not None and reserved.stays:
+        drawn = [] if planned is None else [(planned, _planned_text(planned))]
+        if reserved is not None:
             drawn.insert(0, (reserved, _places_text(reserved)))
+        drawn = [(addresses, caption) for addresses, caption in drawn if addresses.stays]
         for index, (addresses, _) in enumerate(drawn):
             self._draw_addresses(f"addresses{index}", addresses)
         return tuple(caption for _, caption in drawn)
@@ -455,6 +457,8 @@ def _reserved_text(size_bytes: int) -> str:
 
 def _places_text(addresses: StepAddresses) -> str:
     count, total = len(addresses.borders), format_bytes(addresses.total_bytes)
+    if not count:
+        return f"as they are planned in the arena of the step: {total}, with requests of up to 1 MiB outside of it"
     return f"as PyTorch's caching allocator puts them: {count:,} segments of {total} in all, with static memory in the gaps"
 
 

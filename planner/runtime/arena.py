@@ -10,9 +10,11 @@ occupied from the usual allocator.
 """
 
 import logging
-from collections.abc import Container, Iterator, Sequence
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 from weakref import WeakSet
@@ -20,6 +22,7 @@ from weakref import WeakSet
 import torch
 
 from graphs.addresses import Buffer, Offsets, live_bytes
+from graphs.ir import Phase
 from graphs.units import format_bytes
 from planner.arena import ALIGNMENT, LEAST_BYTES
 from planner.runtime import arena_allocator
@@ -84,7 +87,10 @@ class SharedSlab:
 
 
 class Arena:
-    """The arena of one executor.
+    """The arena of the steps of one executor, or of the graphs of a compiled model.
+
+    A step begins with a forward pass before which no other one waits for its backward pass. The graphs whose passes it has are
+    recorded as one sequence of requests, so that they lie beside each other in the slab.
 
     Attributes:
         missed: what was to be in it and was not, in the last step.
@@ -105,9 +111,11 @@ class Arena:
         self.missed = Missed()
         self.budget_bytes = 0
         self._shared = shared
+        self._runs: WeakSet[_Run] = WeakSet()
+        self._recorded: _Recorded | None = None  # a whole step, for which no addresses are planned yet
+        self._planned: _Planned | None = None
         self._recordings = 0
         self._warned = False
-        self._planned: _Planned | None = None
         self._accumulate = accumulate
         self._held: Sequence[Any] = ()  # gradients that others hold too are copied by autograd
 
@@ -119,59 +127,87 @@ class Arena:
     @property
     def size_bytes(self) -> int | None:
         """The bytes of the slab that the step needs; None until one has been recorded."""
-        return None if self._planned is None else self._planned.addresses.height_bytes
+        planned = self._plan()
+        return None if planned is None else planned.addresses.height_bytes
 
     @property
     def outside_bytes(self) -> int | None:
         """The most bytes that a step takes outside of the slab at once; None until one has been recorded."""
-        return None if self._planned is None else self._planned.outside_bytes
+        planned = self._plan()
+        return None if planned is None else planned.outside_bytes
 
     @property
     def step_bytes(self) -> int | None:
         """Bytes that a step takes, with the slab that it needs; None until one has been recorded."""
-        return None if self._planned is None else self._planned.addresses.height_bytes + self._planned.outside_bytes
+        planned = self._plan()
+        return None if planned is None else planned.addresses.height_bytes + planned.outside_bytes
 
-    def around(self, code: Code) -> Code:
-        """Return `code` with both passes in the arena."""
-        return replace(code, forward=partial(self._forward, code), backward=partial(self._backward, code))
+    def around(self, code: Code, key: object = None) -> Code:
+        """Return `code` with both passes in the arena.
 
-    def _forward(self, code: Code, static: Sequence[Any]) -> _Returned:
-        self._held, self.missed = (), Missed()
-        if self._planned is None:
-            self._shared.drop()  # there is not room for both
-            recording = Recording()
-            with _recorded(recording):
-                loss, extras, alive = code.forward(static)
-            requests = recording.requests()
-            alive.append(_Recorded(recording, len(requests), _held(requests, (loss, *extras))))
-        else:
-            started = _Started(self._planned, self._slab_for(self._planned))
-            with self._served(started, self._planned.forward):
-                loss, extras, alive = code.forward(static)
-            alive.append(started)
+        Args:
+            key: the same for all codes that ask for the same memory: those of one plan.
+        """
+        return replace(code, forward=partial(self._forward, key, code), backward=partial(self._backward, code))
+
+    def forget(self) -> None:
+        """Record the next step, as it runs by another plan."""
+        self._recorded = self._planned = None
+        self._recordings = 0
+
+    def _plan(self) -> "_Planned | None":
+        """Return the addresses for the recorded step, which are planned when they are first needed."""
+        if self._recorded is not None:
+            self._planned, self._recorded = _planned(self._recorded), None
+            self._shared.add(self._planned.addresses)
+        return self._planned
+
+    def _forward(self, key: object, code: Code, static: Sequence[Any]) -> _Returned:
+        waiting = next((run for run in self._runs if not run.done), None)
+        step = self._begun() if waiting is None else waiting.step
+        run = _Run(step, key, step.runs[key])
+        step.runs[key] += 1
+        with self._within(run, Phase.FORWARD):
+            loss, extras, alive = code.forward(static)
+        if isinstance(step, _Recorded):
+            step.left += 1
+            step.returned |= _held(step.recording.requests(), (loss, *extras))
+        self._runs.add(run)
+        alive.append(run)
         return loss, extras, alive
 
-    def _slab_for(self, planned: "_Planned") -> Slab:
-        return self._shared.holding(planned.addresses, self.budget_bytes - planned.outside_bytes)
+    def _begun(self) -> "_Recorded | _Started":
+        """Return a new step: recorded, or in the slab."""
+        if self.missed.unmatched_bytes and self._recordings < _MOST_RECORDINGS:
+            self._recorded = self._planned = None
+        self._held, self.missed = (), Missed()
+        planned = self._plan()
+        if planned is None:
+            self._shared.drop()  # there is not room for both
+            return _Recorded(Recording())
+        return _Started(planned, self._shared.holding(planned.addresses, self.budget_bytes - planned.outside_bytes))
 
     def _backward(self, code: Code, static: Sequence[Any], alive: list[Any]) -> tuple[Any, ...]:
-        started: _Recorded | _Started = alive.pop()
-        if isinstance(started, _Started):
-            with self._served(started, started.planned.backward):
-                gradients = code.backward(static, alive)
-            if self.missed.unmatched_bytes and self._recordings < _MOST_RECORDINGS:
-                self._planned = None  # the next step is recorded again
+        run: _Run = alive.pop()
+        run.done = True
+        with self._within(run, Phase.BACKWARD):
+            gradients = code.backward(static, alive)
+        if isinstance(run.step, _Started):
             self._warn_of_tensors_in_it()
-        else:
-            with _recorded(started.recording):
-                gradients = code.backward(static, alive)
-            if not backward_retains_graph():  # else saved tensors are freed later than in other steps
-                self._planned = _planned(started, gradients)
-                self._shared.add(self._planned.addresses)
-                self._recordings += 1
+        elif not backward_retains_graph():  # else saved tensors are freed later than in other steps
+            self._end_recorded(run.step, gradients)
         if self._accumulate:
             self._held = gradients
         return gradients
+
+    def _end_recorded(self, step: "_Recorded", gradients: Sequence[Any]) -> None:
+        """Take note of the end of a backward pass, and perhaps of its step."""
+        step.requests = step.recording.requests()
+        step.staying |= _held(step.requests, gradients)
+        step.left -= 1
+        if not step.left:
+            self._recorded = step
+            self._recordings += 1
 
     def _warn_of_tensors_in_it(self) -> None:
         """Log once that a step found its addresses occupied."""
@@ -185,63 +221,102 @@ class Arena:
             )
 
     @contextmanager
-    def _served(self, started: "_Started", requests: range) -> Iterator[None]:
-        started.planned.addresses.start(started.slab, requests)
+    def _within(self, run: "_Run", phase: Phase) -> Iterator[None]:
+        run.step.begin(run, phase)
         try:
             yield
         finally:
             self.missed += arena_allocator.stop()
 
 
-@dataclass(frozen=True, slots=True)
-class _Recorded:
-    """A step whose forward pass has been recorded.
+@dataclass(eq=False, slots=True, weakref_slot=True)
+class _Run:
+    """The two passes of a code in a step.
 
     Attributes:
-        count: number of requests of the forward pass.
-        returned: positions of those for what the caller gets.
+        step: the step.
+        key: key of the code.
+        number: number of its runs in this step before.
+        done: True once its backward pass has begun.
+    """
+
+    step: "_Recorded | _Started"
+    key: object
+    number: int
+    done: bool = False
+
+
+@dataclass(eq=False, slots=True)
+class _Recorded:
+    """A step that is recorded.
+
+    Attributes:
+        recording: the requests of its passes.
+        requests: those until the end of the last backward pass so far.
+        passes: its passes in order: key and number of the run, phase, and position of the first request.
+        returned: positions of the requests for what the caller got from forward passes.
+        staying: of those for gradients.
+        runs: number of runs by key.
+        left: number of runs whose backward pass is missing.
     """
 
     recording: Recording
-    count: int
-    returned: frozenset[int]
+    requests: tuple[Request, ...] = ()
+    passes: list[tuple[object, int, Phase, int]] = field(default_factory=list)
+    returned: set[int] = field(default_factory=set)
+    staying: set[int] = field(default_factory=set)
+    runs: Counter[object] = field(default_factory=Counter)
+    left: int = 0
+
+    def begin(self, run: _Run, phase: Phase) -> None:
+        """Record a pass from here on."""
+        self.passes.append((run.key, run.number, phase, self.recording.length))
+        self.recording.start()
 
 
 @dataclass(frozen=True, slots=True)
 class _Planned:
-    """Addresses, the positions of their requests in each pass, and the most bytes that a step takes outside of the slab."""
+    """Addresses for a step.
+
+    Attributes:
+        addresses: the addresses of its requests.
+        passes: for the runs of each key, the requests of both passes.
+        outside_bytes: the most bytes that a step takes outside of the slab.
+    """
 
     addresses: Addresses
-    forward: range
-    backward: range
+    passes: Mapping[object, Sequence[Mapping[Phase, range]]]
     outside_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class _Started:
-    """A step whose forward pass has run in a slab; its backward pass runs in the same, even if that was replaced since."""
+    """A step in a slab, which stays the same to its end, even if it was replaced since.
+
+    Attributes:
+        planned: addresses for its requests.
+        slab: the slab.
+        runs: number of runs by key.
+    """
 
     planned: _Planned
     slab: Slab
+    runs: Counter[object] = field(default_factory=Counter)
+
+    def begin(self, run: _Run, phase: Phase) -> None:
+        """Serve a pass from here on; runs that were not recorded take the addresses of the last one, or none."""
+        known = self.planned.passes.get(run.key)
+        requests = known[min(run.number, len(known) - 1)][phase] if known else range(0)
+        self.planned.addresses.start(self.slab, requests)
 
 
-@contextmanager
-def _recorded(recording: Recording) -> Iterator[None]:
-    recording.start()
-    try:
-        yield
-    finally:
-        arena_allocator.stop()
-
-
-def _planned(recorded: _Recorded, gradients: Sequence[Any]) -> _Planned:
+def _planned(recorded: _Recorded) -> _Planned:
     """Return addresses for the requests of a step that was recorded."""
-    requests = recorded.recording.requests()
-    staying = _held(requests, gradients)
+    requests = recorded.requests
     buffers = [
         _buffer(requests, i)
         for i, request in enumerate(requests)
-        if request.size_bytes >= LEAST_BYTES and i not in recorded.returned and (request.end is not None or i in staying)
+        if request.size_bytes >= LEAST_BYTES and i not in recorded.returned and (request.end is not None or i in recorded.staying)
     ]
     found = solve(buffers, work_limit=_SEARCH_WORK).offsets if buffers else Offsets((), ())
     assert found is not None  # any arena will do
@@ -250,8 +325,16 @@ def _planned(recorded: _Recorded, gradients: Sequence[Any]) -> _Planned:
     addresses = Addresses(
         max(found.height_bytes, ALIGNMENT), [requests[i].size_bytes for i in large], [offsets.get(i) for i in large]
     )
-    count = sum(i < recorded.count for i in large)
-    return _Planned(addresses, range(count), range(count, len(large)), _outside_bytes(requests, offsets))
+    return _Planned(addresses, _passes(recorded, large), _outside_bytes(requests, offsets))
+
+
+def _passes(recorded: _Recorded, large: Sequence[int]) -> dict[object, list[dict[Phase, range]]]:
+    """Return for the runs of each key which of the requests at the positions `large` are of its passes."""
+    found: dict[object, list[dict[Phase, range]]] = {key: [{} for _ in range(runs)] for key, runs in recorded.runs.items()}
+    begins = [bisect_left(large, position) for *_, position in recorded.passes]
+    for (key, number, phase, _), begin, end in zip(recorded.passes, begins, [*begins[1:], len(large)], strict=True):
+        found[key][number][phase] = range(begin, end)
+    return found
 
 
 def _outside_bytes(requests: Sequence[Request], inside: Container[int]) -> int:

@@ -11,7 +11,7 @@ from graphs.simulate import simulate
 from graphs.units import format_bytes
 
 # Memory of wrappers apart from the gradients of parameters.
-BUCKETS, TO_SEND = "gradient_buckets", "gradients_to_send"
+BUCKETS, TO_SEND, SHARDS = "gradient_buckets", "gradients_to_send", "gradient_shards"
 
 
 class EarlierGradients:
@@ -24,7 +24,7 @@ class EarlierGradients:
     def __init__(self, graph: Graph, schedule: Schedule) -> None:
         """Initialize for the step that `schedule` runs on `graph`."""
         self.budget_bytes: int | None = None
-        gradients = (t for t in graph.tensors if t.kind is Kind.ACCUMULATED_GRADIENT and t.name not in (BUCKETS, TO_SEND))
+        gradients = (t for t in graph.tensors if t.kind is Kind.ACCUMULATED_GRADIENT and t.name not in (BUCKETS, TO_SEND, SHARDS))
         self._counted_bytes = sum(t.size_bytes for t in gradients)
         self._peaks_bytes = pass_peaks(graph, schedule)
         self._most_bytes = [0, 0]  # in memory during a forward and a backward pass

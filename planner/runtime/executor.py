@@ -16,9 +16,11 @@ from planner.capture.lowering.lower import Capture
 from planner.capture.signature import join_returned
 from planner.capture.step import TrainingStep
 from planner.passes.program import Source
+from planner.reserved import arena_of
 from planner.runtime.arena import Arena, SharedSlab
 from planner.runtime.channels import HostChannels
 from planner.runtime.code import Code, check_runnable, compile_schedule
+from planner.runtime.device_arena import DeviceArena, SharedPool
 from planner.runtime.devices import Devices
 from planner.runtime.earlier_gradients import EarlierGradients
 from planner.runtime.libraries import warm_up_libraries
@@ -78,11 +80,11 @@ class Executor:
         self._step = TrainingStep(model, loss_fn)
         self.device = device = next(self._step.parameters()).device
         warm_up_libraries(device)  # before the first step, as predictions of reserved memory say
-        self.devices = devices = Devices(capture.graph, device, channels)
-        self.launched = compile_schedule(capture.graph, capture.program, schedule, devices)
+        self.devices = Devices(capture.graph, device, channels)
+        self.arena: Arena | DeviceArena | None = None
+        self.launched = self._launched()
         self.earlier_gradients = EarlierGradients(capture.graph, schedule)
         self.check_writes = False
-        self.arena: Arena | None = None
         self._guards = capture.guards
         self._conditions = capture.conditions
         self._device_type = device.type
@@ -93,8 +95,8 @@ class Executor:
         overwritten = {t for op in self.graph.ops for t in op.mutates}
         # Inductor's kernels write without autograd's knowledge, and its backward pass reads their results.
         compiled = any(calls.launches for calls in self.program.calls)
-        self.code = undoing(capture.graph, capture.program, self.launched, versions_follow=compiled)
         self._compiled = compiled
+        self.code = self._in_arena(self.launched)
         self._untold = [i for i, source in enumerate(self.program.sources) if compiled and source.tensor in overwritten]
         if compiled:
             overwritten = set()
@@ -102,33 +104,48 @@ class Executor:
         self._unchecked = [i for i in read if self.program.sources[i].tensor in overwritten]
         self._checked = [i for i in read if self.program.sources[i].tensor not in overwritten]
         self._written_over = overwritten_saved_tensors(self.graph, schedule)
-        self.memory = PlannedMemory(
-            self.graph, self.launched.lines, devices.places.__getitem__, StateNotMade(self.graph, self._step)
-        )
+        self.memory = self._memory_of(self.launched)
+
+    def _memory_of(self, code: Code) -> PlannedMemory:
+        return PlannedMemory(self.graph, code.lines, self.devices.places.__getitem__, StateNotMade(self.graph, self._step))
 
     def start_training(self, budget_bytes: int, *, check_writes: bool) -> None:
         """Enable the checks for a training loop; measurements before are of the step alone."""
         self.earlier_gradients.budget_bytes = budget_bytes
-        if self.arena is not None:
+        if isinstance(self.arena, Arena):
             self.arena.budget_bytes = budget_bytes - self.graph.static_bytes
         self.check_writes = check_writes
 
-    def use_arena(self, shared: SharedSlab) -> None:
-        """Run the following steps in an arena: ``planner.runtime.arena``.
+    def use_arena(self, shared: SharedSlab | SharedPool) -> None:
+        """Run the following steps in an arena: ``planner.runtime.arena``, or on CUDA ``planner.runtime.device_arena``.
 
         Args:
-            shared: its slab, shared with other plans of the model.
+            shared: its memory, shared with other plans of the model.
 
         Raises:
             PlannerError: its allocator cannot be put in place.
         """
-        self.arena = Arena(shared, accumulate=bool(self.graph.provenance.get("accumulate")))
-        self.code = self.arena.around(self.code)
+        accumulate = bool(self.graph.provenance.get("accumulate"))
+        if isinstance(shared, SharedSlab):
+            self.arena = Arena(shared, accumulate=accumulate)
+        else:
+            self.arena = DeviceArena(shared, arena_of(self.graph, self.schedule), accumulate=accumulate)
+            self.launched = self._launched()
+            self.memory = self._memory_of(self.launched)
+        self.code = self._in_arena(self.launched)
 
     def ticking(self, tick: Callable[[int], None]) -> Code:
         """Return both passes with a call of ``tick(op)`` after each execution of an op; on one device only."""
-        code = compile_schedule(self.graph, self.program, self.schedule, self.devices, tick=tick)
-        code = undoing(self.graph, self.program, code, versions_follow=self._compiled)
+        return self._in_arena(self._launched(tick))
+
+    def _launched(self, tick: Callable[[int], None] | None = None) -> Code:
+        """Compile both passes of the schedule, with the calls that the arena needs."""
+        calls_around = self.arena.calls_around if isinstance(self.arena, DeviceArena) else None
+        return compile_schedule(self.graph, self.program, self.schedule, self.devices, tick=tick, calls_around=calls_around)
+
+    def _in_arena(self, launched: Code) -> Code:
+        """Return the passes as they run, in the arena if the step runs in one."""
+        code = undoing(self.graph, self.program, launched, versions_follow=self._compiled)
         return code if self.arena is None else self.arena.around(code)
 
     def __call__(self, *args: object, **kwargs: object) -> Any:

@@ -56,7 +56,7 @@ def planner(module: fx.GraphModule, inputs: Sequence[Any], *, options: Mapping[s
             model; a share is of the peak without recomputation), ``kernels`` (``eager`` or ``inductor``), ``roofline`` (model the
             times on this device; by default each op is measured where the model is), ``time_limit_s`` (per graph, 60),
             ``tolerance`` and ``wait`` (as in ``planner.compile``; each graph is solved to 1% or for 3 s by default),
-            ``arena`` (as there, for models that are captured as one graph), ``check_writes``, ``options``, ``link`` and
+            ``arena`` (as there, one for all graphs of a step), ``check_writes``, ``options``, ``link`` and
             ``host_budget`` (as there; all graphs share the host memory), and ``memory`` (as there, ``allocated`` by default:
             other graphs of a step count by what they keep allocated).
 

@@ -21,7 +21,7 @@ from graphs.schedule import Schedule
 from graphs.simulate import simulate
 from planner.capture.lowering.lower import Capture
 from planner.capture.rewrites.outputs import outputs
-from planner.runtime.arena import Arena, SharedSlab
+from planner.runtime.arena import Arena
 from planner.runtime.channels import HostChannels
 from planner.runtime.code import compile_schedule
 from planner.runtime.devices import Devices
@@ -64,7 +64,7 @@ class PlannedGraph:
         slots: a tensor for each slot of the saved tensors: all that some schedule may save.
         checked: names of inputs that are checked for writes that autograd does not see, by tensor.
         lean: a schedule that keeps little between the passes; None until one is computed.
-        arena: the arena that the present plan runs in; None for PyTorch's allocator.
+        arena: the arena that the passes run in, with those of the other graphs of a step; None for PyTorch's allocator.
         watch: called with the inputs of a forward pass; returns a function of its results and of a tensor that dies with the
             saved ones.
     """
@@ -74,7 +74,7 @@ class PlannedGraph:
         module: fx.GraphModule,
         captured: Capture,
         channels: HostChannels | None,
-        slab: SharedSlab | None,
+        arena: Arena | None,
         *,
         outputs: int,
     ) -> None:
@@ -82,7 +82,7 @@ class PlannedGraph:
 
         Args:
             channels: channels to the host, if the graph offers transfers.
-            slab: the slab of the arenas that its plans run in; None for PyTorch's allocator.
+            arena: the arena that the passes run in; None for PyTorch's allocator.
         """
         placeholders = module.graph.find_nodes(op="placeholder")
         self._module, self._devices = module, Devices(captured.graph, device_of(module), channels)
@@ -96,9 +96,9 @@ class PlannedGraph:
         self.slots = (*(static[node.name] for node in self._primals if node.name in static), *_made_forward(captured.graph))
         self.checked: Mapping[int, str] = {}
         self.lean: Schedule | None = None
-        self.arena: Arena | None = None
-        self._slab = slab
+        self.arena = arena
         self.watch: Callable[[list[Any]], Callable[[list[Any], torch.Tensor], None]] | None = None
+        self._arena_key = object()
         self._handing_over: set[int] = set()  # plans whose forward passes return more than tensors
         self._writing_over: set[int] = set()  # plans whose backward passes overwrite saved tensors
         self._passes: list[Passes] = []
@@ -113,9 +113,8 @@ class PlannedGraph:
         # With copies, the forward pass also returns what a failed backward pass needs to undo it.
         compiled = any(calls.launches for calls in program.calls)
         code = undoing(graph, program, code, in_backward=compiled and bool(self._devices.channels))
-        if self._slab is not None:
-            self.arena = Arena(self._slab)
-            code = self.arena.around(code)
+        if self.arena is not None:
+            code = self.arena.around(code, key=self._arena_key)
         position = {t: i for i, t in enumerate(self.slots)}
         among = [t in position for t in code.saved]  # others are on the host
         later = [i for i, reads in enumerate(code.backward_reads) if reads]
@@ -185,6 +184,8 @@ class PlannedGraph:
             self._writing_over.add(len(self._passes))
         self._passes.append(self.passes(schedule))
         self._schedule = schedule
+        if self.arena is not None:
+            self.arena.forget()
 
     @property
     def kept_bytes(self) -> int:

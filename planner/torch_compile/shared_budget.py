@@ -14,7 +14,7 @@ import torch
 from torch import fx
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from graphs.errors import InfeasibleError, LimitError, PlannerError
+from graphs.errors import InfeasibleError, LimitError
 from graphs.optimizers import OPTIMIZERS
 from graphs.options.option import Feature
 from graphs.schedule import Schedule
@@ -25,14 +25,14 @@ from planner.capture.lowering.lower import Capture
 from planner.compatibility import check_compatible
 from planner.option_settings import OptionSettings
 from planner.plans.summary import summarize
-from planner.runtime.arena import SharedSlab
+from planner.runtime.arena import Arena, SharedSlab
 from planner.runtime.auto_budget import auto_budget_bytes
 from planner.search import StepSearch
 from planner.torch_compile.backend_settings import BackendSettings
 from planner.torch_compile.planned_graph import PlannedGraph, device_of
 from planner.torch_compile.rest_of_step import keeping_all, kept_bytes, lean_schedule, with_rest, without_rest
 from planner.torch_compile.shared_channels import SharedChannels, host_room, with_host_bytes
-from planner.torch_compile.step_memory import PassStorages, bytes_of_others, unread
+from planner.torch_compile.step_memory import PassStorages, bytes_beside_requests, bytes_of_others, unread
 from planner.torch_compile.together import Together
 
 
@@ -47,6 +47,21 @@ class _ForwardRun:
     @property
     def alive(self) -> bool:
         return self.plan is None or not self.plan.expired()
+
+
+@dataclass(slots=True)
+class _StepBudget:
+    """The budget of a step whose graphs are known.
+
+    Attributes:
+        planned_bytes: what its graphs are planned for together.
+        requested_bytes: the most that they may ask for at once, in an arena and outside of it.
+        less_bytes: by how much the first was lowered last, as the arena was too large.
+    """
+
+    planned_bytes: int
+    requested_bytes: int
+    less_bytes: int = 0
 
 
 class SharedBudget:
@@ -64,12 +79,11 @@ class SharedBudget:
         found = OptionSettings(self.traced)  # other options are in the graphs already
         self._solve = StepSearch(replace(settings.solve, options=found), settings.run).first_plan
         self._runs: list[_ForwardRun] = []
-        self._planned: set[tuple[PlannedGraph, ...]] = set()  # steps whose graphs are planned together
+        self._planned: dict[tuple[PlannedGraph, ...], _StepBudget] = {}  # steps whose graphs are planned together
         self._learning = True
         self._largest_bytes = 0  # peak of a step without recomputation
         self._known: dict[PlannedGraph, PassStorages] = {}
         self._slab = SharedSlab() if settings.run.arena else None
-        self._rooms: dict[PlannedGraph, int] = {}  # bytes for each graph that runs in an arena
 
     def graph(self, joint: fx.GraphModule, captured: Capture, *, outputs: int) -> PlannedGraph:
         """Return the graph of a capture of `joint`, with the requested options.
@@ -82,7 +96,14 @@ class SharedBudget:
             check_compatible({*self.settings.run.features, Feature.ON_GPU})
         captured = replace(captured, graph=self._options.apply(captured.graph))
         channels = None if self._shared_channels is None else self._shared_channels.channels(device)
-        return PlannedGraph(joint, captured, channels, self._slab, outputs=outputs)
+        return PlannedGraph(joint, captured, channels, self._arena(), outputs=outputs)
+
+    def _arena(self) -> Arena | None:
+        """Return the arena of a new graph: that of the graphs which wait for their backward passes, else another in the slab."""
+        if self._slab is None:
+            return None
+        waiting = next((run for run in self._runs if run.alive), None)
+        return Arena(self._slab) if waiting is None else waiting.graph.arena
 
     @property
     def traced(self) -> tuple[str, ...]:
@@ -99,7 +120,6 @@ class SharedBudget:
 
         Raises:
             InfeasibleError, LimitError: nothing fits, given the memory that earlier graphs keep.
-            PlannerError: it is to run in an arena, and is one of several graphs.
         """
         self._learning = True
         if is_auto(self.budget):
@@ -110,11 +130,6 @@ class SharedBudget:
         kept = [run.graph.kept_bytes for run in self._runs]
         others = bytes_of_others(runs, len(runs) - 1, kept)
         whole = self.whole([*(run.graph for run in self._runs), graph], runs)
-        if self._slab is not None and (self._runs or more):
-            raise PlannerError(
-                "the model is captured as several graphs, and an arena is planned for one: leave out arena=True, or remove what "
-                "breaks the model (TORCH_LOGS=graph_breaks says where)"
-            )
         if self._runs:
             self._warn(max(1, whole - others), whole, others)
         elif others >= whole:
@@ -127,9 +142,6 @@ class SharedBudget:
         behind = unread(model, runs) if more else None
         if behind is None:
             self._first_plan(graph, room, more=more)
-            if self._slab is not None:
-                self._rooms[graph] = room
-                self._limit_arena(graph)
             return
         try:
             self._first_plan(graph, max(1, whole - bytes_of_others([*runs, behind], len(runs) - 1, kept)), more=more)
@@ -208,39 +220,59 @@ class SharedBudget:
 
     def _end_step(self) -> None:
         runs, self._runs = self._runs, []
-        for graph in dict.fromkeys(run.graph for run in runs):
-            self._fit_arena(graph)
         step = tuple(run.graph for run in runs)
         if step in self._planned:
             self._learning = False
         elif not self._learning:
             self._learning = True  # the step has changed: observe the next one
         else:
-            self._planned.add(step)
+            seen = [run.seen for run in runs]
+            whole = self.whole(step, seen)
+            self._planned[step] = _StepBudget(whole, whole - bytes_beside_requests(seen))
             if len(runs) > 1 or runs[0].graph.lean is not None:
-                order, seen = [run.graph for run in runs], [run.seen for run in runs]
-                whole, host_bytes = self.whole(order, seen), self._host_bytes
-                together = Together(order, seen, whole, self.leaving, host_bytes=host_bytes, limit_s=self.limit_s)
+                together = self._together(runs, whole)
                 together.warn_of_first_step()
                 together.plan()
+        if self._slab is not None and step in self._planned:
+            self._fit_arena(runs, self._planned[step])
 
-    def _limit_arena(self, graph: PlannedGraph) -> None:
-        assert graph.arena is not None
-        graph.arena.budget_bytes = self._rooms[graph] - graph.captured.graph.static_bytes
+    def _together(self, runs: Sequence[_ForwardRun], whole: int) -> Together:
+        order, seen = [run.graph for run in runs], [run.seen for run in runs]
+        return Together(order, seen, whole, self.leaving, host_bytes=self._host_bytes, limit_s=self.limit_s)
 
-    def _fit_arena(self, graph: PlannedGraph) -> None:
-        """Plan `graph` for less if its recorded step takes more than it may: addresses in an arena may leave gaps.
+    def _fit_arena(self, runs: Sequence[_ForwardRun], budget: _StepBudget) -> None:
+        """Plan the graphs of a step for less if in its arena it takes more than it may: addresses may leave gaps.
 
         Raises:
             InfeasibleError, LimitError: nothing is found that takes as much less.
         """
-        if graph.arena is None or graph.arena.step_bytes is None:
+        arena = runs[0].graph.arena
+        assert arena is not None
+        arena.budget_bytes = budget.requested_bytes
+        over_bytes = (arena.step_bytes or 0) - budget.requested_bytes
+        if over_bytes <= 0:
             return
-        captured = graph.captured.graph
-        over_bytes = captured.static_bytes + graph.arena.step_bytes - self._rooms[graph]
-        if over_bytes > 0:
+        if len(runs) == 1:
+            graph = runs[0].graph
+            captured = graph.captured.graph
             graph.schedule = self._solve(captured, simulate(captured, graph.schedule).peak_bytes - over_bytes).schedule
-            self._limit_arena(graph)
+            return
+        try:
+            self._lower(runs, budget, max(over_bytes, 2 * budget.less_bytes))
+        except InfeasibleError:
+            try:
+                self._lower(runs, budget, over_bytes)
+            except InfeasibleError as error:
+                raise InfeasibleError(
+                    f"in one arena the graphs of the model take {format_bytes(over_bytes)} more than their budget, and cannot be "
+                    f"planned for as much less: raise it, or leave out arena=True ({error})"
+                ) from error
+
+    def _lower(self, runs: Sequence[_ForwardRun], budget: _StepBudget, less_bytes: int) -> None:
+        """Plan the graphs of a step together for `less_bytes` less than before."""
+        self._together(runs, budget.planned_bytes - less_bytes).plan()
+        budget.planned_bytes -= less_bytes
+        budget.less_bytes = less_bytes
 
     def _warn(self, room: int, whole: int, others: int) -> None:
         warnings.warn(

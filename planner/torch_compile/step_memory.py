@@ -91,6 +91,16 @@ def bytes_of_others(runs: Sequence[PassStorages], index: int, kept_bytes: Sequen
     return there + waiting + sum(size for s, size in grads.items() if s not in made)
 
 
+def bytes_beside_requests(runs: Sequence[PassStorages]) -> int:
+    """Return the bytes in a step that its graphs have not asked for.
+
+    These are what they read and have not made, what autograd holds for other ops, and gradients of results that no graph reads.
+    """
+    read, made = _union(run.inputs for run in runs), _union(run.made for run in runs)
+    there = sum(size for s, size in _union(s for run in runs for s in (run.inputs, run.held)).items() if s not in made)
+    return there + sum(size for s, size in made.items() if s not in read)
+
+
 def _union(parts: Iterable[Mapping[int, int]]) -> Storages:
     found: Storages = {}
     for part in parts:

@@ -37,3 +37,13 @@ def on_out_of_memory(note: Callable[[int, int], object]) -> None:
     """
     attach = torch._C._cuda_attach_out_of_memory_observer  # type: ignore[attr-defined]
     attach(lambda index, asked_bytes, *_: note(index, asked_bytes))
+
+
+def raw_alloc(size_bytes: int, stream: torch.cuda.Stream) -> int:
+    """Return the address of a new block of the caching allocator for work on `stream` of the current device."""
+    return int(torch._C._cuda_cudaCachingAllocator_raw_alloc(size_bytes, stream.cuda_stream))
+
+
+def raw_free(address: int) -> None:
+    """Free a block from ``raw_alloc``."""
+    torch._C._cuda_cudaCachingAllocator_raw_delete(address)

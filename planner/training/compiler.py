@@ -25,6 +25,7 @@ from planner.progress import Stage, Stages
 from planner.progress.describe import plan_line
 from planner.runtime.arena import SharedSlab
 from planner.runtime.channels import HostChannels
+from planner.runtime.device_arena import SharedPool
 from planner.runtime.executor import Executor
 from planner.runtime.graphed_step import FunctionRecorder, record, recordable
 from planner.runtime.libraries import workspaces
@@ -61,7 +62,7 @@ class Compiler:
         compare_eager: True to compare steps with eager PyTorch.
         channels: channels for transfers to and from the host in all its steps; None if no graph offers them.
         stages: receiver of progress reports.
-        slab: the slab of all its steps that run in an arena.
+        slab: the memory of all its steps that run in an arena.
     """
 
     wrapper: Unwrapped
@@ -72,7 +73,7 @@ class Compiler:
     compare_eager: bool = True
     channels: HostChannels | None = None
     stages: Stages = field(default_factory=Stages)
-    slab: SharedSlab = field(default_factory=SharedSlab)
+    slab: SharedSlab | SharedPool = field(default_factory=SharedSlab)
 
     def capture(self, batch: Batch) -> Capture:
         """Return the step on `batch` with the sizes of its shapes; nothing is executed."""
@@ -98,6 +99,8 @@ class Compiler:
     def _captured(self, batch: Batch, variant: "CompileVariant | None") -> Capture:
         with self.stages.stage(Stage.CAPTURE):
             captured = self.wrapper.capture(self.loss_fn, batch, self.trace, variant)
+        if self.search.run.arena:
+            captured = self.wrapper.beside_slab(captured)
         return captured if self.recorder is None else recordable(captured)
 
     def profile(self, captured: Capture, batch: Batch) -> Capture:
@@ -166,7 +169,7 @@ class Compiler:
         """Return whether planning runs a step to measure its peak."""
         if not self._swaps or type(self.wrapper.ranks) is not SingleProcess:
             return True  # a plan over the budget would stay
-        if self.search.run.arena:
+        if self.search.run.arena and isinstance(self.slab, SharedSlab):
             return True  # its first step is recorded
         return not why_it_does_not_fit(graph, next(self.wrapper.module.parameters()).device)
 

@@ -22,6 +22,7 @@ from planner.option_settings import with_recorded
 from planner.plans.eager import EagerComparison
 from planner.plans.plan import Plan
 from planner.runtime.arena import Arena
+from planner.runtime.device_arena import DeviceArena
 from planner.runtime.executor import Executor
 from planner.runtime.observation import OpTimer, PeakWatch
 from planner.search import StepSearch
@@ -122,11 +123,9 @@ class Improvement:
         self._time_ops_of(executor)
         self._before = PlanSwap(self.plan, self._executor, self._captured.graph, "the peak of the next one was over the budget")
         self.plan = replace(
-            plan,
+            with_arena(plan, executor.arena),
             budget_bytes=self.plan.budget_bytes,
             measured_peak_bytes=None,
-            arena_bytes=None,
-            outside_arena_bytes=None,
             eager=_of_another_plan(self.plan.eager),
         )
         executor.start_training(self.plan.budget_bytes, check_writes=self._executor.check_writes)
@@ -307,7 +306,7 @@ def with_times(graph: Graph, times_s: Mapping[str, float]) -> Graph:
     return replace(graph, ops=ops, provenance={**graph.provenance, "times": "measured in training steps"})
 
 
-def with_arena(plan: Plan, arena: Arena | None) -> Plan:
+def with_arena(plan: Plan, arena: Arena | DeviceArena | None) -> Plan:
     """Return `plan` with the memory of the arena that its step runs in; without if it runs in none, or that is not known."""
     if arena is None:
         return replace(plan, arena_bytes=None, outside_arena_bytes=None)

@@ -22,6 +22,7 @@ from planner.progress import LoggingView, Stages, View
 from planner.progress.describe import plan_line
 from planner.runtime.channels import HostChannels
 from planner.runtime.cuda_graph import CudaGraphs
+from planner.runtime.device_arena import shared_slab
 from planner.runtime.executor import check_no_transform
 from planner.runtime.measure import device_name
 from planner.search import StepSearch
@@ -56,10 +57,11 @@ class Planning:
 
     def __post_init__(self) -> None:
         asked = self.solve.features | self.run.features
+        shared = type(self.wrapper.ranks) is not SingleProcess
         around = {
-            Feature.SEVERAL_PROCESSES: type(self.wrapper.ranks) is not SingleProcess,
+            Feature.SEVERAL_PROCESSES: shared,
             Feature.ON_CPU: any(parameter.device.type != "cuda" for parameter in self.wrapper.module.parameters()),
-            Feature.ON_GPU: any(parameter.device.type == "cuda" for parameter in self.wrapper.module.parameters()),
+            Feature.ON_GPU: shared and any(parameter.device.type == "cuda" for parameter in self.wrapper.module.parameters()),
         }
         check_compatible(asked | {feature for feature, there in around.items() if there})
         if ("placement" in asked) != bool(self.trace.other_devices):
@@ -119,6 +121,7 @@ class Planning:
             partial(CudaGraphs, next(self.wrapper.module.parameters()).device) if self.run.cuda_graph else None,
             compare_eager=self.run.compare_eager,
             channels=channels,
+            slab=shared_slab(next(self.wrapper.module.parameters()).device),
             stages=Stages(self.on_progress or LoggingView()) if first else Stages(),
         )
 

@@ -42,5 +42,3 @@ def test_what_does_not_go_with_an_arena_is_refused() -> None:
     graph = random_training_step(1, 4)
     with pytest.raises(UsageError, match="max_overhead"):
         solve(graph, max_overhead=0.1, arena=True)
-    with pytest.raises(UsageError, match="memory='allocated'"):
-        solve(replace(graph, provenance={**graph.provenance, "device": "h100"}), "80%", arena=True)

@@ -1,6 +1,8 @@
 """DDP and FSDP2 on two processes: one plan for both, gradients bitwise equal to the wrapper's, and shared errors."""
 
 import copy
+import gc
+import shutil
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
@@ -23,6 +25,7 @@ from planner.distributed.wrappers import unwrap
 from planner.option_settings import with_recorded
 from planner.plans.plan import Plan
 from planner.progress import Progress
+from planner.runtime.arena_allocator import Slab
 from planner.runtime.measure import measure_memory
 from planner.training import compiler
 from planner.training.improvement import Improvement
@@ -126,6 +129,30 @@ def bytes_of(tensors: Iterable[Tensor]) -> int:
     return sum(t.nbytes for t in tensors)
 
 
+def ddp_bytes(model: nn.Module, batch: Batch) -> int:
+    """Parameters, the batch, the buckets, and two tensors of AdamW for each trained parameter."""
+    return bytes_of([*model.parameters(), *model.buffers(), *batch]) + 3 * bytes_of(trained(model))
+
+
+def fsdp2_bytes(model: nn.Module, batch: Batch) -> int:
+    """The same of the shards of this process, without buckets; the outermost module stays gathered behind a forward pass."""
+    model.reshard()
+    shards = [p.to_local() for p in model.parameters()]
+    return bytes_of([*shards, *model.buffers(), *batch]) + 2 * bytes_of(p.to_local() for p in trained(model))
+
+
+def trained(model: nn.Module) -> list[Tensor]:
+    return [p for p in model.parameters() if p.requires_grad]
+
+
+def ddp_sync(model: nn.Module, last: bool) -> None:
+    model.require_backward_grad_sync = last  # what no_sync() does
+
+
+def fsdp2_sync(model: nn.Module, last: bool) -> None:
+    model.set_requires_gradient_sync(last)
+
+
 def check_ddp(rank: int) -> None:
     batch, profiles = batch_of(rank), []
     profiled = compiler.profiled
@@ -141,17 +168,12 @@ def check_ddp(rank: int) -> None:
     assert_one_plan(step)
     assert len(step.plan.schedule.computed) > step.plan.graph.ops
     assert_trains_as(eager, planned, step, batch)
-    trained = bytes_of(p for p in planned.parameters() if p.requires_grad)
-    static = bytes_of([*planned.parameters(), *planned.buffers(), *batch]) + 3 * trained  # buckets, and two of AdamW
-    assert_within_budget(step, planned, batch, outside_bytes=static)
-
-    def sync(model: nn.Module, last: bool) -> None:
-        model.require_backward_grad_sync = last  # what no_sync() does
+    assert_within_budget(step, planned, batch, outside_bytes=ddp_bytes(planned, batch))
 
     options = {"find_unused_parameters": True, "gradient_as_bucket_view": True}
     eager, planned = pair(lambda model: DistributedDataParallel(model, **options), unused=True)
     step = planner.compile(planned, F.cross_entropy, batch, budget=HALF_WAY, accumulate=True, passes=1, tolerance=0.05)
-    assert_trains_as(eager, planned, step, batch, sync=sync)
+    assert_trains_as(eager, planned, step, batch, sync=ddp_sync)
 
     eager, planned = pair(lambda model: DistributedDataParallel(model, static_graph=True))
     step = planner.compile(planned, F.cross_entropy, batch, budget="100%", passes=1, tolerance=0.05)
@@ -220,18 +242,11 @@ def check_fsdp2(rank: int) -> None:
     with torch.no_grad():  # the model itself, by its own hooks
         assert torch.equal(planned.eval()(batch[0]), eager.eval()(batch[0]))
         assert torch.equal(step(*batch), F.cross_entropy(eager(batch[0]), batch[1]))
-    planned.train().reshard()  # the outermost stays gathered behind a forward pass
-    shards = [p.to_local() for p in planned.parameters()]
-    trained = [p.to_local() for p in planned.parameters() if p.requires_grad]
-    static = bytes_of([*shards, *planned.buffers(), *batch]) + 2 * bytes_of(trained)
-    assert_within_budget(step, planned, batch, outside_bytes=static)
-
-    def sync(model: nn.Module, last: bool) -> None:
-        model.set_requires_gradient_sync(last)
+    assert_within_budget(step, planned.train(), batch, outside_bytes=fsdp2_bytes(planned, batch))
 
     eager, planned = pair(sharded)
     step = planner.compile(planned, F.cross_entropy, batch, budget="100%", accumulate=True, passes=1, tolerance=0.05)
-    assert_trains_as(eager, planned, step, batch, sync=sync)
+    assert_trains_as(eager, planned, step, batch, sync=fsdp2_sync)
 
     blocks = Net()
     fully_shard(blocks.blocks[0])
@@ -259,6 +274,26 @@ def check_backend_with_offload(rank: int, wrap: Callable[[nn.Module], nn.Module]
     check_backend(rank, wrap, budget="75%", time_limit_s=2, host_budget="1GB", **asked)
 
 
+def check_arena(rank: int, wrap: Callable[[nn.Module], nn.Module], sync: Callable[[nn.Module, bool], None]) -> None:
+    """The slab, which PyTorch's profiler does not see, and what PyTorch's allocator gives are within the budget together."""
+    batch = batch_of(rank)
+    eager, planned = pair(wrap)
+    options: dict[str, Any] = {"passes": 1, "tolerance": 0.05, "arena": True}
+    step = planner.compile(planned, F.cross_entropy, batch, budget=HALF_WAY, optimizer="adamw", **options)
+    assert_one_plan(step)
+    assert len(step.plan.schedule.computed) > step.plan.graph.ops
+    assert_trains_as(eager, planned, step, batch)
+    planned.zero_grad()
+    (slab,) = (found for found in gc.get_objects() if type(found) is Slab)
+    assert slab.size_bytes == step.plan.arena_bytes
+    outside = ddp_bytes if isinstance(planned, DistributedDataParallel) else fsdp2_bytes
+    assert_within_budget(step, planned, batch, outside_bytes=outside(planned, batch) + slab.size_bytes)
+
+    eager, planned = pair(wrap)
+    step = planner.compile(planned, F.cross_entropy, batch, budget="100%", accumulate=True, **options)
+    assert_trains_as(eager, planned, step, batch, sync=sync)
+
+
 def check_offload(rank: int, wrap: Callable[[nn.Module], nn.Module]) -> None:
     eager, planned = pair(wrap)
     batch = batch_of(rank)
@@ -278,6 +313,14 @@ def test_two_processes_train_by_one_plan(tmp_path: Path) -> None:
     )
     with_fsdp2 = (partial(check, wrap=sharded) for check in (check_offload, check_backend))
     on_two((*with_ddp, check_errors, check_ddp, check_swaps, *with_fsdp2, check_fsdp2), tmp_path)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="the allocator is compiled with g++")
+def test_two_processes_train_in_arenas(tmp_path: Path) -> None:
+    with_ddp = partial(check_arena, wrap=DistributedDataParallel, sync=ddp_sync)
+    with_fsdp2 = partial(check_arena, wrap=sharded, sync=fsdp2_sync)
+    with_backend = (partial(check_backend, wrap=wrap, arena=True) for wrap in (DistributedDataParallel, sharded))
+    on_two((with_ddp, with_fsdp2, *with_backend), tmp_path)
 
 
 def test_plain_models_are_not_wrapped_and_data_parallel_raises() -> None:

@@ -124,6 +124,21 @@ def test_addresses_of_tensors_in_memory_at_once_do_not_overlap(device: str) -> N
                 assert apart or one.end_step <= other.first_step or other.end_step <= one.first_step
 
 
+def test_the_arena_of_a_plan_on_cuda_is_shown() -> None:
+    shown = replace(graph(), provenance={"device": "h200"})
+    shown = replace(shown, tensors=tuple(replace(t, size_bytes=(t.id % 3 + 2) * 2**20) for t in shown.tensors))
+    timeline = Timeline(shown, solve(shown, "100%", arena=True))
+    found = reserved_addresses(timeline)
+    assert found is not None
+    assert (found.total_bytes, found.borders, found.by_step) == (timeline.plan.arena_bytes, (), ())
+    assert {stay.tensor for stay in found.stays} == {tensor.name for tensor in shown.tensors}
+    text = without_scripts(page(timeline))
+    assert "as they are planned in the arena of the step" in text and "as they could be planned" not in text
+    assert "reserved by PyTorch" not in text
+    begins = [event for event in json.loads(chrome_trace(timeline))["traceEvents"] if event["ph"] == "b"]
+    assert len(begins) == len(found.stays)
+
+
 def test_the_trace_has_the_address_of_each_buffer_on_cuda() -> None:
     shown = replace(graph(), provenance={"device": "h200"})
     timeline = Timeline(shown, plan(shown))

@@ -1,5 +1,6 @@
 """Steps that pack what they keep: every bit as in eager PyTorch, in the memory that was predicted."""
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -93,6 +94,9 @@ def test_a_mask_is_drawn_from_the_state_that_dropout_drew_from() -> None:
 
 def test_solved_plans_are_exact() -> None:
     capture, workload = captured()
+    # Measured times may say that packing gains nothing.
+    ops = tuple(replace(op, time_s=1e-6 if op.optional else 1e-4) for op in capture.graph.ops)
+    capture = replace(capture, graph=replace(capture.graph, ops=ops))
     graph, plain = capture.graph, with_options(capture.graph, ())
     executed = set()
     for budget in on_the_way(plain, 0.15, 0.4, 0.8):

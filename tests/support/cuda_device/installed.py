@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from graphs.allocators.caching import CachingAllocator
+from graphs.allocators.caching import CachingAllocator, PoolId
 from planner.models import Workload
 from planner.profiling import profile
 from planner.runtime import libraries
@@ -19,6 +19,7 @@ from tests.support.cuda_device import graphs, tensors
 from tests.support.cuda_device.autograd import DeviceThread, engine
 from tests.support.cuda_device.machine import Machine
 from tests.support.cuda_device.ops import launch
+from tests.support.cuda_device.pools import MemPool, raw_alloc, raw_delete, use_mem_pool
 from tests.support.cuda_device.streams import Event, Order, Stream
 from tests.support.cuda_device.tensors import OnDevice
 from tests.support.cuda_device.tracing import traced_on_the_cpu
@@ -117,6 +118,8 @@ def _torch(machine: Machine, thread: DeviceThread) -> Iterator[tuple[object, str
     yield torch.Tensor, "cuda", to_cuda
     yield torch, "empty", made
     yield torch.autograd, "_engine_run_backward", engine(engine_of, thread)
+    yield torch._C, "_cuda_cudaCachingAllocator_raw_alloc", partial(raw_alloc, machine)
+    yield torch._C, "_cuda_cudaCachingAllocator_raw_delete", partial(raw_delete, machine)
     yield torch._C, "_cuda_clearCublasWorkspaces", lambda: [memory.workspaces.clear() for memory in machine.memories]
     yield from traced_on_the_cpu()
 
@@ -191,7 +194,9 @@ def _torch_cuda(machine: Machine) -> dict[str, Any]:
         "max_memory_reserved": lambda device=None: memory(device).allocator.reserved.peak_bytes,
         "reset_peak_memory_stats": lambda device=None: memory(device).allocator.reset_peaks(),
         "memory_stats": lambda device=None: _stats(memory(device).allocator),
-        "memory_snapshot": lambda mempool_id=None: _snapshot(machine),
+        "memory_snapshot": lambda mempool_id=None: _snapshot(machine, mempool_id),
+        "MemPool": partial(MemPool, machine),
+        "use_mem_pool": partial(use_mem_pool, machine),
         "mem_get_info": lambda device=None: _free_and_total(memory(device)),
         "get_per_process_memory_fraction": lambda device=None: _fraction(memory(device)),
         "set_per_process_memory_fraction": lambda fraction, device=None: _limit(memory(device), fraction),
@@ -222,7 +227,7 @@ def _stats(allocator: CachingAllocator) -> dict[str, int]:
     return peaks | {f"{name}_bytes.all.current": level.bytes for name, level in levels.items()}
 
 
-def _snapshot(machine: Machine) -> list[dict[str, Any]]:
+def _snapshot(machine: Machine, pool: PoolId | None) -> list[dict[str, Any]]:
     return [
         {
             "device": memory.index,
@@ -232,6 +237,7 @@ def _snapshot(machine: Machine) -> list[dict[str, Any]]:
         }
         for memory in machine.memories
         for segment in memory.allocator
+        if pool in (None, segment.pool)
     ]
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from graphs.allocators.caching import DEFAULT_POOL, Block, CachingAllocator, DeviceFullError, Segment
+from graphs.allocators.caching import DEFAULT_POOL, Block, CachingAllocator, DeviceFullError, PoolId, Segment
 from tests.support.cuda_device.streams import BYTES_PER_S, LAUNCH_S, Point, Stream, Work
 
 if TYPE_CHECKING:
@@ -48,6 +48,9 @@ class DeviceMemory:
         allocator: says where blocks lie.
         held: by address.
         workspaces: of libraries, by thread, stream and size.
+        shared_pools: those of ``torch.cuda.MemPool``.
+        pools: of threads inside ``torch.cuda.use_mem_pool``.
+        raw: memory that was asked for without a tensor, by address.
     """
 
     def __init__(self, machine: "Machine", index: int, capacity_bytes: int | None) -> None:
@@ -56,6 +59,9 @@ class DeviceMemory:
         self.allocator = CachingAllocator(self.capacity_bytes, released=self._released)
         self.held: dict[int, Held] = {}
         self.workspaces: dict[tuple[int, Stream, int], torch.Tensor] = {}
+        self.shared_pools: set[PoolId] = set()
+        self.pools: dict[int, PoolId] = {}
+        self.raw: dict[int, torch.Tensor] = {}
         self._slabs: dict[int, np.ndarray] = {}
         self._freed: deque[Held] = deque()
         self._waiting: list[tuple[Held, list[Point]]] = []
@@ -70,7 +76,8 @@ class DeviceMemory:
                 self.machine.wrong.append("memory was allocated in a capture for a stream that is not part of it")
             self._open = True
             try:
-                block = self.allocator.alloc(size_bytes, stream.number, DEFAULT_POOL if recording is None else recording.pool)
+                pool = self.pools.get(threading.get_ident(), DEFAULT_POOL) if recording is None else recording.pool
+                block = self.allocator.alloc(size_bytes, stream.number, pool)
             except DeviceFullError as error:
                 raise torch.OutOfMemoryError(
                     f"CUDA out of memory. Tried to allocate {size_bytes / 2**20:.2f} MiB. GPU {self.index} has a total capacity "
@@ -113,6 +120,12 @@ class DeviceMemory:
             if key not in self.workspaces:
                 self.workspaces[key] = self.take(size_bytes, stream)
 
+    def raw_alloc(self, size_bytes: int, stream: Stream) -> int:
+        """As ``torch.cuda.caching_allocator_alloc``."""
+        memory = self.take(size_bytes, stream)
+        self.raw[memory.data_ptr()] = memory
+        return memory.data_ptr()
+
     def release_unused(self) -> None:
         """As ``torch.cuda.empty_cache``: waits for the device where there is anything to be returned."""
         with self.machine.lock:
@@ -147,7 +160,8 @@ class DeviceMemory:
         size_bytes = held.block.size_bytes
         recorded = held.stream.recording is not None
         # The memory of a graph is nobody else's: it may be used again by captures into the same pool, and is so there.
-        shared = held.block.segment.pool == DEFAULT_POOL or recorded
+        pool = held.block.segment.pool
+        shared = pool == DEFAULT_POOL or pool in self.shared_pools or recorded
         if size_bytes <= _MOST_FILLED_BYTES and shared:
             values = self.bytes_of(held, size_bytes)
 

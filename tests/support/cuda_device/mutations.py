@@ -44,6 +44,7 @@ class Mutation:
 
 
 _CHANNELS, _TRANSFERS, _GRAPH = (f"planner/runtime/{name}.py" for name in ("cuda_channels", "transfers", "cuda_graph"))
+_ARENA = "planner/runtime/device_arena.py"
 _BITS = "test_cuda_channels.py -k in_any_order"
 _UNITS = "test_cuda_channels.py -k copies_wait"
 
@@ -210,6 +211,41 @@ MUTATIONS = (
         "        finally:\n            clear_cublas_workspaces()\n",
         "",
         "test_cuda_graph_recorder.py -k workspace",
+    ),
+    Mutation(
+        _ARENA,
+        "the pool that the passes of a step in an arena take memory from",
+        "with nullcontext() if begun is None else begun.inside():",
+        "with nullcontext():",
+        "test_device_arena.py -k slab_alone",
+    ),
+    Mutation(
+        _ARENA,
+        "the holds around an op's holes",
+        "self._running.act(self.steering.before[step])",
+        "pass",
+        "test_device_arena.py -k slab_alone",
+    ),
+    Mutation(
+        _ARENA,
+        "the end of these holds",
+        "self._running.act(self.steering.behind[step])",
+        "pass",
+        "test_device_arena.py -k slab_alone",
+    ),
+    Mutation(
+        _ARENA,
+        "the check for tensors of another step",
+        "if self.left or (last is not None and not last.is_over):",
+        "if self.left and last is None:",
+        "test_device_arena.py -k another_one",
+    ),
+    Mutation(
+        _ARENA,
+        "the hold of what a larger slab has beyond that of the plan",
+        "if shared.slab_bytes > slab_bytes:",
+        "if shared.slab_bytes < slab_bytes:",
+        "test_device_arena.py -k beyond",
     ),
     Mutation(
         "planner/runtime/observation.py",

@@ -62,14 +62,14 @@ class Stream:
 
     Attributes:
         device: that it belongs to.
-        number: unique among streams.
+        number, cuda_stream: unique among streams.
         issued, done: pieces of work, so far.
         recording: what records what is launched; None outside of a capture.
     """
 
     def __init__(self, machine: "Machine", index: int) -> None:
         self.machine, self.device = machine, torch.device("cuda", index)
-        self.number = next(machine.numbers)
+        self.number = self.cuda_stream = next(machine.numbers)
         self.is_default = all(stream.device != self.device for stream in machine.streams)
         machine.streams.append(self)
         self.issued = self.done = 0

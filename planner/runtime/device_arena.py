@@ -1,0 +1,262 @@
+"""Steps in an arena on a CUDA device: both passes take their memory from a pool of PyTorch's allocator, at planned addresses.
+
+The pool has one large segment, the slab, which is kept from step to step, and which all plans of a model share. Around ops the
+memory is held that they must not get (``graphs.allocators.steering``), so that best fit gives them what is planned.
+
+A step that finds tensors of another one in the slab, such as a second forward pass before the backward pass, takes its memory
+from the usual pool.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import Any
+from weakref import WeakSet, ref
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from graphs.allocators.steering import Action, Hold, Steering, is_placed
+from planner.passes.program import Call
+from planner.runtime.arena import SharedSlab
+from planner.runtime.code import Code
+from planner.runtime.release import release_unused
+from planner.torch_private.core import backward_retains_graph
+from planner.torch_private.cuda import raw_alloc, raw_free
+
+_LOG = logging.getLogger(__name__)
+
+_Returned = tuple[Any, tuple[Any, ...], list[Any]]
+
+
+class SharedPool:
+    """The pool of all plans of a model, of which one runs at a time. Its slab is that of the largest of them.
+
+    Attributes:
+        device: its device.
+        pool: the pool; None where there is none at present.
+        slab_bytes: size of its slab.
+        stream: the stream that its memory is for.
+        left: what the last step in it has returned.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.pool: torch.cuda.MemPool | None = None
+        self.slab_bytes = 0
+        self.stream: torch.cuda.Stream | None = None
+        self.left: list[StorageWeakRef] = []
+        self._begun: ref[_Begun] | None = None  # the last step
+        self._arenas: WeakSet[DeviceArena] = WeakSet()
+
+    def add(self, arena: "DeviceArena") -> None:
+        """Take the size of an arena into account."""
+        self._arenas.add(arena)
+
+    def drop(self) -> None:
+        """Give the memory back; segments that tensors are in, once these are freed."""
+        self.pool = None
+
+    def begin(self, slab_bytes: int) -> "_Begun | None":
+        """Return the beginning of a step that needs a slab of `slab_bytes`; None if tensors of another one are in it.
+
+        Raises:
+            torch.OutOfMemoryError: there is no such memory.
+        """
+        self.left = [storage for storage in self.left if not storage.expired()]
+        last = None if self._begun is None else self._begun()
+        if self.left or (last is not None and not last.is_over):
+            return None
+        begun = _Begun(self, self._holding(slab_bytes), slab_bytes)
+        self._begun = ref(begun)
+        return begun
+
+    def _holding(self, slab_bytes: int) -> torch.cuda.MemPool:
+        """Return the pool for the current stream, with a slab of at least `slab_bytes`; another one is given back first."""
+        stream = torch.cuda.current_stream(self.device)
+        if self.pool is None or self.slab_bytes < slab_bytes or self.stream != stream:
+            self.drop()
+            release_unused(self.device)
+            pool = torch.cuda.MemPool()
+            self.slab_bytes = max(arena.steering.slab_bytes for arena in self._arenas)
+            with torch.cuda.use_mem_pool(pool, self.device):
+                raw_free(raw_alloc(self.slab_bytes, stream))
+            self.pool, self.stream = pool, stream
+        return self.pool
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes of all segments of the pool."""
+        if self.pool is None:
+            return 0
+        segments = torch.cuda.memory_snapshot(self.pool.id)
+        return sum(segment["total_size"] for segment in segments)
+
+
+class DeviceArena:
+    """The arena of one executor on a CUDA device.
+
+    Attributes:
+        steering: the planned actions.
+        missed: how many steps have found no room in the slab.
+    """
+
+    def __init__(self, shared: SharedPool, steering: Steering, *, accumulate: bool = False) -> None:
+        """Prepare the arena; the pool is made when a step needs it.
+
+        Args:
+            shared: the pool, shared with other plans of the model.
+            steering: of the schedule.
+            accumulate: True if gradients are added to those of earlier steps. They are then copied out of the arena.
+        """
+        self.steering = steering
+        self.missed = 0
+        self._shared = shared
+        self._accumulate = accumulate
+        self._held: Sequence[Any] = ()  # gradients that others hold too are copied by autograd
+        self._running: _Begun | None = None
+        self._outside_bytes: int | None = None
+        shared.add(self)
+
+    @property
+    def size_bytes(self) -> int:
+        """The bytes of the slab that the step needs."""
+        return self.steering.slab_bytes
+
+    @property
+    def outside_bytes(self) -> int:
+        """The bytes of the other segments of the pool: predicted until a step was run."""
+        return self.steering.outside_bytes if self._outside_bytes is None else self._outside_bytes
+
+    @property
+    def step_bytes(self) -> int:
+        """Bytes that a step takes, with the slab that it needs."""
+        return self.size_bytes + self.outside_bytes
+
+    def calls_around(self, step: int) -> tuple[Call | None, Call | None]:
+        """Return the calls before and behind a step of the schedule that make holes for its op, and end them."""
+        before, behind = self.steering.before.get(step), self.steering.behind.get(step)
+        return Call(self.make_holes, (step,)) if before else None, Call(self.end_holes, (step,)) if behind else None
+
+    def make_holes(self, step: int) -> None:
+        """Hold the memory that the op of a step must not get; nothing if the training step is not in the arena."""
+        if self._running is not None:
+            self._running.act(self.steering.before[step])
+
+    def end_holes(self, step: int) -> None:
+        """Release what was held for a step."""
+        if self._running is not None:
+            self._running.act(self.steering.behind[step])
+
+    def around(self, code: Code) -> Code:
+        """Return `code`, which has the calls of ``calls_around``, with both passes in the arena."""
+        return replace(code, forward=partial(self._forward, code), backward=partial(self._backward, code))
+
+    def _forward(self, code: Code, static: Sequence[Any]) -> _Returned:
+        self._held = ()
+        begun = self._shared.begin(self.steering.slab_bytes)
+        if begun is None:
+            self._note_missed()
+        loss, extras, alive = self._run(begun, lambda: code.forward(static))
+        if begun is not None:
+            self._shared.left += _placed((loss, *extras))
+        alive.append(begun)
+        return loss, extras, alive
+
+    def _backward(self, code: Code, static: Sequence[Any], alive: list[Any]) -> tuple[Any, ...]:
+        begun: _Begun | None = alive.pop()
+        if begun is not None and backward_retains_graph():  # saved tensors are freed later than planned
+            begun.end()
+            begun = None
+        gradients: tuple[Any, ...] = self._run(begun, lambda: code.backward(static, alive))
+        if begun is not None:
+            begun.end()
+            begun.is_over = True
+            self._shared.left += _placed(gradients)
+            if self._outside_bytes is None:
+                self._outside_bytes = self._shared.reserved_bytes - self._shared.slab_bytes
+        if self._accumulate:
+            self._held = gradients
+        return gradients
+
+    def _run(self, begun: "_Begun | None", run: Callable[[], Any]) -> Any:
+        """Run a pass, in the arena if the step has begun there."""
+        self._running = begun
+        try:
+            with nullcontext() if begun is None else begun.inside():
+                return run()
+        except BaseException:
+            if begun is not None:
+                begun.end()
+            raise
+        finally:
+            self._running = None
+
+    def _note_missed(self) -> None:
+        self.missed += 1
+        if self.missed == 1:
+            _LOG.warning(
+                "a step runs outside of its arena, where tensors of another step are: free gradients and results before the step "
+                "(optimizer.zero_grad(), with set_to_none=True), or plan with accumulate=True, and call backward() for each step "
+                "before the next one"
+            )
+
+
+def shared_slab(device: torch.device) -> SharedSlab | SharedPool:
+    """Return the memory that the plans of a model share whose steps run in an arena on `device`."""
+    return SharedPool(device) if device.type == "cuda" else SharedSlab()
+
+
+def _placed(tensors: Sequence[Any]) -> list[StorageWeakRef]:
+    """Return references to the storages of those of `tensors`, which a step returns, that are in the slab."""
+    storages = (tensor.untyped_storage() for tensor in tensors if isinstance(tensor, torch.Tensor))
+    return [StorageWeakRef(storage) for storage in storages if is_placed(storage.nbytes())]
+
+
+class _Begun:
+    """A step that runs in the arena.
+
+    It holds what a larger slab has beyond the one of its plan, so that best fit sees the same free blocks.
+
+    Attributes:
+        is_over: True once its backward pass has ended.
+    """
+
+    def __init__(self, shared: SharedPool, pool: torch.cuda.MemPool, slab_bytes: int) -> None:
+        self.is_over = False
+        self._pool, self._device = pool, shared.device
+        self._stream = torch.cuda.current_stream(shared.device)
+        self._holds: list[int] = []
+        self._held: set[int] = set()
+        with self.inside():
+            if shared.slab_bytes > slab_bytes:
+                first = raw_alloc(slab_bytes, self._stream)
+                self._held.add(raw_alloc(shared.slab_bytes - slab_bytes, self._stream))
+                raw_free(first)
+
+    def inside(self) -> AbstractContextManager[None]:
+        """Return the context in which allocations of this thread come from the pool."""
+        return torch.cuda.use_mem_pool(self._pool, self._device)
+
+    def act(self, actions: Sequence[Action]) -> None:
+        """Hold and release memory as planned."""
+        for action in actions:
+            if isinstance(action, Hold):
+                address = raw_alloc(action.size_bytes, self._stream)
+                self._holds.append(address)
+                self._held.add(address)
+            else:
+                address = self._holds[action.number]
+                self._held.remove(address)
+                raw_free(address)
+
+    def end(self) -> None:
+        """Release all that is held: the step is over, or goes on outside of the slab."""
+        for address in self._held:
+            raw_free(address)
+        self._held.clear()
+
+    def __del__(self) -> None:
+        self.end()

@@ -1,0 +1,146 @@
+"""Steering of the caching allocator: the actions are repeated on a fresh model of it, and give each request its address."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from graphs.addresses import Buffer, live_bytes
+from graphs.allocators.caching import Block, CachingAllocator, Segment
+from graphs.allocators.steering import GRAIN_BYTES, Action, Hold, Hole, Steering, is_placed, least_hole_bytes, steer
+from graphs.allocators.training import Training
+from solvers.addresses.solve import solve
+
+MIB = 2**20
+POOL = (0, 7)
+
+
+def training(*buffers: tuple[int, int, float]) -> Training:
+    """A step with buffers that begin and end at steps of its schedule, of so many MiB."""
+    made = tuple(Buffer(str(i), lower, upper, int(size * MIB)) for i, (lower, upper, size) in enumerate(buffers))
+    return Training(static=(), buffers=made)
+
+
+def holes(*places: tuple[float, float]) -> dict[int, Hole]:
+    """Holes of buffers 0, 1 and so on, as offset and size in MiB."""
+    return {index: Hole(int(offset * MIB), int(size * MIB)) for index, (offset, size) in enumerate(places)}
+
+
+class Replay:
+    """A step on a fresh allocator, with the actions of a steering: as the runtime carries them out."""
+
+    def __init__(self, step: Training, steering: Steering) -> None:
+        self.step, self.steering = step, steering
+        self.allocator = CachingAllocator()
+        slab = self.allocator.alloc(steering.slab_bytes, pool=POOL)
+        self.slab: Segment = slab.segment
+        self.allocator.free(slab)
+        self.places: dict[int, Block] = {}
+
+    def run(self) -> None:
+        """Run the step; what is left in use at its end is freed."""
+        holds: list[Block] = []
+        blocks: dict[int, Block] = {}
+
+        def act(actions: Mapping[int, Sequence[Action]], time: int) -> None:
+            for action in actions.get(time, ()):
+                if isinstance(action, Hold):
+                    holds.append(self.allocator.alloc(action.size_bytes, pool=POOL))
+                else:
+                    self.allocator.free(holds[action.number])
+
+        for time in sorted({time for time, *_ in self.step.events}):
+            now = [(index, requested) for at, index, requested in self.step.events if at == time]
+            for index in [index for index, requested in now if not requested]:
+                self.allocator.free(blocks.pop(index))
+            if any(requested for _, requested in now):
+                act(self.steering.before, time)
+                for index in [index for index, requested in now if requested]:
+                    block = blocks[index] = self.allocator.alloc(self.step.buffers[index].size, pool=POOL)
+                    self.places[index] = replace(block)
+                act(self.steering.behind, time)
+        for block in blocks.values():
+            self.allocator.free(block)
+
+
+SIZES = st.sampled_from([0.5, 1.1, 1.9, 2, 3, 3.1, 4, 5.6, 8, 12])
+BUFFERS = st.dictionaries(st.integers(0, 14), st.tuples(st.integers(1, 8), SIZES), min_size=1)
+
+
+@settings(max_examples=150, deadline=None)
+@given(BUFFERS)
+def test_requests_get_their_addresses_in_each_step(buffers: dict[int, tuple[int, float]]) -> None:
+    step = training(*((begin, begin + length, size) for begin, (length, size) in buffers.items()))
+    placed = [
+        replace(buffer, size=least_hole_bytes(buffer.size), alignment=GRAIN_BYTES)
+        for buffer in step.buffers
+        if is_placed(buffer.size)
+    ]
+    found = solve(placed, work_limit=0.05).offsets
+    assert found is not None
+    planned = {int(b.id): Hole(offset, b.size) for b, offset in zip(found.buffers, found.offsets, strict=True)}
+    steering = steer(step, planned, found.height_bytes)
+    assert not steering.missed
+    replay = Replay(step, steering)
+    for _ in range(3):
+        replay.run()
+        for index, hole in planned.items():
+            assert (replay.places[index].segment, replay.places[index].offset) == (replay.slab, hole.offset)
+        assert replay.allocator.allocated.bytes == 0
+        assert replay.allocator.pool_bytes(POOL) == steering.pool_bytes
+    assert [segment for segment in replay.allocator if not segment.small] == [replay.slab]
+
+
+def test_nothing_is_done_where_best_fit_chooses_the_address() -> None:
+    step = training((0, 3, 4), (1, 3, 2), (3, 4, 6))
+    steering = steer(step, holes((0, 4), (4, 2), (0, 6)), 10 * MIB)
+    assert not any(steering.before.values()) and not any(steering.behind.values()) and not steering.missed
+
+
+def test_a_fragmented_step_fits_its_live_bytes_when_steered() -> None:
+    # Best fit puts the second buffer right above the first, and its gap is too small for the third.
+    step = training((0, 2, 4), (1, 4, 4), (2, 4, 8))
+    unsteered = CachingAllocator()
+    unsteered.free(unsteered.alloc(12 * MIB))
+    first, second = unsteered.alloc(4 * MIB), unsteered.alloc(4 * MIB)
+    unsteered.free(first)
+    unsteered.alloc(8 * MIB)
+    assert unsteered.reserved.bytes > 12 * MIB and second.offset == 4 * MIB
+    assert live_bytes(step.buffers) == 12 * MIB
+    steering = steer(step, holes((0, 4), (8, 4), (0, 8)), 12 * MIB)
+    assert steering.pool_bytes == 12 * MIB and not steering.missed
+
+
+def test_what_is_left_of_a_hole_is_held_with_its_tensor() -> None:
+    step = training((0, 3, 10.5), (1, 2, 1.2), (2, 4, 1.2))
+    steering = steer(step, holes((0, 12), (12, 2), (12, 2)), 14 * MIB)
+    assert not steering.missed and steering.pool_bytes == 14 * MIB
+    rest = Hold(int(1.5 * MIB))
+    assert rest in steering.behind[0] or rest in steering.before[0]
+
+
+def test_holes_side_by_side_of_one_op_are_one_to_the_allocator() -> None:
+    step = training((0, 1, 4), (0, 1, 8))
+    assert steer(step, holes((8, 4), (0, 8)), 12 * MIB).missed
+    assert not steer(step, holes((0, 4), (4, 8)), 12 * MIB).missed
+    assert not steer(step, holes((10, 4), (0, 8)), 14 * MIB).missed
+
+
+def test_holes_of_one_size_and_one_op_are_alike_to_the_allocator() -> None:
+    step = training((0, 1, 4), (0, 2, 4))
+    assert steer(step, holes((6, 4), (0, 4)), 10 * MIB).missed
+    assert not steer(step, holes((0, 4), (6, 4)), 10 * MIB).missed
+    assert not steer(step, holes((8, 4), (0, 6)), 12 * MIB).missed
+
+
+def test_a_request_without_a_hole_gets_a_segment_of_its_own() -> None:
+    step = training((0, 2, 10), (1, 3, 12))
+    steering = steer(step, holes((0, 10)), 10 * MIB)
+    assert steering.outside_bytes == 12 * MIB and not steering.missed
+
+
+@pytest.mark.parametrize(("size_bytes", "grains"), [(1, 1), (GRAIN_BYTES, 1), (GRAIN_BYTES + 1, 2)])
+def test_holes_are_multiples_of_two_mebibytes(size_bytes: int, grains: int) -> None:
+    assert least_hole_bytes(size_bytes) == grains * GRAIN_BYTES

@@ -1,0 +1,194 @@
+"""Steps in an arena on CUDA, on a stand-in whose memory is handed out by the rules of PyTorch's allocator."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import planner
+from graphs.allocators.steering import is_placed
+from planner.capture.trace import capture
+from planner.models import Workload
+from planner.runtime.device_arena import DeviceArena, SharedPool
+from planner.runtime.executor import Executor
+from planner.runtime.measure import loss_of
+from planner.settings import TraceSettings
+from planner.tracing import profiled
+from tests.support.cuda_device import cuda_device, on_device
+from tests.support.cuda_device.machine import Machine
+from tests.support.cuda_device.steps import assert_as_eager
+from tests.support.logs import lines_of
+from tests.support.models.steps import random_schedule
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
+ROWS = 8192
+
+
+class Branches(nn.Module):
+    """Layers of different widths side by side, with tensors of 1.5 to 6 MiB."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, width) for width in (48, 100, 192))
+        self.back = nn.ModuleList(nn.Linear(width, 16) for width in (48, 100, 192))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer, back in zip(self.layers, self.back, strict=True):
+            x = x + nn.functional.dropout(back(torch.tanh(layer(x)).sin()), 0.1)
+        return x
+
+
+def workload() -> Workload:
+    torch.manual_seed(0)
+    return Workload(Branches(), nn.MSELoss(), (torch.randn(ROWS, 16), torch.randn(ROWS, 16)))
+
+
+def in_arena(workload: Workload, seed: int, shared: SharedPool | None = None) -> tuple[Executor, DeviceArena]:
+    """A step by a random schedule."""
+    captured = profiled(capture(*workload), workload, TraceSettings(passes=1))
+    executor = Executor(captured, random_schedule(captured.graph, seed), workload.model, workload.loss_fn)
+    executor.use_arena(SharedPool(executor.device) if shared is None else shared)
+    assert isinstance(executor.arena, DeviceArena)
+    return executor, executor.arena
+
+
+def large_segments(cuda: Machine, arena: DeviceArena) -> list[int]:
+    """Sizes of the large segments of the pool."""
+    pool = arena._shared.pool
+    assert pool is not None
+    return [segment.size_bytes for segment in cuda.memories[0].allocator if segment.pool == pool.id and not segment.small]
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_a_step_takes_its_large_memory_from_the_slab_alone(seed: int) -> None:
+    with cuda_device() as cuda:
+        step = on_device(workload())
+        executor, arena = in_arena(step, seed)
+        assert_as_eager(step, executor, 3)
+        assert large_segments(cuda, arena) == [arena.size_bytes] == [arena.steering.slab_bytes]
+        assert arena.step_bytes == arena.steering.pool_bytes
+        assert arena.missed == 0 and not cuda.memories[0].raw
+
+
+def test_a_step_beside_tensors_of_another_one_takes_the_usual_pool() -> None:
+    with cuda_device() as cuda, lines_of("planner.runtime.device_arena") as lines:
+        step = on_device(workload())
+        executor, arena = in_arena(step, 0)
+        first, second = (loss_of(executor(*step.batch)) for _ in range(2))
+        second.backward()
+        first.backward()
+        assert arena.missed == 1 and ["outside of its arena" in line for line in lines] == [True]
+        for parameter in step.model.parameters():
+            parameter.grad = None
+        loss_of(executor(*step.batch)).backward()
+        assert arena.missed == 1
+        assert large_segments(cuda, arena) == [arena.size_bytes]
+
+
+def test_a_retained_graph_and_a_graph_that_is_dropped_leave_nothing_held() -> None:
+    with cuda_device() as cuda:
+        step = on_device(workload())
+        executor, arena = in_arena(step, 1)
+        loss = loss_of(executor(*step.batch))
+        loss.backward(retain_graph=True)
+        loss.backward()
+        del loss
+        loss_of(executor(*step.batch))
+        assert not cuda.memories[0].raw
+        for parameter in step.model.parameters():
+            parameter.grad = None
+        assert_as_eager(step, executor)
+        assert arena.missed == 0
+
+
+def test_plans_share_the_slab_of_the_largest() -> None:
+    with cuda_device() as cuda:
+        step = on_device(workload())
+        shared = SharedPool(torch.device("cuda:0"))
+        steps = [in_arena(step, seed, shared) for seed in range(3)]
+        sizes = [arena.size_bytes for _, arena in steps]
+        assert len(set(sizes)) > 1
+        for executor, arena in steps:
+            assert_as_eager(step, executor, 1)
+            assert large_segments(cuda, arena) == [max(sizes)]
+            assert arena.missed == 0 and not cuda.memories[0].raw
+
+
+@pytest.mark.parametrize("more", [2, 4, 6])
+def test_a_plan_leaves_what_a_larger_slab_has_beyond_its_own(more: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    with cuda_device() as cuda:
+        step = on_device(workload())
+        executor, arena = in_arena(step, 0)
+        larger = replace(arena.steering, slab_bytes=arena.size_bytes + more * 2**20)
+        larger_arena = DeviceArena(arena._shared, larger)
+        memory, make, ends = cuda.memories[0], DeviceArena.make_holes, []
+
+        def noting(self: DeviceArena, number: int) -> None:
+            used = [held.block for address, held in memory.held.items() if address not in memory.raw]
+            pool = arena._shared.pool
+            assert pool is not None
+            ends.extend(b.offset + b.size_bytes for b in used if b.segment.pool == pool.id and not b.segment.small)
+            make(self, number)
+
+        monkeypatch.setattr(DeviceArena, "make_holes", noting)
+        executor.use_arena(arena._shared)
+        loss_of(executor(*step.batch)).backward()
+        assert large_segments(cuda, larger_arena) == [larger.slab_bytes]
+        assert max(ends) <= arena.size_bytes
+
+
+def test_a_step_that_fails_leaves_nothing_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    with cuda_device() as cuda:
+        step = on_device(workload())
+        executor, arena = in_arena(step, 2)
+        end = DeviceArena.end_holes
+        calls = []
+
+        def failing(self: DeviceArena, number: int) -> None:
+            calls.append(number)
+            if len(calls) == 5:
+                raise RuntimeError("failed")
+            end(self, number)
+
+        monkeypatch.setattr(DeviceArena, "end_holes", failing)
+        executor.use_arena(arena._shared)
+        with pytest.raises(RuntimeError, match="failed"):
+            loss_of(executor(*step.batch)).backward()
+        assert not cuda.memories[0].raw
+        monkeypatch.undo()
+        assert_as_eager(step, executor)
+
+
+def test_a_compiled_step_reserves_what_its_plan_says() -> None:
+    with cuda_device():
+        step = on_device(workload())
+        planned = planner.compile(*step, budget="85%", arena=True, compare_eager=False, wait="2 work", swap="never")
+        plan = planned.plan
+        assert plan.reserved_bytes is not None and plan.reserved_bytes <= plan.budget_bytes
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        for _ in range(3):
+            planned(*step.batch).backward()
+            step.model.zero_grad()
+        assert torch.cuda.max_memory_reserved() <= plan.reserved_bytes
+        assert plan.arena_bytes is not None and "arena: " in str(plan)
+        assert_as_eager(step, planned)
+
+
+@pytest.mark.gpu
+def test_a_step_on_a_gpu_takes_its_large_memory_from_the_slab_alone() -> None:
+    step = workload()
+    step = Workload(step.model.cuda(), step.loss_fn, tuple(tensor.cuda() for tensor in step.batch))
+    executor, arena = in_arena(step, 0)
+    assert_as_eager(step, executor, 3)
+    pool = arena._shared.pool
+    assert pool is not None and arena.missed == 0
+    segments = torch.cuda.memory_snapshot(pool.id)
+    assert [segment["total_size"] for segment in segments if segment["segment_type"] == "large"] == [arena.size_bytes]
+    assert arena.step_bytes == arena.steering.pool_bytes
+
+
+def test_small_requests_are_not_placed() -> None:
+    assert not is_placed(2**20) and is_placed(2**20 + 1)

@@ -1,0 +1,97 @@
+"""Arenas of steps on CUDA, as they are planned: addresses in a pool of PyTorch's allocator, on the model of it."""
+
+from dataclasses import replace
+
+import pytest
+
+from graphs.addresses import Buffer
+from graphs.allocators.training import Training
+from graphs.errors import LimitError, MismatchError, UsageError
+from graphs.ir import Graph
+from graphs.synthetic.small import training_chain
+from planner.arena import device_arena
+from planner.memory import CountedMemory
+from planner.plan_check import check_plan
+from planner.plans.document import plan_to_dict
+from planner.plans.plan import plan_from_dict
+from planner.reserved import arena_of, reserved_for
+from planner.solving import solve
+
+MIB = 2**20
+
+
+def step(*buffers: tuple[int, int, int]) -> Training:
+    """A step with buffers that begin and end at steps of its schedule, of so many MiB."""
+    return Training((), tuple(Buffer(str(i), lower, upper, size * MIB) for i, (lower, upper, size) in enumerate(buffers)))
+
+
+def test_requests_of_one_op_are_told_apart() -> None:
+    # The shorter one of two equal requests comes second, and must lie where the third begins.
+    steering = device_arena(step((0, 3, 12), (0, 1, 12), (1, 3, 24), (0, 1, 12)))
+    assert not steering.missed
+    assert steering.pool_bytes <= (12 + 24 + 12 + 6 * 2) * MIB
+
+
+def test_a_step_without_large_requests_has_the_smallest_slab() -> None:
+    steering = device_arena(Training((), (Buffer("0", 0, 1, 100),)))
+    assert (steering.slab_bytes, steering.outside_bytes, steering.missed) == (10 * MIB, 2 * MIB, frozenset())
+
+
+def mixed(device: str = "h200") -> Graph:
+    """A chain of 24 ops whose tensors have many sizes."""
+    plain, sizes = training_chain(12), (12, 30, 7, 44, 18)
+    tensors = tuple(replace(t, size_bytes=sizes[t.id % 5] * MIB) for t in plain.tensors)
+    return replace(plain, tensors=tensors, provenance={"device": device})
+
+
+@pytest.mark.parametrize("share", [80, 60, 50])
+def test_plans_in_an_arena_are_within_their_budget_and_no_slower(share: int) -> None:
+    graph = mixed()
+    plain, plan = (solve(graph, f"{share}%", work_limit=6.0, arena=arena) for arena in (False, True))
+    assert plan.reserved_bytes is not None and plan.reserved_bytes <= plan.budget_bytes == plain.budget_bytes
+    assert plan.time_s <= plain.time_s
+    steering = arena_of(graph, plan.schedule)
+    assert (plan.arena_bytes, plan.outside_arena_bytes) == (steering.slab_bytes, steering.outside_bytes)
+    assert plan.reserved_bytes == plan.predicted_bytes == graph.static_bytes + steering.pool_bytes
+    assert plan.memory is CountedMemory.RESERVED
+    check_plan(graph, plan)
+    assert plan_from_dict(plan_to_dict(plan)) == replace(plan, source=None)
+
+
+def test_a_plan_in_an_arena_reserves_less_than_in_segments() -> None:
+    graph = mixed()
+    plan = solve(graph, "60%", work_limit=6.0, arena=True)
+    usual = reserved_for(graph, plan.schedule, plan.memory, 0)
+    assert plan.reserved is not None
+    assert plan.peak_bytes <= plan.reserved.total_bytes < usual.total_bytes
+
+
+def test_false_sizes_of_an_arena_are_noticed() -> None:
+    graph = mixed()
+    plan = solve(graph, "80%", work_limit=3.0, arena=True)
+    assert plan.reserved is not None
+    with pytest.raises(MismatchError, match="reserved"):
+        check_plan(graph, replace(plan, reserved=replace(plan.reserved, total_bytes=plan.reserved.total_bytes - MIB)))
+
+
+@pytest.mark.parametrize("memory", ["allocated", "reserved-expandable", "device-expandable"])
+def test_an_arena_on_cuda_is_reserved_memory_without_expandable_segments(memory: str) -> None:
+    with pytest.raises(UsageError, match=f"memory is '{memory}', and on CUDA an arena"):
+        solve(mixed(), "80%", memory=memory, arena=True)
+
+
+def test_the_context_counts_in_an_arena_too() -> None:
+    graph = mixed()
+    plan = solve(graph, graph.static_bytes + 1_200 * 10**6, memory="device", work_limit=3.0, arena=True)
+    assert plan.reserved is not None and plan.reserved.context_bytes
+    assert plan.reserved_bytes is not None and plan.reserved_bytes <= plan.budget_bytes
+
+
+def test_a_budget_that_no_plan_in_an_arena_meets_names_ways_out() -> None:
+    with pytest.raises(LimitError, match=r"the least that one reserves is 12\.58 MB\. Raise the budget or the time limit"):
+        solve(
+            replace(mixed(), tensors=tuple(replace(t, size_bytes=1024) for t in mixed().tensors)),
+            "9MB",
+            work_limit=1.0,
+            arena=True,
+        )

@@ -1,9 +1,9 @@
 """What PyTorch reserves for plans on a CUDA device: ``make bench-reserved`` writes results/reserved/.
 
 Plans of models on the roofline of an H200 at five budgets of allocated bytes: what PyTorch's caching allocator reserves in
-three steps of training, by a model of it, with default settings and with expandable segments; the least capacity of a device at
-which the steps run; and the arena of planned addresses. Then plans whose budget counts what is reserved, in both ways, at the
-same shares of what eager PyTorch reserves.
+three steps of training, by a model of it, with default settings, with expandable segments, and with a private pool of one
+segment for each step; the least capacity of a device at which the steps run; and the arena of planned addresses. Then plans whose
+budget counts what is reserved, in both ways and for steps in an arena, at the same shares of what eager PyTorch reserves.
 """
 
 import sys
@@ -16,7 +16,7 @@ from benchmarks.command import benchmark
 from benchmarks.solves import modelled
 from graphs.addresses import buffers_of
 from graphs.allocators.caching import EXPANDABLE
-from graphs.allocators.training import least_capacity_bytes, usage_of
+from graphs.allocators.training import least_capacity_bytes, pool_bytes, usage_of
 from graphs.errors import BudgetError, LimitError
 from graphs.ir import Graph
 from planner.attributes import attributes
@@ -40,7 +40,8 @@ MODELS: Mapping[str, str] = {
     "llama": "zoo:llama,batch=4,dtype=bfloat16",
     "vit": "zoo:vit,batch=64,dtype=bfloat16",
 }
-COUNTS = (CountedMemory.ALLOCATED, CountedMemory.RESERVED, CountedMemory.RESERVED_EXPANDABLE)
+ARENA = "reserved, in an arena"
+COUNTS = (*map(str, (CountedMemory.ALLOCATED, CountedMemory.RESERVED, CountedMemory.RESERVED_EXPANDABLE)), ARENA)
 BUDGETS = ("100%", "80%", "60%", "50%", "40%")
 PLAN_LIMIT_S = 20.0
 ARENA_LIMIT_S = 10.0
@@ -51,7 +52,9 @@ class ReservedRow(Made):
     """What is reserved for the plan of a model."""
 
     model: str = key()
-    counts: str = key("memory that the budget counts: allocated, or reserved with default settings or expandable segments")
+    counts: str = key(
+        "memory that the budget counts: allocated, or reserved with default settings, with expandable segments, or in an arena"
+    )
     budget: str = key("of the plan, as a share of what eager PyTorch needs of that memory")
     budget_bytes: int | None = value()
     peak_bytes: int | None = value("predicted by the judge")
@@ -62,19 +65,22 @@ class ReservedRow(Made):
         "most in use at once, rounded to blocks, with workspaces of libraries and what the optimizer holds"
     )
     library_bytes: int | None = value("of workspaces of libraries")
-    reserved_bytes: int | None = value("by the default allocator")
+    reserved_bytes: int | None = value("by the default allocator, in an arena if the plan is for one")
     expandable_bytes: int | None = value("with expandable segments")
+    pool_bytes: int | None = value("where each step takes its memory from a pool with one segment of the least size")
     least_device_bytes: int | None = value("least capacity of a device at which the steps run, with default settings")
     arena_bytes: int | None = value("planned addresses of the step in one arena, aligned to 512 bytes, and static memory")
     bound_bytes: int | None = value("below which there is no arena, with static memory")
     status: str = text("of the addresses, or why there is no plan")
 
 
-def plan_row(model: str, graph: Graph, counts: CountedMemory, budget: str, limit_s: float) -> ReservedRow:
+def plan_row(model: str, graph: Graph, counts: str, budget: str, limit_s: float) -> ReservedRow:
     """Return the row of a plan, or of the reason why there is none."""
-    row = partial(ReservedRow, model=model, counts=str(counts), budget=budget, static_bytes=graph.static_bytes, **provenance())
+    row = partial(ReservedRow, model=model, counts=counts, budget=budget, static_bytes=graph.static_bytes, **provenance())
+    arena = counts == ARENA
+    memory = CountedMemory.RESERVED if arena else counts
     try:
-        plan = solve(graph, budget, memory=counts, time_limit_s=limit_s, tolerance=0.01)
+        plan = solve(graph, budget, memory=memory, arena=arena, time_limit_s=limit_s, tolerance=0.01)
     except (BudgetError, LimitError) as error:
         return row(status=f"{type(error).__name__}: {error}")
     return row(**_measured(graph, plan))
@@ -88,8 +94,9 @@ def _measured(graph: Graph, plan: Plan) -> dict[str, object]:
         **attributes(plan, "budget_bytes", "peak_bytes", "overhead", "gap"),
         "in_use_bytes": usage.allocated_bytes,
         "library_bytes": sum(training.libraries),
-        "reserved_bytes": usage.reserved_bytes,
+        "reserved_bytes": usage.reserved_bytes if plan.arena_bytes is None else plan.reserved_bytes,
         "expandable_bytes": usage_of(training, EXPANDABLE).reserved_bytes,
+        "pool_bytes": pool_bytes(training),
         "least_device_bytes": least_capacity_bytes(training),
         "arena_bytes": graph.static_bytes + addresses.height_bytes,
         "bound_bytes": graph.static_bytes + addresses.bound_bytes,
@@ -125,6 +132,7 @@ TABLE = (
     Column("in use", "in_use_bytes"),
     _of("reserved", "reserved_bytes"),
     _of("expandable", "expandable_bytes"),
+    _of("pool", "pool_bytes"),
     _of("least device", "least_device_bytes"),
     _of("arena of peak", "arena_bytes", "peak_bytes"),
     Column("of budget", _share),

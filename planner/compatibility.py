@@ -57,7 +57,8 @@ _OF_FEATURES = (
     Conflict(
         Feature.ARENA,
         Feature.ON_GPU,
-        "under torch.compile, and on several processes, it is one for PyTorch's CPU allocator: leave it out",
+        "under torch.compile, and on several processes, it is one for PyTorch's CPU allocator: leave it out, and set "
+        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
     ),
     Conflict(Feature.ARENA, Feature.MAX_OVERHEAD, "the least memory is searched for without addresses: give budget="),
     Conflict(Feature.MAX_OVERHEAD, Feature.INDUCTOR, "its steps are compiled for a budget: give budget="),

@@ -1,7 +1,7 @@
 """What a training loop asks of an allocator, derived from a graph and a schedule, and what an allocator reserves for it."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, pairwise
 from typing import Any, Protocol
@@ -174,6 +174,35 @@ def _play_step(training: Training, allocator: Allocator, places: dict[int, Place
 def usage_of(training: Training, rules: Rules = DEFAULT) -> Usage:
     """Return what PyTorch reserves for `training` on a device without a limit."""
     return play(training, CachingAllocator(rules=rules))
+
+
+def pool_bytes(training: Training) -> int:
+    """Return what PyTorch reserves if each step takes its memory from a private pool with one segment for its large blocks.
+
+    The pool is as with ``torch.cuda.MemPool``: a segment of the least size that suffices is reserved in advance. Static memory,
+    libraries and the optimizer are outside of it.
+    """
+    inside = Training((), training.buffers, moments=training.moments)
+    usage = usage_of(inside)
+    low, high = 0, -(-usage.reserved_bytes // _GRAIN_BYTES)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if _in_one_segment(inside, middle * _GRAIN_BYTES) else (middle, high)
+    allocator = _primed(high * _GRAIN_BYTES)
+    return usage_of(replace(training, buffers=())).reserved_bytes + play(inside, allocator).reserved_bytes
+
+
+def _primed(size_bytes: int) -> CachingAllocator:
+    """Return an allocator with a free segment of `size_bytes`."""
+    allocator = CachingAllocator()
+    allocator.free(allocator.alloc(size_bytes))
+    return allocator
+
+
+def _in_one_segment(training: Training, size_bytes: int) -> bool:
+    allocator = _primed(size_bytes)
+    play(training, allocator)
+    return sum(not segment.small for segment in allocator.segments.values()) == 1
 
 
 def growth_above(training: Training, usage: Usage, limit_bytes: int) -> dict[int, int]:

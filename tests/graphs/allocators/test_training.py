@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from graphs.addresses import Buffer
 from graphs.allocators.caching import DEFAULT, EXPANDABLE, CachingAllocator, DeviceFullError
-from graphs.allocators.training import Training, growth_above, least_capacity_bytes, play, training_of, usage_of
+from graphs.allocators.training import Training, growth_above, least_capacity_bytes, play, pool_bytes, training_of, usage_of
 from graphs.ir import Graph, Kind
 from graphs.options.offload import OFFLOAD
 from graphs.options.surroundings import Link, Surroundings
@@ -42,6 +42,21 @@ def test_growth_is_known_by_steps_of_the_schedule() -> None:
     assert growth_above(training, usage, 7 * 12 * MIB) == {7: 12 * MIB, 8: 12 * MIB}
     assert growth_above(training, usage, 8 * 12 * MIB + 5 * MIB) == {8: 7 * MIB}
     assert growth_above(training, usage, usage.reserved_bytes) == {}
+
+
+def test_a_pool_takes_what_is_in_use_where_best_fit_leaves_no_gaps() -> None:
+    sizes = ((30, 0, 1), (14, 1, 3), (30, 1, 3))
+    buffers = tuple(Buffer(str(i), lower, upper, size * MIB) for i, (size, lower, upper) in enumerate(sizes))
+    training = Training((40 * MIB,), buffers, temporaries=(20 * MIB,))
+    assert usage_of(training).reserved_bytes == (40 + 30 + 30 + 20) * MIB  # the 14 are in the first 30
+    assert pool_bytes(training) == (40 + 44 + 20) * MIB  # what the optimizer takes is outside
+
+
+def test_a_pool_is_larger_where_best_fit_leaves_gaps() -> None:
+    """The 8 stay above the 20, in whose place the 24 have no room."""
+    sizes = ((20, 0, 1), (8, 0, 2), (24, 1, 2))
+    buffers = tuple(Buffer(str(i), lower, upper, size * MIB) for i, (size, lower, upper) in enumerate(sizes))
+    assert pool_bytes(Training((), buffers)) == (20 + 8 + 24) * MIB
 
 
 def test_static_memory_libraries_and_workspaces_are_requested() -> None:

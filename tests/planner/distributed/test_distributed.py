@@ -180,11 +180,12 @@ def check_ddp(rank: int) -> None:
     assert_trains_as(eager, planned, step, batch)
 
 
-def check_swaps(rank: int) -> None:
+def check_swaps(rank: int, **options: bool) -> None:
     """A better plan comes into use on both at the same step, and the same bits come of it."""
     batch = batch_of(rank)
     eager, planned = pair(DistributedDataParallel)
-    step = planner.compile(planned, F.cross_entropy, batch, budget=HALF_WAY, passes=1, tolerance=0.05, swap="exact")
+    settings = {"passes": 1, "tolerance": 0.05, "swap": "exact", **options}
+    step = planner.compile(planned, F.cross_entropy, batch, budget=HALF_WAY, **settings)
     first = step.plan
     offered = with_recorded(step.measured, first.settings).out_of_place()
     other = least_evicting_schedule(offered, WorkClock(1.0))
@@ -320,7 +321,7 @@ def test_two_processes_train_in_arenas(tmp_path: Path) -> None:
     with_ddp = partial(check_arena, wrap=DistributedDataParallel, sync=ddp_sync)
     with_fsdp2 = partial(check_arena, wrap=sharded, sync=fsdp2_sync)
     with_backend = (partial(check_backend, wrap=wrap, arena=True) for wrap in (DistributedDataParallel, sharded))
-    on_two((with_ddp, with_fsdp2, *with_backend), tmp_path)
+    on_two((with_ddp, partial(check_swaps, arena=True), with_fsdp2, *with_backend), tmp_path)
 
 
 def test_plain_models_are_not_wrapped_and_data_parallel_raises() -> None:

@@ -13,7 +13,7 @@ from planner.distributed.wrappers import Unwrapped
 from planner.settings import TraceSettings
 
 if TYPE_CHECKING:
-    from planner.capture.kernels.variants import Variant  # importing Inductor takes a second
+    from planner.capture.kernels.variants import CompileVariant  # importing Inductor takes a second
 
 
 class KeptCaptures(Unwrapped):
@@ -27,11 +27,13 @@ class KeptCaptures(Unwrapped):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model, SingleProcess())
-        self.captures: dict[Variant | None, Capture] = {}
+        self.captures: dict[CompileVariant | None, Capture] = {}
         self.asked_s = self.kept_s = 0.0
-        self._seconds: dict[Variant | None, float] = {}
+        self._seconds: dict[CompileVariant | None, float] = {}
 
-    def capture(self, loss_fn: LossFn | None, batch: Batch, settings: TraceSettings, variant: "Variant | None" = None) -> Capture:
+    def capture(
+        self, loss_fn: LossFn | None, batch: Batch, settings: TraceSettings, variant: "CompileVariant | None" = None
+    ) -> Capture:
         """Return the capture of ``Unwrapped.capture``, from the cache if it has it."""
         if variant in self.captures:
             self.kept_s += self._seconds[variant]

@@ -17,7 +17,7 @@ _NICE = 10  # steps of lower priority than the training process
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class SolveJob:
     """A solve: a graph, a budget and settings.
 
     Attributes:
@@ -49,7 +49,7 @@ class BackgroundSolve:
         ended: its end; None while it runs.
     """
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: SolveJob) -> None:
         """Start the process.
 
         Raises:
@@ -95,7 +95,7 @@ def main() -> None:
     connection = connection_to_parent()
     os.nice(_NICE)
     try:
-        job: Job = connection.recv()
+        job: SolveJob = connection.recv()
     except (EOFError, OSError):
         return  # the receiver has gone
 

@@ -13,7 +13,7 @@ from solvers.bounds import least_budget_bound
 from solvers.clock import Clock, left
 from solvers.result import Result, SolveProgress, Status, is_within
 
-PRECISION = 0.01  # of the budget found: where the bisection ends
+_PRECISION = 0.01  # of the budget found: where the bisection ends
 _SEARCH_SHARE = 0.75  # of the clock: the rest is for the fastest schedule at the budget found
 _ROUNDING = 1e-9
 
@@ -29,7 +29,6 @@ def least_memory(
     *,
     on_progress: Callable[[SolveProgress], None] | None = None,
     should_stop: Callable[[], bool] | None = None,
-    precision: float = PRECISION,
 ) -> Result:
     """Return the fastest schedule at the least budget where a step takes at most ``1 + max_overhead`` times its program.
 
@@ -43,7 +42,6 @@ def least_memory(
         solve_at: solves `graph` for a budget.
         clock: the limit of the whole search.
         on_progress, should_stop: as in ``planner.solve``; once it stops, the least budget so far is the answer.
-        precision: stop when the bracket of the budget is at most this part of it.
 
     Returns:
         A result whose budget is the peak of a schedule within the price; its settings have ``max_overhead`` and
@@ -54,13 +52,13 @@ def least_memory(
     simulation = simulate(graph, best)
     best_s, high_bytes = simulation.time_s, simulation.peak_bytes
     low_bytes = proved_bytes = least_budget_bound(*without_offload(graph)).budget_bytes - 1
-    rounds = max(1, math.ceil(math.log2(max(2.0, (high_bytes - low_bytes) / max(1.0, precision * high_bytes)))))
-    while high_bytes - low_bytes > precision * high_bytes + 1 and not (should_stop is not None and should_stop()):
+    rounds = max(1, math.ceil(math.log2(max(2.0, (high_bytes - low_bytes) / max(1.0, _PRECISION * high_bytes)))))
+    while high_bytes - low_bytes > _PRECISION * high_bytes + 1 and not (should_stop is not None and should_stop()):
         slice_s = _SEARCH_SHARE * clock.limit / rounds
         if left(clock) - slice_s <= (1 - _SEARCH_SHARE) * clock.limit / 2:
             break
         budget_bytes = (low_bytes + high_bytes) // 2
-        decision = _Decision(limit_s, on_progress, should_stop)
+        decision = _StopWhenDecided(limit_s, on_progress, should_stop)
         result = solve_at(budget_bytes, clock.part(slice_s), decision, decision.reached)
         if result.time_s is not None and result.time_s <= limit_s:
             assert result.schedule is not None and result.peak_bytes is not None
@@ -78,7 +76,7 @@ def least_memory(
     return replace(found, graph=graph, settings=settings)
 
 
-class _Decision:
+class _StopWhenDecided:
     """A callback that ends a solve once it is known whether a schedule within the allowed time exists."""
 
     def __init__(

@@ -4,7 +4,7 @@ import time
 from dataclasses import dataclass, field, replace
 
 from graphs.ir import Graph
-from planner.background import Job
+from planner.background import SolveJob
 from planner.budgets import allowed_overhead
 from planner.plans.plan import Plan
 from planner.progress.stages import StageReport
@@ -14,7 +14,7 @@ from solvers.result import SolveProgress
 
 
 @dataclass(frozen=True, slots=True)
-class Search:
+class StepSearch:
     """The solves of a step.
 
     Attributes:
@@ -61,9 +61,9 @@ class Search:
             settings = replace(settings, work_limit=settings.time_limit_s if wait.work is None else wait.work)
         return solve_graph(graph, budget, settings, on_progress=note, should_stop=stop)
 
-    def job(self, graph: Graph, budget_bytes: int) -> Job:
+    def job(self, graph: Graph, budget_bytes: int) -> SolveJob:
         """Return the background solve, which runs until its tolerance or its time limit."""
-        return Job(graph, budget_bytes, self._settings)
+        return SolveJob(graph, budget_bytes, self._settings)
 
     @property
     def _settings(self) -> SolveSettings:

@@ -33,7 +33,7 @@ from planner.runtime.release import release_unused
 from planner.settings import TraceSettings
 
 if TYPE_CHECKING:
-    from planner.capture.kernels.variants import Variant  # importing Inductor takes a second
+    from planner.capture.kernels.variants import CompileVariant  # importing Inductor takes a second
 
 
 def trace(
@@ -117,7 +117,7 @@ def capture_profiled(workload: Workload, settings: TraceSettings, stages: Stages
         return profiled(captured, workload, settings, on_op=stage.advance)
 
 
-def capture_step(workload: Workload, settings: TraceSettings, *, variant: "Variant | None" = None) -> Capture:
+def capture_step(workload: Workload, settings: TraceSettings, *, variant: "CompileVariant | None" = None) -> Capture:
     """Return the step with the sizes of its shapes and without times: nothing is executed.
 
     Args:

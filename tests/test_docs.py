@@ -86,7 +86,7 @@ def with_accelerate(folder: Path) -> Names:
 
 
 def with_transformers(folder: Path) -> Names:
-    from tests.support.trainer import arguments, model, sentences
+    from tests.support.integrations.huggingface import arguments, model, sentences
 
     data = sentences(8)
     loader = DataLoader(data, batch_size=4)
@@ -101,7 +101,7 @@ def with_transformers(folder: Path) -> Names:
 
 
 def with_lightning(folder: Path) -> Names:
-    from tests.support.lightning_loop import Module, batches, pl
+    from tests.support.integrations.lightning import Module, batches, pl
 
     # Of Lightning, where a loader has no workers.
     warnings.filterwarnings("ignore", ".*does not have many workers")

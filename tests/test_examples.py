@@ -23,7 +23,7 @@ def test_an_example_trains(script: Path, tmp_path: Path) -> None:
         pytest.skip(f"needs {needed}")
     environment = {**os.environ, "HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
     launcher = ON_TWO if script.stem in ("train_ddp", "train_fsdp2") else ()
-    half_way = ("-m", "tests.support.run_half_way") if script.stem != "train_eager" else ()  # its budget is an amount
+    half_way = ("-m", "tests.support.budgets") if script.stem != "train_eager" else ()  # its budget is an amount
     run = [sys.executable, *launcher, *half_way, str(script), "--steps", "6"]
     ended = subprocess.run(run, capture_output=True, text=True, timeout=300, check=False, env=environment, cwd=ROOT)
     assert ended.returncode == 0, ended.stderr

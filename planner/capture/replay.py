@@ -15,7 +15,7 @@ from planner.capture.rewrites.explicit_generators import preserve_generator_stat
 from planner.capture.signature import Batch, leaves
 from planner.passes.builder import PassBuilder
 from planner.passes.program import Call
-from planner.passes.writer import Writer
+from planner.passes.writer import PassWriter
 
 
 class RealStep:
@@ -52,7 +52,7 @@ class RealStep:
     def run(self, look: Callable[[Op], Call | None]) -> None:
         """Execute the step; after each op call what `look` returns for it, if anything, before tensors are freed."""
         graph, program = self.capture.graph, self.capture.program
-        builder, writer = PassBuilder(program), Writer(graph, program)
+        builder, writer = PassBuilder(program), PassWriter(graph, program)
         builder.tensor_list("static", [source.tensor for source in program.sources])
         for step in self._schedule.steps:
             writer.write(builder, [step])

@@ -28,7 +28,7 @@ from planner.capture.signature import Batch, Signature, check_batch, leaves
 from planner.capture.step import LossFn, TrainingStep, check_module, check_tensors
 
 if TYPE_CHECKING:
-    from planner.capture.kernels.variants import Variant
+    from planner.capture.kernels.variants import CompileVariant
 
 
 def capture(
@@ -80,7 +80,7 @@ def capture_kernels(
     loss_fn: LossFn | None,
     batch: Batch,
     *,
-    variant: "Variant",
+    variant: "CompileVariant",
     optimizer: str = "none",
     accumulate: bool = False,
     name: str = "",

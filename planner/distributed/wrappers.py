@@ -28,7 +28,7 @@ from planner.settings import TraceSettings
 from planner.tracing import capture_step
 
 if TYPE_CHECKING:
-    from planner.capture.kernels.variants import Variant  # importing Inductor takes a second
+    from planner.capture.kernels.variants import CompileVariant  # importing Inductor takes a second
 
 
 class Unwrapped:
@@ -54,7 +54,9 @@ class Unwrapped:
         """Make the module's parameters plain tensors without hooks of the wrapper; all ranks enter it together."""
         return nullcontext()
 
-    def capture(self, loss_fn: LossFn | None, batch: Batch, settings: TraceSettings, variant: "Variant | None" = None) -> Capture:
+    def capture(
+        self, loss_fn: LossFn | None, batch: Batch, settings: TraceSettings, variant: "CompileVariant | None" = None
+    ) -> Capture:
         """Return the captured step, with all static memory of this process. Called inside ``opened``.
 
         Args:
@@ -86,7 +88,9 @@ class Replicated(Unwrapped):
         """Replace the parameters, so that the wrapper does not wait for their gradients."""
         return _other_parameters(self.module)
 
-    def capture(self, loss_fn: LossFn | None, batch: Batch, settings: TraceSettings, variant: "Variant | None" = None) -> Capture:
+    def capture(
+        self, loss_fn: LossFn | None, batch: Batch, settings: TraceSettings, variant: "CompileVariant | None" = None
+    ) -> Capture:
         """Return the captured step, with the buckets in which gradients are sent; earlier gradients may lie in them."""
         in_buckets = self._model.gradient_as_bucket_view
         accumulate = settings.accumulate and not in_buckets
@@ -148,7 +152,9 @@ class Sharded(Unwrapped):
         finally:
             self._reshard()
 
-    def capture(self, loss_fn: LossFn | None, batch: Batch, settings: TraceSettings, variant: "Variant | None" = None) -> Capture:
+    def capture(
+        self, loss_fn: LossFn | None, batch: Batch, settings: TraceSettings, variant: "CompileVariant | None" = None
+    ) -> Capture:
         """Return the captured step on whole parameters, with this rank's shards, and the optimizer state of the shards only.
 
         Earlier gradients are whole until they are sent (``set_requires_gradient_sync(False)``).

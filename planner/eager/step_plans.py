@@ -21,7 +21,7 @@ from operator import itemgetter
 
 from graphs.errors import PlannerError
 from graphs.schedule import Compute, Schedule
-from planner.background import BackgroundSolve, Job
+from planner.background import BackgroundSolve, SolveJob
 from planner.eager.step_log import LoggedOp, RecordedStep, StepLog, recorded_step
 from planner.plans.plan import Plan
 from planner.settings import SolveSettings
@@ -316,7 +316,7 @@ class StepPlans:
             return
         step = recorded_step(seen.log)
         try:
-            solve = BackgroundSolve(Job(step.graph, self.budget_bytes, self.settings))
+            solve = BackgroundSolve(SolveJob(step.graph, self.budget_bytes, self.settings))
         except OSError as error:  # no process can be started: heuristics go on
             seen.solved, seen.failure = True, str(error)
         else:

@@ -17,7 +17,7 @@ _WORK = 2.0  # for the search of addresses, after constructions
 
 
 @dataclass(frozen=True, slots=True)
-class Stay:
+class PlacedBuffer:
     """A buffer of the step at its address.
 
     Attributes:
@@ -34,7 +34,7 @@ class Stay:
 
 
 @dataclass(frozen=True, slots=True)
-class Addresses:
+class StepAddresses:
     """The addresses of a step.
 
     Attributes:
@@ -44,13 +44,13 @@ class Addresses:
         by_step: bytes reserved after each step of the schedule; empty for an arena, which takes `total_bytes` throughout.
     """
 
-    stays: tuple[Stay, ...]
+    stays: tuple[PlacedBuffer, ...]
     total_bytes: int
     borders: tuple[int, ...] = ()
     by_step: tuple[int, ...] = ()
 
 
-def reserved_addresses(timeline: Timeline) -> Addresses | None:
+def reserved_addresses(timeline: Timeline) -> StepAddresses | None:
     """Return the addresses in the third step of training by the plan of `timeline`; None on the CPU, which has no such allocator.
 
     Static memory and workspaces of libraries lie where no stay is. Of a step in an arena, they are those in the arena.
@@ -68,7 +68,7 @@ def reserved_addresses(timeline: Timeline) -> Addresses | None:
     by_step = accumulate(
         range(len(plan.schedule.steps)), lambda held, step: changes.get(step, held), initial=usage.by_step[-2][-1]
     )
-    return Addresses(
+    return StepAddresses(
         stays=_stays(
             timeline,
             training.buffers,
@@ -82,12 +82,12 @@ def reserved_addresses(timeline: Timeline) -> Addresses | None:
     )
 
 
-def _arena_addresses(timeline: Timeline, training: Training) -> Addresses:
+def _arena_addresses(timeline: Timeline, training: Training) -> StepAddresses:
     """Return the addresses of a step in the arena of its plan."""
     arena = device_arena(training)
     placed = [index for index in arena.holes if index not in arena.missed]
     buffers = [training.buffers[index] for index in placed]
-    return Addresses(
+    return StepAddresses(
         stays=_stays(
             timeline,
             buffers,
@@ -99,18 +99,18 @@ def _arena_addresses(timeline: Timeline, training: Training) -> Addresses:
     )
 
 
-def planned_addresses(timeline: Timeline) -> Addresses:
+def planned_addresses(timeline: Timeline) -> StepAddresses:
     """Return addresses of all tensors of the step in one arena, by a short search; static memory is outside of it."""
     buffers = buffers_of(timeline.graph, timeline.plan.schedule, alignment=_ALIGNMENT)
     result = solve(buffers, work_limit=_WORK)
     assert result.offsets is not None
     offsets = result.offsets.offsets
-    return Addresses(_stays(timeline, buffers, offsets, [buffer.size for buffer in buffers]), result.height_bytes)
+    return StepAddresses(_stays(timeline, buffers, offsets, [buffer.size for buffer in buffers]), result.height_bytes)
 
 
 def _stays(
     timeline: Timeline, buffers: Sequence[Buffer], addresses: Sequence[int], sizes: Sequence[int], *, moments: int = 1
-) -> tuple[Stay, ...]:
+) -> tuple[PlacedBuffer, ...]:
     names = {tensor.name for tensor in timeline.graph.tensors}
 
     def tensor(buffer: Buffer) -> str:
@@ -118,6 +118,6 @@ def _stays(
         return name if name in names else ""
 
     return tuple(
-        Stay(tensor(buffer), buffer.lower // moments, -(-buffer.upper // moments), address, size)
+        PlacedBuffer(tensor(buffer), buffer.lower // moments, -(-buffer.upper // moments), address, size)
         for buffer, address, size in zip(buffers, addresses, sizes, strict=True)
     )

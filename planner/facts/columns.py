@@ -13,7 +13,7 @@ COLUMNS = 720
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
+class MemoryInterval:
     """Bytes in a pool from `start_s` to `end_s`, by the clock of the stream that owns it."""
 
     start_s: float
@@ -21,7 +21,7 @@ class Stretch:
     size_bytes: int
 
 
-def stretches(timeline: Timeline, pool: Pool) -> tuple[Stretch, ...]:
+def stretches(timeline: Timeline, pool: Pool) -> tuple[MemoryInterval, ...]:
     """Return the bytes in `pool` over the step, without gaps; stretches of zero duration are included."""
     return tuple(_stretches(timeline, pool))
 
@@ -52,7 +52,7 @@ def _spans(timeline: Timeline, times_s: Iterable[tuple[float, float]], count: in
     return [(start_s * scale, end_s * scale) for start_s, end_s in times]
 
 
-def _stretches(timeline: Timeline, pool: Pool) -> Iterator[Stretch]:
+def _stretches(timeline: Timeline, pool: Pool) -> Iterator[MemoryInterval]:
     graph, steps = timeline.graph, timeline.plan.schedule.steps
     memory_bytes = timeline.simulation.pool_memory_bytes[graph.pools.index(pool)]
     now_s = 0.0
@@ -62,16 +62,16 @@ def _stretches(timeline: Timeline, pool: Pool) -> Iterator[Stretch]:
         if isinstance(step, Compute):
             op = graph.ops[step.op]
             if start_s > now_s:
-                yield Stretch(now_s, start_s, size_bytes - _taken_bytes(graph, op, pool))
+                yield MemoryInterval(now_s, start_s, size_bytes - _taken_bytes(graph, op, pool))
             if op.stream == pool.owner or any(graph.tensors[t].pool == pool.name for t in op.outputs):
-                yield Stretch(start_s, end_s, size_bytes)
+                yield MemoryInterval(start_s, end_s, size_bytes)
         elif end_s > start_s:
             tensor = graph.tensors[step.tensor]
-            yield Stretch(start_s, end_s, size_bytes + (tensor.size_bytes if tensor.pool == pool.name else 0))
+            yield MemoryInterval(start_s, end_s, size_bytes + (tensor.size_bytes if tensor.pool == pool.name else 0))
         now_s = end_s
     last_s = max(timeline.clocks.clocks_s)
     if last_s > now_s:
-        yield Stretch(now_s, last_s, left_bytes(timeline, pool))
+        yield MemoryInterval(now_s, last_s, left_bytes(timeline, pool))
 
 
 def _taken_bytes(graph: Graph, op: Op, pool: Pool) -> int:

@@ -27,7 +27,7 @@ class Stream:
 
 
 @dataclass(frozen=True, slots=True)
-class Wait:
+class IdleTime:
     """A time in which a stream is idle because another one is not done.
 
     Attributes:
@@ -73,12 +73,12 @@ def streams(timeline: Timeline) -> tuple[Stream, ...]:
     return tuple(found)
 
 
-def waits(timeline: Timeline, stream: str) -> tuple[Wait, ...]:
+def waits(timeline: Timeline, stream: str) -> tuple[IdleTime, ...]:
     """Return the waits of `stream` in order; together with its executions they cover the step."""
     return tuple(_waits(timeline, stream))
 
 
-def _waits(timeline: Timeline, stream: str) -> Iterator[Wait]:
+def _waits(timeline: Timeline, stream: str) -> Iterator[IdleTime]:
     graph, schedule = timeline.graph, timeline.plan.schedule
     ending: dict[float, list[Execution]] = {}  # executions on other streams, by end time
 
@@ -93,15 +93,15 @@ def _waits(timeline: Timeline, stream: str) -> Iterator[Wait]:
             execution = next(executions)
             op = execution.op
             if start_s > now_s:
-                yield Wait(now_s, start_s, awaited(start_s, {*op.inputs, *op.mutates}), op)
+                yield IdleTime(now_s, start_s, awaited(start_s, {*op.inputs, *op.mutates}), op)
             if op.stream != stream:
                 ending.setdefault(execution.end_s, []).append(execution)
         elif end_s > start_s:
-            yield Wait(start_s, end_s, awaited(end_s, {step.tensor}), graph.tensors[step.tensor])
+            yield IdleTime(start_s, end_s, awaited(end_s, {step.tensor}), graph.tensors[step.tensor])
         now_s = end_s
     last_s = max(timeline.clocks.clocks_s)
     if last_s > now_s:
-        yield Wait(now_s, last_s, awaited(last_s, set()), None)
+        yield IdleTime(now_s, last_s, awaited(last_s, set()), None)
 
 
 def offloads(timeline: Timeline) -> tuple[Offload, ...]:

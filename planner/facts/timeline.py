@@ -64,7 +64,7 @@ class ModuleCost:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class PeakTensor:
     """A tensor in memory at the peak, the op of the program that makes it, and since when it is there."""
 
     tensor: Tensor
@@ -136,11 +136,11 @@ class Timeline:
         return max(self.executions, key=lambda execution: execution.memory_bytes)
 
     @cached_property
-    def held(self) -> tuple[Held, ...]:
+    def held(self) -> tuple[PeakTensor, ...]:
         """The tensors of the step in memory at the peak, outputs included, largest first."""
         live = live_after(self.graph, self.plan.schedule.steps[: self.simulation.peak_step + 1])
         made = ((self.graph.tensors[t], step) for t, step in live.items())
-        held = [Held(t, self.graph.ops[t.producers[0]], self.reached_s[step]) for t, step in made if t.pool == DEVICE]
+        held = [PeakTensor(t, self.graph.ops[t.producers[0]], self.reached_s[step]) for t, step in made if t.pool == DEVICE]
         return tuple(sorted(held, key=lambda one: -one.tensor.size_bytes))
 
     @cached_property

@@ -10,7 +10,7 @@ from planner.models import Workload
 from planner.models.common import choose, creating, refuse_if, token_loss
 
 
-class Attention(nn.Module):
+class GPT2Attention(nn.Module):
     """Causal self-attention, fused (``sdpa``) or written out with its quadratic tensors (``written``)."""
 
     def __init__(self, width: int, heads: int, dropout: float, kind: str) -> None:
@@ -34,13 +34,13 @@ class Attention(nn.Module):
         return F.dropout(joined, self.dropout, self.training)
 
 
-class Block(nn.Module):
+class GPT2Block(nn.Module):
     """Attention and a feed-forward net, each on a residual branch after a LayerNorm."""
 
     def __init__(self, width: int, heads: int, dropout: float, kind: str) -> None:
         super().__init__()
         self.norm_attention, self.norm_feed = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.attention = Attention(width, heads, dropout, kind)
+        self.attention = GPT2Attention(width, heads, dropout, kind)
         self.feed = nn.Sequential(
             nn.Linear(width, 4 * width), nn.GELU(approximate="tanh"), nn.Linear(4 * width, width), nn.Dropout(dropout)
         )
@@ -63,7 +63,7 @@ class GPT2(nn.Module):
         super().__init__()
         self.tokens, self.positions = nn.Embedding(vocab, width), nn.Embedding(seq, width)
         self.dropout = nn.Dropout(dropout)
-        self.blocks = nn.ModuleList(Block(width, heads, dropout, attention) for _ in range(layers))
+        self.blocks = nn.ModuleList(GPT2Block(width, heads, dropout, attention) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocab, bias=False)
         future = torch.ones(seq, seq, dtype=torch.bool).triu(1) if attention == "written" else None

@@ -36,7 +36,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + torch.cat((-second, first), dim=-1) * sin
 
 
-class Attention(nn.Module):
+class LlamaAttention(nn.Module):
     """Causal self-attention in which groups of query heads share one key and value head."""
 
     def __init__(self, width: int, heads: int, kv_heads: int) -> None:
@@ -61,13 +61,13 @@ class Attention(nn.Module):
         return joined
 
 
-class Block(nn.Module):
+class LlamaBlock(nn.Module):
     """Attention and a gated feed-forward net, each on a residual branch after an RMSNorm."""
 
     def __init__(self, width: int, heads: int, kv_heads: int, hidden: int) -> None:
         super().__init__()
         self.norm_attention, self.norm_feed = RMSNorm(width), RMSNorm(width)
-        self.attention = Attention(width, heads, kv_heads)
+        self.attention = LlamaAttention(width, heads, kv_heads)
         self.gate = nn.Linear(width, hidden, bias=False)
         self.up = nn.Linear(width, hidden, bias=False)
         self.down = nn.Linear(hidden, width, bias=False)
@@ -91,7 +91,7 @@ class Llama(nn.Module):
     ) -> None:
         super().__init__()
         self.tokens = nn.Embedding(vocab, width)
-        self.blocks = nn.ModuleList(Block(width, heads, kv_heads, hidden) for _ in range(layers))
+        self.blocks = nn.ModuleList(LlamaBlock(width, heads, kv_heads, hidden) for _ in range(layers))
         self.norm = RMSNorm(width)
         self.head = nn.Linear(width, vocab, bias=False)
         cos, sin = rotary_tables(seq, width // heads, rope_base)

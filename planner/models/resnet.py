@@ -1,5 +1,7 @@
 """Residual networks (He et al. 2016), with the stride of a bottleneck on its 3x3 convolution."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -55,57 +57,26 @@ def residual_network(blocks: tuple[int, ...], width: int, classes: int, *, bottl
     return model
 
 
-def _workload(
-    *, batch: int, size: int, blocks: tuple[int, ...], width: int, classes: int, dtype: str, device: str, bottleneck: bool
-) -> Workload:
-    with creating(dtype, device):
-        model = residual_network(tuple(blocks), width, classes, bottleneck=bottleneck)
-        return Workload(model, class_loss, (images(batch, 3, size), torch.randint(classes, (batch,))))
+def _resnet(default: tuple[int, ...], *, bottleneck: bool) -> Callable[..., Workload]:
+    """Return a function that builds networks, by default with `default` blocks in the stages."""
+
+    def build(
+        *,
+        batch: int = 64,
+        size: int = 224,
+        blocks: tuple[int, ...] = default,
+        width: int = 64,
+        classes: int = 1000,
+        dtype: str = "float32",
+        device: str = "cpu",
+    ) -> Workload:
+        with creating(dtype, device):
+            model = residual_network(tuple(blocks), width, classes, bottleneck=bottleneck)
+            return Workload(model, class_loss, (images(batch, 3, size), torch.randint(classes, (batch,))))
+
+    return build
 
 
-def resnet18(
-    *,
-    batch: int = 64,
-    size: int = 224,
-    blocks: tuple[int, ...] = (2, 2, 2, 2),
-    width: int = 64,
-    classes: int = 1000,
-    dtype: str = "float32",
-    device: str = "cpu",
-) -> Workload:
-    """Build ResNet-18; ResNet-34 is ``blocks=(3, 4, 6, 3)``."""
-    return _workload(
-        batch=batch, size=size, blocks=blocks, width=width, classes=classes, dtype=dtype, device=device, bottleneck=False
-    )
-
-
-def resnet50(
-    *,
-    batch: int = 64,
-    size: int = 224,
-    blocks: tuple[int, ...] = (3, 4, 6, 3),
-    width: int = 64,
-    classes: int = 1000,
-    dtype: str = "float32",
-    device: str = "cpu",
-) -> Workload:
-    """Build ResNet-50; ResNet-101 is ``blocks=(3, 4, 23, 3)``."""
-    return _workload(
-        batch=batch, size=size, blocks=blocks, width=width, classes=classes, dtype=dtype, device=device, bottleneck=True
-    )
-
-
-def resnet152(
-    *,
-    batch: int = 64,
-    size: int = 224,
-    blocks: tuple[int, ...] = (3, 8, 36, 3),
-    width: int = 64,
-    classes: int = 1000,
-    dtype: str = "float32",
-    device: str = "cpu",
-) -> Workload:
-    """Build ResNet-152."""
-    return _workload(
-        batch=batch, size=size, blocks=blocks, width=width, classes=classes, dtype=dtype, device=device, bottleneck=True
-    )
+resnet18 = _resnet((2, 2, 2, 2), bottleneck=False)  # ResNet-34 with blocks=(3, 4, 6, 3)
+resnet50 = _resnet((3, 4, 6, 3), bottleneck=True)  # ResNet-101 with blocks=(3, 4, 23, 3)
+resnet152 = _resnet((3, 8, 36, 3), bottleneck=True)

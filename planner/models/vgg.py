@@ -1,5 +1,7 @@
 """VGG (Simonyan and Zisserman 2015): plain 3x3 convolutions and a large classifier with dropout."""
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
@@ -37,74 +39,28 @@ def plain_network(
     return model
 
 
-def _workload(
-    convolutions: tuple[int, ...],
-    *,
-    batch: int,
-    size: int,
-    width: int,
-    hidden: int,
-    classes: int,
-    bn: bool,
-    dropout: float,
-    dtype: str,
-    device: str,
-) -> Workload:
-    refuse_if(size < 32, f"option size of vgg is {size}: five halvings need at least 32")
-    with creating(dtype, device):
-        model = plain_network(convolutions, width=width, hidden=hidden, classes=classes, bn=bn, dropout=dropout)
-        return Workload(model, class_loss, (images(batch, 3, size), torch.randint(classes, (batch,))))
+def _vgg(*convolutions: int) -> Callable[..., Workload]:
+    """Return a function that builds networks with `convolutions` in the stages; with BatchNorm if `bn`."""
+
+    def build(
+        *,
+        batch: int = 64,
+        size: int = 224,
+        width: int = 64,
+        hidden: int = 4096,
+        classes: int = 1000,
+        bn: bool = False,
+        dropout: float = 0.5,
+        dtype: str = "float32",
+        device: str = "cpu",
+    ) -> Workload:
+        refuse_if(size < 32, f"option size of vgg is {size}: five halvings need at least 32")
+        with creating(dtype, device):
+            model = plain_network(convolutions, width=width, hidden=hidden, classes=classes, bn=bn, dropout=dropout)
+            return Workload(model, class_loss, (images(batch, 3, size), torch.randint(classes, (batch,))))
+
+    return build
 
 
-def vgg16(
-    *,
-    batch: int = 64,
-    size: int = 224,
-    width: int = 64,
-    hidden: int = 4096,
-    classes: int = 1000,
-    bn: bool = False,
-    dropout: float = 0.5,
-    dtype: str = "float32",
-    device: str = "cpu",
-) -> Workload:
-    """Build VGG-16, configuration D; with BatchNorm if `bn`."""
-    return _workload(
-        (2, 2, 3, 3, 3),
-        batch=batch,
-        size=size,
-        width=width,
-        hidden=hidden,
-        classes=classes,
-        bn=bn,
-        dropout=dropout,
-        dtype=dtype,
-        device=device,
-    )
-
-
-def vgg19(
-    *,
-    batch: int = 64,
-    size: int = 224,
-    width: int = 64,
-    hidden: int = 4096,
-    classes: int = 1000,
-    bn: bool = False,
-    dropout: float = 0.5,
-    dtype: str = "float32",
-    device: str = "cpu",
-) -> Workload:
-    """Build VGG-19, configuration E; with BatchNorm if `bn`."""
-    return _workload(
-        (2, 2, 4, 4, 4),
-        batch=batch,
-        size=size,
-        width=width,
-        hidden=hidden,
-        classes=classes,
-        bn=bn,
-        dropout=dropout,
-        dtype=dtype,
-        device=device,
-    )
+vgg16 = _vgg(2, 2, 3, 3, 3)  # configuration D
+vgg19 = _vgg(2, 2, 4, 4, 4)  # configuration E

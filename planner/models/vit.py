@@ -8,7 +8,7 @@ from planner.models import Workload
 from planner.models.common import class_loss, creating, images, refuse_if
 
 
-class Attention(nn.Module):
+class ViTAttention(nn.Module):
     """Self-attention over all patches."""
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
@@ -26,13 +26,13 @@ class Attention(nn.Module):
         return joined
 
 
-class Block(nn.Module):
+class ViTBlock(nn.Module):
     """Attention and a feed-forward net, each on a residual branch after a LayerNorm."""
 
     def __init__(self, width: int, heads: int, hidden: int, dropout: float) -> None:
         super().__init__()
         self.norm_attention, self.norm_feed = nn.LayerNorm(width, eps=1e-6), nn.LayerNorm(width, eps=1e-6)
-        self.attention = Attention(width, heads, dropout)
+        self.attention = ViTAttention(width, heads, dropout)
         self.dropout = nn.Dropout(dropout)
         self.feed = nn.Sequential(
             nn.Linear(width, hidden), nn.GELU(), nn.Dropout(dropout), nn.Linear(hidden, width), nn.Dropout(dropout)
@@ -56,7 +56,7 @@ class ViT(nn.Module):
         self.class_token = nn.Parameter(torch.zeros(1, 1, width))
         self.positions = nn.Parameter(torch.empty(1, (size // patch) ** 2 + 1, width).normal_(std=0.02))
         self.dropout = nn.Dropout(dropout)
-        self.blocks = nn.Sequential(*(Block(width, heads, hidden, dropout) for _ in range(layers)))
+        self.blocks = nn.Sequential(*(ViTBlock(width, heads, hidden, dropout) for _ in range(layers)))
         self.norm = nn.LayerNorm(width, eps=1e-6)
         self.head = nn.Linear(width, classes)
         for module in self.modules():

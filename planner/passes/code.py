@@ -59,7 +59,7 @@ class StraightLine(CodeGen):
         """Return the source of ``forward`` and its globals; see ``CodeGen``."""
         nodes = list(nodes)
         taken = {variable(node) for node in nodes if not node.meta.get(INLINE)}
-        written = _Globals(self._names, taken | {parameter.name for parameter in self._parameters})
+        written = _NamedGlobals(self._names, taken | {parameter.name for parameter in self._parameters})
         lines = [f"def forward({', '.join(parameter.name for parameter in self._parameters)}):"]
         for parameter in self._parameters:
             if parameter.unpacked:
@@ -74,7 +74,7 @@ class StraightLine(CodeGen):
         return "\n".join(lines) + "\n", written.values
 
 
-class _Globals:
+class _NamedGlobals:
     """Code of nodes, and the global names of their targets and constants."""
 
     def __init__(self, names: Mapping[str, object], taken: Collection[str]) -> None:

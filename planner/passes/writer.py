@@ -14,7 +14,7 @@ from planner.passes.program import Call, OpCalls, Program, Ref, Statement
 CallsAround = Callable[[int], tuple[Call | None, Call | None]]
 
 
-class Writer:
+class PassWriter:
     """A writer of the steps of a schedule into consecutive passes.
 
     Attributes:

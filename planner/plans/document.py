@@ -40,7 +40,7 @@ class _StepKind(StrEnum):
     FREE = "free"
 
 
-class _Summary(Struct, forbid_unknown_fields=True):
+class _SummaryDocument(Struct, forbid_unknown_fields=True):
     fingerprint: str
     ops: Natural
     tensors: Natural
@@ -52,21 +52,21 @@ class _Summary(Struct, forbid_unknown_fields=True):
     optional_tensors: Natural = 0
 
 
-class _Difference(Struct, forbid_unknown_fields=True):
+class _DifferenceDocument(Struct, forbid_unknown_fields=True):
     name: str
     max_abs: Seconds | None
     relative: Seconds | None
 
 
-class _DifferingOp(Struct, forbid_unknown_fields=True):
+class _DifferingOpDocument(Struct, forbid_unknown_fields=True):
     name: str
     target: str
     module: str
 
 
-class _Eager(Struct, forbid_unknown_fields=True):
-    differences: tuple[_Difference, ...]
-    first_op: _DifferingOp | None
+class _EagerDocument(Struct, forbid_unknown_fields=True):
+    differences: tuple[_DifferenceDocument, ...]
+    first_op: _DifferingOpDocument | None
     peak_bytes: Natural
     time_s: Seconds
     planned_time_s: Seconds
@@ -77,7 +77,7 @@ class _Eager(Struct, forbid_unknown_fields=True):
     spread: Seconds | UnsetType = UNSET
 
 
-class _Reserved(Struct, forbid_unknown_fields=True):
+class _ReservedDocument(Struct, forbid_unknown_fields=True):
     total_bytes: Natural
     allocated_bytes: Natural
     eager_bytes: Natural
@@ -87,10 +87,10 @@ class _Reserved(Struct, forbid_unknown_fields=True):
     expandable: bool = False
 
 
-class _Plan(Struct, forbid_unknown_fields=True, kw_only=True):
+class _PlanDocument(Struct, forbid_unknown_fields=True, kw_only=True):
     format: str
     version: int
-    graph: _Summary
+    graph: _SummaryDocument
     budget_bytes: Natural
     peak_bytes: Natural
     time_s: Seconds
@@ -107,9 +107,9 @@ class _Plan(Struct, forbid_unknown_fields=True, kw_only=True):
     differs: tuple[str, ...] | UnsetType = UNSET
     gradient_error: Seconds | UnsetType = UNSET
     memory: CountedMemory = CountedMemory.ALLOCATED
-    reserved: _Reserved | UnsetType = UNSET
+    reserved: _ReservedDocument | UnsetType = UNSET
     graph_file: str | UnsetType = UNSET
-    eager: _Eager | UnsetType = UNSET
+    eager: _EagerDocument | UnsetType = UNSET
     steps: tuple[tuple[_StepKind, Natural], ...]
 
 
@@ -119,10 +119,10 @@ def plan_to_dict(plan: PlanRecord) -> dict[str, object]:
     Raises:
         FormatError: provenance, settings, versions or a step have no JSON form.
     """
-    summary = struct_from(plan.graph, _Summary)
+    summary = struct_from(plan.graph, _SummaryDocument)
     summary.provenance = to_json_object(plan.graph.provenance, "graph.provenance")
     return fields_of(
-        _Plan(
+        _PlanDocument(
             format=PLAN_FORMAT,
             version=VERSION,
             graph=summary,
@@ -142,7 +142,7 @@ def plan_to_dict(plan: PlanRecord) -> dict[str, object]:
             differs=plan.differs or UNSET,
             gradient_error=UNSET if plan.gradient_error is None else plan.gradient_error,
             memory=plan.memory,
-            reserved=UNSET if plan.reserved is None else struct_from(plan.reserved, _Reserved),
+            reserved=UNSET if plan.reserved is None else struct_from(plan.reserved, _ReservedDocument),
             graph_file=UNSET if plan.graph_file is None else plan.graph_file,
             eager=UNSET if plan.eager is None else _eager_of(plan.eager),
             steps=tuple(map(_pair_of, plan.schedule.steps)),
@@ -157,7 +157,7 @@ def record_from_dict(data: Mapping[str, object], *, source: str = "plan") -> Pla
         FormatError: `data` is no plan of a version that this planner reads.
     """
     check_header(data, PLAN_FORMAT, source)
-    read = document(data, _Plan, source)
+    read = document(data, _PlanDocument, source)
     provenance = to_json_object(read.graph.provenance, f"{source}: graph.provenance")
     if read.peak_bytes > read.budget_bytes:
         refuse(source, "peak_bytes", read.peak_bytes, f"within budget_bytes, {read.budget_bytes}")
@@ -211,14 +211,14 @@ def write_plan(plan: PlanRecord, path: str | os.PathLike[str]) -> None:
     write_text(path, format_json(plan_to_dict(plan)))
 
 
-def _eager_of(comparison: EagerComparison) -> _Eager:
-    eager = struct_from(comparison, _Eager)
-    eager.differences = tuple(struct_from(difference, _Difference) for difference in comparison.differences)
-    eager.first_op = None if comparison.first_op is None else struct_from(comparison.first_op, _DifferingOp)
+def _eager_of(comparison: EagerComparison) -> _EagerDocument:
+    eager = struct_from(comparison, _EagerDocument)
+    eager.differences = tuple(struct_from(difference, _DifferenceDocument) for difference in comparison.differences)
+    eager.first_op = None if comparison.first_op is None else struct_from(comparison.first_op, _DifferingOpDocument)
     return eager
 
 
-def _comparison_of(eager: _Eager) -> EagerComparison:
+def _comparison_of(eager: _EagerDocument) -> EagerComparison:
     differences = tuple(Difference(**arguments_of(difference)) for difference in eager.differences)
     first_op = None if eager.first_op is None else DifferingOp(**arguments_of(eager.first_op))
     return EagerComparison(**arguments_of(eager) | {"differences": differences, "first_op": first_op})
@@ -234,7 +234,7 @@ def _pair_of(step: Step) -> tuple[_StepKind, int]:
             raise FormatError(f"step {step!r} has no form in a plan of version {VERSION}")
 
 
-def _step_of(pair: tuple[_StepKind, int], position: int, graph: _Summary, source: str) -> Step:
+def _step_of(pair: tuple[_StepKind, int], position: int, graph: _SummaryDocument, source: str) -> Step:
     kind, target = pair
     ops, tensors = graph.ops + graph.optional_ops, graph.tensors + graph.optional_tensors
     what, count = ("ops", ops) if kind is _StepKind.COMPUTE else ("tensors", tensors)

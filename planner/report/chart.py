@@ -15,10 +15,10 @@ from graphs.ir import Op
 from graphs.pools import Pool
 from graphs.schedule import Compute
 from graphs.units import format_bytes, format_seconds
-from planner.facts.addresses import Addresses, planned_addresses, reserved_addresses
+from planner.facts.addresses import StepAddresses, planned_addresses, reserved_addresses
 from planner.facts.baselines import Baseline, baselines
 from planner.facts.columns import COLUMNS, memory_columns
-from planner.facts.lives import Life, Lives, lives_of
+from planner.facts.lifetimes import Life, Lifetimes, lives_of
 from planner.facts.timeline import Timeline, block
 from planner.report.describe import capacity_text, spaced
 from planner.report.lanes import Bar, bars, lanes
@@ -129,7 +129,7 @@ class _Drawing:
 
     def __post_init__(self) -> None:
         timeline = self.timeline
-        self.lives: Lives = lives_of(timeline)
+        self.lives: Lifetimes = lives_of(timeline)
         self.bars: tuple[Bar, ...] = bars(timeline)
         self.lanes = lanes(timeline, self.bars)
         homes = (self._home(life) for life in self.lives.lives)
@@ -227,7 +227,7 @@ class _Drawing:
             captions.append(_pool_text(pool, peak_bytes))
         return tuple(captions)
 
-    def draw_addresses(self, reserved: Addresses | None, planned: Addresses | None) -> tuple[str, ...]:
+    def draw_addresses(self, reserved: StepAddresses | None, planned: StepAddresses | None) -> tuple[str, ...]:
         """Draw where tensors lie over the step, as the allocator puts them and as planned; return a caption for each."""
         drawn = [] if planned is None else [(planned, _planned_text(planned))]
         if reserved is not None:
@@ -237,7 +237,7 @@ class _Drawing:
             self._draw_addresses(f"addresses{index}", addresses)
         return tuple(caption for _, caption in drawn)
 
-    def _draw_addresses(self, name: str, addresses: Addresses) -> None:
+    def _draw_addresses(self, name: str, addresses: StepAddresses) -> None:
         from bokeh.models import ColumnDataSource, HoverTool, Range1d, Span
 
         scale, unit = size_unit(addresses.total_bytes)
@@ -455,14 +455,14 @@ def _reserved_text(size_bytes: int) -> str:
     return f"reserved by PyTorch's caching allocator in the third step, by a model of it: {format_bytes(size_bytes)}"
 
 
-def _places_text(addresses: Addresses) -> str:
+def _places_text(addresses: StepAddresses) -> str:
     count, total = len(addresses.borders), format_bytes(addresses.total_bytes)
     if not count:
         return f"as they are planned in the arena of the step: {total}, with requests of up to 1 MiB outside of it"
     return f"as PyTorch's caching allocator puts them: {count:,} segments of {total} in all, with static memory in the gaps"
 
 
-def _planned_text(addresses: Addresses) -> str:
+def _planned_text(addresses: StepAddresses) -> str:
     return f"as they could be planned in one arena: {format_bytes(addresses.total_bytes)}, with static memory outside of it"
 
 

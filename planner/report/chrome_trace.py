@@ -7,7 +7,7 @@ from graphs.ir import Graph, Phase
 from graphs.pools import COMPUTE, DEVICE, Pool
 from planner.facts.addresses import reserved_addresses
 from planner.facts.columns import left_bytes, stretches
-from planner.facts.streams import Wait, waits
+from planner.facts.streams import IdleTime, waits
 from planner.facts.timeline import Execution, Timeline
 from planner.report.describe import followed_by
 
@@ -77,7 +77,7 @@ def _run(execution: Execution, graph: Graph) -> dict[str, object]:
     }
 
 
-def _wait(wait: Wait) -> dict[str, object]:
+def _wait(wait: IdleTime) -> dict[str, object]:
     return {
         "ph": "X",
         "pid": _PROCESS,

@@ -20,7 +20,7 @@ from planner.views.text import aligned, table
 from planner.visible import visible
 
 if TYPE_CHECKING:
-    from planner.facts.streams import Wait
+    from planner.facts.streams import IdleTime
     from planner.running import RunReport
 
 
@@ -250,7 +250,7 @@ def spaced(name: str) -> str:
     return visible(name).replace("_", " ")
 
 
-def followed_by(wait: "Wait") -> str:
+def followed_by(wait: "IdleTime") -> str:
     """Return the name of the event that ends a wait."""
     match wait.following:
         case None:

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from graphs.pools import COMPUTE, Pool
 from graphs.units import format_bytes, format_ratio, format_seconds
-from planner.facts.streams import Offload, Stream, Wait, offloads, streams, waits
-from planner.facts.timeline import Held, Timeline, module_of
+from planner.facts.streams import IdleTime, Offload, Stream, offloads, streams, waits
+from planner.facts.timeline import PeakTensor, Timeline, module_of
 from planner.report.describe import capacity_text, followed_by, spaced
 
 
@@ -70,7 +70,7 @@ def other_streams(timeline: Timeline, listed: int) -> OtherStreams:
     )
 
 
-def travels(timeline: Timeline, held: Iterable[Held]) -> list[str]:
+def travels(timeline: Timeline, held: Iterable[PeakTensor]) -> list[str]:
     """Return for each of `held` when it leaves the device and when it is back; "" for a tensor that stays."""
     of: dict[int, list[Offload]] = {}
     for offload in offloads(timeline):
@@ -93,7 +93,7 @@ def _stream_row(stream: Stream, timeline: Timeline) -> list[str]:
     return [spaced(stream.name), *times, f"{100 * share:.1f}"]
 
 
-def _wait_row(wait: Wait) -> list[str]:
+def _wait_row(wait: IdleTime) -> list[str]:
     return [format_seconds(wait.start_s), format_seconds(wait.time_s), wait.awaited.op.name, followed_by(wait)]
 
 

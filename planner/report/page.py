@@ -11,7 +11,7 @@ from markupsafe import Markup
 from graphs.io.files import check_writable, write_text
 from graphs.pools import COMPUTE
 from graphs.units import format_bytes, format_ratio, format_seconds
-from planner.facts.timeline import Burst, Execution, Held, ModuleCost, Timeline, module_of
+from planner.facts.timeline import Burst, Execution, ModuleCost, PeakTensor, Timeline, module_of
 from planner.plans.eager import EagerComparison
 from planner.report.chart import charts
 from planner.report.chrome_trace import chrome_trace
@@ -157,7 +157,7 @@ def _burst_row(burst: Burst) -> list[str]:
     ]
 
 
-def _held_row(held: Held) -> list[str]:
+def _held_row(held: PeakTensor) -> list[str]:
     tensor = held.tensor
     return [
         format_bytes(tensor.size_bytes),

@@ -54,7 +54,7 @@ class DevicePeak:
 
 
 @dataclass(frozen=True, slots=True)
-class _Block:
+class _HeldBlock:
     size_bytes: int
     holder: str
 
@@ -106,7 +106,7 @@ def _peak(device: int, segments: Sequence[Mapping[str, Any]], trace: Sequence[Ma
     for index, entry in enumerate(trace):
         match entry["action"]:
             case "alloc":
-                live[entry["addr"]] = _Block(int(entry["size"]), _holder(entry.get("frames", ())))
+                live[entry["addr"]] = _HeldBlock(int(entry["size"]), _holder(entry.get("frames", ())))
                 now_bytes += int(entry["size"])
             case "free_requested":
                 now_bytes -= live.pop(entry["addr"]).size_bytes
@@ -126,38 +126,38 @@ def _peak(device: int, segments: Sequence[Mapping[str, Any]], trace: Sequence[Ma
     )
 
 
-def _blocks_before(segments: Sequence[Mapping[str, Any]], trace: Sequence[Mapping[str, Any]]) -> dict[int, _Block]:
+def _blocks_before(segments: Sequence[Mapping[str, Any]], trace: Sequence[Mapping[str, Any]]) -> dict[int, _HeldBlock]:
     """Return the blocks in memory before the first action, by address: those freed later, or still there at the end."""
-    found: dict[int, _Block] = {}
+    found: dict[int, _HeldBlock] = {}
     touched: set[int] = set()
     for entry in trace:
         if entry["action"] == "alloc":
             touched.add(entry["addr"])
         elif entry["action"] == "free_requested" and entry["addr"] not in touched:
             touched.add(entry["addr"])
-            found[entry["addr"]] = _Block(int(entry["size"]), _BEFORE)
+            found[entry["addr"]] = _HeldBlock(int(entry["size"]), _BEFORE)
     for segment in segments:
         address = segment.get("address") or 0
         for block in segment["blocks"]:
             own = block.get("address", address)
             if block["state"] == "active_allocated" and own not in touched:
                 size_bytes = int(block.get("requested_size", block["size"]))
-                found[own] = _Block(size_bytes, _holder(block.get("frames", ())))
+                found[own] = _HeldBlock(size_bytes, _holder(block.get("frames", ())))
             address = own + int(block["size"])
     return found
 
 
-def _live_at(before: Mapping[int, _Block], trace: Sequence[Mapping[str, Any]], at_action: int | None) -> Iterable[_Block]:
+def _live_at(before: Mapping[int, _HeldBlock], trace: Sequence[Mapping[str, Any]], at_action: int | None) -> Iterable[_HeldBlock]:
     live = dict(before)
     for entry in trace[: 0 if at_action is None else at_action + 1]:
         if entry["action"] == "alloc":
-            live[entry["addr"]] = _Block(int(entry["size"]), _holder(entry.get("frames", ())))
+            live[entry["addr"]] = _HeldBlock(int(entry["size"]), _holder(entry.get("frames", ())))
         elif entry["action"] == "free_requested":
             del live[entry["addr"]]
     return live.values()
 
 
-def _holders(blocks: Iterable[_Block]) -> tuple[Holder, ...]:
+def _holders(blocks: Iterable[_HeldBlock]) -> tuple[Holder, ...]:
     sizes, counts = Counter[str](), Counter[str]()
     for block in blocks:
         sizes[block.holder] += block.size_bytes

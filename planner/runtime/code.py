@@ -124,7 +124,7 @@ def repeated(graph: Graph, program: Program, schedule: Schedule) -> set[int]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _DevicePasses:
     """The two passes of one device, the streams of all transfers in each, and the tensors that the first saves."""
 
     passes: tuple[Pass, Pass]
@@ -142,7 +142,7 @@ class _Part:
         return [line for each in self.passes for line in each.lines.items()]
 
 
-def _main_part(writer: PartWriter, halves: _Halves, *, static_given_up: bool) -> _Part:
+def _main_part(writer: PartWriter, halves: _Halves, *, static_given_up: bool) -> _DevicePasses:
     """Return the passes of the main device: they take the static tensors, and return the results of the step."""
     graph, program = writer.graph, writer.program
     static = [source.tensor for source in program.sources]
@@ -171,10 +171,10 @@ def _main_part(writer: PartWriter, halves: _Halves, *, static_given_up: bool) ->
     gradients = tuple(gradient for _, gradient in program.gradients)
     if static_given_up:
         second.free_read(static, gradients)
-    return _Part((forward, second.finish(gradients, title)), (streams, writer.streams), tuple(alive))
+    return _DevicePasses((forward, second.finish(gradients, title)), (streams, writer.streams), tuple(alive))
 
 
-def _other_part(writer: PartWriter, halves: _Halves) -> _Part:
+def _other_part(writer: PartWriter, halves: _Halves) -> _DevicePasses:
     """Return the passes of another device: they take the list of the tensors that it holds between the passes."""
     title = f"part of a schedule of {writer.graph.fingerprint}"
     first = PassBuilder(writer.program)
@@ -185,10 +185,10 @@ def _other_part(writer: PartWriter, halves: _Halves) -> _Part:
     second = PassBuilder(writer.program)
     second.tensor_list("state", alive, emptied=True)
     writer.write(second, halves[1])
-    return _Part((first.finish(None, title), second.finish(None, title)), (streams, writer.streams), alive)
+    return _DevicePasses((first.finish(None, title), second.finish(None, title)), (streams, writer.streams), alive)
 
 
-def _runners(devices: Devices, main: _Part, others: Mapping[str, _Part]) -> tuple[Forward, Backward]:
+def _runners(devices: Devices, main: _DevicePasses, others: Mapping[str, _DevicePasses]) -> tuple[Forward, Backward]:
     """Return the functions that run each pass with its transfers, on all devices."""
     run_forward, run_backward = (each.run for each in main.passes)
     if not devices.channels:

@@ -28,7 +28,7 @@ class StreamChannel:
         they end.
         """
         self._name, self._target, self.timed = name, target, timed
-        self.stream, self.part = torch.cuda.Stream(device), _Part()
+        self.stream, self.part = torch.cuda.Stream(device), _LaunchedCopies()
 
     def transfer(self, look: Callable[[], object] = lambda: None) -> "StreamTransfer":
         """Return a transfer that is not started; long waits for it call `look`, which may raise."""
@@ -42,21 +42,21 @@ def captured(channels: Sequence[StreamChannel]) -> Iterator[None]:
     A capture may not wait for work launched before it, and the streams that it uses must be joined to the capturing stream.
     Copies made inside need no waiting outside.
     """
-    part = _Part()
+    part = _LaunchedCopies()
     for channel in channels:
         channel.part = part
     try:
         yield
     finally:
         for channel in channels:
-            channel.part = _Part()
+            channel.part = _LaunchedCopies()
             if channel.stream in part.reached:
                 computing = torch.cuda.current_stream(channel.stream.device)
                 computing.wait_stream(channel.stream)
         part.over = True
 
 
-class _Part:
+class _LaunchedCopies:
     """Copies launched outside a CUDA graph, or within one.
 
     Attributes:
@@ -72,7 +72,7 @@ class _Part:
 class _Launched:
     """A copy that was launched, as seen by others; holds nothing on the device."""
 
-    def __init__(self, event: torch.cuda.Event, part: _Part) -> None:
+    def __init__(self, event: torch.cuda.Event, part: _LaunchedCopies) -> None:
         self.event, self.part = event, part
 
     def finish(self) -> None:

@@ -27,7 +27,7 @@ from planner.runtime.channels import open_channel
 from planner.runtime.devices import place_of
 from planner.runtime.measure import synchronize
 from planner.runtime.transfers import DeviceMemory, copied
-from planner.runtime.workers import Called, Worker
+from planner.runtime.workers import ThreadedCall, Worker
 
 _LARGE_BYTES, _SMALL_BYTES = 2**24, 2**12
 _COPIES, _SMALL_COPIES = 5, 32
@@ -205,7 +205,7 @@ class _Profile:
 
     def _there(self, run: Callable[[], Any]) -> Any:
         """Return the result of `run`, called in the thread of the device."""
-        call = Called(run)
+        call = ThreadedCall(run)
         self._worker.issue(call)
         call.settle()
         if call.error is not None:

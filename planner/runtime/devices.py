@@ -17,8 +17,8 @@ from planner.runtime.channels import HostChannels, open_channel
 from planner.runtime.cuda_channels import StreamChannel
 from planner.runtime.host_memory import HostMemory
 from planner.runtime.thread_channels import ThreadChannel
-from planner.runtime.transfers import DeviceMemory, StoppedError, Transfer
-from planner.runtime.workers import Called, Worker
+from planner.runtime.transfers import DeviceMemory, Transfer, TransferStoppedError
+from planner.runtime.workers import ThreadedCall, Worker
 
 Part = Callable[[Sequence[Transfer]], Any]  # the work of a device in a pass, with the transfers of that pass
 Around = Callable[[Callable[[], object]], object]
@@ -80,24 +80,24 @@ class Devices:
         """
         if not parts:
             return main(tuple(self.channels[stream].transfer() for stream in streams))
-        jobs: list[Called] = []
-        running = _Pass(tuple(self.channels[stream].transfer(lambda: _look(jobs)) for stream in streams))
+        jobs: list[ThreadedCall] = []
+        running = _RunningPass(tuple(self.channels[stream].transfer(lambda: _look(jobs)) for stream in streams))
         try:
             with self._issuing:  # passes started by several threads have the same order in each worker
                 for stream, part in parts.items():
-                    job = Called(partial(self._compute, stream, part, running))
+                    job = ThreadedCall(partial(self._compute, stream, part, running))
                     self._workers[stream].issue(job)
                     jobs.append(job)
             result = main(running.transfers)
             for job in jobs:
                 job.wait(lambda: _look(jobs))
             if running.error is not None:
-                raise StoppedError
+                raise TransferStoppedError
         except BaseException as error:
             running.fail(error)
             for job in jobs:
                 job.settle()
-            first = running.error if isinstance(error, StoppedError) else None
+            first = running.error if isinstance(error, TransferStoppedError) else None
             running.error, running.transfers = None, ()  # its frames would keep it and all tensors of the step alive
             if first is None:
                 raise
@@ -115,7 +115,7 @@ class Devices:
         finally:
             del self._around[stream]
 
-    def _compute(self, stream: str, part: Part, running: "_Pass") -> None:
+    def _compute(self, stream: str, part: Part, running: "_RunningPass") -> None:
         try:
             with ExitStack() as stack:
                 if stream in self._streams:
@@ -125,7 +125,7 @@ class Devices:
                     part(running.transfers)
                 else:
                     around(partial(part, running.transfers))
-        except StoppedError:
+        except TransferStoppedError:
             pass
         except (CopyError, DeviceError) as error:
             running.fail(error)
@@ -134,7 +134,7 @@ class Devices:
             running.fail(_caused(DeviceError(what), error))
 
 
-class _Pass:
+class _RunningPass:
     """The shared state of the threads of one pass.
 
     Attributes:
@@ -156,7 +156,7 @@ class _Pass:
             transfer.stop()
 
 
-def _look(jobs: Sequence[Called]) -> None:
+def _look(jobs: Sequence[ThreadedCall]) -> None:
     if any(job.is_lost for job in jobs):
         raise DeviceError("ops on another device were not executed: their thread has died; the step can be tried again")
 

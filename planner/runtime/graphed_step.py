@@ -28,7 +28,7 @@ from planner.torch_private.core import backward_retains_graph, foreach_copy_, py
 T = TypeVar("T")
 
 
-class Recorder(Protocol):
+class FunctionRecorder(Protocol):
     """A recorder of functions, to be replayed in the order of recording."""
 
     def warm_up(self, run: Callable[[], object]) -> None:
@@ -59,7 +59,7 @@ def recordable(captured: Capture) -> Capture:
     return replace(once, graph=graph)
 
 
-def record(captured: Capture, executor: Executor, step: TrainingStep, batch: Batch, recorder: Recorder) -> None:
+def record(captured: Capture, executor: Executor, step: TrainingStep, batch: Batch, recorder: FunctionRecorder) -> None:
     """Replace the passes of `executor` by recordings of `recorder`; `step`, batch and random state are restored.
 
     Args:
@@ -73,14 +73,14 @@ def record(captured: Capture, executor: Executor, step: TrainingStep, batch: Bat
         torch.no_grad(),
         torch.autocast(static[0].device.type, enabled=False),
     ):
-        recording = Recording(executor, static, recorder)
+        recording = RecordedPasses(executor, static, recorder)
     executor.code = replace(executor.code, forward=recording.forward, backward=recording.backward, saved=(), returned=())
 
 
-class Recording:
+class RecordedPasses:
     """The recorded passes of a step, in place of ``Code.forward`` and ``Code.backward``."""
 
-    def __init__(self, executor: Executor, static: Sequence[torch.Tensor], recorder: Recorder) -> None:
+    def __init__(self, executor: Executor, static: Sequence[torch.Tensor], recorder: FunctionRecorder) -> None:
         """Record the passes of `executor`, called with `static`."""
         graph, code, sources = executor.graph, executor.launched, executor.program.sources
         self._names = [graph.tensors[source.tensor].name for source in sources]

@@ -29,7 +29,7 @@ class Copy(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class StorageLayout:
     """The layout of a tensor in its storage, in elements."""
 
     dtype: torch.dtype
@@ -38,7 +38,7 @@ class Layout:
     stride: tuple[int, ...]
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> "Layout":
+    def of(cls, tensor: torch.Tensor) -> "StorageLayout":
         """Return the layout of `tensor`."""
         return cls(tensor.dtype, int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride())
 
@@ -49,7 +49,7 @@ class Layout:
 
 
 @dataclass(slots=True)
-class Buffer:
+class HostBuffer:
     """Bytes on the host.
 
     Attributes:
@@ -87,9 +87,9 @@ class HostMemory:
         self._lock = lock
         self._stay = False
         self._taking = Lock()
-        self._unused: defaultdict[int, list[Buffer]] = defaultdict(list)
+        self._unused: defaultdict[int, list[HostBuffer]] = defaultdict(list)
         # Tensors return their buffers when they die, in any thread and at any point: no lock is taken there.
-        self._returned: deque[Buffer] = deque()
+        self._returned: deque[HostBuffer] = deque()
 
     @property
     def used_bytes(self) -> int:
@@ -102,7 +102,7 @@ class HostMemory:
         """Return a tensor of `size_bytes` that nothing is copied to yet; see ``take``."""
         return HostTensor(self, self.take(size_bytes))
 
-    def take(self, size_bytes: int) -> Buffer:
+    def take(self, size_bytes: int) -> HostBuffer:
         """Return a buffer; copies of its previous use may still be under way.
 
         Raises:
@@ -117,7 +117,7 @@ class HostMemory:
             self.peak_bytes = max(self.peak_bytes, self._used_bytes)
             return buffer
 
-    def give_back(self, buffer: Buffer) -> None:
+    def give_back(self, buffer: HostBuffer) -> None:
         """Return `buffer` for reuse; callable from any thread."""
         self._returned.append(buffer)
 
@@ -138,7 +138,7 @@ class HostMemory:
             self._used_bytes -= buffer.size_bytes
             self._unused[buffer.size_bytes].append(buffer)
 
-    def _allocated(self, size_bytes: int) -> Buffer:
+    def _allocated(self, size_bytes: int) -> HostBuffer:
         if self.allocated_bytes + size_bytes > self.capacity_bytes:
             self._release(self.allocated_bytes + size_bytes - self.capacity_bytes)
         if self.allocated_bytes + size_bytes > self.capacity_bytes:
@@ -162,7 +162,7 @@ class HostMemory:
                     asked_bytes=size_bytes,
                 ) from error
         self.allocated_bytes += size_bytes
-        return Buffer(size_bytes, values)
+        return HostBuffer(size_bytes, values)
 
     def _new(self, size_bytes: int) -> torch.Tensor:
         # Not from PyTorch's allocator, which on the CPU is that of the device. Whole pages, which can be locked one by one.
@@ -204,7 +204,7 @@ class HostBytes:
     users_before: tuple[Copy, ...]
     copies: list[Copy] = field(default_factory=list)
     values: torch.Tensor = field(init=False)
-    layout: Layout | None = None
+    layout: StorageLayout | None = None
 
 
 class HostTensor:
@@ -216,7 +216,7 @@ class HostTensor:
 
     __slots__ = ("_buffer", "_memory", "bytes")
 
-    def __init__(self, memory: HostMemory, buffer: Buffer) -> None:
+    def __init__(self, memory: HostMemory, buffer: HostBuffer) -> None:
         self._memory, self._buffer = memory, buffer
         self.bytes = HostBytes(buffer.values, tuple(buffer.used_by))
 

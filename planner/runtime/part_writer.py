@@ -18,7 +18,7 @@ from graphs.pools import DEVICE, HOST, Pool
 from graphs.schedule import Compute, Free, Step
 from planner.passes.builder import PassBuilder
 from planner.passes.program import Argument, Call, OpCalls, Program, Ref
-from planner.passes.writer import CallsAround, Writer
+from planner.passes.writer import CallsAround, PassWriter
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class UnderWay:
         return self._reading.pop(t, [])
 
 
-class PartWriter(Writer):
+class PartWriter(PassWriter):
     """A writer of one device's part of consecutive passes.
 
     Attributes:
@@ -98,7 +98,7 @@ class PartWriter(Writer):
 
         Args:
             calls: calls of ops that run on other devices than the main one.
-            repeated, tick, calls_around: see ``Writer``.
+            repeated, tick, calls_around: see ``PassWriter``.
         """
         super().__init__(graph, program, calls=calls, repeated=repeated, tick=tick, calls_around=calls_around)
         self.streams: list[str] = []

@@ -16,11 +16,11 @@ import torch
 
 from graphs.errors import CopyError
 from graphs.units import format_bytes
-from planner.runtime.host_memory import Copy, HostBytes, HostTensor, Layout
+from planner.runtime.host_memory import Copy, HostBytes, HostTensor, StorageLayout
 from planner.runtime.workers import LOOK_S, is_dead
 
 
-class StoppedError(CopyError):
+class TransferStoppedError(CopyError):
     """The error that a copy will not be made, since the pass has failed on another thread, which has the reason."""
 
 
@@ -57,7 +57,7 @@ class Transfer(ABC):
             name: description of the channel: ``device to host``.
             look: called during long waits; may raise.
         """
-        self.layout: Layout | None = None
+        self.layout: StorageLayout | None = None
         self.thread: threading.Thread | None = None
         self._source: torch.Tensor | HostBytes | None = None
         self._target: torch.Tensor | HostBytes | None = None
@@ -76,7 +76,7 @@ class Transfer(ABC):
 
         Raises:
             CopyError: no thread can be started for the copy.
-            StoppedError: the pass has failed.
+            TransferStoppedError: the pass has failed.
         """
         source = self._source = tensor.bytes if isinstance(tensor, HostTensor) else tensor
         self._made_by = made_by
@@ -87,11 +87,11 @@ class Transfer(ABC):
 
         Raises:
             CopyError: there is no room on the host, or no thread can be started for the copy.
-            StoppedError: the pass has failed.
+            TransferStoppedError: the pass has failed.
         """
         memory = self._memory
         if memory is None:
-            raise StoppedError
+            raise TransferStoppedError
         target = memory.empty(size_bytes)
         self.into(target)
         return target
@@ -106,7 +106,7 @@ class Transfer(ABC):
 
         Raises:
             CopyError: the copy has failed.
-            StoppedError: the pass has failed.
+            TransferStoppedError: the pass has failed.
         """
         self._wait(at_target=True)
         assert self.layout is not None
@@ -117,7 +117,7 @@ class Transfer(ABC):
 
         Raises:
             CopyError: the copy has failed.
-            StoppedError: the pass has failed.
+            TransferStoppedError: the pass has failed.
         """
         self._wait(at_target=False)
 
@@ -125,7 +125,7 @@ class Transfer(ABC):
         """Release all waiting threads after a failed pass, unless the copy has been started and ends by itself."""
         with self._giving:
             if self._missing_ends > 0 and not self._known.is_set():
-                self._fail(StoppedError())
+                self._fail(TransferStoppedError())
 
     @property
     @abstractmethod
@@ -166,7 +166,7 @@ class Transfer(ABC):
             self._hold(end, at_target=at_target)
         with self._giving:
             if self._known.is_set():  # stopped
-                raise StoppedError
+                raise TransferStoppedError
             self._missing_ends -= 1
             if self._missing_ends:
                 return
@@ -196,7 +196,7 @@ class Transfer(ABC):
         if isinstance(source, HostBytes):
             layout, values = source.layout, source.values
         else:
-            layout = Layout.of(source) if self._made_by is None else self._made_by.layout
+            layout = StorageLayout.of(source) if self._made_by is None else self._made_by.layout
             values = storage_bytes(source)
         assert layout is not None
         room = target.room if isinstance(target, HostBytes) else target
@@ -221,8 +221,8 @@ class Transfer(ABC):
             if is_dead(self.thread) and not self._known.is_set():
                 raise CopyError(f"a copy from {self._name} was not made: its thread has died; the step can be tried again")
         if (error := self._error) is not None:
-            if isinstance(error, StoppedError):
-                raise StoppedError
+            if isinstance(error, TransferStoppedError):
+                raise TransferStoppedError
             # A new one each time, without the frames of earlier waiters.
             said = f"a copy from {self._name} failed: {type(error).__name__}: {error}; the step can be tried again"
             raise CopyError(str(error) if isinstance(error, CopyError) else said) from error
@@ -234,7 +234,7 @@ def copied(tensor: torch.Tensor, size_bytes: int, device: torch.device) -> torch
     Raises:
         CopyError: it does not fit.
     """
-    layout, values = fitting(storage_bytes(tensor), Layout.of(tensor), size_bytes)
+    layout, values = fitting(storage_bytes(tensor), StorageLayout.of(tensor), size_bytes)
     target = DeviceMemory(device).empty(size_bytes)
     target[: len(values)].copy_(values)
     return layout.within(target)
@@ -245,7 +245,7 @@ def storage_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
-def fitting(whole: torch.Tensor, at: Layout, room_bytes: int) -> tuple[Layout, torch.Tensor]:
+def fitting(whole: torch.Tensor, at: StorageLayout, room_bytes: int) -> tuple[StorageLayout, torch.Tensor]:
     """Return the layout of the tensor within the bytes to copy, and these bytes.
 
     The bytes are the `whole` storage if it fits, since views may read more than the tensor itself. Kernels of another device may
@@ -263,4 +263,4 @@ def fitting(whole: torch.Tensor, at: Layout, room_bytes: int) -> tuple[Layout, t
             "inputs without gaps (contiguous()), as it was planned for"
         )
     first = at.offset * item_bytes
-    return Layout(at.dtype, 0, at.shape, at.stride), whole[first : first + extent * item_bytes]
+    return StorageLayout(at.dtype, 0, at.shape, at.stride), whole[first : first + extent * item_bytes]

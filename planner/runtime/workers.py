@@ -13,7 +13,7 @@ from graphs.errors import PlannerError
 LOOK_S = 0.2  # interval at which a waiting thread checks that the others are alive
 
 
-class Job(Protocol):
+class ThreadJob(Protocol):
     """A job that runs once.
 
     Attributes:
@@ -26,7 +26,7 @@ class Job(Protocol):
         """Run the job in that thread; it raises nothing."""
 
 
-class Called:
+class ThreadedCall:
     """A function that is called in another thread.
 
     Attributes:
@@ -87,7 +87,7 @@ class Worker:
         self._end: weakref.finalize[Any, Any] | None = None
         self._starting = threading.Lock()
 
-    def issue(self, job: Job) -> None:
+    def issue(self, job: ThreadJob) -> None:
         """Queue `job`.
 
         Raises:
@@ -100,7 +100,7 @@ class Worker:
             self._jobs.put(job)
 
     def _start(self) -> None:
-        self._jobs: SimpleQueue[Job | None] = SimpleQueue()  # the jobs of a dead thread are dropped with their memory
+        self._jobs: SimpleQueue[ThreadJob | None] = SimpleQueue()  # the jobs of a dead thread are dropped with their memory
         thread = threading.Thread(target=_work, args=(self._jobs,), name=f"planner: {self._name}", daemon=True)
         try:
             thread.start()
@@ -110,7 +110,7 @@ class Worker:
             self._end.detach()
         self._thread, self._end = thread, weakref.finalize(self, self._jobs.put, None)
         if (threads := self._threads) is not None:
-            counted = Called(lambda: _set_threads(threads))
+            counted = ThreadedCall(lambda: _set_threads(threads))
             self._jobs.put(counted)
             while not counted.ended.wait(LOOK_S) and thread.is_alive():
                 pass
@@ -127,7 +127,7 @@ def _set_threads(count: int) -> None:
     torch.set_num_threads(count)
 
 
-def _work(jobs: "SimpleQueue[Job | None]") -> None:
+def _work(jobs: "SimpleQueue[ThreadJob | None]") -> None:
     while (job := jobs.get()) is not None:
         job.make()
         del job  # not held until the next one arrives

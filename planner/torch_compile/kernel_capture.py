@@ -11,7 +11,7 @@ from torch import fx
 
 from planner.capture.kernels.halves import compile_halves
 from planner.capture.kernels.lower import lower_graph
-from planner.capture.kernels.variants import Variant
+from planner.capture.kernels.variants import CompileVariant
 from planner.capture.lowering.lower import Capture
 from planner.capture.options.traced import with_traced
 from planner.capture.rewrites.reproducible_random import generator_of
@@ -45,12 +45,12 @@ def capture_kernels(module: fx.GraphModule, inputs: Sequence[Any], options: Sequ
     assert context is not None
     with ExitStack() as stack:
         stack.enter_context(tracing(TracingContext(context.fake_mode)))  # Dynamo's own is for AOTAutograd, which runs later
-        halves = compile_halves(stack, copy.deepcopy(module), tuple(inputs), {}, Variant.DEFAULT)
+        halves = compile_halves(stack, copy.deepcopy(module), tuple(inputs), {}, CompileVariant.DEFAULT)
         joint = halves.joint.graph_module
         placeholders = [n for n in joint.graph.find_nodes(op="placeholder") if isinstance(n.meta.get("val"), torch.Tensor)]
         device = placeholders[0].meta["val"].device
         statics, signature = Placeholders(placeholders, device), Signature.of((), pytree.tree_structure(()))
-        captured = lower_graph(halves, statics, signature, generator=generator_of(device), provenance={})
+        captured = lower_graph(halves, statics, signature, generator=generator_of(device))
         graph = once(captured.graph, mutated_inputs(joint, statics))
     with disable_current_modes(), no_python_dispatcher():
         given = {node.name: _given(node, module, inputs) for node in placeholders}

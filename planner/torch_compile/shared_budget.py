@@ -27,21 +27,21 @@ from planner.option_settings import OptionSettings
 from planner.plans.summary import summarize
 from planner.runtime.arena import Arena, SharedSlab
 from planner.runtime.auto_budget import auto_budget_bytes
-from planner.search import Search
+from planner.search import StepSearch
 from planner.torch_compile.backend_settings import BackendSettings
 from planner.torch_compile.planned_graph import PlannedGraph, device_of
 from planner.torch_compile.rest_of_step import keeping_all, kept_bytes, lean_schedule, with_rest, without_rest
 from planner.torch_compile.shared_channels import SharedChannels, host_room, with_host_bytes
-from planner.torch_compile.step_memory import Seen, bytes_beside_requests, bytes_of_others, unread
+from planner.torch_compile.step_memory import PassStorages, bytes_beside_requests, bytes_of_others, unread
 from planner.torch_compile.together import Together
 
 
 @dataclass(slots=True)
-class _Run:
+class _ForwardRun:
     """A forward pass; `alive` until its backward pass has run."""
 
     graph: PlannedGraph
-    seen: Seen
+    seen: PassStorages
     plan: StorageWeakRef | None = None
 
     @property
@@ -77,12 +77,12 @@ class SharedBudget:
         self._options = options = settings.solve.options
         self._shared_channels = None if options.host_bytes is None else SharedChannels(options.host_bytes)
         found = OptionSettings(self.traced)  # other options are in the graphs already
-        self._solve = Search(replace(settings.solve, options=found), settings.run).first_plan
-        self._runs: list[_Run] = []
+        self._solve = StepSearch(replace(settings.solve, options=found), settings.run).first_plan
+        self._runs: list[_ForwardRun] = []
         self._planned: dict[tuple[PlannedGraph, ...], _StepBudget] = {}  # steps whose graphs are planned together
         self._learning = True
         self._largest_bytes = 0  # peak of a step without recomputation
-        self._known: dict[PlannedGraph, Seen] = {}
+        self._known: dict[PlannedGraph, PassStorages] = {}
         self._slab = SharedSlab() if settings.run.arena else None
 
     def graph(self, joint: fx.GraphModule, captured: Capture, *, outputs: int) -> PlannedGraph:
@@ -126,7 +126,7 @@ class SharedBudget:
             self.budget = _auto_bytes(inputs, model := list(model))
         self._runs = [run for run in self._runs if run.alive]
         graph.watch = lambda args: self._begin(graph, args)
-        runs = [*(run.seen for run in self._runs), Seen.of(inputs)]
+        runs = [*(run.seen for run in self._runs), PassStorages.of(inputs)]
         kept = [run.graph.kept_bytes for run in self._runs]
         others = bytes_of_others(runs, len(runs) - 1, kept)
         whole = self.whole([*(run.graph for run in self._runs), graph], runs)
@@ -190,7 +190,7 @@ class SharedBudget:
     def _host_bytes(self) -> int:
         return 0 if self._shared_channels is None else self._shared_channels.host_bytes
 
-    def whole(self, graphs: Sequence[PlannedGraph], runs: Sequence[Seen]) -> int:
+    def whole(self, graphs: Sequence[PlannedGraph], runs: Sequence[PassStorages]) -> int:
         """Return the budget in bytes for a step of these graphs; a share refers to the largest step so far.
 
         A smaller last batch gets no smaller budget.
@@ -207,8 +207,8 @@ class SharedBudget:
         if self._runs and not any(run.alive for run in self._runs):
             self._end_step()
         if self._learning:
-            self._known[graph] = Seen.of(args)
-        run = _Run(graph, self._known[graph])
+            self._known[graph] = PassStorages.of(args)
+        run = _ForwardRun(graph, self._known[graph])
 
         def end(returned: list[Any], plan: torch.Tensor) -> None:
             if self._learning:
@@ -236,11 +236,11 @@ class SharedBudget:
         if self._slab is not None and step in self._planned:
             self._fit_arena(runs, self._planned[step])
 
-    def _together(self, runs: Sequence[_Run], whole: int) -> Together:
+    def _together(self, runs: Sequence[_ForwardRun], whole: int) -> Together:
         order, seen = [run.graph for run in runs], [run.seen for run in runs]
         return Together(order, seen, whole, self.leaving, host_bytes=self._host_bytes, limit_s=self.limit_s)
 
-    def _fit_arena(self, runs: Sequence[_Run], budget: _StepBudget) -> None:
+    def _fit_arena(self, runs: Sequence[_ForwardRun], budget: _StepBudget) -> None:
         """Plan the graphs of a step for less if in its arena it takes more than it may: addresses may leave gaps.
 
         Raises:
@@ -268,7 +268,7 @@ class SharedBudget:
                     f"planned for as much less: raise it, or leave out arena=True ({error})"
                 ) from error
 
-    def _lower(self, runs: Sequence[_Run], budget: _StepBudget, less_bytes: int) -> None:
+    def _lower(self, runs: Sequence[_ForwardRun], budget: _StepBudget, less_bytes: int) -> None:
         """Plan the graphs of a step together for `less_bytes` less than before."""
         self._together(runs, budget.planned_bytes - less_bytes).plan()
         budget.planned_bytes -= less_bytes

@@ -15,7 +15,7 @@ Storages = dict[int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class PassStorages:
     """The storages that one forward pass of a graph met.
 
     Attributes:
@@ -33,7 +33,7 @@ class Seen:
     identities: list[StorageWeakRef] = field(default_factory=list)
 
     @classmethod
-    def of(cls, inputs: Iterable[object]) -> "Seen":
+    def of(cls, inputs: Iterable[object]) -> "PassStorages":
         """Return the storages known before the pass."""
         tensors = [t for t in inputs if isinstance(t, torch.Tensor)]
         trained = [t for t in tensors if t.requires_grad and t.grad_fn is None]
@@ -53,11 +53,11 @@ class Seen:
         self.identities.extend(StorageWeakRef(t.untyped_storage()) for t in tensors)
 
 
-def unread(model: Iterable[torch.Tensor], runs: Sequence[Seen]) -> Seen | None:
+def unread(model: Iterable[torch.Tensor], runs: Sequence[PassStorages]) -> PassStorages | None:
     """Return a pass that reads the tensors of `model` that none of `runs` reads; None if there are none."""
     read = _union(run.inputs for run in runs)
     found = [t for t in model if t.untyped_storage()._cdata not in read]
-    return Seen.of(found) if found else None
+    return PassStorages.of(found) if found else None
 
 
 def storages(tensors: Iterable[torch.Tensor]) -> Storages:
@@ -69,7 +69,7 @@ def storages(tensors: Iterable[torch.Tensor]) -> Storages:
     return found
 
 
-def bytes_of_others(runs: Sequence[Seen], index: int, kept_bytes: Sequence[int]) -> int:
+def bytes_of_others(runs: Sequence[PassStorages], index: int, kept_bytes: Sequence[int]) -> int:
     """Return the peak memory, in bytes, outside a graph's own plan while it runs forward or backward.
 
     Args:
@@ -91,7 +91,7 @@ def bytes_of_others(runs: Sequence[Seen], index: int, kept_bytes: Sequence[int])
     return there + waiting + sum(size for s, size in grads.items() if s not in made)
 
 
-def bytes_beside_requests(runs: Sequence[Seen]) -> int:
+def bytes_beside_requests(runs: Sequence[PassStorages]) -> int:
     """Return the bytes in a step that its graphs have not asked for.
 
     These are what they read and have not made, what autograd holds for other ops, and gradients of results that no graph reads.

@@ -11,7 +11,7 @@ from graphs.units import format_bytes
 from planner.torch_compile.planned_graph import PlannedGraph
 from planner.torch_compile.rest_of_step import keeping_all, kept_bytes, lean_schedule, with_rest, without_rest
 from planner.torch_compile.shared_channels import host_room
-from planner.torch_compile.step_memory import Seen, bytes_of_others
+from planner.torch_compile.step_memory import PassStorages, bytes_of_others
 from solvers.clock import WallClock
 from solvers.eviction.least_peak import least_evicting_schedule
 
@@ -35,7 +35,7 @@ class Together:
     def __init__(
         self,
         order: Sequence[PlannedGraph],
-        seen: Sequence[Seen],
+        seen: Sequence[PassStorages],
         whole_bytes: int,
         leaving: Callable[[PlannedGraph, int, int, Schedule, int], Schedule],
         *,

@@ -27,12 +27,12 @@ from planner.runtime.arena import SharedSlab
 from planner.runtime.channels import HostChannels
 from planner.runtime.device_arena import SharedPool
 from planner.runtime.executor import Executor
-from planner.runtime.graphed_step import Recorder, record, recordable
+from planner.runtime.graphed_step import FunctionRecorder, record, recordable
 from planner.runtime.libraries import workspaces
 from planner.runtime.out_of_memory import reporting
 from planner.runtime.pool_memory import measured_peak
 from planner.runtime.release import large_blocks_returned, release_unused
-from planner.search import Search
+from planner.search import StepSearch
 from planner.settings import TraceSettings
 from planner.tracing import as_recorded, profiled
 from planner.training.compare_eager import compare_with_eager, warn_of_differences
@@ -41,7 +41,7 @@ from planner.training.improvement import Consultation, Improvement, over_budget,
 from planner.training.step import Improving, PlannedStep
 
 if TYPE_CHECKING:
-    from planner.capture.kernels.variants import Variant  # importing Inductor takes a second
+    from planner.capture.kernels.variants import CompileVariant  # importing Inductor takes a second
 
 # How often a budget is lowered by the excess of the measured peak.
 _CORRECTIONS = 2
@@ -68,8 +68,8 @@ class Compiler:
     wrapper: Unwrapped
     loss_fn: LossFn | None
     trace: TraceSettings
-    search: Search
-    recorder: Callable[[], Recorder] | None = None
+    search: StepSearch
+    recorder: Callable[[], FunctionRecorder] | None = None
     compare_eager: bool = True
     channels: HostChannels | None = None
     stages: Stages = field(default_factory=Stages)
@@ -96,7 +96,7 @@ class Compiler:
         """Return the fastest step on `batch` within the budget; `captured` is profiled."""
         return self.solve(captured, batch, budget)
 
-    def _captured(self, batch: Batch, variant: "Variant | None") -> Capture:
+    def _captured(self, batch: Batch, variant: "CompileVariant | None") -> Capture:
         with self.stages.stage(Stage.CAPTURE):
             captured = self.wrapper.capture(self.loss_fn, batch, self.trace, variant)
         if self.search.run.arena:

@@ -25,7 +25,7 @@ from planner.runtime.arena import Arena
 from planner.runtime.device_arena import DeviceArena
 from planner.runtime.executor import Executor
 from planner.runtime.observation import OpTimer, PeakWatch
-from planner.search import Search
+from planner.search import StepSearch
 from planner.solving import judged_on
 
 _TIMED_STEPS = 3
@@ -39,7 +39,7 @@ _FIRST_SHARED = 2  # step before which several processes first exchange their st
 
 
 @dataclass(frozen=True, slots=True)
-class Swap:
+class PlanSwap:
     """A plan that replaces another.
 
     Attributes:
@@ -70,7 +70,7 @@ class Improvement:
         executor: Executor,
         *,
         solved_bytes: int,
-        search: Search,
+        search: StepSearch,
         make_executor: Callable[[Capture, Plan], Executor],
         finds: bool,
     ) -> None:
@@ -89,7 +89,7 @@ class Improvement:
         self._candidate: Plan | None = None
         self._is_solved = plan.status == "optimal"  # at the known costs
         self._timer: OpTimer | None = None
-        self._before: Swap | None = None  # the plan to return to
+        self._before: PlanSwap | None = None  # the plan to return to
         if finds and not executor.devices.channels:  # otherwise op times would include waits for copies
             self._timer = OpTimer(executor, steps=_TIMED_STEPS)
         self._watch = PeakWatch(executor) if plan.measured_peak_bytes is None else None
@@ -116,12 +116,12 @@ class Improvement:
             self._receive(min(_POLL_S, max(0.0, until - time.monotonic())))
         return self._better()
 
-    def adopt(self, plan: Plan) -> Swap:
+    def adopt(self, plan: Plan) -> PlanSwap:
         """Replace the current plan by `plan`, and observe the peak of its first step."""
         gain = 1 - plan.time_s / self.plan.time_s
         executor = self._make_executor(self._captured, plan)
         self._time_ops_of(executor)
-        self._before = Swap(self.plan, self._executor, self._captured.graph, "the peak of the next one was over the budget")
+        self._before = PlanSwap(self.plan, self._executor, self._captured.graph, "the peak of the next one was over the budget")
         self.plan = replace(
             with_arena(plan, executor.arena),
             budget_bytes=self.plan.budget_bytes,
@@ -130,7 +130,7 @@ class Improvement:
         )
         executor.start_training(self.plan.budget_bytes, check_writes=self._executor.check_writes)
         self._executor, self._watch = executor, PeakWatch(executor)
-        return Swap(self.plan, executor, self._captured.graph, f"{gain:.1%} faster, found beside the training")
+        return PlanSwap(self.plan, executor, self._captured.graph, f"{gain:.1%} faster, found beside the training")
 
     def over_bytes(self) -> int | None:
         """Return by how much the peak of the first step of a plan was over the budget; None until it is known."""
@@ -143,7 +143,7 @@ class Improvement:
         self.plan = with_arena(replace(self.plan, measured_peak_bytes=watch.peak_bytes), self._executor.arena)
         return self.plan.needed_bytes(watch.peak_bytes) - self.plan.budget_bytes
 
-    def take_back(self, over_bytes: int) -> Swap:
+    def take_back(self, over_bytes: int) -> PlanSwap:
         """Return to the plan before the one that exceeded the budget; lower the solved budget by `over_bytes`.
 
         Raises:
@@ -161,7 +161,7 @@ class Improvement:
         self.plan, self._executor = before.plan, before.executor
         return before
 
-    def _begin_anew(self, needed_bytes: int) -> Swap:
+    def _begin_anew(self, needed_bytes: int) -> PlanSwap:
         """Return a plan that replaces the first one, which needed `needed_bytes`."""
         try:
             found = self._search.first_plan(self._captured.graph, self._solved_bytes)
@@ -263,7 +263,7 @@ class Consultation:
         """The current plan."""
         return self.improvement.plan
 
-    def before_step(self) -> Swap | None:
+    def before_step(self) -> PlanSwap | None:
         """Record that a step begins; return the plan to run it by if the plan changes."""
         self._steps += 1
         steps = self._steps
@@ -271,11 +271,11 @@ class Consultation:
             return None
         return self._consult(lambda: self.improvement.find(steps))
 
-    def wait(self, seconds: float | None) -> Swap | None:
+    def wait(self, seconds: float | None) -> PlanSwap | None:
         """Wait for the end of the solve, at most `seconds`; return the best plan if it differs from the current one."""
         return self._consult(lambda: self.improvement.wait(seconds))
 
-    def _consult(self, find: Callable[[], Plan | None]) -> Swap | None:
+    def _consult(self, find: Callable[[], Plan | None]) -> PlanSwap | None:
         over = [over_bytes for over_bytes in self._ranks.gather(self.improvement.over_bytes()) if over_bytes is not None]
         if over and max(over) > 0:
             return self.improvement.take_back(max(over))

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from graphs.errors import BudgetError, EagerWarning, LimitError, TraceError
 from graphs.ir import Graph
 from planner.budgets import budget_in_bytes, is_share
-from planner.capture.kernels.variants import Variant
+from planner.capture.kernels.variants import CompileVariant
 from planner.capture.lowering.lower import Capture
 from planner.capture.signature import Batch
 from planner.plans.plan import Plan
@@ -25,12 +25,12 @@ class InductorCompiler(Compiler):
 
     def capture(self, batch: Batch) -> Capture:
         """Return the step on `batch` as ``torch.compile`` compiles it; nothing is executed."""
-        return self._captured(batch, Variant.DEFAULT)
+        return self._captured(batch, CompileVariant.DEFAULT)
 
     def captured_for(self, plan: Plan, captured: Capture, batch: Batch) -> Capture:
         """Return the step on `batch` with the variant that `plan` was made for; see ``Compiler``."""
-        variant = Variant(str(plan.graph.provenance["variant"]))
-        of_plan = captured if variant is Variant.DEFAULT else self._other(variant, captured, batch)
+        variant = CompileVariant(str(plan.graph.provenance["variant"]))
+        of_plan = captured if variant is CompileVariant.DEFAULT else self._other(variant, captured, batch)
         return Compiler.captured_for(self, plan, of_plan, batch)
 
     def plan(self, captured: Capture, batch: Batch, budget: str | int) -> PlannedStep:
@@ -75,7 +75,7 @@ class InductorCompiler(Compiler):
             raise failure
         return min(steps, key=_time_beside)
 
-    def _other(self, variant: Variant, captured: Capture, batch: Batch) -> Capture:
+    def _other(self, variant: CompileVariant, captured: Capture, batch: Batch) -> Capture:
         """Return the step compiled as another variant; its reference is still ``torch.compile``'s own."""
         return replace(self._captured(batch, variant), whole=captured.whole)
 
@@ -87,13 +87,13 @@ def _shares_of(whole_bytes: int, captured: Capture) -> Capture:
     return replace(captured, graph=Graph(graph.ops, graph.tensors, graph.kept, provenance))
 
 
-def _others(graph: Graph) -> list[Variant]:
+def _others(graph: Graph) -> list[CompileVariant]:
     """Return the variants that may be faster than the default one with this `graph`."""
-    found = [Variant.KEEP]
+    found = [CompileVariant.KEEP]
     if not any(op.random for op in graph.ops):  # with a memory budget, PyTorch draws other numbers in the backward pass
-        found.insert(0, Variant.BUDGET)
+        found.insert(0, CompileVariant.BUDGET)
     if any(not (op.recomputable or op.mutates or op.random) for op in graph.ops):
-        found.insert(0, Variant.WHOLE)
+        found.insert(0, CompileVariant.WHOLE)
     return found
 
 

@@ -25,7 +25,7 @@ from planner.runtime.cuda_graph import CudaGraphs
 from planner.runtime.device_arena import shared_slab
 from planner.runtime.executor import check_no_transform
 from planner.runtime.measure import device_name
-from planner.search import Search
+from planner.search import StepSearch
 from planner.settings import RunSettings, SolveSettings, TraceSettings
 from planner.training.auto_budget import with_auto_resolved
 from planner.training.cache import PlanCache, warn_unusable
@@ -74,7 +74,7 @@ class Planning:
             batch: inputs and targets.
             budget: what ``budget_or_overhead`` returns.
         """
-        check_trains("planner.compile is called")
+        check_trains()
         batch, run = detach_batch(batch), self.run
         budget = with_auto_resolved(budget, self.wrapper, batch)
         if allowed_overhead(budget) is not None:
@@ -117,7 +117,7 @@ class Planning:
             self.wrapper,
             self.loss_fn,
             self.trace,
-            Search(solve, self.run),
+            StepSearch(solve, self.run),
             partial(CudaGraphs, next(self.wrapper.module.parameters()).device) if self.run.cuda_graph else None,
             compare_eager=self.run.compare_eager,
             channels=channels,
@@ -150,19 +150,16 @@ class Planning:
         return made_with
 
 
-def check_trains(what: str) -> None:
+def check_trains() -> None:
     """Raise if no training is possible here.
-
-    Args:
-        what: the action, for the message: ``planner.compile is called``.
 
     Raises:
         PlannerError: gradients are turned off, or a transform of torch.func is active.
     """
     if not torch.is_grad_enabled():
         mode = "inference_mode" if torch.is_inference_mode_enabled() else "no_grad"
-        raise PlannerError(f"{what} under torch.{mode}(), where nothing is trained: call it outside")
-    check_no_transform(what)
+        raise PlannerError(f"planner.compile is called under torch.{mode}(), where nothing is trained: call it outside")
+    check_no_transform("planner.compile is called")
 
 
 def _planned(compiler: Compiler, batch: Batch, budget: str | int, made_with: Mapping[str, object]) -> PlannedStep:

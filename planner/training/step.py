@@ -16,7 +16,7 @@ from planner.option_settings import with_recorded
 from planner.plans.plan import Plan
 from planner.report.page import write_pages
 from planner.runtime.executor import Executor
-from planner.training.improvement import Consultation, Swap
+from planner.training.improvement import Consultation, PlanSwap
 from planner.views.plan_views import html
 
 
@@ -136,7 +136,7 @@ class PlannedStep:
         keep(self.plan)
         self._keep = keep
 
-    def _take(self, swap: Swap | None) -> None:
+    def _take(self, swap: PlanSwap | None) -> None:
         assert self._improving is not None
         before, self.plan = self.plan, self._improving.consultation.plan
         if self._keep is not None and swap is None and before.measured_peak_bytes is None is not self.plan.measured_peak_bytes:

@@ -94,7 +94,7 @@ def _replacements() -> Iterator[tuple[ModuleType, str, Callable[..., Any]]]:
         yield torch.cuda, name, _constant(answers.get(name))
     default, load = torch.set_default_device, torch.load
     yield torch, "set_default_device", lambda device: default(_on_cpu(device))
-    yield torch, "load", _with_device_on_cpu(load, "map_location")
+    yield torch, "load", _on_the_cpu(load)
     for name, answer in (("is_available", True), ("current_accelerator", torch.device("cuda")), ("device_count", 1)):
         yield torch.accelerator, name, _constant(answer)
 
@@ -103,13 +103,13 @@ def _constant(answer: object) -> Callable[..., Any]:
     return lambda *_, **__: answer
 
 
-def _with_device_on_cpu(function: Callable[..., Any], parameter: str) -> Callable[..., Any]:
-    signature = inspect.signature(function)
+def _on_the_cpu(load: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(load)
 
     def called(*args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs)
-        if parameter in bound.arguments:
-            bound.arguments[parameter] = _on_cpu(bound.arguments[parameter])
-        return function(*bound.args, **bound.kwargs)
+        if "map_location" in bound.arguments:
+            bound.arguments["map_location"] = _on_cpu(bound.arguments["map_location"])
+        return load(*bound.args, **bound.kwargs)
 
     return called

@@ -8,7 +8,7 @@ from benchmarks import addresses
 from benchmarks.addresses import PUBLIC, TABLE, AddressRow, address_row, main, solve_plans
 from planner.studies.rows import KeptRows
 from planner.studies.tables import markdown
-from tests.support.buffers import packed_buffers
+from tests.support.graphs.buffers import packed_buffers
 
 FOLDER = Path(__file__).parents[2] / "results" / "addresses"
 

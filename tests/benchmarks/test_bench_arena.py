@@ -10,7 +10,7 @@ from benchmarks.arena import TABLE
 from benchmarks.arena_case import ArenaRow
 from planner.studies.rows import KeptRows
 from planner.studies.tables import markdown
-from tests.support.steps import make
+from tests.support.models.steps import make
 
 FOLDER = Path(__file__).parents[2] / "results" / "arena"
 

@@ -33,7 +33,7 @@ from planner.studies.blocks import InapplicableError
 from planner.studies.rows import read_rows
 from planner.training.compiler import Compiler
 from tests.support import first_step_tiny
-from tests.support.steps import mutated
+from tests.support.models.steps import mutated
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="memory is capped and measured as on Linux")
 

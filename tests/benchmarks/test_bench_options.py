@@ -7,29 +7,26 @@ from pathlib import Path
 import pytest
 
 from benchmarks import options, options_errors
-from benchmarks.options import (
+from benchmarks.options import MODELS, NAMES, OptionsCase, TracedStep, find_offers, solve
+from benchmarks.options_errors import MEASURED, Bits, bits_of, error_table, measure_errors
+from benchmarks.options_table import (
     BUDGETS,
     FLOATING,
     LEAST,
-    MODELS,
-    NAMES,
     NONE,
     Offer,
-    OptionsCase,
     OptionsRow,
     below_bound,
     sets_of,
-    solve,
     table,
     worse,
 )
-from benchmarks.options_errors import MEASURED, Bits, bits_of, error_table, measure_errors
 from graphs.ir import Op
 from graphs.units import format_ratio
 from planner import tracing
 from planner.capture.options import OPTIONS
 from planner.models import build
-from planner.studies.rows import KeptRows, read_rows
+from planner.studies.rows import read_rows
 from planner.workload.workload import parse_spec
 from solvers.clock import WorkClock
 
@@ -46,11 +43,11 @@ def key(row: OptionsRow) -> tuple[str, str, str]:
 
 
 @pytest.fixture(scope="module")
-def case(tmp_path_factory: pytest.TempPathFactory) -> OptionsCase:
+def case() -> OptionsCase:
     workload = build("mlp", batch=64, width=32, layers=2, classes=2000)
     traced = tracing.trace(*workload, roofline="h200", options=["chunks"])
-    offers = KeptRows(tmp_path_factory.mktemp("options") / "offers.csv", Offer)
-    return OptionsCase("step", lambda: traced, ("offload", "chunks"), partial(WorkClock, 3.0), offers)
+    step = TracedStep("step", lambda: traced, ("offload", "chunks"))
+    return OptionsCase(step, list(find_offers(step, ())), partial(WorkClock, 3.0))
 
 
 @pytest.fixture(scope="module")

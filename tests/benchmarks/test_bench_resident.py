@@ -8,7 +8,7 @@ from benchmarks import resident, resident_case
 from benchmarks.resident_case import ARENA, ResidentRow
 from graphs.units import format_bytes
 from planner.studies.tables import markdown
-from tests.support.steps import make
+from tests.support.models.steps import make
 
 
 @pytest.fixture

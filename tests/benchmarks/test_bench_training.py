@@ -19,7 +19,7 @@ from planner.runtime.measure import loss_of
 from planner.solving import solve
 from planner.studies.rows import read_rows
 from planner.training.step import PlannedStep
-from tests.support.steps import mutated
+from tests.support.models.steps import mutated
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch.*")
 

@@ -14,7 +14,7 @@ from benchmarks.instances.read import names, read
 from graphs.schedule import keep_everything
 from graphs.simulate import simulate
 from graphs.synthetic.random_graphs import random_training_step
-from tests.support.steps import random_schedule
+from tests.support.models.steps import random_schedule
 
 
 def test_all_instances_exist() -> None:

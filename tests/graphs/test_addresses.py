@@ -13,10 +13,10 @@ from graphs.schedule import Compute, Schedule
 from graphs.simulate import simulate
 from graphs.synthetic.random_graphs import with_overwriting
 from graphs.synthetic.small import training_chain
-from tests.support.buffers import random_buffers
-from tests.support.event_judge import runs
-from tests.support.random_choices import graph_with_choices, schedule_with_choices
-from tests.support.small_graphs import random_overwriting
+from tests.support.graphs.buffers import random_buffers
+from tests.support.graphs.event_judge import runs
+from tests.support.graphs.random_choices import graph_with_choices, schedule_with_choices
+from tests.support.graphs.small_graphs import random_overwriting
 
 
 def overlaps(buffers: Sequence[Buffer], offsets: Sequence[int]) -> bool:

@@ -20,8 +20,8 @@ from graphs.synthetic.small import chain
 from planner.facts.graph import graph_facts
 from planner.solving import solve
 from solvers.registry import get_solver
-from tests.support.requests import ask
-from tests.support.small_graphs import diamond
+from tests.support.graphs.small_graphs import diamond
+from tests.support.solvers.answers import ask
 
 HOST = Pool("host", DEVICE_TO_HOST, 8)
 DEVICE_POOL = Pool(DEVICE, COMPUTE)

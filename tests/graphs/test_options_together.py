@@ -15,8 +15,8 @@ from graphs.options.selection import without_computed
 from graphs.pools import COMPUTE, DEVICE, DEVICE_TO_HOST, HOST, HOST_TO_DEVICE, channel
 from graphs.simulate import simulate
 from planner.capture.options import with_options
-from tests.support.all_choices import BESIDE, any_schedule, around, found_in_a_step
-from tests.support.event_judge import judged, runs
+from tests.support.graphs.event_judge import judged, runs
+from tests.support.graphs.random_choices import BESIDE, any_schedule, around, found_in_a_step
 
 
 def test_order_of_option_names_does_not_matter() -> None:

@@ -14,10 +14,9 @@ from graphs.simulate import simulate
 from graphs.synthetic.draft import Draft
 from graphs.synthetic.random_graphs import random_graph
 from planner.capture.options import with_options
-from tests.support.event_judge import judged, runs
-from tests.support.offers import with_trips
-from tests.support.placements import on_devices
-from tests.support.small_graphs import diamond
+from tests.support.graphs.event_judge import judged, runs
+from tests.support.graphs.options import on_devices, with_trips
+from tests.support.graphs.small_graphs import diamond
 
 
 def layer() -> Graph:

@@ -8,7 +8,7 @@ from graphs.schedule import Compute, Free, Schedule, Step
 from graphs.simulate import simulate
 from graphs.synthetic.draft import Draft
 from graphs.synthetic.small import training_chain
-from tests.support.small_graphs import kept_output
+from tests.support.graphs.small_graphs import kept_output
 
 
 def run(graph: Graph, *steps: Step) -> None:

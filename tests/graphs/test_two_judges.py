@@ -13,10 +13,10 @@ from graphs.lifetimes import lifetimes
 from graphs.schedule import Compute, Free, Schedule, Step
 from graphs.simulate import simulate
 from graphs.synthetic.random_graphs import with_overwriting
-from tests.support.event_judge import during, judged, live, runs
-from tests.support.placements import in_two_passes
-from tests.support.random_choices import graph_with_choices, schedule_with_choices
-from tests.support.small_graphs import random_overwriting
+from tests.support.graphs.event_judge import during, judged, live, runs
+from tests.support.graphs.options import in_two_passes
+from tests.support.graphs.random_choices import graph_with_choices, schedule_with_choices
+from tests.support.graphs.small_graphs import random_overwriting
 
 seeds = st.integers(0, 2**32)
 

@@ -12,7 +12,7 @@ from graphs.synthetic.small import training_chain
 from planner.budgets import allowed_overhead, at_overhead, budget_in_bytes, budget_or_overhead, cache_key, is_auto, read_budget
 from planner.plans.summary import summarize
 from solvers.bounds import least_budget_bound
-from tests.support.brute_force import fastest
+from tests.support.solvers.brute_force import fastest
 
 
 @pytest.fixture

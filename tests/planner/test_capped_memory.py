@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import capped_memory
-from tests.support.command_process import PATIENCE_S, ROOT
-from tests.support.processes import on_two
+from tests.support.cli import PATIENCE_S, ROOT
+from tests.support.distributed import on_two
+from tests.support.memory_limits import front_ends
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="limits of the process's memory are those of Linux")
 
@@ -25,7 +25,7 @@ def run_alone(check: str) -> None:
     if check in _COMPILING and shutil.which("g++") is None:
         pytest.skip("needs g++")
     run = subprocess.run(
-        [sys.executable, "-m", "tests.support.capped_memory", check],
+        [sys.executable, "-m", "tests.support.memory_limits.front_ends", check],
         cwd=ROOT,
         text=True,
         capture_output=True,
@@ -49,7 +49,7 @@ def test_more_training_under_a_cap(check: str) -> None:
 
 
 def test_training_on_two_processes_under_a_cap(tmp_path: Path) -> None:
-    on_two((capped_memory.two_processes,), tmp_path)
+    on_two((front_ends.two_processes,), tmp_path)
 
 
 def test_planning_takes_the_memory_of_the_plan_and_returns_it() -> None:

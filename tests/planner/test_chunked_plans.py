@@ -27,8 +27,8 @@ from planner.report.describe import plan_data, plan_info_text, plan_text, run_da
 from planner.report.graph_text import graph_text
 from planner.settings import SolveSettings
 from planner.training.compare_eager import warn_of_differences
-from tests.support.command import call, refused
-from tests.support.stand_ins import in_chunks, make, optional_ops, plan_of, schedule_with
+from tests.support.cli import call, refused
+from tests.support.models.alternatives import in_chunks, make, optional_ops, plan_of, schedule_with
 
 
 @pytest.fixture(scope="module")

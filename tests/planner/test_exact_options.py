@@ -16,8 +16,8 @@ from planner.plan_check import check_plan
 from planner.plans.document import write_plan
 from planner.plans.plan import read_plan
 from planner.settings import TraceSettings
-from tests.support.command import call, refused
-from tests.support.stand_ins import make
+from tests.support.cli import call, refused
+from tests.support.models.alternatives import make
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from planner.runtime.executor import Executor  # noqa: E402
 from planner.runtime.measure import outcome  # noqa: E402
 from planner.torch_private.capture import FOLLOWS_COPIES  # noqa: E402
 from tests.support.budgets import HALF_WAY  # noqa: E402
-from tests.support.steps import random_schedule  # noqa: E402
+from tests.support.models.steps import random_schedule  # noqa: E402
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("half_way")]
 

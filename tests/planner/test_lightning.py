@@ -15,7 +15,7 @@ from planner.lightning import PlannedTraining
 from planner.progress.describe import plan_line
 from planner.training.step import PlannedStep
 from tests.support.budgets import HALF_WAY
-from tests.support.lightning_loop import QUICK, Module, pl, trained
+from tests.support.integrations.lightning import QUICK, Module, pl, trained
 from tests.support.logs import lines_of
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("half_way")]

@@ -16,8 +16,8 @@ pl = pytest.importorskip("lightning.pytorch")
 from graphs.errors import PlannerError  # noqa: E402
 from planner.lightning import PlannedTraining  # noqa: E402
 from tests.support.budgets import HALF_WAY  # noqa: E402
-from tests.support.lightning_loop import QUICK, Module, trained  # noqa: E402
-from tests.support.processes import on_two  # noqa: E402
+from tests.support.distributed import on_two  # noqa: E402
+from tests.support.integrations.lightning import QUICK, Module, trained  # noqa: E402
 
 
 class Loaded(Module):

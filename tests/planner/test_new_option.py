@@ -22,7 +22,7 @@ from planner.plans.document import write_plan
 from planner.plans.plan import read_plan
 from tests.support import bfloat16_option
 from tests.support.bfloat16_option import BFLOAT16
-from tests.support.command import call
+from tests.support.cli import call
 
 ROOT = Path(__file__).parents[2]
 SOURCES = [path for floor in ("graphs", "solvers", "planner") for path in (ROOT / floor).rglob("*.py")]

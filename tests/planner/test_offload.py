@@ -22,7 +22,7 @@ from planner.plans.document import write_plan
 from planner.plans.plan import read_plan
 from planner.profiling.link import MEASURED_LINK, LinkProfile, LinkRates
 from solvers.order.reorder import reordered
-from tests.support.command import call, refused
+from tests.support.cli import call, refused
 
 GB = 10**9
 

@@ -22,8 +22,8 @@ from planner.option_settings import option_settings, with_recorded
 from planner.plans.plan import read_plan
 from planner.profiling.other_devices import DEVICES_KEY, decode_devices, encode_devices, parse_device
 from planner.solving import solve
-from tests.support.all_choices import found_in_a_step
-from tests.support.small_graphs import diamond
+from tests.support.graphs.random_choices import found_in_a_step
+from tests.support.graphs.small_graphs import diamond
 
 MODEL = "zoo:mlp,layers=1,width=24,batch=16,classes=5"
 SECOND = "cpu:1"

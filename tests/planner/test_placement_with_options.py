@@ -26,7 +26,7 @@ from planner.report.describe import plan_text
 from planner.report.page import page
 from planner.running import run
 from planner.settings import SolveSettings
-from tests.support.all_choices import any_schedule
+from tests.support.graphs.random_choices import any_schedule
 
 SECOND = "cpu:1"
 FOUND = ["pack", "kernels", "in-place"]

@@ -29,7 +29,7 @@ from solvers.registry import SOLVERS, Entry, get_solver
 from solvers.request import Request
 from solvers.result import Result, SolveProgress, Status
 from solvers.tolerance import WIDENING, Tolerance
-from tests.support.placements import on_devices
+from tests.support.graphs.options import on_devices
 
 
 @pytest.fixture

@@ -15,8 +15,17 @@ pytest.importorskip("accelerate")
 from graphs.errors import PlannerError
 from planner.huggingface import PlannedTrainer, PlannedTrainerMixin
 from planner.progress.describe import plan_line
+from tests.support.integrations.huggingface import (
+    arguments,
+    assert_same,
+    model,
+    planned_options,
+    sentences,
+    summed,
+    trained,
+    transformers,
+)
 from tests.support.logs import lines_of
-from tests.support.trainer import arguments, assert_same, model, planned_options, sentences, summed, trained, transformers
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("half_way")]
 

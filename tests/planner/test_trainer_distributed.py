@@ -18,8 +18,8 @@ from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 from graphs.errors import PlannerError  # noqa: E402
 from planner.huggingface import PlannedTrainer  # noqa: E402
 from tests.support.budgets import HALF_WAY  # noqa: E402
-from tests.support.processes import on_two  # noqa: E402
-from tests.support.trainer import arguments, assert_same, model, planned_options, sentences, summed, trained  # noqa: E402
+from tests.support.distributed import on_two  # noqa: E402
+from tests.support.integrations.huggingface import arguments, assert_same, model, planned_options, sentences, summed, trained  # noqa: E402
 
 SHORT, LONG = sentences(8), sentences(8, longer=4)[4:]  # two batches of 16 tokens, one of 20
 

@@ -16,7 +16,7 @@ from graphs.synthetic.small import training_chain
 from solvers import bounds
 from solvers.bounds import MemoryNeed, any_order_need, describe_need, least_budget_bound, need_at, too_small_message
 from solvers.order.reorder import constraints, permuted
-from tests.support.small_graphs import diamond, kept_output, two_outputs
+from tests.support.graphs.small_graphs import diamond, kept_output, two_outputs
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,8 @@ from solvers.least import least_budget
 from solvers.problem import OBJECTIVE_SCALE, problem_of
 from solvers.windows.relaxation.discretization import Discretization
 from solvers.windows.relaxation.models import build_relaxation
-from tests.support.brute_force import fastest
-from tests.support.checked_results import SLACK, TOLERANCE, check
+from tests.support.solvers.answers import SLACK, TOLERANCE, check
+from tests.support.solvers.brute_force import fastest
 
 EXACT = settings(max_examples=400, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
 MANY = settings(EXACT, max_examples=4000)

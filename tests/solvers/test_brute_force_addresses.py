@@ -1,15 +1,19 @@
 """Schedules and addresses together against all schedules of small graphs with all addresses."""
 
+import heapq
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
+from graphs.addresses import Buffer, buffers_of, live_bytes
 from graphs.ir import Graph
-from graphs.schedule import keep_everything
+from graphs.schedule import keep_everything, schedule_of
 from graphs.simulate import simulate
 from graphs.synthetic.random_graphs import random_graph
+from solvers.addresses.solve import solve as find_addresses
 from solvers.arena.find import find_conflict
 from solvers.arena.needs import ArenaRules, Needs
 from solvers.arena.solve import solve_in_arena
@@ -24,9 +28,8 @@ from solvers.result import Result, Status
 from solvers.windows import solve
 from solvers.windows.relaxation.discretization import Discretization
 from solvers.windows.relaxation.models import build_relaxation
-from tests.support.brute_force_addresses import fastest_in_arena
-from tests.support.checked_results import SLACK, TOLERANCE
-from tests.support.requests import ask
+from tests.support.solvers.answers import SLACK, TOLERANCE, ask
+from tests.support.solvers.brute_force import may_repeat
 
 FEW = settings(max_examples=150, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
 MANY = settings(FEW, max_examples=2000)
@@ -36,6 +39,51 @@ CASES = {
     "tightness": st.floats(0, 1),
     "alignment": st.sampled_from((1, 1, 2)),
 }
+
+
+def fastest_in_arena(graph: Graph, capacity_bytes: int, alignment: int = 1, most: int = 20_000) -> float | None:
+    """Time of the fastest of all schedules with first executions in program order and all addresses; None if none fits.
+
+    With the shortest lifetimes, as nothing is written over an input. An op is not executed again before what it has made is read.
+
+    Raises:
+        TimeoutError: more than `most` orders of executions.
+    """
+    produced = [not t.static for t in graph.tensors]
+    queue: list[tuple[float, int, tuple[int, ...]]] = [(0.0, 0, ())]
+    tried = 0
+    while queue:
+        time_s, _, computed = heapq.heappop(queue)
+        tried += 1
+        if tried > most:
+            raise TimeoutError
+        buffers = buffers_of(graph, schedule_of(graph, computed), alignment=alignment)
+        if live_bytes(buffers) > capacity_bytes or not fit(buffers, capacity_bytes):
+            continue
+        done = len(set(computed))
+        if done == len(graph.ops):
+            return time_s
+        for op in graph.ops[: done + 1]:
+            if op.id < done and not (may_repeat(graph, op.id, done) and _is_read(graph, computed, op.id)):
+                continue
+            if all(not produced[t] or graph.tensors[t].producers[0] < done for t in op.inputs):
+                heapq.heappush(queue, (time_s + op.time_s, -len(computed), (*computed, op.id)))
+    return None
+
+
+def _is_read(graph: Graph, computed: Sequence[int], op: int) -> bool:
+    """Whether an output of `op` has been read since it was last executed again."""
+    last = max(index for index, other in enumerate(computed) if other == op)
+    return op not in computed[:last] or any(
+        set(graph.ops[op].outputs) & set(graph.ops[other].inputs) for other in computed[last:]
+    )
+
+
+def fit(buffers: Sequence[Buffer], capacity: int) -> bool:
+    """Whether there are addresses for `buffers`, by the exact search, which has tests of its own."""
+    result = find_addresses(buffers, capacity, work_limit=20.0)
+    assert result.status is not Status.LIMIT
+    return result.offsets is not None
 
 
 def case(seed: int, ops: int, tightness: float) -> tuple[Graph, int]:

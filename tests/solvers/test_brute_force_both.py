@@ -12,9 +12,8 @@ from graphs.synthetic.random_graphs import random_options, with_overwriting
 from planner.capture.options import with_options
 from solvers.result import Status
 from solvers.windows import solve
-from tests.support.brute_force_copies import fastest_with_copies
-from tests.support.option_cases import SLACK, TOLERANCE, Case, check_models
-from tests.support.requests import ask
+from tests.support.solvers.answers import SLACK, TOLERANCE, Case, ask, check_models
+from tests.support.solvers.brute_force_transfers import fastest_with_copies
 
 SEEDS = [
     range(30),

@@ -20,9 +20,9 @@ from solvers.result import Status
 from solvers.windows import solve
 from solvers.windows.relaxation.discretization import Discretization
 from solvers.windows.relaxation.models import build_relaxation
-from tests.support.brute_force import fastest
-from tests.support.brute_force_copies import fastest_with_copies
-from tests.support.requests import ask
+from tests.support.solvers.answers import ask
+from tests.support.solvers.brute_force import fastest
+from tests.support.solvers.brute_force_transfers import fastest_with_copies
 
 TOLERANCE = 1e-3
 SLACK = 1e-6  # what HiGHS's arithmetic may be off by

@@ -12,10 +12,9 @@ from solvers.bounds import least_budget_bound
 from solvers.problem import problem_of
 from solvers.result import Status
 from solvers.windows import solve
-from tests.support.brute_force import fastest
-from tests.support.brute_force_options import fastest_with_options
-from tests.support.option_cases import SLACK, TOLERANCE, Case, check_models
-from tests.support.requests import ask
+from tests.support.solvers.answers import SLACK, TOLERANCE, Case, ask, check_models
+from tests.support.solvers.brute_force import fastest
+from tests.support.solvers.brute_force_options import fastest_with_options
 
 SEEDS = [
     range(50),

@@ -15,9 +15,9 @@ from solvers.least import least_budget
 from solvers.problem import OBJECTIVE_SCALE, problem_of
 from solvers.windows.relaxation.discretization import Discretization
 from solvers.windows.relaxation.models import build_relaxation
-from tests.support.brute_force import fastest
-from tests.support.checked_results import SLACK, check
-from tests.support.small_graphs import random_overwriting
+from tests.support.graphs.small_graphs import random_overwriting
+from tests.support.solvers.answers import SLACK, check
+from tests.support.solvers.brute_force import fastest
 
 EXACT = settings(max_examples=100, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
 MANY = settings(EXACT, max_examples=4000)

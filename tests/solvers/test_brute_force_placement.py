@@ -19,10 +19,9 @@ from solvers.tolerance import Tolerance
 from solvers.windows import solve
 from solvers.windows.relaxation.discretization import Discretization
 from solvers.windows.relaxation.models import build_relaxation
-from tests.support.all_choices import BESIDE, any_schedule, around, found_in_a_step
-from tests.support.brute_force_placement import fastest_overlapped
-from tests.support.offers import check_by_both_judges
-from tests.support.placements import in_two_passes, random_placement
+from tests.support.graphs.options import check_by_both_judges, in_two_passes, random_placement
+from tests.support.graphs.random_choices import BESIDE, any_schedule, around, found_in_a_step
+from tests.support.solvers.brute_force_placement import fastest_overlapped
 
 CLOSE = 1e-6
 SEEDS = [

@@ -17,9 +17,8 @@ from solvers.result import Status
 from solvers.windows import solve
 from solvers.windows.relaxation.discretization import Discretization
 from solvers.windows.relaxation.models import build_relaxation
-from tests.support.brute_force_options import fastest_with_options
-from tests.support.option_cases import SLACK, TOLERANCE, Case, check_models
-from tests.support.requests import ask
+from tests.support.solvers.answers import SLACK, TOLERANCE, Case, ask, check_models
+from tests.support.solvers.brute_force_options import fastest_with_options
 
 
 def with_variances(graph: Graph, draw: random.Random, resource: str = VARIANCE) -> Graph:

@@ -21,7 +21,7 @@ from solvers.windows.search import Search
 from solvers.windows.strategies import eviction
 from solvers.windows.strategies.eviction import evicted
 from solvers.windows.strategies.refinement import Relaxation, refine
-from tests.support.requests import ask
+from tests.support.solvers.answers import ask
 
 
 def untimed(layers: int) -> Graph:

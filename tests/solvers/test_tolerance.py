@@ -20,7 +20,7 @@ from solvers.result import Status
 from solvers.tolerance import WIDENING, Tolerance
 from solvers.windows import solve
 from solvers.windows.search import Search
-from tests.support.requests import ask
+from tests.support.solvers.answers import ask
 
 # Takes minutes to be solved to the last bit.
 GRAPH = random_training_step(2, 80)

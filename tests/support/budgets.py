@@ -1,7 +1,13 @@
-"""The peak, and budgets between it and the least that is known to do: tight on any machine, whatever its kernels take."""
+"""The peak, and budgets between it and the least that is known to do: tight on any machine, whatever its kernels take.
 
+``python -m tests.support.budgets script.py`` runs a script that plans, with the budget HALF_WAY.
+"""
+
+import runpy
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -72,3 +78,10 @@ def half_way_known() -> Iterator[None]:
 def assert_is_peak(measured_bytes: int, peak_bytes: int, graph: Graph) -> None:
     """Check a peak that was measured on CUDA as it was asked for, where a plan counts blocks of 512 bytes."""
     assert measured_bytes <= peak_bytes < measured_bytes + 512 * len(graph.tensors)
+
+
+if __name__ == "__main__":
+    sys.argv = [*sys.argv[1:], "--budget", HALF_WAY]
+    sys.path.insert(0, str(Path(sys.argv[0]).parent))  # as Python has it for a script
+    with half_way_known():
+        runpy.run_path(sys.argv[0], run_name="__main__")

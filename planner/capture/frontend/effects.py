@@ -232,11 +232,11 @@ def _found(effect: Effect, local: Scope, scope: Scope) -> object:
 
 def _owner(effect: Effect, local: Scope, scope: Scope) -> Any:
     if effect.owner == f"G['{effect.attribute}']":  # a global is an attribute of no object
-        return _Globals(scope)
+        return _GlobalVariables(scope)
     return eval(effect.owner, {"L": local, "G": scope})
 
 
-class _Globals:
+class _GlobalVariables:
     """Global variables as attributes."""
 
     def __init__(self, scope: Scope) -> None:

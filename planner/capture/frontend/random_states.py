@@ -40,7 +40,7 @@ class RandomStates:
 
 
 @contextmanager
-def preserve_random_states(gpus: Iterable[int] = ()) -> Iterator[None]:
+def preserve_random_states(gpus: Iterable[int]) -> Iterator[None]:
     """Restore the states of the generators at the end."""
     states = RandomStates(gpus)
     try:

@@ -11,7 +11,7 @@ from torch.compiler import config as compiler_config
 
 from graphs.errors import TraceError, first_line
 from planner.capture.kernels.in_place import note_pairs
-from planner.capture.kernels.variants import Variant
+from planner.capture.kernels.variants import CompileVariant
 from planner.capture.signature import join_returned
 from planner.capture.step import TrainingStep
 from planner.torch_private.capture import (
@@ -111,7 +111,7 @@ def compile_halves(
     module: fx.GraphModule,
     args: tuple[object, ...],
     kwargs: dict[str, object],
-    variant: Variant,
+    variant: CompileVariant,
     export: Callable[..., JointWithDescriptors] = aot_export_joint_with_descriptors,
 ) -> Halves:
     """Return `module`, captured by Dynamo, as compiled by Inductor; called in its tracing context.

@@ -47,7 +47,7 @@ def lower_step(
         TraceError: the graph is no training step, or Inductor's code contains something that no static graph can hold.
     """
     check_outputs(halves.joint.graph_module.graph)
-    lowering = _Lowering(halves, statics, generator)
+    lowering = _KernelLowering(halves, statics, generator)
     returned, gradients = lowering.read_step()
     trained, values = [tensor for tensor, _ in gradients], [value for _, value in gradients]
     # A saved output would keep itself alive through its own backward pass.
@@ -62,21 +62,20 @@ def lower_graph(
     signature: Signature,
     *,
     generator: torch.Generator,
-    provenance: Mapping[str, object],
 ) -> Capture:
     """Return one graph of a model that is compiled to several, as in ``lower_step``.
 
     Its program returns what AOTAutograd expects: all results of the forward pass except saved tensors, the first in place of a
     loss; and a value, or None, for each output of the backward pass.
     """
-    lowering = _Lowering(halves, statics, generator)
+    lowering = _KernelLowering(halves, statics, generator)
     forward, saved = lowering.read_forward()
     backward = lowering.read_backward(saved)
     returned = [value for desc, value in forward if not isinstance(desc, SavedForBackwardsAOTOutput)]
-    return lowering.finish(returned, [value for _, _, value in backward], [-1] * len(backward), signature, provenance)
+    return lowering.finish(returned, [value for _, _, value in backward], [-1] * len(backward), signature, {})
 
 
-class _Lowering:
+class _KernelLowering:
     def __init__(self, halves: Halves, statics: StaticTensors, generator: torch.Generator) -> None:
         self.halves = halves
         self.statics = statics

@@ -18,7 +18,7 @@ from planner.torch_private.inductor import CustomPartitionerFn, default_partitio
 _BUDGET = 0.8  # of the bytes that min-cut would save, by PyTorch's estimate
 
 
-class Variant(StrEnum):
+class CompileVariant(StrEnum):
     """A variant of the compilation of a step.
 
     Attributes:
@@ -36,18 +36,18 @@ class Variant(StrEnum):
     @contextmanager
     def chosen(self) -> Iterator[None]:
         """Compile as this variant inside the context."""
-        if self is Variant.DEFAULT:
+        if self is CompileVariant.DEFAULT:
             yield
             return
         settings: dict[str, Any] = {"force_pointwise_cat": True}
-        if self is Variant.KEEP:
-            settings["custom_partitioner_fn"] = _Keep()
-        budget = {"activation_memory_budget": _BUDGET} if self is Variant.BUDGET else {}
+        if self is CompileVariant.KEEP:
+            settings["custom_partitioner_fn"] = _KeepAutogradSaved()
+        budget = {"activation_memory_budget": _BUDGET} if self is CompileVariant.BUDGET else {}
         with functorch_config.patch(budget), inductor_config.patch(settings):
             yield
 
 
-class _Keep(CustomPartitionerFn):
+class _KeepAutogradSaved(CustomPartitionerFn):
     def __call__(
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:

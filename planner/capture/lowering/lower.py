@@ -70,14 +70,14 @@ def lower(
     Raises:
         TraceError: an op that no static graph can hold (dynamic shapes, control flow, partial aliases).
     """
-    lowering = _Lowering(graph, statics, generator, forward_outputs)
+    lowering = _GraphLowering(graph, statics, generator, forward_outputs)
     ops, program, nodes = lowering.run(provenance)
     if timed := sum(is_chosen_by_timing(op.target, statics.device) for op in ops.ops):
         warn_not_recomputed(timed)
     return Capture(ops, program, signature, nodes, values=lowering.values)
 
 
-class _Lowering:
+class _GraphLowering:
     def __init__(self, graph: fx.Graph, statics: StaticTensors, generator: torch.Generator, forward_outputs: int | None) -> None:
         self.graph = graph
         self.forward_outputs = forward_outputs

@@ -31,11 +31,11 @@ class Additions:
         self._tensors: dict[int, Tensor] = {}  # added ones
         self._makers: dict[int, list[int]] = {}
 
-    def add_tensor(self, name: str, value: torch.Tensor, kind: Kind = Kind.ACTIVATION) -> int:
+    def add_tensor(self, name: str, value: torch.Tensor) -> int:
         """Add a tensor for outputs of added ops, with the fake `value`; return its id."""
         number = len(self.capture.graph.tensors) + len(self._tensors)
         size_bytes = allocated_bytes(value.untyped_storage().nbytes(), value.device)
-        self._tensors[number] = Tensor(number, name, size_bytes, (), kind, tuple(value.shape), dtype_name(value.dtype))
+        self._tensors[number] = Tensor(number, name, size_bytes, (), Kind.ACTIVATION, tuple(value.shape), dtype_name(value.dtype))
         return number
 
     def add_op(

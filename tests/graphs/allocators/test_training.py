@@ -18,7 +18,7 @@ from graphs.synthetic.draft import Draft
 from graphs.synthetic.small import training_chain
 from solvers.clock import WorkClock
 from solvers.windows.strategies.offloaded_orders import least_offloaded
-from tests.support.small_graphs import random_overwriting
+from tests.support.graphs.small_graphs import random_overwriting
 
 MIB = 2**20
 

@@ -9,7 +9,7 @@ from graphs.importers import import_graph
 from graphs.io.formats import read_graph, write_graph
 from graphs.synthetic.small import chain
 from planner.cli.main import build_parser, main
-from tests.support.simrd_logs import SMALL_LOG, write_log
+from tests.support.graphs.imported import SMALL_LOG, write_log
 
 
 def test_the_command_imports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,8 +10,20 @@ import pytest
 
 from graphs.errors import FormatError
 from graphs.importers import import_graph
-from tests.support.imported import CHECKMATE, LAYERED, TRAINING, write
-from tests.support.simrd_logs import SMALL_LOG, annotate, call, constant, copy, mutate, release, write_log
+from tests.support.graphs.imported import (
+    CHECKMATE,
+    LAYERED,
+    SMALL_LOG,
+    TRAINING,
+    annotate,
+    call,
+    constant,
+    copy,
+    mutate,
+    release,
+    write,
+    write_log,
+)
 
 
 def change(data: dict[str, Any], **fields: object) -> dict[str, Any]:

@@ -8,8 +8,7 @@ import pytest
 from graphs.importers import import_graph
 from graphs.ir import Graph, Phase
 from tests.support.budgets import peak_bytes
-from tests.support.imported import CHECKMATE, LAYERED, TRAINING, write
-from tests.support.public_instances import public
+from tests.support.graphs.imported import CHECKMATE, LAYERED, TRAINING, public, write
 
 
 def shape(graph: Graph) -> list[tuple[str, list[str], int, Phase]]:

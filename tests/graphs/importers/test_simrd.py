@@ -10,8 +10,7 @@ from graphs.errors import FormatError
 from graphs.importers import import_graph
 from graphs.ir import Phase
 from tests.support.budgets import peak_bytes
-from tests.support.public_instances import public
-from tests.support.simrd_logs import SMALL_LOG, annotate, call, constant, copy, log_peak_bytes, release, write_log
+from tests.support.graphs.imported import SMALL_LOG, annotate, call, constant, copy, log_peak_bytes, public, release, write_log
 
 
 def test_a_log_becomes_storages_and_ops(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from graphs.ir import Graph, Kind, Phase
 from graphs.simulate import simulate
 from planner.plans.document import plan_to_dict, write_plan
 from planner.plans.plan import Plan, plan_from_dict, read_graph_or_plan, read_plan
-from tests.support.documents import graphs, plans, through_text
+from tests.support.graphs.documents import graphs, plans, through_text
 
 
 @given(graphs())

@@ -13,7 +13,7 @@ from graphs.io.graph_document import graph_to_dict
 from graphs.ir import Graph
 from planner.plans.document import plan_to_dict, write_plan
 from planner.plans.plan import Plan, read_graph_or_plan, read_plan
-from tests.support.documents import refusal
+from tests.support.graphs.documents import refusal
 
 
 @pytest.mark.parametrize("which", ["graph", "plan"])

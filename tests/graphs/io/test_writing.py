@@ -12,7 +12,7 @@ from graphs.io.formats import read_graph, write_graph
 from graphs.ir import Graph
 from planner.plans.document import write_plan
 from planner.plans.plan import Plan
-from tests.support.documents import files_in
+from tests.support.graphs.documents import files_in
 
 
 @pytest.mark.parametrize("field", ["time_s", "bound_s", "seconds"])

@@ -19,8 +19,7 @@ from planner.settings import TraceSettings
 from planner.torch_private.core import DispatchKey, python_kernels, scoped_library
 from planner.tracing import profiled
 from tests.support.budgets import HALF_WAY, half_way_known, on_the_way
-from tests.support.norms import Call
-from tests.support.steps import random_schedule
+from tests.support.models.steps import Call, random_schedule
 
 aten = torch.ops.aten
 

@@ -17,7 +17,7 @@ from graphs.errors import MismatchError, TraceError
 from planner.capture.signature import call
 from planner.capture.trace import capture
 from tests.support.budgets import between
-from tests.support.three_steps import check_three_steps, executor
+from tests.support.models.outcomes import check_three_steps, executor
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 

@@ -12,7 +12,7 @@ transformers = pytest.importorskip("transformers")
 
 from graphs.errors import MismatchError, TraceError  # noqa: E402
 from planner.capture.trace import capture  # noqa: E402
-from tests.support.three_steps import check_three_steps  # noqa: E402
+from tests.support.models.outcomes import check_three_steps  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

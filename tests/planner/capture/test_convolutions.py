@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from graphs.ir import Graph
-from planner.capture.kernels.variants import Variant
+from planner.capture.kernels.variants import CompileVariant
 from planner.capture.rewrites import convolutions
 from planner.capture.trace import capture, capture_kernels
 
@@ -47,5 +47,5 @@ def test_convolutions_between_inductor_kernels_are_not_recomputed(monkeypatch: p
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
     batch = (torch.randn(2, 3, 8, 8), torch.randn(2, 4, 4, 4))
     with pytest.warns(UserWarning, match="2 convolutions are not recomputed"):
-        graph = capture_kernels(_model(), F.mse_loss, batch, variant=Variant.DEFAULT).graph
+        graph = capture_kernels(_model(), F.mse_loss, batch, variant=CompileVariant.DEFAULT).graph
     assert not any(op.recomputable for op in graph.ops if op.target == "extern_kernels.convolution")

@@ -11,7 +11,7 @@ from torch import distributions, nn
 
 from graphs.errors import TraceError
 from planner.capture.trace import capture
-from tests.support.norms import Call
+from tests.support.models.steps import Call
 
 X, Y = torch.randn(6, 4), torch.randn(6, 4)
 

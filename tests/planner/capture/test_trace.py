@@ -18,7 +18,7 @@ from planner.runtime.executor import Executor
 from planner.runtime.measure import loss_of, outcome
 from planner.settings import TraceSettings
 from planner.tracing import profiled
-from tests.support.steps import STEPS, capture_of, make, random_schedule
+from tests.support.models.steps import STEPS, capture_of, make, random_schedule
 
 
 def ops_called(graph: Graph, target: str) -> list[Op]:

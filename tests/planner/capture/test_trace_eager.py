@@ -16,7 +16,7 @@ from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
 from planner.runtime.executor import Executor
 from planner.runtime.measure import measure_memory, outcome
-from tests.support.eager_ops import Function, captured_as_eager, weighted
+from tests.support.models.eager_ops import Function, captured_as_eager, weighted
 
 RESIZES = [
     ("linear", (2, 3, 7), {"size": 5, "align_corners": True}, torch.float32),

@@ -12,7 +12,7 @@ from graphs.schedule import keep_everything
 from planner.capture.trace import capture
 from planner.runtime.executor import Executor
 from planner.runtime.measure import loss_of
-from tests.support.eager_ops import Last, captured_as_eager
+from tests.support.models.eager_ops import Last, captured_as_eager
 
 # 33 is no multiple of the widths of vectors: the last elements of a row are computed by other instructions.
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[tuple[int, ...], ...]]] = {

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from graphs.io.formats import write_graph
-from tests.support.command_process import chain
+from tests.support.cli import chain
 
 
 @pytest.fixture

@@ -8,9 +8,9 @@ import pytest
 
 from graphs.addresses import check_offsets
 from graphs.io.buffers import read_buffers
-from tests.support.buffers import packed_buffers
-from tests.support.command import call, refused
-from tests.support.public_instances import public
+from tests.support.cli import call, refused
+from tests.support.graphs.buffers import packed_buffers
+from tests.support.graphs.imported import public
 
 # As in MiniMalloc's documentation: 12 bytes hold them.
 BUFFERS = "id,lower,upper,size\nb1,0,3,4\nb2,3,9,4\nb3,0,9,4\nb4,9,21,4\nb5,0,21,4\n"

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.command import call, refused
+from tests.support.cli import call, refused
 
 MLP = "zoo:mlp,layers=4,batch=512,width=128"
 LARGE = "zoo:mlp,layers=4,batch=4096,width=512"

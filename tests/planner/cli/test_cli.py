@@ -10,8 +10,7 @@ import pytest
 from planner.capture.options import OPTIONS
 from planner.cli.main import build_parser
 from solvers.registry import SOLVERS
-from tests.support.command import call, refused
-from tests.support.command_process import PATIENCE_S, ROOT, command
+from tests.support.cli import PATIENCE_S, ROOT, call, command, refused
 
 COMMANDS = ["trace", "advise", "solve", "run", "info", "doctor"]
 

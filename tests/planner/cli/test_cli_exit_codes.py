@@ -20,8 +20,7 @@ from planner.running import RunReport
 from planner.solving import solve
 from planner.studies.comparison_rows import ComparisonRow
 from planner.studies.rows import read_rows
-from tests.support.command import Said, call, refused, run_report
-from tests.support.command_process import PATIENCE_S, ROOT, WITH_ENDLESS_SOLVER, start
+from tests.support.cli import PATIENCE_S, ROOT, WITH_ENDLESS_SOLVER, Said, call, refused, run_report, start
 
 
 @pytest.fixture

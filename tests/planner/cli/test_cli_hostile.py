@@ -29,7 +29,7 @@ from planner.studies.comparison_rows import ComparisonRow
 from planner.studies.rows import columns_of
 from planner.views import figures
 from planner.visible import visible, visible_lines
-from tests.support.command import Said, call, refused
+from tests.support.cli import Said, call, refused
 
 ROOT = Path(__file__).parents[3]
 NAME = "n\x1b[31m[red]\u202e\r\u2028\x07\x9b"

@@ -10,8 +10,7 @@ from graphs.io.formats import write_graph
 from graphs.ir import Graph, Op, Tensor
 from graphs.units import format_bytes
 from planner.plans.plan import read_plan
-from tests.support.command import call
-from tests.support.command_process import chain
+from tests.support.cli import call, chain
 
 
 def test_info_shows_a_graph(graph_file: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from graphs.simulate import simulate
 from planner.plans.plan import read_plan
-from tests.support.command_process import PATIENCE_S, ROOT, WITH_ENDLESS_SOLVER, chain, start
+from tests.support.cli import PATIENCE_S, ROOT, WITH_ENDLESS_SOLVER, chain, start
 
 
 def test_an_interrupted_solve_answers_with_what_it_has(graph_file: Path, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from graphs.errors import PlannerError
 from graphs.io.formats import read_graph
 from graphs.simulate import simulate
 from planner.plans.plan import read_plan
-from tests.support.command import call, refused
+from tests.support.cli import call, refused
 
 
 def test_solve_writes_a_plan_that_fits(graph_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

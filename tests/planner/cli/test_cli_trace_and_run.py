@@ -19,8 +19,7 @@ from planner.settings import TraceSettings
 from planner.solving import solve
 from planner.workload.workload import parse_spec
 from tests.support.budgets import between
-from tests.support.command import call, refused, run_report
-from tests.support.command_process import ROOT, chain
+from tests.support.cli import ROOT, call, chain, refused, run_report
 
 
 @pytest.fixture

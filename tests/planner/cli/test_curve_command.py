@@ -14,8 +14,7 @@ import pytest
 
 from graphs.io.formats import write_graph
 from planner.cli.main import main
-from tests.support.command_process import PATIENCE_S, ROOT
-from tests.support.training_chains import chain_of_six
+from tests.support.cli import PATIENCE_S, ROOT, chain_of_six
 
 
 @pytest.fixture

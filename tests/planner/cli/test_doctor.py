@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.command import call
+from tests.support.cli import call
 
 MODELS = """
 import torch

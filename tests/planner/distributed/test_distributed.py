@@ -32,7 +32,7 @@ from planner.training.improvement import Improvement
 from solvers.clock import WorkClock
 from solvers.eviction.least_peak import least_evicting_schedule
 from tests.support.budgets import HALF_WAY
-from tests.support.processes import on_two
+from tests.support.distributed import on_two
 
 Batch = tuple[Tensor, Tensor]
 Loss = Callable[[Tensor, Tensor], Tensor]

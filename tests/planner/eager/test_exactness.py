@@ -12,7 +12,7 @@ import torch
 from benchmarks.storages import LiveStorages
 from planner.eager import memory
 from planner.eager.session import Rematerialization, rematerialize
-from tests.support.eager_models import LOOPS, TRANSFORMERS, Loop
+from tests.support.eager.models import LOOPS, TRANSFORMERS, Loop
 
 _STEPS = 3
 

@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -15,11 +16,15 @@ from torch import Tensor, nn
 from benchmarks.storages import LiveStorages
 from graphs.errors import UsageError
 from graphs.io.formats import read_graph
+from planner.background import BackgroundSolve, Ended, SolveJob
 from planner.cli.main import main
+from planner.eager import step_plans
 from planner.eager.memory import Memory
 from planner.eager.session import Rematerialization, rematerialize
 from planner.eager.storages import TrackedStorage
-from solvers.baselines.common.online import Online
+from planner.plans.plan import Plan
+from planner.solving import solve_graph
+from solvers.baselines.common.online import OnlineRun
 from solvers.online.heuristics import heuristic_of
 from tests.planner.eager.test_exactness import existing, other_bytes
 
@@ -27,11 +32,29 @@ ROOM = 560_000  # beside parameters and input; a step of 8 layers takes about tw
 _PATIENCE_S = 600.0
 
 
+class SolvedWhenWaitedFor:
+    """A solve in this process, in place of one in another that is ready earlier or later; it is done where it is waited for."""
+
+    def __init__(self, job: SolveJob) -> None:
+        self.ended: Ended | None = None
+        self._job = job
+
+    def receive(self, most_s: float = 0.0) -> Plan | None:
+        if most_s == 0 or self.ended is not None:
+            return None
+        self.ended = Ended(solve_graph(self._job.graph, self._job.budget_bytes, self._job.settings))
+        return self.ended.plan
+
+    def stop(self) -> None:
+        self.ended = Ended(failure="it was stopped")
+
+
 @contextmanager
-def within(budget: int) -> Iterator[Rematerialization]:
-    """A block whose steps are solved for as long on any machine."""
-    with rematerialize(other_bytes() + budget) as session:
-        session.plans.settings = replace(session.plans.settings, work_limit=2.0)
+def within(budget: int, solve: type = SolvedWhenWaitedFor) -> Iterator[Rematerialization]:
+    """A block whose steps have the same plans on any machine."""
+    with pytest.MonkeyPatch.context() as patch, rematerialize(other_bytes() + budget) as session:
+        patch.setattr(step_plans, "BackgroundSolve", solve)
+        session.plans.settings = replace(session.plans.settings, work_limit=0.1)
         yield session
 
 
@@ -111,7 +134,7 @@ def test_a_static_net_is_planned_in_its_third_step(watched: Watched) -> None:
     expected = plainly([x] * 4)
     loop = Loop()
     torch.manual_seed(1)
-    with within(ROOM) as session:
+    with within(ROOM, BackgroundSolve) as session:
         for i in range(4):
             watched.evicted.clear()
             watched.chosen = 0
@@ -315,12 +338,18 @@ def large() -> tuple[nn.Module, Tensor]:
     return nn.Sequential(*layers), torch.randn(2**14, 32)
 
 
-def peak_bytes(model: nn.Module, x: Tensor) -> int:
+def random_numbers() -> tuple[nn.Module, Tensor]:
+    layers = (layer for _ in range(4) for layer in (nn.Linear(32, 32), nn.Tanh(), nn.Dropout(0.1)))
+    return nn.Sequential(*layers), torch.randn(2**14, 32)
+
+
+@cache
+def peak_bytes(build: Callable[[], tuple[nn.Module, Tensor]]) -> int:
     """The most bytes that a step takes besides parameters and input."""
+    model, x = build()
     others = other_bytes()
     with LiveStorages(existing()) as live:
         model(x).square().mean().backward()
-    model.zero_grad()
     return live.peak_bytes - others
 
 
@@ -340,14 +369,14 @@ _HEURISTICS = ("dtr", "dtr-full", "dtr-local", "lru", "largest", "msps")
 def test_the_runtime_evicts_what_the_replay_of_its_trace_evicts(
     build: Callable[[], tuple[nn.Module, Tensor]], name: str, share: float, watched: Watched
 ) -> None:
+    budget = int(share * peak_bytes(build))
     torch.manual_seed(0)
     model, x = build()
-    budget = int(share * peak_bytes(model, x))
     with rematerialize(other_bytes() + budget, heuristic=name, max_recomputation=100) as session, unit_times(session):
         model(x).square().mean().backward()
     step = session.plans.longest_step
     assert step is not None
-    replay = Online(step.graph, session.budget_bytes, heuristic_of(name))
+    replay = OnlineRun(step.graph, session.budget_bytes, heuristic_of(name))
     replayed: list[int] = []
     choose = replay.ledger.victim
 
@@ -365,10 +394,9 @@ def test_the_runtime_evicts_what_the_replay_of_its_trace_evicts(
 
 @pytest.mark.parametrize(("name", "draws_again"), [("dtr", True), ("megengine", False)])
 def test_megengine_never_evicts_random_numbers(name: str, draws_again: bool, watched: Watched) -> None:
+    budget = int(0.75 * peak_bytes(random_numbers))
     torch.manual_seed(0)
-    model = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(32, 32), nn.Tanh(), nn.Dropout(0.1))))
-    x = torch.randn(2**14, 32)
-    budget = int(0.75 * peak_bytes(model, x))
+    model, x = random_numbers()
     with rematerialize(other_bytes() + budget, heuristic=name) as session, unit_times(session):
         model(x).square().mean().backward()
     assert watched.evicted

@@ -19,7 +19,7 @@ from planner.eager.session import rematerialize
 from planner.eager.sizes import takes_free_memory
 from planner.torch_private.core import TorchDispatchMode
 from tests.planner.eager.test_exactness import other_bytes
-from tests.support.device_costs import Costs
+from tests.support.eager.device_costs import Costs
 
 MB = 2**20
 _TIGHT = 550_000  # half of what a chain takes, besides its parameters and input

@@ -5,7 +5,7 @@ import torch
 
 from planner.eager.session import rematerialize
 from planner.eager.sizes import KnownOp
-from tests.support.device_costs import Costs
+from tests.support.eager.device_costs import Costs
 
 
 def test_a_measurement_replaces_a_guess_and_later_ones_raise_it() -> None:

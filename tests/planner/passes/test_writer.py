@@ -7,7 +7,7 @@ from graphs.ir import Graph, Op, Phase, Tensor
 from graphs.schedule import Compute, Free
 from planner.passes.builder import PassBuilder
 from planner.passes.program import Call, Program, Ref, Statement, call_of
-from planner.passes.writer import Writer
+from planner.passes.writer import PassWriter
 
 aten = torch.ops.aten
 SORT = Call(aten.sort.default, (Ref(0),))
@@ -21,7 +21,7 @@ def test_an_output_that_the_backward_pass_does_not_make_is_not_freed_there(is_af
     calls = call_of(SORT, [(1, (0,)), (2, (1,))], after_forward=Statement(SORT, ((1, (0,)),)))
     builder = PassBuilder(Program((calls,), (), None, (), ()))
     builder.tensor_list("static", [0])
-    writer = Writer(graph, Program((calls,), (), None, (), ()))
+    writer = PassWriter(graph, Program((calls,), (), None, (), ()))
     if is_after_forward:
         writer.end_forward()
     writer.write(builder, [Compute(0), Free(2)])

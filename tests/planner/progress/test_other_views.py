@@ -14,7 +14,7 @@ from planner.progress import LoggingView, NotebookView, Progress, Stage, Stages
 from planner.progress.describe import describe, plan_line, saved_line
 from planner.solving import solve
 from solvers.result import SolveProgress
-from tests.support.command_process import chain
+from tests.support.cli import chain
 from tests.support.logs import lines_of
 
 

@@ -13,12 +13,12 @@ from graphs.ir import Graph
 from graphs.options.surroundings import Link, Surroundings
 from graphs.synthetic.small import training_chain
 from planner.capture.options import with_options
-from planner.facts.lives import lives_of
+from planner.facts.lifetimes import lives_of
 from planner.facts.timeline import Timeline
 from planner.report.page import page
 from planner.solving import solve
 from planner.studies.curve import CurveRow
-from tests.support.shown_streams import solved
+from tests.support.report import solved
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 DRIVER = shutil.which("chromedriver")

@@ -18,8 +18,7 @@ from planner.cli.main import main
 from planner.plans.plan import Plan, read_plan
 from planner.solving import solve
 from planner.views.plan_views import PlanComparison, PlanComparisonRow
-from tests.support.html_page import parsed
-from tests.support.shown_streams import solved
+from tests.support.report import parsed, solved
 
 
 def blocks(count: int = 8) -> Graph:

@@ -19,7 +19,7 @@ from graphs.synthetic.small import training_chain
 from planner.cli.main import main
 from planner.facts.addresses import planned_addresses, reserved_addresses
 from planner.facts.columns import memory_columns
-from planner.facts.lives import lives_of
+from planner.facts.lifetimes import lives_of
 from planner.facts.timeline import Timeline, block
 from planner.models import build
 from planner.plans.document import write_plan
@@ -28,7 +28,7 @@ from planner.report.chrome_trace import chrome_trace
 from planner.report.lanes import RECOMPUTED, bars
 from planner.report.page import page
 from planner.solving import solve
-from tests.support.html_page import assert_needs_nothing_else, parsed, without_scripts
+from tests.support.report import assert_needs_nothing_else, parsed, without_scripts
 
 HOSTILE = "</title><script>alert('x')</script>&\x1b[31m"
 

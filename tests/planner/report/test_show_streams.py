@@ -23,8 +23,8 @@ from planner.capture.options import with_options
 from planner.cli.main import main
 from planner.facts import timeline as timeline_module
 from planner.facts.baselines import baselines
-from planner.facts.columns import COLUMNS, Stretch, left_bytes, memory_columns, stretches
-from planner.facts.lives import lives_of
+from planner.facts.columns import COLUMNS, MemoryInterval, left_bytes, memory_columns, stretches
+from planner.facts.lifetimes import lives_of
 from planner.facts.streams import offloads, streams, waits
 from planner.facts.timeline import Timeline
 from planner.plans.document import write_plan
@@ -33,10 +33,9 @@ from planner.report.chart import charts
 from planner.report.chrome_trace import chrome_trace
 from planner.report.lanes import bars, lanes
 from planner.report.page import page
-from tests.support.event_judge import during, live, runs
-from tests.support.html_page import assert_needs_nothing_else, parsed, without_scripts
-from tests.support.random_choices import graph_with_choices, schedule_with_choices
-from tests.support.shown_streams import ROUND_TRIP, chain, plan_of, solved
+from tests.support.graphs.event_judge import during, live, runs
+from tests.support.graphs.random_choices import graph_with_choices, schedule_with_choices
+from tests.support.report import ROUND_TRIP, assert_needs_nothing_else, chain, parsed, plan_of, solved, without_scripts
 
 _IDS = re.compile(r'id="[^"]*"')  # that Bokeh draws anew for each page
 HOSTILE = "</title><script>alert('x')</script>&\x1b[31m"
@@ -94,7 +93,12 @@ def test_what_the_streams_carry(timeline: Timeline) -> None:
 
 def test_what_is_in_each_memory(timeline: Timeline) -> None:
     device, host = timeline.graph.pools
-    assert stretches(timeline, host) == (Stretch(0, 1, 0), Stretch(1, 3, 1), Stretch(3, 8, 1), Stretch(8, 10, 0))
+    assert stretches(timeline, host) == (
+        MemoryInterval(0, 1, 0),
+        MemoryInterval(1, 3, 1),
+        MemoryInterval(3, 8, 1),
+        MemoryInterval(8, 10, 0),
+    )
     # f1; f1 f2, until the copy is out; f2 f3; f2 f3 f4; g4 too; the memory of f1 is taken when f3 and f4 are gone, beside f2
     # and g4; g3 too; f1 and g3 while the computation waits; g2 too; g2 and g1.
     found = [(s.start_s, s.end_s, s.size_bytes) for s in stretches(timeline, device)]
@@ -240,9 +244,9 @@ def test_it_is_the_same_for_any_streams_and_memories(monkeypatch: pytest.MonkeyP
             for k, (start_s, end_s) in enumerate(own):
                 if start_s > now_s:
                     left = (graph.tensors[t] for t in live(graph, steps[:k]))
-                    expected.add(Stretch(now_s, start_s, sum(t.size_bytes for t in left if t.pool == pool.name)))
+                    expected.add(MemoryInterval(now_s, start_s, sum(t.size_bytes for t in left if t.pool == pool.name)))
                 if isinstance(steps[k], Compute) and end_s > start_s:
-                    expected.add(Stretch(start_s, end_s, during(graph, steps, k, pool.name)))
+                    expected.add(MemoryInterval(start_s, end_s, during(graph, steps, k, pool.name)))
                 now_s = end_s
             assert expected <= set(held)
         assert [(m.start_s, m.end_s, m.size_bytes) for m in lives_of(timeline).moments] == [

@@ -27,7 +27,7 @@ from planner.runtime.arena_allocator import Addresses, Missed, Recording, Slab
 from planner.runtime.executor import Executor
 from planner.runtime.measure import Isolated, outcome
 from tests.support.logs import lines_of
-from tests.support.steps import STEPS, capture_of, make, random_schedule
+from tests.support.models.steps import STEPS, capture_of, make, random_schedule
 
 SMALL_BYTES = 20_000  # of the requests that are too small for the slab
 TANGENT_BYTES = 4  # the gradient of the loss, which autograd makes

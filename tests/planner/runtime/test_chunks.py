@@ -14,8 +14,8 @@ from planner.capture.options.chunks.find import COUNTS
 from planner.models import Workload
 from planner.settings import TraceSettings
 from planner.tracing import capture_profiled
-from tests.support.executed import executed, may_differ
-from tests.support.stand_ins import STEPS, in_chunks, make, optional_ops, schedule_with, transformers_model
+from tests.support.models.alternatives import STEPS, in_chunks, make, optional_ops, schedule_with, transformers_model
+from tests.support.models.outcomes import executed, may_differ
 
 _HALF = ("llama", "transformers llama", "feed_forward", "shifted")  # in bfloat16
 

@@ -18,12 +18,12 @@ from planner.runtime.pool_memory import measured_peak
 from planner.runtime.transfers import Transfer
 from planner.settings import TraceSettings
 from planner.tracing import profiled
-from tests.support.adamw import assert_same, train
 from tests.support.budgets import assert_is_peak
-from tests.support.copies import offering, with_random_copies
 from tests.support.cuda_device import Order, cuda_device, on_device
 from tests.support.cuda_device.steps import assert_as_eager
-from tests.support.steps import make
+from tests.support.models.offloaded import offering, with_random_copies
+from tests.support.models.outcomes import assert_same, train
+from tests.support.models.steps import make
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 

@@ -22,8 +22,9 @@ from planner.training import per_batch
 from planner.training.per_batch import BatchPlans
 from planner.training.planning import Planning
 from tests.support.cuda_device import on_device
-from tests.support.recorded_steps import LOOPS, MODELS, assert_same, dropout_and_norm, recorded, train
-from tests.support.steps import make, random_schedule
+from tests.support.cuda_device.steps import LOOPS, MODELS, dropout_and_norm, recorded, train
+from tests.support.models.outcomes import assert_same
+from tests.support.models.steps import make, random_schedule
 
 pytestmark = [pytest.mark.filterwarnings("ignore::UserWarning"), pytest.mark.usefixtures("_stand_in")]
 

@@ -24,15 +24,16 @@ from planner.runtime.executor import Executor
 from planner.runtime.graph_pool import pool_bytes
 from planner.runtime.graphed_step import record, recordable
 from planner.runtime.libraries import warm_up_libraries, workspaces
-from planner.search import Search
+from planner.search import StepSearch
 from planner.settings import RunSettings, SolveSettings, TraceSettings
 from planner.tracing import profiled
 from planner.training.compiler import Compiler
 from planner.training.step import PlannedStep
 from solvers.tolerance import Tolerance
 from tests.support.cuda_device import on_device
-from tests.support.recorded_steps import assert_same, dropout_and_norm, recorded, train
-from tests.support.steps import make, random_schedule
+from tests.support.cuda_device.steps import dropout_and_norm, recorded, train
+from tests.support.models.outcomes import assert_same
+from tests.support.models.steps import make, random_schedule
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -97,7 +98,7 @@ def test_the_pool_holds_what_was_predicted(name: str, seed: int | None) -> None:
 
 def solved(workload: Workload, budget: str | int, recorder: Callable[[], CudaGraphs]) -> PlannedStep:
     """The step within `budget`."""
-    search = Search(
+    search = StepSearch(
         SolveSettings(tolerance=Tolerance.of(0.05), time_limit_s=60.0, memory=CountedMemory.ALLOCATED), RunSettings(swap="never")
     )
     making = Compiler(

@@ -17,10 +17,11 @@ from planner.runtime.channels import HostChannels
 from planner.runtime.cuda_graph import CudaGraphs
 from planner.runtime.executor import Executor
 from planner.runtime.graphed_step import record, recordable
-from tests.support.copies import offering, with_random_copies
 from tests.support.cuda_device import Order, cuda_device, on_device
-from tests.support.recorded_steps import LOOPS, assert_same, dropout_and_norm, train
-from tests.support.steps import make
+from tests.support.cuda_device.steps import LOOPS, dropout_and_norm, train
+from tests.support.models.offloaded import offering, with_random_copies
+from tests.support.models.outcomes import assert_same
+from tests.support.models.steps import make
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 

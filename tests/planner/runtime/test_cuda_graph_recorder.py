@@ -13,8 +13,9 @@ from planner.runtime.executor import Executor
 from planner.runtime.graphed_step import recordable
 from tests.support.cuda_device import Order, cuda_device
 from tests.support.cuda_device.memory import WORKSPACE_BYTES
-from tests.support.recorded_steps import LOOPS, assert_same, dropout_and_norm, recorded, train
-from tests.support.steps import random_schedule
+from tests.support.cuda_device.steps import LOOPS, dropout_and_norm, recorded, train
+from tests.support.models.outcomes import assert_same
+from tests.support.models.steps import random_schedule
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 

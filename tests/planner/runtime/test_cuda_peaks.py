@@ -27,7 +27,7 @@ from tests.support.budgets import assert_is_peak, between
 from tests.support.cuda_device import cuda_device, on_device
 from tests.support.cuda_device.memory import LIBRARY_BYTES
 from tests.support.cuda_device.steps import assert_as_eager
-from tests.support.steps import make, random_schedule
+from tests.support.models.steps import make, random_schedule
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 

@@ -11,11 +11,11 @@ from planner.runtime.executor import Executor
 from planner.runtime.pool_memory import measured_peak, other_peaks_measured
 from planner.settings import TraceSettings
 from planner.tracing import profiled
-from tests.support.all_choices import any_schedule
 from tests.support.cuda_device import Order, cuda_device, on_device
 from tests.support.cuda_device.steps import assert_as_eager
-from tests.support.placed_steps import on_pools, placed_at_random
-from tests.support.steps import make
+from tests.support.graphs.random_choices import any_schedule
+from tests.support.models.placed import on_pools, placed_at_random
+from tests.support.models.steps import make
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 

@@ -14,7 +14,7 @@ from planner.runtime.observation import OpTimer
 from planner.settings import TraceSettings
 from planner.tracing import profiled
 from tests.support.cuda_device import cuda_device, on_device
-from tests.support.steps import make
+from tests.support.models.steps import make
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 

@@ -19,7 +19,7 @@ from tests.support.cuda_device import cuda_device, on_device
 from tests.support.cuda_device.machine import Machine
 from tests.support.cuda_device.steps import assert_as_eager
 from tests.support.logs import lines_of
-from tests.support.steps import random_schedule
+from tests.support.models.steps import random_schedule
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 

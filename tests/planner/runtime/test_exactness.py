@@ -6,9 +6,9 @@ from graphs.schedule import keep_everything
 from graphs.simulate import simulate
 from planner.settings import TraceSettings
 from planner.tracing import profiled
-from tests.support.adamw import assert_same, train
 from tests.support.budgets import on_the_way
-from tests.support.steps import STEPS, capture_of, make, random_schedule, solve_for
+from tests.support.models.outcomes import assert_same, train
+from tests.support.models.steps import STEPS, capture_of, make, random_schedule, solve_for
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 

@@ -24,7 +24,7 @@ from planner.runtime.code import compile_schedule
 from planner.runtime.devices import Devices
 from planner.runtime.executor import Executor
 from tests.support.budgets import HALF_WAY
-from tests.support.steps import capture_of, make, random_schedule
+from tests.support.models.steps import capture_of, make, random_schedule
 
 
 @cache

@@ -22,8 +22,8 @@ from planner.runtime.measure import outcome
 from planner.settings import TraceSettings
 from planner.tracing import capture_profiled
 from tests.support.budgets import on_the_way
-from tests.support.executed import executed
-from tests.support.steps import make, random_schedule, solve_for
+from tests.support.models.outcomes import executed
+from tests.support.models.steps import make, random_schedule, solve_for
 
 aten = torch.ops.aten
 # Operators by what they are called with: x is written over, y is as large, c is a row of it, m a mask.

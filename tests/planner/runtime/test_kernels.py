@@ -20,10 +20,9 @@ from planner.capture.replay import RealStep
 from planner.capture.step import TrainingStep
 from planner.passes.program import Call, Ref
 from planner.solving import solve
-from tests.support.adamw import assert_same, train
 from tests.support.budgets import between
-from tests.support.executed import executed, may_differ
-from tests.support.other_kernels import STEPS, ops_by, schedule_by, ways_of, with_all_ways
+from tests.support.models.other_kernels import STEPS, ops_by, schedule_by, ways_of, with_all_ways
+from tests.support.models.outcomes import assert_same, executed, may_differ, train
 
 _WAYS = [
     ("convolutions", "channels_last"),

@@ -22,7 +22,7 @@ from planner.runtime.link import link_beside
 from planner.tracing import trace
 from tests.support.cuda_device import cuda_device, on_device
 from tests.support.cuda_device.streams import BYTES_PER_S, LAUNCH_S
-from tests.support.steps import make
+from tests.support.models.steps import make
 
 _START_S, _RATE = 3e-3, 0.2e9
 

@@ -9,7 +9,7 @@ from planner.runtime.pool_memory import measured_peak
 from planner.settings import TraceSettings
 from planner.tracing import profiled
 from tests.support.budgets import on_the_way
-from tests.support.steps import STEPS, capture_of, make, solve_for
+from tests.support.models.steps import STEPS, capture_of, make, solve_for
 
 QUICK = ("gpt2_sdpa", "resnet18", "tied", "frozen", "mutated", "shared_gradient")
 

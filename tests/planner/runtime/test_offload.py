@@ -24,11 +24,10 @@ from planner.runtime.transfers import storage_bytes
 from planner.settings import TraceSettings
 from planner.solving import solve
 from planner.tracing import profiled
-from tests.support.adamw import assert_same, train
 from tests.support.budgets import on_the_way
-from tests.support.copies import copies_in, copying_step, offering, with_random_copies
-from tests.support.executed import assert_alike_in_threads, late_copies
-from tests.support.steps import STEPS, capture_of, make, random_schedule
+from tests.support.models.offloaded import copies_in, copying_step, offering, with_random_copies
+from tests.support.models.outcomes import assert_alike_in_threads, assert_same, late_copies, train
+from tests.support.models.steps import STEPS, capture_of, make, random_schedule
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 

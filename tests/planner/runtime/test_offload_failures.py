@@ -15,8 +15,8 @@ from planner.models import Workload
 from planner.runtime import transfers, workers
 from planner.runtime.executor import Executor
 from planner.runtime.host_memory import HostMemory
-from tests.support.copies import copying_step
-from tests.support.steps import make
+from tests.support.models.offloaded import copying_step
+from tests.support.models.steps import make
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 

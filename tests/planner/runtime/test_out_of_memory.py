@@ -22,10 +22,10 @@ from planner.passes.program import OpCalls
 from planner.runtime import out_of_memory
 from planner.runtime.executor import Executor
 from planner.runtime.out_of_memory import reporting
-from tests.support.command_process import PATIENCE_S, ROOT
-from tests.support.limited_memory import CHECKS
-from tests.support.placed_steps import SECOND, assert_undone_and_right_again, on_pools, placed_at_random, profiled, state
-from tests.support.steps import capture_of, make, random_schedule
+from tests.support.cli import PATIENCE_S, ROOT
+from tests.support.memory_limits.steps import CHECKS
+from tests.support.models.placed import SECOND, assert_undone_and_right_again, on_pools, placed_at_random, profiled, state
+from tests.support.models.steps import capture_of, make, random_schedule
 
 CUDA_MESSAGE = (
     "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB of which 1.50 GiB is free. Of the "
@@ -37,7 +37,7 @@ CUDA_MESSAGE = (
 @pytest.mark.parametrize("check", CHECKS)
 def test_a_step_under_a_limit_of_memory(check: str) -> None:
     run = subprocess.run(
-        [sys.executable, "-m", "tests.support.limited_memory", check],
+        [sys.executable, "-m", "tests.support.memory_limits.steps", check],
         cwd=ROOT,
         text=True,
         capture_output=True,

@@ -21,9 +21,9 @@ from planner.settings import TraceSettings
 from planner.solving import solve
 from planner.tracing import capture_profiled
 from solvers.bounds import least_budget_bound
-from tests.support.adamw import assert_same, train
 from tests.support.budgets import on_the_way
-from tests.support.packing import does, mixed, packing
+from tests.support.models.outcomes import assert_same, train
+from tests.support.models.packed import does, mixed, packing
 
 KINDS = ("from_bits", "mask_drawn_again", "from_narrow", "from_places", "from_result", "of_shape")
 

@@ -18,9 +18,8 @@ from planner.passes.program import Call, call_of
 from planner.runtime import devices, transfers, workers
 from planner.runtime.executor import Executor
 from planner.runtime.pool_memory import measured_peak, other_peaks_measured
-from tests.support.adamw import assert_same, train
-from tests.support.executed import assert_alike_in_threads, late_copies
-from tests.support.placed_steps import (
+from tests.support.models.outcomes import assert_alike_in_threads, assert_same, late_copies, train
+from tests.support.models.placed import (
     SECOND,
     assert_undone_and_right_again,
     on_pools,
@@ -29,7 +28,7 @@ from tests.support.placed_steps import (
     profiled,
     state,
 )
-from tests.support.steps import make
+from tests.support.models.steps import make
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 

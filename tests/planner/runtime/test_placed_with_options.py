@@ -26,10 +26,9 @@ from planner.models import Workload
 from planner.runtime.executor import Executor
 from planner.runtime.measure import outcome
 from planner.runtime.pool_memory import measured_peak, other_peaks_measured
-from tests.support.adamw import assert_same, train
-from tests.support.all_choices import any_schedule
-from tests.support.executed import assert_alike_in_threads, late_copies
-from tests.support.placed_steps import (
+from tests.support.graphs.random_choices import any_schedule
+from tests.support.models.outcomes import assert_alike_in_threads, assert_same, late_copies, train
+from tests.support.models.placed import (
     SECOND,
     assert_undone_and_right_again,
     state,
@@ -37,7 +36,7 @@ from tests.support.placed_steps import (
     traced,
     with_everything,
 )
-from tests.support.steps import make
+from tests.support.models.steps import make
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 

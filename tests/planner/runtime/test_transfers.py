@@ -11,7 +11,7 @@ import torch
 from graphs.errors import CopyError
 from planner.runtime.channels import open_channel
 from planner.runtime.thread_channels import ThreadChannel
-from planner.runtime.transfers import DeviceMemory, StoppedError, Transfer
+from planner.runtime.transfers import DeviceMemory, Transfer, TransferStoppedError
 
 CPU = torch.device("cpu")
 _LONG_S = 20.0
@@ -78,9 +78,9 @@ def test_a_pass_that_fails_releases_who_waits_for_the_other_end(give: Callable[[
     memory = after.take(8)
     waiting = in_thread(transfer.finish), in_thread(lambda: after.arrived(memory))
     transfer.stop()
-    assert all(isinstance(wait(), StoppedError) for wait in waiting)
+    assert all(isinstance(wait(), TransferStoppedError) for wait in waiting)
     for later in (lambda: transfer.send(torch.ones(2)), lambda: transfer.take(8)):
-        with pytest.raises(StoppedError):
+        with pytest.raises(TransferStoppedError):
             later()
 
 

@@ -32,7 +32,7 @@ from solvers.order.reorder import in_program_order
 from solvers.registry import SOLVERS, Entry
 from solvers.request import Request
 from solvers.result import Result, Status
-from tests.support.training_chains import chain_of_six
+from tests.support.cli import chain_of_six
 
 
 def judged(graph: Graph, found: Curve) -> None:

@@ -20,7 +20,7 @@ from planner.studies.compare import compare
 from planner.studies.curve import curve
 from planner.studies.jobs import run
 from planner.studies.settings import StudySettings
-from tests.support.command import call, refused
+from tests.support.cli import call, refused
 
 PATIENCE_S = 30.0
 

@@ -29,7 +29,7 @@ from planner.workload.workload import parse_spec
 from solvers.registry import SOLVERS, Entry, get_solver
 from solvers.request import Request
 from solvers.result import Result, SolveProgress, Status
-from tests.support.requests import ask
+from tests.support.solvers.answers import ask
 
 
 def chain(batch: int) -> Graph:

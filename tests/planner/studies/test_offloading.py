@@ -14,7 +14,7 @@ from planner.runtime.measure import loss_of
 from planner.studies.baselines import eager
 from planner.studies.measured import Benchmark, Exactness
 from planner.studies.offloading import offload_activations, offloading_methods, save_on_cpu
-from tests.support.steps import make
+from tests.support.models.steps import make
 
 
 @pytest.mark.parametrize("name", ["gpt2_written", "gpt2_sdpa", "resnet18", "tied", "mutated"])

@@ -18,7 +18,7 @@ from planner.runtime.arena_allocator import Missed
 from planner.runtime.measure import Step, outcome
 from planner.torch_compile.planned_graph import PlannedGraph
 from tests.support.budgets import HALF_WAY
-from tests.support.steps import make
+from tests.support.models.steps import make
 
 pytestmark = [
     pytest.mark.usefixtures("fresh_compiler"),

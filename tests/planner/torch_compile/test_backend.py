@@ -12,28 +12,12 @@ from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
 
 from graphs.errors import InfeasibleError, PlannerError, TraceError
-from planner import search
 from planner.capture.step import TrainingStep
 from planner.runtime.measure import measure_memory, outcome
 from tests.support.budgets import HALF_WAY
-from tests.support.norms import norm_twice
-from tests.support.steps import make
+from tests.support.models.steps import make, norm_twice
 
 pytestmark = [pytest.mark.usefixtures("fresh_compiler"), pytest.mark.filterwarnings("ignore::UserWarning:torch.*")]
-
-
-@pytest.fixture
-def solves(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The budgets that were solved for."""
-    asked: list[int] = []
-    solve = search.solve_graph
-
-    def counted(graph: Any, budget: int, *settings: Any, **options: Any) -> Any:
-        asked.append(budget)
-        return solve(graph, budget, *settings, **options)
-
-    monkeypatch.setattr(search, "solve_graph", counted)
-    return asked
 
 
 def compiled(model: nn.Module, **options: object) -> Callable[..., Any]:

@@ -13,8 +13,8 @@ from graphs.schedule import keep_everything
 from planner import search
 from planner.profiling import profile
 from planner.torch_compile.rest_of_step import kept_bytes, lean_schedule, with_rest, without_rest
-from planner.torch_compile.step_memory import Seen, bytes_of_others, unread
-from tests.support.measured_backend import (
+from planner.torch_compile.step_memory import PassStorages, bytes_of_others, unread
+from tests.support.models.backend import (
     Apart,
     Masked,
     Thirds,
@@ -83,7 +83,7 @@ def test_the_first_step_leaves_room_for_what_it_sees_and_says_where_that_is_too_
 
 def test_parameters_are_seen_before_their_graph_is_reached() -> None:
     early, late = nn.Linear(3, 5), nn.Linear(7, 11)
-    runs = [Seen.of([torch.randn(2, 3), *early.parameters()])]
+    runs = [PassStorages.of([torch.randn(2, 3), *early.parameters()])]
     behind = unread([*early.parameters(), *late.parameters()], runs)
     assert behind is not None
     assert bytes_of_others([*runs, behind], 0, [0]) == 2 * 4 * (7 * 11 + 11)  # they, and their gradients
@@ -189,7 +189,7 @@ def test_a_second_model_with_the_same_options_has_a_budget_of_its_own(monkeypatc
 def test_what_is_beside_a_graph_is_counted_once() -> None:
     x, weight, other = torch.randn(10), torch.randn(20, requires_grad=True), torch.randn(30, requires_grad=True)
     hidden = torch.randn(40)
-    first, second = Seen.of([x, weight]), Seen.of([hidden, other, weight])
+    first, second = PassStorages.of([x, weight]), PassStorages.of([hidden, other, weight])
     first.returned([hidden])
     # Forward and backward of the first: the second's parameter, and gradients of both of its parameters.
     assert bytes_of_others([first, second], 0, [1000, 1000]) == 4 * (30 + 30 + 20)
@@ -200,7 +200,7 @@ def test_what_is_beside_a_graph_is_counted_once() -> None:
 def test_what_autograd_holds_for_ops_in_no_graph_is_counted() -> None:
     x = torch.randn(50, requires_grad=True)
     between = x.exp().sin()  # holds what it is the sine of, and exp its result: the same tensor
-    assert sum(Seen.of([between]).held.values()) == 4 * 50
+    assert sum(PassStorages.of([between]).held.values()) == 4 * 50
 
 
 def test_the_rest_of_the_step_needs_its_room() -> None:

@@ -16,29 +16,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 import planner
 from graphs.errors import BudgetError, InfeasibleError, PlannerError
-from planner import search
 from planner.torch_compile import checkpoint
+from tests.support.distributed import on_two
 from tests.support.logs import lines_of
-from tests.support.measured_backend import measured_bytes, stack, step_of
-from tests.support.processes import on_two
+from tests.support.models.backend import measured_bytes, stack, step_of
 
 pytestmark = [pytest.mark.usefixtures("fresh_compiler"), pytest.mark.filterwarnings("ignore::UserWarning:torch.*")]
 
 QUICK: dict[str, Any] = {"time_limit_s": 10.0, "tolerance": 0.05}
-
-
-@pytest.fixture
-def solves(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The budgets that were solved for."""
-    asked: list[int] = []
-    solve = search.solve_graph
-
-    def counted(graph: Any, budget: int, *settings: Any, **options: Any) -> Any:
-        asked.append(budget)
-        return solve(graph, budget, *settings, **options)
-
-    monkeypatch.setattr(search, "solve_graph", counted)
-    return asked
 
 
 def small() -> nn.Module:

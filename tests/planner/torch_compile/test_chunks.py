@@ -16,7 +16,7 @@ from planner.plans.plan import Plan
 from planner.profiling.allocator import cpu_allocations
 from planner.solving import solve_graph
 from solvers.bounds import least_budget_bound
-from tests.support.stand_ins import CLASSES, in_chunks, make, schedule_with
+from tests.support.models.alternatives import CLASSES, in_chunks, make, schedule_with
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 

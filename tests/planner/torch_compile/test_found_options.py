@@ -14,9 +14,9 @@ from planner.capture.step import TrainingStep
 from planner.models import Workload, build
 from planner.runtime.measure import StepOutcome, outcome
 from planner.torch_compile.planned_graph import PlannedGraph
-from tests.support.measured_backend import measured_bytes
-from tests.support.other_kernels import ops_by, schedule_by, ways_of
-from tests.support.packing import does, mixed, packing
+from tests.support.models.backend import measured_bytes
+from tests.support.models.other_kernels import ops_by, schedule_by, ways_of
+from tests.support.models.packed import does, mixed, packing
 
 pytestmark = [pytest.mark.usefixtures("fresh_compiler"), pytest.mark.filterwarnings("ignore::UserWarning")]
 

@@ -15,8 +15,8 @@ from graphs.simulate import simulate
 from planner.capture.step import TrainingStep
 from planner.runtime.measure import outcome
 from planner.torch_compile.planned_graph import PlannedGraph
-from tests.support.measured_backend import Thirds, measured_bytes
-from tests.support.steps import make, random_schedule
+from tests.support.models.backend import Thirds, measured_bytes
+from tests.support.models.steps import make, random_schedule
 
 pytestmark = [pytest.mark.usefixtures("fresh_compiler"), pytest.mark.filterwarnings("ignore::UserWarning")]
 

@@ -15,8 +15,8 @@ from planner.runtime.measure import measure_memory
 from planner.torch_compile.planned_graph import PlannedGraph
 from planner.torch_compile.rest_of_step import keeping_all
 from planner.torch_compile.shared_channels import host_room
-from tests.support.copies import with_random_copies
-from tests.support.offloading_backend import assert_same_state, compiled, layers, trained_once
+from tests.support.models.backend import assert_same_state, compiled_with_offload, layers, trained_once
+from tests.support.models.offloaded import with_random_copies
 
 pytestmark = [pytest.mark.usefixtures("fresh_compiler"), pytest.mark.filterwarnings("ignore::UserWarning")]
 
@@ -73,11 +73,11 @@ def test_it_trains_as_eager_does_within_both_budgets(
 ) -> None:
     torch.manual_seed(0)
     model, x = layers(norm), torch.randn(256, 64)
-    assert_trains_as_eager(model, lambda twin: compiled(twin, "60%"))
+    assert_trains_as_eager(model, lambda twin: compiled_with_offload(twin, "60%"))
     (graph,), (channels,) = graphs, opened
     assert channels.memory.peak_bytes == host_peak(graph) > 0
     assert channels.memory.used_bytes == 0
-    step = compiled(model, "60%")
+    step = compiled_with_offload(model, "60%")
     step(x).sum().backward()
     model.zero_grad()
     predicted = simulate(graph.captured.graph, graph.schedule).peak_bytes
@@ -94,7 +94,7 @@ def test_copies_may_be_anywhere_and_under_way_between_the_passes(
     torch.manual_seed(0)
     model, x = layers(norm), torch.randn(256, 64)
     twin = copy.deepcopy(model)
-    step = compiled(twin, "100%")
+    step = compiled_with_offload(twin, "100%")
     step(x).sum().backward()
     twin.load_state_dict(model.state_dict())
     twin.zero_grad()
@@ -116,7 +116,7 @@ def test_copies_may_be_anywhere_and_under_way_between_the_passes(
 @pytest.mark.parametrize("host_budget", ["1GB", "700kB"])
 def test_graphs_share_the_hosts_memory(host_budget: str, graphs: list[PlannedGraph], opened: list[HostChannels]) -> None:
     torch.manual_seed(0)
-    assert_trains_as_eager(Broken(), lambda twin: compiled(twin, "60%", host_budget=host_budget))
+    assert_trains_as_eager(Broken(), lambda twin: compiled_with_offload(twin, "60%", host_budget=host_budget))
     (channels,) = opened
     assert len(graphs) == 3 and sum(graph.on_host[0] > 0 for graph in graphs) > 1
     assert 0 < channels.memory.peak_bytes <= channels.memory.capacity_bytes
@@ -140,7 +140,7 @@ def test_on_a_gpu(graphs: list[PlannedGraph]) -> None:
     torch.manual_seed(0)
     model, x = layers().cuda(), torch.randn(256, 64, device="cuda")
     twin = copy.deepcopy(model)
-    step = compiled(twin, "60%")
+    step = compiled_with_offload(twin, "60%")
     for seed in range(4):
         for run, of in ((model, model), (step, twin)):
             of.zero_grad()
@@ -162,7 +162,7 @@ def test_what_inductors_kernels_make_may_go_to_the_host(
     twin = copy.deepcopy(model)
     wanted = train(model, torch.compile(model, dynamic=False))
     torch.compiler.reset()
-    step = compiled(twin, "75%", compile="inductor")
+    step = compiled_with_offload(twin, "75%", compile="inductor")
     found = train(twin, step)
     assert [name for name in wanted if not torch.equal(wanted[name], found[name])] == []
     (graph,), (channels,) = graphs, opened

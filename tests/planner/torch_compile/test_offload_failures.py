@@ -15,8 +15,8 @@ from planner.runtime.channels import HostChannels
 from planner.torch_compile.planned_graph import PlannedGraph
 from planner.torch_compile.rest_of_step import keeping_all
 from planner.torch_compile.shared_channels import SharedChannels
-from tests.support.copies import with_random_copies
-from tests.support.offloading_backend import assert_same_state, compiled, layers, trained_once
+from tests.support.models.backend import assert_same_state, compiled_with_offload, layers, trained_once
+from tests.support.models.offloaded import with_random_copies
 
 pytestmark = [pytest.mark.usefixtures("fresh_compiler"), pytest.mark.filterwarnings("ignore::UserWarning")]
 
@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 
 
 def test_a_loss_that_is_dropped_gives_back_what_is_on_the_host(opened: list[HostChannels], graphs: list[PlannedGraph]) -> None:
-    step, x = compiled(layers(), "60%"), torch.randn(256, 64)
+    step, x = compiled_with_offload(layers(), "60%"), torch.randn(256, 64)
     trained_once(step, x)
     (graph,), (channels,) = graphs, opened
     graph.schedule = with_random_copies(graph.captured.graph, keeping_all(graph.captured.graph), 1)
@@ -37,7 +37,7 @@ def test_a_loss_that_is_dropped_gives_back_what_is_on_the_host(opened: list[Host
 
 def test_a_backward_pass_may_come_twice(graphs: list[PlannedGraph], opened: list[HostChannels]) -> None:
     model, x = layers(), torch.randn(256, 64)
-    step = compiled(model, "60%")
+    step = compiled_with_offload(model, "60%")
     out = step(x).sum()
     out.backward(retain_graph=True)
     (graph,), (channels,) = graphs, opened
@@ -49,7 +49,7 @@ def test_a_backward_pass_may_come_twice(graphs: list[PlannedGraph], opened: list
 
 
 def test_hooks_on_what_is_saved_are_refused(graphs: list[PlannedGraph]) -> None:
-    step, x = compiled(layers(), "60%"), torch.randn(256, 64)
+    step, x = compiled_with_offload(layers(), "60%"), torch.randn(256, 64)
     with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda saved: saved):
         out = step(x).sum()
     assert graphs[0].on_host[1]
@@ -64,7 +64,7 @@ def test_a_copy_that_fails_is_one_error_and_the_step_can_be_called_again(
     torch.manual_seed(0)
     model, x = layers(nn.BatchNorm1d), torch.randn(256, 64)
     twin = copy.deepcopy(model)
-    step = compiled(twin, "60%")
+    step = compiled_with_offload(twin, "60%")
     trained_once(step, x)
     before = {name: value.clone() for name, value in twin.state_dict().items()}
     twin.zero_grad()
@@ -102,7 +102,7 @@ def test_a_copy_that_fails_is_one_error_and_the_step_can_be_called_again(
 
 
 def test_a_host_that_is_too_small_for_two_passes_is_one_error(graphs: list[PlannedGraph], opened: list[HostChannels]) -> None:
-    step, x = compiled(layers(), "60%"), torch.randn(256, 64)
+    step, x = compiled_with_offload(layers(), "60%"), torch.randn(256, 64)
     trained_once(step, x)
     opened[0].memory.capacity_bytes = graphs[0].on_host[0]
     first = step(x)
@@ -122,7 +122,7 @@ def test_a_host_that_is_too_small_for_two_passes_is_one_error(graphs: list[Plann
 )
 def test_wrong_options_are_refused(options: dict[str, object], message: str) -> None:
     with pytest.raises(BackendCompilerFailed, match=message) as caught:
-        compiled(nn.Linear(8, 1), "1GB", **options)(torch.randn(3, 8)).sum().backward()
+        compiled_with_offload(nn.Linear(8, 1), "1GB", **options)(torch.randn(3, 8)).sum().backward()
     assert isinstance(caught.value.inner_exception, PlannerError)
 
 

@@ -15,7 +15,7 @@ from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
 from planner.runtime.executor import Executor
 from planner.runtime.measure import loss_of, outcome
-from tests.support.steps import random_schedule
+from tests.support.models.steps import random_schedule
 
 
 class Masked(nn.Module):

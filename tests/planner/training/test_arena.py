@@ -26,7 +26,7 @@ from planner.runtime.measure import outcome
 from planner.settings import RunSettings
 from planner.training.dynamic import DynamicStep
 from planner.training.step import PlannedStep
-from tests.support.steps import make
+from tests.support.models.steps import make
 
 TANGENT_BYTES = 4  # the gradient of the loss, which autograd makes
 

@@ -17,30 +17,15 @@ import torch
 import planner
 from graphs.errors import OutputError
 from graphs.synthetic.small import training_chain
-from planner import search
 from planner.plans.document import write_plan
 from planner.training.cache import PlanCache
-from tests.support.cached_plans import compiled, workload
-
-
-@pytest.fixture
-def solves(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """What was solved, in order."""
-    asked: list[object] = []
-    solve = search.solve_graph
-
-    def counted(graph: Any, budget: Any, *settings: Any, **options: Any) -> Any:
-        asked.append(budget)
-        return solve(graph, budget, *settings, **options)
-
-    monkeypatch.setattr(search, "solve_graph", counted)
-    return asked
+from tests.support.models.planned import compiled_with_cache, workload
 
 
 def test_a_plan_is_solved_once(tmp_path: Path, solves: list[object]) -> None:
     folder = tmp_path / "not" / "there"
-    first = compiled(folder)
-    again = compiled(folder)
+    first = compiled_with_cache(folder)
+    again = compiled_with_cache(folder)
     assert solves == ["100%"]
     assert again.plan == first.plan
     model, loss_fn, batch = workload()
@@ -54,8 +39,8 @@ def test_a_plan_is_solved_once(tmp_path: Path, solves: list[object]) -> None:
     "other", [{"budget": "99%"}, {"batch": 9}, {"optimizer": "adamw"}, {"tolerance": 0.5}, {"tolerance": 0.001}]
 )
 def test_what_differs_is_solved_again(other: dict[str, Any], tmp_path: Path, solves: list[object]) -> None:
-    compiled(tmp_path)
-    compiled(tmp_path, **other)
+    compiled_with_cache(tmp_path)
+    compiled_with_cache(tmp_path, **other)
     assert len(solves) == 2
     assert len(list(tmp_path.iterdir())) == 2
 
@@ -75,7 +60,7 @@ def test_another_setting_of_kernels_needs_another_plan(
     try:
         for value in values:
             set_to(value)
-            compiled(tmp_path)
+            compiled_with_cache(tmp_path)
     finally:
         set_to(before)
     assert len(solves) == 2
@@ -149,15 +134,15 @@ def spoil_status(text: str) -> str:
     ],
 )
 def test_a_spoiled_plan_is_replaced(spoil: Any, said: str, tmp_path: Path, solves: list[object]) -> None:
-    compiled(tmp_path)
+    compiled_with_cache(tmp_path)
     (path,) = tmp_path.iterdir()
     path.write_text(spoil(path.read_text()))
     with pytest.warns(UserWarning, match=f"cannot be used and is made again: .*({said})"):
-        compiled(tmp_path)
+        compiled_with_cache(tmp_path)
     assert len(solves) == 2
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
-        compiled(tmp_path)
+        compiled_with_cache(tmp_path)
     assert len(solves) == 2
 
 
@@ -208,21 +193,21 @@ def test_a_plan_is_of_use_for_the_budget_it_was_made_for(tmp_path: Path) -> None
 
 
 def test_a_share_of_a_peak_that_the_schedule_refutes_is_not_believed(tmp_path: Path, solves: list[object]) -> None:
-    first = compiled(tmp_path, budget="400%").plan.budget_bytes
+    first = compiled_with_cache(tmp_path, budget="400%").plan.budget_bytes
     (path,) = tmp_path.iterdir()
     data = json.loads(path.read_text())
     peak_bytes = data["graph"]["keep_everything_peak_bytes"] * 3 // 10
     data["graph"]["keep_everything_peak_bytes"] = peak_bytes
     path.write_text(json.dumps(data | {"budget_bytes": 4 * peak_bytes}))
     with pytest.warns(UserWarning, match="a peak without recomputation of .*, but its tensors alone take"):
-        assert compiled(tmp_path, budget="400%").plan.budget_bytes == first
+        assert compiled_with_cache(tmp_path, budget="400%").plan.budget_bytes == first
     assert len(solves) == 2
 
 
 def test_a_folder_that_cannot_be_made_is_refused_before_work(tmp_path: Path, solves: list[object]) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(OutputError, match=r"plans cannot be kept in .*file"):
-        compiled(tmp_path / "file")
+        compiled_with_cache(tmp_path / "file")
     assert solves == []
 
 
@@ -230,13 +215,13 @@ def test_processes_share_a_folder(tmp_path: Path) -> None:
     code = (
         "import sys, warnings; warnings.simplefilter('error', UserWarning)\n"
         "from pathlib import Path\n"
-        "from tests.support.cached_plans import compiled\n"
-        "print(compiled(Path(sys.argv[1])).plan.graph.fingerprint)"
+        "from tests.support.models.planned import compiled_with_cache\n"
+        "print(compiled_with_cache(Path(sys.argv[1])).plan.graph.fingerprint)"
     )
     run = [sys.executable, "-c", code, str(tmp_path)]
     with ThreadPoolExecutor(1) as pool:
         other = pool.submit(subprocess.run, run, capture_output=True, text=True, check=False)
-        here = compiled(tmp_path).plan
+        here = compiled_with_cache(tmp_path).plan
     assert other.result().returncode == 0, other.result()
     assert other.result().stdout.strip() == here.graph.fingerprint
     (path,) = tmp_path.iterdir()

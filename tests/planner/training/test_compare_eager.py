@@ -21,8 +21,8 @@ from planner.plans.eager import DifferingOp, EagerComparison
 from planner.runtime.executor import Executor
 from planner.training import compare_eager
 from planner.training.compare_eager import compare_with_eager, warn_of_differences
-from tests.support.eager_comparison import DIFFERS, compiled, gpt2, plain
-from tests.support.steps import random_schedule
+from tests.support.models.planned import DIFFERS, compiled, gpt2, plain
+from tests.support.models.steps import random_schedule
 
 
 def test_a_step_is_compared_with_eager() -> None:

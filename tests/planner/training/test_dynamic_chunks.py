@@ -10,7 +10,7 @@ from planner.capture.step import TrainingStep
 from planner.runtime.measure import outcome
 from planner.training.dynamic import DynamicStep
 from solvers.bounds import least_budget_bound
-from tests.support.stand_ins import CLASSES, in_chunks, make, schedule_with
+from tests.support.models.alternatives import CLASSES, in_chunks, make, schedule_with
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 

@@ -13,7 +13,7 @@ from planner.plans.eager import EagerComparison
 from planner.plans.plan import Plan, plan_from_dict, read_plan
 from planner.report.describe import plan_data, plan_text
 from planner.training.compare_eager import warn_of_differences
-from tests.support.eager_comparison import DIFFERS, compiled, plain
+from tests.support.models.planned import DIFFERS, compiled, plain
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from torch import nn
 
 from graphs.errors import TraceError
 from planner.runtime.measure import outcome
-from tests.support.no_trace import BATCH, assert_no_trace, plan
+from tests.support.models.planned import BATCH, assert_no_trace, plan
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # of what a planned step does not change
 

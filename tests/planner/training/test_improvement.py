@@ -13,14 +13,14 @@ import planner
 from graphs.errors import InfeasibleError, PlannerError
 from graphs.ir import Graph
 from graphs.simulate import simulate
-from planner.background import BackgroundSolve, Ended, Job
+from planner.background import BackgroundSolve, Ended, SolveJob
 from planner.option_settings import with_recorded
 from planner.plans.plan import Plan, read_plan
 from planner.progress import Progress, Stage, Stages
 from planner.progress.stages import StageReport
 from planner.runtime.measure import outcome
 from planner.runtime.observation import PeakWatch
-from planner.search import Search
+from planner.search import StepSearch
 from planner.settings import RunSettings, SolveSettings, Wait
 from planner.solving import solve, solve_graph
 from planner.training import compare_eager, compiler, improvement
@@ -29,7 +29,7 @@ from solvers.clock import WorkClock
 from solvers.eviction.least_peak import least_evicting_schedule
 from solvers.tolerance import Tolerance
 from tests.support.budgets import between
-from tests.support.stand_ins import in_chunks, make, schedule_with
+from tests.support.models.alternatives import in_chunks, make, schedule_with
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 
@@ -45,9 +45,9 @@ def model_and_batch() -> tuple[nn.Module, Batch]:
 class Solved:
     """Stands for a solve in the background: its plans are there at once."""
 
-    jobs: list[Job] = []  # noqa: RUF012
+    jobs: list[SolveJob] = []  # noqa: RUF012
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: SolveJob) -> None:
         type(self).jobs.append(job)
         self.ended: Ended | None = None
 
@@ -77,7 +77,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> type[Solved]:
 def worst_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the first plan be the one that needs the least memory."""
 
-    def first_plan(search: Search, graph: Graph, budget: str | int, stage: StageReport) -> Plan:
+    def first_plan(search: StepSearch, graph: Graph, budget: str | int, stage: StageReport) -> Plan:
         plan = solve_graph(graph, budget, replace(search.settings, work_limit=2.0))
         offered = with_recorded(graph, plan.settings)
         schedule = least_evicting_schedule(offered.out_of_place(), WorkClock(1.0))
@@ -85,7 +85,7 @@ def worst_first(monkeypatch: pytest.MonkeyPatch) -> None:
         found = simulate(offered, schedule)
         return replace(plan, schedule=schedule, time_s=found.time_s, peak_bytes=found.peak_bytes, bound_s=None, status="feasible")
 
-    monkeypatch.setattr(Search, "first_plan", first_plan)
+    monkeypatch.setattr(StepSearch, "first_plan", first_plan)
 
 
 def planned(model: nn.Module, batch: Batch, **options: object) -> planner.PlannedStep:
@@ -256,7 +256,7 @@ def test_the_same_costs_give_the_same_plan_where_a_gap_is_waited_for() -> None:
     graph = planner.trace(model, F.mse_loss, batch, roofline="cpu")
     budget = between(graph)
     settings = SolveSettings(tolerance=Tolerance.of(1e-3), time_limit_s=20.0)
-    plans = [Search(settings, RunSettings(wait=Wait.of("2%"))).first_plan(graph, budget) for _ in range(2)]
+    plans = [StepSearch(settings, RunSettings(wait=Wait.of("2%"))).first_plan(graph, budget) for _ in range(2)]
     assert plans[0].schedule == plans[1].schedule
     assert plans[0].gap is not None and plans[0].gap <= 0.02
 
@@ -267,7 +267,7 @@ def test_a_step_is_ready_with_its_first_schedule() -> None:
     settings = SolveSettings(tolerance=Tolerance.of(0.0), time_limit_s=20.0, reorder=False)
     told: list[Progress] = []
     with Stages(told.append).stage(Stage.SOLVE) as stage:
-        first = Search(settings, RunSettings(wait=Wait.of(0))).first_plan(graph, between(graph), stage)
+        first = StepSearch(settings, RunSettings(wait=Wait.of(0))).first_plan(graph, between(graph), stage)
     assert told[-2].best_s == first.time_s
     assert simulate(graph, first.schedule).peak_bytes <= first.budget_bytes
 
@@ -302,17 +302,17 @@ def test_a_solve_in_the_background_sends_plans_and_its_end() -> None:
     model, batch = model_and_batch()
     graph = planner.trace(model, F.mse_loss, batch, roofline="cpu")
     budget = between(graph)
-    background = BackgroundSolve(Job(graph, budget, SolveSettings(tolerance=Tolerance.of(0.05), time_limit_s=5.0)))
+    background = BackgroundSolve(SolveJob(graph, budget, SolveSettings(tolerance=Tolerance.of(0.05), time_limit_s=5.0)))
     found = [plan for _ in range(300) if background.ended is None and (plan := background.receive(0.2)) is not None]
     assert background.ended is not None and background.ended.failure == ""
     assert found[-1] == background.ended.plan
     assert simulate(graph, found[-1].schedule).peak_bytes <= budget
     assert found[-1].time_s <= min(plan.time_s for plan in found)
-    impossible = BackgroundSolve(Job(graph, 1, SolveSettings(time_limit_s=20.0)))
+    impossible = BackgroundSolve(SolveJob(graph, 1, SolveSettings(time_limit_s=20.0)))
     while impossible.ended is None:
         impossible.receive(0.2)
     assert "the least any schedule" in impossible.ended.failure
-    stopped = BackgroundSolve(Job(graph, budget, SolveSettings()))
+    stopped = BackgroundSolve(SolveJob(graph, budget, SolveSettings()))
     stopped.stop()
     assert stopped.ended is not None and stopped.receive(1.0) is None
 

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 @pytest.mark.parametrize("name", ["convnet", "unet"])
 def test_plans_have_the_bits_of_torch_compile(name: str) -> None:
     pytest.importorskip("triton", reason="Triton interprets its kernels: pip install --no-deps triton")
-    command = [sys.executable, "-m", "tests.support.interpreted", name, "0.0", "0.3"]
+    command = [sys.executable, "-m", "tests.support.inductor.interpreted", name, "0.0", "0.3"]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=1800, cwd=Path(__file__).parents[3], env=environment)
     assert done.returncode == 0, done.stderr[-2000:]

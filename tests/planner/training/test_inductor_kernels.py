@@ -12,9 +12,9 @@ import torch
 from graphs.ir import Graph, Phase
 from graphs.schedule import Compute, Schedule, keep_everything
 from graphs.simulate import simulate
-from planner.capture.kernels.variants import Variant
+from planner.capture.kernels.variants import CompileVariant
 from tests.support.budgets import on_the_way
-from tests.support.kernel_steps import CASES, Prepared, differences, freed_over, prepare
+from tests.support.inductor.steps import CASES, Prepared, differences, freed_over, prepare
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),
@@ -33,7 +33,7 @@ def captures(fresh_compilers: None) -> Iterator[None]:
     _prepared.cache_clear()
 
 
-def prepared(name: str, variant: Variant = Variant.DEFAULT) -> Prepared:
+def prepared(name: str, variant: CompileVariant = CompileVariant.DEFAULT) -> Prepared:
     return _prepared(CASES[name], variant)
 
 
@@ -102,15 +102,15 @@ def test_what_a_second_step_overwrites_is_not_read_by_the_backward_pass_of_the_f
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", Variant)
+@pytest.mark.parametrize("variant", CompileVariant)
 @pytest.mark.parametrize("name", ["unet", "convnet", "mlp"])
-def test_each_variant_keeps_what_it_promises(name: str, variant: Variant) -> None:
+def test_each_variant_keeps_what_it_promises(name: str, variant: CompileVariant) -> None:
     """Its peak, and what torch.compile computes but for rounding; only those with equal bits are taken."""
     known = prepared(name, variant)
     (budget,) = on_the_way(known.graph, 0.5)
     step = known.step(budget)
     assert step.plan.measured_peak_bytes == measured_as_predicted(known.graph, step.plan.schedule) <= budget
     found = known.found(step)
-    if variant is Variant.BUDGET and any(op.random for op in known.graph.ops):
+    if variant is CompileVariant.BUDGET and any(op.random for op in known.graph.ops):
         return  # other numbers are drawn
     assert all(torch.allclose(found[key], known.wanted[key], rtol=1e-3, atol=1e-4) for key in known.wanted)

@@ -21,9 +21,9 @@ from planner.runtime.measure import outcome
 from planner.training import inductor_compiler
 from planner.training.inductor_compiler import InductorCompiler
 from planner.training.per_batch import BatchPlans, check_options
-from tests.support.kernel_steps import compiled as by_torch_compile
-from tests.support.kernel_steps import everything
-from tests.support.no_trace import assert_no_trace
+from tests.support.inductor.steps import compiled as by_torch_compile
+from tests.support.inductor.steps import everything
+from tests.support.models.planned import assert_no_trace
 
 pytestmark = [
     pytest.mark.usefixtures("fresh_compilers"),

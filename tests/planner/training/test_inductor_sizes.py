@@ -18,7 +18,7 @@ from planner.profiling.link import MEASURED_LINK
 from planner.profiling.profile import profile
 from planner.runtime.measure import outcome
 from planner.training.dynamic import DynamicStep
-from tests.support.kernel_steps import CASES, Case, compiled, mlp, prepare
+from tests.support.inductor.steps import CASES, Case, compiled, mlp, prepare
 
 pytestmark = [
     pytest.mark.usefixtures("fresh_compilers"),

@@ -25,7 +25,7 @@ from planner.models import Workload, build
 from planner.runtime.executor import Executor
 from planner.runtime.measure import loss_of
 from tests.support.budgets import HALF_WAY
-from tests.support.steps import make, random_schedule
+from tests.support.models.steps import make, random_schedule
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 

@@ -17,7 +17,7 @@ import planner
 from graphs.errors import PlannerError, TraceError
 from planner.capture.frontend.preserved_state import UndoWrites, preserve_training_state
 from planner.capture.step import TrainingStep
-from tests.support.no_trace import BATCH, CALLS, Remembers, assert_no_trace, plan
+from tests.support.models.planned import BATCH, CALLS, Remembers, assert_no_trace, plan
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # of what a planned step does not change
 

@@ -19,8 +19,8 @@ from planner.plans.document import write_plan
 from planner.plans.plan import read_plan
 from planner.profiling.link import measured_link
 from planner.runtime.executor import Executor
-from tests.support.command import call
-from tests.support.steps import make
+from tests.support.cli import call
+from tests.support.models.steps import make
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 

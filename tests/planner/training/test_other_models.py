@@ -15,8 +15,7 @@ from planner.running import run
 from planner.tracing import trace
 from solvers.clock import WorkClock
 from solvers.least import least_budget
-from tests.support.norms import Call, classes, norm_twice
-from tests.support.steps import solve_for
+from tests.support.models.steps import Call, classes, norm_twice, solve_for
 
 
 class Exponential(torch.autograd.Function):

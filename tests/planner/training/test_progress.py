@@ -11,8 +11,8 @@ import planner
 from graphs.errors import InfeasibleError
 from planner.progress import Event, Progress, Stage
 from planner.progress.describe import plan_line
-from tests.support.cached_plans import workload
 from tests.support.logs import lines_of
+from tests.support.models.planned import workload
 
 STAGES = [stage.value for stage in Stage]
 

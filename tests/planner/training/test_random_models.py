@@ -8,13 +8,13 @@ from benchmarks.runner import Runner
 from planner.capture.step import TrainingStep
 from planner.distributed.wrappers import unwrap
 from planner.plans.summary import summarize
-from planner.search import Search
+from planner.search import StepSearch
 from planner.settings import RunSettings, SolveSettings, TraceSettings
 from planner.training.compiler import Compiler
 from solvers.clock import WorkClock
 from solvers.least import least_budget
 from solvers.tolerance import Tolerance
-from tests.support.random_models import Recipe, build, recipes
+from tests.support.models.random_models import Recipe, build, recipes
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -30,7 +30,7 @@ def check(recipe: Recipe, share: float) -> None:
     except RuntimeError:  # what its backward pass reads was overwritten: there is no such model
         reject()
     # As planner.compile does; in between it is seen which budgets are possible.
-    search = Search(SolveSettings(tolerance=Tolerance.of(0.5), time_limit_s=60.0), RunSettings(swap="never"))
+    search = StepSearch(SolveSettings(tolerance=Tolerance.of(0.5), time_limit_s=60.0), RunSettings(swap="never"))
     compiler = Compiler(unwrap(workload.model), workload.loss_fn, TraceSettings(passes=1), search)
     captured = compiler.profile(compiler.capture(workload.batch), workload.batch)
     peak = summarize(captured.graph).keep_everything_peak_bytes

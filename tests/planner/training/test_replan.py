@@ -13,7 +13,7 @@ import planner
 from graphs.errors import PlannerError, TraceError
 from planner.capture.step import LossFn
 from planner.training.compiler import Compiler
-from tests.support.steps import MutatedBuffer
+from tests.support.models.steps import MutatedBuffer
 
 
 def settings_and_loss() -> tuple[SimpleNamespace, LossFn]:

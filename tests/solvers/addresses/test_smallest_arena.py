@@ -10,7 +10,7 @@ from solvers.addresses.instance import instances_of
 from solvers.addresses.solve import solve
 from solvers.clock import WorkClock
 from solvers.result import Status
-from tests.support.buffers import packed_buffers, random_buffers, smallest_arena
+from tests.support.graphs.buffers import packed_buffers, random_buffers, smallest_arena
 
 WORK = 20.0
 

@@ -14,8 +14,8 @@ from solvers.baselines.common.blocks import blockings
 from solvers.baselines.common.offloading import offer_of
 from solvers.clock import WallClock
 from solvers.result import Reason
-from tests.support.offers import check_by_both_judges, names, small_gpt, three_layers, with_trips
-from tests.support.requests import ask
+from tests.support.graphs.options import check_by_both_judges, names, small_gpt, three_layers, with_trips
+from tests.support.solvers.answers import ask
 
 
 def outer() -> FractionsProgram:

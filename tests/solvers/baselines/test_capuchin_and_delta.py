@@ -12,8 +12,8 @@ from solvers.baselines.common.offloading import offer_of
 from solvers.baselines.common.online import OnlineFailedError
 from solvers.baselines.delta import DeltaParams
 from solvers.result import Reason
-from tests.support.offers import check_by_both_judges, names, offered, with_trips
-from tests.support.requests import ask
+from tests.support.graphs.options import check_by_both_judges, names, offered, with_trips
+from tests.support.solvers.answers import ask
 
 
 def test_capuchin_swaps_by_free_time() -> None:

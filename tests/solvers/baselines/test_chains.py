@@ -19,8 +19,8 @@ from solvers.baselines.griewank import extra_runs, plan
 from solvers.registry import get_solver
 from solvers.result import SolveProgress, Status
 from tests.support.budgets import peak_bytes
-from tests.support.requests import ask
-from tests.support.small_graphs import diamond
+from tests.support.graphs.small_graphs import diamond
+from tests.support.solvers.answers import ask
 
 CHAIN_SOLVERS = ("chen-sqrt", "chen-greedy", "griewank", "rotor")
 

@@ -8,7 +8,7 @@ from solvers.baselines.checkmate import CheckmateParams, solve
 from solvers.baselines.common.checkmate_program import PUBLISHED, CheckmateModel, CheckmateVariant, UnusedOutputs
 from solvers.problem import problem_of
 from solvers.result import Status
-from tests.support.requests import ask
+from tests.support.solvers.answers import ask
 
 
 def dropped_beside() -> Graph:

@@ -16,11 +16,10 @@ from solvers import windows
 from solvers.baselines.checkmate import CheckmateParams, solve
 from solvers.baselines.common.checkmate_program import PUBLISHED, CheckmateVariant, Frees
 from solvers.result import Status
-from tests.support.brute_force import fastest, may_repeat
 from tests.support.budgets import budget_at
-from tests.support.known_optima import KNOWN_OPTIMA
-from tests.support.requests import ask
-from tests.support.small_graphs import diamond, kept_output
+from tests.support.graphs.small_graphs import diamond, kept_output
+from tests.support.solvers.answers import KNOWN_OPTIMA, ask
+from tests.support.solvers.brute_force import fastest, may_repeat
 
 TOLERANCE = 1e-3
 SPLIT = CheckmateVariant(frees=Frees.SPLIT)

@@ -19,8 +19,8 @@ from solvers.problem import problem_of
 from solvers.registry import get_solver
 from solvers.result import SolveProgress, Status
 from tests.support.budgets import budget_at
-from tests.support.requests import ask
-from tests.support.small_graphs import diamond
+from tests.support.graphs.small_graphs import diamond
+from tests.support.solvers.answers import ask
 
 ROOT = Path(__file__).parents[3]
 
@@ -144,7 +144,7 @@ def test_nothing_is_printed() -> None:
     code = (
         "from graphs.synthetic.small import training_chain\n"
         "from solvers.baselines.checkmate import solve\n"
-        "from tests.support.requests import ask\n"
+        "from tests.support.solvers.answers import ask\n"
         "assert solve(ask(training_chain(4), 4)).time_s == 9.0\n"
     )
     ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=120, capture_output=True, text=True, check=False)

@@ -15,8 +15,8 @@ from planner.plans.plan import read_plan
 from solvers.baselines.checkmate import solve, write_model
 from solvers.baselines.common.checkmate_program import PUBLISHED, CheckmateVariant, Frees
 from solvers.registry import get_solver
-from tests.support.requests import ask
-from tests.support.small_graphs import diamond
+from tests.support.graphs.small_graphs import diamond
+from tests.support.solvers.answers import ask
 
 ROOT = Path(__file__).parents[3]
 

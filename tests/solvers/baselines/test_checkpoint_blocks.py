@@ -19,7 +19,7 @@ from solvers.baselines.checkpoint_blocks import checkpoint_blocks, solve
 from solvers.baselines.common.blocks import ModuleTree, block_of, blockings, levels
 from solvers.baselines.common.recomputation import recompute_groups
 from solvers.result import Reason, Status
-from tests.support.requests import ask
+from tests.support.solvers.answers import ask
 
 
 def named_transformer(layers: int) -> Graph:

@@ -19,8 +19,8 @@ from solvers.online.heuristics import DtrRule, Heuristic, heuristic_of
 from solvers.online.ledger import Deallocation
 from solvers.registry import get_solver
 from solvers.result import Status
-from tests.support.public_instances import public_log
-from tests.support.requests import ask
+from tests.support.graphs.imported import public_log
+from tests.support.solvers.answers import ask
 
 OOM = math.inf
 

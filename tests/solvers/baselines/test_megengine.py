@@ -16,7 +16,7 @@ from solvers.baselines.megengine import FACTORS, LEAST_BYTES, MegEngineParams, M
 from solvers.online.heuristics import Interpreter
 from solvers.registry import get_solver
 from solvers.result import Reason, Status
-from tests.support.requests import ask
+from tests.support.solvers.answers import ask
 
 MiB = 2**20
 

@@ -14,8 +14,8 @@ from solvers.baselines.common.offloading import offer_of
 from solvers.baselines.deepspeed_offload import DeepSpeedParams
 from solvers.baselines.offload_activations import OffloadActivationsParams
 from solvers.result import Reason, Result
-from tests.support.offers import check_by_both_judges, names, three_layers, with_trips
-from tests.support.requests import ask
+from tests.support.graphs.options import check_by_both_judges, names, three_layers, with_trips
+from tests.support.solvers.answers import ask
 
 CHAIN = with_trips(training_chain(3))
 

@@ -19,8 +19,8 @@ from solvers.registry import get_solver
 from solvers.result import Reason, Status
 from solvers.windows import solve as solve_exactly
 from tests.support.budgets import peak_bytes
-from tests.support.offers import check_by_both_judges, offered, random_step, small_gpt, with_trips
-from tests.support.requests import ask
+from tests.support.graphs.options import check_by_both_judges, offered, random_step, small_gpt, with_trips
+from tests.support.solvers.answers import ask
 
 UNLIMITED = 10**15
 # With parameters that suit tensors of a few bytes.

@@ -18,8 +18,8 @@ from solvers.baselines.dtr import DtrParams, solve
 from solvers.online.heuristics import DtrRule, heuristic_of
 from solvers.online.ledger import Deallocation
 from solvers.result import Status
-from tests.support.public_instances import public_log
-from tests.support.requests import ask
+from tests.support.graphs.imported import public_log
+from tests.support.solvers.answers import ask
 
 # --- views and references held on -----------------------------------------------------------------
 

@@ -12,8 +12,8 @@ from solvers.baselines.common.offloading import offer_of
 from solvers.baselines.poet import PoetParams, PoetProgram
 from solvers.clock import WallClock
 from solvers.result import Reason
-from tests.support.offers import check_by_both_judges, offered, with_trips
-from tests.support.requests import ask
+from tests.support.graphs.options import check_by_both_judges, offered, with_trips
+from tests.support.solvers.answers import ask
 
 
 def test_paging_takes_no_time_there_and_its_time_here() -> None:

@@ -19,8 +19,8 @@ from solvers.highs.program import Outcome
 from solvers.problem import problem_of
 from solvers.registry import get_solver
 from solvers.result import SolveProgress, Status
-from tests.support.requests import ask
-from tests.support.small_graphs import diamond, kept_output
+from tests.support.graphs.small_graphs import diamond, kept_output
+from tests.support.solvers.answers import ask
 
 
 def budget_at(graph: Graph, share: float) -> int:

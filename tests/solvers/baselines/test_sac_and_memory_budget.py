@@ -21,7 +21,7 @@ from solvers.baselines.memory_budget import Partition, knapsack, trials
 from solvers.baselines.sac import SacParams, SacRule, ops_on, save_lists, saved_ops
 from solvers.registry import get_solver
 from solvers.result import Reason, Status
-from tests.support.requests import ask
+from tests.support.solvers.answers import ask
 
 
 def network(blocks: int) -> Graph:

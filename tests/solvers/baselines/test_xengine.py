@@ -18,11 +18,10 @@ from solvers.baselines.xengine import ScheduleClass, XEngineParams, XEngineProgr
 from solvers.clock import WallClock
 from solvers.registry import get_solver
 from solvers.result import Reason, Result, Status
-from tests.support.brute_force_placement import fastest_overlapped, fastest_serial
-from tests.support.offers import check_by_both_judges, names, with_trips
-from tests.support.placements import on_devices, random_placement
-from tests.support.requests import ask
-from tests.support.small_graphs import diamond
+from tests.support.graphs.options import check_by_both_judges, names, on_devices, random_placement, with_trips
+from tests.support.graphs.small_graphs import diamond
+from tests.support.solvers.answers import ask
+from tests.support.solvers.brute_force_placement import fastest_overlapped, fastest_serial
 
 CLOSE = 1e-6
 

@@ -14,7 +14,7 @@ from graphs.synthetic.draft import Draft
 from solvers.clock import WorkClock
 from solvers.registry import get_solver
 from solvers.request import Request
-from tests.support.placements import on_devices
+from tests.support.graphs.options import on_devices
 
 
 def step() -> Graph:

@@ -22,7 +22,7 @@ from solvers.windows.search import Search
 from solvers.windows.strategies.offloaded_orders import OffloadedOrders
 from solvers.windows.strategies.portfolio import OffloadingPortfolio
 from solvers.windows.strategies.refinement import Relaxation
-from tests.support.requests import ask
+from tests.support.solvers.answers import ask
 
 TRANSFORMER = transformer(TransformerSize(layers=2))
 

@@ -29,8 +29,8 @@ from solvers.order.reorder import Reordering, permuted, reordered
 from solvers.registry import get_solver
 from solvers.result import Status
 from tests.support.budgets import peak_bytes
-from tests.support.requests import ask
-from tests.support.steps import capture_of, make, random_schedule
+from tests.support.models.steps import capture_of, make, random_schedule
+from tests.support.solvers.answers import ask
 
 
 def weight_gradients() -> Graph:

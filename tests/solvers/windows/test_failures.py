@@ -22,7 +22,7 @@ from solvers.windows.decoding.decode import try_out
 from solvers.windows.search import Search
 from solvers.windows.strategies import refinement
 from solvers.windows.strategies.portfolio import Portfolio
-from tests.support.requests import ask
+from tests.support.solvers.answers import ask
 
 GRAPH = random_training_step(2, 40)
 # Between the least and the peak: a quarter of the way.

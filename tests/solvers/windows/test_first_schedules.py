@@ -6,7 +6,7 @@ from graphs.synthetic.small import training_chain
 from solvers.windows import solve
 from solvers.windows.strategies.refinement import Relaxation
 from tests.support.budgets import budget_at
-from tests.support.requests import ask
+from tests.support.solvers.answers import ask
 
 
 class RelaxedError(Exception):

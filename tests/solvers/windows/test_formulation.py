@@ -17,8 +17,8 @@ from solvers.windows import relaxation
 from solvers.windows.decoding.decode import order_of, try_out
 from solvers.windows.decoding.encode import solution_of
 from solvers.windows.relaxation.models import build_relaxation
-from tests.support.random_orders import everything, random_order, short_form
-from tests.support.small_graphs import random_overwriting
+from tests.support.graphs.small_graphs import random_overwriting
+from tests.support.solvers.random_orders import everything, random_order, short_form
 
 ROOT = Path(__file__).parents[3]
 

@@ -29,7 +29,7 @@ from solvers.windows.strategies.neighbourhoods import FixAndOptimizeOps, FixAndO
 from solvers.windows.strategies.restricted_model import CandidateSet, build_restricted, restricted_families, tight_windows
 from solvers.windows.strategies.strategy import SteppedStrategy, share_time
 from tests.support.budgets import peak_bytes
-from tests.support.requests import ask
+from tests.support.solvers.answers import ask
 
 
 def knows_all(problem: Problem) -> CandidateSet:

@@ -18,9 +18,9 @@ from solvers.registry import get_solver
 from solvers.result import Status
 from solvers.windows.decoding.decode import try_out
 from solvers.windows.strategies.offloaded_orders import least_offloaded, offloaded_orders
-from tests.support.brute_force_copies import fastest_with_copies
-from tests.support.offers import offered, with_trips
-from tests.support.requests import ask
+from tests.support.graphs.options import offered, with_trips
+from tests.support.solvers.answers import ask
+from tests.support.solvers.brute_force_transfers import fastest_with_copies
 
 
 def once_each(made: int = 4, size: int = 10) -> Graph:

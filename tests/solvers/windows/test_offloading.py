@@ -13,7 +13,7 @@ from solvers.windows.decoding.decode import Trial, order_of, try_out
 from solvers.windows.decoding.pruning import prune_with_transfers
 from solvers.windows.params import OffloadingParams
 from solvers.windows.strategies.offloading import recomputing_where_it_waits, simpler
-from tests.support.random_orders import random_order, short_form
+from tests.support.solvers.random_orders import random_order, short_form
 
 GB = 10**9
 

@@ -23,7 +23,7 @@ from solvers.registry import SOLVERS, get_solver
 from solvers.request import Request
 from solvers.result import Result, Status
 from solvers.tolerance import Tolerance
-from tests.support.requests import ask
+from tests.support.solvers.answers import ask
 
 HIDDEN, MASK, LOGITS, LOSS, LOGITS_GRADIENT, GRADIENT, LAST = range(7)
 

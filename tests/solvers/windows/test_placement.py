@@ -19,9 +19,8 @@ from solvers.tolerance import Tolerance
 from solvers.windows import solve
 from solvers.windows.search import Search
 from solvers.windows.strategies.placement import Placements, Placing
-from tests.support.offers import check_by_both_judges, names
-from tests.support.placements import on_devices, random_placement
-from tests.support.requests import ask
+from tests.support.graphs.options import check_by_both_judges, names, on_devices, random_placement
+from tests.support.solvers.answers import ask
 
 CLOSE = 1e-6
 

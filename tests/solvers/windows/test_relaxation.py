@@ -17,7 +17,7 @@ from solvers.windows.decoding.expand import expand
 from solvers.windows.relaxation.discretization import Discretization, halves
 from solvers.windows.relaxation.models import build_relaxation
 from tests.support.budgets import peak_bytes
-from tests.support.requests import ask
+from tests.support.solvers.answers import ask
 
 
 def test_order_and_choice_are_inverse() -> None:

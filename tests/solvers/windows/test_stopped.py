@@ -17,7 +17,7 @@ from solvers.windows.params import BoundParams, WindowsParams
 from solvers.windows.search import Search
 from solvers.windows.strategies.imitation import Imitation
 from tests.support.budgets import peak_bytes
-from tests.support.requests import ask
+from tests.support.solvers.answers import ask
 
 
 def test_progress_only_gets_better() -> None:

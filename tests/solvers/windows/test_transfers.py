@@ -21,8 +21,8 @@ from solvers.windows.decoding.encode import solution_of_trial
 from solvers.windows.decoding.transfers import with_transfers
 from solvers.windows.relaxation.models import build_relaxation
 from solvers.windows.strategies.placement import DeviceOps, Placing
-from tests.support.placements import on_devices, random_placement
-from tests.support.random_orders import everything, random_order, short_form
+from tests.support.graphs.options import on_devices, random_placement
+from tests.support.solvers.random_orders import everything, random_order, short_form
 
 
 def offering(draw: random.Random, most_ops: int) -> Graph:

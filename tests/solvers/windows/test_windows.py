@@ -15,9 +15,8 @@ from solvers.result import Status
 from solvers.windows import solve
 from solvers.windows.params import WindowsParams
 from tests.support.budgets import peak_bytes
-from tests.support.known_optima import KNOWN_OPTIMA
-from tests.support.requests import ask
-from tests.support.small_graphs import diamond, kept_output, two_outputs
+from tests.support.graphs.small_graphs import diamond, kept_output, two_outputs
+from tests.support.solvers.answers import KNOWN_OPTIMA, ask
 
 
 @pytest.mark.parametrize(

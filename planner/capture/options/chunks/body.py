@@ -12,8 +12,8 @@ from torch import fx
 
 from planner.capture.frontend.eager_ops import called
 from planner.capture.options.added import value_of
-from planner.capture.options.chunks.asked import ByRows, Made, Total
-from planner.capture.options.chunks.rows import Rows, is_flat, is_view, slice_of
+from planner.capture.options.chunks.op_by_rows import ByRows, Made, Total
+from planner.capture.options.chunks.rows import RowDimensions, is_flat, is_view, slice_of
 from planner.capture.options.chunks.rules import CONSTANTS, MEANS
 from planner.capture.options.chunks.stretches import Stretch
 from planner.passes.program import Path
@@ -77,7 +77,7 @@ class Given:
     """
 
     node: fx.Node
-    rows: Rows | None
+    rows: RowDimensions | None
 
 
 class InChunks:
@@ -110,7 +110,7 @@ class InChunks:
     def __call__(self, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return the results; additional memory is that of one chunk."""
         made = [result.make(given[self._like]) for result in self.results]
-        places = [result.made if isinstance(result.made, Rows) else None for result in self.results]
+        places = [result.made if isinstance(result.made, RowDimensions) else None for result in self.results]
         for begin in range(0, self._rows, self._size):
             count = min(self._size, self._rows - begin)
             parts = [self._part(value, read.rows, begin, count) for value, read in zip(given, self.given, strict=True)]
@@ -123,7 +123,7 @@ class InChunks:
                 made[position].div_(result.elements)
         return tuple(value.to(result.value.dtype) for value, result in zip(made, self.results, strict=True))
 
-    def _part(self, value: torch.Tensor, rows: Rows | None, begin: int, count: int) -> torch.Tensor:
+    def _part(self, value: torch.Tensor, rows: RowDimensions | None, begin: int, count: int) -> torch.Tensor:
         if rows is None:
             return value
         each = prod(rows.sizes(value.shape)) // self._rows
@@ -149,7 +149,7 @@ class Body:
         stretch = self._stretch
         return stretch.calls.get(node) or (stretch.before.calls.get(node) if stretch.before else None)
 
-    def _reads_of(self, node: fx.Node) -> Mapping[fx.Node, Rows]:
+    def _reads_of(self, node: fx.Node) -> Mapping[fx.Node, RowDimensions]:
         call = self._call(node)
         assert call is not None
         return call.reads
@@ -172,7 +172,7 @@ class Body:
         rooms = {(r.node, r.path): graph.placeholder(f"room_{i}") for i, r in enumerate(self.results)}
         made: dict[fx.Node, fx.Node] = {}
 
-        def value(arg: fx.Node, reads: Mapping[fx.Node, Rows]) -> fx.Node:
+        def value(arg: fx.Node, reads: Mapping[fx.Node, RowDimensions]) -> fx.Node:
             if arg not in made:
                 if not self._is_inside(arg):
                     return given[Given(arg, reads.get(arg))]
@@ -183,7 +183,7 @@ class Body:
             reads = self._reads_of(node)
             results = [r for r in self.results if r.node is node]
             first = results[0] if results else None
-            if first is not None and node.target in (_INTO if isinstance(first.made, Rows) else _ONTO):
+            if first is not None and node.target in (_INTO if isinstance(first.made, RowDimensions) else _ONTO):
                 made[node] = self._product(graph, node, first, rooms[node, ()], partial(value, reads=reads))
                 continue
             made[node] = self._emit(graph, node, count, partial(value, reads=reads))
@@ -191,7 +191,7 @@ class Body:
                 item = made[node]
                 if result.path:
                     item = graph.call_function(operator.getitem, (item, result.path[0]))
-                write = aten.copy_.default if isinstance(result.made, Rows) else aten.add_.Tensor
+                write = aten.copy_.default if isinstance(result.made, RowDimensions) else aten.add_.Tensor
                 graph.call_function(write, (rooms[node, result.path], item))
         graph.output(())
         return fx.GraphModule(torch.nn.Module(), graph).forward
@@ -211,7 +211,7 @@ class Body:
             args[_SHAPED[node.target]] = place.chunk(node.meta["val"].shape, count, self._stretch.rows)
         given, also = fx.map_arg((tuple(args), named), value)
         made = graph.call_function(target, given, also)
-        divided = call is not None and call.elements and isinstance(call.makes[0], Rows)
+        divided = call is not None and call.elements and isinstance(call.makes[0], RowDimensions)
         return graph.call_function(aten.div.Scalar, (made, call.elements)) if call is not None and divided else made
 
     def _product(
@@ -219,11 +219,11 @@ class Body:
     ) -> fx.Node:
         """Return the node for the product `node`, written to its output or accumulated there."""
         args, named = fx.map_arg((node.args, node.kwargs), value)
-        if isinstance(result.made, Rows):
+        if isinstance(result.made, RowDimensions):
             return graph.call_function(_INTO[node.target], args, {**named, "out": room})
         return graph.call_function(_ONTO[node.target], (room, *args), {"out": room})
 
 
 def sliced(result: CombinedResult) -> bool:
     """Return whether parts of the rows of `result` are views that can be written."""
-    return not isinstance(result.made, Rows) or is_flat(result.value, result.made)
+    return not isinstance(result.made, RowDimensions) or is_flat(result.value, result.made)

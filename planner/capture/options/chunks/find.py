@@ -14,10 +14,10 @@ from torch import fx
 from graphs.ir import Graph, Op
 from planner.capture.lowering.lower import Capture
 from planner.capture.options.added import Additions
-from planner.capture.options.chunks.asked import Total
 from planner.capture.options.chunks.body import Body, CombinedResult, InChunks, sliced
-from planner.capture.options.chunks.rows import Rows
-from planner.capture.options.chunks.stretches import Finder, Stretch
+from planner.capture.options.chunks.op_by_rows import Total
+from planner.capture.options.chunks.rows import RowDimensions
+from planner.capture.options.chunks.stretches import Stretch, StretchFinder
 from planner.capture.options.differing import differing
 from planner.capture.rewrites.outputs import storage
 
@@ -37,7 +37,7 @@ class _StandIn:
 
 def chunked(capture: Capture) -> Capture:
     """Return `capture` with alternatives for its long stretches in 2, 4, 8 and 16 chunks; their times are not measured."""
-    finder, additions = Finder(capture), Additions(capture)
+    finder, additions = StretchFinder(capture), Additions(capture)
     for found in [found for pair in finder.find() for found in _stand_ins(capture, finder, *pair)]:
         rows, sizes = found.stretch.rows, set[int]()
         for count in COUNTS:
@@ -48,7 +48,7 @@ def chunked(capture: Capture) -> Capture:
     return additions.captured()
 
 
-def _stand_ins(capture: Capture, finder: Finder, forward: Stretch, backward: Stretch | None) -> Iterator[_StandIn]:
+def _stand_ins(capture: Capture, finder: StretchFinder, forward: Stretch, backward: Stretch | None) -> Iterator[_StandIn]:
     seed = capture.graph.ops[min(forward.ops)].name
     if (found := _stand_in(capture, seed, "forward", forward, ())) is not None:
         yield found
@@ -79,7 +79,7 @@ def _results(graph: Graph, capture: Capture, stretch: Stretch) -> Iterator[Combi
                 yield result
 
 
-def _needed(finder: Finder, forward: Stretch, backward: Stretch) -> list[fx.Node]:
+def _needed(finder: StretchFinder, forward: Stretch, backward: Stretch) -> list[fx.Node]:
     """Return the ops of `forward` needed to recompute the long rows that `backward` reads, in order."""
     maker = {t: op for op in forward.ops for t in finder.graph.ops[op].outputs}
     waiting = [t for t in finder.long(forward) if any(p in backward.ops for p in finder.graph.consumers[t])]
@@ -127,7 +127,8 @@ def settle(capture: Capture, op: Op, equal: Sequence[bool]) -> Op:
     composed = capture.program.calls[op.id].composed
     assert isinstance(composed, InChunks)
     exact = [
-        r.made is Total.COUNT or (isinstance(r.made, Rows) and same) for r, same in zip(composed.results, equal, strict=True)
+        r.made is Total.COUNT or (isinstance(r.made, RowDimensions) and same)
+        for r, same in zip(composed.results, equal, strict=True)
     ]
     return replace(
         op, differs=differing(capture.graph, capture.program, [t for t, e in zip(op.outputs, exact, strict=True) if not e])

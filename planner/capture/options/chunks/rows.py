@@ -20,7 +20,7 @@ class NotByRowsError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class RowDimensions:
     """The dimensions `first` to `last` of a value, which together enumerate the rows, in order.
 
     A row may have several elements of these dimensions: for a value of 4 x 8 sentences and words, seen as 32 words, rows may be
@@ -30,9 +30,9 @@ class Rows:
     first: int
     last: int
 
-    def moved(self, dims: int) -> "Rows":
+    def moved(self, dims: int) -> "RowDimensions":
         """Return the rows shifted by `dims` dimensions."""
-        return Rows(self.first + dims, self.last + dims)
+        return RowDimensions(self.first + dims, self.last + dims)
 
     def within(self, dim: int) -> bool:
         """Return whether `dim` is one of the dimensions."""
@@ -48,7 +48,7 @@ class Rows:
         return [*shape[: self.first], *(1,) * (self.last - self.first), size, *shape[self.last + 1 :]]
 
 
-def rows_behind(shape: Sequence[int], before: int, rows: int) -> Rows:
+def rows_behind(shape: Sequence[int], before: int, rows: int) -> RowDimensions:
     """Return the fewest dimensions of `shape` that contain `rows` rows, after dimensions with `before` elements.
 
     Raises:
@@ -59,13 +59,13 @@ def rows_behind(shape: Sequence[int], before: int, rows: int) -> Rows:
         if seen == before and size > 1:
             for last in range(first, len(shape)):
                 if prod(shape[first : last + 1]) % rows == 0:
-                    return Rows(first, last)
+                    return RowDimensions(first, last)
             break
         seen *= size
     raise NotByRowsError
 
 
-def slice_of(value: torch.Tensor, rows: Rows, begin: int, size: int) -> torch.Tensor:
+def slice_of(value: torch.Tensor, rows: RowDimensions, begin: int, size: int) -> torch.Tensor:
     """Return `size` elements of the dimensions of `rows`, in the shape of a chunk."""
     flat = value.flatten(rows.first, rows.last) if rows.last > rows.first else value
     part = flat.narrow(rows.first, begin, size)
@@ -74,7 +74,7 @@ def slice_of(value: torch.Tensor, rows: Rows, begin: int, size: int) -> torch.Te
     return part
 
 
-def is_flat(value: torch.Tensor, rows: Rows) -> bool:
+def is_flat(value: torch.Tensor, rows: RowDimensions) -> bool:
     """Return whether a slice of `rows` is a view."""
     dims = range(rows.first, rows.last)
     return all(value.stride(d) == value.stride(d + 1) * value.shape[d + 1] for d in dims)
@@ -85,7 +85,7 @@ def is_view(node: fx.Node) -> bool:
     return node.target is operator.getitem or node.target in _RESHAPING or bool(getattr(node.target, "is_view", False))
 
 
-def through_view(node: fx.Node, base: Rows, rows: int) -> Rows:
+def through_view(node: fx.Node, base: RowDimensions, rows: int) -> RowDimensions:
     """Return the position of the rows in the value of the view `node`, whose base has them at `base`.
 
     Raises:
@@ -131,7 +131,7 @@ def through_view(node: fx.Node, base: Rows, rows: int) -> Rows:
     raise NotByRowsError
 
 
-def _permuted(node: fx.Node, base: Rows, dims: int) -> Rows:
+def _permuted(node: fx.Node, base: RowDimensions, dims: int) -> RowDimensions:
     order = list(range(dims))
     if node.target is aten.permute.default:
         order = [_dim(d, dims) for d in node.args[1]]  # type: ignore[union-attr]

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from planner.capture.options.chunks.asked import Asked, ByRows, Total
-from planner.capture.options.chunks.rows import NotByRowsError, Rows, rows_behind
+from planner.capture.options.chunks.op_by_rows import ByRows, OpByRows, Total
+from planner.capture.options.chunks.rows import NotByRowsError, RowDimensions, rows_behind
 
 aten = torch.ops.aten
 
 
-def by_rows(asked: Asked) -> ByRows:
+def by_rows(asked: OpByRows) -> ByRows:
     """Return the row-by-row form of an op.
 
     Raises:
@@ -35,11 +35,11 @@ def by_rows(asked: Asked) -> ByRows:
 _ELEMENTWISE = frozenset({aten._to_copy.default, aten.masked_fill.Tensor, aten.hardswish_backward.default})
 
 
-def _pointwise(asked: Asked) -> ByRows:
+def _pointwise(asked: OpByRows) -> ByRows:
     return asked.makes(_by_elements(asked, asked.shape(asked.node)))
 
 
-def _by_elements(asked: Asked, out: tuple[int, ...]) -> Rows:
+def _by_elements(asked: OpByRows, out: tuple[int, ...]) -> RowDimensions:
     """Return the position of the rows in an elementwise result of shape `out`; scalars are read whole."""
     args = [a for a in asked.node.all_input_nodes if isinstance(a.meta["val"], torch.Tensor)]
     first = next((a for a in args if a in asked.known), None)
@@ -56,10 +56,10 @@ def _by_elements(asked: Asked, out: tuple[int, ...]) -> Rows:
     return place
 
 
-def _along(*read: int, dim: int, reduces: bool = False) -> Callable[[Asked], ByRows]:
+def _along(*read: int, dim: int, reduces: bool = False) -> Callable[[OpByRows], ByRows]:
     """Return the rule of an op along the dimensions in its argument `dim`, none of them rows; `read` are its tensor arguments."""
 
-    def rule(asked: Asked) -> ByRows:
+    def rule(asked: OpByRows) -> ByRows:
         place = asked.at(*map(asked.arg, read))
         count = len(asked.shape(asked.arg(read[0])))
         given = asked.arg(dim)
@@ -77,7 +77,7 @@ def _along(*read: int, dim: int, reduces: bool = False) -> Callable[[Asked], ByR
 _reduced = _along(0, dim=1, reduces=True)
 
 
-def _summed(asked: Asked) -> ByRows:
+def _summed(asked: OpByRows) -> ByRows:
     """Return the form of a sum over all rows and perhaps more, or along other dimensions."""
     arg = asked.arg(0)
     place, shape = asked.at(arg), asked.shape(arg)
@@ -90,10 +90,10 @@ def _summed(asked: Asked) -> ByRows:
     return asked.makes(Total.SUM, elements=prod(shape[d] for d in dims) if asked.node.target in MEANS else 0)
 
 
-def _loss(reduction: int) -> Callable[[Asked], ByRows]:
+def _loss(reduction: int) -> Callable[[OpByRows], ByRows]:
     """Return the rule of an elementwise loss or its gradient; the argument at `reduction` is the kind of reduction."""
 
-    def rule(asked: Asked) -> ByRows:
+    def rule(asked: OpByRows) -> ByRows:
         backward = "backward" in str(asked.node.target)
         shape = asked.shape(asked.arg(1 if backward else 0))
         place, how = _by_elements(asked, shape), asked.arg(reduction)
@@ -103,17 +103,17 @@ def _loss(reduction: int) -> Callable[[Asked], ByRows]:
     return rule
 
 
-def _product(first: int) -> Callable[[Asked], ByRows]:
+def _product(first: int) -> Callable[[OpByRows], ByRows]:
     """Return the rule of a matrix product whose left factor is at position `first`; an addend comes before."""
 
-    def rule(asked: Asked) -> ByRows:
+    def rule(asked: OpByRows) -> ByRows:
         left, right = asked.arg(first), asked.arg(first + 1)
         added = asked.arg(0) if first else None
         dims = len(asked.shape(left))
-        down, across = Rows(dims - 2, dims - 2), Rows(dims - 1, dims - 1)
+        down, across = RowDimensions(dims - 2, dims - 2), RowDimensions(dims - 1, dims - 1)
         at_left, at_right = asked.known.get(left), asked.known.get(right)
-        if dims == 3 and Rows(0, 0) in (at_left, at_right):  # each row has products of its own
-            made = Rows(0, 0)
+        if dims == 3 and RowDimensions(0, 0) in (at_left, at_right):  # each row has products of its own
+            made = RowDimensions(0, 0)
             asked.want(left, made)
             asked.want(right, made)
         elif at_left == across or at_right == down:
@@ -139,7 +139,7 @@ def _product(first: int) -> Callable[[Asked], ByRows]:
     return rule
 
 
-def _add(asked: Asked, added: fx.Node, made: Rows) -> None:
+def _add(asked: OpByRows, added: fx.Node, made: RowDimensions) -> None:
     """Require the addend of a product by rows if it has them, else whole."""
     dims = len(asked.shape(asked.node)) - len(asked.shape(added))
     if made.first < dims or asked.shape(added)[made.first - dims] == 1:
@@ -154,7 +154,7 @@ _NONE, _MEAN = 0, 1  # of ``reduction``: a loss per row, or the mean
 _REDUCTION = 3
 
 
-def _picked_loss(asked: Asked) -> ByRows:
+def _picked_loss(asked: OpByRows) -> ByRows:
     """Return the form of ``nll_loss``: the entry of each row's class, summed."""
     if asked.arg(_REDUCTION) == _NONE or len(asked.shape(asked.arg(0))) == 1:
         raise NotByRowsError
@@ -168,7 +168,7 @@ def _picked_loss(asked: Asked) -> ByRows:
     return asked.makes(Total.SUM, count, mean=asked.arg(_REDUCTION) == _MEAN, reduction=_REDUCTION)
 
 
-def _picked_loss_backward(asked: Asked) -> ByRows:
+def _picked_loss_backward(asked: OpByRows) -> ByRows:
     rows = rows_behind(asked.shape(asked.arg(1)), 1, asked.rows)
     asked.want(asked.arg(1), rows)
     asked.want(asked.arg(2), rows)
@@ -177,7 +177,7 @@ def _picked_loss_backward(asked: Asked) -> ByRows:
     return asked.makes(rows)
 
 
-def _padded(asked: Asked) -> ByRows:
+def _padded(asked: OpByRows) -> ByRows:
     """Return the form of padding along other dimensions than the rows."""
     arg, pad = asked.arg(0), asked.arg(1)
     place, dims = asked.at(arg), len(asked.shape(arg))
@@ -187,7 +187,7 @@ def _padded(asked: Asked) -> ByRows:
     return asked.makes(place)
 
 
-def _slice_backward(asked: Asked) -> ByRows:
+def _slice_backward(asked: OpByRows) -> ByRows:
     """Return the form of a slice's gradient along other dimensions than the rows."""
     arg = asked.arg(0)
     place = asked.at(arg)
@@ -197,7 +197,7 @@ def _slice_backward(asked: Asked) -> ByRows:
     return asked.makes(place)
 
 
-def _joined(asked: Asked) -> ByRows:
+def _joined(asked: OpByRows) -> ByRows:
     """Return the form of a concatenation of arguments that all have the rows."""
     args = asked.arg(0)
     place = asked.at(*args)
@@ -208,14 +208,14 @@ def _joined(asked: Asked) -> ByRows:
     return asked.makes(place)
 
 
-def _want_beside(asked: Asked, arg: fx.Node, other: fx.Node, place: Rows) -> None:
+def _want_beside(asked: OpByRows, arg: fx.Node, other: fx.Node, place: RowDimensions) -> None:
     """Require `arg` by rows, with as many elements per row as `other`."""
     asked.want(arg, place)
     if place.sizes(asked.shape(arg)) != place.sizes(asked.shape(other)):
         raise NotByRowsError
 
 
-_RULES: Mapping[Any, Callable[[Asked], ByRows]] = {
+_RULES: Mapping[Any, Callable[[OpByRows], ByRows]] = {
     aten.mm.default: _product(0),
     aten.bmm.default: _product(0),
     aten.addmm.default: _product(1),

@@ -17,8 +17,8 @@ from torch import fx
 from graphs.ir import Phase
 from planner.capture.lowering.lower import Capture
 from planner.capture.options.added import value_of
-from planner.capture.options.chunks.asked import Asked, ByRows
-from planner.capture.options.chunks.rows import NotByRowsError, Rows, is_view, rows_behind, through_view
+from planner.capture.options.chunks.op_by_rows import ByRows, OpByRows
+from planner.capture.options.chunks.rows import NotByRowsError, RowDimensions, is_view, rows_behind, through_view
 from planner.capture.options.chunks.rules import CONSTANTS, by_rows
 from planner.capture.rewrites.layouts import in_place_random_op, read_strides
 from planner.capture.rewrites.outputs import fake
@@ -50,7 +50,7 @@ class Stretch:
     ops: dict[int, fx.Node] = field(default_factory=dict)
     calls: dict[fx.Node, ByRows] = field(default_factory=dict)
 
-    def place(self, node: fx.Node) -> Rows | None:
+    def place(self, node: fx.Node) -> RowDimensions | None:
         """Return the position of the rows in the value of `node`; None if it is made outside, or summed before.
 
         Raises:
@@ -59,11 +59,11 @@ class Stretch:
         source, item = (node.args[0], node.args[1]) if node.target is operator.getitem else (node, 0)
         assert isinstance(source, fx.Node) and isinstance(item, int)
         if source in self.calls:
-            if not isinstance(made := self.calls[source].makes[item], Rows):
+            if not isinstance(made := self.calls[source].makes[item], RowDimensions):
                 raise NotByRowsError
             return made
         if self.before is not None and source in self.before.calls:
-            return made if isinstance(made := self.before.calls[source].makes[item], Rows) else None
+            return made if isinstance(made := self.before.calls[source].makes[item], RowDimensions) else None
         if not is_view(node):
             return None
         base = node.args[0]
@@ -73,10 +73,10 @@ class Stretch:
 
     def makes_long(self, node: fx.Node, item: int, value: torch.Tensor) -> bool:
         """Return whether `value`, item `item` of the op `node`, has long rows."""
-        return value.numel() / self.rows > self.longest and isinstance(self.calls[node].makes[item], Rows)
+        return value.numel() / self.rows > self.longest and isinstance(self.calls[node].makes[item], RowDimensions)
 
 
-class Finder:
+class StretchFinder:
     """A search for stretches in a capture."""
 
     def __init__(self, capture: Capture) -> None:
@@ -134,13 +134,13 @@ class Finder:
             return forward, backward
         return forward_only
 
-    def _beginnings(self, node: fx.Node) -> Iterable[tuple[int, Mapping[fx.Node, Rows]]]:
+    def _beginnings(self, node: fx.Node) -> Iterable[tuple[int, Mapping[fx.Node, RowDimensions]]]:
         """Yield the possible numbers of rows of the product `node`, and their positions in its arguments."""
         left, right = node.args[_PRODUCTS[node.target] :][:2]
         assert isinstance(left, fx.Node) and isinstance(right, fx.Node)
         batched = fake(left).dim() == 3
         if batched and fake(left).shape[0] == 1:
-            yield fake(left).shape[1], {left: Rows(1, 1)}
+            yield fake(left).shape[1], {left: RowDimensions(1, 1)}
             return
         first = int(fake(left).shape[0])
         seen_as = [*filter(is_view, node.users), *(left.all_input_nodes if is_view(left) else ())]
@@ -148,7 +148,7 @@ class Finder:
         parts = {int(value.shape[0]) for value in values if value.dim() > 2}
         for rows in (first, *sorted((p for p in parts if 1 < p < first and first % p == 0), reverse=True)):
             if rows > 1:
-                yield rows, {left: Rows(0, 0), **({right: Rows(0, 0)} if batched else {})}
+                yield rows, {left: RowDimensions(0, 0), **({right: RowDimensions(0, 0)} if batched else {})}
 
     def _backward_readers(self, forward: Stretch) -> list[int]:
         readers = {op for t in self.long(forward) for op in self.graph.consumers[t]}
@@ -169,7 +169,7 @@ class Finder:
         value: torch.Tensor = value_of(node, self.capture.program.calls[op].outputs[item][1])
         return value
 
-    def _close(self, stretch: Stretch, begin: int, known: Mapping[fx.Node, Rows]) -> None:
+    def _close(self, stretch: Stretch, begin: int, known: Mapping[fx.Node, RowDimensions]) -> None:
         """Add to `stretch` the op `begin`, all readers of long rows in the same pass, and products that make long rows they read.
 
         Raises:
@@ -188,12 +188,12 @@ class Finder:
                 waiting += [(p, {}) for t in long for p in self.graph.consumers[t] if self.graph.ops[p].phase is phase]
         self._check(stretch)
 
-    def _join(self, stretch: Stretch, op: int, known: Mapping[fx.Node, Rows]) -> None:
+    def _join(self, stretch: Stretch, op: int, known: Mapping[fx.Node, RowDimensions]) -> None:
         node, what = self.capture.nodes[op], self.graph.ops[op]
         if node is None or not what.recomputable or what.random or what.mutates or read_strides(node) or in_place_random_op(node):
             raise NotByRowsError
         places = {arg: place for arg in node.all_input_nodes if (place := stretch.place(arg)) is not None}
-        call = by_rows(Asked(node, stretch.rows, {**known, **places}, frozenset(places)))
+        call = by_rows(OpByRows(node, stretch.rows, {**known, **places}, frozenset(places)))
         stretch.ops[op] = node
         stretch.calls[node] = call
 
@@ -214,7 +214,7 @@ class Finder:
                 joined += [op, *self._join_makers(stretch, op)]
         return joined
 
-    def _join_maker(self, stretch: Stretch, op: int, arg: fx.Node, rows: Rows) -> bool:
+    def _join_maker(self, stretch: Stretch, op: int, arg: fx.Node, rows: RowDimensions) -> bool:
         """Add `op` to `stretch` if it makes the `rows` that are read as `arg`; return whether it does."""
         value = self.capture.nodes[op]
         assert value is not None

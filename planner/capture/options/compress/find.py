@@ -19,7 +19,7 @@ from planner.capture.lowering.lower import Capture
 from planner.capture.lowering.statics import allocated_bytes
 from planner.capture.options.added import Additions, value_of
 from planner.capture.options.compress.forms import FORMS
-from planner.capture.options.compress.kept import Keep, Layout, Restore
+from planner.capture.options.compress.kept import DenseLayout, Keep, Restore
 from planner.passes.program import Ref
 
 _LEAST_ELEMENTS = 2048
@@ -108,7 +108,7 @@ def _add_forms(additions: Additions, tensor: Tensor, value: torch.Tensor) -> int
     maker = capture.graph.ops[tensor.producers[0]]
     made = additions.add_tensor(f"{tensor.name}.restored", value)
     for form, packing in FORMS.items():
-        layout = Layout(value, packing)
+        layout = DenseLayout(value, packing)
         kept = additions.add_tensor(f"{tensor.name}.{form}", Restore(layout).fakes[0])
         keep = f"{tensor.name}_keep_{form}"
         additions.add_op(

@@ -12,7 +12,7 @@ _LEAST_SLICE, _MOST_SLICES = 2**16, 8  # least elements of a slice, and most sli
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class DenseLayout:
     """A tensor whose elements fill its storage without gaps.
 
     Attributes:
@@ -44,10 +44,10 @@ class Layout:
         return codes, kept[self.code_bytes :].view(self.like.dtype).view(self.groups, self.form.limits)
 
     @property
-    def part(self) -> "Layout":
+    def part(self) -> "DenseLayout":
         """The layout of the first slice."""
         _, elements = next(self.slices())
-        return Layout(self.like.new_empty(elements.stop), self.form)
+        return DenseLayout(self.like.new_empty(elements.stop), self.form)
 
     @property
     def count(self) -> int:
@@ -71,7 +71,7 @@ class Keep:
         number: number of the op, which seeds the rounding.
     """
 
-    layout: Layout
+    layout: DenseLayout
     number: int
 
     @property
@@ -123,7 +123,7 @@ class Keep:
 class Restore:
     """The restoration of a tensor from the result of ``Keep``, with its shape, strides and dtype."""
 
-    layout: Layout
+    layout: DenseLayout
 
     @property
     def fakes(self) -> tuple[torch.Tensor, ...]:

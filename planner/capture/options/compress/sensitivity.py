@@ -21,7 +21,7 @@ from planner.capture.options.compress.find import Kept, kept_tensors
 from planner.capture.replay import RealStep
 from planner.passes.builder import PassBuilder
 from planner.passes.program import Ref
-from planner.passes.writer import Writer
+from planner.passes.writer import PassWriter
 
 
 def modelled_variances(capture: Capture) -> Graph:
@@ -43,7 +43,7 @@ def measured_variances(capture: Capture, real: RealStep) -> Graph:
     if not (found := kept_tensors(capture)):
         return capture.graph
     with real.running():
-        passes = _Passes(real, found)
+        passes = _PerturbedStep(real, found)
         exact = passes.gradients({})
         norm = _squared(exact)
         if not (0 < norm < math.inf):
@@ -64,7 +64,7 @@ class _PassCode:
     alive: tuple[int, ...]
 
 
-class _Passes:
+class _PerturbedStep:
     """The step after its forward pass, with a backward pass that runs with some tensors replaced."""
 
     def __init__(self, real: RealStep, found: Sequence[Kept]) -> None:
@@ -98,7 +98,7 @@ def _compile_passes(capture: Capture, needed: set[int]) -> _PassCode:
     steps = schedule_of(graph, [op.id for op in graph.program]).steps
     last = max(op.id for op in graph.program if op.phase is Phase.FORWARD)
     cut = steps.index(Compute(last)) + 1
-    writer, static = Writer(graph, program), [source.tensor for source in program.sources]
+    writer, static = PassWriter(graph, program), [source.tensor for source in program.sources]
     first, second = PassBuilder(program), PassBuilder(program)
     for builder in (first, second):
         builder.tensor_list("static", static)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from planner.capture.options.kernels.way import Asked, Bundle, MadeTensor, Own, Way
+from planner.capture.options.kernels.alternative import Alternative, Bundle, MadeTensor, Own, ReplaceableOp
 from planner.capture.rewrites.outputs import fake
 
 aten = torch.ops.aten
@@ -32,7 +32,7 @@ _BACKWARD = {
 }
 
 
-def ways(asked: Asked) -> Iterator[Bundle]:
+def alternatives(asked: ReplaceableOp) -> Iterator[Bundle]:
     """Yield the alternatives for a pass of a fused attention kernel."""
     if asked.node.target in _FORWARD:
         yield from _forward_ways(asked)
@@ -40,22 +40,22 @@ def ways(asked: Asked) -> Iterator[Bundle]:
         yield from _backward_ways(asked)
 
 
-def _forward_ways(asked: Asked) -> Iterator[Bundle]:
+def _forward_ways(asked: ReplaceableOp) -> Iterator[Bundle]:
     query, key, value, mask = _read(asked, _FORWARD)
     if _has_math(asked, query, key):
         compute = partial(_math_forward, causal=asked.named("is_causal"), scale=_scale(asked, query))
         out = tuple(result for result in asked.results if result.path == (0,))
         reads = (query, key, value) if mask is None else (query, key, value, mask)
-        yield (Way("math", (asked.node,), reads, out, compute),)
+        yield (Alternative("math", (asked.node,), reads, out, compute),)
 
 
-def _backward_ways(asked: Asked) -> Iterator[Bundle]:
+def _backward_ways(asked: ReplaceableOp) -> Iterator[Bundle]:
     """Yield the alternatives for a backward pass, with its forward pass if that must save something else."""
     query, key, value, mask = _read(asked, _BACKWARD)
     if _has_math(asked, query, key) and _gives_no_mask_gradient(asked):
         compute = partial(_math_backward, causal=asked.named("is_causal"), scale=_scale(asked, query))
         reads = (asked[0], query, key, value) if mask is None else (asked[0], query, key, value, mask)
-        yield (Way("math", (asked.node,), reads, asked.results, compute),)
+        yield (Alternative("math", (asked.node,), reads, asked.results, compute),)
     before = asked.calls.maker(asked.named("out"))
     if asked.node.target is aten._scaled_dot_product_flash_attention_for_cpu_backward.default:
         return  # a CPU has one fused kernel
@@ -68,21 +68,21 @@ def _backward_ways(asked: Asked) -> Iterator[Bundle]:
         yield _flash(asked, before)
 
 
-def _read(asked: Asked, masks: dict[Any, str | None]) -> tuple[Any, Any, Any, Any]:
+def _read(asked: ReplaceableOp, masks: dict[Any, str | None]) -> tuple[Any, Any, Any, Any]:
     mask = masks[asked.node.target]
     return (*(asked.named(name) for name in ("query", "key", "value")), None if mask is None else asked.named(mask))
 
 
-def _has_math(asked: Asked, query: fx.Node, key: fx.Node) -> bool:
+def _has_math(asked: ReplaceableOp, query: fx.Node, key: fx.Node) -> bool:
     """Return whether the op has no dropout, whose mask the fused kernels do not save, and one key head per query head."""
     return not asked.named("dropout_p") and fake(query).dim() == 4 and fake(query).shape[:2] == fake(key).shape[:2]
 
 
-def _gives_no_mask_gradient(asked: Asked) -> bool:
+def _gives_no_mask_gradient(asked: ReplaceableOp) -> bool:
     return all(result.path in ((0,), (1,), (2,)) for result in asked.results) and len(asked.results) == 3
 
 
-def _scale(asked: Asked, query: fx.Node) -> float:
+def _scale(asked: ReplaceableOp, query: fx.Node) -> float:
     scale = asked.named("scale")
     return 1 / sqrt(fake(query).shape[-1]) if scale is None else float(scale)
 
@@ -150,7 +150,7 @@ def _fits_efficient(query: fx.Node, key: fx.Node, value: fx.Node) -> bool:
     return len(heads) == 1 and fake(query).shape[3] % alignment == 0 == fake(value).shape[3] % alignment
 
 
-def _fits_flash(asked: Asked, query: fx.Node, key: fx.Node, value: fx.Node) -> bool:
+def _fits_flash(asked: ReplaceableOp, query: fx.Node, key: fx.Node, value: fx.Node) -> bool:
     width, same_length = fake(query).shape[3], fake(query).shape[2] == fake(key).shape[2]
     return (
         fake(query).dtype in _HALF
@@ -160,7 +160,7 @@ def _fits_flash(asked: Asked, query: fx.Node, key: fx.Node, value: fx.Node) -> b
     )
 
 
-def _efficient(asked: Asked, before: Asked) -> Bundle:
+def _efficient(asked: ReplaceableOp, before: ReplaceableOp) -> Bundle:
     """Return both passes by the memory-efficient kernel, which saves the logsumexp with rows padded to a tile."""
     query = asked.named("query")
     causal, scale = asked.named("is_causal"), asked.named("scale")
@@ -182,7 +182,7 @@ def _efficient(asked: Asked, before: Asked) -> Bundle:
     return _both(asked, before, "efficient", logarithms, forward_by, backward_by)
 
 
-def _flash(asked: Asked, before: Asked) -> Bundle:
+def _flash(asked: ReplaceableOp, before: ReplaceableOp) -> Bundle:
     """Return both passes by flash attention, which saves one logsumexp per row."""
     query = asked.named("query")
     causal, scale = asked.named("is_causal"), asked.named("scale")
@@ -205,12 +205,12 @@ def _flash(asked: Asked, before: Asked) -> Bundle:
     return _both(asked, before, "flash", logarithms, forward_by, backward_by)
 
 
-def _both(asked: Asked, before: Asked, name: str, logarithms: Own, forward_by: Any, backward_by: Any) -> Bundle:
+def _both(asked: ReplaceableOp, before: ReplaceableOp, name: str, logarithms: Own, forward_by: Any, backward_by: Any) -> Bundle:
     query, key, value, _ = _read(asked, _BACKWARD)
     out = asked.named("out")
     return (
-        Way(name, (before.node,), (query, key, value), (MadeTensor(before.node, (0,)), logarithms), forward_by),
-        Way(
+        Alternative(name, (before.node,), (query, key, value), (MadeTensor(before.node, (0,)), logarithms), forward_by),
+        Alternative(
             name,
             (asked.node,),
             (asked[0], query, key, value, out, logarithms),

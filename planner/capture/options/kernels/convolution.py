@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from planner.capture.options.kernels.way import Asked, Bundle, Way, calling, reads_of
+from planner.capture.options.kernels.alternative import Alternative, Bundle, ReplaceableOp, calling, reads_of
 from planner.capture.rewrites.outputs import fake
 from planner.torch_private.core import FakeTensor
 
@@ -19,7 +19,7 @@ _INPUT, _MASK = (0,), 10
 _STRIDE, _PADDING, _DILATION, _TRANSPOSED, _OUTPUT_PADDING, _GROUPS = range(6)  # positions after the tensors
 
 
-def ways(asked: Asked) -> Iterator[Bundle]:
+def alternatives(asked: ReplaceableOp) -> Iterator[Bundle]:
     """Yield the alternatives for a convolution or its backward pass."""
     if asked.node.target is aten.convolution.default:
         yield from _forward_ways(asked)
@@ -27,24 +27,24 @@ def ways(asked: Asked) -> Iterator[Bundle]:
         yield from _backward_ways(asked)
 
 
-def _forward_ways(asked: Asked) -> Iterator[Bundle]:
+def _forward_ways(asked: ReplaceableOp) -> Iterator[Bundle]:
     x, weight, bias, *geometry = (asked[i] for i in range(9))
     stride, padding, dilation, groups = (geometry[i] for i in (_STRIDE, _PADDING, _DILATION, _GROUPS))
     transposed = geometry[_TRANSPOSED]
     if _has_native(x, weight, geometry):
-        yield (asked.way("native", _native, x, weight, _kernel(weight), bias, stride, padding),)
+        yield (asked.alternative("native", _native, x, weight, _kernel(weight), bias, stride, padding),)
     if asked.device == "cpu" and not transposed and fake(x).dtype == torch.float32:
-        yield (asked.way("onednn", _onednn, x, weight, bias, padding, stride, dilation, groups),)
+        yield (asked.alternative("onednn", _onednn, x, weight, bias, padding, stride, dilation, groups),)
     if fake(x).dim() == 4:
         target = _in_format(_other_format(fake(x)), aten.convolution.default)
-        yield (asked.way(_format_name(fake(x)), target, x, weight, bias, *geometry),)
+        yield (asked.alternative(_format_name(fake(x)), target, x, weight, bias, *geometry),)
     if asked.device == "cuda":
         for name, setting in _CUDNN.items():
             call = _with_cudnn(setting, aten.convolution.default)
-            yield (asked.way(name, call, x, weight, bias, *geometry, repeatable=name in _REPEATABLE),)
+            yield (asked.alternative(name, call, x, weight, bias, *geometry, repeatable=name in _REPEATABLE),)
 
 
-def _backward_ways(asked: Asked) -> Iterator[Bundle]:
+def _backward_ways(asked: ReplaceableOp) -> Iterator[Bundle]:
     gradient, x, weight, bias_sizes, *geometry = (asked[i] for i in range(_MASK))
     mask = asked[_MASK]
     given = (gradient, x, weight, bias_sizes, *geometry)
@@ -54,17 +54,17 @@ def _backward_ways(asked: Asked) -> Iterator[Bundle]:
         yield _one_at_a_time(asked, given, mask, repeatable=repeatable)
     if _has_native(x, weight, geometry):
         arguments = (gradient, x, weight, _kernel(weight), geometry[_STRIDE], geometry[_PADDING], mask)
-        yield (asked.way("native", _native_backward, *arguments, repeatable=repeatable),)
+        yield (asked.alternative("native", _native_backward, *arguments, repeatable=repeatable),)
     if fake(x).dim() == 4:
         target = _in_format(_other_format(fake(x)), aten.convolution_backward.default)
-        yield (asked.way(_format_name(fake(x)), target, *given, mask, repeatable=repeatable),)
+        yield (asked.alternative(_format_name(fake(x)), target, *given, mask, repeatable=repeatable),)
     if asked.device == "cuda":
         for name, setting in _CUDNN.items():
             call = _with_cudnn(setting, aten.convolution_backward.default)
-            yield (asked.way(name, call, *given, mask, repeatable=repeatable and name in _REPEATABLE),)
+            yield (asked.alternative(name, call, *given, mask, repeatable=repeatable and name in _REPEATABLE),)
 
 
-def _one_at_a_time(asked: Asked, given: tuple[Any, ...], mask: list[bool], *, repeatable: bool) -> Bundle:
+def _one_at_a_time(asked: ReplaceableOp, given: tuple[Any, ...], mask: list[bool], *, repeatable: bool) -> Bundle:
     """Return one op for the input's gradient, which does not read the input, and another one for the other gradients."""
     gradient, x, weight, bias_sizes, *geometry = given
     of_input = tuple(result for result in asked.results if result.path == _INPUT)
@@ -77,8 +77,8 @@ def _one_at_a_time(asked: Asked, given: tuple[Any, ...], mask: list[bool], *, re
 
     rest = (*given, [False, *mask[1:]])
     return (
-        Way("input", (asked.node,), (gradient, weight), of_input, input_alone, repeatable, helper=True),
-        Way(
+        Alternative("input", (asked.node,), (gradient, weight), of_input, input_alone, repeatable, helper=True),
+        Alternative(
             "weight",
             (asked.node,),
             reads_of(rest),

@@ -17,15 +17,15 @@ from planner.capture.lowering.lower import Capture
 from planner.capture.options.added import Additions
 from planner.capture.options.differing import differing
 from planner.capture.options.kernels import attention, convolution, in_place
-from planner.capture.options.kernels.called import Called
-from planner.capture.options.kernels.way import Asked, Bundle, Calls, MadeTensor, Own
+from planner.capture.options.kernels.alternative import Bundle, Calls, MadeTensor, Own, ReplaceableOp
+from planner.capture.options.kernels.other_kernels import OtherKernels
 from planner.capture.rewrites.outputs import storage
 from planner.passes.program import Ref
 
 TARGET = "kernels"  # the prefix of the ops' targets
 
-KINDS: Mapping[str, Callable[[Asked], Iterator[Bundle]]] = MappingProxyType(
-    {"convolutions": convolution.ways, "attention": attention.ways, "in place": in_place.ways}
+KINDS: Mapping[str, Callable[[ReplaceableOp], Iterator[Bundle]]] = MappingProxyType(
+    {"convolutions": convolution.alternatives, "attention": attention.alternatives, "in place": in_place.alternatives}
 )
 
 
@@ -34,8 +34,8 @@ def with_kernels(capture: Capture) -> Capture:
     calls, additions = Calls(capture), Additions(capture)
     for asked in calls:
         if not asked.is_bound and asked.results:
-            for ways in KINDS.values():
-                for bundle in ways(asked):
+            for alternatives in KINDS.values():
+                for bundle in alternatives(asked):
                     _add(additions, calls, asked.op, bundle)
     return additions.captured()
 
@@ -46,28 +46,28 @@ def _add(additions: Additions, calls: Calls, found: Op, bundle: Bundle) -> None:
     name = f"{found.name}_{bundle[0].name}"
     own = {
         made: additions.add_tensor(f"{name}_{made.name}", made.value)
-        for way in bundle
-        for made in way.makes
+        for alternative in bundle
+        for made in alternative.makes
         if isinstance(made, Own)
     }
 
     def tensor(value: Any) -> int:
         return own[value] if isinstance(value, Own) else additions.tensor_of[storage(_value(value))]
 
-    for way in bundle:
-        stood_for = sorted(calls.of(node).op.id for node in way.nodes)
+    for alternative in bundle:
+        stood_for = sorted(calls.of(node).op.id for node in alternative.nodes)
         like = capture.graph.ops[stood_for[0]]
-        made = [tensor(value) for value in way.makes]
-        called = Called(way, tuple(map(_value, way.reads)), name)
+        made = [tensor(value) for value in alternative.makes]
+        called = OtherKernels(alternative, tuple(map(_value, alternative.reads)), name)
         additions.add_op(
             called,
-            [Ref(own[value]) if isinstance(value, Own) else capture.values[value] for value in way.reads],
+            [Ref(own[value]) if isinstance(value, Own) else capture.values[value] for value in alternative.reads],
             like=like,
-            name=f"{like.name}_{way.name}",
-            target=f"{TARGET}.{way.name}",
-            inputs=[tensor(value) for value in way.reads],
+            name=f"{like.name}_{alternative.name}",
+            target=f"{TARGET}.{alternative.name}",
+            inputs=[tensor(value) for value in alternative.reads],
             outputs=made,
-            replaces=() if way.helper else stood_for,
+            replaces=() if alternative.helper else stood_for,
             differs=_differing(capture, made, called.of_program),
         )
 
@@ -92,6 +92,8 @@ def settle(capture: Capture, op: Op, equal: Sequence[bool]) -> Op:
         equal: for each output, True if it was bit-identical on the device of the step.
     """
     called = capture.program.calls[op.id].composed
-    assert isinstance(called, Called)
-    rounded = [program and not (same and called.way.repeatable) for program, same in zip(called.of_program, equal, strict=True)]
+    assert isinstance(called, OtherKernels)
+    rounded = [
+        program and not (same and called.alternative.repeatable) for program, same in zip(called.of_program, equal, strict=True)
+    ]
     return replace(op, differs=_differing(capture, op.outputs, rounded))

@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from planner.capture.frontend.eager_ops import called
-from planner.capture.options.kernels.way import Asked, Bundle, Way
+from planner.capture.options.kernels.alternative import Alternative, Bundle, ReplaceableOp
 from planner.capture.rewrites.outputs import fake, storage
 
 aten = torch.ops.aten
@@ -59,7 +59,7 @@ _INTO: Mapping[Any, _Into] = {
 }
 
 
-def ways(asked: Asked) -> Iterator[Bundle]:
+def alternatives(asked: ReplaceableOp) -> Iterator[Bundle]:
     """Yield the chain of ops that begins with this one."""
     row = [asked]
     if any((before := asked.calls.maker(arg)) is not None and _continues(before, asked) for arg in asked.node.all_input_nodes):
@@ -68,10 +68,10 @@ def ways(asked: Asked) -> Iterator[Bundle]:
         row.append(after)
     if len(row) > 1:
         reads, compute = _written_over(row)
-        yield (Way("in_place", tuple(op.node for op in row), reads, row[-1].results, compute, always_exact=True),)
+        yield (Alternative("in_place", tuple(op.node for op in row), reads, row[-1].results, compute, always_exact=True),)
 
 
-def _next(asked: Asked) -> Asked | None:
+def _next(asked: ReplaceableOp) -> ReplaceableOp | None:
     """Return the op that reads the result of `asked` and may overwrite it; None if there is none, or there are other readers."""
     graph = asked.calls.capture.graph
     if len(asked.results) != 1 or asked.is_bound:
@@ -84,12 +84,12 @@ def _next(asked: Asked) -> Asked | None:
     return after if after is not None and _overwritten(after, asked) is not None else None
 
 
-def _continues(before: Asked, asked: Asked) -> bool:
+def _continues(before: ReplaceableOp, asked: ReplaceableOp) -> bool:
     after = _next(before)
     return after is not None and after.node is asked.node
 
 
-def _overwritten(asked: Asked, before: Asked) -> fx.Node | None:
+def _overwritten(asked: ReplaceableOp, before: ReplaceableOp) -> fx.Node | None:
     """Return the argument of `asked` that it may overwrite: the whole result of `before`, laid out as its own result."""
     into = _INTO.get(asked.node.target)
     if into is None or asked.is_bound or len(asked.results) != 1:
@@ -119,7 +119,7 @@ def _laid_out_alike(value: torch.Tensor, result: torch.Tensor) -> bool:
     )
 
 
-def _written_over(row: list[Asked]) -> tuple[tuple[fx.Node, ...], Any]:
+def _written_over(row: list[ReplaceableOp]) -> tuple[tuple[fx.Node, ...], Any]:
     """Return the outside inputs of the ops of `row`, and a function of them that computes all the ops."""
     graph = fx.Graph()
     inside = {storage(op.results[0].value) for op in row}

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from graphs.ir import Graph, Op
 from planner.capture.lowering.lower import Capture
-from planner.capture.options.kernels.called import Called
+from planner.capture.options.kernels.other_kernels import OtherKernels
 
 FASTER = 0.1  # of the replaced time: measurements vary, and the best of many is better by chance
 _SHARE_S = 1e-4  # of the step
@@ -13,7 +13,7 @@ _SHARE_BYTES = 0.01  # of the memory of the largest op
 
 
 @dataclass(frozen=True, slots=True)
-class _Offer:
+class _UsefulOps:
     """Ops that are useful only together, or the program's own.
 
     Attributes:
@@ -28,7 +28,7 @@ class _Offer:
     held_bytes: int
     exact: bool
 
-    def beats(self, other: "_Offer", margin_s: float, margin_bytes: float) -> bool:
+    def beats(self, other: "_UsefulOps", margin_s: float, margin_bytes: float) -> bool:
         """Return whether the offer is better in time or memory by more than noise."""
         faster = self.time_s < (1 - FASTER) * other.time_s and other.time_s - self.time_s > margin_s
         return faster or self.held_bytes < other.held_bytes - margin_bytes or (self.exact and not other.exact)
@@ -46,7 +46,7 @@ def needless(capture: Capture) -> frozenset[int]:
     margin_bytes = _SHARE_BYTES * max(_held(graph, op) for op in graph.program)
     measured = graph.provenance.get("times") == "measured"
     for op, call in zip(graph.ops, capture.program.calls, strict=True):
-        if measured and isinstance(call.composed, Called) and call.composed.way.always_exact and not op.exact:
+        if measured and isinstance(call.composed, OtherKernels) and call.composed.alternative.always_exact and not op.exact:
             found.add(op.id)  # the kernel does not read before it writes: its result is wrong
     for replaced, offers in _offers(capture, found):
         taken = [_offer(graph, replaced)]
@@ -58,23 +58,23 @@ def needless(capture: Capture) -> frozenset[int]:
     return frozenset(found)
 
 
-def _offers(capture: Capture, wrong: Collection[int]) -> Iterator[tuple[tuple[int, ...], list[_Offer]]]:
+def _offers(capture: Capture, wrong: Collection[int]) -> Iterator[tuple[tuple[int, ...], list[_UsefulOps]]]:
     """Yield groups of ops that are replaced together, with the offers for them, without the ops that are `wrong`."""
     graph = capture.graph
     bundles: dict[str, list[int]] = {}
     for op, call in zip(graph.ops, capture.program.calls, strict=True):
-        if isinstance(call.composed, Called) and op.id not in wrong:
+        if isinstance(call.composed, OtherKernels) and op.id not in wrong:
             bundles.setdefault(call.composed.bundle, []).append(op.id)
-    replaced: dict[tuple[int, ...], list[_Offer]] = {}
+    replaced: dict[tuple[int, ...], list[_UsefulOps]] = {}
     for ops in bundles.values():
         stood_for = tuple(sorted({p for op in ops for p in graph.ops[op].replaces}))
         replaced.setdefault(stood_for, []).append(_offer(graph, ops))
     yield from replaced.items()
 
 
-def _offer(graph: Graph, ids: Iterable[int]) -> _Offer:
+def _offer(graph: Graph, ids: Iterable[int]) -> _UsefulOps:
     ops = [graph.ops[i] for i in ids]
-    return _Offer(
+    return _UsefulOps(
         tuple(op.id for op in ops),
         sum(op.time_s for op in ops),
         max(_held(graph, op) for op in ops),

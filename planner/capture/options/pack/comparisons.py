@@ -10,7 +10,7 @@ from torch import fx
 
 from graphs.ir import Phase
 from planner.capture.options.pack import bits
-from planner.capture.options.pack.finder import Finder, is_dense, room_for, same_layout
+from planner.capture.options.pack.finder import PackFinder, is_dense, room_for, same_layout
 from planner.capture.options.pack.results import is_of_type, needed_result
 from planner.capture.rewrites.outputs import fake
 
@@ -24,7 +24,7 @@ Answer = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Arguments], torch.T
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class ComparisonGradient:
     """The computation of a gradient from a comparison.
 
     Attributes:
@@ -68,11 +68,11 @@ def _sixth(part: torch.Tensor, _: torch.Tensor, room: torch.Tensor, __: Argument
 
 # NaN is on the same side here as in the kernel. hardtanh, hardshrink and softshrink are excluded: on a CPU, whether a gradient
 # passes at NaN depends on whether the element is processed in a vector or alone.
-COMPARISONS: Mapping[Any, Comparison] = MappingProxyType(
+COMPARISONS: Mapping[Any, ComparisonGradient] = MappingProxyType(
     {
-        aten.threshold_backward.default: Comparison(_at_most, _zero, _same),
-        aten.leaky_relu_backward.default: Comparison(_above_zero, _same, _sloped),
-        aten.hardsigmoid_backward.default: Comparison(_between_threes, _sixth, _zero),
+        aten.threshold_backward.default: ComparisonGradient(_at_most, _zero, _same),
+        aten.leaky_relu_backward.default: ComparisonGradient(_above_zero, _same, _sloped),
+        aten.hardsigmoid_backward.default: ComparisonGradient(_between_threes, _sixth, _zero),
     }
 )
 
@@ -88,7 +88,7 @@ class Ask:
     """
 
     x: torch.Tensor
-    comparison: Comparison
+    comparison: ComparisonGradient
     arguments: Arguments
     size: int
 
@@ -120,7 +120,7 @@ class FromBits:
     gradient: torch.Tensor
     packed: torch.Tensor
     result: torch.Tensor
-    comparison: Comparison
+    comparison: ComparisonGradient
     arguments: Arguments
     size: int
 
@@ -143,7 +143,7 @@ class FromBits:
         return (result,)
 
 
-def offer(finder: Finder) -> None:
+def offer(finder: PackFinder) -> None:
     """Add two ops for each such gradient, to bits and from bits, if nothing else in the backward pass needs its input.
 
     If the result of the activation gives the same bit and is needed anyway, ``packing.results`` has a better alternative.
@@ -162,7 +162,7 @@ def offer(finder: Finder) -> None:
         finder.add(answer, [gradient, made], like=op, of=op.name, does="from_bits", makes=op.outputs[0], stands_in=True)
 
 
-def _is_alike(finder: Finder, node: fx.Node) -> bool:
+def _is_alike(finder: PackFinder, node: fx.Node) -> bool:
     """Return whether inputs and output of `node` share a dense layout, and its kernel's dtype is supported."""
     gradient, x, *arguments = node.args
     assert isinstance(gradient, fx.Node) and isinstance(x, fx.Node)

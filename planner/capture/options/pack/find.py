@@ -9,10 +9,10 @@ from collections.abc import Callable
 
 from planner.capture.lowering.lower import Capture
 from planner.capture.options.pack import comparisons, masks, pooling, ranges, redrawn, results, shapes
-from planner.capture.options.pack.finder import Finder
+from planner.capture.options.pack.finder import PackFinder
 from planner.torch_private.core import disable_current_modes
 
-KINDS: tuple[Callable[[Finder], None], ...] = (
+KINDS: tuple[Callable[[PackFinder], None], ...] = (
     masks.offer,
     redrawn.offer,
     ranges.offer,
@@ -25,7 +25,7 @@ KINDS: tuple[Callable[[Finder], None], ...] = (
 
 def packed(capture: Capture) -> Capture:
     """Return `capture` with ops that pack large tensors read in the backward pass; their times are not measured."""
-    finder = Finder(capture, spared={*comparisons.COMPARISONS, *results.ACTIVATIONS, *shapes.WRITING})
+    finder = PackFinder(capture, spared={*comparisons.COMPARISONS, *results.ACTIVATIONS, *shapes.WRITING})
     with disable_current_modes():  # added ops get fake values as in the capture
         for offer in KINDS:
             offer(finder)

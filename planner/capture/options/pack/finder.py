@@ -19,7 +19,7 @@ TARGET = "pack"  # the prefix of the ops' targets
 LEAST_BYTES = 2**20
 
 
-class Finder:
+class PackFinder:
     """A search in a capture that adds ops to it.
 
     Attributes:

@@ -6,7 +6,7 @@ import torch
 
 from planner.capture.options.added import value_of
 from planner.capture.options.pack import bits
-from planner.capture.options.pack.finder import Finder, is_dense, room_for
+from planner.capture.options.pack.finder import PackFinder, is_dense, room_for
 from planner.capture.rewrites.outputs import tensors_in
 
 
@@ -58,7 +58,7 @@ class UnpackBits:
         return (mask,)
 
 
-def offer(finder: Finder) -> None:
+def offer(finder: PackFinder) -> None:
     """Add two ops for each mask worth packing: to bits, and back."""
     for op in finder.graph.program:
         node = finder.capture.nodes[op.id]

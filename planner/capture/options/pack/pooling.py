@@ -7,7 +7,7 @@ import torch
 from torch import fx
 
 from graphs.ir import Phase
-from planner.capture.options.pack.finder import Finder, is_dense, room_for
+from planner.capture.options.pack.finder import PackFinder, is_dense, room_for
 from planner.capture.options.pack.shapes import OfShape, of_shape
 from planner.capture.rewrites.outputs import fake
 
@@ -136,7 +136,7 @@ def _parts(value: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return parts
 
 
-def offer(finder: Finder) -> None:
+def offer(finder: PackFinder) -> None:
     """Add two ops for each max-pooling whose indices only its gradient reads: to bytes, and the gradient from them."""
     for op, node in finder.calls([aten.max_pool2d_with_indices_backward.default], Phase.BACKWARD):
         gradient, x, kernel, stride, padding, dilation, _, indices = node.args

@@ -10,7 +10,7 @@ from torch import fx
 
 from graphs.ir import Phase
 from planner.capture.options.added import value_of
-from planner.capture.options.pack.finder import Finder, is_dense, room_for
+from planner.capture.options.pack.finder import PackFinder, is_dense, room_for
 from planner.capture.rewrites.outputs import fake
 from planner.passes.program import Path
 
@@ -81,7 +81,7 @@ class Cast:
         return (room_for(self.result, given[0]).copy_(given[0]),)
 
 
-def offer(finder: Finder) -> None:
+def offer(finder: PackFinder) -> None:
     """Add two ops for the positions of each such kernel: to the narrowest dtype that holds them, and back."""
     for op, node in finder.calls(POSITIONS, Phase.FORWARD):
         found = POSITIONS[node.target]

@@ -6,7 +6,7 @@ import torch
 
 from graphs.ir import Phase
 from planner.capture.options.added import value_of
-from planner.capture.options.pack.finder import Finder, is_dense, room_for
+from planner.capture.options.pack.finder import PackFinder, is_dense, room_for
 from planner.capture.rewrites.reproducible_random import with_generator_argument
 from planner.torch_private.core import FakeTensor
 
@@ -41,7 +41,7 @@ class Redraw:
         return (mask.bernoulli_(1 - self.probability, generator=generator),)
 
 
-def offer(finder: Finder) -> None:
+def offer(finder: PackFinder) -> None:
     """Add an op for each dropout mask on a CPU. CUDA's kernel draws it fused with the product, as no other kernel does."""
     for op, node in finder.calls([aten.native_dropout.default], Phase.FORWARD):
         calls = finder.capture.program.calls[op.id]

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from graphs.ir import Phase
-from planner.capture.options.pack.finder import Finder, same_layout
+from planner.capture.options.pack.finder import PackFinder, same_layout
 from planner.capture.rewrites.outputs import fake
 from planner.torch_private.core import OpOverload
 
@@ -78,7 +78,7 @@ class FromResult:
         return (self.target(*given, *self.arguments),)
 
 
-def needed_result(finder: Finder, node: fx.Node) -> fx.Node | None:
+def needed_result(finder: PackFinder, node: fx.Node) -> fx.Node | None:
     """Return the result that can replace the input of `node`, an activation's gradient, if the backward pass needs it."""
     x = node.args[1]
     assert isinstance(x, fx.Node)
@@ -101,7 +101,7 @@ def _arguments(node: fx.Node) -> tuple[Any, ...]:
     return (*given, *rest)
 
 
-def offer(finder: Finder) -> None:
+def offer(finder: PackFinder) -> None:
     """Add an op for each such gradient, if nothing else in the backward pass needs its input."""
     for op, node in finder.calls(ACTIVATIONS, Phase.BACKWARD):
         gradient, x, *arguments = node.args

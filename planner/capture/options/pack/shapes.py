@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from graphs.ir import Phase
-from planner.capture.options.pack.finder import Finder, room_for
+from planner.capture.options.pack.finder import PackFinder, room_for
 from planner.capture.rewrites.outputs import fake
 
 aten = torch.ops.aten
@@ -69,7 +69,7 @@ def of_shape(node: fx.Node) -> OfShape:
     )
 
 
-def offer(finder: Finder) -> None:
+def offer(finder: PackFinder) -> None:
     """Add an op for each such gradient without the tensor, if nothing else in the backward pass needs that."""
     for op, node in finder.calls(WRITING, Phase.BACKWARD):
         x = node.args[1]

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from planner.capture.kernels.wrapper import Wrapper
 from planner.passes.program import Call, Shared
-from tests.support.cuda_lines import body_of, kinds
-from tests.support.wrapper_code import namespace, read
+from tests.support.inductor.cuda_lines import body_of, kinds
+from tests.support.inductor.wrapper_code import namespace, read
 
 KEPT = sorted((Path(__file__).parent / "cuda_code").glob("torch-*.txt"))
 STEPS = (
@@ -98,7 +98,7 @@ def test_code_that_is_generated_here_is_read(step: str) -> None:
     pytest.importorskip("triton", reason="Inductor generates code for CUDA with Triton: pip install --no-deps triton")
     if shutil.which("g++") is None and not torch.cuda._is_compiled():
         pytest.skip("a build of PyTorch for the CPU needs g++ to have fake tensors on CUDA")
-    command = [sys.executable, "-m", "tests.support.cuda_code", step]
+    command = [sys.executable, "-m", "tests.support.inductor.cuda_code", step]
     done = subprocess.run(command, capture_output=True, text=True, timeout=1800, cwd=Path(__file__).parents[4])
     assert done.returncode == 0, done.stderr[-2000:]
     found: list[dict[str, Any]] = [json.loads(line) for line in done.stdout.splitlines()]
@@ -108,4 +108,4 @@ def test_code_that_is_generated_here_is_read(step: str) -> None:
         assert len(each["over"]) > 0
         assert [pair for pair in each["over"] if pair[1] != pair[2]] == []  # each element is read by one thread
         unknown = {kind for kind in each["kinds"] if not kind.startswith("return")} - kept_kinds()
-        assert unknown == set(), "run python -m tests.support.cuda_code, and look at what is new"
+        assert unknown == set(), "run python -m tests.support.inductor.cuda_code, and look at what is new"

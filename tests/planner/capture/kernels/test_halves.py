@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch._inductor.async_compile import AsyncCompile
 
-from planner.capture.kernels.variants import Variant
+from planner.capture.kernels.variants import CompileVariant
 from planner.capture.signature import detach_batch
 from planner.capture.trace import capture_kernels
 
@@ -48,7 +48,7 @@ def test_kernels_are_those_that_the_compiled_step_calls(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(AsyncCompile, "cpp_pybinding", kernel)
     model, batch = Step(), detach_batch((torch.randn(32, 32),))
-    captured = capture_kernels(model, None, batch, variant=Variant.DEFAULT)
+    captured = capture_kernels(model, None, batch, variant=CompileVariant.DEFAULT)
     assert captured.whole is not None
     captured.whole(*batch).backward()
     assert set(called) == set(loaded)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from planner.capture.kernels.in_place import _shared_by_threads
-from planner.capture.kernels.variants import Variant
+from planner.capture.kernels.variants import CompileVariant
 from planner.capture.lowering.lower import Capture
 from planner.capture.signature import detach_batch
 from planner.capture.trace import capture_kernels
@@ -39,7 +39,7 @@ class Step(nn.Module):
 def pairs(after: Callable[[Tensor], Tensor]) -> list[tuple[str, str, str]]:
     """For each op that may write over an input its name, what it makes, and over what."""
     torch.manual_seed(0)
-    captured: Capture = capture_kernels(Step(after), None, detach_batch((torch.randn(32, 32),)), variant=Variant.DEFAULT)
+    captured: Capture = capture_kernels(Step(after), None, detach_batch((torch.randn(32, 32),)), variant=CompileVariant.DEFAULT)
     names = [tensor.name for tensor in captured.graph.tensors]
     calls = zip(captured.graph.ops, captured.program.calls, strict=True)
     return [(op.target, names[o], names[t]) for op, call in calls if call.launches for o, t, _ in call.over]

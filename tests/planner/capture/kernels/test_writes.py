@@ -8,7 +8,7 @@ import pytest
 
 from graphs.errors import TraceError
 from planner.capture.kernels.writes import Kernels, Writes
-from tests.support.wrapper_code import cpp, module, namespace, triton
+from tests.support.inductor.wrapper_code import cpp, module, namespace, triton
 
 TRITON = ("in_out_ptr0", "in_ptr0", "in_ptr1", "out_ptr0", "out_ptr12", "ws_ptr", "output", "xnumel")
 KERNELS = {

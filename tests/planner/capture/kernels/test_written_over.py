@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from planner.passes.program import Call, Ref
-from tests.support.wrapper_code import call, cpp, execute, module, namespace, read
+from tests.support.inductor.wrapper_code import call, cpp, execute, module, namespace, read
 
 
 def cpp_add(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:

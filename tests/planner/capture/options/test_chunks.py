@@ -13,14 +13,14 @@ from graphs.io.graph_document import graph_from_dict, graph_to_dict
 from graphs.options import without_options
 from planner.capture.lowering.lower import Capture
 from planner.capture.options import with_options
-from planner.capture.options.chunks.rows import NotByRowsError, Rows, rows_behind
+from planner.capture.options.chunks.rows import NotByRowsError, RowDimensions, rows_behind
 from planner.capture.options.traced import with_traced
 from planner.capture.trace import capture
 from planner.models import Workload, build
 from planner.profiling.devices import get_device
 from planner.profiling.roofline import model_times
 from planner.torch_private.core import FakeTensorMode
-from tests.support.stand_ins import CLASSES, Classifier, make, optional_ops, transformers_model
+from tests.support.models.alternatives import CLASSES, Classifier, make, optional_ops, transformers_model
 
 
 def chunked(workload: Workload) -> Capture:
@@ -125,15 +125,15 @@ def test_what_is_not_row_by_row_is_left_alone(model: Callable[[int], nn.Module],
 
 
 def test_rows_are_found_again_behind_what_comes_before_them() -> None:
-    assert rows_behind((32, 7), 1, 32) == Rows(0, 0)
-    assert rows_behind((4, 8, 7), 1, 32) == Rows(0, 1)
-    assert rows_behind((4, 8, 7), 1, 4) == rows_behind((32, 7), 1, 4) == Rows(0, 0)
-    assert rows_behind((3, 1, 4, 8), 3, 32) == Rows(2, 3)
+    assert rows_behind((32, 7), 1, 32) == RowDimensions(0, 0)
+    assert rows_behind((4, 8, 7), 1, 32) == RowDimensions(0, 1)
+    assert rows_behind((4, 8, 7), 1, 4) == rows_behind((32, 7), 1, 4) == RowDimensions(0, 0)
+    assert rows_behind((3, 1, 4, 8), 3, 32) == RowDimensions(2, 3)
     for shape, before, rows in (((6, 8), 1, 32), ((4, 8, 7), 2, 8), ((4, 8), 32, 7)):
         with pytest.raises(NotByRowsError):
             rows_behind(shape, before, rows)
-    assert Rows(0, 1).chunk((4, 8, 7), 16, 32) == [1, 16, 7]
-    assert Rows(0, 0).chunk((32, 7), 1, 4) == [8, 7]
+    assert RowDimensions(0, 1).chunk((4, 8, 7), 16, 32) == [1, 16, 7]
+    assert RowDimensions(0, 0).chunk((32, 7), 1, 4) == [8, 7]
 
 
 def test_a_graph_holds_what_it_was_traced_with_and_gives_up_what_is_not_named() -> None:

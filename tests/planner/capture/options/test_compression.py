@@ -16,7 +16,7 @@ from graphs.simulate import simulate
 from planner.capture.options import check_options, check_traced, with_options
 from planner.capture.options.compress.find import kept_tensors
 from planner.capture.options.compress.forms import FORMS, GROUP
-from planner.capture.options.compress.kept import Keep, Layout, Restore
+from planner.capture.options.compress.kept import DenseLayout, Keep, Restore
 from planner.capture.options.traced import with_traced
 from planner.capture.trace import capture
 from planner.models import build
@@ -25,7 +25,7 @@ from planner.profiling.roofline import model_times
 
 
 def restored(value: torch.Tensor, form: str, number: int = 0) -> torch.Tensor:
-    layout = Layout(value, FORMS[form])
+    layout = DenseLayout(value, FORMS[form])
     (kept,) = Keep(layout, number)(value)
     assert kept.untyped_storage().nbytes() == layout.kept_bytes
     (made,) = Restore(layout)(kept)
@@ -92,7 +92,7 @@ def test_float8_is_within_half_a_step() -> None:
 
 def test_memory_to_the_byte_and_other_orders_of_elements() -> None:
     value = normal(4, 16, 16, 8).permute(0, 3, 1, 2)  # channels last
-    four = Layout(value, FORMS["4"])
+    four = DenseLayout(value, FORMS["4"])
     assert four.kept_bytes == 32 * (128 + 8) and value.numel() * 4 / four.kept_bytes == pytest.approx(7.53, abs=0.01)
     assert (restored(value, "8") - value).abs().max() < 0.05
     with pytest.raises(TraceError, match="strides"):

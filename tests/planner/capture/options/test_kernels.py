@@ -19,7 +19,7 @@ from planner.capture.trace import capture
 from planner.models import Workload, build
 from planner.settings import TraceSettings
 from planner.torch_private.core import FakeTensorMode
-from tests.support.stand_ins import make
+from tests.support.models.alternatives import make
 
 
 def with_kernels(workload: Workload, *, as_on_cuda: bool = False) -> Capture:

@@ -23,7 +23,7 @@ from planner.models import Workload
 from planner.profiling.devices import get_device
 from planner.profiling.roofline import model_times
 from planner.torch_private.core import FakeTensorMode
-from tests.support.packing import mixed
+from tests.support.models.packed import mixed
 
 aten = torch.ops.aten
 NAN, INF = float("nan"), float("inf")

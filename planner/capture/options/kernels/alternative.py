@@ -1,0 +1,179 @@
+"""An alternative way to compute an op of the program: inputs, outputs and call."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphs.ir import Op
+from planner.capture.lowering.lower import Capture
+from planner.capture.options.added import value_of
+from planner.capture.rewrites.layouts import in_place_random_op, read_strides
+from planner.capture.rewrites.outputs import storage
+from planner.passes.program import Path
+
+
+@dataclass(frozen=True, slots=True)
+class MadeTensor:
+    """A tensor that the program makes: the value of `node` at `path`, as in ``Statement.outputs``."""
+
+    node: fx.Node
+    path: Path
+
+    @property
+    def value(self) -> torch.Tensor:
+        """The fake value."""
+        found: torch.Tensor = value_of(self.node, self.path)
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Own:
+    """A tensor that only optional ops make and read.
+
+    Attributes:
+        name: unique in a bundle.
+        value: fake.
+    """
+
+    name: str
+    value: torch.Tensor
+
+
+Made = MadeTensor | Own
+
+
+@dataclass(frozen=True, slots=True)
+class Alternative:
+    """An op to be added.
+
+    Attributes:
+        name: a word for the difference, such as ``native``.
+        nodes: the ops of the program that it replaces; for a helper, the op that it is part of.
+        reads: values of the program, or tensors that another op of the bundle makes.
+        makes: results in the order of `compute`.
+        compute: function of `reads`.
+        repeatable: True if its bits are deterministic, like those of the replaced ops.
+        helper: True if it only makes a part of the results, and the alternative for the op makes the rest.
+        always_exact: True if its bits are those of the program, unless it is wrong.
+    """
+
+    name: str
+    nodes: tuple[fx.Node, ...]
+    reads: tuple[fx.Node | Own, ...]
+    makes: tuple[Made, ...]
+    compute: Callable[..., Sequence[torch.Tensor]]
+    repeatable: bool = True
+    helper: bool = False
+    always_exact: bool = False
+
+
+Bundle = tuple[Alternative, ...]  # alternatives that are useful only together, or a single one
+
+
+class Calls:
+    """The ops of a captured step, by id and by value.
+
+    Attributes:
+        capture: the step.
+    """
+
+    def __init__(self, capture: Capture) -> None:
+        self.capture = capture
+        self._asked = {
+            op.id: ReplaceableOp(node, op, tuple(MadeTensor(node, path) for _, path in call.outputs), self)
+            for op, node, call in zip(capture.graph.ops, capture.nodes, capture.program.calls, strict=True)
+            if node is not None
+        }
+        self._makers = {storage(result.value): asked for asked in self._asked.values() for result in asked.results}
+
+    def __iter__(self) -> Iterator["ReplaceableOp"]:
+        return iter(self._asked.values())
+
+    def __getitem__(self, op: int) -> "ReplaceableOp | None":
+        """Return the op of this id; None for one that saves the generator's state."""
+        return self._asked.get(op)
+
+    def of(self, node: fx.Node) -> "ReplaceableOp":
+        """Return the op that was captured as `node`."""
+        return next(asked for asked in self if asked.node is node)
+
+    def maker(self, value: fx.Node) -> "ReplaceableOp | None":
+        """Return the op that makes the memory of `value`, an argument; None if there is none."""
+        made = value.meta["val"]
+        return self._makers.get(storage(made)) if isinstance(made, torch.Tensor) else None
+
+
+@dataclass(frozen=True, slots=True)
+class ReplaceableOp:
+    """An op of the program that alternatives are sought for.
+
+    Attributes:
+        node: the captured node.
+        op: the op of the graph.
+        results: its results that are tensors of the program.
+        calls: all ops.
+    """
+
+    node: fx.Node
+    op: Op
+    results: tuple[MadeTensor, ...]
+    calls: Calls
+
+    def __getitem__(self, position: int) -> Any:
+        """Return the argument at `position`, or its default if it is omitted."""
+        if position < len(self.node.args):
+            return self.node.args[position]
+        argument = self.node.target._schema.arguments[position]  # type: ignore[union-attr]
+        return self.node.kwargs.get(argument.name, argument.default_value)
+
+    def named(self, name: str) -> Any:
+        """Return the argument called `name`."""
+        names = [argument.name for argument in self.node.target._schema.arguments]  # type: ignore[union-attr]
+        return self[names.index(name)]
+
+    @property
+    def device(self) -> str:
+        """The type of the device that it runs on."""
+        return self.results[0].value.device.type
+
+    @property
+    def is_bound(self) -> bool:
+        """True if the op must be executed as captured: it draws, mutates, may not be recomputed, or reads copied layouts."""
+        op = self.op
+        return bool(op.random or op.mutates or not op.recomputable or read_strides(self.node) or in_place_random_op(self.node))
+
+    def alternative(self, name: str, target: Callable[..., Any], *arguments: Any, **more: Any) -> Alternative:
+        """Return an alternative that calls `target` with `arguments`, values of the program among them, for all results of the
+        op.
+
+        Args:
+            more: other attributes of ``Alternative``.
+        """
+        return Alternative(
+            name, (self.node,), reads_of(arguments), self.results, calling(target, arguments, self.results), **more
+        )
+
+
+def reads_of(arguments: Any) -> tuple[fx.Node, ...]:
+    """Return the values of the program among `arguments`, each once."""
+    found: dict[fx.Node, None] = {}
+    fx.map_arg(arguments, lambda node: found.setdefault(node))
+    return tuple(found)
+
+
+def calling(
+    target: Callable[..., Any], arguments: tuple[Any, ...], makes: Sequence[MadeTensor]
+) -> Callable[..., list[torch.Tensor]]:
+    """Return a function of the program's values in `arguments` that calls `target` and returns the results `makes`."""
+    reads = reads_of(arguments)
+    positions = [made.path[0] if made.path else None for made in makes]
+
+    def compute(*given: torch.Tensor) -> list[torch.Tensor]:
+        value = dict(zip(reads, given, strict=True))
+        result = target(*fx.map_arg(arguments, value.__getitem__))
+        return [result if position is None else result[position] for position in positions]
+
+    return compute

@@ -1,0 +1,44 @@
+"""The calls of alternative kernels, whose results get the program's layout."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from planner.capture.options.kernels.alternative import Alternative, MadeTensor
+
+
+@dataclass(frozen=True, slots=True)
+class OtherKernels:
+    """The computation of tensors of the program by other kernels.
+
+    Attributes:
+        alternative: the alternative.
+        fakes: the inputs as fake tensors.
+        bundle: name shared by ops that are useful only together.
+    """
+
+    alternative: Alternative
+    fakes: tuple[Any, ...]
+    bundle: str
+
+    @property
+    def of_program(self) -> tuple[bool, ...]:
+        """For each result, True if the program makes it too."""
+        return tuple(isinstance(made, MadeTensor) for made in self.alternative.makes)
+
+    def __call__(self, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return the results."""
+        return tuple(
+            _as_laid_out(value, made.value)
+            for value, made in zip(self.alternative.compute(*given), self.alternative.makes, strict=True)
+        )
+
+
+def _as_laid_out(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Return `value` with the strides of `like`, in a storage of the same size."""
+    strides = zip(value.shape, value.stride(), like.stride(), strict=True)
+    if value.untyped_storage().nbytes() != like.untyped_storage().nbytes() or any(s != t for n, s, t in strides if n > 1):
+        return value.new_empty_strided(like.shape, like.stride()).copy_(value)
+    # The stride of a dimension with one element is arbitrary, but it influences the choice of kernels.
+    return value if value.stride() == like.stride() else value.as_strided(like.shape, like.stride())

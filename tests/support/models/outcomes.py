@@ -1,0 +1,116 @@
+"""What steps leave behind that were executed by a schedule, beside eager PyTorch."""
+
+import copy
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from graphs.ir import Op
+from graphs.schedule import Schedule
+from planner.capture.lowering.lower import Capture
+from planner.capture.replay import written_tensors
+from planner.capture.signature import Batch
+from planner.capture.step import TrainingStep
+from planner.capture.trace import capture
+from planner.models import Workload
+from planner.runtime.executor import Executor
+from planner.runtime.measure import StepOutcome, loss_of, outcome
+from planner.runtime.pool_memory import measured_peak
+from tests.support.models.steps import random_schedule
+
+
+def train(workload: Workload, schedule: tuple[Capture, Schedule] | None) -> dict[str, torch.Tensor]:
+    """All that three steps of AdamW leave behind; plain PyTorch without a schedule."""
+    model = copy.deepcopy(workload.model)
+    step = TrainingStep(model, workload.loss_fn)
+    run = step if schedule is None else Executor(schedule[0], schedule[1], model, workload.loss_fn)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    torch.manual_seed(11)
+    left = {}
+    for i in range(3):
+        optimizer.zero_grad()
+        loss = loss_of(run(*workload.batch))
+        loss.backward()
+        left[f"loss {i}"] = loss.detach()
+        left |= {f"gradient {i} of {name}": p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        optimizer.step()
+    left |= {name: value.detach() for name, value in model.state_dict().items()}
+    left["random state"] = torch.get_rng_state()
+    return left
+
+
+def assert_same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
+    assert left.keys() == right.keys()
+    assert [name for name in left if not torch.equal(left[name], right[name])] == []
+
+
+def executor(model: nn.Module, batch: Batch, loss_fn: Any = None) -> Executor:
+    captured = capture(model, loss_fn, batch)
+    return Executor(captured, random_schedule(captured.graph, 1), model, loss_fn)
+
+
+def check_three_steps(model: nn.Module, batch: Batch, loss_fn: Any = None) -> Executor:
+    """Three steps of a plan equal eager PyTorch's to the last bit, as parameters change."""
+    planned, eager = executor(model, batch, loss_fn), TrainingStep(model, loss_fn)
+    for seed in range(3):
+        found = outcome(eager, model, batch, seed=seed).differences(outcome(planned, model, batch, seed=seed))
+        # wav2vec2 makes its input's view a leaf (requires_grad = True), whose gradient nobody can read.
+        assert [name for name in found if "outside the model" not in name] == []
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter += 1e-3 * torch.randn_like(parameter)
+    return planned
+
+
+def executed(capture: Capture, schedule: Schedule, workload: Workload) -> tuple[StepOutcome, int]:
+    """What the step leaves behind, and its measured peak."""
+    model, loss_fn, batch = workload
+    step = TrainingStep(model, loss_fn)
+    executor = Executor(capture, schedule, model, loss_fn)
+    found = outcome(executor, model, batch, seed=0, written=written_tensors(capture, step, batch))
+    return found, measured_peak(capture, executor, step, batch).peak_bytes
+
+
+def may_differ(capture: Capture, op: Op) -> set[str]:
+    """Names of the results of the step that may differ by `op`, as ``StepOutcome`` has them."""
+    said = op.differs.partition("(")[2].removesuffix(")")
+    gradients = [f"gradient of {capture.graph.tensors[t].name.removeprefix('model.')}" for t, _ in capture.program.gradients]
+    return {name.removeprefix("the ") for name in said.split(", ")}.union(gradients if said.endswith("gradients") else ())
+
+
+def assert_alike_in_threads(executor: Executor, batch: Sequence[Any], *, rounds: int) -> None:
+    """Three threads that step at once compute the gradients that one does, `rounds` times."""
+    parameters = list(executor._step.parameters())
+    expected = torch.autograd.grad(executor(*batch), parameters)
+    wrong = []
+
+    def steps() -> None:
+        for _ in range(rounds):
+            found = torch.autograd.grad(executor(*batch), parameters)
+            wrong.extend(not torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+
+    threads = [threading.Thread(target=steps) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(wrong) == 3 * rounds * len(parameters) and not any(wrong)
+
+
+def late_copies(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Make copies in the host's memory slow; the names of the threads that have made some."""
+    makers: set[str] = set()
+
+    def slow(target: Any, source: Any) -> None:
+        makers.add(threading.current_thread().name)
+        time.sleep(0.001)
+        target[:] = source
+
+    monkeypatch.setattr(np, "copyto", slow)
+    return makers

@@ -1,0 +1,111 @@
+"""Requests in a line, small graphs with known optima, and what every answer must hold."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from graphs.ir import Graph
+from graphs.schedule import Schedule
+from graphs.simulate import simulate
+from graphs.synthetic.small import chain, training_chain
+from solvers.clock import WallClock
+from solvers.highs import solve_program
+from solvers.highs.program import Outcome
+from solvers.problem import OBJECTIVE_SCALE, problem_of
+from solvers.request import Request
+from solvers.result import Result, SolveProgress, Status
+from solvers.tolerance import Tolerance
+from solvers.windows import solve
+from solvers.windows.relaxation.discretization import Discretization
+from solvers.windows.relaxation.models import build_relaxation
+from tests.support.graphs.small_graphs import diamond, kept_output, two_outputs
+
+
+def ask(
+    graph: Graph,
+    budget_bytes: int,
+    *,
+    tolerance: float | Tolerance = 1e-3,
+    time_limit_s: float = 3600.0,
+    on_progress: Callable[[SolveProgress], None] | None = None,
+    should_stop: Callable[[], bool] | None = None,
+    params: object = None,
+) -> Request:
+    """A request whose clock counts seconds, from now on."""
+    return Request(graph, budget_bytes, Tolerance.of(tolerance), WallClock(time_limit_s), on_progress, should_stop, params)
+
+
+TOLERANCE = 1e-3
+SLACK = 1e-6  # what HiGHS's arithmetic may be off by
+
+
+def check(graph: Graph, budget_bytes: int, optimum: float | None) -> Result:
+    """Everything a result promises, given the optimum."""
+    result = solve(ask(graph, budget_bytes, tolerance=TOLERANCE, time_limit_s=60))
+    if optimum is None:
+        # A graph of this size is always decided.
+        assert result.status is Status.INFEASIBLE
+        assert result.message
+        return result
+    assert result.status is Status.OPTIMAL
+    assert result.schedule is not None
+    assert result.bound_s is not None
+    assert result.time_s is not None
+    assert result.bound_s <= optimum * (1 + SLACK)
+    simulation = simulate(graph, result.schedule)
+    assert simulation.peak_bytes <= budget_bytes
+    assert optimum * (1 - SLACK) <= simulation.time_s <= optimum * (1 + TOLERANCE) + SLACK
+    return result
+
+
+# A graph, a budget in bytes, and the seconds of the fastest schedule within it.
+KNOWN_OPTIMA: tuple[tuple[Graph, int, float], ...] = (
+    (chain(1), 1, 1),
+    (chain(5), 2, 5),
+    (training_chain(3), 4, 6),
+    (training_chain(3), 3, 7),
+    (training_chain(8), 8, 17),
+    (diamond(), 9, 9),
+    (diamond(), 8, 10),
+    (two_outputs(), 7, 3),
+    (kept_output(), 8, 4),
+    (kept_output(), 7, 5),
+    (kept_output(), 6, 5),
+)
+
+
+TOLERANCE = 1e-3
+SLACK = 1e-6  # what HiGHS's arithmetic may be off by
+
+
+@dataclass(frozen=True)
+class Case:
+    """A small graph with optional ops, with round trips or without, a budget, and the best of all its schedules."""
+
+    seed: int
+    graph: Graph
+    budget_bytes: int
+    optimum: tuple[float, Schedule] | None
+
+
+def check_models(one: Case) -> bool:
+    """All rows, in windows of each place, in two, and in one, do not refute what exists.
+
+    Returns:
+        Whether something does, and with a window for each place the bound is the optimum.
+    """
+    problem = problem_of(one.graph, one.budget_bytes)
+    every = tuple(sorted(set(problem.places.last)))
+    exact = False
+    for ends in {every, tuple(sorted({every[len(every) // 2], every[-1]})), every[-1:]}:
+        pairs = frozenset((end, x) for end in ends for x in range(end))
+        chains = frozenset((end, x, z) for end, z in pairs for x in range(z))
+        spans = frozenset((first, last) for last in ends for first in range(last))
+        firsts = frozenset(range(problem.ops))
+        detail = Discretization(ends, firsts, pairs, chains, spans=spans, places=problem.places.last)
+        answer = solve_program(build_relaxation(problem, detail).program, clock=WallClock(60))
+        if one.optimum is not None:
+            assert answer.outcome is Outcome.OPTIMAL, (one.seed, ends)
+            bound_s = one.graph.time_s * (1 + answer.bound / OBJECTIVE_SCALE)
+            assert bound_s <= one.optimum[0] * (1 + SLACK) + SLACK, (one.seed, ends)
+            exact = exact or (ends == every and bound_s >= one.optimum[0] * (1 - TOLERANCE) - SLACK)
+    return exact

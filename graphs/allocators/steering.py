@@ -90,14 +90,14 @@ def steer(training: Training, holes: Mapping[int, Hole], slab_bytes: int) -> Ste
             they are apart, and differ in size, the larger ones for later requests.
         slab_bytes: a multiple of 2 MiB; the slab has 10 MiB at least, as smaller segments have another size than was asked for.
     """
-    return _Run(training, holes, max(slab_bytes, LEAST_OWN_SEGMENT_BYTES)).steering()
+    return _ModelledStep(training, holes, max(slab_bytes, LEAST_OWN_SEGMENT_BYTES)).steering()
 
 
 _Requests = Sequence[tuple[int, bool]]  # of an op: index of the buffer, and if it is requested or freed
 
 
 @dataclass(slots=True)
-class _Run:
+class _ModelledStep:
     """A step on the model of the allocator.
 
     Attributes:

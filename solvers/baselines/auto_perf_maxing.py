@@ -67,7 +67,7 @@ class AutoPerfParams:
 
 
 @dataclass(frozen=True, slots=True)
-class SavedTensor:
+class LayerTensor:
     """A tensor that the forward pass of a layer saves.
 
     Attributes:
@@ -90,7 +90,7 @@ class FractionsProgram:
         self.layers = Layers(offer, range(len(graph.ops)), blocks)
         count = self.layers.last + 1
         may_go, may_drop = frozenset(self.layers.may_go()), droppable(graph)
-        self.saved: list[list[SavedTensor]] = [[] for _ in range(count)]
+        self.saved: list[list[LayerTensor]] = [[] for _ in range(count)]
         self.forward_s, self.working_bytes = [0.0] * count, [0] * count
         for op_id, layer in self.layers.of_op.items():
             op = graph.ops[op_id]
@@ -98,7 +98,7 @@ class FractionsProgram:
             for t in op.outputs:
                 if t not in graph.kept and offer.readers(t, forward=False):
                     again = t in may_drop and t in self.layers.inside and not op.random
-                    self.saved[layer].append(SavedTensor(t, offer.size_bytes(t), op.time_s, again, t in may_go))
+                    self.saved[layer].append(LayerTensor(t, offer.size_bytes(t), op.time_s, again, t in may_go))
         self.bytes = [sum(s.size_bytes for s in saved) for saved in self.saved]
         self._find_working_bytes()
         self.backward = self._backward_spans(count)
@@ -180,7 +180,7 @@ class FractionsProgram:
 
 
 def chosen(
-    saved: Sequence[SavedTensor], again_bytes: float, away_bytes: float, clock: Clock
+    saved: Sequence[LayerTensor], again_bytes: float, away_bytes: float, clock: Clock
 ) -> tuple[list[int], list[int]] | None:
     """Return the positions of a layer's tensors to recompute and of those to offload; None if the time ran out."""
     n, unit = len(saved), float(sum(s.size_bytes for s in saved) or 1)
@@ -267,7 +267,7 @@ def _split(
     return frozenset(again), frozenset(away)
 
 
-def _at(saved: Sequence[SavedTensor], places: Sequence[int]) -> list[int]:
+def _at(saved: Sequence[LayerTensor], places: Sequence[int]) -> list[int]:
     return [saved[i].tensor for i in places]
 
 

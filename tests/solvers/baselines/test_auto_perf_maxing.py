@@ -9,7 +9,7 @@ import pytest
 from graphs.options.offload import without_offload
 from graphs.synthetic.small import training_chain
 from solvers.baselines import auto_perf_maxing
-from solvers.baselines.auto_perf_maxing import FractionsProgram, SavedTensor, chosen
+from solvers.baselines.auto_perf_maxing import FractionsProgram, LayerTensor, chosen
 from solvers.baselines.common.blocks import blockings
 from solvers.baselines.common.offloading import offer_of
 from solvers.clock import WallClock
@@ -67,7 +67,7 @@ def test_a_slow_link_is_a_limit() -> None:
     ],
 )
 def test_tensors_of_a_layer(large_away: bool, again: list[int], away: list[int]) -> None:
-    saved = [SavedTensor(t, size, 1.0, again=True, away=t > 0 or large_away) for t, size in enumerate((4, 3, 2, 1))]
+    saved = [LayerTensor(t, size, 1.0, again=True, away=t > 0 or large_away) for t, size in enumerate((4, 3, 2, 1))]
     assert chosen(saved, 5.0, 4.0, WallClock()) == (again, away)
     assert chosen(saved, 0.0, 0.0, WallClock()) == ([], [])
 

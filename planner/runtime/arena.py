@@ -26,7 +26,7 @@ from graphs.ir import Phase
 from graphs.units import format_bytes
 from planner.arena import ALIGNMENT, LEAST_BYTES
 from planner.runtime import arena_allocator
-from planner.runtime.arena_allocator import Addresses, Missed, Recording, Request, Slab
+from planner.runtime.arena_allocator import Addresses, Missed, RecordedRequest, Recording, Slab
 from planner.runtime.code import Code
 from planner.runtime.release import release_unused
 from planner.torch_private.core import backward_retains_graph
@@ -261,7 +261,7 @@ class _Recorded:
     """
 
     recording: Recording
-    requests: tuple[Request, ...] = ()
+    requests: tuple[RecordedRequest, ...] = ()
     passes: list[tuple[object, int, Phase, int]] = field(default_factory=list)
     returned: set[int] = field(default_factory=set)
     staying: set[int] = field(default_factory=set)
@@ -337,18 +337,18 @@ def _passes(recorded: _Recorded, large: Sequence[int]) -> dict[object, list[dict
     return found
 
 
-def _outside_bytes(requests: Sequence[Request], inside: Container[int]) -> int:
+def _outside_bytes(requests: Sequence[RecordedRequest], inside: Container[int]) -> int:
     """Return the most bytes in use at once of the requests that are not `inside`."""
     return live_bytes([_buffer(requests, i) for i in range(len(requests)) if i not in inside])
 
 
-def _buffer(requests: Sequence[Request], i: int) -> Buffer:
+def _buffer(requests: Sequence[RecordedRequest], i: int) -> Buffer:
     """Return request `i` as a buffer; one that was not freed stays to the end."""
     end = requests[i].end
     return Buffer(str(i), i, len(requests) if end is None else end, requests[i].size_bytes, ALIGNMENT)
 
 
-def _held(requests: Sequence[Request], tensors: Sequence[torch.Tensor | None]) -> frozenset[int]:
+def _held(requests: Sequence[RecordedRequest], tensors: Sequence[torch.Tensor | None]) -> frozenset[int]:
     """Return the positions of the requests that `tensors` lie in."""
     addresses = {tensor.untyped_storage().data_ptr() for tensor in tensors if tensor is not None}
     return frozenset(i for i, request in enumerate(requests) if request.end is None and request.address in addresses)

@@ -17,7 +17,7 @@ _SOURCE = Path(__file__).with_suffix(".cpp")
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class RecordedRequest:
     """One request for memory in a recorded step.
 
     Attributes:
@@ -63,11 +63,11 @@ class Recording:
         """The number of requests so far."""
         return int(self._library.arena_requests(self._handle))
 
-    def requests(self) -> tuple[Request, ...]:
+    def requests(self) -> tuple[RecordedRequest, ...]:
         """Return the requests so far, in order."""
         columns = np.empty((3, self.length), dtype=np.int64)
         self._library.arena_read(self._handle, *map(_pointer, columns))
-        return tuple(Request(size, None if end < 0 else end, address) for size, end, address in columns.T.tolist())
+        return tuple(RecordedRequest(size, None if end < 0 else end, address) for size, end, address in columns.T.tolist())
 
     def __del__(self) -> None:
         self._library.arena_drop_recording(self._handle)

@@ -13,7 +13,7 @@ from planner.profiling.scaling import GraphFit
 from planner.reserved import memory_of, reserved_bytes_of
 from planner.solving import order_for
 from planner.studies.fitting import Decision, Enough, largest
-from planner.studies.sizes import OPTIMAL, LargestSize, Method, Wanted
+from planner.studies.sizes import OPTIMAL, LargestSize, SizedMethod, Wanted
 from planner.studies.solves import result_in
 from solvers.clock import WallClock
 from solvers.order.reorder import Reordering
@@ -78,7 +78,7 @@ class _SizeSearch:
         self._line: GraphFit | None = None
         self._line_tried = False
 
-    def answer(self, method: Method, beyond: int) -> LargestSize:
+    def answer(self, method: SizedMethod, beyond: int) -> LargestSize:
         """Return the largest size of one method; `beyond` units are known to fit."""
         decided: dict[int, Decision] = {}
 
@@ -113,7 +113,7 @@ class _SizeSearch:
             keep_everything_time_s=self.graph(units).time_s,
         )
 
-    def doing(self, method: Method, units: int) -> str:
+    def doing(self, method: SizedMethod, units: int) -> str:
         return f"{method.name}: {self.wanted.varies} {units * self.wanted.unit}"
 
     def tell(self, activity: str) -> None:
@@ -128,7 +128,7 @@ class _SizeSearch:
         if result.schedule is not None:
             self.found.setdefault(units, []).append(result)
 
-    def decide(self, method: Method, graph: Graph, activity: str, limit_s: float) -> Decision:
+    def decide(self, method: SizedMethod, graph: Graph, activity: str, limit_s: float) -> Decision:
         """Return whether `method` has a schedule of `graph` within the budget and the overhead."""
         self.tell(activity)
         enough = Enough(
@@ -150,7 +150,7 @@ class _SizeSearch:
         proved = result.status in (Status.INFEASIBLE, Status.OPTIMAL) or enough.refuted(result.bound_s)
         return Decision(False if method.solver != OPTIMAL or proved else None, result)
 
-    def best(self, method: Method, units: int) -> Result:
+    def best(self, method: SizedMethod, units: int) -> Result:
         """Return the fastest schedule at a size that is feasible."""
         self.tell(f"{self.doing(method, units)}, its fastest schedule")
         if not self.should_stop():
@@ -168,11 +168,11 @@ class _SizeSearch:
                 self.keep(units, result)
         return min(self.found[units], key=lambda result: result.time_s or 0.0)
 
-    def order(self, method: Method, graph: Graph) -> Reordering:
+    def order(self, method: SizedMethod, graph: Graph) -> Reordering:
         """Return `graph` as `method` solves it, reordered if that lowers the peak."""
         return order_for(method.offered(graph), method.solver, reorder=None if self.wanted.reorder else False)
 
-    def guess(self, method: Method, beyond: int) -> int:
+    def guess(self, method: SizedMethod, beyond: int) -> int:
         """Return a guess of the largest feasible size in units: as wanted, extrapolated, or the first size to try."""
         if method.name in self.wanted.guesses:
             return max(beyond + 1, self.wanted.guesses[method.name])

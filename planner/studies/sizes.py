@@ -106,14 +106,14 @@ class Wanted:
         return f"a batch of {size}" if self.varies == BATCH else f"{self.varies}={size}"
 
     @property
-    def methods(self) -> "tuple[Method, ...]":
+    def methods(self) -> "tuple[SizedMethod, ...]":
         """The methods to answer for."""
-        methods = tuple(Method(name, solver) for name, solver in METHODS)
-        return (*methods, Method(f"with {self.options.named}", OPTIMAL, self.options)) if self.options.names else methods
+        methods = tuple(SizedMethod(name, solver) for name, solver in METHODS)
+        return (*methods, SizedMethod(f"with {self.options.named}", OPTIMAL, self.options)) if self.options.names else methods
 
 
 @dataclass(frozen=True, slots=True)
-class Method:
+class SizedMethod:
     """A method: its name in tables, its solver in the registry, and the options of the graph."""
 
     name: str

@@ -8,8 +8,8 @@ from the usual pool.
 """
 
 import logging
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -81,7 +81,7 @@ class SharedPool:
             release_unused(self.device)
             pool = torch.cuda.MemPool()
             self.slab_bytes = max(arena.steering.slab_bytes for arena in self._arenas)
-            with torch.cuda.use_mem_pool(pool, self.device):
+            with _allocating_in(pool, self.device):
                 raw_free(raw_alloc(self.slab_bytes, stream))
             self.pool, self.stream = pool, stream
         return self.pool
@@ -209,6 +209,13 @@ def shared_slab(device: torch.device) -> SharedSlab | SharedPool:
     return SharedPool(device) if device.type == "cuda" else SharedSlab()
 
 
+@contextmanager
+def _allocating_in(pool: torch.cuda.MemPool, device: torch.device) -> Iterator[None]:
+    """Take memory of this thread from `pool` of `device`, which becomes the current one: ``raw_alloc`` knows no other."""
+    with torch.cuda.device(device), torch.cuda.use_mem_pool(pool, device):
+        yield
+
+
 def _placed(tensors: Sequence[Any]) -> list[StorageWeakRef]:
     """Return references to the storages of those of `tensors`, which a step returns, that are in the slab."""
     storages = (tensor.untyped_storage() for tensor in tensors if isinstance(tensor, torch.Tensor))
@@ -238,7 +245,7 @@ class _Begun:
 
     def inside(self) -> AbstractContextManager[None]:
         """Return the context in which allocations of this thread come from the pool."""
-        return torch.cuda.use_mem_pool(self._pool, self._device)
+        return _allocating_in(self._pool, self._device)
 
     def act(self, actions: Sequence[Action]) -> None:
         """Hold and release memory as planned."""

@@ -72,6 +72,18 @@ def test_a_step_takes_its_large_memory_from_the_slab_alone(seed: int) -> None:
         assert arena.missed == 0 and not cuda.memories[0].raw
 
 
+def test_a_step_on_another_device_than_the_current_one_is_in_its_arena() -> None:
+    with cuda_device(devices=2) as cuda:
+        step = on_device(workload(), "cuda:1")
+        executor, arena = in_arena(step, 0)
+        assert torch.cuda.current_device() == 0
+        loss_of(executor(*step.batch)).backward()
+        pool = arena._shared.pool
+        assert pool is not None and torch.cuda.current_device() == 0
+        large = [segment for segment in cuda.memories[1].allocator if segment.pool == pool.id and not segment.small]
+        assert [segment.size_bytes for segment in large] == [arena.size_bytes]
+
+
 def test_a_step_beside_tensors_of_another_one_takes_the_usual_pool() -> None:
     with cuda_device() as cuda, lines_of("planner.runtime.device_arena") as lines:
         step = on_device(workload())

@@ -37,6 +37,7 @@ def use_mem_pool(machine: Machine, pool: MemPool, device: Any = None) -> Iterato
 def raw_alloc(machine: Machine, size_bytes: int, stream: int) -> int:
     """Stands for ``torch.cuda.caching_allocator_alloc``."""
     found = next(one for one in machine.streams if one.cuda_stream == stream)
+    assert found.device.index == machine.device, "it allocates on the current device, whatever the stream's"
     return machine.memories[found.device.index].raw_alloc(size_bytes, found)
 
 

@@ -499,7 +499,7 @@ class SavedTensor:
                 alias = self._restored()
             elif alias._version != self.version:
                 raise _overwritten(alias, self.version, alias._version)
-            return alias  # of which autograd makes another, so that it counts as a holder of the storage
+            return make_alias(alias)  # autograd may keep what it is given: then the count of holders of the storage says so
 
     def _restored(self) -> torch.Tensor:
         """Return the alias, which was dropped when the storage was evicted."""

@@ -18,6 +18,7 @@ from graphs.errors import BudgetError, UsageError
 from planner.eager.session import rematerialize
 from planner.eager.sizes import takes_free_memory
 from planner.torch_private.core import TorchDispatchMode
+from solvers.online.heuristics import MEGENGINE, NAMES
 from tests.planner.eager.test_exactness import other_bytes
 from tests.support.eager.device_costs import Costs
 
@@ -574,3 +575,27 @@ def test_the_report_before_the_block_raises() -> None:
 def test_budgets_of_reserved_memory_need_a_cuda_device() -> None:
     with pytest.raises(UsageError, match="memory is 'reserved', and the step runs on the CPU"):
         planner.rematerialize("1GB", memory="reserved")
+
+
+@pytest.mark.parametrize("share", [0.9, 0.6])
+# MegEngine evicts nothing below a size that no tensor has here.
+@pytest.mark.parametrize("heuristic", [name for name in NAMES if name != MEGENGINE])
+def test_no_heuristic_evicts_what_the_backward_pass_reads(heuristic: str, share: float) -> None:
+    torch.manual_seed(0)
+    layers = (layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.Dropout(0.1), nn.Softmax(-1)))
+    model, x = nn.Sequential(*layers), torch.randn(256, 64)
+
+    def results() -> list[Tensor]:
+        torch.manual_seed(1)
+        model.zero_grad()
+        model(x).square().mean().backward()
+        return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+    with LiveStorages([]) as live:
+        expected = results()
+    budget = other_bytes() + int(share * live.peak_bytes)
+    with rematerialize(budget, heuristic=heuristic, max_recomputation=100) as session:
+        for _ in range(2):
+            found = results()
+            assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert session.evictions > 0

@@ -1,9 +1,9 @@
 """The arena that the steps of a plan run in, as it is planned. Never imports torch."""
 
 from collections import Counter
-from collections.abc import Container
+from collections.abc import Container, Mapping
 
-from graphs.addresses import Buffer, Offsets
+from graphs.addresses import Buffer, Offsets, live_bytes
 from graphs.allocators.steering import GRAIN_BYTES, Hole, Steering, is_placed, least_hole_bytes, steer
 from graphs.allocators.training import Training
 from graphs.ir import Graph, Kind
@@ -32,16 +32,7 @@ def device_arena(training: Training) -> Steering:
     told_apart: set[int] = set()  # steps of the schedule
     while not found or (found[-1].missed and len(found) < _SEARCHES):
         sizes = _hole_sizes(training, told_apart)
-        buffers = [
-            Buffer(
-                str(index),
-                _step(training, index),
-                -(-training.buffers[index].upper // training.moments),
-                size_bytes + (GRAIN_BYTES if _step(training, index) in told_apart else 0),
-                GRAIN_BYTES,
-            )
-            for index, size_bytes in sizes.items()
-        ]
+        buffers = _hole_buffers(training, sizes, told_apart)
         offsets = solve(buffers, work_limit=_SEARCH_WORK).offsets if buffers else Offsets((), ())
         assert offsets is not None  # any arena will do
         at = {int(buffer.id): offset for buffer, offset in zip(offsets.buffers, offsets.offsets, strict=True)}
@@ -49,6 +40,25 @@ def device_arena(training: Training) -> Steering:
         found.append(steer(training, holes, offsets.height_bytes))
         told_apart |= {_step(training, index) for index in found[-1].missed}
     return min(found, key=lambda steering: steering.pool_bytes)
+
+
+def least_slab_bytes(training: Training) -> int:
+    """Return a size below which no slab has room for the holes of a step, without looking for addresses."""
+    return live_bytes(_hole_buffers(training, _hole_sizes(training, ()), ()))
+
+
+def _hole_buffers(training: Training, sizes: Mapping[int, int], told_apart: Container[int]) -> list[Buffer]:
+    """Return holes as buffers, in use throughout their ops, with gaps behind those of the steps `told_apart`."""
+    return [
+        Buffer(
+            str(index),
+            _step(training, index),
+            -(-training.buffers[index].upper // training.moments),
+            size_bytes + (GRAIN_BYTES if _step(training, index) in told_apart else 0),
+            GRAIN_BYTES,
+        )
+        for index, size_bytes in sizes.items()
+    ]
 
 
 def _hole_sizes(training: Training, told_apart: Container[int]) -> dict[int, int]:

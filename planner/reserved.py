@@ -18,7 +18,7 @@ from graphs.pools import DEVICE
 from graphs.schedule import Schedule, keep_everything
 from graphs.simulate import simulate
 from graphs.units import format_bytes
-from planner.arena import device_arena
+from planner.arena import device_arena, least_slab_bytes
 from planner.memory import CountedMemory
 from planner.plans.reserved import Reserved
 from planner.profiling.devices import CONTEXT_BYTES, USUAL_CONTEXT_BYTES, find_device
@@ -187,6 +187,13 @@ def reserved_bytes_of(
         return None
     steering = arena_of(graph, schedule) if arena else None
     return reserved_for(graph, schedule, memory or CountedMemory.RESERVED, 0, steering).device_bytes
+
+
+def least_reserved_in_arena(graph: Graph, schedule: Schedule, memory: CountedMemory) -> int:
+    """Return what training by `schedule` in an arena on CUDA reserves at least, without looking for addresses."""
+    training = requests_of(graph, schedule)
+    outside_bytes = usage_of(replace(training, buffers=()), rules_of(memory)).reserved_bytes
+    return outside_bytes + least_slab_bytes(training) + _counted_context_bytes(graph, memory)
 
 
 def counted_bytes(graph: Graph, schedule: Schedule, memory: CountedMemory) -> int:

@@ -12,7 +12,7 @@ from graphs.schedule import Compute, Schedule
 from graphs.simulate import simulate
 from graphs.units import format_bytes
 from planner.memory import CountedMemory
-from planner.reserved import growth_above_budget, reserved_beside, reserved_bytes_of
+from planner.reserved import growth_above_budget, least_reserved_in_arena, reserved_beside, reserved_bytes_of
 from solvers.clock import left
 from solvers.margins import Margins, MarginSearch, with_margins
 from solvers.order.reorder import in_program_order
@@ -196,10 +196,18 @@ class _Search:
         return replace(solved, result=result)
 
     def offer(self, result: Result) -> int:
-        """Take `result` if it fits and is the fastest of them; return what it reserves above the budget, 0 without a schedule."""
+        """Take `result` if it fits and is the fastest of them; return what it reserves above the budget, 0 without a schedule.
+
+        In an arena it may be less than that, if it is above 0.
+        """
         if result.status is Status.ERROR:
             self._error = result
         request = self._request
+        if self._arena and result.schedule is not None:  # addresses take a second or more: not for what cannot fit
+            excess_bytes = least_reserved_in_arena(request.graph, result.schedule, self._memory) - request.budget_bytes
+            if excess_bytes > 0:
+                self._found = True
+                return excess_bytes
         reserved_bytes = reserved_bytes_of(request.graph, result.schedule, self._memory, arena=self._arena)
         if reserved_bytes is None or result.time_s is None:
             return 0

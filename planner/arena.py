@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Container, Mapping
+from functools import lru_cache
 
 from graphs.addresses import Buffer, Offsets, live_bytes
 from graphs.allocators.steering import GRAIN_BYTES, Hole, Steering, is_placed, least_hole_bytes, steer
@@ -22,8 +23,11 @@ def arena_rules(graph: Graph) -> ArenaRules:
     return ArenaRules(ALIGNMENT, LEAST_BYTES, results)
 
 
+@lru_cache(maxsize=8)
 def device_arena(training: Training) -> Steering:
     """Return the arena of a step on a CUDA device: a pool of PyTorch's allocator, steered to planned addresses.
+
+    Those asked for last are remembered: a plan, its report and the executor of its step ask for the same one.
 
     To the allocator, holes side by side that one op asks for are one, and those of one size are alike. Where requests miss their
     addresses for that reason, addresses are planned again with holes of these ops that are apart and differ.

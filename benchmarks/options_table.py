@@ -48,12 +48,12 @@ class OptionsRow(Solved):
 
     @property
     def found(self) -> float | None:
-        """What is compared between sets: the bytes of the least budget, or else the time; None without a schedule."""
+        """Value that is compared between sets: the bytes of the least budget, or else the time; None without a schedule."""
         return self.budget_bytes if self.budget == LEAST else self.time_s
 
     @property
     def proved(self) -> float | None:
-        """What is proved of it: nothing is less."""
+        """Proved lower bound on that value."""
         if self.budget == LEAST:
             return self.proved_bytes
         return math.inf if self.status == Status.INFEASIBLE else (self.bound_s or 0.0) * (1 - FLOATING)

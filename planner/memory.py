@@ -36,7 +36,7 @@ class CountedMemory(StrEnum):
 
     @property
     def said(self) -> str:
-        """What is counted, for a sentence."""
+        """Words for what is counted, within a sentence."""
         if self is CountedMemory.ALLOCATED:
             return "allocated bytes"
         segments = " with expandable segments" if self.is_expandable else ""

@@ -77,7 +77,7 @@ class Steering:
 
     @property
     def outside_bytes(self) -> int:
-        """What the pool reserves besides the slab."""
+        """Bytes that the pool reserves besides the slab."""
         return self.pool_bytes - self.slab_bytes
 
 

@@ -82,12 +82,12 @@ class ComparisonRow:
 
     @property
     def memory(self) -> CountedMemory:
-        """What the budget counts."""
+        """Kind of memory that the budget counts."""
         return CountedMemory(json.loads(self.settings or "{}").get(_MEMORY, CountedMemory.ALLOCATED))
 
     @property
     def counted_bytes(self) -> int | None:
-        """What the schedule needs of the memory that the budget counts; None without one."""
+        """Bytes that the schedule needs of the memory that the budget counts; None without one."""
         return self.peak_bytes if self.memory is CountedMemory.ALLOCATED else self.reserved_bytes
 
     @property

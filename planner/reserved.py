@@ -4,12 +4,20 @@ Never imports torch.
 """
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from graphs.allocators.caching import DEFAULT, EXPANDABLE, Rules
 from graphs.allocators.glibc import GlibcAllocator
 from graphs.allocators.steering import Steering
-from graphs.allocators.training import Training, growth_above, least_capacity_bytes, play, training_of, usage_of
+from graphs.allocators.training import (
+    Training,
+    growth_above,
+    least_capacity_bytes,
+    outside_pool_bytes,
+    play,
+    training_of,
+    usage_of,
+)
 from graphs.errors import UsageError
 from graphs.ir import Graph, Kind
 from graphs.optimizers import optimizer_of
@@ -158,8 +166,8 @@ def reserved_for(
     training, rules = requests_of(graph, schedule), rules_of(memory)
     usage = usage_of(training, rules)
     reserved_bytes = usage.reserved_bytes
-    if arena is not None:  # the step's own requests are served by the pool
-        reserved_bytes = usage_of(replace(training, buffers=()), rules).reserved_bytes + arena.pool_bytes
+    if arena is not None:
+        reserved_bytes = outside_pool_bytes(training, rules) + arena.pool_bytes
     return Reserved(
         total_bytes=reserved_bytes,
         allocated_bytes=usage.allocated_bytes,
@@ -192,7 +200,7 @@ def reserved_bytes_of(
 def least_reserved_in_arena(graph: Graph, schedule: Schedule, memory: CountedMemory) -> int:
     """Return what training by `schedule` in an arena on CUDA reserves at least, without looking for addresses."""
     training = requests_of(graph, schedule)
-    outside_bytes = usage_of(replace(training, buffers=()), rules_of(memory)).reserved_bytes
+    outside_bytes = outside_pool_bytes(training, rules_of(memory))
     return outside_bytes + least_slab_bytes(training) + _counted_context_bytes(graph, memory)
 
 

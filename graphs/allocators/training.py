@@ -176,6 +176,11 @@ def usage_of(training: Training, rules: Rules = DEFAULT) -> Usage:
     return play(training, CachingAllocator(rules=rules))
 
 
+def outside_pool_bytes(training: Training, rules: Rules = DEFAULT) -> int:
+    """Return what PyTorch reserves for all but the requests of steps, where a private pool serves these."""
+    return usage_of(replace(training, buffers=()), rules).reserved_bytes
+
+
 def pool_bytes(training: Training) -> int:
     """Return what PyTorch reserves if each step takes its memory from a private pool with one segment for its large blocks.
 
@@ -189,7 +194,7 @@ def pool_bytes(training: Training) -> int:
         middle = (low + high) // 2
         low, high = (low, middle) if _in_one_segment(inside, middle * _GRAIN_BYTES) else (middle, high)
     allocator = _primed(high * _GRAIN_BYTES)
-    return usage_of(replace(training, buffers=())).reserved_bytes + play(inside, allocator).reserved_bytes
+    return outside_pool_bytes(training) + play(inside, allocator).reserved_bytes
 
 
 def _primed(size_bytes: int) -> CachingAllocator:

@@ -36,13 +36,22 @@ class StepFollower:
         self._storages: list[weakref.ref[TrackedStorage]] = []  # by their number in the step
         self._evictions = 0
 
+    @property
+    def is_far(self) -> bool:
+        """Whether all steps so far, of which there is one, were so far below the budget that the next one costs no log."""
+        return self.number > 0 and self.memory.peak_bytes <= _FAR * self.memory.budget_bytes
+
     # What happens in the runtime.
 
-    def begin(self) -> None:
-        """Begin a step, as autograd saves its first tensor; no op may have run since the last one ended."""
+    def begin(self, *, is_seen: bool = True) -> None:
+        """Begin a step, as autograd saves its first tensor; no op may have run since the last one ended.
+
+        Args:
+            is_seen: its ops will come here.
+        """
         self.end()
         memory = self.memory
-        if memory.peak_bytes > _FAR * memory.budget_bytes or not self.number:
+        if is_seen and not self.is_far:
             self.plans.begin(memory.live_bytes)
             self.log = self.plans.log
         self.number += 1

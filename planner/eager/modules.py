@@ -2,6 +2,7 @@
 
 import threading
 import weakref
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any, Self
 
@@ -14,10 +15,12 @@ class CurrentModule:
 
     Attributes:
         name: class of the outermost module that is running, then the path from it; "" outside of modules.
+        on_change: called with each new name.
     """
 
     def __init__(self) -> None:
         self.name = ""
+        self.on_change: Callable[[str], None] | None = None
         self._running: list[tuple[nn.Module, str]] = []
         self._paths: weakref.WeakKeyDictionary[nn.Module, dict[int, str]] = weakref.WeakKeyDictionary()
         self._thread = threading.get_ident()
@@ -38,7 +41,7 @@ class CurrentModule:
 
     def _begin(self, module: nn.Module, _inputs: Any) -> None:
         if threading.get_ident() == self._thread:
-            self.name = self._path(module)
+            self._change(self._path(module))
             self._running.append((module, self.name))
 
     def _end(self, module: nn.Module, _inputs: Any, _outputs: Any) -> None:
@@ -46,7 +49,12 @@ class CurrentModule:
             return
         while self._running and self._running.pop()[0] is not module:
             pass  # a forward pass that an exception has ended
-        self.name = self._running[-1][1] if self._running else ""
+        self._change(self._running[-1][1] if self._running else "")
+
+    def _change(self, name: str) -> None:
+        self.name = name
+        if self.on_change is not None:
+            self.on_change(name)
 
     def _path(self, module: nn.Module) -> str:
         if not self._running:

@@ -1,6 +1,6 @@
 """What an operator of PyTorch does to memory and to random numbers, read from its schema and tags."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,6 +110,18 @@ class Operator:
             training=training,
             replay=_replay(op, name),
         )
+
+
+    def returned(self, outputs: Sequence[torch.Tensor | None]) -> Any:
+        """Return `outputs` in the form in which the operator returns them, with zeros in place of what is no tensor."""
+        returns = self.function._schema.returns
+        if len(returns) == 1 and "Tensor[]" in str(returns[0].type):
+            return list(outputs)
+        filled = [
+            0 if output is None and "Tensor" not in str(value.type) else output
+            for output, value in zip(outputs, returns, strict=True)
+        ]
+        return filled[0] if len(filled) == 1 else tuple(filled) if filled else None
 
 
 def _has_tensors(schema: Any) -> bool:

@@ -1,13 +1,15 @@
-"""The dispatch mode: makes room before each op, and records it after."""
+"""The dispatch mode: makes room before each op, and records it after, or leaves that to a log while memory is far below the budget."""
 
 import threading
 import weakref
+from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
 from graphs.errors import BudgetError
+from planner.eager.deferred_log import DeferredLog, UnreadOp
 from planner.eager.device_costs import DeviceCosts
 from planner.eager.following import StepFollower
 from planner.eager.memory import Memory
@@ -25,6 +27,8 @@ from planner.torch_private.core import TorchDispatchMode, storage_address
 _Tensor, _Parameter = torch.Tensor, torch.nn.Parameter
 # The number of recorded ops after which it is worth while to forget them, if no tensor is saved.
 _FEW_OPS = 64
+# The least number of draws and modules of unread ops after which those that are not in the log any more are looked for.
+_FEW_UNREAD = 1024
 # Added to the allocator's error.
 _NOT_AGAIN = (
     "planner.rematerialize does not try {} again: it may have begun to write to a tensor that cannot be recomputed, as a "
@@ -43,8 +47,10 @@ class Recorder(TorchDispatchMode):
         recomputation: executes recorded ops.
         follower: logs steps, and follows their plans.
         device_costs: measures ops on a CUDA device; None on the CPU.
+        is_deferred: ops are logged without Python, while that is possible.
 
     Attributes:
+        log: that log; None without.
         lock: held by whatever reads or changes the state of the runtime; a backward pass may run in several threads.
         saved: number of tensors that autograd has saved.
         saved_storages: those that hold saved tensors, by identity.
@@ -62,6 +68,8 @@ class Recorder(TorchDispatchMode):
         recomputation: Recomputation,
         follower: StepFollower,
         device_costs: DeviceCosts | None = None,
+        *,
+        is_deferred: bool = False,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.memory = memory
@@ -78,15 +86,19 @@ class Recorder(TorchDispatchMode):
         self._operators: dict[int, Operator] = {}
         self._recorded = 0
         self._needed_at: tuple[int, set[tuple[int, int]]] = (-1, set())
+        self.log = DeferredLog(self, self._operator, memory.budget_bytes) if is_deferred else None
+        self._unread: UnreadOp | None = None
+        self._unread_saved: dict[int, weakref.ref[SavedTensor]] = {}
+        self._unread_draws: dict[int, tuple[torch.Generator, RandomState]] = {}
+        self._unread_modules: deque[tuple[int, str]] = deque()  # names of modules, and the ops from which on they ran
+        self._most_unread = _FEW_UNREAD
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False  # what else PyTorch wraps around each op takes as long as all that is done here
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        operator = self._operators.get(id(func))  # operators are never freed, and compute their hashes slowly
-        if operator is None:
-            operator = self._operators[id(func)] = Operator.of(func)
+        operator = self._operators.get(id(func)) or self._operator(func)
         if operator.passes:
             return operator.call(*args, **kwargs) if kwargs else operator.call(*args)
         for kind in types:
@@ -95,10 +107,31 @@ class Recorder(TorchDispatchMode):
         with self.lock:
             if self.recomputation.running:
                 return operator.call(*args, **(kwargs or {}))
-            return self._run(RecordedOp(operator, args, kwargs or {}))
+            op = RecordedOp(operator, args, kwargs or {})
+            if self._unread is not None:
+                return self._read(op, self._unread)
+            if self.log is None:
+                return self._run(op)
+            if self.log.shared.open:
+                return self._run_deferred(op, self.log)
+            outputs = self._run(op)
+            self._may_open(self.log)
+            return outputs
 
-    def _run(self, op: RecordedOp) -> Any:
-        """Execute an op within the budget, and record it."""
+    def _operator(self, op: object) -> Operator:
+        """Return the facts about an operator. Operators are never freed, and compute their hashes slowly."""
+        operator = self._operators.get(id(op))
+        if operator is None:
+            operator = self._operators[id(op)] = Operator.of(op)
+        return operator
+
+    def _run(self, op: RecordedOp, failed: Exception | None = None) -> Any:
+        """Execute an op within the budget, and record it.
+
+        Args:
+            op: the op.
+            failed: the error by which a first try has ended.
+        """
         memory, follower, operator, args, kwargs = self.memory, self.follower, op.operator, op.args, op.kwargs
         if memory.freed:
             memory.settle()
@@ -110,7 +143,7 @@ class Recorder(TorchDispatchMode):
         if operator.writes:
             written = self._find_writes(op)
             if operator.returns_nothing_new and not operator.rebinds and all(storage.pinned for storage in written):
-                return self._write_pinned(op, written)
+                return self._write_pinned(op, written, failed)
         known = self._describe(op, args)
         out_bytes = known.out_bytes
         with_op_bytes = memory.live_bytes + out_bytes + known.workspace_bytes
@@ -124,9 +157,9 @@ class Recorder(TorchDispatchMode):
             with LOCK:
                 generator = generator_of(args, kwargs)
                 op.draws = generator, RandomState.of(generator)
-                outputs = self._execute(op, known, written, args, kwargs)
+                outputs = self._execute(op, known, written, args, kwargs, failed)
         else:
-            outputs = self._execute(op, known, written, args, kwargs)
+            outputs = self._execute(op, known, written, args, kwargs, failed)
         if memory.freed:
             memory.settle()
         made_bytes = self._record(op, known, written, outputs)
@@ -146,13 +179,13 @@ class Recorder(TorchDispatchMode):
                 raise
             self.memory.make_room(known.out_bytes, function)
 
-    def _write_pinned(self, op: RecordedOp, written: Sequence[TrackedStorage]) -> Any:
+    def _write_pinned(self, op: RecordedOp, written: Sequence[TrackedStorage], failed: Exception | None) -> Any:
         """Execute an op that writes only what is pinned, of which nothing is recorded: an update of parameters, for example."""
         memory, follower = self.memory, self.follower
         if self.saved:
             self._before_writes(op, written)
         start = memory.now()
-        outputs = self._call(op, written, op.args, op.kwargs)
+        outputs = self._call(op, written, op.args, op.kwargs, failed)
         memory.read_s = memory.clock_s = memory.clock_s + memory.now() - start
         for storage in written:
             storage.version += 1
@@ -182,7 +215,13 @@ class Recorder(TorchDispatchMode):
         return [self.memory.find(address) or self.memory.add(tensor) for address, tensor in found.items()]
 
     def _execute(
-        self, op: RecordedOp, known: KnownOp, written: Sequence[TrackedStorage], args: Sequence[Any], kwargs: dict[str, Any]
+        self,
+        op: RecordedOp,
+        known: KnownOp,
+        written: Sequence[TrackedStorage],
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        failed: Exception | None,
     ) -> Any:
         """Execute an op and time it."""
         memory, costs = self.memory, self.device_costs
@@ -190,7 +229,7 @@ class Recorder(TorchDispatchMode):
             costs.find_block(known.out_bytes + known.workspace_bytes, memory.evict_after)
         is_measured = costs is not None and costs.start(known)
         start = memory.now()
-        outputs = self._call(op, written, args, kwargs)
+        outputs = self._call(op, written, args, kwargs, failed)
         seconds = memory.now() - start
         if costs is not None:
             costs.check_memory(op.function)
@@ -216,7 +255,7 @@ class Recorder(TorchDispatchMode):
         except (NotImplementedError, RuntimeError):  # a tensor without a storage: sparse, or of another backend
             op.recordable = False
             return KnownOp(0)
-        if operator.sized_by_data and (operator.name != "aten::index" or _has_mask(args[1])):
+        if _is_sized_by_data(operator, args):
             return KnownOp(data_dependent_bytes(operator.name, args))
         signature = tuple(key)
         return self.sizes.known(signature) or self.sizes.learn(signature, operator.function, args, kwargs)
@@ -267,15 +306,25 @@ class Recorder(TorchDispatchMode):
                     key.append(value)
         return found
 
-    def _call(self, op: RecordedOp, written: Sequence[TrackedStorage], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def _call(
+        self,
+        op: RecordedOp,
+        written: Sequence[TrackedStorage],
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        failed: Exception | None,
+    ) -> Any:
         """Execute an op until the allocator has memory for it or nothing is left to evict.
 
         An op that may have begun to write before the allocator failed gets back what it has written: by recomputation.
         """
         while True:
             try:
+                if failed is not None:
+                    raise failed
                 return op.operator.call(*args, **kwargs)
             except Exception as error:
+                failed = None
                 restored = () if op.operator.allocates_first else written
                 if not (op.operator.allocates_first or (restored and all(s.recomputable(s.version) for s in restored))):
                     if allocator_failure(error) is not None:
@@ -290,6 +339,135 @@ class Recorder(TorchDispatchMode):
                 state.restore(generator)
             if self.device_costs is not None:
                 self.device_costs.forget_failures()
+
+    # Ops that are recorded only if memory runs out.
+
+    def _may_open(self, log: DeferredLog) -> bool:
+        """Leave the ops from here on to the log, if none of a step was recorded and memory is far below the budget.
+
+        How all that is resident was made is forgotten.
+        """
+        if self.saved or not self.follower.is_far:
+            return False
+        memory = self.memory
+        memory.forget()
+        self._recorded = 0
+        storages = (storage.watch() for storage in memory.resident.values() if storage.watch is not None)
+        log.open((held for held in storages if held is not None), memory.peak_bytes)
+        self.module.on_change = self._note_module
+        self._note_module(self.module.name)
+        return True
+
+    def _note_module(self, name: str) -> None:
+        assert self.log is not None
+        self._unread_modules.append((self.log.shared.position, name))
+        if len(self._unread_modules) + len(self._unread_draws) > self._most_unread:
+            self._forget_unread(self.log)
+
+    def _run_deferred(self, op: RecordedOp, log: DeferredLog) -> Any:
+        """Execute an op that the log leaves to the recorder, or that does not fit: then read the log first."""
+        operator, args, kwargs, shared = op.operator, op.args, op.kwargs, log.shared
+        if not shared.must_close and shared.known_bytes < 0:
+            if _is_sized_by_data(operator, args):
+                shared.must_close = not log.fits(data_dependent_bytes(operator.name, args))
+            else:
+                shared.known_bytes = self.sizes.out_bytes(operator.function, args, kwargs)
+                shared.must_close = not log.fits(shared.known_bytes)
+        if shared.must_close:
+            self._read_log(log)
+            return self._run(op)
+        if not operator.random:
+            try:
+                return operator.call(*args, **kwargs)
+            except Exception as error:  # noqa: BLE001  raised again if it is not for want of memory
+                self._read_log(log)
+                return self._run(op, error)
+        with LOCK:
+            generator = generator_of(args, kwargs)
+            state = RandomState.of(generator)
+            try:
+                outputs = operator.call(*args, **kwargs)
+            except Exception as error:  # noqa: BLE001  as above
+                state.restore(generator)
+                self._read_log(log)
+                return self._run(op, error)
+            self._unread_draws[shared.position] = generator, state
+            if len(self._unread_modules) + len(self._unread_draws) > self._most_unread:
+                self._forget_unread(log)
+            return outputs
+
+    def _read_log(self, log: DeferredLog) -> None:
+        """Record the ops in the log, and record from here on."""
+        memory = self.memory
+        held = log.close()
+        self.observe()
+        memory.settle()
+        for tensor in held:
+            if memory.find(storage_address(tensor)) is None:
+                memory.add(tensor)
+        del held
+
+        def show(unread: UnreadOp) -> None:
+            self._unread = unread
+
+        try:
+            log.read(show)
+        finally:
+            self._unread = None
+            self.module.on_change = None
+        for saved in [saved for reference in self._unread_saved.values() if (saved := reference()) is not None]:
+            saved.enter()
+        self._unread_saved.clear()
+        self._forget_unread(log)
+        memory.settle()
+
+    def _read(self, op: RecordedOp, unread: UnreadOp) -> Any:
+        """Record an op that has run before."""
+        self._unread = None
+        memory, operator, args = self.memory, op.operator, op.args
+        memory.settle()
+        op.module = self._skip_modules(unread.position)
+        outputs = unread.outputs
+        written = self._find_writes(op) if operator.writes else ()
+        if written and operator.returns_nothing_new and all(storage.pinned for storage in written):
+            for storage in written:
+                storage.version += 1
+        else:
+            known = self._describe(op, args)
+            op.draws = self._unread_draws.pop(unread.position, None)
+            memory.read_s = memory.clock_s = memory.clock_s + unread.seconds
+            known.seconds = op.seconds = min(known.seconds, unread.seconds)
+            self.recomputation.step_ops += 1
+            self._record(op, known, written, outputs)
+        return operator.returned(outputs)
+
+    def _forget_unread(self, log: DeferredLog) -> None:
+        """Forget what the recorder knows of ops that are not in the log any more."""
+        first = log.shared.position - log.length
+        self._unread_draws = {position: draws for position, draws in self._unread_draws.items() if position >= first}
+        self._skip_modules(first)
+        self._most_unread = 2 * (len(self._unread_draws) + len(self._unread_modules)) + _FEW_UNREAD
+
+    def _skip_modules(self, position: int) -> str:
+        """Forget the modules before the one that was running at an op, and return its name."""
+        changes = self._unread_modules
+        while len(changes) > 1 and changes[1][0] <= position:
+            changes.popleft()
+        return changes[0][1]
+
+    def observe(self) -> None:
+        """Count what the log has seen."""
+        if self.log is None:
+            return
+        shared, memory = self.log.shared, self.memory
+        memory.peak_bytes = max(memory.peak_bytes, shared.peak_bytes)
+        memory.eager_peak_bytes = max(memory.eager_peak_bytes, shared.peak_bytes)
+        self.ops += shared.ops
+        self.kept_ops += shared.kept_ops
+        self.host_reads += shared.host_reads
+        memory.clock_s += shared.seconds
+        shared.ops = shared.kept_ops = shared.host_reads = 0
+        shared.seconds = 0.0
 
     # What an op has made and written.
 
@@ -434,7 +612,12 @@ class Recorder(TorchDispatchMode):
         kind = type(tensor)
         if (kind is not _Tensor and kind is not _Parameter) or tensor.layout is not torch.strided:
             return tensor
+        log = self.log
+        if log is not None and log.shared.open:
+            return self._pack_deferred(tensor, log)
         with self.lock:
+            if log is not None and self._may_open(log):
+                return self._pack_deferred(tensor, log)
             memory = self.memory
             if memory.freed:
                 memory.settle()
@@ -452,25 +635,57 @@ class Recorder(TorchDispatchMode):
                 memory.saved(storage)
             return SavedTensor(self, storage, number, tensor._version)
 
+    def forget_saved(self, number: int) -> None:
+        """Forget a tensor that was saved and is not any more, while ops are not recorded."""
+        self._unread_saved.pop(number, None)
+        if not self.saved and self.log is not None:
+            self.log.shared.in_step = 0
+
+    def _pack_deferred(self, tensor: torch.Tensor, log: DeferredLog) -> "SavedTensor":
+        if not self.saved:
+            self.observe()
+            log.begin_step()
+            self.recomputation.begin_step()
+            log.shared.must_close = not self.follower.is_far
+            self.follower.begin(is_seen=False)
+        number = self.packs
+        self.packs = number + 1
+        self.saved += 1
+        saved = SavedTensor(self, make_alias(tensor), number, tensor._version)
+        self._unread_saved[number] = weakref.ref(saved)
+        return saved
+
 
 class SavedTensor:
-    """What autograd holds in place of a saved tensor: its storage, which may be evicted.
+    """What autograd holds in place of a saved tensor: its storage, which may be evicted; the tensor while ops are not recorded.
 
     Attributes:
         version: autograd's version counter when it was saved.
     """
 
-    __slots__ = ("_number", "_recorder", "_storage", "version")
+    __slots__ = ("__weakref__", "_number", "_recorder", "_storage", "version")
 
-    def __init__(self, recorder: Recorder, storage: TrackedStorage, number: int, version: int) -> None:
+    def __init__(self, recorder: Recorder, storage: TrackedStorage | torch.Tensor, number: int, version: int) -> None:
         self._recorder = recorder
         self._storage = storage
         self._number = number
         self.version = version
 
+    def enter(self) -> None:
+        """Give the tensor to its storage, as ops are recorded from here on."""
+        alias, memory = self._storage, self._recorder.memory
+        assert isinstance(alias, torch.Tensor)
+        self._storage = storage = memory.find(storage_address(alias)) or memory.add(alias)
+        storage.aliases[self._number] = alias
+        storage.saved += 1
+        self._recorder.saved_storages[id(storage)] = storage
+
     def __del__(self) -> None:
         storage, recorder = self._storage, self._recorder
         recorder.saved -= 1
+        if not isinstance(storage, TrackedStorage):
+            recorder.forget_saved(self._number)
+            return
         storage.saved -= 1
         storage.aliases.pop(self._number, None)
         if storage.evicted_aliases is not None:
@@ -490,6 +705,10 @@ class SavedTensor:
             RuntimeError: it was written in place since it was saved.
         """
         storage, recorder = self._storage, self._recorder
+        if not isinstance(storage, TrackedStorage):
+            if storage._version != self.version:
+                raise _overwritten(storage, self.version, storage._version)
+            return storage
         with recorder.lock:
             if recorder.follower.log is not None:
                 recorder.follower.unpacked(storage)
@@ -504,6 +723,7 @@ class SavedTensor:
     def _restored(self) -> torch.Tensor:
         """Return the alias, which was dropped when the storage was evicted."""
         storage, recomputation = self._storage, self._recorder.recomputation
+        assert isinstance(storage, TrackedStorage)
         assert storage.evicted_aliases is not None
         version, reference = storage.evicted_aliases[self._number]
         if version != self.version:
@@ -552,5 +772,7 @@ def generator_of(args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Generator
     return generator
 
 
-def _has_mask(indices: Sequence[torch.Tensor | None]) -> bool:
-    return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices)
+def _is_sized_by_data(operator: Operator, args: Sequence[Any]) -> bool:
+    if not operator.sized_by_data or operator.name != "aten::index":
+        return operator.sized_by_data
+    return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])

@@ -16,6 +16,7 @@ from graphs.errors import BudgetError, UsageError
 from graphs.io.formats import write_graph
 from graphs.units import format_bytes, format_seconds
 from planner.budgets import budget_in_bytes, is_auto, is_share, read_budget
+from planner.eager.deferred_log import DeferredLog
 from planner.eager.device_costs import DeviceCosts
 from planner.eager.following import StepFollower
 from planner.eager.memory import Memory
@@ -132,7 +133,8 @@ class Rematerialization:
         memory.make_room(0, "the block")
         recomputation = Recomputation(memory, self._max_recomputation, costs)
         follower = StepFollower(StepPlans(memory.budget_bytes), memory)
-        self._recorder = recorder = Recorder(memory, sizes, recomputation, follower, costs)
+        is_deferred = costs is None and DeferredLog.available()
+        self._recorder = recorder = Recorder(memory, sizes, recomputation, follower, costs, is_deferred=is_deferred)
         memory.on_release = follower.released
         memory.evict_planned = follower.evict_one
         with ExitStack() as block:
@@ -140,7 +142,7 @@ class Rematerialization:
                 block.enter_context(capped_allocator(self._device, memory.budget_bytes))
             block.callback(follower.close)
             block.enter_context(recorder.module)
-            block.enter_context(recorder)
+            block.enter_context(recorder if recorder.log is None else recorder.log)
             block.enter_context(saved_tensors_hooks(recorder.pack, unpack))
             self._block = block.pop_all()
         _ACTIVE.session = self
@@ -160,6 +162,7 @@ class Rematerialization:
     def _entered(self) -> Recorder:
         if self._recorder is None:
             raise UsageError("the block was not entered yet: use it as `with planner.rematerialize(...) as session:`")
+        self._recorder.observe()
         return self._recorder
 
     @property

@@ -75,10 +75,8 @@ class OutputSizes:
     def _described(
         self, signature: Signature, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
     ) -> KnownOp:
-        """Return what is known of a new op: the bytes that it will allocate, by executing it on fake tensors."""
-        with disable_current_modes():
-            self._fake = self._fake or FakeTensorMode()
-            size_bytes = self._fake_bytes(function, args, kwargs)
+        """Return what is known of a new op: the bytes that it will allocate."""
+        size_bytes = self.out_bytes(function, args, kwargs)
         known = KnownOp(size_bytes, number=hash(signature) or 1)
         if self._device.type == "cuda" and takes_free_memory(function):
             # cuDNN often takes about a copy of what goes in and comes out.
@@ -87,8 +85,15 @@ class OutputSizes:
             known.guessed = known.needs_block = True
         return known
 
-    def _fake_bytes(self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> int:
-        assert self._fake is not None
+    def out_bytes(self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> int:
+        """Return the bytes that an op will allocate for its outputs, by executing it on fake tensors; 0 if that fails."""
+        with disable_current_modes():
+            self._fake = self._fake or FakeTensorMode()
+            return self._fake_bytes(self._fake, function, args, kwargs)
+
+    def _fake_bytes(
+        self, fake: FakeTensorMode, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> int:
         copies: dict[int, torch.Tensor] = {}
 
         def copy(value: object) -> object:
@@ -99,7 +104,7 @@ class OutputSizes:
             return copies[id(value)]
 
         try:
-            with self._fake:
+            with fake:
                 fake_args, fake_kwargs = pytree.tree_map(copy, (tuple(args), kwargs))
                 outputs = function(*fake_args, **fake_kwargs)
         except Exception:  # noqa: BLE001  a kernel for fake tensors may be missing or raise anything; the real op decides

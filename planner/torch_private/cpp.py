@@ -7,10 +7,10 @@ from torch._inductor.exc import CppCompileError, InvalidCxxCompiler  # raised if
 from torch.utils.cpp_extension import library_paths
 
 
-def load_cpp(source: str) -> ctypes.CDLL:
-    """Return the library of C++ `source`, which may call PyTorch's core (c10)."""
+def load_cpp(source: str, *libraries: str) -> ctypes.CDLL:
+    """Return the library of C++ `source`, which may call PyTorch's core (c10) and others of its `libraries`."""
     paths = [f"-L{path}" for path in library_paths()]
-    library = CppCodeCache.load(source, extra_flags=("-Wl,--no-as-needed", *paths, "-lc10"))
+    library = CppCodeCache.load(source, extra_flags=("-Wl,--no-as-needed", *paths, *(f"-l{name}" for name in ("c10", *libraries))))
     assert isinstance(library, ctypes.CDLL)
     return library
 

@@ -5,7 +5,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, Self
 
 import pytest
 import torch
@@ -17,7 +17,6 @@ from benchmarks.storages import LiveStorages
 from graphs.errors import BudgetError, UsageError
 from planner.eager.session import rematerialize
 from planner.eager.sizes import takes_free_memory
-from planner.torch_private.core import TorchDispatchMode
 from solvers.online.heuristics import MEGENGINE, NAMES
 from tests.planner.eager.test_exactness import other_bytes
 from tests.support.eager.device_costs import Costs
@@ -351,20 +350,31 @@ def test_an_automatic_budget_is_the_free_memory() -> None:
     assert session.budget_bytes > 100 * MB
 
 
-class Failing(TorchDispatchMode):
-    """An allocator that fails at one call of an operator."""
+class Failing:
+    """While entered, an allocator that fails at one call of a kernel, or several from it on."""
 
-    def __init__(self, operator: object, call: int) -> None:
-        super().__init__()
-        self.operator, self.call = operator, call
+    def __init__(self, operator: torch._ops.OpOverload, call: int, times: int = 1) -> None:
+        self.operator, self.call, self.times = operator, call, times
         self.calls = 0
+        self._library = torch.library.Library("aten", "IMPL")
 
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function is self.operator:
+    def __enter__(self) -> Self:
+        kernel = torch.library.get_kernel(self.operator, "CPU")
+
+        def execute(keys: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
             self.calls += 1
-            if self.calls == self.call:
-                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 64.00 KiB")
-        return function(*args, **(kwargs or {}))
+            if 0 <= self.calls - self.call < self.times:
+                self.fail(args)
+            return kernel.call_boxed(keys, *args, **kwargs)
+
+        self._library.impl(self.operator, execute, "CPU", with_keyset=True, allow_override=True)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._library._destroy()
+
+    def fail(self, args: tuple[Any, ...]) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 64.00 KiB")
 
 
 def test_out_of_memory_inside_an_op_evicts_and_tries_again() -> None:
@@ -409,21 +419,20 @@ def test_out_of_memory_inside_batch_norm_changes_no_statistics() -> None:
 
 
 class FailingWrites(Failing):
-    """An allocator that fails at one call of an operator, when it has changed a part of what it writes."""
+    """An allocator that fails at one call of a kernel, when it has changed a part of what it writes."""
 
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function is self.operator and self.calls + 1 == self.call:
-            args[0].flatten()[::2].fill_(7.0)
-        return super().__torch_dispatch__(function, types, args, kwargs)
+    def fail(self, args: tuple[Any, ...]) -> None:
+        args[0].flatten()[::2].mul_(7.0)
+        super().fail(args)
 
 
 def written_in_steps(model: nn.Module, x: Tensor) -> Tensor:
     """Writes to activations by an operator that may have begun to write when the allocator fails."""
-    row = torch.zeros(64, 256)
+    zeros = torch.zeros(len(x) + 64, 64)
     for layer in model:
         x = layer(x).contiguous()
         y = x * 2.0
-        y.addmm_(row.T, row[:, :64], beta=0.5)
+        y.addmm_(zeros[64:], zeros[:64], beta=0.5)
         y.mul_(3.0)
         x = y.sin() + x
     return x.square().mean()

@@ -1,0 +1,756 @@
+// A log of the ops of a thread, and of the backward passes that begin there, which costs no Python: the recorder of
+// planner.rematerialize reads it only if memory runs out.
+//
+// While a log is entered, each op below autograd comes to `fallback`. A log that is open executes the op and notes it: the
+// operator, its arguments and its outputs with a number in place of each storage, and the time. Tensors are not kept alive, but
+// for storages that no op of the log has made and an op has read: recomputation would need them. Bytes in memory are an upper
+// bound, which is made exact (`settle`) where it matters: at a new peak and near the budget. A log that is closed hands each op
+// to the recorder, a dispatch mode. An op that an open log cannot note goes there too, and the recorder reads and closes the log
+// first: it executes all ops of the log again as a mode sees them, except that nothing runs and their outputs are those that
+// they had, or empty storages of the same size where these have been freed since.
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/stack.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/core/impl/PyInterpreter.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <c10/util/SmallVector.h>
+#include <c10/util/ThreadLocalDebugInfo.h>
+#include <c10/util/flat_hash_map.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+namespace {
+
+using c10::IValue;
+using c10::StorageImpl;
+using torch::jit::Stack;
+using Key = std::vector<int64_t>;
+
+// Below autograd, autocast and all Python modes; PyTorch has it for modes that are written in C++.
+constexpr auto kKey = c10::DispatchKey::Fake;
+const auto kKind = c10::DebugInfoKind::TEST_INFO_2; // the slot that autograd's threads inherit; PyTorch itself does not use it
+
+constexpr size_t kFewOps = 64; // as many are kept from before a step, as autograd saves no tensor of some ops
+constexpr size_t kMostOps = 1 << 15; // a longer log takes memory itself
+constexpr int64_t kMostWrites = 900; // below the longest chain of the recorder
+constexpr size_t kMostSignatures = 1 << 15;
+
+// How an operator is executed.
+enum Way : int64_t {
+  kView, // neither memory nor contents change
+  kHere, // here
+  kByRecorder, // by the recorder, which leaves the log open
+  kClosed, // by the recorder, which closes the log
+};
+
+// The facts about an operator, as `planner.eager.operators.Operator` has them.
+struct Operator {
+  int64_t way = kClosed;
+  int64_t repeatable = 0, returns_nothing_new = 0, reads_to_host = 0;
+  int64_t statistics = -1, training = -1;
+  int64_t mutated = 0; // a bit for each argument
+};
+
+struct Storage {
+  c10::weak_intrusive_ptr<StorageImpl> weak;
+  int64_t size_bytes;
+  bool made; // by an op of the log, which can be executed again
+  bool read = false; // in its present version
+  int64_t writes = 0;
+  c10::intrusive_ptr<StorageImpl> kept{};
+};
+
+// A tensor as an argument or a result: a view of a storage.
+struct Reference {
+  int64_t position, element; // of the argument or result, and in its list; the element is -1 where there is none
+  int64_t storage;
+  int64_t offset;
+  size_t geometry, dim; // where its sizes are, which its strides follow
+  c10::ScalarType dtype;
+  bool conjugated, negative;
+};
+
+// An op that is executed.
+struct Draft {
+  c10::SmallVector<IValue, 12> arguments; // of which the log does not keep tensors
+  c10::SmallVector<Reference, 12> references; // inputs, then outputs
+  size_t inputs = 0;
+  c10::SmallVector<int64_t, 96> geometry;
+  c10::SmallVector<int64_t, 4> written; // numbers of storages
+};
+
+struct Op {
+  c10::OperatorHandle handle;
+  size_t arguments, inputs, outputs, end; // where they begin, and the outputs end
+  double seconds;
+  bool counted, kept, reads_to_host;
+};
+
+struct KeyHash {
+  size_t operator()(const Key& key) const {
+    uint64_t hash = 14695981039346656037ULL;
+    for (auto value : key) {
+      hash = (hash ^ static_cast<uint64_t>(value)) * 1099511628211ULL;
+      hash ^= hash >> 29;
+    }
+    return hash;
+  }
+};
+
+// What the recorder reads and sets without a call.
+struct Shared {
+  int64_t open = 0; // ops are logged here
+  int64_t must_close = 0; // the recorder has to read the log before the next op
+  int64_t in_step = 0; // autograd has saved a tensor
+  int64_t known_bytes = -1; // of the outputs of the op that the recorder executes; -1 if they are not known
+  int64_t position = 0; // number of ops that were ever logged
+  int64_t peak_bytes = 0;
+  int64_t ops = 0, kept_ops = 0, host_reads = 0;
+  double seconds = 0;
+};
+
+// Returns whether a value has memory that matters: a Python number that comes as a tensor is like any other number.
+bool has_memory(const IValue& value) {
+  return value.isTensor() && value.toTensor().defined() && !value.toTensor().unsafeGetTensorImpl()->is_wrapped_number();
+}
+
+template <typename Visit>
+void each_tensor(const IValue& value, Visit visit) { // with the element in a list, or -1
+  if (has_memory(value)) {
+    visit(value.toTensor(), -1);
+  } else if (value.isList()) {
+    int64_t element = 0;
+    for (const IValue& item : value.toListRef()) {
+      if (!item.isTensor() && !item.isNone()) {
+        return;
+      }
+      if (has_memory(item)) {
+        visit(item.toTensor(), element);
+      }
+      ++element;
+    }
+  }
+}
+
+bool is_plain(const at::Tensor& tensor) {
+  const auto& impl = *tensor.unsafeGetTensorImpl();
+  return tensor.layout() == at::kStrided && impl.has_storage() && !impl.has_symbolic_sizes_strides() && !tensor.is_nested() &&
+      !tensor.is_quantized() && !impl.key_set().has(c10::DispatchKey::Python);
+}
+
+// Adds what the sizes of the outputs depend on, as the recorder does; false if that is not known of such a value.
+bool add_to_key(Key& key, const IValue& value) {
+  if (value.isTensor()) {
+    const auto& tensor = value.toTensor();
+    key.push_back(tensor.defined() ? 1 : 2);
+    if (tensor.defined()) {
+      key.push_back(static_cast<int64_t>(tensor.scalar_type()));
+      key.push_back(static_cast<int64_t>(tensor.device().type()));
+      key.push_back(tensor.dim());
+      key.insert(key.end(), tensor.sizes().begin(), tensor.sizes().end());
+    }
+  } else if (value.isNone() || value.isDouble() || value.isComplexDouble() || value.isGenerator()) {
+    key.push_back(value.isNone() ? 3 : 4);
+  } else if (value.isBool()) {
+    key.push_back(value.toBool() ? 5 : 6);
+  } else if (value.isInt()) {
+    key.push_back(7);
+    key.push_back(value.toInt());
+  } else if (value.isString()) {
+    const auto& text = value.toStringRef();
+    key.push_back(8);
+    key.push_back(static_cast<int64_t>(text.size()));
+    key.insert(key.end(), text.begin(), text.end());
+  } else if (value.isDevice()) {
+    key.push_back(9);
+    key.push_back(static_cast<int64_t>(value.toDevice().type()));
+    key.push_back(value.toDevice().index());
+  } else if (value.isList()) {
+    const auto items = value.toListRef();
+    key.push_back(10);
+    key.push_back(static_cast<int64_t>(items.size()));
+    for (const IValue& item : items) {
+      if (item.isList() || !add_to_key(key, item)) {
+        return false;
+      }
+    }
+  } else {
+    return false;
+  }
+  return true;
+}
+
+class Log : public c10::DebugInfoBase {
+ public:
+  Log(int64_t budget_bytes, void (*describe)(const char*, const char*, int64_t*))
+      : budget_bytes_(budget_bytes), describe_(describe) {
+    c10::impl::TorchDispatchModeTLS::get_stack_at(0); // throws if the recorder was not pushed
+    recorder_ = c10::impl::TorchDispatchModeTLS::pop_stack();
+  }
+
+  Shared shared;
+  std::recursive_mutex mutex;
+  bool left = false;
+
+  const Operator& facts_of(const c10::OperatorHandle& handle) {
+    const std::lock_guard<std::recursive_mutex> lock(mutex);
+    auto& facts = operators_[handle];
+    if (!facts) {
+      facts = std::make_unique<Operator>();
+      const auto& name = handle.operator_name();
+      describe_(name.name.c_str(), name.overload_name.c_str(), &facts->way);
+    }
+    return *facts;
+  }
+
+  // Executes an op by the recorder.
+  void by_recorder(const c10::OperatorHandle& handle, Stack* stack) {
+    struct Pushed {
+      explicit Pushed(const std::shared_ptr<c10::impl::PyObject_TorchDispatchMode>& mode) {
+        c10::impl::TorchDispatchModeTLS::push_non_infra_mode_onto_stack(mode);
+      }
+      ~Pushed() {
+        c10::impl::TorchDispatchModeTLS::pop_stack();
+      }
+    } pushed(recorder_);
+    recorder_->pyinterpreter()->dispatch(handle, stack);
+  }
+
+  // Executes an op and logs it, or has the recorder do so.
+  void execute(const c10::OperatorHandle& handle, const Operator& facts, c10::DispatchKeySet below, Stack* stack) {
+    Draft draft;
+    const auto begin = stack->size() - handle.schema().arguments().size();
+    draft.arguments.append(stack->begin() + static_cast<int64_t>(begin), stack->end());
+    std::optional<Key> new_key;
+    int64_t* known_bytes = nullptr; // of the outputs
+    {
+      const std::lock_guard<std::recursive_mutex> lock(mutex);
+      if (!shared.in_step && ops_.size() > kFewOps) {
+        clear();
+      }
+      if (shared.must_close || facts.way == kClosed || ops_.size() == kMostOps || !note(draft, facts)) {
+        return close_and_execute(handle, stack);
+      }
+      key_.assign(1, reinterpret_cast<int64_t>(&facts));
+      if (std::all_of(draft.arguments.begin(), draft.arguments.end(), [&](const IValue& value) { return add_to_key(key_, value); })) {
+        const auto found = sizes_.find(key_);
+        if (found == sizes_.end()) {
+          new_key = key_;
+        } else {
+          known_bytes = &found->second;
+          if (!fits(*known_bytes)) {
+            return close_and_execute(handle, stack);
+          }
+        }
+      }
+      shared.known_bytes = known_bytes == nullptr ? -1 : *known_bytes;
+    }
+    const auto start = std::chrono::steady_clock::now();
+    if (facts.way == kHere && known_bytes != nullptr) {
+      try {
+        handle.redispatchBoxed(below, stack);
+      } catch (...) { // for want of memory, or by the program's mistake: the recorder finds out, as it executes the op again
+        stack->resize(begin);
+        stack->insert(stack->end(), draft.arguments.begin(), draft.arguments.end());
+        return close_and_execute(handle, stack);
+      }
+    } else {
+      by_recorder(handle, stack);
+      if (!shared.open) {
+        return;
+      }
+    }
+    const auto seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+    const std::lock_guard<std::recursive_mutex> lock(mutex);
+    const int64_t made_bytes = finish(draft, handle, facts, *stack, seconds);
+    if (known_bytes != nullptr) {
+      *known_bytes = made_bytes;
+    } else if (new_key && shared.known_bytes >= 0) {
+      if (sizes_.size() >= kMostSignatures) {
+        sizes_.clear();
+      }
+      sizes_.emplace(std::move(*new_key), made_bytes);
+    }
+  }
+
+  // Returns whether `size_bytes` more are within the budget, and notes that they are in memory for a while.
+  bool fits(int64_t size_bytes) {
+    if (live_bytes_ + size_bytes > shared.peak_bytes || live_bytes_ + size_bytes > budget_bytes_) {
+      settle();
+    }
+    if (live_bytes_ + size_bytes > budget_bytes_) {
+      return false;
+    }
+    shared.peak_bytes = std::max(shared.peak_bytes, live_bytes_ + size_bytes);
+    return true;
+  }
+
+  void open(int64_t count, StorageImpl* const* storages, int64_t peak_bytes) {
+    for (int64_t i = 0; i < count; ++i) {
+      add(storages[i], false);
+    }
+    shared.peak_bytes = peak_bytes;
+    shared.in_step = shared.must_close = 0;
+    shared.open = 1;
+  }
+
+  // Forgets the ops so far, whose storages cannot be recomputed any more.
+  void clear() {
+    forget_ops();
+    settle();
+    std::vector<Storage> storages;
+    std::vector<int64_t> alive;
+    for (auto number : alive_) {
+      auto& storage = storages_[static_cast<size_t>(number)];
+      numbers_[storage.weak._unsafe_get_target()] = static_cast<int64_t>(storages.size());
+      alive.push_back(static_cast<int64_t>(storages.size()));
+      storages.push_back({std::move(storage.weak), storage.size_bytes, false});
+    }
+    storages_ = std::move(storages);
+    alive_ = std::move(alive);
+  }
+
+  // The recorder reads the log.
+
+  int64_t length() const {
+    return static_cast<int64_t>(ops_.size());
+  }
+
+  double seconds(int64_t index) const {
+    return op(index).seconds;
+  }
+
+  // Closes the log, and returns tensors on the storages in memory that no op of the log has made.
+  std::vector<at::Tensor> close() {
+    shared.open = 0;
+    settle();
+    std::vector<at::Tensor> found;
+    for (auto number : alive_) {
+      const auto& storage = storages_[static_cast<size_t>(number)];
+      if (auto held = storage.made ? nullptr : storage.weak.lock()) {
+        auto tensor = empty_tensor(std::move(held), at::kByte);
+        found.push_back(std::move(tensor));
+      }
+    }
+    for (const auto& op : ops_) { // the recorder counts them as it reads them
+      shared.ops -= op.counted;
+      shared.kept_ops -= op.kept;
+      shared.host_reads -= op.reads_to_host;
+      shared.seconds -= op.seconds;
+    }
+    stand_ins_.assign(storages_.size(), {});
+    last_uses_.assign(storages_.size(), -1);
+    for (int64_t i = 0; i < length(); ++i) {
+      for (const auto& reference : references(op(i).inputs, op(i).end)) {
+        last_uses_[static_cast<size_t>(reference.storage)] = i;
+      }
+    }
+    return found;
+  }
+
+  // Returns the outputs of an op; None for those that are no tensors.
+  c10::List<std::optional<at::Tensor>> outputs(int64_t index) {
+    const auto shown = references(op(index).outputs, op(index).end);
+    size_t length = op(index).handle.schema().returns().size();
+    for (const auto& reference : shown) {
+      length = std::max(length, static_cast<size_t>(reference.element + 1));
+    }
+    c10::List<std::optional<at::Tensor>> found;
+    found.resize(length);
+    for (const auto& reference : shown) {
+      found.set(static_cast<size_t>(reference.element < 0 ? reference.position : reference.element), tensor(reference));
+    }
+    return found;
+  }
+
+  // Shows the recorder an op.
+  void show(int64_t index) {
+    const auto& shown = op(index);
+    const auto first = arguments_.begin() + static_cast<int64_t>(shown.arguments);
+    Stack stack(first, first + static_cast<int64_t>(shown.handle.schema().arguments().size()));
+    for (auto& value : stack) {
+      if (value.isList() && holds_tensors(value)) {
+        value = empty_list(value);
+      }
+    }
+    for (const auto& reference : references(shown.inputs, shown.outputs)) {
+      auto& value = stack[static_cast<size_t>(reference.position)];
+      if (reference.element < 0) {
+        value = tensor(reference);
+      } else {
+        value.toList().set(static_cast<size_t>(reference.element), IValue(tensor(reference)));
+      }
+    }
+    by_recorder(shown.handle, &stack);
+  }
+
+  // Frees the stand-ins of which an op was the last use.
+  void shown(int64_t index) {
+    for (const auto& reference : references(op(index).inputs, op(index).end)) {
+      if (last_uses_[static_cast<size_t>(reference.storage)] == index) {
+        stand_ins_[static_cast<size_t>(reference.storage)].reset();
+      }
+    }
+  }
+
+  void leave() {
+    left = true;
+    shared.open = 0;
+    forget();
+    recorder_.reset();
+  }
+
+  void forget() {
+    forget_ops();
+    storages_.clear();
+    numbers_.clear();
+    alive_.clear();
+    stand_ins_.clear();
+    last_uses_.clear();
+    live_bytes_ = 0;
+  }
+
+ private:
+  const Op& op(int64_t index) const {
+    return ops_[static_cast<size_t>(index)];
+  }
+
+  c10::ArrayRef<Reference> references(size_t begin, size_t end) const {
+    return c10::ArrayRef<Reference>(references_).slice(begin, end - begin);
+  }
+
+  void forget_ops() {
+    ops_.clear();
+    arguments_.clear();
+    references_.clear();
+    geometry_.clear();
+  }
+
+  void close_and_execute(const c10::OperatorHandle& handle, Stack* stack) {
+    shared.must_close = 1;
+    by_recorder(handle, stack);
+  }
+
+  int64_t add(StorageImpl* address, bool made) {
+    const auto held = c10::intrusive_ptr<StorageImpl>::reclaim_copy(address);
+    const auto number = static_cast<int64_t>(storages_.size());
+    const auto size_bytes = held->device_type() == at::kCPU ? static_cast<int64_t>(held->nbytes()) : 0;
+    storages_.push_back({c10::weak_intrusive_ptr<StorageImpl>(held), size_bytes, made});
+    numbers_[address] = number;
+    alive_.push_back(number);
+    live_bytes_ += size_bytes;
+    return number;
+  }
+
+  int64_t number_of(const at::Tensor& tensor) {
+    auto* address = tensor.storage().unsafeGetStorageImpl();
+    const auto found = numbers_.find(address);
+    return found == numbers_.end() ? add(address, false) : found->second;
+  }
+
+  // Takes note of the storages that were freed.
+  void settle() {
+    size_t left = 0;
+    for (auto number : alive_) {
+      auto& storage = storages_[static_cast<size_t>(number)];
+      if (storage.weak.expired()) {
+        live_bytes_ -= storage.size_bytes;
+        numbers_.erase(storage.weak._unsafe_get_target());
+        storage.weak = c10::weak_intrusive_ptr<StorageImpl>(c10::intrusive_ptr<StorageImpl>());
+      } else {
+        alive_[left++] = number;
+      }
+    }
+    alive_.resize(left);
+  }
+
+  Reference& refer(Draft& draft, const at::Tensor& tensor, size_t position, int64_t element) {
+    draft.references.push_back({static_cast<int64_t>(position), element, number_of(tensor), tensor.storage_offset(),
+                                draft.geometry.size(), static_cast<size_t>(tensor.dim()), tensor.scalar_type(), tensor.is_conj(),
+                                tensor.is_neg()});
+    draft.geometry.append(tensor.sizes().begin(), tensor.sizes().end());
+    draft.geometry.append(tensor.strides().begin(), tensor.strides().end());
+    return draft.references.back();
+  }
+
+  // Notes the arguments of an op, and which storages it writes; false if the recorder must see the op itself.
+  bool note(Draft& draft, const Operator& facts) {
+    const auto& arguments = draft.arguments;
+    bool plain = true;
+    for (const auto& value : arguments) {
+      each_tensor(value, [&](const at::Tensor& tensor, int64_t) { plain = plain && is_plain(tensor); });
+    }
+    if (!plain) {
+      return false;
+    }
+    const bool updates_statistics =
+        facts.statistics >= 0 && (facts.training < 0 || arguments[static_cast<size_t>(facts.training)].toBool());
+    const auto is_written = [&](size_t i) {
+      const auto position = static_cast<int64_t>(i);
+      return facts.statistics >= 0 ? updates_statistics && (position == facts.statistics || position == facts.statistics + 1)
+                                   : i < 64 && (facts.mutated >> i & 1) != 0;
+    };
+    bool all_made = true, none_made = true;
+    auto& written = draft.written;
+    for (size_t i = 0; i < arguments.size(); ++i) {
+      if (!is_written(i)) {
+        continue;
+      }
+      each_tensor(arguments[i], [&](const at::Tensor& tensor, int64_t) {
+        const auto number = number_of(tensor);
+        if (std::find(written.begin(), written.end(), number) == written.end()) {
+          const auto& storage = storages_[static_cast<size_t>(number)];
+          written.push_back(number);
+          all_made = all_made && storage.made && storage.writes < kMostWrites;
+          none_made = none_made && !storage.made;
+          plain = plain && (storage.made || !storage.read); // else its contents are copied before the op changes them
+        }
+      });
+    }
+    const bool writes_what_is_kept = !written.empty() && none_made && facts.returns_nothing_new;
+    const bool writes_what_it_may = written.empty() || writes_what_is_kept || (updates_statistics && none_made) ||
+        (facts.statistics < 0 && all_made && written.size() == 1 && facts.repeatable);
+    if (!plain || !writes_what_it_may) {
+      return false;
+    }
+    for (size_t i = 0; i < arguments.size(); ++i) {
+      const bool reads = !writes_what_is_kept && !(updates_statistics && is_written(i));
+      each_tensor(arguments[i], [&](const at::Tensor& tensor, int64_t element) {
+        auto& storage = storages_[static_cast<size_t>(refer(draft, tensor, i, element).storage)];
+        if (reads && !storage.made) {
+          storage.read = true;
+          if (!storage.kept) {
+            storage.kept = storage.weak.lock();
+          }
+        }
+      });
+    }
+    draft.inputs = draft.references.size();
+    return true;
+  }
+
+  static bool holds_tensors(const IValue& list) {
+    const auto type = list.toList().elementType();
+    return type->isSubtypeOf(*c10::getTypePtr<std::optional<at::Tensor>>());
+  }
+
+  static IValue empty_list(const IValue& like) {
+    c10::impl::GenericList list(like.toList().elementType());
+    list.resize(like.toListRef().size());
+    return list;
+  }
+
+  // Notes the outputs of an op and what it has written, and returns the bytes that it has made.
+  int64_t finish(Draft& draft, const c10::OperatorHandle& handle, const Operator& facts, const Stack& stack, double seconds) {
+    const size_t count = handle.schema().returns().size();
+    bool repeatable = facts.repeatable != 0;
+    for (size_t i = 0; i < count; ++i) {
+      each_tensor(stack[stack.size() - count + i],
+                  [&](const at::Tensor& tensor, int64_t) { repeatable = repeatable && is_plain(tensor); });
+    }
+    int64_t made_bytes = 0;
+    bool makes = false;
+    for (size_t i = 0; i < count; ++i) {
+      each_tensor(stack[stack.size() - count + i], [&](const at::Tensor& tensor, int64_t element) {
+        if (!is_plain(tensor)) {
+          return;
+        }
+        auto* address = tensor.storage().unsafeGetStorageImpl();
+        if (numbers_.find(address) == numbers_.end()) {
+          makes = true;
+          made_bytes += storages_[static_cast<size_t>(add(address, repeatable))].size_bytes;
+        }
+        refer(draft, tensor, i, element);
+      });
+    }
+    bool turns = false; // a version of what an op has made into the next
+    for (auto number : draft.written) {
+      auto& storage = storages_[static_cast<size_t>(number)];
+      turns = turns || storage.made;
+      ++storage.writes;
+      if (auto held = storage.weak.lock()) {
+        const auto size_bytes = held->device_type() == at::kCPU ? static_cast<int64_t>(held->nbytes()) : 0;
+        live_bytes_ += size_bytes - std::exchange(storage.size_bytes, size_bytes);
+      }
+    }
+    Op op{handle, arguments_.size(), references_.size(), references_.size() + draft.inputs,
+          references_.size() + draft.references.size(), seconds, repeatable && (makes || turns), !repeatable && makes,
+          facts.reads_to_host != 0};
+    shared.ops += op.counted;
+    shared.kept_ops += op.kept;
+    shared.host_reads += op.reads_to_host;
+    shared.seconds += seconds;
+    ++shared.position;
+    if (live_bytes_ > shared.peak_bytes) {
+      fits(0);
+    }
+    for (auto& value : draft.arguments) { // what was read may be freed
+      if (has_memory(value)) {
+        value = IValue();
+      } else if (value.isList() && holds_tensors(value)) {
+        value = empty_list(value);
+      }
+      arguments_.push_back(std::move(value));
+    }
+    for (auto reference : draft.references) {
+      reference.geometry += geometry_.size();
+      references_.push_back(reference);
+    }
+    geometry_.insert(geometry_.end(), draft.geometry.begin(), draft.geometry.end());
+    ops_.push_back(op);
+    return made_bytes;
+  }
+
+  static at::Tensor empty_tensor(c10::intrusive_ptr<StorageImpl> held, c10::ScalarType dtype) {
+    const auto key = c10::DispatchKeySet(c10::computeDispatchKey(dtype, at::kStrided, held->device()));
+    return at::detail::make_tensor<c10::TensorImpl>(c10::Storage(std::move(held)), key, c10::scalarTypeToTypeMeta(dtype));
+  }
+
+  // Returns the tensor of a reference, on a stand-in if its storage was freed.
+  at::Tensor tensor(const Reference& reference) {
+    const auto number = static_cast<size_t>(reference.storage);
+    auto& storage = storages_[number];
+    auto held = storage.weak.lock();
+    if (!held) {
+      auto& stand_in = stand_ins_[number];
+      if (!stand_in) {
+        stand_in = c10::make_intrusive<StorageImpl>(c10::StorageImpl::use_byte_size_t(), storage.size_bytes,
+                                                    at::DataPtr(nullptr, at::kCPU), nullptr, false);
+      }
+      held = stand_in;
+    }
+    auto tensor = empty_tensor(std::move(held), reference.dtype);
+    const auto geometry = c10::ArrayRef<int64_t>(geometry_).slice(reference.geometry, 2 * reference.dim);
+    tensor.unsafeGetTensorImpl()->set_sizes_and_strides(geometry.slice(0, reference.dim), geometry.slice(reference.dim), reference.offset);
+    tensor._set_conj(reference.conjugated);
+    tensor._set_neg(reference.negative);
+    return tensor;
+  }
+
+  const int64_t budget_bytes_;
+  void (*const describe_)(const char*, const char*, int64_t*);
+  std::shared_ptr<c10::impl::PyObject_TorchDispatchMode> recorder_;
+  std::unordered_map<c10::OperatorHandle, std::unique_ptr<Operator>> operators_;
+  std::unordered_map<Key, int64_t, KeyHash> sizes_; // bytes of outputs, by what they depend on
+  Key key_; // of the op that is executed
+  std::vector<Op> ops_;
+  std::vector<IValue> arguments_; // of all ops
+  std::vector<Reference> references_;
+  std::vector<int64_t> geometry_; // sizes and strides
+  std::vector<Storage> storages_; // by number
+  ska::flat_hash_map<StorageImpl*, int64_t> numbers_; // a weak reference keeps the address from being used again
+  std::vector<int64_t> alive_; // numbers of the storages that had not been freed when last looked at
+  int64_t live_bytes_ = 0; // an upper bound
+  std::vector<c10::intrusive_ptr<StorageImpl>> stand_ins_; // by number, while the recorder reads
+  std::vector<int64_t> last_uses_;
+};
+
+void fallback(const c10::OperatorHandle& handle, c10::DispatchKeySet keys, Stack* stack) {
+  const auto below = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kKey);
+  auto* log = static_cast<Log*>(c10::ThreadLocalDebugInfo::get(kKind));
+  // Where PyTorch puts this key above Python's, modes and subclasses come first all the same: their ops come here again.
+  if (log == nullptr || log->left || below.has(c10::DispatchKey::Python)) {
+    handle.redispatchBoxed(below, stack);
+    return;
+  }
+  const c10::impl::ExcludeDispatchKeyGuard not_again(kKey);
+  const auto& facts = log->facts_of(handle);
+  if (facts.way == kView) {
+    handle.redispatchBoxed(below, stack);
+  } else if (log->shared.open) {
+    log->execute(handle, facts, below, stack);
+  } else {
+    log->by_recorder(handle, stack);
+  }
+}
+
+std::shared_ptr<Log>& of(int64_t log) {
+  return *reinterpret_cast<std::shared_ptr<Log>*>(log);
+}
+
+} // namespace
+
+TORCH_LIBRARY_IMPL(_, Fake, m) {
+  m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>());
+}
+
+// What may raise an error is an operator; the rest are functions.
+TORCH_LIBRARY(planner_log, m) {
+  m.def("close(int log) -> Tensor[]", [](int64_t log) { return of(log)->close(); });
+  m.def("outputs(int log, int index) -> Tensor?[]", [](int64_t log, int64_t index) { return of(log)->outputs(index); });
+  m.def("show(int log, int index) -> ()", [](int64_t log, int64_t index) { of(log)->show(index); });
+}
+
+extern "C" {
+
+// Takes over the recorder, which was pushed as a mode.
+void* deferred_new(int64_t budget_bytes, void (*describe)(const char*, const char*, int64_t*)) {
+  return new std::shared_ptr<Log>(std::make_shared<Log>(budget_bytes, describe));
+}
+
+void deferred_drop(void* log) {
+  delete static_cast<std::shared_ptr<Log>*>(log);
+}
+
+void* deferred_shared(void* log) {
+  return &(*static_cast<std::shared_ptr<Log>*>(log))->shared;
+}
+
+void deferred_enter(void* log) {
+  c10::ThreadLocalDebugInfo::_push(kKind, *static_cast<std::shared_ptr<Log>*>(log));
+  c10::impl::tls_set_dispatch_key_included(kKey, true);
+}
+
+void deferred_leave(void* log) {
+  auto& left = **static_cast<std::shared_ptr<Log>*>(log);
+  left.leave();
+  c10::impl::tls_set_dispatch_key_included(kKey, false);
+  try {
+    c10::ThreadLocalDebugInfo::_pop(kKind);
+  } catch (...) { // something else was put over it and is still there, such as a profiler
+  }
+}
+
+void deferred_open(void* log, int64_t count, void* const* storages, int64_t peak_bytes) {
+  of(reinterpret_cast<int64_t>(log))->open(count, reinterpret_cast<StorageImpl* const*>(storages), peak_bytes);
+}
+
+void deferred_clear(void* log) {
+  auto& cleared = *of(reinterpret_cast<int64_t>(log));
+  const std::lock_guard<std::recursive_mutex> lock(cleared.mutex);
+  cleared.clear();
+}
+
+bool deferred_fits(void* log, int64_t size_bytes) {
+  auto& asked = *of(reinterpret_cast<int64_t>(log));
+  const std::lock_guard<std::recursive_mutex> lock(asked.mutex);
+  return asked.fits(size_bytes);
+}
+
+int64_t deferred_length(void* log) {
+  return of(reinterpret_cast<int64_t>(log))->length();
+}
+
+double deferred_seconds(void* log, int64_t index) {
+  return of(reinterpret_cast<int64_t>(log))->seconds(index);
+}
+
+void deferred_shown(void* log, int64_t index) {
+  of(reinterpret_cast<int64_t>(log))->shown(index);
+}
+
+void deferred_forget(void* log) {
+  of(reinterpret_cast<int64_t>(log))->forget();
+}
+}

@@ -1,0 +1,208 @@
+"""The log of ops that are recorded only if memory runs out, ``deferred_log.cpp``."""
+
+import ctypes
+import logging
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+from graphs.errors import first_line
+from planner.eager.operators import Operator
+from planner.torch_private.core import TorchDispatchMode, pop_dispatch_mode, push_dispatch_mode
+
+_LOGGER = logging.getLogger(__name__)
+
+_SOURCE = Path(__file__).with_suffix(".cpp")
+_Describe = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_char_p, ctypes.POINTER(ctypes.c_int64))
+
+# A log of no more ops is kept when a step begins: autograd saves no tensor of some ops, such as sums.
+FEW_OPS = 64
+# How an operator is executed: as in deferred_log.cpp.
+_VIEW, _HERE, _BY_RECORDER, _CLOSED = range(4)
+
+
+class Shared(ctypes.Structure):
+    """What both sides read and set without a call; the fields are those of ``Shared`` in deferred_log.cpp."""
+
+    open: int
+    must_close: int
+    in_step: int
+    known_bytes: int
+    position: int
+    peak_bytes: int
+    ops: int
+    kept_ops: int
+    host_reads: int
+    seconds: float
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("open", "must_close", "in_step", "known_bytes", "position", "peak_bytes")),
+        *((name, ctypes.c_int64) for name in ("ops", "kept_ops", "host_reads")),
+        ("seconds", ctypes.c_double),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class UnreadOp:
+    """What the log knows of an op besides the call.
+
+    Attributes:
+        position: number of ops that were logged before it, in all steps.
+        outputs: what it returned, in a list; None for what is no tensor.
+        seconds: time.
+    """
+
+    position: int
+    outputs: Sequence[torch.Tensor | None]
+    seconds: float
+
+
+class DeferredLog:
+    """While entered, the ops of the thread come to the log, or go through it to the recorder while it is closed.
+
+    Args:
+        recorder: executes ops, and reads the log; as a mode it is not entered otherwise.
+        operator: returns the facts about an operator.
+        budget_bytes: an op that does not fit into it closes the log.
+
+    Attributes:
+        shared: what needs no call.
+    """
+
+    def __init__(self, recorder: TorchDispatchMode, operator: Callable[[object], Operator], budget_bytes: int) -> None:
+        library = _library()
+        assert library is not None
+        self._library = library
+        self._operator = operator
+        self._describe = _Describe(self._facts)  # kept for as long as the log calls it
+        push_dispatch_mode(recorder)
+        try:
+            self._handle = library.deferred_new(budget_bytes, self._describe)
+        except BaseException:
+            pop_dispatch_mode()
+            raise
+        weakref.finalize(self, library.deferred_drop, self._handle)
+        self.shared = Shared.from_address(library.deferred_shared(self._handle))
+
+    @staticmethod
+    def available() -> bool:
+        """Return whether it can be had: it needs a C++ compiler, the first time."""
+        return _library() is not None
+
+    def __enter__(self) -> Self:
+        """Receive the ops of this thread from here on."""
+        self._library.deferred_enter(self._handle)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """End that."""
+        self._library.deferred_leave(self._handle)
+
+    def open(self, storages: Iterable[torch.UntypedStorage], peak_bytes: int) -> None:
+        """Log ops from here on, with these storages in memory."""
+        held = list(storages)
+        addresses = (ctypes.c_void_p * len(held))(*[storage._cdata for storage in held])
+        self._library.deferred_open(self._handle, len(held), addresses, peak_bytes)
+
+    def begin_step(self) -> None:
+        """Forget the ops of the last step."""
+        if self.length > FEW_OPS:
+            self._library.deferred_clear(self._handle)
+        self.shared.in_step = 1
+
+    @property
+    def length(self) -> int:
+        """The number of ops in it."""
+        return int(self._library.deferred_length(self._handle))
+
+    def fits(self, size_bytes: int) -> bool:
+        """Return whether `size_bytes` more are within the budget."""
+        return bool(self._library.deferred_fits(self._handle, size_bytes))
+
+    def close(self) -> list[torch.Tensor]:
+        """Stop logging, and return tensors on what is in memory, without what the ops in the log have made."""
+        held: list[torch.Tensor] = torch.ops.planner_log.close(self._address)
+        return held
+
+    def read(self, show: Callable[[UnreadOp], None]) -> None:
+        """Call `show` before each op of the log, which the recorder then gets to see; forget the log."""
+        try:
+            first = self.shared.position - self.length
+            for i in range(self.length):
+                outputs = torch.ops.planner_log.outputs(self._address, i)
+                show(UnreadOp(first + i, outputs, self._library.deferred_seconds(self._handle, i)))
+                del outputs
+                torch.ops.planner_log.show(self._address, i)
+                self._library.deferred_shown(self._handle, i)
+        finally:
+            self._library.deferred_forget(self._handle)
+
+    @property
+    def _address(self) -> int:
+        assert self._handle is not None
+        return int(self._handle)
+
+    def _facts(self, name: bytes, overload: bytes, facts: Any) -> None:
+        """Write what ``Operator`` in deferred_log.cpp has of an operator; nothing if Python does not know it."""
+        namespace, _, base = name.decode().partition("::")
+        op = getattr(getattr(getattr(torch.ops, namespace), base, None), overload.decode() or "default", None)
+        if op is None:
+            return
+        operator = self._operator(op)
+        values = (
+            _way(operator),
+            operator.repeatable,
+            operator.returns_nothing_new,
+            operator.reads_to_host,
+            -1 if operator.statistics is None else operator.statistics,
+            -1 if operator.training is None else operator.training,
+            sum(1 << position for position, _ in operator.mutated),
+        )
+        for i, value in enumerate(values):
+            facts[i] = value
+
+
+def _way(operator: Operator) -> int:
+    if operator.passes:
+        return _VIEW
+    if operator.rebinds or (operator.statistics is not None and operator.replay is None):
+        return _CLOSED
+    if operator.random or operator.sized_by_data or (operator.writes and not operator.allocates_first):
+        return _BY_RECORDER
+    return _HERE
+
+
+@cache
+def _library() -> ctypes.CDLL | None:
+    """Return the compiled log; None if it cannot be compiled here, or not be part of this PyTorch."""
+    from planner.torch_private.cpp import CppCompileError, InvalidCxxCompiler, load_cpp  # takes a second
+
+    try:
+        library = load_cpp(_SOURCE.read_text(encoding="utf-8"), "torch_cpu", "torch")
+    except (CppCompileError, InvalidCxxCompiler, OSError, RuntimeError) as error:
+        _LOGGER.info("ops are recorded in Python, which takes longer: %s", first_line(error))
+        return None
+    handle, number = ctypes.c_void_p, ctypes.c_int64
+    signatures: dict[str, tuple[Any, list[Any]]] = {
+        "new": (handle, [number, _Describe]),
+        "drop": (None, [handle]),
+        "shared": (handle, [handle]),
+        "enter": (None, [handle]),
+        "leave": (None, [handle]),
+        "open": (None, [handle, number, handle, number]),
+        "clear": (None, [handle]),
+        "fits": (ctypes.c_bool, [handle, number]),
+        "length": (number, [handle]),
+        "seconds": (ctypes.c_double, [handle, number]),
+        "shown": (None, [handle, number]),
+        "forget": (None, [handle]),
+    }
+    for name, (returned, given) in signatures.items():
+        function = getattr(library, f"deferred_{name}")
+        function.restype, function.argtypes = returned, given
+    return library

@@ -1,0 +1,263 @@
+"""Ops that are recorded only if memory runs out: what the recorder reads in the log is what it would have recorded itself."""
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from benchmarks.storages import LiveStorages
+from planner.eager.deferred_log import DeferredLog
+from planner.eager.recording import Recorder, SavedTensor
+from planner.eager.session import Rematerialization, rematerialize
+from planner.eager.storages import RecordedOp, Reference, TrackedStorage
+from tests.planner.eager.test_exactness import existing, other_bytes
+from tests.planner.eager.test_session import (
+    Failing,
+    FailingWrites,
+    chain,
+    checkpointed,
+    custom_functions,
+    in_slices,
+    of_complex_numbers,
+    penalized,
+    with_buffers_that_change,
+    written_in_steps,
+)
+
+pytestmark = pytest.mark.skipif(not DeferredLog.available(), reason="there is no C++ compiler")
+
+Run = Callable[[nn.Module, Tensor], Tensor]
+
+
+def with_dropout(model: nn.Module, x: Tensor) -> Tensor:
+    for layer in model:
+        x = nn.functional.dropout(layer(x), 0.3) + torch.rand(64)
+    return x.square().mean()
+
+
+def with_statistics(model: nn.Module, x: Tensor) -> Tensor:
+    for layer in model:
+        layer.counts = getattr(layer, "counts", None) or nn.BatchNorm1d(64)
+        x = layer.counts(layer(x)).relu_()
+        x = torch.cat([x[:, :32].cos().add_(1.0), x[:, 32:]], 1)
+    return x.square().mean()
+
+
+def with_choices(model: nn.Module, x: Tensor) -> Tensor:
+    """Sizes that depend on data, and numbers that Python reads."""
+    for i, layer in enumerate(model):
+        chosen = (x.mean(1) > 0.1 * x.detach().mean().item()).nonzero().flatten()
+        x = x.index_put((chosen,), layer(x[chosen]))
+        x = x[x.abs().sum(1) >= 0].roll(i, 0)
+    return x.square().mean()
+
+
+_HELD = (checkpointed, with_choices)  # they need most of their peak
+
+RUNS = (
+    checkpointed,
+    custom_functions,
+    in_slices,
+    of_complex_numbers,
+    penalized,
+    with_buffers_that_change,
+    with_choices,
+    with_dropout,
+    with_statistics,
+    written_in_steps,
+)
+
+
+def is_open(session: Rematerialization) -> bool:
+    log = session._recorder.log
+    return log is not None and bool(log.shared.open)
+
+
+def opened(session: Rematerialization, run: Run, model: nn.Module, x: Tensor) -> None:
+    """Run steps until the log is open."""
+    for _ in range(2):
+        run(model, x).backward()
+        model.zero_grad()
+    torch.ones(1).add(1)
+    assert is_open(session)
+
+
+def read(session: Rematerialization) -> None:
+    """Have the recorder read the log at the next op."""
+    session._recorder.log.shared.must_close = 1
+    torch.ones(1)
+    assert not is_open(session)
+
+
+def recorded(recorder: Recorder) -> list[Any]:
+    """Return how each saved tensor can be recomputed, with numbers in place of storages."""
+    numbers: dict[int, int] = {}
+    found: list[Any] = []
+
+    def described(value: object) -> object:
+        if isinstance(value, Reference):
+            storage = value.storage
+            # Versions of what is pinned are counted from the first step on, or from when it was opened.
+            version = 0 if storage is not None and storage.pinned else value.version
+            return None if storage is None else number_of(storage), version, *value[2:]
+        if isinstance(value, list | tuple):
+            return [described(item) for item in value]
+        return value if isinstance(value, int | float | str | bool | None) else str(value)
+
+    def number_of(storage: TrackedStorage) -> int:
+        if id(storage) not in numbers:
+            number = numbers[id(storage)] = len(numbers)
+            chain_of_it = [op_of(op, storage) for op in storage.chain]
+            version = 0 if storage.pinned else storage.version
+            found.append((number, storage.size_bytes, version, storage.pinned, bool(storage.address), chain_of_it))
+        return numbers[id(storage)]
+
+    def op_of(op: RecordedOp, storage: TrackedStorage) -> object:
+        positions = [position for position, weak in op.outputs if weak() is storage]
+        draws = None if op.draws is None else op.draws[1].copy.get_state().tolist()
+        return str(op.function), described(op.args), described(list(op.kwargs.items())), positions, op.module, op.in_place, draws
+
+    saved = sorted((value for value in gc.get_objects() if isinstance(value, SavedTensor) and value._recorder is recorder),
+                   key=lambda value: value._number)  # fmt: skip
+    assert saved
+    return [*((number_of(value._storage), value.version) for value in saved), found]
+
+
+def forward(run: Run, *, deferred: bool, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Return what is recorded of a forward pass after two steps."""
+    torch.manual_seed(0)
+    model, x = chain(), torch.randn(64, 64)
+    with monkeypatch.context() as patch:
+        if not deferred:
+            patch.setattr(DeferredLog, "available", lambda: False)
+        with rematerialize("1GB") as session:
+            opened(session, run, model, x) if deferred else [run(model, x).backward() for _ in range(2)]
+            model.zero_grad()
+            torch.manual_seed(1)
+            loss = run(model, x)
+            if deferred:
+                assert is_open(session) or run is with_buffers_that_change or run is penalized
+                read(session) if is_open(session) else None
+            session._recorder.memory.settle()
+            state = recorded(session._recorder)
+            del loss
+    return state
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_what_is_read_is_what_would_have_been_recorded(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert forward(run, deferred=True, monkeypatch=monkeypatch) == forward(run, deferred=False, monkeypatch=monkeypatch)
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_a_step_that_does_not_fit_after_steps_that_do(run: Run) -> None:
+    """The log is read in the middle of the step: the results are eager PyTorch's, and the budget is kept."""
+
+    def steps(model: nn.Module, session: Rematerialization | None) -> list[np.ndarray]:
+        torch.manual_seed(1)
+        results = []
+        for rows in (16, 16, 200):
+            x = torch.randn(rows, 64)
+            if rows == 200 and session is not None and run is not penalized:
+                torch.ones(1).add(1)
+                assert is_open(session)
+            loss = run(model, x)
+            loss.backward()
+            results += [t.detach().numpy().copy() for t in (loss, *(p.grad for p in model.parameters()), torch.get_rng_state())]
+            model.zero_grad()
+        return results
+
+    others = other_bytes()
+    with LiveStorages(existing()) as live:
+        expected = steps(chain(), None)
+    others_now = other_bytes()
+    budget = others_now + int((0.75 if run not in _HELD else 0.9) * (live.peak_bytes - others))
+    model = chain()
+    with LiveStorages(existing()) as live, rematerialize(budget, max_recomputation=100) as session:
+        results = steps(model, session)
+        assert not is_open(session)
+    assert session.evictions > 0
+    assert live.peak_bytes <= budget and session.peak_bytes <= budget
+    assert all(map(np.array_equal, results, expected))
+
+
+def test_counts_without_reading() -> None:
+    """Peaks are exact, though storages that are freed are not reported."""
+    model, x = chain(), torch.randn(256, 64)
+    sessions = []
+    for rows in (64, 256):  # the log sees the largest step
+        with LiveStorages(existing()) as live, rematerialize("1GB") as session:
+            for size in (32, rows):
+                loss = written_in_steps(model, x[:size])
+                loss.backward()
+                model.zero_grad()
+                torch.ones(1).add(1)
+            assert is_open(session)
+        assert session.peak_bytes == session.eager_peak_bytes == live.peak_bytes
+        sessions.append(session)
+    assert sessions[0].ops == sessions[1].ops > 100
+
+
+def failing_chain(failing: Failing, run: Run) -> Rematerialization:
+    """Check that a kernel that fails in an open log is tried again, with the results of eager PyTorch."""
+    model, x = chain(), torch.randn(256, 64)
+    run(model, x).backward()
+    expected = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    with rematerialize("1GB") as session:
+        opened(session, run, model, x)
+        with failing:
+            run(model, x).backward()
+        assert failing.calls > len(model)
+    assert "out of memory    1 times" in str(session)
+    assert all(torch.equal(wanted, p.grad) for wanted, p in zip(expected, model.parameters(), strict=True))
+    return session
+
+
+def test_out_of_memory_in_an_open_log_evicts_and_tries_again() -> None:
+    # The log has the op executed again, fails to, and evicts.
+    assert failing_chain(Failing(torch.ops.aten.sin.default, 6, times=2), written_in_steps).evictions > 0
+
+
+def test_a_write_that_fails_in_an_open_log_is_undone() -> None:
+    assert failing_chain(FailingWrites(torch.ops.aten.addmm_.default, 6), written_in_steps).recomputed_ops > 0
+
+
+def test_errors_of_the_program_are_raised_and_the_block_goes_on() -> None:
+    model, x = chain(), torch.randn(32, 64)
+    with rematerialize("1GB") as session:
+        opened(session, with_dropout, model, x)
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+            x @ x
+        with_dropout(model, x).backward()
+        torch.ones(1).add(1)
+        assert is_open(session)
+
+
+def test_a_step_without_end_closes_the_log() -> None:
+    x = torch.ones(2, requires_grad=True)
+    with rematerialize("1GB") as session:
+        opened(session, with_dropout, chain(), torch.randn(32, 64))
+        held = x.sin()
+        for _ in range(2**15 + 2):
+            x.detach() * 2.0
+        assert not is_open(session)
+        held.sum().backward()
+        torch.ones(1).add(1)
+        assert is_open(session)
+
+
+def test_what_is_logged_between_steps_is_forgotten() -> None:
+    with rematerialize("1GB") as session:
+        opened(session, with_dropout, chain(), torch.randn(32, 64))
+        recorder = session._recorder
+        model = chain(2)
+        for _ in range(2000):
+            with torch.no_grad():
+                torch.rand(4) + model(torch.ones(64)).sum()
+        assert recorder.log.length < 100
+        assert len(recorder._unread_draws) + len(recorder._unread_modules) < 4000

@@ -557,7 +557,9 @@ class Log : public c10::DebugInfoBase {
     bool repeatable = facts.repeatable != 0;
     for (size_t i = 0; i < count; ++i) {
       each_tensor(stack[stack.size() - count + i],
-                  [&](const at::Tensor& tensor, int64_t) { repeatable = repeatable && is_plain(tensor); });
+                  [&](const at::Tensor& tensor, int64_t element) {
+                    repeatable = repeatable && is_plain(tensor) && (element < 0 || count == 1);
+                  });
     }
     int64_t made_bytes = 0;
     bool makes = false;
@@ -571,7 +573,9 @@ class Log : public c10::DebugInfoBase {
           makes = true;
           made_bytes += storages_[static_cast<size_t>(add(address, repeatable))].size_bytes;
         }
-        refer(draft, tensor, i, element);
+        if (element < 0 || count == 1) { // the recorder does not look into lists beside other results
+          refer(draft, tensor, i, element);
+        }
       });
     }
     bool turns = false; // a version of what an op has made into the next
@@ -681,18 +685,24 @@ std::shared_ptr<Log>& of(int64_t log) {
 
 } // namespace
 
-TORCH_LIBRARY_IMPL(_, Fake, m) {
-  m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>());
-}
-
-// What may raise an error is an operator; the rest are functions.
-TORCH_LIBRARY(planner_log, m) {
-  m.def("close(int log) -> Tensor[]", [](int64_t log) { return of(log)->close(); });
-  m.def("outputs(int log, int index) -> Tensor?[]", [](int64_t log, int64_t index) { return of(log)->outputs(index); });
-  m.def("show(int log, int index) -> ()", [](int64_t log, int64_t index) { of(log)->show(index); });
-}
-
 extern "C" {
+
+// Puts the fallback in place, and the operators: what may raise an error is one, the rest are functions. False if PyTorch has
+// something in their place.
+bool deferred_install() {
+  try {
+    static torch::Library operators(torch::Library::DEF, "planner_log", std::nullopt, __FILE__, __LINE__);
+    operators.def("close(int log) -> Tensor[]", [](int64_t log) { return of(log)->close(); });
+    operators.def("outputs(int log, int index) -> Tensor?[]", [](int64_t log, int64_t index) { return of(log)->outputs(index); });
+    operators.def("show(int log, int index) -> ()", [](int64_t log, int64_t index) { of(log)->show(index); });
+    static torch::Library all(torch::Library::IMPL, "_", kKey, __FILE__, __LINE__);
+    all.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>());
+  } catch (const c10::Error&) {
+    return false;
+  }
+  return true;
+}
+
 
 // Takes over the recorder, which was pushed as a mode.
 void* deferred_new(int64_t budget_bytes, void (*describe)(const char*, const char*, int64_t*)) {

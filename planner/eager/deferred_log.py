@@ -184,11 +184,14 @@ def _library() -> ctypes.CDLL | None:
 
     try:
         library = load_cpp(_SOURCE.read_text(encoding="utf-8"), "torch_cpu", "torch")
-    except (CppCompileError, InvalidCxxCompiler, OSError, RuntimeError) as error:
-        _LOGGER.info("ops are recorded in Python, which takes longer: %s", first_line(error))
+    except (CppCompileError, InvalidCxxCompiler) as error:
+        _LOGGER.info(
+            "planner.rematerialize records all ops in Python, as its log of ops cannot be compiled: %s", first_line(error)
+        )
         return None
     handle, number = ctypes.c_void_p, ctypes.c_int64
     signatures: dict[str, tuple[Any, list[Any]]] = {
+        "install": (ctypes.c_bool, []),
         "new": (handle, [number, _Describe]),
         "drop": (None, [handle]),
         "shared": (handle, [handle]),
@@ -205,4 +208,7 @@ def _library() -> ctypes.CDLL | None:
     for name, (returned, given) in signatures.items():
         function = getattr(library, f"deferred_{name}")
         function.restype, function.argtypes = returned, given
+    if not library.deferred_install():
+        _LOGGER.info("planner.rematerialize records all ops in Python, as PyTorch has the place of its log of ops")
+        return None
     return library

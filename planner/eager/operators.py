@@ -111,17 +111,17 @@ class Operator:
             replay=_replay(op, name),
         )
 
-
     def returned(self, outputs: Sequence[torch.Tensor | None]) -> Any:
-        """Return `outputs` in the form in which the operator returns them, with zeros in place of what is no tensor."""
-        returns = self.function._schema.returns
-        if len(returns) == 1 and "Tensor[]" in str(returns[0].type):
+        """Return `outputs` in the form in which the operator returns them, with empty values in place of what is no tensor."""
+        assert isinstance(self.function, OpOverload)
+        kinds = [str(value.type) for value in self.function._schema.returns]
+        if len(kinds) == 1 and kinds[0] == "List[Tensor]":
             return list(outputs)
-        filled = [
-            0 if output is None and "Tensor" not in str(value.type) else output
-            for output, value in zip(outputs, returns, strict=True)
-        ]
-        return filled[0] if len(filled) == 1 else tuple(filled) if filled else None
+        filled: tuple[Any, ...] = tuple(
+            output if output is not None or kind == "Tensor" else [] if kind.startswith("List") else 0
+            for output, kind in zip(outputs, kinds, strict=True)
+        )
+        return filled[0] if len(filled) == 1 else filled or None
 
 
 def _has_tensors(schema: Any) -> bool:

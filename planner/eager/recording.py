@@ -1,4 +1,4 @@
-"""The dispatch mode: makes room before each op, and records it after, or leaves that to a log while memory is far below the budget."""
+"""The dispatch mode: makes room before each op, and records it after; far below the budget it leaves both to a log."""
 
 import threading
 import weakref

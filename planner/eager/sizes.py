@@ -91,9 +91,7 @@ class OutputSizes:
             self._fake = self._fake or FakeTensorMode()
             return self._fake_bytes(self._fake, function, args, kwargs)
 
-    def _fake_bytes(
-        self, fake: FakeTensorMode, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
-    ) -> int:
+    def _fake_bytes(self, fake: FakeTensorMode, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> int:
         copies: dict[int, torch.Tensor] = {}
 
         def copy(value: object) -> object:

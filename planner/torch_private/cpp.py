@@ -9,8 +9,9 @@ from torch.utils.cpp_extension import library_paths
 
 def load_cpp(source: str, *libraries: str) -> ctypes.CDLL:
     """Return the library of C++ `source`, which may call PyTorch's core (c10) and others of its `libraries`."""
-    paths = [f"-L{path}" for path in library_paths()]
-    library = CppCodeCache.load(source, extra_flags=("-Wl,--no-as-needed", *paths, *(f"-l{name}" for name in ("c10", *libraries))))
+    names = ("c10", *libraries)
+    flags = (*(f"-L{path}" for path in library_paths()), *(f"-l{name}" for name in names))
+    library = CppCodeCache.load(source, extra_flags=("-Wl,--no-as-needed", *flags))
     assert isinstance(library, ctypes.CDLL)
     return library
 

@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from planner.eager.deferred_log import DeferredLog
 from planner.eager.recording import Recorder, SavedTensor
 from planner.eager.session import Rematerialization, rematerialize
 from planner.eager.storages import RecordedOp, Reference, TrackedStorage
+from planner.torch_private.core import TorchDispatchMode
 from tests.planner.eager.test_exactness import existing, other_bytes
 from tests.planner.eager.test_session import (
     Failing,
@@ -27,6 +29,7 @@ from tests.planner.eager.test_session import (
     with_buffers_that_change,
     written_in_steps,
 )
+from tests.support.eager.models import LOOPS, Loop
 
 pytestmark = pytest.mark.skipif(not DeferredLog.available(), reason="there is no C++ compiler")
 
@@ -261,3 +264,51 @@ def test_what_is_logged_between_steps_is_forgotten() -> None:
                 torch.rand(4) + model(torch.ones(64)).sum()
         assert recorder.log.length < 100
         assert len(recorder._unread_draws) + len(recorder._unread_modules) < 4000
+
+
+class Shrinking(TorchDispatchMode):
+    """While entered, counts ops; before one of them the budget becomes smaller, and the recorder reads the log."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops = 0
+        self.last = -1
+        self.session: Rematerialization | None = None
+        self.budget_bytes = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if self.ops == self.last:
+            assert is_open(self.session)
+            self.session._recorder.log.shared.must_close = 1
+            self.session._recorder.memory.budget_bytes = self.budget_bytes
+        self.ops += 1
+        return function(*args, **(kwargs or {}))
+
+
+def train(build: Callable[[], Loop], session: Rematerialization | None, shrinking: Shrinking) -> list[np.ndarray]:
+    """Return the results of three steps, and leave the number of ops before the last one in `shrinking`."""
+    torch.manual_seed(0)
+    loop = build()
+    results = []
+    with shrinking, session or nullcontext():
+        for index in range(3):
+            before = shrinking.ops
+            results += loop.step(index)
+    shrinking.last = before
+    return [*results, *loop.state()]
+
+
+@pytest.mark.parametrize("at", [0.15, 0.35, 0.7])
+@pytest.mark.parametrize("name", LOOPS)
+def test_reading_at_any_op_gives_the_bits_of_eager(name: str, at: float) -> None:
+    others = other_bytes()
+    with LiveStorages(existing()) as live:
+        expected = train(LOOPS[name], None, counted := Shrinking())
+    shrinking = Shrinking()
+    shrinking.last = counted.last + int(at * (counted.ops - counted.last))
+    shrinking.budget_bytes = other_bytes() + int(0.7 * (live.peak_bytes - others))
+    shrinking.session = session = rematerialize("4GB", max_recomputation=100)
+    results = train(LOOPS[name], session, shrinking)
+    assert at > 0.2 or session.evictions > 0
+    assert len(results) == len(expected)
+    assert all(np.array_equal(result, wanted, equal_nan=True) for result, wanted in zip(results, expected, strict=True))

@@ -25,6 +25,11 @@ memory runs out. Ignoring would have the runtime hold every tensor; but PyTorch 
 so that neither eager PyTorch's peak nor the lifetimes in recorded steps would be known. Banishing pins what was computed from a
 tensor that is let go of, and most saved tensors are computed from such: too little would be left to evict.
 
+A dispatch mode costs more than small ops take. While memory is far below the budget, nothing of what is recorded is needed; so on
+the CPU, where there is a C++ compiler, ops come to a log in C++ (``deferred_log``), which executes them, counts bytes, and notes
+what can be recorded later. If an op does not fit, or could not be noted, the recorder reads the log: it sees the same calls, with
+the outputs that they had, and records what it would have recorded. From then on it sees the ops itself, until the step ends.
+
 ``recording`` sees the ops, ``sizes`` knows what they will allocate, ``memory`` makes room and asks the ledger of
 ``solvers.online`` for the victim, ``recompute`` executes chains again, ``session`` is what users hold. ``following`` logs each
 step; ``step_log`` makes it a graph, ``step_plans`` has it solved when it repeats, and offers what its plan has evicted.

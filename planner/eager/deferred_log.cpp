@@ -194,10 +194,7 @@ bool add_to_key(Key& key, const IValue& value) {
 class Log : public c10::DebugInfoBase {
  public:
   Log(int64_t budget_bytes, void (*describe)(const char*, const char*, int64_t*))
-      : budget_bytes_(budget_bytes), describe_(describe) {
-    c10::impl::TorchDispatchModeTLS::get_stack_at(0); // throws if the recorder was not pushed
-    recorder_ = c10::impl::TorchDispatchModeTLS::pop_stack();
-  }
+      : budget_bytes_(budget_bytes), describe_(describe) {}
 
   Shared shared;
   std::recursive_mutex mutex;
@@ -404,11 +401,16 @@ class Log : public c10::DebugInfoBase {
     }
   }
 
+  // Takes the recorder from the stack of modes.
+  void enter() {
+    recorder_ = c10::impl::TorchDispatchModeTLS::pop_stack();
+  }
+
   void leave() {
     left = true;
     shared.open = 0;
     forget();
-    recorder_.reset();
+    c10::impl::TorchDispatchModeTLS::push_non_infra_mode_onto_stack(std::move(recorder_));
   }
 
   void forget() {
@@ -664,7 +666,9 @@ void fallback(const c10::OperatorHandle& handle, c10::DispatchKeySet keys, Stack
   const auto below = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kKey);
   auto* log = static_cast<Log*>(c10::ThreadLocalDebugInfo::get(kKind));
   // Where PyTorch puts this key above Python's, modes and subclasses come first all the same: their ops come here again.
-  if (log == nullptr || log->left || below.has(c10::DispatchKey::Python)) {
+  // Where Python's key is excluded, a fake tensor's kernel runs.
+  if (log == nullptr || log->left || below.has(c10::DispatchKey::Python) ||
+      c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::Python)) {
     handle.redispatchBoxed(below, stack);
     return;
   }
@@ -704,7 +708,6 @@ bool deferred_install() {
 }
 
 
-// Takes over the recorder, which was pushed as a mode.
 void* deferred_new(int64_t budget_bytes, void (*describe)(const char*, const char*, int64_t*)) {
   return new std::shared_ptr<Log>(std::make_shared<Log>(budget_bytes, describe));
 }
@@ -717,7 +720,9 @@ void* deferred_shared(void* log) {
   return &(*static_cast<std::shared_ptr<Log>*>(log))->shared;
 }
 
+// Takes the place of the recorder, the last mode that was entered.
 void deferred_enter(void* log) {
+  of(reinterpret_cast<int64_t>(log))->enter();
   c10::ThreadLocalDebugInfo::_push(kKind, *static_cast<std::shared_ptr<Log>*>(log));
   c10::impl::tls_set_dispatch_key_included(kKey, true);
 }

@@ -3,18 +3,18 @@
 import ctypes
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
 
 from graphs.errors import first_line
 from planner.eager.operators import Operator
-from planner.torch_private.core import TorchDispatchMode, pop_dispatch_mode, push_dispatch_mode
+from planner.torch_private.core import TorchDispatchMode
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -66,7 +66,6 @@ class DeferredLog:
     """While entered, the ops of the thread come to the log, or go through it to the recorder while it is closed.
 
     Args:
-        recorder: executes ops, and reads the log; as a mode it is not entered otherwise.
         operator: returns the facts about an operator.
         budget_bytes: an op that does not fit into it closes the log.
 
@@ -74,18 +73,13 @@ class DeferredLog:
         shared: what needs no call.
     """
 
-    def __init__(self, recorder: TorchDispatchMode, operator: Callable[[object], Operator], budget_bytes: int) -> None:
+    def __init__(self, operator: Callable[[object], Operator], budget_bytes: int) -> None:
         library = _library()
         assert library is not None
         self._library = library
         self._operator = operator
         self._describe = _Describe(self._facts)  # kept for as long as the log calls it
-        push_dispatch_mode(recorder)
-        try:
-            self._handle = library.deferred_new(budget_bytes, self._describe)
-        except BaseException:
-            pop_dispatch_mode()
-            raise
+        self._handle = library.deferred_new(budget_bytes, self._describe)
         weakref.finalize(self, library.deferred_drop, self._handle)
         self.shared = Shared.from_address(library.deferred_shared(self._handle))
 
@@ -94,14 +88,18 @@ class DeferredLog:
         """Return whether it can be had: it needs a C++ compiler, the first time."""
         return _library() is not None
 
-    def __enter__(self) -> Self:
-        """Receive the ops of this thread from here on."""
-        self._library.deferred_enter(self._handle)
-        return self
+    @contextmanager
+    def entered(self, recorder: TorchDispatchMode) -> Iterator[None]:
+        """Receive the ops of this thread, in place of a mode that executes ops and reads the log.
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """End that."""
-        self._library.deferred_leave(self._handle)
+        Whatever asks whether a mode is entered is told so. Functions under ``torch.compile`` run eagerly, as in a mode.
+        """
+        with recorder, torch.compiler.set_stance("force_eager"):
+            self._library.deferred_enter(self._handle)
+            try:
+                yield
+            finally:
+                self._library.deferred_leave(self._handle)
 
     def open(self, storages: Iterable[torch.UntypedStorage], peak_bytes: int) -> None:
         """Log ops from here on, with these storages in memory."""

@@ -86,7 +86,7 @@ class Recorder(TorchDispatchMode):
         self._operators: dict[int, Operator] = {}
         self._recorded = 0
         self._needed_at: tuple[int, set[tuple[int, int]]] = (-1, set())
-        self.log = DeferredLog(self, self._operator, memory.budget_bytes) if is_deferred else None
+        self.log = DeferredLog(self._operator, memory.budget_bytes) if is_deferred else None
         self._unread: UnreadOp | None = None
         self._unread_saved: dict[int, weakref.ref[SavedTensor]] = {}
         self._unread_draws: dict[int, tuple[torch.Generator, RandomState]] = {}

@@ -142,7 +142,7 @@ class Rematerialization:
                 block.enter_context(capped_allocator(self._device, memory.budget_bytes))
             block.callback(follower.close)
             block.enter_context(recorder.module)
-            block.enter_context(recorder if recorder.log is None else recorder.log)
+            block.enter_context(recorder if recorder.log is None else recorder.log.entered(recorder))
             block.enter_context(saved_tensors_hooks(recorder.pack, unpack))
             self._block = block.pop_all()
         _ACTIVE.session = self
@@ -156,6 +156,11 @@ class Rematerialization:
             error.add_note(
                 "planner.rematerialize holds saved tensors by such hooks, which torch.func.grad and the like do not support: use "
                 "torch.autograd.grad inside the block, or transforms of functions outside of it"
+            )
+        if isinstance(error, NotImplementedError) and "HigherOrderOperator" in str(error):
+            error.add_note(
+                "planner.rematerialize does not support higher-order operators: run that part of the model outside of the block, or "
+                "plan the step with planner.compile"
             )
 
     @property

@@ -53,9 +53,6 @@ current_autograd_node = torch._C._current_autograd_node
 backward_retains_graph = torch._C._autograd._get_current_graph_task_keep_graph
 # Lets a replacement of a kernel call the op itself, without recursion.
 below_autograd = torch._C._AutoDispatchBelowAutograd
-# A mode that ops do not come to by themselves.
-push_dispatch_mode = torch._C._push_on_torch_dispatch_stack
-pop_dispatch_mode = torch._C._pop_torch_dispatch_stack
 # Ops below autocast see the dtypes that autocast gave them.
 without_autocast = torch._C._ExcludeDispatchKeyGuard
 AUTOCAST_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | torch._C.DispatchKeySet(

@@ -312,3 +312,15 @@ def test_reading_at_any_op_gives_the_bits_of_eager(name: str, at: float) -> None
     assert at > 0.2 or session.evictions > 0
     assert len(results) == len(expected)
     assert all(np.array_equal(result, wanted, equal_nan=True) for result, wanted in zip(results, expected, strict=True))
+
+
+def test_compiled_functions_run_eagerly_and_are_seen() -> None:
+    function = torch.compile(lambda x: (x.sin() * 2).cos().sum(), backend="eager")
+    x = torch.randn(8, requires_grad=True)
+    function(x).backward()
+    x.grad = None
+    with rematerialize("1GB") as session:
+        opened(session, with_dropout, chain(), torch.randn(32, 64))
+        before = session.ops
+        function(x).backward()
+        assert session.ops > before + 8

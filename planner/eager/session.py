@@ -159,8 +159,8 @@ class Rematerialization:
             )
         if isinstance(error, NotImplementedError) and "HigherOrderOperator" in str(error):
             error.add_note(
-                "planner.rematerialize does not support higher-order operators: run that part of the model outside of the block, or "
-                "plan the step with planner.compile"
+                "planner.rematerialize does not support higher-order operators: run that part of the model outside of the block, "
+                "or plan the step with planner.compile"
             )
 
     @property

@@ -303,6 +303,13 @@ def test_transforms_of_functions_raise() -> None:
         torch.func.grad(lambda x: x.exp().sum())(torch.randn(3))
 
 
+def test_higher_order_operators_raise() -> None:
+    x = torch.randn(4)
+    with pytest.raises(NotImplementedError) as caught, rematerialize("1GB"):
+        torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,))
+    assert "does not support higher-order operators" in caught.value.__notes__[-1]
+
+
 def test_vmap_without_gradients_works() -> None:
     x = torch.randn(4, 3)
     with rematerialize("1GB"):

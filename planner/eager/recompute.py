@@ -14,7 +14,7 @@ from planner.eager.sizes import takes_free_memory
 from planner.eager.storages import RecordedOp, Reference, TrackedStorage
 from planner.passes.draws import LOCK
 from planner.runtime.allocator_failure import allocator_failure
-from planner.torch_private.core import AUTOCAST_KEYS, below_autograd, without_autocast
+from planner.torch_private.core import AUTOCAST_AND_VMAP_KEYS, below_autograd, without_keys
 
 # Fewer recomputed ops than these say nothing about the rest of a step.
 _FEW_OPS = 1000
@@ -54,10 +54,10 @@ class Recomputation:
 
     @contextmanager
     def own_ops(self) -> Iterator[None]:
-        """Run ops that are not recorded, as ops ran first: below autograd and autocast, whose casts are recorded ops."""
+        """Run ops that are not recorded, as ops ran first: below autograd, autocast and vmap, of which the recorded ops are."""
         self.running = True
         try:
-            with below_autograd(), without_autocast(AUTOCAST_KEYS):
+            with below_autograd(), without_keys(AUTOCAST_AND_VMAP_KEYS):
                 yield
         finally:
             self.running = False

@@ -124,10 +124,31 @@ def with_buffers_that_change(model: nn.Module, x: Tensor) -> Tensor:
     return x.square().mean()
 
 
+def with_dropouts(model: nn.Module, x: Tensor) -> Tensor:
+    for layer in model:
+        x = nn.functional.dropout(layer(x), 0.1)
+    return x.mean(0)
+
+
+def with_batched_gradients(model: nn.Module, x: Tensor) -> Tensor:
+    """One backward pass for two gradients at once, in which random ops are recomputed."""
+    outputs, weight = with_dropouts(model, x), model[0][0].weight
+    (slopes,) = torch.autograd.grad(outputs, weight, torch.eye(64)[:2], is_grads_batched=True)
+    return (weight * slopes.sum(0)).sum()
+
+
+def with_gradients_under_vmap(model: nn.Module, x: Tensor) -> Tensor:
+    outputs, weight = with_dropouts(model, x), model[0][0].weight
+    slopes = torch.func.vmap(lambda seed: torch.autograd.grad(outputs, weight, seed, retain_graph=True)[0])(torch.eye(64)[:2])
+    return (weight * slopes.sum(0)).sum()
+
+
 @pytest.mark.filterwarnings("ignore:.*CPU Autocast.*")
 @pytest.mark.parametrize(
     ("run", "budget"),
     [
+        (with_batched_gradients, 850_000),
+        (with_gradients_under_vmap, 900_000),
         (under_autocast, 450_000),
         (backward_under_autocast, 600_000),
         (checkpointed, 550_000),

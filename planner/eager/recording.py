@@ -248,6 +248,7 @@ class Recorder(TorchDispatchMode):
                         value.storage_offset(),
                         dtype,
                         dtype.is_complex and value.is_conj(),
+                        value.is_neg(),
                     ),
                 )
                 op.inputs.append(reference)

@@ -132,15 +132,18 @@ class Reference(NamedTuple):
     offset: int
     dtype: torch.dtype
     conjugated: bool
+    negated: bool
 
     def view_of(self, source: torch.Tensor) -> torch.Tensor:
         """Return the tensor on the storage of `source`."""
-        if source.dtype == self.dtype:
+        if source.dtype == self.dtype and not source.is_conj() and not source.is_neg():
             view = source.as_strided(self.shape, self.stride, self.offset)
         else:
             view = torch.empty(0, dtype=self.dtype, device=source.device)
             view.set_(source.untyped_storage(), self.offset, self.shape, self.stride)
-        return view.conj() if self.conjugated else view
+        if self.conjugated:
+            view = view.conj()
+        return torch._neg_view(view) if self.negated else view
 
 
 def reference_to(storage: TrackedStorage | None, tensor: torch.Tensor) -> Reference:
@@ -156,6 +159,7 @@ def reference_to(storage: TrackedStorage | None, tensor: torch.Tensor) -> Refere
             tensor.storage_offset(),
             dtype,
             dtype.is_complex and tensor.is_conj(),
+            tensor.is_neg(),
         ),
     )
 

@@ -55,11 +55,12 @@ class Recomputation:
     @contextmanager
     def own_ops(self) -> Iterator[None]:
         """Run ops that are not recorded, as ops ran first: below autograd, autocast and vmap, of which the recorded ops are."""
-        self.running = True
+        self.running, grad_enabled = True, torch.is_grad_enabled()
         try:
             with below_autograd(), without_keys(AUTOCAST_AND_VMAP_KEYS):
                 yield
         finally:
+            torch.set_grad_enabled(grad_enabled)
             self.running = False
 
     def recompute(self, storage: TrackedStorage) -> torch.Tensor:
@@ -161,6 +162,7 @@ class Recomputation:
         remaining = iter(tensors)
         args = fill(op.args, remaining)
         kwargs = fill(op.kwargs, remaining)
+        torch.set_grad_enabled(op.grad_enabled)
         costs = self.device_costs
         if costs is not None and takes_free_memory(op.function):
             costs.find_block(op.room_bytes, self.memory.evict_after)

@@ -175,6 +175,7 @@ class RecordedOp:
         inputs: the references among them.
         kept: the memory of inputs that cannot be recomputed.
         recordable: it can be executed again.
+        grad_enabled: gradients are recorded, by which a kernel may decide what it keeps for its backward pass.
         outputs: weak references to the storages that it made, by the position of the output; the one that it writes, if it
             works in place.
         in_place: it writes a storage that existed.
@@ -191,6 +192,7 @@ class RecordedOp:
         "args",
         "draws",
         "function",
+        "grad_enabled",
         "in_place",
         "inputs",
         "kept",
@@ -213,6 +215,7 @@ class RecordedOp:
         self.inputs: list[Reference] = []
         self.kept: list[torch.UntypedStorage] = []
         self.recordable = operator.repeatable
+        self.grad_enabled = torch.is_grad_enabled()
         self.outputs: list[tuple[int, weakref.ref[TrackedStorage]]] = []
         self.in_place = False
         self.room_bytes = self.taken_bytes = 0

@@ -124,6 +124,12 @@ def of_conjugates(model: nn.Module, x: Tensor) -> Tensor:
     return x.square().mean()
 
 
+def with_lstm(model: nn.Module, x: Tensor) -> Tensor:
+    """The CPU's kernel keeps what its backward pass reads only while gradients are recorded."""
+    x, _ = nn.LSTM(64, 64)(model[0](x).view(8, 32, 64))
+    return model(x).square().mean()
+
+
 def with_buffers_that_change(model: nn.Module, x: Tensor) -> Tensor:
     """What is computed from a constant must not be recomputed from what is written to it later."""
     scale = torch.linspace(1, 2, 64)
@@ -167,6 +173,7 @@ def with_gradients_under_vmap(model: nn.Module, x: Tensor) -> Tensor:
         (custom_functions, 1_700_000),
         (in_slices, 900_000),
         (of_complex_numbers, 1_000_000),
+        (with_lstm, 2_000_000),
         (of_conjugates, 1_100_000),
         (with_buffers_that_change, 550_000),
     ],

@@ -298,7 +298,18 @@ def resident_tensor(storage: TrackedStorage) -> torch.Tensor | None:
     for alias in storage.aliases.values():
         return alias
     memory = None if storage.watch is None else storage.watch()
-    return None if memory is None else torch.empty(0, dtype=torch.uint8, device=memory.device).set_(memory)
+    return None if memory is None else _bytes_of(memory)
+
+
+def whole(storage: TrackedStorage) -> torch.Tensor:
+    """Return all bytes of a resident storage, of which the tensors on it may be parts."""
+    memory = None if storage.watch is None else storage.watch()
+    assert memory is not None
+    return _bytes_of(memory)
+
+
+def _bytes_of(memory: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=memory.device).set_(memory)
 
 
 def fill(values: Any, tensors: Any) -> Any:

@@ -13,7 +13,7 @@ from planner.eager.following import StepFollower
 from planner.eager.memory import Memory
 from planner.eager.modules import CurrentModule
 from planner.eager.operators import Operator
-from planner.eager.recompute import Recomputation, resident_tensor
+from planner.eager.recompute import Recomputation, resident_tensor, whole
 from planner.eager.sizes import KnownOp, OutputSizes, data_dependent_bytes, tensors_in
 from planner.eager.storages import RecordedOp, Reference, TrackedStorage, make_alias, new_reference
 from planner.passes.draws import LOCK
@@ -389,10 +389,8 @@ class Recorder(TorchDispatchMode):
         """Copy the contents of pinned storages that are about to change, if a saved tensor may need them."""
         for storage in written:
             if storage.pinned and storage.last_read == storage.version and (id(storage), storage.version) in self._needed():
-                tensor = resident_tensor(storage)
-                assert tensor is not None
                 self.memory.make_room(storage.size_bytes, f"a copy of what {op.function} writes")
-                copy = tensor.clone()
+                copy = whole(storage).clone()
                 self.memory.add(copy, visible=False)
                 storage.snapshots = {**(storage.snapshots or {}), storage.version: copy}
                 self.copies += 1

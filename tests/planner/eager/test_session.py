@@ -247,6 +247,24 @@ def test_parameters_that_change_under_a_live_graph() -> None:
     assert all(torch.equal(a, b) for a, b in zip(train(None), train(_TIGHT), strict=True))
 
 
+def test_constants_of_which_parts_are_saved_are_copied_as_a_whole() -> None:
+    weight = torch.linspace(-1, 1, 10 * 8).reshape(10, 8).requires_grad_()
+
+    def slope(constant: Tensor, block: Any) -> Tensor:
+        with block as session:
+            part = weight[:3] * constant[2:5]  # autograd saves a part of the constant
+            y = weight * (constant + 1)  # is recomputed from all of it
+            constant.data.fill_(3.0)
+            if session is not None:
+                assert session._recorder.memory.evict_one()
+            return torch.autograd.grad(y.sum() + part.detach().sum(), weight)[0]
+
+    expected = slope(torch.ones(10, 8), nullcontext())
+    found = slope(torch.ones(10, 8), session := rematerialize("1GB"))
+    assert session.recomputed_ops == 1 and "copied           1 tensors" in str(session)
+    assert torch.equal(expected, found)
+
+
 def modes() -> int:
     return torch._C._len_torch_dispatch_stack()
 

@@ -165,9 +165,8 @@ class Recorder(TorchDispatchMode):
         """Return the storages that an op writes, and find what recomputes its outputs without that."""
         operator, args = op.operator, op.args
         if operator.statistics is None:
-            tensors = [
-                tensor for i, name in operator.mutated for tensor in tensors_in(args[i] if i < len(args) else op.kwargs.get(name))
-            ]
+            values = [args[i] if i < len(args) else op.kwargs.get(name) for i, name in operator.mutated]
+            tensors = [make_alias(tensor) for tensor in tensors_in(values)]
         elif operator.training is None or args[operator.training]:
             first = operator.statistics
             tensors = list(tensors_in(args[first : first + 2]))
@@ -261,6 +260,8 @@ class Recorder(TorchDispatchMode):
                 else:
                     key.append(len(value))
                     found.append(self._references(value, op, key))
+            elif issubclass(kind, _Tensor):
+                found += self._references((make_alias(value),), op, key)
             else:
                 found.append(value)
                 key.append(kind)

@@ -139,6 +139,18 @@ def with_buffers_that_change(model: nn.Module, x: Tensor) -> Tensor:
     return x.square().mean()
 
 
+class Scale(Tensor):
+    """A subclass that PyTorch treats as any tensor."""
+
+
+def with_a_subclass_that_changes(model: nn.Module, x: Tensor) -> Tensor:
+    scale = torch.linspace(1, 2, 64).as_subclass(Scale)
+    for layer in model:
+        x = layer(x) * (scale.expand(256, 64) * 1.0).as_subclass(Tensor)
+        scale.mul_(0.9)
+    return x.square().mean()
+
+
 def with_dropouts(model: nn.Module, x: Tensor) -> Tensor:
     for layer in model:
         x = nn.functional.dropout(layer(x), 0.1)
@@ -176,6 +188,7 @@ def with_gradients_under_vmap(model: nn.Module, x: Tensor) -> Tensor:
         (with_lstm, 2_000_000),
         (of_conjugates, 1_100_000),
         (with_buffers_that_change, 550_000),
+        (with_a_subclass_that_changes, 700_000),
     ],
 )
 def test_gradients_are_equal_with_other_features(run: Callable[[nn.Module, Tensor], Tensor], budget: int) -> None:

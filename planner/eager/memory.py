@@ -10,7 +10,7 @@ from time import perf_counter
 import torch
 
 from graphs.errors import BudgetError
-from graphs.units import format_bytes
+from graphs.units import format_bytes, format_enough
 from planner.eager.sizes import OutputSizes
 from planner.eager.storages import LedgerWatch, RecordedOp, StorageWatch, TrackedStorage, make_alias, reference_to
 from planner.runtime.allocator_failure import allocator_failure
@@ -333,7 +333,7 @@ class Memory:
         return (
             f"budget {format_bytes(self.budget_bytes)} is too small: {format_bytes(self.live_bytes)} are in use "
             f"and cannot be evicted, and {purpose} needs {format_bytes(size_bytes)} more. At this point "
-            f"{format_bytes(needed)} would do, and {format_bytes(max(self.eager_peak_bytes, needed))} is the most that plain "
+            f"{format_enough(needed)} would do, and {format_enough(max(self.eager_peak_bytes, needed))} is the most that plain "
             "eager PyTorch has had so far. Raise the budget, or lower the batch size"
         )
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from graphs.errors import BudgetError, PlannerError
-from graphs.units import format_bytes
+from graphs.units import format_bytes, format_enough
 from planner.eager.device_costs import DeviceCosts
 from planner.eager.memory import Memory
 from planner.eager.sizes import takes_free_memory
@@ -197,8 +197,8 @@ class Recomputation:
             raise BudgetError(
                 f"at budget {format_bytes(self.memory.budget_bytes)} more than {self.max_recomputation:g} times as many ops are "
                 f"recomputed as the step has ({step} and {self.step_ops} so far). Plain eager PyTorch has had at most "
-                f"{format_bytes(self.memory.eager_peak_bytes)} so far: with that budget nothing is recomputed. Raise the budget, "
-                "or allow more with max_recomputation="
+                f"{format_enough(self.memory.eager_peak_bytes)} so far: with that budget nothing is recomputed. Raise the "
+                "budget, or allow more with max_recomputation="
             )
 
 

@@ -14,7 +14,7 @@ from planner.eager.memory import Memory
 from planner.eager.modules import CurrentModule
 from planner.eager.operators import Operator
 from planner.eager.recompute import Recomputation, resident_tensor, whole
-from planner.eager.sizes import KnownOp, OutputSizes, data_dependent_bytes, tensors_in
+from planner.eager.sizes import KnownOp, OutputSizes, data_dependent_bytes, strided_parts, tensors_in
 from planner.eager.storages import RecordedOp, Reference, TrackedStorage, make_alias, new_reference
 from planner.passes.draws import LOCK
 from planner.runtime.allocator_failure import allocator_failure
@@ -331,6 +331,9 @@ class Recorder(TorchDispatchMode):
                     made.setdefault(address, (position, output))
             elif isinstance(output, torch.Tensor):
                 op.recordable = False
+                for part in strided_parts(output):
+                    if type(part) is _Tensor and find(address := storage_address(part)) is None:
+                        made.setdefault(address, (position, part))
         return made.values()
 
     def _note_writes(self, op: RecordedOp, known: KnownOp, written: Sequence[TrackedStorage], *, makes_outputs: bool) -> None:

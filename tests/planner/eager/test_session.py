@@ -278,6 +278,28 @@ def test_constants_of_which_parts_are_saved_are_copied_as_a_whole() -> None:
     assert torch.equal(expected, found)
 
 
+def test_sparse_gradients_are_eager_pytorchs_and_count() -> None:
+    def train(block: Any) -> list[Tensor]:
+        torch.manual_seed(0)
+        embedding, model = nn.Embedding(100, 64, sparse=True), chain()
+        optimizer = torch.optim.SparseAdam(list(embedding.parameters()))
+        with block as session:
+            for _ in range(2):
+                model(embedding(torch.arange(256) % 90)).square().mean().backward()
+                gradient = embedding.weight.grad.coalesce()
+                if session is not None:
+                    memory = session._recorder.memory
+                    assert memory.find(gradient.values().untyped_storage()._cdata).size_bytes == 256 * 64 * 4
+                optimizer.step()
+                optimizer.zero_grad()
+        return [gradient.to_dense(), embedding.weight, *(p.grad for p in model.parameters())]
+
+    expected = train(nullcontext())
+    found = train(session := rematerialize(other_bytes() + 900_000))
+    assert session.evictions > 0
+    assert all(map(torch.equal, found, expected))
+
+
 def modes() -> int:
     return torch._C._len_torch_dispatch_stack()
 

@@ -38,6 +38,7 @@ class TrackedStorage:
         touched_s: time of the last read, on the clock of ops.
         last_read: the last version that a recorded op has read.
         snapshots: earlier contents of a pinned storage, by version.
+        checked: ``Memory.overwrites`` when it was last known that its contents can be recomputed.
         step, number: the last step that has met it, and its number there.
     """
 
@@ -48,6 +49,7 @@ class TrackedStorage:
         "barred",
         "base",
         "chain",
+        "checked",
         "device",
         "evicted",
         "evicted_aliases",
@@ -82,11 +84,16 @@ class TrackedStorage:
         self.touched_s = 0.0
         self.last_read = -1
         self.snapshots: dict[int, torch.Tensor] | None = None
+        self.checked = 0
         self.step = self.number = 0
 
     def recomputable(self, version: int) -> bool:
         """Return whether the contents of `version` can be recomputed by the chain."""
         return version < len(self.chain)
+
+    def has(self, version: int) -> bool:
+        """Return whether the contents of `version` are there, in place or as a copy."""
+        return version == self.version or (self.snapshots is not None and version in self.snapshots)
 
     def owned(self) -> bool:
         """Return whether the runtime keeps it in memory, and may free it if nobody else holds it."""

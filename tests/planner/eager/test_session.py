@@ -266,7 +266,7 @@ def test_constants_of_which_parts_are_saved_are_copied_as_a_whole() -> None:
     def slope(constant: Tensor, block: Any) -> Tensor:
         with block as session:
             part = weight[:3] * constant[2:5]  # autograd saves a part of the constant
-            y = weight * (constant + 1)  # is recomputed from all of it
+            y = torch.cat((weight, weight)) * torch.cat((constant, constant)).exp()  # is recomputed from all of it
             constant.data.fill_(3.0)
             if session is not None:
                 assert session._recorder.memory.evict_one()
@@ -274,7 +274,7 @@ def test_constants_of_which_parts_are_saved_are_copied_as_a_whole() -> None:
 
     expected = slope(torch.ones(10, 8), nullcontext())
     found = slope(torch.ones(10, 8), session := rematerialize("1GB"))
-    assert session.recomputed_ops == 1 and "copied           1 tensors" in str(session)
+    assert session.recomputed_ops > 0 and "copied           1 tensors" in str(session)
     assert torch.equal(expected, found)
 
 

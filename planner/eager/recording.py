@@ -77,6 +77,7 @@ class Recorder(TorchDispatchMode):
         self.module = CurrentModule()
         self._operators: dict[int, Operator] = {}
         self._recorded = 0
+        self._copied_bytes = 0  # in this step
         self._read_by: tuple[int, dict[Hashable, list[int]]] = (-1, {})
 
     @classmethod
@@ -403,6 +404,7 @@ class Recorder(TorchDispatchMode):
                 self.memory.add(copy, visible=False)
                 storage.snapshots = {**(storage.snapshots or {}), storage.version: copy}
                 self.copies += 1
+                self._copied_bytes += storage.size_bytes
             else:
                 self.memory.overwrites += 1
 
@@ -447,15 +449,18 @@ class Recorder(TorchDispatchMode):
         return readers
 
     def _pin_instead(self, readers: Sequence[TrackedStorage], size_bytes: int) -> bool:
-        """Pin storages, and return True; False if one is evicted, or they have more than `size_bytes` together."""
-        if not all(storage.address for storage in readers) or sum(storage.size_bytes for storage in readers) > size_bytes:
+        """Pin storages, and return True; False if they have more bytes than `size_bytes` and the copies of the step so far."""
+        if sum(storage.size_bytes for storage in readers) > size_bytes + self._copied_bytes:
             return False
-        for storage in readers:
+        for storage in sorted(readers, key=lambda storage: not storage.address):
+            if not storage.address:
+                with self.recomputation.own_ops():
+                    self.recomputation.recompute(storage)
             self._pin(storage)
         return True
 
     def _pin_if_lost(self, storage: TrackedStorage) -> bool:
-        """Pin a resident storage, and return True, if contents that it is computed from were overwritten since; or return False."""
+        """Pin a resident storage, and return True, if what it is computed from was overwritten since; or return False."""
         overwrites = self.memory.overwrites
         checked = [storage]
         storage.checked = overwrites
@@ -489,7 +494,7 @@ class Recorder(TorchDispatchMode):
             return
         self.memory.forget()
         self.recomputation.begin_step()
-        self._recorded = 0
+        self._recorded = self._copied_bytes = 0
         self._read_by = (-1, {})
 
     # Tensors that autograd saves.

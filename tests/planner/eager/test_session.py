@@ -300,6 +300,54 @@ def test_sparse_gradients_are_eager_pytorchs_and_count() -> None:
     assert all(map(torch.equal, found, expected))
 
 
+@pytest.mark.parametrize("evict", [False, True])
+def test_saved_tensors_are_pinned_instead_of_many_copies(evict: bool) -> None:
+    """Like a graph that stays alive while the optimizer steps: of two constants, one is copied."""
+    constants = torch.ones(8, 8), torch.ones(8, 8)
+    x = torch.linspace(-1, 1, 2 * 8 * 8).reshape(2, 8, 8).requires_grad_()
+    with rematerialize("1GB") as session:
+        y = (x + constants[0] + constants[1]).exp()  # of twice the bytes of a constant
+        expected, loss = y.detach().numpy().copy(), y.sum()
+        del y
+        constants[0].fill_(5.0)
+        assert not evict or session._recorder.memory.evict_one()
+        constants[1].fill_(5.0)
+        while session._recorder.memory.evict_one():
+            pass
+        recomputed = session.recomputed_ops
+        (found,) = torch.autograd.grad(loss, x)
+    assert session.recomputed_ops == recomputed and "copied           1 tensors" in str(session)
+    assert torch.equal(found, torch.from_numpy(expected))
+
+
+def test_tensors_from_before_a_constant_was_overwritten_are_kept() -> None:
+    """The step reads such a tensor later, and lets go of it."""
+    counter, x = torch.ones(16, 8), torch.linspace(-1, 1, 16 * 8).reshape(16, 8).requires_grad_()
+    with rematerialize("1GB") as session:
+        before = counter * 2
+        counter.add_(1)
+        y = (before + x).exp()
+        expected, loss = y.detach().numpy().copy(), y.sum()
+        del before, y
+        assert session._recorder.memory.evict_one()
+        (found,) = torch.autograd.grad(loss, x)
+    assert torch.equal(found, torch.from_numpy(expected))
+
+
+def test_writes_by_data_to_saved_tensors_are_recomputed_from_contents_before() -> None:
+    scale, x = torch.full((16, 8), 0.5), torch.linspace(-1, 1, 16 * 8).reshape(16, 8).requires_grad_()
+    with rematerialize("1GB") as session:
+        y, z = x.exp(), (x * 2).exp()
+        scale.add_(0)  # nothing is computed from it yet
+        y.data.mul_(scale)
+        scale.fill_(7.0)
+        expected, loss = y.detach().numpy().copy(), y.sum()
+        del y, z
+        session._recorder.memory.evict_one()
+        (found,) = torch.autograd.grad(loss, x)
+    assert torch.equal(found, torch.from_numpy(expected))
+
+
 def modes() -> int:
     return torch._C._len_torch_dispatch_stack()
 

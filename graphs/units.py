@@ -43,6 +43,7 @@ def parse_budget(text: str, *, peak_bytes: int) -> int:
         size = amount / 100 * peak_bytes
     elif unit.lower() in _BYTES:
         size = amount * _BYTES[unit.lower()]
+        size = round(size) if 1 <= size < math.inf else size  # 4.06 * 10**6 is 4059999.9999999995
     else:
         raise BudgetError(f"budget {text!r} has the unknown unit {unit!r}: use B, kB, MB, GB, TB, KiB, MiB, GiB, TiB or %")
     if not math.isfinite(size) or size < 1:
@@ -84,6 +85,14 @@ def format_bytes(size_bytes: int | float) -> str:
         if abs(size_bytes) >= scale:
             return f"{size_bytes / scale:,.2f} {unit}"
     return f"{int(size_bytes)} B"
+
+
+def format_enough(size_bytes: int) -> str:
+    """Return `size_bytes` as ``format_bytes`` does, but rounded up: a budget of what it says is at least `size_bytes`."""
+    for unit, scale in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if size_bytes >= scale:
+            return f"{-(-size_bytes * 100 // scale) / 100:.2f} {unit}"
+    return format_bytes(size_bytes)
 
 
 def format_seconds(time_s: float) -> str:

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from graphs.ir import Graph, Op
 from graphs.options.offload import NO_OFFLOADS, Offloads
-from graphs.units import format_bytes
+from graphs.units import format_bytes, format_enough
 from solvers.streams import sizes_in, workspace_bytes_in
 
 
@@ -229,7 +229,7 @@ def too_small_message(graph: Graph, budget_bytes: int, least: LeastBudget) -> st
         )
     more = ""
     if least.budget_bytes > anyway.total_bytes:
-        more = f"In the order of the ops that was tried it is {format_bytes(least.budget_bytes)}. "
+        more = f"In the order of the ops that was tried it is {format_enough(least.budget_bytes)}. "
     return (
         f"budget {_below(budget_bytes, anyway.total_bytes)}, the least any schedule of this graph needs: "
         f"{describe_need(graph, anyway)}. {more}{WAY_OUT}"
@@ -238,5 +238,5 @@ def too_small_message(graph: Graph, budget_bytes: int, least: LeastBudget) -> st
 
 def _below(small_bytes: int, large_bytes: int) -> str:
     """Return the text that one size is below another, in bytes if they would look the same."""
-    small, large = format_bytes(small_bytes), format_bytes(large_bytes)
+    small, large = format_bytes(small_bytes), format_enough(large_bytes)
     return f"{small} is below {large}" if small != large else f"{small_bytes} B is below {large_bytes} B"

@@ -10,6 +10,7 @@
 // they had, or empty storages of the same size where these have been freed since.
 
 #include <ATen/core/Tensor.h>
+#include <ATen/core/grad_mode.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/stack.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
@@ -94,7 +95,7 @@ struct Op {
   c10::OperatorHandle handle;
   size_t arguments, inputs, outputs, end; // where they begin, and the outputs end
   double seconds;
-  bool counted, kept, reads_to_host;
+  bool grad_enabled, counted, kept, reads_to_host;
 };
 
 struct KeyHash {
@@ -147,6 +148,22 @@ bool is_plain(const at::Tensor& tensor) {
   const auto& impl = *tensor.unsafeGetTensorImpl();
   return tensor.layout() == at::kStrided && impl.has_storage() && !impl.has_symbolic_sizes_strides() && !tensor.is_nested() &&
       !tensor.is_quantized() && !impl.key_set().has(c10::DispatchKey::Python);
+}
+
+// Returns the tensors that have the memory of a sparse one.
+std::vector<at::Tensor> parts_of(const at::Tensor& tensor) {
+  switch (tensor.layout()) {
+    case at::kSparse:
+      return {tensor._indices(), tensor._values()};
+    case at::kSparseCsr:
+    case at::kSparseBsr:
+      return {tensor.crow_indices(), tensor.col_indices(), tensor.values()};
+    case at::kSparseCsc:
+    case at::kSparseBsc:
+      return {tensor.ccol_indices(), tensor.row_indices(), tensor.values()};
+    default:
+      return {};
+  }
 }
 
 // Adds what the sizes of the outputs depend on, as the recorder does; false if that is not known of such a value.
@@ -389,6 +406,7 @@ class Log : public c10::DebugInfoBase {
         value.toList().set(static_cast<size_t>(reference.element), IValue(tensor(reference)));
       }
     }
+    const at::AutoGradMode as_then(shown.grad_enabled);
     by_recorder(shown.handle, &stack);
   }
 
@@ -568,6 +586,9 @@ class Log : public c10::DebugInfoBase {
     for (size_t i = 0; i < count; ++i) {
       each_tensor(stack[stack.size() - count + i], [&](const at::Tensor& tensor, int64_t element) {
         if (!is_plain(tensor)) {
+          for (const auto& part : parts_of(tensor)) {
+            number_of(part);
+          }
           return;
         }
         auto* address = tensor.storage().unsafeGetStorageImpl();
@@ -591,7 +612,7 @@ class Log : public c10::DebugInfoBase {
       }
     }
     Op op{handle, arguments_.size(), references_.size(), references_.size() + draft.inputs,
-          references_.size() + draft.references.size(), seconds, repeatable && (makes || turns), !repeatable && makes,
+          references_.size() + draft.references.size(), seconds, at::GradMode::is_enabled(), repeatable && (makes || turns), !repeatable && makes,
           facts.reads_to_host != 0};
     shared.ops += op.counted;
     shared.kept_ops += op.kept;

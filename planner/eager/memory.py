@@ -10,7 +10,7 @@ from time import perf_counter
 import torch
 
 from graphs.errors import BudgetError
-from graphs.units import format_bytes
+from graphs.units import format_bytes, format_enough
 from planner.eager.sizes import OutputSizes
 from planner.eager.storages import LedgerWatch, RecordedOp, StorageWatch, TrackedStorage, make_alias, reference_to
 from planner.runtime.allocator_failure import allocator_failure
@@ -39,6 +39,7 @@ class Memory:
         eager_peak_bytes: the most so far that plain eager PyTorch has.
         evictions: number of evictions.
         retries: number of times that the allocator had no memory for an op.
+        overwrites: number of writes to pinned storages that were read before, without a copy.
         clock_s: time that ops have taken.
         read_s: the clock when the program's last op ended: what the next one reads is as old, whatever is recomputed for it.
         pending: ops that have been recorded since the ledger was last asked; it hears of them when it is asked next.
@@ -50,7 +51,7 @@ class Memory:
         self.budget_bytes = budget_bytes
         self.live_bytes = self.peak_bytes = self.eager_peak_bytes = 0
         self.evicted_bytes = self.extra_bytes = 0
-        self.evictions = self.retries = 0
+        self.evictions = self.retries = self.overwrites = 0
         self.clock_s = self.read_s = 0.0
         self.sizes = sizes
         self.resident: dict[int, TrackedStorage] = {}
@@ -92,6 +93,7 @@ class Memory:
             device = tensor.device
             storage = TrackedStorage(self.sizes.counted_bytes(held.nbytes(), device), device, pinned=pinned)
             storage.touched_s = self.clock_s
+            storage.checked = self.overwrites
         storage.address = address = storage_address(tensor)
         storage.watch = watch = StorageWatch(held, self._note_freed)
         watch.storage = weakref.ref(storage)
@@ -333,7 +335,7 @@ class Memory:
         return (
             f"budget {format_bytes(self.budget_bytes)} is too small: {format_bytes(self.live_bytes)} are in use "
             f"and cannot be evicted, and {purpose} needs {format_bytes(size_bytes)} more. At this point "
-            f"{format_bytes(needed)} would do, and {format_bytes(max(self.eager_peak_bytes, needed))} is the most that plain "
+            f"{format_enough(needed)} would do, and {format_enough(max(self.eager_peak_bytes, needed))} is the most that plain "
             "eager PyTorch has had so far. Raise the budget, or lower the batch size"
         )
 

@@ -7,14 +7,14 @@ from typing import Any
 import torch
 
 from graphs.errors import BudgetError, PlannerError
-from graphs.units import format_bytes
+from graphs.units import format_bytes, format_enough
 from planner.eager.device_costs import DeviceCosts
 from planner.eager.memory import Memory
 from planner.eager.sizes import takes_free_memory
 from planner.eager.storages import RecordedOp, Reference, TrackedStorage
 from planner.passes.draws import LOCK
 from planner.runtime.allocator_failure import allocator_failure
-from planner.torch_private.core import AUTOCAST_KEYS, below_autograd, without_autocast
+from planner.torch_private.core import AUTOCAST_AND_VMAP_KEYS, below_autograd, without_keys
 
 # Fewer recomputed ops than these say nothing about the rest of a step.
 _FEW_OPS = 1000
@@ -54,12 +54,13 @@ class Recomputation:
 
     @contextmanager
     def own_ops(self) -> Iterator[None]:
-        """Run ops that are not recorded, as ops ran first: below autograd and autocast, whose casts are recorded ops."""
-        self.running = True
+        """Run ops that are not recorded, as ops ran first: below autograd, autocast and vmap, of which the recorded ops are."""
+        self.running, grad_enabled = True, torch.is_grad_enabled()
         try:
-            with below_autograd(), without_autocast(AUTOCAST_KEYS):
+            with below_autograd(), without_keys(AUTOCAST_AND_VMAP_KEYS):
                 yield
         finally:
+            torch.set_grad_enabled(grad_enabled)
             self.running = False
 
     def recompute(self, storage: TrackedStorage) -> torch.Tensor:
@@ -161,6 +162,7 @@ class Recomputation:
         remaining = iter(tensors)
         args = fill(op.args, remaining)
         kwargs = fill(op.kwargs, remaining)
+        torch.set_grad_enabled(op.grad_enabled)
         costs = self.device_costs
         if costs is not None and takes_free_memory(op.function):
             costs.find_block(op.room_bytes, self.memory.evict_after)
@@ -195,8 +197,8 @@ class Recomputation:
             raise BudgetError(
                 f"at budget {format_bytes(self.memory.budget_bytes)} more than {self.max_recomputation:g} times as many ops are "
                 f"recomputed as the step has ({step} and {self.step_ops} so far). Plain eager PyTorch has had at most "
-                f"{format_bytes(self.memory.eager_peak_bytes)} so far: with that budget nothing is recomputed. Raise the budget, "
-                "or allow more with max_recomputation="
+                f"{format_enough(self.memory.eager_peak_bytes)} so far: with that budget nothing is recomputed. Raise the "
+                "budget, or allow more with max_recomputation="
             )
 
 
@@ -296,7 +298,18 @@ def resident_tensor(storage: TrackedStorage) -> torch.Tensor | None:
     for alias in storage.aliases.values():
         return alias
     memory = None if storage.watch is None else storage.watch()
-    return None if memory is None else torch.empty(0, dtype=torch.uint8, device=memory.device).set_(memory)
+    return None if memory is None else _bytes_of(memory)
+
+
+def whole(storage: TrackedStorage) -> torch.Tensor:
+    """Return all bytes of a resident storage, of which the tensors on it may be parts."""
+    memory = None if storage.watch is None else storage.watch()
+    assert memory is not None
+    return _bytes_of(memory)
+
+
+def _bytes_of(memory: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=memory.device).set_(memory)
 
 
 def fill(values: Any, tensors: Any) -> Any:

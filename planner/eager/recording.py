@@ -3,7 +3,7 @@
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -15,8 +15,8 @@ from planner.eager.following import StepFollower
 from planner.eager.memory import Memory
 from planner.eager.modules import CurrentModule
 from planner.eager.operators import Operator
-from planner.eager.recompute import Recomputation, resident_tensor
-from planner.eager.sizes import KnownOp, OutputSizes, data_dependent_bytes, tensors_in
+from planner.eager.recompute import Recomputation, resident_tensor, whole
+from planner.eager.sizes import KnownOp, OutputSizes, data_dependent_bytes, strided_parts, tensors_in
 from planner.eager.storages import RecordedOp, Reference, TrackedStorage, make_alias, new_reference
 from planner.passes.draws import LOCK
 from planner.runtime.allocator_failure import allocator_failure
@@ -85,13 +85,14 @@ class Recorder(TorchDispatchMode):
         self.module = CurrentModule()
         self._operators: dict[int, Operator] = {}
         self._recorded = 0
-        self._needed_at: tuple[int, set[tuple[int, int]]] = (-1, set())
         self.log = DeferredLog(self._operator, memory.budget_bytes) if is_deferred else None
         self._unread: UnreadOp | None = None
         self._unread_saved: dict[int, weakref.ref[SavedTensor]] = {}
         self._unread_draws: dict[int, tuple[torch.Generator, RandomState]] = {}
         self._unread_modules: deque[tuple[int, str]] = deque()  # names of modules, and the ops from which on they ran
         self._most_unread = _FEW_UNREAD
+        self._copied_bytes = 0  # in this step
+        self._read_by: tuple[int, dict[Hashable, list[int]]] = (-1, {})
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -151,7 +152,7 @@ class Recorder(TorchDispatchMode):
             self._make_room(known, op.function)
         elif with_op_bytes > memory.peak_bytes:
             memory.peak_bytes = with_op_bytes
-        if written and self.saved:
+        if written:
             self._before_writes(op, written)
         if operator.random:
             with LOCK:
@@ -182,8 +183,7 @@ class Recorder(TorchDispatchMode):
     def _write_pinned(self, op: RecordedOp, written: Sequence[TrackedStorage], failed: Exception | None) -> Any:
         """Execute an op that writes only what is pinned, of which nothing is recorded: an update of parameters, for example."""
         memory, follower = self.memory, self.follower
-        if self.saved:
-            self._before_writes(op, written)
+        self._before_writes(op, written)
         start = memory.now()
         outputs = self._call(op, written, op.args, op.kwargs, failed)
         memory.read_s = memory.clock_s = memory.clock_s + memory.now() - start
@@ -198,9 +198,8 @@ class Recorder(TorchDispatchMode):
         """Return the storages that an op writes, and find what recomputes its outputs without that."""
         operator, args = op.operator, op.args
         if operator.statistics is None:
-            tensors = [
-                tensor for i, name in operator.mutated for tensor in tensors_in(args[i] if i < len(args) else op.kwargs.get(name))
-            ]
+            values = [args[i] if i < len(args) else op.kwargs.get(name) for i, name in operator.mutated]
+            tensors = [make_alias(tensor) for tensor in tensors_in(values)]
         elif operator.training is None or args[operator.training]:
             first = operator.statistics
             tensors = list(tensors_in(args[first : first + 2]))
@@ -276,6 +275,8 @@ class Recorder(TorchDispatchMode):
                     memory.touch(storage, read_s)
                 if storage.pinned:
                     op.kept.append(value.untyped_storage())
+                elif storage.checked != memory.overwrites and self._pin_if_lost(storage):
+                    op.recordable = False  # else its record would hold the input for longer than the program
                 shape, dtype = value.shape, value.dtype
                 reference = new_reference(  # as reference_to does, at the cost of one call
                     Reference,
@@ -287,6 +288,7 @@ class Recorder(TorchDispatchMode):
                         value.storage_offset(),
                         dtype,
                         dtype.is_complex and value.is_conj(),
+                        value.is_neg(),
                     ),
                 )
                 op.inputs.append(reference)
@@ -299,6 +301,8 @@ class Recorder(TorchDispatchMode):
                 else:
                     key.append(len(value))
                     found.append(self._references(value, op, key))
+            elif issubclass(kind, _Tensor):
+                found += self._references((make_alias(value),), op, key)
             else:
                 found.append(value)
                 key.append(kind)
@@ -507,6 +511,9 @@ class Recorder(TorchDispatchMode):
                     made.setdefault(address, (position, output))
             elif isinstance(output, torch.Tensor):
                 op.recordable = False
+                for part in strided_parts(output):
+                    if type(part) is _Tensor and find(address := storage_address(part)) is None:
+                        made.setdefault(address, (position, part))
         return made.values()
 
     def _note_writes(self, op: RecordedOp, known: KnownOp, written: Sequence[TrackedStorage], *, makes_outputs: bool) -> None:
@@ -522,10 +529,7 @@ class Recorder(TorchDispatchMode):
                 return
         for storage in written:
             storage.version += 1
-            if not storage.pinned:
-                self.kept_ops += 1
-                storage.pinned = True
-                self.memory.released(storage)
+            self._pin(storage)
         if operator.statistics is None and makes_outputs:
             op.recordable = False
         if operator.rebinds:
@@ -542,6 +546,8 @@ class Recorder(TorchDispatchMode):
         write.room_bytes = known.out_bytes + known.workspace_bytes
         write.in_place = True
         write.outputs.append((0, weakref.ref(storage)))
+        if id(storage) in self.saved_storages or id(storage) in self._read_by[1]:
+            self._read_by = (-1, {})
         self._count(write)
         return write
 
@@ -563,38 +569,102 @@ class Recorder(TorchDispatchMode):
         return found
 
     def _before_writes(self, op: RecordedOp, written: Sequence[TrackedStorage]) -> None:
-        """Copy the contents of pinned storages that are about to change, if a saved tensor may need them."""
+        """Copy the contents of pinned storages that are about to change, if a saved tensor may need them.
+
+        Or pin the tensors that need them, if these are smaller. Others that are computed from them are pinned when they are read.
+        """
         for storage in written:
-            if storage.pinned and storage.last_read == storage.version and (id(storage), storage.version) in self._needed():
-                tensor = resident_tensor(storage)
-                assert tensor is not None
+            if not storage.pinned or storage.last_read != storage.version:
+                continue
+            if self.saved and (readers := self._saved_readers(storage)) and not self._pin_instead(readers, storage.size_bytes):
                 self.memory.make_room(storage.size_bytes, f"a copy of what {op.function} writes")
-                copy = tensor.clone()
+                copy = whole(storage).clone()
                 self.memory.add(copy, visible=False)
                 storage.snapshots = {**(storage.snapshots or {}), storage.version: copy}
                 self.copies += 1
+                self._copied_bytes += storage.size_bytes
+            else:
+                self.memory.overwrites += 1
 
-    def _needed(self) -> set[tuple[int, int]]:
-        """Return the pinned storages, with the version, from which saved tensors may have to be recomputed."""
-        packs, needed = self._needed_at
-        if packs == self.packs:
-            return needed
-        needed = set()
-        seen = set(self.saved_storages)
-        stack = list(self.saved_storages.values())
+    def _saved_readers(self, storage: TrackedStorage) -> list[TrackedStorage]:
+        """Return the storages of saved tensors that may have to be recomputed from the present contents of a pinned storage."""
+        readers = self._readers()
+        found: set[int] = set()
+        stack = list(readers.get((id(storage), storage.version), ()))
         while stack:
-            for op in stack.pop().chain:
+            reader = stack.pop()
+            if reader not in found:
+                found.add(reader)
+                stack += readers.get(reader, ())
+        return [self.saved_storages[reader] for reader in found if reader in self.saved_storages]
+
+    def _readers(self) -> dict[Hashable, list[int]]:
+        """Return what saved tensors are computed from, with the identities of the storages that are computed from it.
+
+        Unpinned storages are named by identity; pinned ones, whose contents have to be there, with the version.
+        """
+        packs, readers = self._read_by
+        if packs == self.packs:
+            return readers
+        readers = {}
+        seen = set(self.saved_storages)
+        stack = [storage for storage in self.saved_storages.values() if not storage.pinned]
+        while stack:
+            reader = stack.pop()
+            for op in reader.chain:
                 for reference in op.inputs:
                     storage = reference.storage
                     if storage is None:
                         continue
                     if storage.pinned:
-                        needed.add((id(storage), reference.version))
-                    if id(storage) not in seen:
-                        seen.add(id(storage))
-                        stack.append(storage)
-        self._needed_at = self.packs, needed
-        return needed
+                        readers.setdefault((id(storage), reference.version), []).append(id(reader))
+                    if not storage.pinned or storage.recomputable(reference.version):
+                        readers.setdefault(id(storage), []).append(id(reader))
+                        if id(storage) not in seen:
+                            seen.add(id(storage))
+                            stack.append(storage)
+        self._read_by = self.packs, readers
+        return readers
+
+    def _pin_instead(self, readers: Sequence[TrackedStorage], size_bytes: int) -> bool:
+        """Pin storages, and return True; False if they have more bytes than `size_bytes` and the copies of the step so far."""
+        if sum(storage.size_bytes for storage in readers) > size_bytes + self._copied_bytes:
+            return False
+        for storage in sorted(readers, key=lambda storage: not storage.address):
+            if not storage.address:
+                with self.recomputation.own_ops():
+                    self.recomputation.recompute(storage)
+            self._pin(storage)
+        return True
+
+    def _pin_if_lost(self, storage: TrackedStorage) -> bool:
+        """Pin a resident storage, and return True, if what it is computed from was overwritten since; or return False."""
+        overwrites = self.memory.overwrites
+        checked = [storage]
+        storage.checked = overwrites
+        for computed in checked:  # which grows
+            for op in computed.chain:
+                for reference in op.inputs:
+                    source = reference.storage
+                    if source is None or (source.pinned and source.has(reference.version)):
+                        continue
+                    if not source.recomputable(reference.version):
+                        for passed in checked:
+                            passed.checked = -1
+                        self._pin(storage)
+                        return True
+                    if source.checked != overwrites:
+                        source.checked = overwrites
+                        checked.append(source)
+        return False
+
+    def _pin(self, storage: TrackedStorage) -> None:
+        """Keep a resident storage, whose contents cannot be recomputed any more."""
+        if not storage.pinned:
+            self.kept_ops += 1
+            storage.pinned = True
+            self.memory.released(storage)
+            self._read_by = (-1, {})
 
     def _begin_step(self) -> None:
         """Forget how all that is resident was made, since no tensor is saved; not for a few ops, as it takes time."""
@@ -602,8 +672,8 @@ class Recorder(TorchDispatchMode):
             return
         self.memory.forget()
         self.recomputation.begin_step()
-        self._recorded = 0
-        self._needed_at = (-1, set())
+        self._recorded = self._copied_bytes = 0
+        self._read_by = (-1, {})
 
     # Tensors that autograd saves.
 
@@ -625,6 +695,8 @@ class Recorder(TorchDispatchMode):
                 self._begin_step()
                 self.follower.begin()
             storage = memory.find(storage_address(tensor)) or memory.add(tensor)
+            if not storage.pinned and storage.checked != memory.overwrites:
+                self._pin_if_lost(storage)
             number = self.packs
             self.packs = number + 1
             self.saved += 1

@@ -108,7 +108,7 @@ class OutputSizes:
         except Exception:  # noqa: BLE001  a kernel for fake tensors may be missing or raise anything; the real op decides
             return 0
         there = {value.untyped_storage()._cdata for value in copies.values()}
-        made = {value.untyped_storage()._cdata: value for value in tensors_in(outputs)}
+        made = {value.untyped_storage()._cdata: value for value in tensors_in(outputs) if value.layout is torch.strided}
         new = (value for address, value in made.items() if address not in there)
         return sum(self.counted_bytes(value.untyped_storage().nbytes(), value.device) for value in new)
 
@@ -135,6 +135,19 @@ def data_dependent_bytes(name: str, args: Sequence[Any]) -> int:
         return count * first.element_size()
     # Values that are selected, or different ones, with a position or a count for each.
     return first.numel() * (first.element_size() if name == "aten::index" else first.element_size() + 16)
+
+
+def strided_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return the tensors whose memory is that of `tensor`: itself, or the indices and values of a sparse one."""
+    if tensor.layout is torch.strided:
+        return (tensor,)
+    if tensor.layout is torch.sparse_coo:
+        return tensor._indices(), tensor._values()
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+    return ()
 
 
 def tensors_in(values: object) -> Iterator[torch.Tensor]:

@@ -38,6 +38,7 @@ class TrackedStorage:
         touched_s: time of the last read, on the clock of ops.
         last_read: the last version that a recorded op has read.
         snapshots: earlier contents of a pinned storage, by version.
+        checked: ``Memory.overwrites`` when it was last known that its contents can be recomputed.
         step, number: the last step that has met it, and its number there.
     """
 
@@ -48,6 +49,7 @@ class TrackedStorage:
         "barred",
         "base",
         "chain",
+        "checked",
         "device",
         "evicted",
         "evicted_aliases",
@@ -82,11 +84,16 @@ class TrackedStorage:
         self.touched_s = 0.0
         self.last_read = -1
         self.snapshots: dict[int, torch.Tensor] | None = None
+        self.checked = 0
         self.step = self.number = 0
 
     def recomputable(self, version: int) -> bool:
         """Return whether the contents of `version` can be recomputed by the chain."""
         return version < len(self.chain)
+
+    def has(self, version: int) -> bool:
+        """Return whether the contents of `version` are there, in place or as a copy."""
+        return version == self.version or (self.snapshots is not None and version in self.snapshots)
 
     def owned(self) -> bool:
         """Return whether the runtime keeps it in memory, and may free it if nobody else holds it."""
@@ -132,15 +139,18 @@ class Reference(NamedTuple):
     offset: int
     dtype: torch.dtype
     conjugated: bool
+    negated: bool
 
     def view_of(self, source: torch.Tensor) -> torch.Tensor:
         """Return the tensor on the storage of `source`."""
-        if source.dtype == self.dtype:
+        if source.dtype == self.dtype and not source.is_conj() and not source.is_neg():
             view = source.as_strided(self.shape, self.stride, self.offset)
         else:
             view = torch.empty(0, dtype=self.dtype, device=source.device)
             view.set_(source.untyped_storage(), self.offset, self.shape, self.stride)
-        return view.conj() if self.conjugated else view
+        if self.conjugated:
+            view = view.conj()
+        return torch._neg_view(view) if self.negated else view
 
 
 def reference_to(storage: TrackedStorage | None, tensor: torch.Tensor) -> Reference:
@@ -156,6 +166,7 @@ def reference_to(storage: TrackedStorage | None, tensor: torch.Tensor) -> Refere
             tensor.storage_offset(),
             dtype,
             dtype.is_complex and tensor.is_conj(),
+            tensor.is_neg(),
         ),
     )
 
@@ -171,6 +182,7 @@ class RecordedOp:
         inputs: the references among them.
         kept: the memory of inputs that cannot be recomputed.
         recordable: it can be executed again.
+        grad_enabled: gradients are recorded, by which a kernel may decide what it keeps for its backward pass.
         outputs: weak references to the storages that it made, by the position of the output; the one that it writes, if it
             works in place.
         in_place: it writes a storage that existed.
@@ -187,6 +199,7 @@ class RecordedOp:
         "args",
         "draws",
         "function",
+        "grad_enabled",
         "in_place",
         "inputs",
         "kept",
@@ -209,6 +222,7 @@ class RecordedOp:
         self.inputs: list[Reference] = []
         self.kept: list[torch.UntypedStorage] = []
         self.recordable = operator.repeatable
+        self.grad_enabled = torch.is_grad_enabled()
         self.outputs: list[tuple[int, weakref.ref[TrackedStorage]]] = []
         self.in_place = False
         self.room_bytes = self.taken_bytes = 0

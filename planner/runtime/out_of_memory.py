@@ -14,7 +14,7 @@ from graphs.options.offload import without_offload
 from graphs.pools import DEVICE, HOST
 from graphs.schedule import Compute
 from graphs.simulate import simulate
-from graphs.units import format_bytes
+from graphs.units import format_bytes, format_enough
 from planner.runtime.allocator_failure import AllocatorFailure, allocator_failure
 from planner.runtime.free_memory import free_bytes
 from planner.runtime.step_lines import StepLines
@@ -96,8 +96,8 @@ class PlannedMemory:
         least = least_budget_bound(graph, offloads)
         if wanted < least.budget_bytes:
             return None, (
-                f"No schedule of this step fits into what is free: at least {format_bytes(least.budget_bytes)} are needed, where "
-                f"{describe_need(graph, least.need)}. Lower the batch size, or free memory."
+                f"No schedule of this step fits into what is free: at least {format_enough(least.budget_bytes)} are needed, "
+                f"where {describe_need(graph, least.need)}. Lower the batch size, or free memory."
             )
         return wanted, (
             f"Plan with budget='{_exact(wanted)}' in place of the present peak of {format_bytes(peak_bytes)}, or lower the "

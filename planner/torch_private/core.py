@@ -53,11 +53,17 @@ current_autograd_node = torch._C._current_autograd_node
 backward_retains_graph = torch._C._autograd._get_current_graph_task_keep_graph
 # Lets a replacement of a kernel call the op itself, without recursion.
 below_autograd = torch._C._AutoDispatchBelowAutograd
-# Ops below autocast see the dtypes that autocast gave them.
-without_autocast = torch._C._ExcludeDispatchKeyGuard
-AUTOCAST_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | torch._C.DispatchKeySet(
-    torch._C.DispatchKey.AutocastCUDA
-)
+# Ops below autocast and vmap see the dtypes and the batches that these gave them.
+without_keys = torch._C._ExcludeDispatchKeyGuard
+AUTOCAST_AND_VMAP_KEYS = torch._C.DispatchKeySet(DispatchKey.AutocastCPU)
+for _key in (  # of torch.func.vmap, and of the older one in torch.autograd.grad(is_grads_batched=True)
+    DispatchKey.AutocastCUDA,
+    DispatchKey.FuncTorchVmapMode,
+    DispatchKey.FuncTorchDynamicLayerFrontMode,
+    DispatchKey.FuncTorchDynamicLayerBackMode,
+    torch._C._dispatch_key_parse("VmapMode"),
+):
+    AUTOCAST_AND_VMAP_KEYS |= torch._C.DispatchKeySet(_key)
 # Calls inside a capture or a custom operator run as outside: with the dispatch keys of the outside.
 force_dispatch_keys = torch._C._ForceDispatchKeyGuard
 included_dispatch_keys = torch._C._dispatch_tls_local_include_set

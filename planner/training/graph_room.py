@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 from graphs.errors import BudgetError, InfeasibleError
 from graphs.ir import Graph
-from graphs.units import format_bytes
+from graphs.units import format_bytes, format_enough
 from planner.option_settings import with_recorded
 from planner.plans.plan import Plan
 from planner.runtime.graph_pool import pool_bytes
@@ -44,7 +44,7 @@ def with_room_for_pool(graph: Graph, plan: Plan, libraries: Sequence[int], solve
         f"a CUDA graph keeps {format_bytes(pool)} for {format_bytes(tensors)} of tensors: whole segments of 2 or 20 MiB, and "
         f"{format_bytes(sum(libraries))} that libraries work in. With {format_bytes(graph.static_bytes)} outside of it that is "
         f"over the budget of {format_bytes(budget_bytes)}, and no plan is found that keeps less: raise the budget to "
-        f"{format_bytes(closest_bytes)}, or leave out cuda_graph=True"
+        f"{format_enough(closest_bytes)}, or leave out cuda_graph=True"
     )
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from graphs.schedule import Compute, Schedule
 from graphs.simulate import simulate
-from graphs.units import format_bytes
+from graphs.units import format_bytes, format_enough
 from solvers.addresses.solve import solve_by
 from solvers.arena.find import find_conflict
 from solvers.arena.needs import ArenaRules, Needs
@@ -250,5 +250,5 @@ class _Joint:
             return result.message
         return (
             f"no schedule was found whose arena is within the budget of {budget}: the least that one needs is "
-            f"{format_bytes(self.needed_bytes)}. Raise the budget or the time limit, or plan without an arena"
+            f"{format_enough(self.needed_bytes)}. Raise the budget or the time limit, or plan without an arena"
         )

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from graphs.errors import BudgetError
-from graphs.units import format_bytes, format_ratio, format_seconds, parse_budget
+from graphs.units import format_bytes, format_enough, format_ratio, format_seconds, parse_budget
 from planner import options
 
 PEAK_BYTES = 2 * 10**9
@@ -23,6 +23,7 @@ PEAK_BYTES = 2 * 10**9
         ("7.5GiB", 15 * 2**29),
         ("7.5gib", 15 * 2**29),
         (".5MB", 500_000),
+        ("4.06MB", 4_060_000),
         ("1e3kB", 10**6),
         ("1KiB", 1024),
         ("3MiB", 3 * 2**20),
@@ -140,3 +141,17 @@ def test_invalid_amounts_raise_usage_errors(read: Callable[[str], object], text:
 def test_overflowing_budget_is_unlimited(text: str) -> None:
     assert parse_budget(text, peak_bytes=PEAK_BYTES) == 2**63 - 1
     assert options.budget(text) == text
+
+
+@pytest.mark.parametrize(
+    ("size_bytes", "text"),
+    [(999, "999 B"), (1000, "1.00 kB"), (676_512, "676.52 kB"), (8_410_000_001, "8.42 GB"), (1_234_000_000_000, "1234.00 GB")],
+)
+def test_what_is_enough_is_rounded_up(size_bytes: int, text: str) -> None:
+    assert format_enough(size_bytes) == text
+
+
+@given(st.integers(1, 10**15))
+def test_what_is_enough_is_enough_as_a_budget(size_bytes: int) -> None:
+    budget_bytes = parse_budget(format_enough(size_bytes), peak_bytes=0)
+    assert size_bytes <= budget_bytes <= size_bytes * 1.01 + 1

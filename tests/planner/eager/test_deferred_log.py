@@ -324,3 +324,12 @@ def test_compiled_functions_run_eagerly_and_are_seen() -> None:
         before = session.ops
         function(x).backward()
         assert session.ops > before + 8
+
+
+def test_memory_of_sparse_results_counts() -> None:
+    with rematerialize("1GB") as session:
+        opened(session, with_dropout, chain(), torch.randn(32, 64))
+        before = session.peak_bytes
+        held = [torch.ones(1000, 10_000).to_sparse() for _ in range(2)]
+        assert is_open(session)
+    assert session.peak_bytes - before > sum(part.nbytes for part in (held[0]._indices(), held[1]._indices()))

@@ -114,6 +114,21 @@ def of_complex_numbers(model: nn.Module, x: Tensor) -> Tensor:
     return x.square().mean()
 
 
+def of_conjugates(model: nn.Module, x: Tensor) -> Tensor:
+    """PyTorch takes the imaginary part of a conjugate, and conjugates, without memory: as flags of views."""
+    for layer in model:
+        spectrum = torch.fft.fft(layer(x))
+        conjugate = spectrum.conj()
+        x = (spectrum * conjugate).real.sqrt() + conjugate.imag.clone().sin() * conjugate.imag
+    return x.square().mean()
+
+
+def with_lstm(model: nn.Module, x: Tensor) -> Tensor:
+    """The CPU's kernel keeps what its backward pass reads only while gradients are recorded."""
+    x, _ = nn.LSTM(64, 64)(model[0](x).view(8, 32, 64))
+    return model(x).square().mean()
+
+
 def with_buffers_that_change(model: nn.Module, x: Tensor) -> Tensor:
     """What is computed from a constant must not be recomputed from what is written to it later."""
     scale = torch.linspace(1, 2, 64)
@@ -123,10 +138,43 @@ def with_buffers_that_change(model: nn.Module, x: Tensor) -> Tensor:
     return x.square().mean()
 
 
+class Scale(Tensor):
+    """A subclass that PyTorch treats as any tensor."""
+
+
+def with_a_subclass_that_changes(model: nn.Module, x: Tensor) -> Tensor:
+    scale = torch.linspace(1, 2, 64).as_subclass(Scale)
+    for layer in model:
+        x = layer(x) * (scale.expand(256, 64) * 1.0).as_subclass(Tensor)
+        scale.mul_(0.9)
+    return x.square().mean()
+
+
+def with_dropouts(model: nn.Module, x: Tensor) -> Tensor:
+    for layer in model:
+        x = nn.functional.dropout(layer(x), 0.1)
+    return x.mean(0)
+
+
+def with_batched_gradients(model: nn.Module, x: Tensor) -> Tensor:
+    """One backward pass for two gradients at once, in which random ops are recomputed."""
+    outputs, weight = with_dropouts(model, x), model[0][0].weight
+    (slopes,) = torch.autograd.grad(outputs, weight, torch.eye(64)[:2], is_grads_batched=True)
+    return (weight * slopes.sum(0)).sum()
+
+
+def with_gradients_under_vmap(model: nn.Module, x: Tensor) -> Tensor:
+    outputs, weight = with_dropouts(model, x), model[0][0].weight
+    slopes = torch.func.vmap(lambda seed: torch.autograd.grad(outputs, weight, seed, retain_graph=True)[0])(torch.eye(64)[:2])
+    return (weight * slopes.sum(0)).sum()
+
+
 @pytest.mark.filterwarnings("ignore:.*CPU Autocast.*")
 @pytest.mark.parametrize(
     ("run", "budget"),
     [
+        (with_batched_gradients, 850_000),
+        (with_gradients_under_vmap, 900_000),
         (under_autocast, 450_000),
         (backward_under_autocast, 600_000),
         (checkpointed, 550_000),
@@ -136,7 +184,10 @@ def with_buffers_that_change(model: nn.Module, x: Tensor) -> Tensor:
         (custom_functions, 1_700_000),
         (in_slices, 900_000),
         (of_complex_numbers, 1_000_000),
+        (with_lstm, 2_000_000),
+        (of_conjugates, 1_100_000),
         (with_buffers_that_change, 550_000),
+        (with_a_subclass_that_changes, 700_000),
     ],
 )
 def test_gradients_are_equal_with_other_features(run: Callable[[nn.Module, Tensor], Tensor], budget: int) -> None:
@@ -206,6 +257,94 @@ def test_parameters_that_change_under_a_live_graph() -> None:
         return [p.grad for p in (*model.parameters(), *other.parameters())]
 
     assert all(torch.equal(a, b) for a, b in zip(train(None), train(_TIGHT), strict=True))
+
+
+def test_constants_of_which_parts_are_saved_are_copied_as_a_whole() -> None:
+    weight = torch.linspace(-1, 1, 10 * 8).reshape(10, 8).requires_grad_()
+
+    def slope(constant: Tensor, block: Any) -> Tensor:
+        with block as session:
+            part = weight[:3] * constant[2:5]  # autograd saves a part of the constant
+            y = torch.cat((weight, weight)) * torch.cat((constant, constant)).exp()  # is recomputed from all of it
+            constant.data.fill_(3.0)
+            if session is not None:
+                assert session._recorder.memory.evict_one()
+            return torch.autograd.grad(y.sum() + part.detach().sum(), weight)[0]
+
+    expected = slope(torch.ones(10, 8), nullcontext())
+    found = slope(torch.ones(10, 8), session := rematerialize("1GB"))
+    assert session.recomputed_ops > 0 and "copied           1 tensors" in str(session)
+    assert torch.equal(expected, found)
+
+
+def test_sparse_gradients_are_eager_pytorchs_and_count() -> None:
+    def train(block: Any) -> list[Tensor]:
+        torch.manual_seed(0)
+        embedding, model = nn.Embedding(100, 64, sparse=True), chain()
+        optimizer = torch.optim.SparseAdam(list(embedding.parameters()))
+        with block as session:
+            for _ in range(2):
+                model(embedding(torch.arange(256) % 90)).square().mean().backward()
+                gradient = embedding.weight.grad.coalesce()
+                if session is not None:
+                    memory = session._recorder.memory
+                    assert memory.find(gradient.values().untyped_storage()._cdata).size_bytes == 256 * 64 * 4
+                optimizer.step()
+                optimizer.zero_grad()
+        return [gradient.to_dense(), embedding.weight, *(p.grad for p in model.parameters())]
+
+    expected = train(nullcontext())
+    found = train(session := rematerialize(other_bytes() + 900_000))
+    assert session.evictions > 0
+    assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("evict", [False, True])
+def test_saved_tensors_are_pinned_instead_of_many_copies(evict: bool) -> None:
+    """Like a graph that stays alive while the optimizer steps: of two constants, one is copied."""
+    constants = torch.ones(8, 8), torch.ones(8, 8)
+    x = torch.linspace(-1, 1, 2 * 8 * 8).reshape(2, 8, 8).requires_grad_()
+    with rematerialize("1GB") as session:
+        y = (x + constants[0] + constants[1]).exp()  # of twice the bytes of a constant
+        expected, loss = y.detach().numpy().copy(), y.sum()
+        del y
+        constants[0].fill_(5.0)
+        assert not evict or session._recorder.memory.evict_one()
+        constants[1].fill_(5.0)
+        while session._recorder.memory.evict_one():
+            pass
+        recomputed = session.recomputed_ops
+        (found,) = torch.autograd.grad(loss, x)
+    assert session.recomputed_ops == recomputed and "copied           1 tensors" in str(session)
+    assert torch.equal(found, torch.from_numpy(expected))
+
+
+def test_tensors_from_before_a_constant_was_overwritten_are_kept() -> None:
+    """The step reads such a tensor later, and lets go of it."""
+    counter, x = torch.ones(16, 8), torch.linspace(-1, 1, 16 * 8).reshape(16, 8).requires_grad_()
+    with rematerialize("1GB") as session:
+        before = counter * 2
+        counter.add_(1)
+        y = (before + x).exp()
+        expected, loss = y.detach().numpy().copy(), y.sum()
+        del before, y
+        assert session._recorder.memory.evict_one()
+        (found,) = torch.autograd.grad(loss, x)
+    assert torch.equal(found, torch.from_numpy(expected))
+
+
+def test_writes_by_data_to_saved_tensors_are_recomputed_from_contents_before() -> None:
+    scale, x = torch.full((16, 8), 0.5), torch.linspace(-1, 1, 16 * 8).reshape(16, 8).requires_grad_()
+    with rematerialize("1GB") as session:
+        y, z = x.exp(), (x * 2).exp()
+        scale.add_(0)  # nothing is computed from it yet
+        y.data.mul_(scale)
+        scale.fill_(7.0)
+        expected, loss = y.detach().numpy().copy(), y.sum()
+        del y, z
+        session._recorder.memory.evict_one()
+        (found,) = torch.autograd.grad(loss, x)
+    assert torch.equal(found, torch.from_numpy(expected))
 
 
 def modes() -> int:

@@ -254,6 +254,8 @@ class Recorder(TorchDispatchMode):
         except (NotImplementedError, RuntimeError):  # a tensor without a storage: sparse, or of another backend
             op.recordable = False
             return KnownOp(0)
+        if operator.rebinds:
+            return KnownOp(0)  # it makes no tensor, and fake tensors cannot take the memory of others
         if _is_sized_by_data(operator, args):
             return KnownOp(data_dependent_bytes(operator.name, args))
         signature = tuple(key)

@@ -3,7 +3,8 @@
 The first step is recorded: which memory it asks for, in which order, and when it is freed. Addresses are planned for these
 requests (``solvers.addresses``), and the following steps get them from a slab, which is kept from step to step, and which all
 plans of a model share. The loss and other outputs are outside of it. Gradients are in it, and may stay as long as the caller
-likes: memory in use is never given away (``arena_allocator.cpp``).
+likes: memory in use is never given away (``arena_allocator.cpp``). The optimizer's steps are recorded and served likewise: what
+they free lies beside the gradients, where the step had its activations.
 
 A step that finds tensors of another one in the slab, such as a second forward pass before the backward pass, gets what is
 occupied from the usual allocator.
@@ -16,16 +17,18 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
+from torch.optim import Optimizer
 
 from graphs.addresses import Buffer, Offsets, live_bytes
 from graphs.ir import Phase
 from graphs.units import format_bytes
 from planner.arena import ALIGNMENT, LEAST_BYTES
-from planner.runtime import arena_allocator
+from planner.runtime import arena_allocator, optimizer_steps
 from planner.runtime.arena_allocator import Addresses, Missed, RecordedRequest, Recording, Slab
 from planner.runtime.code import Code
 from planner.runtime.release import release_unused
@@ -36,9 +39,30 @@ _LOG = logging.getLogger(__name__)
 _SEARCH_WORK = (
     5.0  # limit of the search for addresses, in work: the same addresses on every machine; most end at the bound before
 )
-_MOST_RECORDINGS = 3  # of steps whose requests differ from those recorded before
+_MOST_RECORDINGS = 3  # of steps whose requests differ from those recorded before, and of those of an optimizer
 
+_NONE: Mapping[Optimizer, "OptimizerStep"] = MappingProxyType({})
 _Returned = tuple[Any, tuple[Any, ...], list[Any]]
+
+
+@dataclass(eq=False, slots=True)
+class OptimizerStep:
+    """A recorded step of an optimizer.
+
+    Attributes:
+        requests: those that it frees before it ends, with ends among them.
+        recordings: number of recordings so far.
+        differs: True if a step since has had other requests.
+    """
+
+    requests: tuple[RecordedRequest, ...]
+    recordings: int
+    differs: bool = False
+
+    @property
+    def is_final(self) -> bool:
+        """True if the next step is not to be recorded."""
+        return not self.differs or self.recordings == _MOST_RECORDINGS
 
 
 class SharedSlab:
@@ -48,16 +72,26 @@ class SharedSlab:
 
     Attributes:
         present: the slab; None where there is none at present.
+        optimizers: the recorded steps of optimizers.
+        optimizer_recordings: number of their recordings.
     """
 
     def __init__(self) -> None:
         self.present: Slab | None = None
+        self.optimizers: WeakKeyDictionary[Optimizer, OptimizerStep] = WeakKeyDictionary()
+        self.optimizer_recordings = 0
         self._used_bytes = 0  # of the present one, from its beginning
         self._plans: WeakSet[Addresses] = WeakSet()
 
     def add(self, addresses: Addresses) -> None:
         """Take the size for `addresses` into account."""
         self._plans.add(addresses)
+
+    def add_optimizer(self, optimizer: Optimizer, requests: Sequence[RecordedRequest]) -> None:
+        """Take the requests of a whole step of `optimizer` into account, in place of those recorded before."""
+        before = self.optimizers.get(optimizer)
+        self.optimizers[optimizer] = OptimizerStep(_freed(requests), 1 if before is None else before.recordings + 1)
+        self.optimizer_recordings += 1
 
     def drop(self) -> None:
         """Give the memory back; parts that tensors are in, once these are freed."""
@@ -94,6 +128,7 @@ class Arena:
 
     Attributes:
         missed: what was to be in it and was not, in the last step.
+        optimizer_missed: the same of the last step of an optimizer.
         budget_bytes: for slab and outside bytes together; within it, what larger plans have used of the slab stays.
     """
 
@@ -108,14 +143,18 @@ class Arena:
             PlannerError: as ``arena_allocator.install``.
         """
         arena_allocator.install()
-        self.missed = Missed()
+        optimizer_steps.install()
+        self.missed = self.optimizer_missed = Missed()
         self.budget_bytes = 0
         self._shared = shared
         self._runs: WeakSet[_Run] = WeakSet()
-        self._recorded: _Recorded | None = None  # a whole step, for which no addresses are planned yet
-        self._planned: _Planned | None = None
+        self._recorded: _Recorded | None = None  # a whole step
+        self._alone: _Planned | None = None  # addresses for it
+        self._planned: _Planned | None = None  # addresses for it and for the steps of optimizers
+        self._ended: _Planned | None = None  # those of the step whose backward pass has ended, until the next one begins
+        self._optimizing: Recording | _Started | None = None
         self._recordings = 0
-        self._warned = False
+        self._warned = self._warned_of_optimizers = False
         self._accumulate = accumulate
         self._held: Sequence[Any] = ()  # gradients that others hold too are copied by autograd
 
@@ -126,21 +165,27 @@ class Arena:
 
     @property
     def size_bytes(self) -> int | None:
-        """The bytes of the slab that the step needs; None until one has been recorded."""
-        planned = self._plan()
+        """The bytes of the slab that the step needs, without the optimizer's; None until one has been recorded."""
+        planned = self._plan_alone()
         return None if planned is None else planned.addresses.height_bytes
 
     @property
     def outside_bytes(self) -> int | None:
         """The most bytes that a step takes outside of the slab at once; None until one has been recorded."""
-        planned = self._plan()
+        planned = self._plan_alone()
         return None if planned is None else planned.outside_bytes
 
     @property
     def step_bytes(self) -> int | None:
         """Bytes that a step takes, with the slab that it needs; None until one has been recorded."""
+        planned = self._plan_alone()
+        return None if planned is None else planned.step_bytes
+
+    @property
+    def training_bytes(self) -> int | None:
+        """Bytes that a step and the steps of optimizers take that were recorded: one after the other, in one slab."""
         planned = self._plan()
-        return None if planned is None else planned.addresses.height_bytes + planned.outside_bytes
+        return None if planned is None else planned.step_bytes
 
     def around(self, code: Code, key: object = None) -> Code:
         """Return `code` with both passes in the arena.
@@ -152,14 +197,52 @@ class Arena:
 
     def forget(self) -> None:
         """Record the next step, as it runs by another plan."""
-        self._recorded = self._planned = None
+        self._recorded = self._alone = self._planned = None
         self._recordings = 0
 
-    def _plan(self) -> "_Planned | None":
+    def begin_optimizer(self, optimizer: Optimizer) -> None:
+        """Serve the step of `optimizer` behind the last step from here on; record it if it is not known."""
+        self._held = ()  # autograd has copied them
+        known, slab, planned = self._shared.optimizers.get(optimizer), self.slab, self._ended
+        is_final = known is not None and known.is_final
+        if slab is not None and planned is not None and is_final and optimizer in planned.optimizers:
+            self._optimizing = _Started(planned, slab)
+            planned.addresses.start(slab, planned.optimizers[optimizer])
+            return
+        if slab is not None:
+            slab.trim(0)  # there is not room for both
+        if not is_final:
+            self._optimizing = Recording()
+            self._optimizing.start()
+
+    def end_optimizer(self, optimizer: Optimizer, *, is_whole: bool) -> None:
+        """Serve none any more; the recording of a step that was interrupted is dropped."""
+        run, self._optimizing = self._optimizing, None
+        if run is None:
+            return
+        self.optimizer_missed = arena_allocator.stop()
+        if isinstance(run, Recording):
+            if is_whole:
+                self._shared.add_optimizer(optimizer, run.requests())
+        elif self.optimizer_missed.unmatched_bytes:
+            self._shared.optimizers[optimizer].differs = True
+
+    def _plan_alone(self) -> "_Planned | None":
         """Return the addresses for the recorded step, which are planned when they are first needed."""
-        if self._recorded is not None:
-            self._planned, self._recorded = _planned(self._recorded), None
+        if self._alone is None and self._recorded is not None:
+            self._alone = _planned(self._recorded)
+            self._shared.add(self._alone.addresses)
+        return self._alone
+
+    def _plan(self) -> "_Planned | None":
+        """Return the addresses for the recorded step and behind it those of optimizers, planned likewise."""
+        optimizers, version = self._shared.optimizers, self._shared.optimizer_recordings
+        if self._recorded is None or not optimizers:
+            return self._plan_alone()
+        if self._planned is None or self._planned.version != version:
+            self._planned = _planned(self._recorded, optimizers, gradients_stay=not self._accumulate, version=version)
             self._shared.add(self._planned.addresses)
+            self._warn_of_optimizers(self._planned.step_bytes)
         return self._planned
 
     def _forward(self, key: object, code: Code, static: Sequence[Any]) -> _Returned:
@@ -179,8 +262,8 @@ class Arena:
     def _begun(self) -> "_Recorded | _Started":
         """Return a new step: recorded, or in the slab."""
         if self.missed.unmatched_bytes and self._recordings < _MOST_RECORDINGS:
-            self._recorded = self._planned = None
-        self._held, self.missed = (), Missed()
+            self._recorded = self._alone = self._planned = None
+        self._held, self.missed, self._ended = (), Missed(), None
         planned = self._plan()
         if planned is None:
             self._shared.drop()  # there is not room for both
@@ -193,11 +276,13 @@ class Arena:
         with self._within(run, Phase.BACKWARD):
             gradients = code.backward(static, alive)
         if isinstance(run.step, _Started):
+            self._ended = run.step.planned
             self._warn_of_tensors_in_it()
         elif not backward_retains_graph():  # else saved tensors are freed later than in other steps
             self._end_recorded(run.step, gradients)
         if self._accumulate:
             self._held = gradients
+        optimizer_steps.follow(self)
         return gradients
 
     def _end_recorded(self, step: "_Recorded", gradients: Sequence[Any]) -> None:
@@ -206,7 +291,7 @@ class Arena:
         step.staying |= _held(step.requests, gradients)
         step.left -= 1
         if not step.left:
-            self._recorded = step
+            self._recorded, self._alone, self._planned = step, None, None
             self._recordings += 1
 
     def _warn_of_tensors_in_it(self) -> None:
@@ -220,8 +305,20 @@ class Arena:
                 format_bytes(self.missed.occupied_bytes),
             )
 
+    def _warn_of_optimizers(self, training_bytes: int) -> None:
+        """Log once if optimizers, with the gradients, take more than the budget."""
+        over_bytes = training_bytes - self.budget_bytes
+        if 0 < self.budget_bytes < training_bytes and not self._warned_of_optimizers:
+            self._warned_of_optimizers = True
+            _LOG.warning(
+                "the optimizer takes %s more than the budget while it steps, with the gradients: one with fused=True, or "
+                "foreach=False, takes less",
+                format_bytes(over_bytes),
+            )
+
     @contextmanager
     def _within(self, run: "_Run", phase: Phase) -> Iterator[None]:
+        optimizer_steps.interrupt()
         run.step.begin(run, phase)
         try:
             yield
@@ -276,17 +373,26 @@ class _Recorded:
 
 @dataclass(frozen=True, slots=True)
 class _Planned:
-    """Addresses for a step.
+    """Addresses for a step, and for those of optimizers behind it.
 
     Attributes:
         addresses: the addresses of its requests.
         passes: for the runs of each key, the requests of both passes.
+        optimizers: the requests of the steps of optimizers.
         outside_bytes: the most bytes that a step takes outside of the slab.
+        version: number of recordings of optimizers.
     """
 
     addresses: Addresses
     passes: Mapping[object, Sequence[Mapping[Phase, range]]]
+    optimizers: Mapping[Optimizer, range]
     outside_bytes: int
+    version: int
+
+    @property
+    def step_bytes(self) -> int:
+        """Bytes that the steps take, with the slab that they need."""
+        return self.addresses.height_bytes + self.outside_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,9 +416,21 @@ class _Started:
         self.planned.addresses.start(self.slab, requests)
 
 
-def _planned(recorded: _Recorded) -> _Planned:
-    """Return addresses for the requests of a step that was recorded."""
-    requests = recorded.requests
+def _planned(
+    recorded: _Recorded, optimizers: Mapping[Optimizer, OptimizerStep] = _NONE, *, gradients_stay: bool = True, version: int = 0
+) -> _Planned:
+    """Return addresses for the requests of a step that was recorded, and of steps of `optimizers` behind it.
+
+    Args:
+        gradients_stay: True if its gradients are in use until the last of these has ended.
+    """
+    requests, begins = list(recorded.requests), dict[Optimizer, int]()
+    if not gradients_stay:
+        for i in recorded.staying:
+            requests[i] = replace(requests[i], end=len(recorded.requests))
+    for optimizer, step in optimizers.items():
+        begins[optimizer] = begin = len(requests)
+        requests += [replace(request, end=begin + (request.end or 0)) for request in step.requests]
     buffers = [
         _buffer(requests, i)
         for i, request in enumerate(requests)
@@ -325,16 +443,27 @@ def _planned(recorded: _Recorded) -> _Planned:
     addresses = Addresses(
         max(found.height_bytes, ALIGNMENT), [requests[i].size_bytes for i in large], [offsets.get(i) for i in large]
     )
-    return _Planned(addresses, _passes(recorded, large), _outside_bytes(requests, offsets))
+    ranges = {
+        optimizer: range(bisect_left(large, begin), bisect_left(large, begin + len(optimizers[optimizer].requests)))
+        for optimizer, begin in begins.items()
+    }
+    return _Planned(addresses, _passes(recorded, large), WeakKeyDictionary(ranges), _outside_bytes(requests, offsets), version)
 
 
 def _passes(recorded: _Recorded, large: Sequence[int]) -> dict[object, list[dict[Phase, range]]]:
     """Return for the runs of each key which of the requests at the positions `large` are of its passes."""
     found: dict[object, list[dict[Phase, range]]] = {key: [{} for _ in range(runs)] for key, runs in recorded.runs.items()}
     begins = [bisect_left(large, position) for *_, position in recorded.passes]
-    for (key, number, phase, _), begin, end in zip(recorded.passes, begins, [*begins[1:], len(large)], strict=True):
+    ends = [*begins[1:], bisect_left(large, len(recorded.requests))]
+    for (key, number, phase, _), begin, end in zip(recorded.passes, begins, ends, strict=True):
         found[key][number][phase] = range(begin, end)
     return found
+
+
+def _freed(requests: Sequence[RecordedRequest]) -> tuple[RecordedRequest, ...]:
+    """Return the requests that were freed, with ends among them; the others are for what stays, such as state."""
+    kept = [i for i, request in enumerate(requests) if request.end is not None]
+    return tuple(replace(requests[i], end=bisect_left(kept, requests[i].end or 0)) for i in kept)
 
 
 def _outside_bytes(requests: Sequence[RecordedRequest], inside: Container[int]) -> int:

@@ -1,0 +1,103 @@
+"""Steps of optimizers: the server of their memory learns when one begins and when it has ended.
+
+It is the one whose backward pass was the last in the thread. Hooks of ``torch.optim``, put in place once in a process, say when
+an optimizer's step begins and ends. One that fails has no end: it is taken to be over when a planned step, or another one of an
+optimizer, begins in the thread.
+"""
+
+import threading
+from collections.abc import Callable
+from functools import cache
+from typing import Any, Protocol
+from weakref import ref
+
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+
+class OptimizerServer(Protocol):
+    """Memory for the steps of optimizers."""
+
+    def begin_optimizer(self, optimizer: Optimizer) -> None:
+        """Serve the requests of this thread from here on."""
+
+    def end_optimizer(self, optimizer: Optimizer, *, is_whole: bool) -> None:
+        """Serve none any more; the step of the optimizer was interrupted unless it `is_whole`."""
+
+
+class _Thread(threading.local):
+    """The state of a thread.
+
+    Attributes:
+        server: the server whose backward pass was the last; None before the first.
+        served: the optimizer whose step is under way, with its server; None between steps.
+    """
+
+    server: "ref[OptimizerServer] | None" = None
+    served: tuple[OptimizerServer, Optimizer] | None = None
+
+
+_thread = _Thread()
+
+
+@cache
+def install() -> None:
+    """Put the hooks in place."""
+    register_optimizer_step_pre_hook(_before)
+    register_optimizer_step_post_hook(_after)
+
+
+def follow(server: OptimizerServer) -> None:
+    """Let `server` serve the steps of optimizers in this thread, until another one follows."""
+    _thread.server = ref(server)
+
+
+def interrupt() -> None:
+    """End the step of an optimizer that is under way in this thread: it has failed, or runs its closure."""
+    _end(is_whole=False)
+
+
+def _before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Begin a step, or have its closure do so."""
+    interrupt()
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if closure is None:
+        _begin(optimizer)
+        return None
+    resuming = _resuming(optimizer, closure)
+    return ((args[0], resuming, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": resuming})
+
+
+def _after(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    del args, kwargs
+    if _thread.served is not None and _thread.served[1] is optimizer:
+        _end(is_whole=True)
+
+
+def _resuming(optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
+    """Return `closure` such that the step of `optimizer` is served behind it, unless it is called again."""
+    is_first = True
+
+    def run() -> Any:
+        nonlocal is_first
+        interrupt()
+        returned = closure()
+        if is_first:
+            is_first = False
+            _begin(optimizer)
+        return returned
+
+    return run
+
+
+def _begin(optimizer: Optimizer) -> None:
+    server = None if _thread.server is None else _thread.server()
+    if server is not None:
+        _thread.served = server, optimizer
+        server.begin_optimizer(optimizer)
+
+
+def _end(*, is_whole: bool) -> None:
+    if _thread.served is not None:
+        (server, optimizer), _thread.served = _thread.served, None
+        server.end_optimizer(optimizer, is_whole=is_whole)

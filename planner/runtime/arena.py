@@ -153,6 +153,7 @@ class Arena:
         self._planned: _Planned | None = None  # addresses for it and for the steps of optimizers
         self._ended: _Planned | None = None  # those of the step whose backward pass has ended, until the next one begins
         self._optimizing: Recording | _Started | None = None
+        self._given: set[int] = set()  # what the step was called with, parameters among it, by id
         self._recordings = 0
         self._warned = self._warned_of_optimizers = False
         self._accumulate = accumulate
@@ -199,6 +200,10 @@ class Arena:
         """Record the next step, as it runs by another plan."""
         self._recorded = self._alone = self._planned = None
         self._recordings = 0
+
+    def trains(self, optimizer: Optimizer) -> bool:
+        """Return True if a parameter of `optimizer` is one of the last step."""
+        return any(id(parameter) in self._given for group in optimizer.param_groups for parameter in group["params"])
 
     def begin_optimizer(self, optimizer: Optimizer) -> None:
         """Serve the step of `optimizer` behind the last step from here on; record it if it is not known."""
@@ -248,6 +253,7 @@ class Arena:
     def _forward(self, key: object, code: Code, static: Sequence[Any]) -> _Returned:
         waiting = next((run for run in self._runs if not run.done), None)
         step = self._begun() if waiting is None else waiting.step
+        self._given.update(map(id, static))
         run = _Run(step, key, step.runs[key])
         step.runs[key] += 1
         with self._within(run, Phase.FORWARD):
@@ -264,6 +270,7 @@ class Arena:
         if self.missed.unmatched_bytes and self._recordings < _MOST_RECORDINGS:
             self._recorded = self._alone = self._planned = None
         self._held, self.missed, self._ended = (), Missed(), None
+        self._given.clear()
         planned = self._plan()
         if planned is None:
             self._shared.drop()  # there is not room for both
@@ -311,8 +318,7 @@ class Arena:
         if 0 < self.budget_bytes < training_bytes and not self._warned_of_optimizers:
             self._warned_of_optimizers = True
             _LOG.warning(
-                "the optimizer takes %s more than the budget while it steps, with the gradients: one with fused=True, or "
-                "foreach=False, takes less",
+                "the optimizer takes %s more than the budget while it steps, with the gradients: with fused=True it takes less",
                 format_bytes(over_bytes),
             )
 

@@ -1,8 +1,8 @@
 """Steps of optimizers: the server of their memory learns when one begins and when it has ended.
 
-It is the one whose backward pass was the last in the thread. Hooks of ``torch.optim``, put in place once in a process, say when
-an optimizer's step begins and ends. One that fails has no end: it is taken to be over when a planned step, or another one of an
-optimizer, begins in the thread.
+It is the one that trains its parameters, and of several the one whose backward pass was the last in the thread. Hooks of
+``torch.optim``, put in place once in a process, say when an optimizer's step begins and ends. One that fails has no end: it is
+taken to be over when a planned step, or another one of an optimizer, begins in the thread.
 """
 
 import threading
@@ -18,6 +18,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 class OptimizerServer(Protocol):
     """Memory for the steps of optimizers."""
 
+    def trains(self, optimizer: Optimizer) -> bool:
+        """Return True if it is for this optimizer."""
+
     def begin_optimizer(self, optimizer: Optimizer) -> None:
         """Serve the requests of this thread from here on."""
 
@@ -29,12 +32,14 @@ class _Thread(threading.local):
     """The state of a thread.
 
     Attributes:
-        server: the server whose backward pass was the last; None before the first.
+        servers: those with a backward pass in this thread, the last one first.
         served: the optimizer whose step is under way, with its server; None between steps.
+        depth: how many steps of it are under way, each in the one before: a method may call that of its base class.
     """
 
-    server: "ref[OptimizerServer] | None" = None
+    servers: "tuple[ref[OptimizerServer], ...]" = ()
     served: tuple[OptimizerServer, Optimizer] | None = None
+    depth: int = 0
 
 
 _thread = _Thread()
@@ -48,8 +53,9 @@ def install() -> None:
 
 
 def follow(server: OptimizerServer) -> None:
-    """Let `server` serve the steps of optimizers in this thread, until another one follows."""
-    _thread.server = ref(server)
+    """Let `server` serve the steps of optimizers in this thread, before all others."""
+    if not _thread.servers or _thread.servers[0]() is not server:
+        _thread.servers = (ref(server), *(other for other in _thread.servers if other() not in (server, None)))
 
 
 def interrupt() -> None:
@@ -59,6 +65,9 @@ def interrupt() -> None:
 
 def _before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Begin a step, or have its closure do so."""
+    if _is_served(optimizer):
+        _thread.depth += 1
+        return None
     interrupt()
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if closure is None:
@@ -70,8 +79,10 @@ def _before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 def _after(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     del args, kwargs
-    if _thread.served is not None and _thread.served[1] is optimizer:
-        _end(is_whole=True)
+    if _is_served(optimizer):
+        _thread.depth -= 1
+        if not _thread.depth:
+            _end(is_whole=True)
 
 
 def _resuming(optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
@@ -82,18 +93,23 @@ def _resuming(optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], 
         nonlocal is_first
         interrupt()
         returned = closure()
-        if is_first:
-            is_first = False
+        if is_first and not _is_served(optimizer):  # else the base class has the closure too
             _begin(optimizer)
+        is_first = False
         return returned
 
     return run
 
 
+def _is_served(optimizer: Optimizer) -> bool:
+    return _thread.served is not None and _thread.served[1] is optimizer
+
+
 def _begin(optimizer: Optimizer) -> None:
-    server = None if _thread.server is None else _thread.server()
+    alive = (server() for server in _thread.servers)
+    server = next((server for server in alive if server is not None and server.trains(optimizer)), None)
     if server is not None:
-        _thread.served = server, optimizer
+        _thread.served, _thread.depth = (server, optimizer), 1
         server.begin_optimizer(optimizer)
 
 

@@ -430,7 +430,7 @@ def test_accumulated_gradients_leave_the_slab_to_the_optimizer() -> None:
 
 
 class Sometimes(SGD):
-    """Asks for more memory from its third step on, and fails in steps that are listed."""
+    """Asks for more memory from its third step on, and for much more in steps that are listed, which fail."""
 
     def __init__(self, model: nn.Module, failing: Sequence[int] = ()) -> None:
         super().__init__(model.parameters(), lr=0.1)
@@ -440,6 +440,7 @@ class Sometimes(SGD):
         self.steps += 1
         asked = torch.empty(3 * LEAST_BYTES * (2 if self.steps > 2 else 1))
         if self.steps in self.failing:
+            torch.empty(100 * LEAST_BYTES)
             raise RuntimeError(f"in step {self.steps}")
         del asked
         super().step()
@@ -473,3 +474,4 @@ def test_training_goes_on_after_a_step_of_an_optimizer_that_failed(failing: int)
     assert all(map(torch.equal, workload.model.parameters(), usual.model.parameters()))
     assert executor.arena is not None
     assert executor.arena.optimizer_missed == Missed()
+    assert slab_of(executor).size_bytes < 4 * 100 * LEAST_BYTES

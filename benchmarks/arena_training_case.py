@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -34,6 +35,7 @@ OPTIMIZERS: dict[str, tuple[str, Callable[[nn.Module], Optimizer]]] = {
     "adamw, fused": ("adamw", lambda model: AdamW(model.parameters(), fused=True)),
 }
 BUDGET = "80%"
+Returned = TypeVar("Returned")
 _RECORDED = 3  # steps until the optimizer has its addresses
 _BYTES_BEYOND = 16  # numbers that the optimizer's later steps make and its first one did not, and the gradient of the loss
 
@@ -53,9 +55,11 @@ class ArenaTrainingRow(Made):
     identical: bool = column("True if losses and parameters are those of eager PyTorch's training")
     plain_s: float = column("a step and its optimizer without an arena")
     arena_ratio: float = column("the same in an arena, as a multiple")
-    plain_plan_s: float = column("planning without an arena")
-    arena_plan_s: float = column("planning for an arena, with the allocator compiled before")
-    addresses_s: float = column("the second step, in which addresses are planned with the optimizer, beyond other steps")
+    plain_plan_s: float = column("planning without an arena, processor time of this process")
+    arena_plan_s: float = column("planning for an arena, likewise")
+    addresses_s: float = column(
+        "processor time of the second step, which plans addresses with the optimizer, beyond that of the third"
+    )
     repeats: int = column("steps that are timed")
 
     @property
@@ -99,13 +103,13 @@ def measured(name: str, optimizer: str, repeats: int) -> Iterator[ArenaTrainingR
     kind, make = OPTIMIZERS[optimizer]
     eager, usual = copy.deepcopy(model), copy.deepcopy(model)
     planned = partial(planner.compile, batch=batch, budget=BUDGET, optimizer=kind, swap="never", compare_eager=False)
+    planned(copy.deepcopy(model), loss_fn, wait="1 work")  # loads what planning needs
     plain_step, plain_plan_s = _timed(lambda: planned(usual, loss_fn))
-    planned(copy.deepcopy(model), loss_fn, arena=True, wait="1 work")  # compiles the allocator
     step, arena_plan_s = _timed(lambda: planned(model, loss_fn, arena=True))
     arena = _arena_of(step)
     plain, within = _Training(plain_step, usual, make(usual), batch), _Training(step, model, make(model), batch)
     wanted = _Training(lambda x, y: loss_fn(eager(x), y), eager, make(eager), batch)  # type: ignore[misc]
-    first_s = [within.seconds() for _ in range(_RECORDED)]
+    first_s = [_timed(within.run)[1] for _ in range(_RECORDED)]
     for _ in range(_RECORDED):
         plain.run()
         wanted.run()
@@ -131,15 +135,16 @@ def measured(name: str, optimizer: str, repeats: int) -> Iterator[ArenaTrainingR
         arena_ratio=median(b / a for a, b in turns),
         plain_plan_s=plain_plan_s,
         arena_plan_s=arena_plan_s,
-        addresses_s=max(0.0, first_s[1] - median(b for _, b in turns)),
+        addresses_s=max(0.0, first_s[1] - first_s[2]),
         repeats=repeats,
         **provenance(),
     )
 
 
-def _timed(plan: Callable[[], PlannedStep]) -> tuple[PlannedStep, float]:
-    start = time.perf_counter()
-    return plan(), time.perf_counter() - start
+def _timed(run: Callable[[], Returned]) -> tuple[Returned, float]:
+    """Return what `run` returns, and the processor time that it took."""
+    start = time.process_time()
+    return run(), time.process_time() - start
 
 
 def _arena_of(step: PlannedStep) -> Arena:

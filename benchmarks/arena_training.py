@@ -43,6 +43,7 @@ TABLE = (
     Column("in an arena", "arena_bytes", format_bytes),
     Column("planned", "is_predicted", lambda same: "to the byte" if same else "DIFFERENT"),
     Column("optimizer beside it", "beside_bytes", format_bytes),
+    Column("evaluating", "evaluation_bytes", format_bytes),
     Column("bits", "identical", lambda same: "identical" if same else "DIFFERENT"),
     Column("step without", "plain_s"),
     Column("in an arena", "arena_ratio"),

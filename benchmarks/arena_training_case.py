@@ -52,6 +52,7 @@ class ArenaTrainingRow(Made):
     given_bytes: int = column("the most that both take outside of it, by PyTorch's profiler")
     predicted_bytes: int = column("slab and outside, as planned from the recorded requests")
     beside_bytes: int = column("slab and outside of the step alone, and the optimizer's temporaries beside them")
+    evaluation_bytes: int = column("the most that eager PyTorch takes to evaluate a batch of that size between two steps")
     identical: bool = column("True if losses and parameters are those of eager PyTorch's training")
     plain_s: float = column("a step and its optimizer without an arena")
     arena_ratio: float = column("the same in an arena, as a multiple")
@@ -130,6 +131,7 @@ def measured(name: str, optimizer: str, repeats: int) -> Iterator[ArenaTrainingR
         given_bytes=given,
         predicted_bytes=arena.training_bytes,
         beside_bytes=arena.step_bytes + alone_bytes,
+        evaluation_bytes=given_bytes(lambda: _evaluate(eager, batch)),
         identical=same_losses and same_parameters,
         plain_s=median(a for a, _ in turns),
         arena_ratio=median(b / a for a, b in turns),
@@ -139,6 +141,11 @@ def measured(name: str, optimizer: str, repeats: int) -> Iterator[ArenaTrainingR
         repeats=repeats,
         **provenance(),
     )
+
+
+def _evaluate(model: nn.Module, batch: Batch) -> None:
+    with torch.no_grad():
+        model(batch[0])
 
 
 def _timed(run: Callable[[], Returned]) -> tuple[Returned, float]:

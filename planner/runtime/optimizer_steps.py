@@ -11,6 +11,7 @@ from functools import cache
 from typing import Any, Protocol
 from weakref import ref
 
+import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -47,9 +48,9 @@ _thread = _Thread()
 
 @cache
 def install() -> None:
-    """Put the hooks in place."""
-    register_optimizer_step_pre_hook(_before)
-    register_optimizer_step_post_hook(_after)
+    """Put the hooks in place; they are no part of steps that are compiled."""
+    register_optimizer_step_pre_hook(torch.compiler.disable(_before))
+    register_optimizer_step_post_hook(torch.compiler.disable(_after))
 
 
 def follow(server: OptimizerServer) -> None:

@@ -170,6 +170,16 @@ def test_optimizers_of_other_models_are_not_served(server: Server) -> None:
     assert not server.events
 
 
+def test_a_compiled_step_begins_and_ends(server: Server) -> None:
+    given = parameter()
+    optimizer = SGD([given], lr=0.25)
+    step = torch.compile(optimizer.step, backend="eager")
+    step()
+    step()
+    assert given.tolist() == [0.5, 0.5, 0.5]
+    assert server.events == 2 * BEGUN_AND_ENDED
+
+
 def test_hooks_are_put_in_place_once(server: Server) -> None:
     optimizer_steps.install()
     SGD([parameter()], lr=0.1).step()

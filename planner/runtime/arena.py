@@ -52,12 +52,17 @@ class OptimizerStep:
     Attributes:
         requests: those that it frees before it ends, with ends among them.
         recordings: number of recordings so far.
-        differs: True if a step since has had other requests.
+        differs: True if it was interrupted, or a step since has had other requests.
     """
 
     requests: tuple[RecordedRequest, ...]
     recordings: int
     differs: bool = False
+
+    @property
+    def takes_slab(self) -> bool:
+        """True if requests are large enough to be served from a slab."""
+        return any(request.size_bytes >= LEAST_BYTES for request in self.requests)
 
     @property
     def is_final(self) -> bool:
@@ -87,10 +92,11 @@ class SharedSlab:
         """Take the size for `addresses` into account."""
         self._plans.add(addresses)
 
-    def add_optimizer(self, optimizer: Optimizer, requests: Sequence[RecordedRequest]) -> None:
-        """Take the requests of a whole step of `optimizer` into account, in place of those recorded before."""
+    def add_optimizer(self, optimizer: Optimizer, requests: Sequence[RecordedRequest], *, is_whole: bool) -> None:
+        """Take the requests of a step of `optimizer` into account, in place of those before; none unless it `is_whole`."""
         before = self.optimizers.get(optimizer)
-        self.optimizers[optimizer] = OptimizerStep(_freed(requests), 1 if before is None else before.recordings + 1)
+        recordings = 1 if before is None else before.recordings + 1
+        self.optimizers[optimizer] = OptimizerStep(_freed(requests) if is_whole else (), recordings, differs=not is_whole)
         self.optimizer_recordings += 1
 
     def drop(self) -> None:
@@ -214,21 +220,20 @@ class Arena:
             self._optimizing = _Started(planned, slab)
             planned.addresses.start(slab, planned.optimizers[optimizer])
             return
-        if slab is not None:
+        if slab is not None and (known is None or known.differs or known.takes_slab):
             slab.trim(0)  # there is not room for both
         if not is_final:
             self._optimizing = Recording()
             self._optimizing.start()
 
     def end_optimizer(self, optimizer: Optimizer, *, is_whole: bool) -> None:
-        """Serve none any more; the recording of a step that was interrupted is dropped."""
+        """Serve none any more; a step that was interrupted is recorded again."""
         run, self._optimizing = self._optimizing, None
         if run is None:
             return
         self.optimizer_missed = arena_allocator.stop()
         if isinstance(run, Recording):
-            if is_whole:
-                self._shared.add_optimizer(optimizer, run.requests())
+            self._shared.add_optimizer(optimizer, run.requests(), is_whole=is_whole)
         elif self.optimizer_missed.unmatched_bytes:
             self._shared.optimizers[optimizer].differs = True
 
@@ -245,7 +250,10 @@ class Arena:
         if self._recorded is None or not optimizers:
             return self._plan_alone()
         if self._planned is None or self._planned.version != version:
-            self._planned = _planned(self._recorded, optimizers, gradients_stay=not self._accumulate, version=version)
+            alone = None if any(step.takes_slab for step in optimizers.values()) else self._plan_alone()
+            self._planned = _planned(
+                self._recorded, optimizers, gradients_stay=not self._accumulate, version=version, alone=alone
+            )
             self._shared.add(self._planned.addresses)
             self._warn_of_optimizers(self._planned.step_bytes)
         return self._planned
@@ -387,6 +395,7 @@ class _Planned:
         optimizers: the requests of the steps of optimizers.
         outside_bytes: the most bytes that a step takes outside of the slab.
         version: number of recordings of optimizers.
+        found: the offsets that the addresses are made of.
     """
 
     addresses: Addresses
@@ -394,6 +403,7 @@ class _Planned:
     optimizers: Mapping[Optimizer, range]
     outside_bytes: int
     version: int
+    found: Offsets
 
     @property
     def step_bytes(self) -> int:
@@ -423,12 +433,19 @@ class _Started:
 
 
 def _planned(
-    recorded: _Recorded, optimizers: Mapping[Optimizer, OptimizerStep] = _NONE, *, gradients_stay: bool = True, version: int = 0
+    recorded: _Recorded,
+    optimizers: Mapping[Optimizer, OptimizerStep] = _NONE,
+    *,
+    gradients_stay: bool = True,
+    version: int = 0,
+    alone: _Planned | None = None,
 ) -> _Planned:
     """Return addresses for the requests of a step that was recorded, and of steps of `optimizers` behind it.
 
     Args:
         gradients_stay: True if its gradients are in use until the last of these has ended.
+        version: number of recordings of optimizers.
+        alone: addresses for the step alone, if optimizers take no slab.
     """
     requests, begins = list(recorded.requests), dict[Optimizer, int]()
     if not gradients_stay:
@@ -437,13 +454,7 @@ def _planned(
     for optimizer, step in optimizers.items():
         begins[optimizer] = begin = len(requests)
         requests += [replace(request, end=begin + (request.end or 0)) for request in step.requests]
-    buffers = [
-        _buffer(requests, i)
-        for i, request in enumerate(requests)
-        if request.size_bytes >= LEAST_BYTES and i not in recorded.returned and (request.end is not None or i in recorded.staying)
-    ]
-    found = solve(buffers, work_limit=_SEARCH_WORK).offsets if buffers else Offsets((), ())
-    assert found is not None  # any arena will do
+    found = _found(recorded, requests) if alone is None else alone.found
     offsets = {int(buffer.id): offset for buffer, offset in zip(found.buffers, found.offsets, strict=True)}
     large = [i for i, request in enumerate(requests) if request.size_bytes >= LEAST_BYTES]
     addresses = Addresses(
@@ -453,7 +464,21 @@ def _planned(
         optimizer: range(bisect_left(large, begin), bisect_left(large, begin + len(optimizers[optimizer].requests)))
         for optimizer, begin in begins.items()
     }
-    return _Planned(addresses, _passes(recorded, large), WeakKeyDictionary(ranges), _outside_bytes(requests, offsets), version)
+    return _Planned(
+        addresses, _passes(recorded, large), WeakKeyDictionary(ranges), _outside_bytes(requests, offsets), version, found
+    )
+
+
+def _found(recorded: _Recorded, requests: Sequence[RecordedRequest]) -> Offsets:
+    """Return offsets for those of `requests`, which begin with those of a step, that are to be in the slab."""
+    buffers = [
+        _buffer(requests, i)
+        for i, request in enumerate(requests)
+        if request.size_bytes >= LEAST_BYTES and i not in recorded.returned and (request.end is not None or i in recorded.staying)
+    ]
+    found = solve(buffers, work_limit=_SEARCH_WORK).offsets if buffers else Offsets((), ())
+    assert found is not None  # any arena will do
+    return found
 
 
 def _passes(recorded: _Recorded, large: Sequence[int]) -> dict[object, list[dict[Phase, range]]]:

@@ -22,7 +22,7 @@ from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
 from planner.models import Workload, build
 from planner.profiling.allocator import cpu_allocations
-from planner.runtime import arena_allocator
+from planner.runtime import arena, arena_allocator
 from planner.runtime.arena import SharedSlab
 from planner.runtime.arena_allocator import Addresses, Missed, Recording, Slab
 from planner.runtime.executor import Executor
@@ -475,3 +475,33 @@ def test_training_goes_on_after_a_step_of_an_optimizer_that_failed(failing: int)
     assert executor.arena is not None
     assert executor.arena.optimizer_missed == Missed()
     assert slab_of(executor).size_bytes < 4 * 100 * LEAST_BYTES
+
+
+class Wrapping(Optimizer):
+    """Has another optimizer step."""
+
+    def __init__(self, inner: Optimizer) -> None:
+        super().__init__(inner.param_groups, {})
+        self.inner = inner
+
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        self.inner.step()
+
+
+def test_an_optimizer_that_is_always_interrupted_leaves_the_pages_of_the_slab() -> None:
+    executor, workload = in_arena("mlp")
+    optimizer = Wrapping(OPTIMIZERS["adamw foreach"](workload.model))
+    train(executor, workload, optimizer, 4)
+    pages = resident_bytes(slab_of(executor))
+    assert peak_bytes(lambda: train(executor, workload, optimizer, 1)) < SMALL_BYTES
+    assert resident_bytes(slab_of(executor)) == pages > 0.9 * slab_of(executor).size_bytes
+
+
+def test_optimizers_without_temporaries_keep_the_addresses_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    executor, workload = in_arena("mlp")
+    assert executor.arena is not None
+    alone_bytes = executor.arena.size_bytes
+    monkeypatch.setattr(arena, "solve", lambda *_, **__: pytest.fail("addresses are planned again"))
+    train(executor, workload, OPTIMIZERS["adamw fused"](workload.model), 3)
+    assert slab_of(executor).size_bytes == alone_bytes
+    assert executor.arena.missed == executor.arena.optimizer_missed == Missed()

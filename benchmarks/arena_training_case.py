@@ -16,7 +16,6 @@ import planner
 from benchmarks.arena_case import MODELS as STEPS
 from benchmarks.arena_case import given_bytes
 from benchmarks.command import one_thread
-from planner.capture.signature import Batch
 from planner.models import build
 from planner.runtime.arena import Arena
 from planner.runtime.executor import Executor
@@ -77,7 +76,9 @@ class ArenaTrainingRow(Made):
 class _Training:
     """A model that trains on one batch."""
 
-    def __init__(self, step: Callable[..., torch.Tensor], model: nn.Module, optimizer: Optimizer, batch: Batch) -> None:
+    def __init__(
+        self, step: Callable[..., torch.Tensor], model: nn.Module, optimizer: Optimizer, batch: tuple[torch.Tensor, ...]
+    ) -> None:
         self.model, self.optimizer = model, optimizer
         self._step, self._batch = step, batch
 
@@ -143,7 +144,7 @@ def measured(name: str, optimizer: str, repeats: int) -> Iterator[ArenaTrainingR
     )
 
 
-def _evaluate(model: nn.Module, batch: Batch) -> None:
+def _evaluate(model: nn.Module, batch: tuple[torch.Tensor, ...]) -> None:
     with torch.no_grad():
         model(batch[0])
 

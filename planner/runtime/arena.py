@@ -11,63 +11,37 @@ occupied from the usual allocator.
 """
 
 import logging
-from bisect import bisect_left
 from collections import Counter
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch.optim import Optimizer
 
-from graphs.addresses import Buffer, Offsets, live_bytes
 from graphs.ir import Phase
 from graphs.units import format_bytes
-from planner.arena import ALIGNMENT, LEAST_BYTES
 from planner.runtime import arena_allocator, optimizer_steps
 from planner.runtime.arena_allocator import Addresses, Missed, RecordedRequest, Recording, Slab
 from planner.runtime.code import Code
 from planner.runtime.release import release_unused
+from planner.runtime.slab_addresses import (
+    MOST_RECORDINGS,
+    OptimizerStep,
+    RecordedStep,
+    SlabAddresses,
+    freed_requests,
+    requests_of,
+    slab_addresses,
+)
 from planner.torch_private.core import backward_retains_graph
-from solvers.addresses.solve import solve
 
 _LOG = logging.getLogger(__name__)
-_SEARCH_WORK = (
-    5.0  # limit of the search for addresses, in work: the same addresses on every machine; most end at the bound before
-)
-_MOST_RECORDINGS = 3  # of steps whose requests differ from those recorded before, and of those of an optimizer
 
-_NONE: Mapping[Optimizer, "OptimizerStep"] = MappingProxyType({})
 _Returned = tuple[Any, tuple[Any, ...], list[Any]]
-
-
-@dataclass(eq=False, slots=True)
-class OptimizerStep:
-    """A recorded step of an optimizer.
-
-    Attributes:
-        requests: those that it frees before it ends, with ends among them.
-        recordings: number of recordings so far.
-        differs: True if it was interrupted, or a step since has had other requests.
-    """
-
-    requests: tuple[RecordedRequest, ...]
-    recordings: int
-    differs: bool = False
-
-    @property
-    def takes_slab(self) -> bool:
-        """True if requests are large enough to be served from a slab."""
-        return any(request.size_bytes >= LEAST_BYTES for request in self.requests)
-
-    @property
-    def is_final(self) -> bool:
-        """True if the next step is not to be recorded."""
-        return not self.differs or self.recordings == _MOST_RECORDINGS
 
 
 class SharedSlab:
@@ -96,7 +70,7 @@ class SharedSlab:
         """Take the requests of a step of `optimizer` into account, in place of those before; none unless it `is_whole`."""
         before = self.optimizers.get(optimizer)
         recordings = 1 if before is None else before.recordings + 1
-        self.optimizers[optimizer] = OptimizerStep(_freed(requests) if is_whole else (), recordings, differs=not is_whole)
+        self.optimizers[optimizer] = OptimizerStep(freed_requests(requests) if is_whole else (), recordings, differs=not is_whole)
         self.optimizer_recordings += 1
 
     def drop(self) -> None:
@@ -154,10 +128,10 @@ class Arena:
         self.budget_bytes = 0
         self._shared = shared
         self._runs: WeakSet[_Run] = WeakSet()
-        self._recorded: _Recorded | None = None  # a whole step
-        self._alone: _Planned | None = None  # addresses for it
-        self._planned: _Planned | None = None  # addresses for it and for the steps of optimizers
-        self._ended: _Planned | None = None  # those of the step whose backward pass has ended, until the next one begins
+        self._recorded: RecordedStep | None = None  # a whole step
+        self._alone: SlabAddresses | None = None  # addresses for it
+        self._planned: SlabAddresses | None = None  # addresses for it and for the steps of optimizers
+        self._ended: SlabAddresses | None = None  # those of the step whose backward pass has ended, until the next one begins
         self._optimizing: Recording | _Started | None = None
         self._given: set[int] = set()  # what the step was called with, parameters among it, by id
         self._recordings = 0
@@ -237,21 +211,21 @@ class Arena:
         elif self.optimizer_missed.unmatched_bytes:
             self._shared.optimizers[optimizer].differs = True
 
-    def _plan_alone(self) -> "_Planned | None":
+    def _plan_alone(self) -> SlabAddresses | None:
         """Return the addresses for the recorded step, which are planned when they are first needed."""
         if self._alone is None and self._recorded is not None:
-            self._alone = _planned(self._recorded)
+            self._alone = slab_addresses(self._recorded)
             self._shared.add(self._alone.addresses)
         return self._alone
 
-    def _plan(self) -> "_Planned | None":
+    def _plan(self) -> SlabAddresses | None:
         """Return the addresses for the recorded step and behind it those of optimizers, planned likewise."""
         optimizers, version = self._shared.optimizers, self._shared.optimizer_recordings
         if self._recorded is None or not optimizers:
             return self._plan_alone()
         if self._planned is None or self._planned.version != version:
             alone = None if any(step.takes_slab for step in optimizers.values()) else self._plan_alone()
-            self._planned = _planned(
+            self._planned = slab_addresses(
                 self._recorded, optimizers, gradients_stay=not self._accumulate, version=version, alone=alone
             )
             self._shared.add(self._planned.addresses)
@@ -266,23 +240,23 @@ class Arena:
         step.runs[key] += 1
         with self._within(run, Phase.FORWARD):
             loss, extras, alive = code.forward(static)
-        if isinstance(step, _Recorded):
+        if isinstance(step, RecordedStep):
             step.left += 1
-            step.returned |= _held(step.recording.requests(), (loss, *extras))
+            step.returned |= requests_of(step.recording.requests(), (loss, *extras))
         self._runs.add(run)
         alive.append(run)
         return loss, extras, alive
 
-    def _begun(self) -> "_Recorded | _Started":
+    def _begun(self) -> "RecordedStep | _Started":
         """Return a new step: recorded, or in the slab."""
-        if self.missed.unmatched_bytes and self._recordings < _MOST_RECORDINGS:
+        if self.missed.unmatched_bytes and self._recordings < MOST_RECORDINGS:
             self._recorded = self._alone = self._planned = None
         self._held, self.missed, self._ended = (), Missed(), None
         self._given.clear()
         planned = self._plan()
         if planned is None:
             self._shared.drop()  # there is not room for both
-            return _Recorded(Recording())
+            return RecordedStep(Recording())
         return _Started(planned, self._shared.holding(planned.addresses, self.budget_bytes - planned.outside_bytes))
 
     def _backward(self, code: Code, static: Sequence[Any], alive: list[Any]) -> tuple[Any, ...]:
@@ -300,10 +274,10 @@ class Arena:
         optimizer_steps.follow(self)
         return gradients
 
-    def _end_recorded(self, step: "_Recorded", gradients: Sequence[Any]) -> None:
+    def _end_recorded(self, step: RecordedStep, gradients: Sequence[Any]) -> None:
         """Take note of the end of a backward pass, and perhaps of its step."""
         step.requests = step.recording.requests()
-        step.staying |= _held(step.requests, gradients)
+        step.staying |= requests_of(step.requests, gradients)
         step.left -= 1
         if not step.left:
             self._recorded, self._alone, self._planned = step, None, None
@@ -333,7 +307,7 @@ class Arena:
     @contextmanager
     def _within(self, run: "_Run", phase: Phase) -> Iterator[None]:
         optimizer_steps.interrupt()
-        run.step.begin(run, phase)
+        run.step.begin(run.key, run.number, phase)
         try:
             yield
         finally:
@@ -351,64 +325,10 @@ class _Run:
         done: True once its backward pass has begun.
     """
 
-    step: "_Recorded | _Started"
+    step: "RecordedStep | _Started"
     key: object
     number: int
     done: bool = False
-
-
-@dataclass(eq=False, slots=True)
-class _Recorded:
-    """A step that is recorded.
-
-    Attributes:
-        recording: the requests of its passes.
-        requests: those until the end of the last backward pass so far.
-        passes: its passes in order: key and number of the run, phase, and position of the first request.
-        returned: positions of the requests for what the caller got from forward passes.
-        staying: of those for gradients.
-        runs: number of runs by key.
-        left: number of runs whose backward pass is missing.
-    """
-
-    recording: Recording
-    requests: tuple[RecordedRequest, ...] = ()
-    passes: list[tuple[object, int, Phase, int]] = field(default_factory=list)
-    returned: set[int] = field(default_factory=set)
-    staying: set[int] = field(default_factory=set)
-    runs: Counter[object] = field(default_factory=Counter)
-    left: int = 0
-
-    def begin(self, run: _Run, phase: Phase) -> None:
-        """Record a pass from here on."""
-        self.passes.append((run.key, run.number, phase, self.recording.length))
-        self.recording.start()
-
-
-@dataclass(frozen=True, slots=True)
-class _Planned:
-    """Addresses for a step, and for those of optimizers behind it.
-
-    Attributes:
-        addresses: the addresses of its requests.
-        passes: for the runs of each key, the requests of both passes.
-        optimizers: the requests of the steps of optimizers.
-        outside_bytes: the most bytes that a step takes outside of the slab.
-        version: number of recordings of optimizers.
-        found: the offsets that the addresses are made of.
-    """
-
-    addresses: Addresses
-    passes: Mapping[object, Sequence[Mapping[Phase, range]]]
-    optimizers: Mapping[Optimizer, range]
-    outside_bytes: int
-    version: int
-    found: Offsets
-
-    @property
-    def step_bytes(self) -> int:
-        """Bytes that the steps take, with the slab that they need."""
-        return self.addresses.height_bytes + self.outside_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -421,94 +341,12 @@ class _Started:
         runs: number of runs by key.
     """
 
-    planned: _Planned
+    planned: SlabAddresses
     slab: Slab
     runs: Counter[object] = field(default_factory=Counter)
 
-    def begin(self, run: _Run, phase: Phase) -> None:
+    def begin(self, key: object, number: int, phase: Phase) -> None:
         """Serve a pass from here on; runs that were not recorded take the addresses of the last one, or none."""
-        known = self.planned.passes.get(run.key)
-        requests = known[min(run.number, len(known) - 1)][phase] if known else range(0)
+        known = self.planned.passes.get(key)
+        requests = known[min(number, len(known) - 1)][phase] if known else range(0)
         self.planned.addresses.start(self.slab, requests)
-
-
-def _planned(
-    recorded: _Recorded,
-    optimizers: Mapping[Optimizer, OptimizerStep] = _NONE,
-    *,
-    gradients_stay: bool = True,
-    version: int = 0,
-    alone: _Planned | None = None,
-) -> _Planned:
-    """Return addresses for the requests of a step that was recorded, and of steps of `optimizers` behind it.
-
-    Args:
-        gradients_stay: True if its gradients are in use until the last of these has ended.
-        version: number of recordings of optimizers.
-        alone: addresses for the step alone, if optimizers take no slab.
-    """
-    requests, begins = list(recorded.requests), dict[Optimizer, int]()
-    if not gradients_stay:
-        for i in recorded.staying:
-            requests[i] = replace(requests[i], end=len(recorded.requests))
-    for optimizer, step in optimizers.items():
-        begins[optimizer] = begin = len(requests)
-        requests += [replace(request, end=begin + (request.end or 0)) for request in step.requests]
-    found = _found(recorded, requests) if alone is None else alone.found
-    offsets = {int(buffer.id): offset for buffer, offset in zip(found.buffers, found.offsets, strict=True)}
-    large = [i for i, request in enumerate(requests) if request.size_bytes >= LEAST_BYTES]
-    addresses = Addresses(
-        max(found.height_bytes, ALIGNMENT), [requests[i].size_bytes for i in large], [offsets.get(i) for i in large]
-    )
-    ranges = {
-        optimizer: range(bisect_left(large, begin), bisect_left(large, begin + len(optimizers[optimizer].requests)))
-        for optimizer, begin in begins.items()
-    }
-    return _Planned(
-        addresses, _passes(recorded, large), WeakKeyDictionary(ranges), _outside_bytes(requests, offsets), version, found
-    )
-
-
-def _found(recorded: _Recorded, requests: Sequence[RecordedRequest]) -> Offsets:
-    """Return offsets for those of `requests`, which begin with those of a step, that are to be in the slab."""
-    buffers = [
-        _buffer(requests, i)
-        for i, request in enumerate(requests)
-        if request.size_bytes >= LEAST_BYTES and i not in recorded.returned and (request.end is not None or i in recorded.staying)
-    ]
-    found = solve(buffers, work_limit=_SEARCH_WORK).offsets if buffers else Offsets((), ())
-    assert found is not None  # any arena will do
-    return found
-
-
-def _passes(recorded: _Recorded, large: Sequence[int]) -> dict[object, list[dict[Phase, range]]]:
-    """Return for the runs of each key which of the requests at the positions `large` are of its passes."""
-    found: dict[object, list[dict[Phase, range]]] = {key: [{} for _ in range(runs)] for key, runs in recorded.runs.items()}
-    begins = [bisect_left(large, position) for *_, position in recorded.passes]
-    ends = [*begins[1:], bisect_left(large, len(recorded.requests))]
-    for (key, number, phase, _), begin, end in zip(recorded.passes, begins, ends, strict=True):
-        found[key][number][phase] = range(begin, end)
-    return found
-
-
-def _freed(requests: Sequence[RecordedRequest]) -> tuple[RecordedRequest, ...]:
-    """Return the requests that were freed, with ends among them; the others are for what stays, such as state."""
-    kept = [i for i, request in enumerate(requests) if request.end is not None]
-    return tuple(replace(requests[i], end=bisect_left(kept, requests[i].end or 0)) for i in kept)
-
-
-def _outside_bytes(requests: Sequence[RecordedRequest], inside: Container[int]) -> int:
-    """Return the most bytes in use at once of the requests that are not `inside`."""
-    return live_bytes([_buffer(requests, i) for i in range(len(requests)) if i not in inside])
-
-
-def _buffer(requests: Sequence[RecordedRequest], i: int) -> Buffer:
-    """Return request `i` as a buffer; one that was not freed stays to the end."""
-    end = requests[i].end
-    return Buffer(str(i), i, len(requests) if end is None else end, requests[i].size_bytes, ALIGNMENT)
-
-
-def _held(requests: Sequence[RecordedRequest], tensors: Sequence[torch.Tensor | None]) -> frozenset[int]:
-    """Return the positions of the requests that `tensors` lie in."""
-    addresses = {tensor.untyped_storage().data_ptr() for tensor in tensors if tensor is not None}
-    return frozenset(i for i, request in enumerate(requests) if request.end is None and request.address in addresses)

@@ -22,7 +22,7 @@ from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
 from planner.models import Workload, build
 from planner.profiling.allocator import cpu_allocations
-from planner.runtime import arena, arena_allocator
+from planner.runtime import arena_allocator, slab_addresses
 from planner.runtime.arena import SharedSlab
 from planner.runtime.arena_allocator import Addresses, Missed, Recording, Slab
 from planner.runtime.executor import Executor
@@ -501,7 +501,7 @@ def test_optimizers_without_temporaries_keep_the_addresses_of_the_step(monkeypat
     executor, workload = in_arena("mlp")
     assert executor.arena is not None
     alone_bytes = executor.arena.size_bytes
-    monkeypatch.setattr(arena, "solve", lambda *_, **__: pytest.fail("addresses are planned again"))
+    monkeypatch.setattr(slab_addresses, "solve", lambda *_, **__: pytest.fail("addresses are planned again"))
     train(executor, workload, OPTIMIZERS["adamw fused"](workload.model), 3)
     assert slab_of(executor).size_bytes == alone_bytes
     assert executor.arena.missed == executor.arena.optimizer_missed == Missed()

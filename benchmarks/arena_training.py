@@ -41,7 +41,7 @@ TABLE = (
     Column("budget", "budget_bytes", format_bytes),
     Column("without an arena", "plain_bytes", format_bytes),
     Column("in an arena", "arena_bytes", format_bytes),
-    Column("planned", "is_predicted", lambda same: "to the byte" if same else "DIFFERENT"),
+    Column("planned", "is_predicted", lambda same: "to 16 bytes" if same else "DIFFERENT"),
     Column("optimizer beside it", "beside_bytes", format_bytes),
     Column("evaluating", "evaluation_bytes", format_bytes),
     Column("bits", "identical", lambda same: "identical" if same else "DIFFERENT"),

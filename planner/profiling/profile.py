@@ -366,7 +366,8 @@ class _Profiler:
         """Return a modelled cost for an op that failed."""
         model = self.model or self._device_model(call, error)
         op, node = call.op, self.capture.nodes[call.op.id]
-        composed = self.capture.program.calls[op.id].composed
+        calls = self.capture.program.calls[op.id]
+        composed, fakes = calls.composed, calls.fakes or ()
         if composed is None and node is None:
             raise PlannerError(f"op {op.name} cannot be measured alone: {first_line(error)}") from error
         warnings.warn(
@@ -375,12 +376,12 @@ class _Profiler:
             stacklevel=2,
         )
         if composed is not None:
-            time_s, workspace = modelled_composed(composed, model)
-            return OpCost(time_s, workspace, tuple(map(TensorSpec.smallest, composed(*composed.fakes))))
+            time_s, workspace = modelled_composed(composed, fakes, model)
+            return OpCost(time_s, workspace, tuple(map(TensorSpec.smallest, composed(*fakes))))
         assert node is not None
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda arg: arg.meta["val"])
         target = (node.target, args, kwargs, node.meta["val"], model)
-        paths = [path for _, path in self.capture.program.calls[op.id].outputs]
+        paths = [path for _, path in calls.outputs]
         outputs = tuple(TensorSpec.smallest(_pick(node.meta["val"], path)) for path in paths)
         return OpCost(op_time_s(*target), workspace_bytes(*target), outputs, repeats=not is_custom(self.capture, op))
 

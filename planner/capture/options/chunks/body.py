@@ -102,11 +102,6 @@ class InChunks:
         self._bodies = {count: body(count) for count in {size, rows % size} - {0}}
         self._like = next(i for i, read in enumerate(given) if read.rows is not None)
 
-    @property
-    def fakes(self) -> tuple[torch.Tensor, ...]:
-        """The inputs as fake tensors."""
-        return tuple(read.node.meta["val"] for read in self.given)
-
     def __call__(self, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return the results; additional memory is that of one chunk."""
         made = [result.make(given[self._like]) for result in self.results]

@@ -99,11 +99,10 @@ def _add(additions: Additions, found: _StandIn, count: int, called: InChunks) ->
     made = [additions.tensor_of[storage(result.value)] for result in called.results]
     additions.add_op(
         called,
-        [capture.values[given.node] for given in called.given],
+        [given.node for given in called.given],
         like=stood_for[0],
         name=f"{found.seed}_{found.kind}_in_{count}",
         target=f"{TARGET}.{found.kind}.{count}",
-        inputs=[additions.tensor_of[storage(given.node.meta["val"])] for given in called.given],
         outputs=made,
         replaces=ops,
         recomputable=all(p.recomputable for p in stood_for),

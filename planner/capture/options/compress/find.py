@@ -20,7 +20,6 @@ from planner.capture.lowering.statics import allocated_bytes
 from planner.capture.options.added import Additions, value_of
 from planner.capture.options.compress.forms import FORMS
 from planner.capture.options.compress.kept import DenseLayout, Keep, Restore
-from planner.passes.program import Ref
 
 _LEAST_ELEMENTS = 2048
 _LEAST_SHARE = 1 / 100  # of the largest tensor that can be compressed
@@ -109,25 +108,22 @@ def _add_forms(additions: Additions, tensor: Tensor, value: torch.Tensor) -> int
     made = additions.add_tensor(f"{tensor.name}.restored", value)
     for form, packing in FORMS.items():
         layout = DenseLayout(value, packing)
-        kept = additions.add_tensor(f"{tensor.name}.{form}", Restore(layout).fakes[0])
-        keep = f"{tensor.name}_keep_{form}"
+        kept = additions.add_tensor(f"{tensor.name}.{form}", layout.fake)
         additions.add_op(
             Keep(layout, tensor.id),
-            [Ref(tensor.id)],
+            [tensor.id],
             like=maker,
-            name=keep,
+            name=f"{tensor.name}_keep_{form}",
             target=f"{KEEP}.{form}",
-            inputs=[tensor.id],
             outputs=[kept],
         )
         how = f"in {form} bits" if form.isdecimal() else f"as {form}"
         additions.add_op(
             Restore(layout),
-            [Ref(kept)],
+            [kept],
             like=maker,
             name=f"{tensor.name}_restore_{form}",
             target=f"{RESTORE}.{form}",
-            inputs=[kept],
             outputs=[made],
             differs=f"lossy: activations kept {how} for the backward pass (gradients)",
         )

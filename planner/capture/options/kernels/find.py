@@ -8,19 +8,15 @@ tensors with the same layout. Measurements show which alternatives are faster or
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any
-
-import torch
 
 from graphs.ir import Op
 from planner.capture.lowering.lower import Capture
 from planner.capture.options.added import Additions
 from planner.capture.options.differing import differing
 from planner.capture.options.kernels import attention, convolution, in_place
-from planner.capture.options.kernels.alternative import Bundle, Calls, MadeTensor, Own, ReplaceableOp
+from planner.capture.options.kernels.alternative import Bundle, Calls, Own, ReplaceableOp
 from planner.capture.options.kernels.other_kernels import OtherKernels
 from planner.capture.rewrites.outputs import storage
-from planner.passes.program import Ref
 
 TARGET = "kernels"  # the prefix of the ops' targets
 
@@ -51,31 +47,23 @@ def _add(additions: Additions, calls: Calls, found: Op, bundle: Bundle) -> None:
         if isinstance(made, Own)
     }
 
-    def tensor(value: Any) -> int:
-        return own[value] if isinstance(value, Own) else additions.tensor_of[storage(_value(value))]
-
     for alternative in bundle:
         stood_for = sorted(calls.of(node).op.id for node in alternative.nodes)
         like = capture.graph.ops[stood_for[0]]
-        made = [tensor(value) for value in alternative.makes]
-        called = OtherKernels(alternative, tuple(map(_value, alternative.reads)), name)
+        made = [
+            own[value] if isinstance(value, Own) else additions.tensor_of[storage(value.value)] for value in alternative.makes
+        ]
+        called = OtherKernels(alternative, name)
         additions.add_op(
             called,
-            [Ref(own[value]) if isinstance(value, Own) else capture.values[value] for value in alternative.reads],
+            [own[value] if isinstance(value, Own) else value for value in alternative.reads],
             like=like,
             name=f"{like.name}_{alternative.name}",
             target=f"{TARGET}.{alternative.name}",
-            inputs=[tensor(value) for value in alternative.reads],
             outputs=made,
             replaces=() if alternative.helper else stood_for,
             differs=_differing(capture, made, called.of_program),
         )
-
-
-def _value(value: Any) -> torch.Tensor:
-    """Return the fake value."""
-    found: torch.Tensor = value.value if isinstance(value, Own | MadeTensor) else value.meta["val"]
-    return found
 
 
 def _differing(capture: Capture, made: Sequence[int], rounded: Sequence[bool]) -> str:

@@ -1,7 +1,6 @@
 """The calls of alternative kernels, whose results get the program's layout."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -14,12 +13,10 @@ class OtherKernels:
 
     Attributes:
         alternative: the alternative.
-        fakes: the inputs as fake tensors.
         bundle: name shared by ops that are useful only together.
     """
 
     alternative: Alternative
-    fakes: tuple[Any, ...]
     bundle: str
 
     @property

@@ -78,62 +78,32 @@ COMPARISONS: Mapping[Any, ComparisonGradient] = MappingProxyType(
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
-    """The packing of a kernel's input to the bits that its gradient needs.
+class Compared:
+    """A gradient from a comparison, on a call's arguments.
 
     Attributes:
-        x: fake input.
         comparison, arguments: the kernel's comparison and arguments.
+        like: the fake gradient, with the layout of the kernel's input.
         size: number of elements processed at a time.
     """
 
-    x: torch.Tensor
     comparison: ComparisonGradient
     arguments: Arguments
+    like: torch.Tensor
     size: int
 
-    @property
-    def fakes(self) -> tuple[torch.Tensor, ...]:
-        """The kernel's input as a fake tensor."""
-        return (self.x,)
-
-    def __call__(self, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return the bits."""
-        flat = bits.in_order(given[0], bits.order_of(self.x))
+    def to_bits(self, x: torch.Tensor) -> tuple[torch.Tensor]:
+        """Return the bits that the gradient needs of the kernel's input."""
+        flat = bits.in_order(x, bits.order_of(self.like))
 
         def write(room: torch.Tensor, begin: int, end: int) -> None:
             self.comparison.ask(flat[begin:end], room, self.arguments)
 
         return (bits.pack(write, flat.numel(), self.size, flat),)
 
-
-@dataclass(frozen=True, slots=True)
-class FromBits:
-    """The computation of a gradient from the bits.
-
-    Attributes:
-        gradient, packed, result: fake.
-        comparison, arguments: the kernel's comparison and arguments.
-        size: number of elements processed at a time.
-    """
-
-    gradient: torch.Tensor
-    packed: torch.Tensor
-    result: torch.Tensor
-    comparison: ComparisonGradient
-    arguments: Arguments
-    size: int
-
-    @property
-    def fakes(self) -> tuple[torch.Tensor, ...]:
-        """The incoming gradient and the bits."""
-        return self.gradient, self.packed
-
-    def __call__(self, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def from_bits(self, gradient: torch.Tensor, packed: torch.Tensor) -> tuple[torch.Tensor]:
         """Return the gradient, laid out like the kernel's."""
-        gradient, packed = given
-        result = room_for(self.result, gradient)
-        order = bits.order_of(self.result)
+        result, order = room_for(self.like, gradient), bits.order_of(self.like)
         came, goes = bits.in_order(gradient, order), bits.in_order(result, order)
         zero = gradient.new_zeros(())
         for answers, begin, end in bits.unpacked(packed, came.numel(), self.size):
@@ -156,10 +126,9 @@ def offer(finder: PackFinder) -> None:
         comparison, size = COMPARISONS[node.target], bits.part_size(fake(x).numel(), finder.device)
         packed = fake(x).new_empty(bits.bytes_of(fake(x).numel()), dtype=torch.uint8)
         made = finder.new_tensor(f"{op.name}@bits", packed)
-        ask = Ask(fake(x), comparison, tuple(arguments), size)
-        finder.add(ask, [x], like=op, of=op.name, does="to_bits", makes=made)
-        answer = FromBits(fake(gradient), packed, fake(node), comparison, tuple(arguments), size)
-        finder.add(answer, [gradient, made], like=op, of=op.name, does="from_bits", makes=op.outputs[0], stands_in=True)
+        found = Compared(comparison, tuple(arguments), fake(node), size)
+        finder.add(found.to_bits, [x], like=op, of=op.name, does="to_bits", makes=made)
+        finder.add(found.from_bits, [gradient, made], like=op, of=op.name, does="from_bits", makes=op.outputs[0], stands_in=True)
 
 
 def _is_alike(finder: PackFinder, node: fx.Node) -> bool:

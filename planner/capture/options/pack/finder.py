@@ -11,7 +11,7 @@ from graphs.ir import Op, Phase
 from planner.capture.lowering.lower import Capture
 from planner.capture.options.added import Additions
 from planner.capture.rewrites.outputs import fake, storage
-from planner.passes.program import Composed, Ref
+from planner.passes.program import Composed
 
 TARGET = "pack"  # the prefix of the ops' targets
 
@@ -68,6 +68,10 @@ class PackFinder:
         """Add a tensor with the fake `value` for ops to be added; return its id."""
         return self._additions.add_tensor(name, value)
 
+    def set_fake(self, tensor: int, value: torch.Tensor) -> None:
+        """Set the fake value of a tensor that no captured node makes: a state of the generator."""
+        self._additions.fakes[tensor] = value
+
     def add(
         self,
         called: Composed,
@@ -83,7 +87,7 @@ class PackFinder:
 
         Args:
             called: computes the op exactly.
-            reads: arguments of `called`: nodes of the program, or tensors.
+            reads: arguments of `called`, as in ``Additions.add_op``.
             like: the op that it belongs to.
             of: name of the op or tensor that it belongs to.
             does: a word for its work.
@@ -92,11 +96,10 @@ class PackFinder:
         """
         self._additions.add_op(
             called,
-            [self.capture.values[read] if isinstance(read, fx.Node) else Ref(read) for read in reads],
+            reads,
             like=like,
             name=f"{of}_{does}",
             target=f"{TARGET}.{does}",
-            inputs=[self.tensor_of(read) if isinstance(read, fx.Node) else read for read in reads],
             outputs=[makes],
             replaces=(like.id,) if stands_in else (),
             recomputable=like.recomputable or not stands_in,

@@ -148,6 +148,22 @@ class Repeated(Protocol):
         ...
 
 
+@runtime_checkable
+class Comparable(Protocol):
+    """A composed function whose outputs may be bit-identical to the program's.
+
+    Kernels are chosen by shapes, not by values: what was bit-identical once always is, if its order of summation is fixed.
+    """
+
+    def rounds(self, equal: Sequence[bool]) -> list[bool]:
+        """Return which outputs may be rounded differently; `equal` tells which were bit-identical on the step's device."""
+        ...
+
+    def __call__(self, *given: Any) -> tuple[Any, ...]:
+        """Return the outputs of the op."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Statement:
     """A computed value, and the tensors in its items.

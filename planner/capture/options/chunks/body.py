@@ -118,6 +118,11 @@ class InChunks:
                 made[position].div_(result.elements)
         return tuple(value.to(result.value.dtype) for value, result in zip(made, self.results, strict=True))
 
+    def rounds(self, equal: Sequence[bool]) -> list[bool]:
+        """Return which results may be rounded differently; see ``Comparable``. Sums may have been equal by chance."""
+        rows = (isinstance(result.made, RowDimensions) and same for result, same in zip(self.results, equal, strict=True))
+        return [not (result.made is Total.COUNT or same) for result, same in zip(self.results, rows, strict=True)]
+
     def _part(self, value: torch.Tensor, rows: RowDimensions | None, begin: int, count: int) -> torch.Tensor:
         if rows is None:
             return value

@@ -7,16 +7,14 @@ differ by rounding.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import fx
 
-from graphs.ir import Graph, Op
+from graphs.ir import Graph
 from planner.capture.lowering.lower import Capture
 from planner.capture.options.added import Additions
 from planner.capture.options.chunks.body import Body, CombinedResult, InChunks, sliced
-from planner.capture.options.chunks.op_by_rows import Total
-from planner.capture.options.chunks.rows import RowDimensions
 from planner.capture.options.chunks.stretches import Stretch, StretchFinder
 from planner.capture.options.differing import differing
 from planner.capture.rewrites.outputs import storage
@@ -106,29 +104,5 @@ def _add(additions: Additions, found: _StandIn, count: int, called: InChunks) ->
         outputs=made,
         replaces=ops,
         recomputable=all(p.recomputable for p in stood_for),
-        differs=differing(
-            capture.graph,
-            capture.program,
-            [t for t, r in zip(made, called.results, strict=True) if r.made is not Total.COUNT],
-        ),
-    )
-
-
-def settle(capture: Capture, op: Op, equal: Sequence[bool]) -> Op:
-    """Return `op`, one of those of ``chunked``, with the differences of its outputs recorded.
-
-    Kernels are chosen by shapes, not by values: if rows were bit-identical once, they always are. Sums in another order may have
-    been equal by chance.
-
-    Args:
-        equal: for each output, True if it was bit-identical on the device of the step.
-    """
-    composed = capture.program.calls[op.id].composed
-    assert isinstance(composed, InChunks)
-    exact = [
-        r.made is Total.COUNT or (isinstance(r.made, RowDimensions) and same)
-        for r, same in zip(composed.results, equal, strict=True)
-    ]
-    return replace(
-        op, differs=differing(capture.graph, capture.program, [t for t, e in zip(op.outputs, exact, strict=True) if not e])
+        differs=differing(capture, made, called.rounds((False,) * len(made))),
     )

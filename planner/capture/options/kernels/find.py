@@ -5,8 +5,7 @@ tensors with the same layout. Measurements show which alternatives are faster or
 (``planner.capture.options.kernels.worth``).
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 
 from graphs.ir import Op
@@ -62,26 +61,5 @@ def _add(additions: Additions, calls: Calls, found: Op, bundle: Bundle) -> None:
             target=f"{TARGET}.{alternative.name}",
             outputs=made,
             replaces=() if alternative.helper else stood_for,
-            differs=_differing(capture, made, called.of_program),
+            differs=differing(capture, made, called.rounds((False,) * len(made))),
         )
-
-
-def _differing(capture: Capture, made: Sequence[int], rounded: Sequence[bool]) -> str:
-    return differing(capture.graph, capture.program, [t for t, differs in zip(made, rounded, strict=True) if differs])
-
-
-def settle(capture: Capture, op: Op, equal: Sequence[bool]) -> Op:
-    """Return `op`, one of those of ``with_kernels``, with the differences of its outputs recorded.
-
-    Kernels are chosen by shapes, not by values: kernels that were bit-identical once always are, if their order of summation is
-    fixed.
-
-    Args:
-        equal: for each output, True if it was bit-identical on the device of the step.
-    """
-    called = capture.program.calls[op.id].composed
-    assert isinstance(called, OtherKernels)
-    rounded = [
-        program and not (same and called.alternative.repeatable) for program, same in zip(called.of_program, equal, strict=True)
-    ]
-    return replace(op, differs=_differing(capture, op.outputs, rounded))

@@ -1,5 +1,6 @@
 """The calls of alternative kernels, whose results get the program's layout."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,10 +20,10 @@ class OtherKernels:
     alternative: Alternative
     bundle: str
 
-    @property
-    def of_program(self) -> tuple[bool, ...]:
-        """For each result, True if the program makes it too."""
-        return tuple(isinstance(made, MadeTensor) for made in self.alternative.makes)
+    def rounds(self, equal: Sequence[bool]) -> list[bool]:
+        """Return which results of the program may be rounded differently; see ``Comparable``."""
+        of_program = (isinstance(made, MadeTensor) for made in self.alternative.makes)
+        return [of and not (same and self.alternative.repeatable) for of, same in zip(of_program, equal, strict=True)]
 
     def __call__(self, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return the results."""

@@ -20,6 +20,7 @@ from planner.capture.lowering.statics import allocated_bytes
 from planner.capture.options.added import Additions, value_of
 from planner.capture.options.compress.forms import FORMS
 from planner.capture.options.compress.kept import DenseLayout, Keep, Restore
+from planner.capture.rewrites.outputs import is_dense
 
 _LEAST_ELEMENTS = 2048
 _LEAST_SHARE = 1 / 100  # of the largest tensor that can be compressed
@@ -38,7 +39,8 @@ def compressed(capture: Capture) -> Capture:
         read = sorted((t for t in op.inputs if t in found), key=lambda t: -capture.graph.tensors[t].size_bytes)[:_MOST_READ]
         for count in range(1, len(read) + 1):
             for some in combinations(read, count):
-                _add_reader(additions, op, {t: restored[t] for t in some})
+                name = f"{op.name}_of_{'_'.join(map(str, sorted(some)))}"
+                additions.add_variant(op, {t: restored[t] for t in some}, name, f"{COMPRESS}.read")
     return additions.captured()
 
 
@@ -83,14 +85,8 @@ def _compressible(capture: Capture) -> dict[int, torch.Tensor]:
 
 def _is_whole(tensor: Tensor, value: torch.Tensor) -> bool:
     """Return whether the elements are numbers, sufficiently many, and fill the storage."""
-    size_bytes = value.numel() * value.element_size()
-    return (
-        value.dtype in _DTYPES
-        and value.numel() >= _LEAST_ELEMENTS
-        and value.storage_offset() == 0
-        and value.untyped_storage().nbytes() == size_bytes
-        and tensor.size_bytes == allocated_bytes(size_bytes, value.device)
-    )
+    as_allocated = tensor.size_bytes == allocated_bytes(value.untyped_storage().nbytes(), value.device)
+    return value.dtype in _DTYPES and value.numel() >= _LEAST_ELEMENTS and is_dense(value) and as_allocated
 
 
 def _readers(capture: Capture, tensors: Sequence[int] | Mapping[int, object] | range) -> Iterator[Op]:
@@ -128,9 +124,3 @@ def _add_forms(additions: Additions, tensor: Tensor, value: torch.Tensor) -> int
             differs=f"lossy: activations kept {how} for the backward pass (gradients)",
         )
     return made
-
-
-def _add_reader(additions: Additions, op: Op, restored: Mapping[int, int]) -> None:
-    """Add an alternative of `op` that reads `restored` tensors."""
-    read = "_".join(str(t) for t in sorted(restored))
-    additions.add_variant(op, restored, f"{op.name}_of_{read}", f"{COMPRESS}.read")

@@ -15,7 +15,7 @@ from planner.capture.lowering.lower import Capture
 from planner.capture.lowering.references import is_laid_out
 from planner.capture.options.added import tensors_by_storage
 from planner.capture.rewrites.batch_norms import ignored_inputs
-from planner.capture.rewrites.outputs import fake, is_random, storage
+from planner.capture.rewrites.outputs import fake, is_dense, is_random, storage
 from planner.passes.program import Call, OpCalls, Ref
 from planner.torch_private.core import DispatchKey, OpOverload
 
@@ -105,19 +105,13 @@ class _Finding:
             return None
         values = [value for value in node.all_input_nodes if isinstance(value.meta.get("val"), torch.Tensor)]
         of_t = [value for value in values if self._tensor_of.get(storage(fake(value))) == t]
-        return of_t[0] if of_t and all(_covers(fake(value), made) for value in of_t) else None
+        return of_t[0] if of_t and all(covers(fake(value), made) for value in of_t) else None
 
 
-def _covers(read: torch.Tensor, made: torch.Tensor) -> bool:
+def covers(read: torch.Tensor, made: torch.Tensor) -> bool:
     """Return whether `read` covers its storage, each element once, with the layout of `made`."""
     alike = (read.dtype, read.shape, read.stride(), read.device) == (made.dtype, made.shape, made.stride(), made.device)
-    size_bytes = read.numel() * read.element_size()
-    whole = read.untyped_storage().nbytes() == made.untyped_storage().nbytes() == size_bytes
-    expected, dense = 1, True
-    for stride, size in sorted((stride, size) for stride, size in zip(read.stride(), read.shape, strict=True) if size > 1):
-        dense = dense and stride == expected
-        expected *= size
-    return alike and whole and dense and read.storage_offset() == made.storage_offset() == 0
+    return alike and is_dense(read) and read.untyped_storage().nbytes() == made.untyped_storage().nbytes()
 
 
 def with_out(target: OpOverload) -> tuple[OpOverload, str] | None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from planner.capture.options.kernels.alternative import Alternative, MadeTensor
+from planner.capture.rewrites.outputs import same_layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +36,7 @@ class OtherKernels:
 
 def _as_laid_out(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Return `value` with the strides of `like`, in a storage of the same size."""
-    strides = zip(value.shape, value.stride(), like.stride(), strict=True)
-    if value.untyped_storage().nbytes() != like.untyped_storage().nbytes() or any(s != t for n, s, t in strides if n > 1):
+    if value.untyped_storage().nbytes() != like.untyped_storage().nbytes() or not same_layout(value, like):
         return value.new_empty_strided(like.shape, like.stride()).copy_(value)
     # The stride of a dimension with one element is arbitrary, but it influences the choice of kernels.
     return value if value.stride() == like.stride() else value.as_strided(like.shape, like.stride())

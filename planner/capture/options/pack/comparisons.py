@@ -10,9 +10,9 @@ from torch import fx
 
 from graphs.ir import Phase
 from planner.capture.options.pack import bits
-from planner.capture.options.pack.finder import PackFinder, is_dense, room_for, same_layout
+from planner.capture.options.pack.finder import PackFinder, room_for
 from planner.capture.options.pack.results import is_of_type, needed_result
-from planner.capture.rewrites.outputs import fake
+from planner.capture.rewrites.outputs import fake, is_dense, same_layout
 
 aten = torch.ops.aten
 

@@ -1,7 +1,6 @@
 """The tensors of a captured step that are worth packing, and their readers."""
 
 from collections.abc import Collection, Iterator, Sequence
-from math import prod
 from typing import Any
 
 import torch
@@ -120,20 +119,3 @@ class PackFinder:
 def room_for(value: torch.Tensor, near: torch.Tensor) -> torch.Tensor:
     """Return an uninitialized tensor with the layout of the fake `value`, on the device of `near`."""
     return near.new_empty_strided(value.shape, value.stride(), dtype=value.dtype)
-
-
-def is_dense(value: torch.Tensor) -> bool:
-    """Return whether the elements of `value` fill its storage, each at its own position."""
-    whole = value.numel() * value.element_size() == value.untyped_storage().nbytes()
-    expected = 1
-    for dimension in sorted(range(value.dim()), key=lambda d: (value.stride(d), value.size(d))):
-        if value.size(dimension) != 1:
-            whole = whole and value.stride(dimension) == expected
-            expected *= value.size(dimension)
-    return whole and expected == prod(value.shape)
-
-
-def same_layout(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Return whether `a` and `b` have the same shape and order of elements."""
-    strides = zip(a.shape, a.stride(), b.stride(), strict=True) if a.shape == b.shape else ()
-    return a.shape == b.shape and all(size == 1 or s == t for size, s, t in strides)

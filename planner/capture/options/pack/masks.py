@@ -6,8 +6,8 @@ import torch
 
 from planner.capture.options.added import value_of
 from planner.capture.options.pack import bits
-from planner.capture.options.pack.finder import PackFinder, is_dense, room_for
-from planner.capture.rewrites.outputs import tensors_in
+from planner.capture.options.pack.finder import PackFinder, room_for
+from planner.capture.rewrites.outputs import is_dense, tensors_in
 
 
 def to_bits(mask: torch.Tensor, *, like: torch.Tensor, size: int) -> tuple[torch.Tensor]:

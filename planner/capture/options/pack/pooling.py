@@ -8,9 +8,9 @@ import torch
 from torch import fx
 
 from graphs.ir import Phase
-from planner.capture.options.pack.finder import PackFinder, is_dense, room_for
+from planner.capture.options.pack.finder import PackFinder, room_for
 from planner.capture.options.pack.shapes import OfShape, of_shape
-from planner.capture.rewrites.outputs import fake
+from planner.capture.rewrites.outputs import fake, is_dense
 
 aten = torch.ops.aten
 

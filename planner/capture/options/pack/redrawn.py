@@ -6,7 +6,8 @@ import torch
 
 from graphs.ir import Phase
 from planner.capture.options.added import value_of
-from planner.capture.options.pack.finder import PackFinder, is_dense, room_for
+from planner.capture.options.pack.finder import PackFinder, room_for
+from planner.capture.rewrites.outputs import is_dense
 from planner.capture.rewrites.reproducible_random import with_generator_argument
 from planner.torch_private.core import FakeTensor
 

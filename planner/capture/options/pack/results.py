@@ -10,8 +10,8 @@ import torch
 from torch import fx
 
 from graphs.ir import Phase
-from planner.capture.options.pack.finder import PackFinder, same_layout
-from planner.capture.rewrites.outputs import fake
+from planner.capture.options.pack.finder import PackFinder
+from planner.capture.rewrites.outputs import fake, same_layout
 from planner.torch_private.core import OpOverload
 
 aten = torch.ops.aten

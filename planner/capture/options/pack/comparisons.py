@@ -37,42 +37,25 @@ class ComparisonGradient:
     no: Answer
 
 
-def _at_most(x: torch.Tensor, room: torch.Tensor, arguments: Arguments) -> None:
-    torch.le(x, arguments[0], out=room)
-
-
-def _above_zero(x: torch.Tensor, room: torch.Tensor, _: Arguments) -> None:
-    torch.gt(x, 0, out=room)
-
-
-def _between_threes(x: torch.Tensor, room: torch.Tensor, _: Arguments) -> None:
-    torch.gt(x, -3, out=room)
-    room.logical_and_(torch.lt(x, 3))
-
-
-def _zero(_: torch.Tensor, zero: torch.Tensor, __: torch.Tensor, ___: Arguments) -> torch.Tensor:
-    return zero
-
-
-def _same(part: torch.Tensor, _: torch.Tensor, __: torch.Tensor, ___: Arguments) -> torch.Tensor:
-    return part
-
-
-def _sloped(part: torch.Tensor, _: torch.Tensor, room: torch.Tensor, arguments: Arguments) -> torch.Tensor:
-    return torch.mul(part, arguments[0], out=room)
-
-
-def _sixth(part: torch.Tensor, _: torch.Tensor, room: torch.Tensor, __: Arguments) -> torch.Tensor:
-    return torch.mul(part, 1 / 6, out=room)
-
-
 # NaN is on the same side here as in the kernel. hardtanh, hardshrink and softshrink are excluded: on a CPU, whether a gradient
 # passes at NaN depends on whether the element is processed in a vector or alone.
 COMPARISONS: Mapping[Any, ComparisonGradient] = MappingProxyType(
     {
-        aten.threshold_backward.default: ComparisonGradient(_at_most, _zero, _same),
-        aten.leaky_relu_backward.default: ComparisonGradient(_above_zero, _same, _sloped),
-        aten.hardsigmoid_backward.default: ComparisonGradient(_between_threes, _sixth, _zero),
+        aten.threshold_backward.default: ComparisonGradient(
+            ask=lambda x, room, arguments: torch.le(x, arguments[0], out=room),
+            yes=lambda _, zero, *__: zero,
+            no=lambda part, *_: part,
+        ),
+        aten.leaky_relu_backward.default: ComparisonGradient(
+            ask=lambda x, room, _: torch.gt(x, 0, out=room),
+            yes=lambda part, *_: part,
+            no=lambda part, _, room, arguments: torch.mul(part, arguments[0], out=room),
+        ),
+        aten.hardsigmoid_backward.default: ComparisonGradient(
+            ask=lambda x, room, _: torch.gt(x, -3, out=room).logical_and_(torch.lt(x, 3)),
+            yes=lambda part, _, room, __: torch.mul(part, 1 / 6, out=room),
+            no=lambda _, zero, *__: zero,
+        ),
     }
 )
 

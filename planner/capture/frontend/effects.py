@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 from unittest import mock
@@ -16,6 +17,7 @@ from unittest import mock
 import torch
 
 from graphs.errors import TraceError
+from planner.capture.frontend.python_state import restoring_items
 from planner.capture.guards.messages import Scope, readable
 from planner.torch_private.capture import SideEffects
 
@@ -245,41 +247,21 @@ class _GlobalVariables:
 
 def _snapshots(effects: list[Effect], local: Scope, scope: Scope) -> list[Callable[[], None]]:
     """Return functions that restore the present values."""
-    restore: list[Callable[[], None]] = []
+    restore: list[Callable[[], None] | None] = []
     for effect in effects:
-        owner, value = _owner(effect, local, scope), _found(effect, local, scope)
+        owner = _owner(effect, local, scope)
         if effect.attribute is not None:
-            restore.append(_attribute_restored(owner, effect.attribute, value))
-        elif isinstance(value, list):
-            restore.append(_list_restored(owner, value))
-        elif isinstance(value, dict | set):
-            restore.append(_items_restored(owner, value))
-    return restore
+            restore.append(partial(_restore_attribute, owner, effect.attribute, _found(effect, local, scope)))
+        else:
+            restore.append(restoring_items(owner))
+    return [each for each in restore if each is not None]
 
 
-def _attribute_restored(owner: Any, name: str, value: object) -> Callable[[], None]:
-    def restore() -> None:
-        if value is not _ABSENT:
-            setattr(owner, name, value)
-        elif hasattr(owner, name):
-            delattr(owner, name)
-
-    return restore
-
-
-def _list_restored(owner: list[Any], items: list[Any]) -> Callable[[], None]:
-    def restore() -> None:
-        owner[:] = items
-
-    return restore
-
-
-def _items_restored(owner: Any, items: Any) -> Callable[[], None]:
-    def restore() -> None:
-        owner.clear()
-        owner.update(items)
-
-    return restore
+def _restore_attribute(owner: Any, name: str, value: object) -> None:
+    if value is not _ABSENT:
+        setattr(owner, name, value)
+    elif hasattr(owner, name):
+        delattr(owner, name)
 
 
 def _same(a: object, b: object) -> bool:

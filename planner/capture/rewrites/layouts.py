@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import fx
@@ -78,11 +79,8 @@ def record_written_strides() -> Iterator[None]:
             _record(func, args[0])
         return result
 
-    FunctionalTensorMode.__torch_dispatch__ = recording  # type: ignore[method-assign]
-    try:
+    with patch.object(FunctionalTensorMode, "__torch_dispatch__", recording):
         yield
-    finally:
-        FunctionalTensorMode.__torch_dispatch__ = dispatch  # type: ignore[method-assign]
 
 
 def _writes_first(op: OpOverload) -> bool:

@@ -27,16 +27,12 @@ def by_rows(asked: OpByRows) -> ByRows:
     if rule := _RULES.get(target):
         return rule(asked)
     if torch.Tag.pointwise in getattr(target, "tags", ()) or target in _ELEMENTWISE:
-        return _pointwise(asked)
+        return asked.makes(_by_elements(asked, asked.shape(asked.node)))
     raise NotByRowsError
 
 
 # Elementwise operators without the tag.
 _ELEMENTWISE = frozenset({aten._to_copy.default, aten.masked_fill.Tensor, aten.hardswish_backward.default})
-
-
-def _pointwise(asked: OpByRows) -> ByRows:
-    return asked.makes(_by_elements(asked, asked.shape(asked.node)))
 
 
 def _by_elements(asked: OpByRows, out: tuple[int, ...]) -> RowDimensions:

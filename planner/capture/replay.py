@@ -1,6 +1,6 @@
 """A captured step on real tensors, executed op by op with everything kept, to observe each op."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
 import torch
@@ -28,26 +28,13 @@ class RealStep:
             that call an op of the program on other tensors (``equivalent_ops``).
     """
 
-    def __init__(self, capture: Capture, static: Sequence[torch.Tensor], written: Sequence[torch.Tensor]) -> None:
-        """Initialize with the `static` tensors of `capture`, in the order of the program's sources; the step writes to
-        `written`.
-        """
+    def __init__(self, capture: Capture, step: nn.Module, batch: Batch) -> None:
+        """Initialize for the `capture` of `step`; arguments as in ``real_static``."""
         self.capture = capture
-        self.static = list(static)
-        self._written = written
+        self.static = real_static(capture, step, batch)
+        self._written = written_tensors(capture, step, batch)
         self.device: torch.device = self.static[0].device
         self.order, self._schedule = _replay(capture)
-
-    @classmethod
-    def of(cls, capture: Capture, step: nn.Module, batch: Batch) -> "RealStep":
-        """Return the whole step with its model's parameters.
-
-        Args:
-            capture: the capture of the step.
-            step: the module that was captured (``planner.capture.step.TrainingStep``), with real parameters.
-            batch: real tensors of the captured shapes.
-        """
-        return cls(capture, real_static(capture, step, batch), written_tensors(capture, step, batch))
 
     def run(self, look: Callable[[Op], Call | None]) -> None:
         """Execute the step; after each op call what `look` returns for it, if anything, before tensors are freed."""

@@ -7,7 +7,7 @@ exact, and so is the input of compression. The change of the gradients is measur
 (``planner.capture.options.compress.sensitivity``); docs/options/compression.md describes all this.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import combinations
 
@@ -35,7 +35,7 @@ def compressed(capture: Capture) -> Capture:
     restored: dict[int, int] = {}
     for t, value in found.items():
         restored[t] = _add_forms(additions, capture.graph.tensors[t], value)
-    for op in _readers(capture, found):
+    for op in _readers(capture):
         read = sorted((t for t in op.inputs if t in found), key=lambda t: -capture.graph.tensors[t].size_bytes)[:_MOST_READ]
         for count in range(1, len(read) + 1):
             for some in combinations(read, count):
@@ -71,7 +71,7 @@ def _compressible(capture: Capture) -> dict[int, torch.Tensor]:
     """Return the tensors that may be compressed, with their fake values."""
     graph = capture.graph
     found: dict[int, torch.Tensor] = {}
-    readers = {t for op in _readers(capture, range(len(graph.tensors))) for t in op.inputs}
+    readers = {t for op in _readers(capture) for t in op.inputs}
     for op in graph.program:
         node, call = capture.nodes[op.id], capture.program.calls[op.id]
         if op.phase is Phase.FORWARD and node is not None:
@@ -89,11 +89,11 @@ def _is_whole(tensor: Tensor, value: torch.Tensor) -> bool:
     return value.dtype in _DTYPES and value.numel() >= _LEAST_ELEMENTS and is_dense(value) and as_allocated
 
 
-def _readers(capture: Capture, tensors: Sequence[int] | Mapping[int, object] | range) -> Iterator[Op]:
-    """Yield the ops of the backward pass that read some of `tensors` and can read others instead."""
+def _readers(capture: Capture) -> Iterator[Op]:
+    """Yield the ops of the backward pass that can read other tensors instead."""
     for op in capture.graph.program:
         movable = not (op.random or op.mutates or capture.program.calls[op.id].launches)
-        if movable and op.phase is Phase.BACKWARD and any(t in tensors for t in op.inputs):
+        if movable and op.phase is Phase.BACKWARD:
             yield op
 
 

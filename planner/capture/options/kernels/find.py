@@ -5,8 +5,7 @@ tensors with the same layout. Measurements show which alternatives are faster or
 (``planner.capture.options.kernels.worth``).
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from types import MappingProxyType
+from collections.abc import Callable, Iterator
 
 from graphs.ir import Op
 from planner.capture.lowering.lower import Capture
@@ -19,8 +18,10 @@ from planner.capture.rewrites.outputs import storage
 
 TARGET = "kernels"  # the prefix of the ops' targets
 
-KINDS: Mapping[str, Callable[[ReplaceableOp], Iterator[Bundle]]] = MappingProxyType(
-    {"convolutions": convolution.alternatives, "attention": attention.alternatives, "in place": in_place.alternatives}
+KINDS: tuple[Callable[[ReplaceableOp], Iterator[Bundle]], ...] = (
+    convolution.alternatives,
+    attention.alternatives,
+    in_place.alternatives,
 )
 
 
@@ -29,7 +30,7 @@ def with_kernels(capture: Capture) -> Capture:
     calls, additions = Calls(capture), Additions(capture)
     for asked in calls:
         if not asked.is_bound and asked.results:
-            for alternatives in KINDS.values():
+            for alternatives in KINDS:
                 for bundle in alternatives(asked):
                     _add(additions, calls, asked.op, bundle)
     return additions.captured()

@@ -1,6 +1,6 @@
 """Selection of added ops: those faster than other ops for the same results, or with less memory."""
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from graphs.ir import Graph, Op
@@ -48,7 +48,7 @@ def needless(capture: Capture) -> frozenset[int]:
     for op, call in zip(graph.ops, capture.program.calls, strict=True):
         if measured and isinstance(call.composed, OtherKernels) and call.composed.alternative.always_exact and not op.exact:
             found.add(op.id)  # the kernel does not read before it writes: its result is wrong
-    for replaced, offers in _offers(capture, found):
+    for replaced, offers in _offers(capture, found).items():
         taken = [_offer(graph, replaced)]
         for offer in sorted(offers, key=lambda offer: (offer.time_s, offer.held_bytes)):
             if all(offer.beats(other, margin_s, margin_bytes) for other in taken):
@@ -58,8 +58,8 @@ def needless(capture: Capture) -> frozenset[int]:
     return frozenset(found)
 
 
-def _offers(capture: Capture, wrong: Collection[int]) -> Iterator[tuple[tuple[int, ...], list[_UsefulOps]]]:
-    """Yield groups of ops that are replaced together, with the offers for them, without the ops that are `wrong`."""
+def _offers(capture: Capture, wrong: Collection[int]) -> dict[tuple[int, ...], list[_UsefulOps]]:
+    """Return groups of ops that are replaced together, with the offers for them, without the ops that are `wrong`."""
     graph = capture.graph
     bundles: dict[str, list[int]] = {}
     for op, call in zip(graph.ops, capture.program.calls, strict=True):
@@ -69,7 +69,7 @@ def _offers(capture: Capture, wrong: Collection[int]) -> Iterator[tuple[tuple[in
     for ops in bundles.values():
         stood_for = tuple(sorted({p for op in ops for p in graph.ops[op].replaces}))
         replaced.setdefault(stood_for, []).append(_offer(graph, ops))
-    yield from replaced.items()
+    return replaced
 
 
 def _offer(graph: Graph, ids: Iterable[int]) -> _UsefulOps:

@@ -108,7 +108,7 @@ def offer(finder: PackFinder) -> None:
             continue
         comparison, size = COMPARISONS[node.target], bits.part_size(fake(x).numel(), finder.device)
         packed = fake(x).new_empty(bits.bytes_of(fake(x).numel()), dtype=torch.uint8)
-        made = finder.new_tensor(f"{op.name}@bits", packed)
+        made = finder.additions.add_tensor(f"{op.name}@bits", packed)
         found = Compared(comparison, tuple(arguments), fake(node), size)
         finder.add(found.to_bits, [x], like=op, of=op.name, does="to_bits", makes=made)
         finder.add(found.from_bits, [gradient, made], like=op, of=op.name, does="from_bits", makes=op.outputs[0], stands_in=True)

@@ -24,13 +24,14 @@ class PackFinder:
     Attributes:
         capture: the capture without the added ops.
         device: type of the device that is planned for, ``cpu`` or ``cuda``.
+        additions: the added ops and tensors.
     """
 
     def __init__(self, capture: Capture, spared: Collection[Any]) -> None:
         """Search in `capture`; calls of `spared` can be computed without their second argument."""
         self.capture, self.graph = capture, capture.graph
         self.device = str(capture.graph.provenance["device"])
-        self._additions = Additions(capture)
+        self.additions = Additions(capture)
         across = [t.id for t in self.graph.tensors if not t.static and t.id not in self.graph.kept and self._is_across(t.id)]
         large = {t for t in across if self.graph.tensors[t].size_bytes >= LEAST_BYTES}
         self._worth = large or set(across)
@@ -48,7 +49,7 @@ class PackFinder:
 
     def tensor_of(self, node: fx.Node) -> int:
         """Return the tensor that holds the value of `node`."""
-        return self._additions.tensor_of[storage(fake(node))]
+        return self.additions.tensor_of[storage(fake(node))]
 
     def is_worth(self, tensor: int) -> bool:
         """Return whether a tensor is large, made by the forward pass, not kept, and read by the backward pass."""
@@ -62,14 +63,6 @@ class PackFinder:
         """Return whether the value of `node` is small, or needed by an op of the backward pass that cannot do without it."""
         tensor = self.tensor_of(node)
         return not self.is_worth(tensor) or bool(self.readers(tensor) - self._spared.get(tensor, set()))
-
-    def new_tensor(self, name: str, value: torch.Tensor) -> int:
-        """Add a tensor with the fake `value` for ops to be added; return its id."""
-        return self._additions.add_tensor(name, value)
-
-    def set_fake(self, tensor: int, value: torch.Tensor) -> None:
-        """Set the fake value of a tensor that no captured node makes: a state of the generator."""
-        self._additions.fakes[tensor] = value
 
     def add(
         self,
@@ -93,7 +86,7 @@ class PackFinder:
             makes: the tensor that it makes.
             stands_in: True if it is an alternative for `like`.
         """
-        self._additions.add_op(
+        self.additions.add_op(
             called,
             reads,
             like=like,
@@ -103,10 +96,6 @@ class PackFinder:
             replaces=(like.id,) if stands_in else (),
             recomputable=like.recomputable or not stands_in,
         )
-
-    def captured(self) -> Capture:
-        """Return the capture with all additions."""
-        return self._additions.captured()
 
     def _is_across(self, tensor: int) -> bool:
         made = self.graph.tensors[tensor].producers[0]

@@ -34,6 +34,6 @@ def offer(finder: PackFinder) -> None:
                 size = bits.part_size(value.numel(), finder.device)
                 packed = value.new_empty(bits.bytes_of(value.numel()), dtype=torch.uint8)
                 name = finder.graph.tensors[t].name
-                made = finder.new_tensor(f"{name}@bits", packed)
+                made = finder.additions.add_tensor(f"{name}@bits", packed)
                 finder.add(partial(to_bits, like=value, size=size), [t], like=op, of=name, does="to_bits", makes=made)
                 finder.add(partial(from_bits, like=value, size=size), [made], like=op, of=name, does="from_bits", makes=t)

@@ -111,7 +111,7 @@ def offer(finder: PackFinder) -> None:
         if windows is None or not alone or not finder.is_worth(finder.tensor_of(indices)) or not is_dense(value):
             continue
         places = value.new_empty_strided(value.shape, value.stride(), dtype=torch.uint8)
-        made = finder.new_tensor(f"{op.name}@places", places)
+        made = finder.additions.add_tensor(f"{op.name}@places", places)
         called = partial(to_places, like=places, windows=windows)
         finder.add(called, [indices], like=op, of=op.name, does="to_places", makes=made)
         called = partial(from_places, whole=of_shape(node), windows=windows)

@@ -77,6 +77,6 @@ def offer(finder: PackFinder) -> None:
         if dtype is not None and finder.is_worth(t) and is_dense(value):
             narrow = value.new_empty_strided(value.shape, value.stride(), dtype=dtype)
             name = finder.graph.tensors[t].name
-            made = finder.new_tensor(f"{name}@narrow", narrow)
+            made = finder.additions.add_tensor(f"{name}@narrow", narrow)
             finder.add(partial(cast, like=narrow), [t], like=op, of=name, does="to_narrow", makes=made)
             finder.add(partial(cast, like=value), [made], like=op, of=name, does="from_narrow", makes=t)

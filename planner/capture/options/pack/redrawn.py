@@ -37,6 +37,6 @@ def offer(finder: PackFinder) -> None:
         assert isinstance(probability, float)
         if finder.is_worth(t) and is_dense(mask):
             size_bytes = finder.graph.tensors[calls.random_state].size_bytes
-            finder.set_fake(calls.random_state, mask.new_empty(size_bytes, dtype=torch.uint8))
+            finder.additions.fakes[calls.random_state] = mask.new_empty(size_bytes, dtype=torch.uint8)
             called = partial(mask_drawn_again, like=mask, probability=probability)
             finder.add(called, [calls.random_state], like=op, of=op.name, does="mask_drawn_again", makes=t)

@@ -17,7 +17,7 @@ from graphs.ir import Kind, Op, Phase, Tensor
 from graphs.options.compress import COMPRESS, KEEP, RESTORE
 from planner.capture.lowering.lower import Capture
 from planner.capture.lowering.statics import allocated_bytes
-from planner.capture.options.added import Additions, value_of
+from planner.capture.options.added import Additions, made_values
 from planner.capture.options.compress.forms import FORMS
 from planner.capture.options.compress.kept import DenseLayout, Keep, Restore
 from planner.capture.rewrites.outputs import is_dense
@@ -72,13 +72,11 @@ def _compressible(capture: Capture) -> dict[int, torch.Tensor]:
     graph = capture.graph
     found: dict[int, torch.Tensor] = {}
     readers = {t for op in _readers(capture) for t in op.inputs}
-    for op in graph.program:
-        node, call = capture.nodes[op.id], capture.program.calls[op.id]
-        if op.phase is Phase.FORWARD and node is not None:
-            for t, path in call.outputs:
-                tensor = graph.tensors[t]
-                if tensor.kind is Kind.ACTIVATION and t in readers and _is_whole(tensor, value := value_of(node, path)):
-                    found[t] = value
+    for t, value in made_values(capture):
+        tensor = graph.tensors[t]
+        forward = graph.ops[tensor.producers[0]].phase is Phase.FORWARD
+        if forward and tensor.kind is Kind.ACTIVATION and t in readers and _is_whole(tensor, value):
+            found[t] = value
     least = _LEAST_SHARE * max((graph.tensors[t].size_bytes for t in found), default=0)
     return {t: value for t, value in found.items() if graph.tensors[t].size_bytes >= least}
 

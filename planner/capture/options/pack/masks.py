@@ -4,10 +4,9 @@ from functools import partial
 
 import torch
 
-from planner.capture.options.added import value_of
 from planner.capture.options.pack import bits
 from planner.capture.options.pack.finder import PackFinder, room_for
-from planner.capture.rewrites.outputs import is_dense, tensors_in
+from planner.capture.rewrites.outputs import is_dense
 
 
 def to_bits(mask: torch.Tensor, *, like: torch.Tensor, size: int) -> tuple[torch.Tensor]:
@@ -26,11 +25,9 @@ def from_bits(packed: torch.Tensor, *, like: torch.Tensor, size: int) -> tuple[t
 def offer(finder: PackFinder) -> None:
     """Add two ops for each mask worth packing: to bits, and back."""
     for op in finder.graph.program:
-        node = finder.capture.nodes[op.id]
-        for t, path in finder.capture.program.calls[op.id].outputs:
-            if node is None or not finder.is_worth(t) or not tensors_in(value := value_of(node, path)):
-                continue
-            if value.dtype is torch.bool and is_dense(value):
+        for t in op.outputs:
+            value = finder.additions.fakes.get(t)
+            if value is not None and finder.is_worth(t) and value.dtype is torch.bool and is_dense(value):
                 size = bits.part_size(value.numel(), finder.device)
                 packed = value.new_empty(bits.bytes_of(value.numel()), dtype=torch.uint8)
                 name = finder.graph.tensors[t].name

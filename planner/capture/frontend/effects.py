@@ -19,7 +19,7 @@ import torch
 from graphs.errors import TraceError
 from planner.capture.frontend.python_state import restoring_items
 from planner.capture.guards.messages import Scope, readable
-from planner.torch_private.capture import SideEffects
+from planner.torch_private.capture import SideEffects, source_name
 
 _Change = Literal["never", "once", "always"]
 
@@ -153,9 +153,8 @@ def settle(effects: list[Effect], run: Callable[[], AbstractContextManager[None]
 def _effects(effects: SideEffects) -> list[Effect]:
     found = []
     for variable in effects._get_modified_vars():
-        source = getattr(variable, "source", None)
         try:
-            owner = source.name if isinstance(source.name, str) else source.name()  # type: ignore[union-attr]
+            owner = source_name(variable.source)
         except (AttributeError, NotImplementedError):
             continue  # made by the step itself
         frames = [frame for stack in effects.mutation_user_stacks.get(variable, ())[-1:] for frame in stack]
@@ -194,7 +193,7 @@ def _is_itself(value: Any, owner: str, name: str) -> bool:
     source = getattr(value, "source", None)
     if source is None:
         return False
-    return str(source.name) in {f"{owner}.{name}", f"{owner}._buffers['{name}']", f"{owner}._parameters['{name}']"}
+    return source_name(source) in {f"{owner}.{name}", f"{owner}._buffers['{name}']", f"{owner}._parameters['{name}']"}
 
 
 def _changes(effects: list[Effect], run: Callable[[], object], local: Scope, scope: Scope) -> dict[Effect, _Change]:

@@ -24,8 +24,6 @@ class RealStep:
     Attributes:
         static: the static tensors, in the order of the program's sources.
         device: the device of the static tensors.
-        order: ids of the ops in execution order: program order, with optional ops as soon as their inputs exist, without those
-            that call an op of the program on other tensors (``equivalent_ops``).
     """
 
     def __init__(self, capture: Capture, step: nn.Module, batch: Batch) -> None:
@@ -34,7 +32,7 @@ class RealStep:
         self.static = real_static(capture, step, batch)
         self._written = written_tensors(capture, step, batch)
         self.device: torch.device = self.static[0].device
-        self.order, self._schedule = _replay(capture)
+        self._schedule = _replay(capture)
 
     def run(self, look: Callable[[Op], Call | None]) -> None:
         """Execute the step; after each op call what `look` returns for it, if anything, before tensors are freed."""
@@ -61,34 +59,26 @@ class RealStep:
             yield
 
 
-def equivalent_ops(capture: Capture) -> dict[int, int]:
-    """Return for each optional op that makes the same call as an op of the program, on other tensors, the id of that op."""
-    program = len(capture.graph.program)
-    number = {node: op for op, node in enumerate(capture.nodes[:program]) if node is not None}
-    return {op: number[node] for op, node in enumerate(capture.nodes) if op >= program and node is not None}
-
-
-def _replay(capture: Capture) -> tuple[list[int], Schedule]:
-    """Return the order that executes each op once, and its schedule, which keeps the program's tensors.
+def _replay(capture: Capture) -> Schedule:
+    """Return the schedule that executes each op once, and keeps the program's tensors.
 
     An optional op follows the last op that it replaces, or that computes one of its inputs or outputs. Tensors that it
-    recomputes are freed.
+    recomputes are freed. Optional ops that call an op of the program on other tensors are left out.
     """
-    graph, left_out = capture.graph, equivalent_ops(capture)
+    graph = capture.graph
     made_at = {t: op.id for op in graph.program for t in op.outputs}
     behind: dict[int, list[int]] = {}
-    place = {op.id: op.id for op in graph.program}
     for op in graph.ops[len(graph.program) :]:
-        if op.id in left_out:
+        if capture.nodes[op.id] is not None:  # that of an op of the program
             continue
-        place[op.id] = max(op.replaces or [made_at.get(t, 0) for t in (*op.inputs, *op.outputs)], default=0)
-        behind.setdefault(place[op.id], []).append(op.id)
+        place = max(op.replaces or [made_at.get(t, 0) for t in (*op.inputs, *op.outputs)], default=0)
+        behind.setdefault(place, []).append(op.id)
         for t in op.outputs:
-            made_at.setdefault(t, place[op.id])
+            made_at.setdefault(t, place)
     order = [op for program_op in graph.program for op in (program_op.id, *behind.get(program_op.id, ()))]
     first = {t: position for position in reversed(range(len(order))) for t in graph.ops[order[position]].outputs}
     again = {p: [t for t in graph.ops[op].outputs if first[t] < p] for p, op in enumerate(order)}
-    return order, schedule_of(graph, order, again)
+    return schedule_of(graph, order, again)
 
 
 def real_static(capture: Capture, step: nn.Module, batch: Batch) -> list[torch.Tensor]:

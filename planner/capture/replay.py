@@ -9,7 +9,7 @@ from torch import nn
 from graphs.ir import Op
 from graphs.schedule import Compute, Schedule, schedule_of
 from planner.capture.frontend.preserved_state import preserve_tensor
-from planner.capture.frontend.random_states import preserve_random_states
+from planner.capture.frontend.random_states import gpus_of, preserve_random_states
 from planner.capture.lowering.lower import Capture
 from planner.capture.rewrites.explicit_generators import preserve_generator_states
 from planner.capture.signature import Batch, leaves
@@ -48,11 +48,10 @@ class RealStep:
     @contextmanager
     def running(self) -> Iterator[None]:
         """Disable autograd and autocast, and restore parameters, buffers and random state at the end."""
-        gpus = [self.device.index or 0] if self.device.type == "cuda" else []
         with ExitStack() as stack:
             for tensor in self._written:
                 stack.enter_context(preserve_tensor(tensor))
-            stack.enter_context(preserve_random_states(gpus))
+            stack.enter_context(preserve_random_states(gpus_of(self.device)))
             stack.enter_context(preserve_generator_states(self.capture.program))
             stack.enter_context(torch.no_grad())
             stack.enter_context(torch.autocast(self.device.type, enabled=False))

@@ -22,7 +22,7 @@ from torch import fx
 from graphs.errors import PlannerError, first_line
 from graphs.ir import Kind, Op, Tensor
 from graphs.requests import MemoryRequest
-from planner.capture.frontend.random_states import RandomStates, preserve_random_states
+from planner.capture.frontend.random_states import RandomStates, gpus_of, preserve_random_states
 from planner.capture.lowering.lower import Capture
 from planner.capture.lowering.statics import allocated_bytes, dtype_name
 from planner.capture.rewrites.explicit_generators import preserve_generator_states
@@ -190,7 +190,7 @@ def isolated(device: torch.device) -> Iterator[None]:
         no_python_dispatcher(),
         torch.no_grad(),
         torch.autocast(device.type, enabled=False),
-        preserve_random_states(_gpus(device)),
+        preserve_random_states(gpus_of(device)),
     ):
         yield
 
@@ -321,7 +321,7 @@ class _Profiler:
         """Execute the op once for the layouts of its outputs, then for its time; long ones again in ``_measure_workspaces``."""
         arguments = measured.arguments()
         times: list[float] = []
-        states = RandomStates(_gpus(self.device))
+        states = RandomStates(gpus_of(self.device))
         first_s, made = _timed(measured.run, arguments, self.device)
         measured.outputs = tuple(TensorSpec.of(value) if isinstance(value, torch.Tensor) else None for value in made)
         measured.repeats = not has_undeclared_draws(measured.call.op, states, self.device)
@@ -461,10 +461,6 @@ def _timed(
     start = time.perf_counter()
     made = run(*arguments)
     return time.perf_counter() - start, made
-
-
-def _gpus(device: torch.device) -> tuple[int, ...]:
-    return (torch.cuda.current_device() if device.index is None else device.index,) if device.type == "cuda" else ()
 
 
 def _pick(value: Any, path: Path) -> torch.Tensor:

@@ -10,20 +10,16 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 from unittest import mock
 
-import torch
-
 from graphs.errors import TraceError
 from planner.capture.frontend.python_state import restoring_items
+from planner.capture.frontend.source_lines import is_our_code
 from planner.capture.guards.messages import Scope, readable
 from planner.torch_private.capture import SideEffects, source_name
 
 _Change = Literal["never", "once", "always"]
-
-_TORCH = str(Path(torch.__file__).parent)
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +154,7 @@ def _effects(effects: SideEffects) -> list[Effect]:
         except (AttributeError, NotImplementedError):
             continue  # made by the step itself
         frames = [frame for stack in effects.mutation_user_stacks.get(variable, ())[-1:] for frame in stack]
-        own = [frame for frame in frames if not frame.filename.startswith(_TORCH)]  # attributes are set in nn.Module
+        own = [frame for frame in frames if not is_our_code(frame.filename)]  # attributes are set in nn.Module
         where = next((f" ({frame.filename}:{frame.lineno})" for frame in reversed(own or frames)), "")
         attributes = effects.store_attr_mutations.get(variable)
         if owner.endswith(("._buffers", "._parameters")):

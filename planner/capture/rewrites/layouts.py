@@ -14,6 +14,7 @@ from unittest.mock import patch
 import torch
 from torch import fx
 
+from planner.capture.rewrites.outputs import tensors_in
 from planner.torch_private.core import (
     PROXY_MODE,
     FakeTensorMode,
@@ -165,7 +166,7 @@ def _fake_mode(value: Any) -> FakeTensorMode:
 
 
 def _strides(value: Any) -> list[tuple[int, ...]]:
-    return [leaf.stride() for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+    return [tensor.stride() for tensor in tensors_in(value)]
 
 
 def _is_writable(value: torch.Tensor) -> bool:

@@ -14,7 +14,7 @@ import torch
 from graphs.ir import Graph, Phase
 from graphs.options.compress import modelled_variance, with_variances
 from graphs.schedule import Compute, schedule_of
-from planner.capture.frontend.random_states import preserve_random_states
+from planner.capture.frontend.random_states import gpus_of, preserve_random_states
 from planner.capture.lowering.lower import Capture
 from planner.capture.options.compress.find import Kept, kept_tensors
 from planner.capture.replay import RealStep
@@ -67,7 +67,7 @@ class _PerturbedStep:
     def gradients(self, replaced: dict[int, torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Return the gradients of the parameters, with some tensors replaced in the backward pass."""
         alive = list((self._alive | replaced).values())
-        with preserve_random_states([self._device.index or 0] if self._device.type == "cuda" else []):
+        with preserve_random_states(gpus_of(self._device)):
             gradients: tuple[torch.Tensor, ...] = self._backward.run(self._static, alive)
             return gradients
 

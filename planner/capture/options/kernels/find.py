@@ -6,6 +6,7 @@ tensors with the same layout. Measurements show which alternatives are faster or
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 from graphs.ir import Op
 from planner.capture.lowering.lower import Capture
@@ -13,7 +14,6 @@ from planner.capture.options.added import Additions
 from planner.capture.options.differing import differing
 from planner.capture.options.kernels import attention, convolution, in_place
 from planner.capture.options.kernels.alternative import Bundle, Calls, Own, ReplaceableOp
-from planner.capture.options.kernels.other_kernels import OtherKernels
 from planner.capture.rewrites.outputs import storage
 
 TARGET = "kernels"  # the prefix of the ops' targets
@@ -53,7 +53,7 @@ def _add(additions: Additions, calls: Calls, found: Op, bundle: Bundle) -> None:
         made = [
             own[value] if isinstance(value, Own) else additions.tensor_of[storage(value.value)] for value in alternative.makes
         ]
-        called = OtherKernels(alternative, name)
+        called = replace(alternative, bundle=name)
         additions.add_op(
             called,
             [own[value] if isinstance(value, Own) else value for value in alternative.reads],

@@ -10,8 +10,9 @@ from torch import fx
 from graphs.ir import Graph, Kind, Op, Tensor
 from planner.capture.lowering.lower import Capture
 from planner.capture.lowering.statics import allocated_bytes, dtype_name
+from planner.capture.options.differing import differing
 from planner.capture.rewrites.outputs import fake, storage
-from planner.passes.program import Call, Composed, OpCalls, Path, Ref, call_of
+from planner.passes.program import Call, Comparable, Composed, OpCalls, Path, Ref, call_of
 
 
 class Additions:
@@ -60,13 +61,16 @@ class Additions:
             called: the function that computes it.
             reads: arguments of `called`: values of the program, or whole tensors that ops make.
             like: an op of the program with the same phase and module.
-            name, target, replaces, recomputable, differs: as in ``Op``; `target` begins with the name of an option.
+            name, target, replaces, recomputable, differs: as in ``Op``; `target` begins with the name of an option. A
+                ``Comparable`` says itself how it differs.
             outputs: tensors that it makes, in the order of the results of `called`.
         """
         number = len(self.capture.graph.ops) + len(self._ops)
         inputs = [self.tensor_of[storage(fake(read))] if isinstance(read, fx.Node) else read for read in reads]
         arguments = tuple(self.capture.values[read] if isinstance(read, fx.Node) else Ref(read) for read in reads)
         fakes = tuple(fake(read) if isinstance(read, fx.Node) else self.fakes[read] for read in reads)
+        if isinstance(called, Comparable):
+            differs = differing(self.capture, outputs, called.rounds((False,) * len(outputs)))
         op = Op(
             id=number,
             name=name,

@@ -14,7 +14,6 @@ from planner.capture.lowering.lower import Capture
 from planner.capture.options.added import Additions
 from planner.capture.options.chunks.body import Body, CombinedResult, InChunks, sliced
 from planner.capture.options.chunks.stretches import Stretch, StretchFinder
-from planner.capture.options.differing import differing
 from planner.capture.rewrites.outputs import storage
 
 COUNTS = (2, 4, 8, 16)
@@ -49,9 +48,8 @@ def _add(additions: Additions, seed: str, kind: str, stretch: Stretch, before: S
     made = [additions.tensor_of[storage(result.value)] for result in results]
     sizes = {-(-stretch.rows // count): count for count in reversed(COUNTS) if count <= stretch.rows}
     for size, count in reversed(sizes.items()):
-        called = InChunks(stretch.rows, size, body)
         additions.add_op(
-            called,
+            InChunks(stretch.rows, size, body),
             [given.node for given in body.given],
             like=capture.graph.ops[ops[0]],
             name=f"{seed}_{kind}_in_{count}",
@@ -59,7 +57,6 @@ def _add(additions: Additions, seed: str, kind: str, stretch: Stretch, before: S
             outputs=made,
             replaces=ops,
             recomputable=all(capture.graph.ops[op].recomputable for op in ops),
-            differs=differing(capture, made, called.rounds((False,) * len(made))),
         )
 
 

@@ -11,7 +11,6 @@ from dataclasses import replace
 from graphs.ir import Op
 from planner.capture.lowering.lower import Capture
 from planner.capture.options.added import Additions
-from planner.capture.options.differing import differing
 from planner.capture.options.kernels import attention, convolution, in_place
 from planner.capture.options.kernels.alternative import Bundle, Calls, Own, ReplaceableOp
 from planner.capture.rewrites.outputs import storage
@@ -53,14 +52,12 @@ def _add(additions: Additions, calls: Calls, found: Op, bundle: Bundle) -> None:
         made = [
             own[value] if isinstance(value, Own) else additions.tensor_of[storage(value.value)] for value in alternative.makes
         ]
-        called = replace(alternative, bundle=name)
         additions.add_op(
-            called,
+            replace(alternative, bundle=name),
             [own[value] if isinstance(value, Own) else value for value in alternative.reads],
             like=like,
             name=f"{like.name}_{alternative.name}",
             target=f"{TARGET}.{alternative.name}",
             outputs=made,
             replaces=() if alternative.helper else stood_for,
-            differs=differing(capture, made, called.rounds((False,) * len(made))),
         )

@@ -12,7 +12,7 @@ MODELS_STAMP := $(MODELS)/.installed
 # What pip installs without constraints.txt, as it does for users: made again each time, for one Python or another.
 LATEST := .venv-latest-$(notdir $(PYTHON))
 
-.PHONY: help test test-latest demo lint format docs docs-serve figures results results-gpu bench-solve bench-compiled bench-offload bench-options bench-placement bench-addresses bench-reserved bench-arena bench-arena-models bench-resident bench-compression bench-eager bench-executor bench-training bench-first-step try-models gpu clean
+.PHONY: help test test-latest demo lint format docs docs-serve figures results results-gpu bench-solve bench-compiled bench-offload bench-options bench-placement bench-addresses bench-reserved bench-arena bench-arena-models bench-arena-training bench-resident bench-compression bench-eager bench-executor bench-training bench-first-step try-models gpu clean
 .DEFAULT_GOAL := help
 
 help: ## say what there is to make
@@ -89,6 +89,9 @@ bench-resident: $(STAMP) ## the resident memory of training by plans, with and w
 
 bench-arena: $(STAMP) ## steps in an arena beside the same steps without and eager PyTorch, with the pages that each takes, into results/arena (ARGS='--models unet')
 	$(BIN)/python -m benchmarks.arena $(ARGS)
+
+bench-arena-training: $(STAMP) ## training in an arena and without, with several optimizers: bytes, bits, times, into results/arena_training (ARGS='--models vit')
+	$(BIN)/python -m benchmarks.arena_training $(ARGS)
 
 bench-arena-models: $(STAMP) $(MODELS_STAMP) ## the models of try-models in an arena and without, into results/arena_models (ARGS='--models transformers/gpt2')
 	$(MODELS)/bin/python -m benchmarks.arena_models $(ARGS)

@@ -2,7 +2,7 @@
 
 import resource
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
@@ -72,7 +72,7 @@ def measured(name: str, budget: str, library: str, plan: Plan, repeats: int) -> 
     isolated = {each: Isolated(step, model, batch) for each, step in steps.items()}
     isolated[_ARENA].run()  # recorded
     outcomes = {each: outcome(steps[each], model, batch, seed=0) for each in (_EAGER, _ARENA)}
-    counted_bytes = _peak_bytes(isolated[_ARENA])
+    counted_bytes = given_bytes(isolated[_ARENA].run)
     times_s, faults = _turns(isolated, repeats)
     assert arena.size_bytes is not None
     assert arena.outside_bytes is not None
@@ -115,10 +115,10 @@ def _faults() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
-def _peak_bytes(step: Isolated) -> int:
-    """Return the most bytes that PyTorch's allocator gives `step` at once."""
+def given_bytes(run: Callable[[], object]) -> int:
+    """Return the most bytes that PyTorch's allocator gives `run` at once."""
     level = peak = 0
-    for event in cpu_allocations(lambda _: step.run()):
+    for event in cpu_allocations(lambda _: run()):
         level += event.size_bytes or 0
         peak = max(peak, level)
     return peak

@@ -175,7 +175,7 @@ def _compared(captured: Capture, step: TrainingStep, batch: Batch) -> Capture:
     """Return `captured` with the exactness of its optional ops, found by executing the whole step if that fits."""
     if not (needs_comparison(captured) or needs_measuring(captured)):
         return captured
-    executed = RealStep.of(captured, step, batch)
+    executed = RealStep(captured, step, batch)
     real = executed if needed_bytes(captured.graph) <= free_bytes(executed.device) else None
     captured = with_exactness(captured, real)
     return replace(captured, graph=measured_uses(captured, real))

@@ -1,6 +1,6 @@
 """A captured step on real tensors, executed op by op with everything kept, to observe each op."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
 import torch
@@ -9,7 +9,7 @@ from torch import nn
 from graphs.ir import Op
 from graphs.schedule import Compute, Schedule, schedule_of
 from planner.capture.frontend.preserved_state import preserve_tensor
-from planner.capture.frontend.random_states import preserve_random_states
+from planner.capture.frontend.random_states import gpus_of, preserve_random_states
 from planner.capture.lowering.lower import Capture
 from planner.capture.rewrites.explicit_generators import preserve_generator_states
 from planner.capture.signature import Batch, leaves
@@ -24,30 +24,15 @@ class RealStep:
     Attributes:
         static: the static tensors, in the order of the program's sources.
         device: the device of the static tensors.
-        order: ids of the ops in execution order: program order, with optional ops as soon as their inputs exist, without those
-            that call an op of the program on other tensors (``equivalent_ops``).
     """
 
-    def __init__(self, capture: Capture, static: Sequence[torch.Tensor], written: Sequence[torch.Tensor]) -> None:
-        """Initialize with the `static` tensors of `capture`, in the order of the program's sources; the step writes to
-        `written`.
-        """
+    def __init__(self, capture: Capture, step: nn.Module, batch: Batch) -> None:
+        """Initialize for the `capture` of `step`; arguments as in ``real_static``."""
         self.capture = capture
-        self.static = list(static)
-        self._written = written
+        self.static = real_static(capture, step, batch)
+        self._written = written_tensors(capture, step, batch)
         self.device: torch.device = self.static[0].device
-        self.order, self._schedule = _replay(capture)
-
-    @classmethod
-    def of(cls, capture: Capture, step: nn.Module, batch: Batch) -> "RealStep":
-        """Return the whole step with its model's parameters.
-
-        Args:
-            capture: the capture of the step.
-            step: the module that was captured (``planner.capture.step.TrainingStep``), with real parameters.
-            batch: real tensors of the captured shapes.
-        """
-        return cls(capture, real_static(capture, step, batch), written_tensors(capture, step, batch))
+        self._schedule = _replay(capture)
 
     def run(self, look: Callable[[Op], Call | None]) -> None:
         """Execute the step; after each op call what `look` returns for it, if anything, before tensors are freed."""
@@ -63,45 +48,36 @@ class RealStep:
     @contextmanager
     def running(self) -> Iterator[None]:
         """Disable autograd and autocast, and restore parameters, buffers and random state at the end."""
-        gpus = [self.device.index or 0] if self.device.type == "cuda" else []
         with ExitStack() as stack:
             for tensor in self._written:
                 stack.enter_context(preserve_tensor(tensor))
-            stack.enter_context(preserve_random_states(gpus))
+            stack.enter_context(preserve_random_states(gpus_of(self.device)))
             stack.enter_context(preserve_generator_states(self.capture.program))
             stack.enter_context(torch.no_grad())
             stack.enter_context(torch.autocast(self.device.type, enabled=False))
             yield
 
 
-def equivalent_ops(capture: Capture) -> dict[int, int]:
-    """Return for each optional op that makes the same call as an op of the program, on other tensors, the id of that op."""
-    program = len(capture.graph.program)
-    number = {node: op for op, node in enumerate(capture.nodes[:program]) if node is not None}
-    return {op: number[node] for op, node in enumerate(capture.nodes) if op >= program and node is not None}
-
-
-def _replay(capture: Capture) -> tuple[list[int], Schedule]:
-    """Return the order that executes each op once, and its schedule, which keeps the program's tensors.
+def _replay(capture: Capture) -> Schedule:
+    """Return the schedule that executes each op once, and keeps the program's tensors.
 
     An optional op follows the last op that it replaces, or that computes one of its inputs or outputs. Tensors that it
-    recomputes are freed.
+    recomputes are freed. Optional ops that call an op of the program on other tensors are left out.
     """
-    graph, left_out = capture.graph, equivalent_ops(capture)
+    graph = capture.graph
     made_at = {t: op.id for op in graph.program for t in op.outputs}
     behind: dict[int, list[int]] = {}
-    place = {op.id: op.id for op in graph.program}
     for op in graph.ops[len(graph.program) :]:
-        if op.id in left_out:
+        if capture.nodes[op.id] is not None:  # that of an op of the program
             continue
-        place[op.id] = max(op.replaces or [made_at.get(t, 0) for t in (*op.inputs, *op.outputs)], default=0)
-        behind.setdefault(place[op.id], []).append(op.id)
+        place = max(op.replaces or [made_at.get(t, 0) for t in (*op.inputs, *op.outputs)], default=0)
+        behind.setdefault(place, []).append(op.id)
         for t in op.outputs:
-            made_at.setdefault(t, place[op.id])
+            made_at.setdefault(t, place)
     order = [op for program_op in graph.program for op in (program_op.id, *behind.get(program_op.id, ()))]
     first = {t: position for position in reversed(range(len(order))) for t in graph.ops[order[position]].outputs}
     again = {p: [t for t in graph.ops[op].outputs if first[t] < p] for p, op in enumerate(order)}
-    return order, schedule_of(graph, order, again)
+    return schedule_of(graph, order, again)
 
 
 def real_static(capture: Capture, step: nn.Module, batch: Batch) -> list[torch.Tensor]:

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from planner.passes.code import INLINE, STEP, VARIABLE, Parameter, StraightLine, free, variable
-from planner.passes.program import Argument, Call, Path, Program, Ref, Shared, Statement, item, read_by
+from planner.passes.program import Argument, Call, Program, Ref, Shared, Statement, item, read_by
 from planner.torch_private.fx import module_of
 
 Line = tuple[str, int]  # file name, line number
@@ -117,7 +117,7 @@ class PassBuilder:
             bound = [(t, path) for t, path in statement.outputs if t in wanted or t in later]
             made = self.call(Call(_nothing) if statement.value is None else statement.value, "made", own)
             for tensor, path in bound:
-                node = made if path == () else self._item(made, path)
+                node = made if path == () else self.call(item(made, path), "item")
                 node.meta[VARIABLE] = f"t{tensor}" if tensor in wanted else f"_t{tensor}"
                 own[tensor] = node
             if bound and bound[0][1] != ():
@@ -163,10 +163,6 @@ class PassBuilder:
         run: Callable[..., Any] = module.forward if guard is None else _guarded(module.forward, guard)
         read = frozenset(variable(node) for node in self._graph.find_nodes(op="placeholder") if node.users)
         return Pass(module, run, read, {(file, number): step for number, step in codegen.steps.items()})
-
-    def _item(self, made: fx.Node, path: Path) -> fx.Node:
-        """Return the item of `made` at `path`."""
-        return self.call(item(made, path), "item")
 
     def _held(self, tensor: int) -> fx.Node:
         """Return the node that holds a tensor; a static tensor is aligned before its first use if kernels expect that."""

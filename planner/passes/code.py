@@ -8,8 +8,9 @@ import keyword
 import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import isfinite
-from types import BuiltinFunctionType, FunctionType
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -142,10 +143,11 @@ def variable(node: fx.Node) -> str:
 
 def _name_of(value: Any) -> str:
     """Return a name for a target or a constant."""
+    value = value.func if isinstance(value, partial) else value
     shown = type(value).__name__
     if isinstance(value, OpOverload | torch.dtype | torch.device | torch.layout | torch.memory_format):
         shown = str(value)
-    elif isinstance(value, type | FunctionType | BuiltinFunctionType):
+    elif isinstance(value, type | FunctionType | BuiltinFunctionType | MethodType):
         shown = value.__name__
     name = shown.replace(".", "_").replace(":", "_")
     return name if name.isidentifier() and not keyword.iskeyword(name) else "function"

@@ -121,26 +121,16 @@ class Source:
         return self.name == TANGENT
 
 
-class Composed(Protocol):
-    """Several operators called as one."""
-
-    @property
-    def fakes(self) -> tuple[Any, ...]:
-        """The inputs as fake tensors."""
-        ...
-
-    def __call__(self, *given: Any) -> tuple[Any, ...]:
-        """Return the outputs of the op."""
-        ...
+Composed = Callable[..., tuple[Any, ...]]  # several operators called as one
 
 
 @runtime_checkable
-class Repeated(Composed, Protocol):
-    """A computation that repeats the same work on consecutive parts of its inputs."""
+class Repeated(Protocol):
+    """A composed function that repeats the same work on consecutive parts of its inputs."""
 
     @property
-    def part(self) -> "Repeated":
-        """The computation on a single part, whose ``count`` is 1."""
+    def part(self) -> tuple[Composed, tuple[Any, ...]]:
+        """The function of a single part, and its arguments as fake tensors."""
         ...
 
     @property
@@ -150,7 +140,27 @@ class Repeated(Composed, Protocol):
 
     @property
     def alike(self) -> Hashable:
-        """A key that is equal for the same operators on tensors of the same sizes."""
+        """A key that is equal for the same operators on parts of the same sizes."""
+        ...
+
+    def __call__(self, *given: Any) -> tuple[Any, ...]:
+        """Return the outputs of the op."""
+        ...
+
+
+@runtime_checkable
+class Comparable(Protocol):
+    """A composed function whose outputs may be bit-identical to the program's.
+
+    Kernels are chosen by shapes, not by values: what was bit-identical once always is, if its order of summation is fixed.
+    """
+
+    def rounds(self, equal: Sequence[bool]) -> list[bool]:
+        """Return which outputs may be rounded differently; `equal` tells which were bit-identical on the step's device."""
+        ...
+
+    def __call__(self, *given: Any) -> tuple[Any, ...]:
+        """Return the outputs of the op."""
         ...
 
 
@@ -176,7 +186,7 @@ class OpCalls:
         random_state: id of the tensor that holds the generator's state as it was before the first
             execution; None for an op that draws nothing.
         redraw: the call that draws from ``Program.own_generator``; None if no kernel does.
-        composed: the function, if it runs several operators; None for a single one.
+        fakes: the arguments as fake tensors, if a single call runs several operators; else None.
         over: pairs of an output and an input that it may overwrite, with the call that does so.
         launches: True if these are launches of Inductor's kernels.
         after_forward: replacement for the single statement once the forward pass has ended; None if it is the same.
@@ -185,7 +195,7 @@ class OpCalls:
     statements: tuple[Statement, ...]
     random_state: int | None = None
     redraw: Call | None = None
-    composed: Composed | None = None
+    fakes: tuple[Any, ...] | None = None
     over: tuple[tuple[int, int, Call], ...] = ()
     launches: bool = False
     after_forward: Statement | None = None
@@ -201,6 +211,13 @@ class OpCalls:
         (statement,) = self.statements
         assert statement.value is not None
         return statement.value
+
+    @property
+    def composed(self) -> Composed | None:
+        """The function, if it runs several operators; None for a single one."""
+        target = None if self.fakes is None else self.call.target
+        assert not isinstance(target, str)
+        return target
 
     @property
     def is_nothing(self) -> bool:

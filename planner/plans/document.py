@@ -3,6 +3,7 @@
 import os
 from collections.abc import Mapping
 from enum import StrEnum
+from typing import Any
 
 from msgspec import UNSET, Struct, UnsetType, field
 
@@ -121,33 +122,21 @@ def plan_to_dict(plan: PlanRecord) -> dict[str, object]:
     """
     summary = struct_from(plan.graph, _SummaryDocument)
     summary.provenance = to_json_object(plan.graph.provenance, "graph.provenance")
-    return fields_of(
-        _PlanDocument(
-            format=PLAN_FORMAT,
-            version=VERSION,
-            graph=summary,
-            budget_bytes=plan.budget_bytes,
-            peak_bytes=plan.peak_bytes,
-            time_s=plan.time_s,
-            bound_s=plan.bound_s,
-            status=PlanStatus(plan.status),
-            solver=plan.solver,
-            seconds=plan.seconds,
-            settings=to_json_object(plan.settings, "settings"),
-            versions=dict(plan.versions),
-            measured_peak_bytes=plan.measured_peak_bytes,
-            arena_bytes=UNSET if plan.arena_bytes is None else plan.arena_bytes,
-            outside_arena_bytes=UNSET if plan.outside_arena_bytes is None else plan.outside_arena_bytes,
-            pool_peaks_bytes=dict(plan.pool_peaks_bytes) or UNSET,
-            differs=plan.differs or UNSET,
-            gradient_error=UNSET if plan.gradient_error is None else plan.gradient_error,
-            memory=plan.memory,
-            reserved=UNSET if plan.reserved is None else struct_from(plan.reserved, _ReservedDocument),
-            graph_file=UNSET if plan.graph_file is None else plan.graph_file,
-            eager=UNSET if plan.eager is None else _eager_of(plan.eager),
-            steps=tuple(map(_pair_of, plan.schedule.steps)),
-        )
-    )
+    given: dict[str, Any] = {
+        "format": PLAN_FORMAT,
+        "version": VERSION,
+        "graph": summary,
+        "status": PlanStatus(plan.status),
+        "settings": to_json_object(plan.settings, "settings"),
+        "versions": dict(plan.versions),
+        "pool_peaks_bytes": dict(plan.pool_peaks_bytes) or UNSET,
+        "differs": plan.differs or UNSET,
+        "reserved": UNSET if plan.reserved is None else struct_from(plan.reserved, _ReservedDocument),
+        "eager": UNSET if plan.eager is None else _eager_of(plan.eager),
+        "steps": tuple(map(_pair_of, plan.schedule.steps)),
+    }
+    same = {name: getattr(plan, name) for name in _PlanDocument.__struct_fields__ if name not in given}
+    return fields_of(_PlanDocument(**same, **given))
 
 
 def record_from_dict(data: Mapping[str, object], *, source: str = "plan") -> PlanRecord:
@@ -167,29 +156,20 @@ def record_from_dict(data: Mapping[str, object], *, source: str = "plan") -> Pla
         counted_bytes = read.reserved.total_bytes + read.reserved.context_bytes
         if counted_bytes > read.budget_bytes:
             refuse(source, "reserved.total_bytes", counted_bytes, f"within budget_bytes, {read.budget_bytes}")
-    return PlanRecord(
-        graph=GraphSummary(**arguments_of(read.graph) | {"provenance": provenance}),
-        schedule=Schedule(tuple(_step_of(pair, i, read.graph, source) for i, pair in enumerate(read.steps))),
-        budget_bytes=read.budget_bytes,
-        peak_bytes=read.peak_bytes,
-        time_s=read.time_s,
-        bound_s=read.bound_s,
-        status=read.status.value,
-        solver=read.solver,
-        seconds=read.seconds,
-        settings=to_json_object(read.settings, f"{source}: settings"),
-        versions=read.versions,
-        measured_peak_bytes=read.measured_peak_bytes,
-        arena_bytes=None if read.arena_bytes is UNSET else read.arena_bytes,
-        outside_arena_bytes=None if read.outside_arena_bytes is UNSET else read.outside_arena_bytes,
-        pool_peaks_bytes=read.pool_peaks_bytes or {},
-        differs=read.differs or (),
-        gradient_error=None if read.gradient_error is UNSET else read.gradient_error,
-        memory=read.memory,
-        reserved=None if read.reserved is UNSET else Reserved(**arguments_of(read.reserved)),
-        graph_file=None if read.graph_file is UNSET else read.graph_file,
-        eager=None if read.eager is UNSET else _comparison_of(read.eager),
-    )
+    given = arguments_of(read)
+    for name in ("format", "version", "steps"):
+        del given[name]
+    given |= {
+        "graph": GraphSummary(**arguments_of(read.graph) | {"provenance": provenance}),
+        "schedule": Schedule(tuple(_step_of(pair, i, read.graph, source) for i, pair in enumerate(read.steps))),
+        "status": read.status.value,
+        "settings": to_json_object(read.settings, f"{source}: settings"),
+        "pool_peaks_bytes": read.pool_peaks_bytes or {},
+        "differs": read.differs or (),
+        "reserved": None if read.reserved is UNSET else Reserved(**arguments_of(read.reserved)),
+        "eager": None if read.eager is UNSET else _comparison_of(read.eager),
+    }
+    return PlanRecord(**given)
 
 
 def read_record(path: str | os.PathLike[str]) -> PlanRecord:

@@ -7,14 +7,20 @@ import torch
 
 from graphs.ir import Op
 from planner.capture.lowering.lower import Capture
-from planner.capture.options.traced import may_be_exact, settled
+from planner.capture.options.differing import differing
 from planner.capture.replay import RealStep
-from planner.passes.program import Call, Ref
+from planner.passes.program import Call, Comparable, Ref
 
 
 def needs_comparison(capture: Capture) -> bool:
     """Return whether an optional op of `capture` may be bitwise equal to the program."""
-    return any(may_be_exact(op) for op in capture.graph.ops if op.optional)
+    return any(_comparable(capture, op) is not None for op in capture.graph.ops)
+
+
+def _comparable(capture: Capture, op: Op) -> Comparable | None:
+    """Return the function of `op` if its outputs are to be compared with the program's, since they may be equal; else None."""
+    composed = capture.program.calls[op.id].composed
+    return composed if isinstance(composed, Comparable) and not op.exact else None
 
 
 def with_exactness(capture: Capture, real: RealStep | None) -> Capture:
@@ -29,9 +35,10 @@ def with_exactness(capture: Capture, real: RealStep | None) -> Capture:
     equal = {} if real is None else _equal_outputs(real)
 
     def compared(op: Op) -> Op:
-        if not (op.optional and may_be_exact(op)):
+        if (composed := _comparable(capture, op)) is None:
             return op
-        return settled(capture, op, equal.get(op.id, (False,) * len(op.outputs)))
+        rounded = composed.rounds(equal.get(op.id, (False,) * len(op.outputs)))
+        return replace(op, differs=differing(capture, op.outputs, rounded))
 
     return replace(capture, graph=replace(capture.graph, ops=tuple(map(compared, capture.graph.ops))))
 
@@ -45,7 +52,7 @@ def _equal_outputs(real: RealStep) -> dict[int, tuple[bool, ...]]:
         found[op] = tuple(torch.equal(m, w) for m, w in zip(made, wanted, strict=True))
 
     def look(op: Op) -> Call | None:
-        if not may_be_exact(op) or calls[op.id].launches:
+        if _comparable(real.capture, op) is None:
             return None
         return Call(compare, (op.id, calls[op.id].call, list(map(Ref, op.outputs))))
 

@@ -22,7 +22,7 @@ from torch import fx
 from graphs.errors import PlannerError, first_line
 from graphs.ir import Kind, Op, Tensor
 from graphs.requests import MemoryRequest
-from planner.capture.frontend.random_states import RandomStates, preserve_random_states
+from planner.capture.frontend.random_states import RandomStates, gpus_of, preserve_random_states
 from planner.capture.lowering.lower import Capture
 from planner.capture.lowering.statics import allocated_bytes, dtype_name
 from planner.capture.rewrites.explicit_generators import preserve_generator_states
@@ -190,7 +190,7 @@ def isolated(device: torch.device) -> Iterator[None]:
         no_python_dispatcher(),
         torch.no_grad(),
         torch.autocast(device.type, enabled=False),
-        preserve_random_states(_gpus(device)),
+        preserve_random_states(gpus_of(device)),
     ):
         yield
 
@@ -321,7 +321,7 @@ class _Profiler:
         """Execute the op once for the layouts of its outputs, then for its time; long ones again in ``_measure_workspaces``."""
         arguments = measured.arguments()
         times: list[float] = []
-        states = RandomStates(_gpus(self.device))
+        states = RandomStates(gpus_of(self.device))
         first_s, made = _timed(measured.run, arguments, self.device)
         measured.outputs = tuple(TensorSpec.of(value) if isinstance(value, torch.Tensor) else None for value in made)
         measured.repeats = not has_undeclared_draws(measured.call.op, states, self.device)
@@ -366,7 +366,8 @@ class _Profiler:
         """Return a modelled cost for an op that failed."""
         model = self.model or self._device_model(call, error)
         op, node = call.op, self.capture.nodes[call.op.id]
-        composed = self.capture.program.calls[op.id].composed
+        calls = self.capture.program.calls[op.id]
+        composed, fakes = calls.composed, calls.fakes or ()
         if composed is None and node is None:
             raise PlannerError(f"op {op.name} cannot be measured alone: {first_line(error)}") from error
         warnings.warn(
@@ -375,12 +376,12 @@ class _Profiler:
             stacklevel=2,
         )
         if composed is not None:
-            time_s, workspace = modelled_composed(composed, model)
-            return OpCost(time_s, workspace, tuple(map(TensorSpec.smallest, composed(*composed.fakes))))
+            time_s, workspace = modelled_composed(composed, fakes, model)
+            return OpCost(time_s, workspace, tuple(map(TensorSpec.smallest, composed(*fakes))))
         assert node is not None
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda arg: arg.meta["val"])
         target = (node.target, args, kwargs, node.meta["val"], model)
-        paths = [path for _, path in self.capture.program.calls[op.id].outputs]
+        paths = [path for _, path in calls.outputs]
         outputs = tuple(TensorSpec.smallest(_pick(node.meta["val"], path)) for path in paths)
         return OpCost(op_time_s(*target), workspace_bytes(*target), outputs, repeats=not is_custom(self.capture, op))
 
@@ -460,10 +461,6 @@ def _timed(
     start = time.perf_counter()
     made = run(*arguments)
     return time.perf_counter() - start, made
-
-
-def _gpus(device: torch.device) -> tuple[int, ...]:
-    return (torch.cuda.current_device() if device.index is None else device.index,) if device.type == "cuda" else ()
 
 
 def _pick(value: Any, path: Path) -> torch.Tensor:

@@ -23,10 +23,12 @@ def model_times(capture: Capture, device: DeviceSpec) -> Graph:
     known: dict[Hashable, tuple[float, int]] = {}
     for op, node, call in zip(capture.graph.ops, capture.nodes, capture.program.calls, strict=True):
         if (composed := call.composed) is not None:
-            part, count = (composed.part, composed.count) if isinstance(composed, Repeated) else (composed, 1)
-            key = part.alike if isinstance(part, Repeated) else id(part)
+            part, count = (composed, call.fakes or ()), 1
+            key: Hashable = id(composed)
+            if isinstance(composed, Repeated):
+                part, count, key = composed.part, composed.count, composed.alike
             if key not in known:
-                known[key] = modelled_composed(part, device)
+                known[key] = modelled_composed(*part, device)
             time_s, bytes_ = known[key]
             ops.append(replace(op, time_s=count * time_s, workspace_bytes=bytes_))
             continue
@@ -41,10 +43,10 @@ def model_times(capture: Capture, device: DeviceSpec) -> Graph:
     return measured_uses(replace(capture, graph=graph), None)
 
 
-def modelled_composed(composed: Composed, device: DeviceSpec) -> tuple[float, int]:
-    """Return the seconds of all calls of `composed`, and their peak memory in bytes besides its inputs and outputs."""
+def modelled_composed(composed: Composed, fakes: tuple[Any, ...], device: DeviceSpec) -> tuple[float, int]:
+    """Return the seconds of all calls of `composed` on `fakes`, and their peak memory in bytes besides its inputs and outputs."""
     with torch.no_grad(), _ModelledCalls(device) as seen:
-        made = composed(*composed.fakes)
+        made = composed(*fakes)
     return seen.time_s, max(0, seen.peak_bytes - sum(seen.size_bytes(value) for value in made))
 
 

@@ -3,40 +3,43 @@
 The first step is recorded: which memory it asks for, in which order, and when it is freed. Addresses are planned for these
 requests (``solvers.addresses``), and the following steps get them from a slab, which is kept from step to step, and which all
 plans of a model share. The loss and other outputs are outside of it. Gradients are in it, and may stay as long as the caller
-likes: memory in use is never given away (``arena_allocator.cpp``).
+likes: memory in use is never given away (``arena_allocator.cpp``). The optimizer's steps are recorded and served likewise: what
+they free lies beside the gradients, where the step had its activations.
 
 A step that finds tensors of another one in the slab, such as a second forward pass before the backward pass, gets what is
 occupied from the usual allocator.
 """
 
 import logging
-from bisect import bisect_left
 from collections import Counter
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
+from torch.optim import Optimizer
 
-from graphs.addresses import Buffer, Offsets, live_bytes
 from graphs.ir import Phase
 from graphs.units import format_bytes
-from planner.arena import ALIGNMENT, LEAST_BYTES
-from planner.runtime import arena_allocator
+from planner.runtime import arena_allocator, optimizer_steps
 from planner.runtime.arena_allocator import Addresses, Missed, RecordedRequest, Recording, Slab
 from planner.runtime.code import Code
 from planner.runtime.release import release_unused
+from planner.runtime.slab_addresses import (
+    MOST_RECORDINGS,
+    OptimizerStep,
+    RecordedStep,
+    SlabAddresses,
+    freed_requests,
+    requests_of,
+    slab_addresses,
+)
 from planner.torch_private.core import backward_retains_graph
-from solvers.addresses.solve import solve
 
 _LOG = logging.getLogger(__name__)
-_SEARCH_WORK = (
-    5.0  # limit of the search for addresses, in work: the same addresses on every machine; most end at the bound before
-)
-_MOST_RECORDINGS = 3  # of steps whose requests differ from those recorded before
 
 _Returned = tuple[Any, tuple[Any, ...], list[Any]]
 
@@ -48,16 +51,27 @@ class SharedSlab:
 
     Attributes:
         present: the slab; None where there is none at present.
+        optimizers: the recorded steps of optimizers.
+        optimizer_recordings: number of their recordings.
     """
 
     def __init__(self) -> None:
         self.present: Slab | None = None
+        self.optimizers: WeakKeyDictionary[Optimizer, OptimizerStep] = WeakKeyDictionary()
+        self.optimizer_recordings = 0
         self._used_bytes = 0  # of the present one, from its beginning
         self._plans: WeakSet[Addresses] = WeakSet()
 
     def add(self, addresses: Addresses) -> None:
         """Take the size for `addresses` into account."""
         self._plans.add(addresses)
+
+    def add_optimizer(self, optimizer: Optimizer, requests: Sequence[RecordedRequest], *, is_whole: bool) -> None:
+        """Take the requests of a step of `optimizer` into account, in place of those before; none unless it `is_whole`."""
+        before = self.optimizers.get(optimizer)
+        recordings = 1 if before is None else before.recordings + 1
+        self.optimizers[optimizer] = OptimizerStep(freed_requests(requests) if is_whole else (), recordings, differs=not is_whole)
+        self.optimizer_recordings += 1
 
     def drop(self) -> None:
         """Give the memory back; parts that tensors are in, once these are freed."""
@@ -94,6 +108,7 @@ class Arena:
 
     Attributes:
         missed: what was to be in it and was not, in the last step.
+        optimizer_missed: the same of the last step of an optimizer.
         budget_bytes: for slab and outside bytes together; within it, what larger plans have used of the slab stays.
     """
 
@@ -108,14 +123,19 @@ class Arena:
             PlannerError: as ``arena_allocator.install``.
         """
         arena_allocator.install()
-        self.missed = Missed()
+        optimizer_steps.install()
+        self.missed = self.optimizer_missed = Missed()
         self.budget_bytes = 0
         self._shared = shared
         self._runs: WeakSet[_Run] = WeakSet()
-        self._recorded: _Recorded | None = None  # a whole step, for which no addresses are planned yet
-        self._planned: _Planned | None = None
+        self._recorded: RecordedStep | None = None  # a whole step
+        self._alone: SlabAddresses | None = None  # addresses for it
+        self._planned: SlabAddresses | None = None  # addresses for it and for the steps of optimizers
+        self._ended: SlabAddresses | None = None  # those of the step whose backward pass has ended, until the next one begins
+        self._optimizing: Recording | _Started | None = None
+        self._given: set[int] = set()  # what the step was called with, parameters among it, by id
         self._recordings = 0
-        self._warned = False
+        self._warned = self._warned_of_optimizers = False
         self._accumulate = accumulate
         self._held: Sequence[Any] = ()  # gradients that others hold too are copied by autograd
 
@@ -126,21 +146,27 @@ class Arena:
 
     @property
     def size_bytes(self) -> int | None:
-        """The bytes of the slab that the step needs; None until one has been recorded."""
-        planned = self._plan()
+        """The bytes of the slab that the step needs, without the optimizer's; None until one has been recorded."""
+        planned = self._plan_alone()
         return None if planned is None else planned.addresses.height_bytes
 
     @property
     def outside_bytes(self) -> int | None:
         """The most bytes that a step takes outside of the slab at once; None until one has been recorded."""
-        planned = self._plan()
+        planned = self._plan_alone()
         return None if planned is None else planned.outside_bytes
 
     @property
     def step_bytes(self) -> int | None:
         """Bytes that a step takes, with the slab that it needs; None until one has been recorded."""
+        planned = self._plan_alone()
+        return None if planned is None else planned.step_bytes
+
+    @property
+    def training_bytes(self) -> int | None:
+        """Bytes that a step and the steps of optimizers take that were recorded: one after the other, in one slab."""
         planned = self._plan()
-        return None if planned is None else planned.addresses.height_bytes + planned.outside_bytes
+        return None if planned is None else planned.step_bytes
 
     def around(self, code: Code, key: object = None) -> Code:
         """Return `code` with both passes in the arena.
@@ -152,39 +178,85 @@ class Arena:
 
     def forget(self) -> None:
         """Record the next step, as it runs by another plan."""
-        self._recorded = self._planned = None
+        self._recorded = self._alone = self._planned = None
         self._recordings = 0
 
-    def _plan(self) -> "_Planned | None":
+    def trains(self, optimizer: Optimizer) -> bool:
+        """Return True if a parameter of `optimizer` is one of the last step."""
+        return any(id(parameter) in self._given for group in optimizer.param_groups for parameter in group["params"])
+
+    def begin_optimizer(self, optimizer: Optimizer) -> None:
+        """Serve the step of `optimizer` behind the last step from here on; record it if it is not known."""
+        self._held = ()  # autograd has copied them
+        known, slab, planned = self._shared.optimizers.get(optimizer), self.slab, self._ended
+        is_final = known is not None and known.is_final
+        if slab is not None and planned is not None and is_final and optimizer in planned.optimizers:
+            self._optimizing = _Started(planned, slab)
+            planned.addresses.start(slab, planned.optimizers[optimizer])
+            return
+        if slab is not None and (known is None or known.differs or known.takes_slab):
+            slab.trim(0)  # there is not room for both
+        if not is_final:
+            self._optimizing = Recording()
+            self._optimizing.start()
+
+    def end_optimizer(self, optimizer: Optimizer, *, is_whole: bool) -> None:
+        """Serve none any more; a step that was interrupted is recorded again."""
+        run, self._optimizing = self._optimizing, None
+        if run is None:
+            return
+        self.optimizer_missed = arena_allocator.stop()
+        if isinstance(run, Recording):
+            self._shared.add_optimizer(optimizer, run.requests(), is_whole=is_whole)
+        elif self.optimizer_missed.unmatched_bytes:
+            self._shared.optimizers[optimizer].differs = True
+
+    def _plan_alone(self) -> SlabAddresses | None:
         """Return the addresses for the recorded step, which are planned when they are first needed."""
-        if self._recorded is not None:
-            self._planned, self._recorded = _planned(self._recorded), None
+        if self._alone is None and self._recorded is not None:
+            self._alone = slab_addresses(self._recorded)
+            self._shared.add(self._alone.addresses)
+        return self._alone
+
+    def _plan(self) -> SlabAddresses | None:
+        """Return the addresses for the recorded step and behind it those of optimizers, planned likewise."""
+        optimizers, version = self._shared.optimizers, self._shared.optimizer_recordings
+        if self._recorded is None or not optimizers:
+            return self._plan_alone()
+        if self._planned is None or self._planned.version != version:
+            alone = None if any(step.takes_slab for step in optimizers.values()) else self._plan_alone()
+            self._planned = slab_addresses(
+                self._recorded, optimizers, gradients_stay=not self._accumulate, version=version, alone=alone
+            )
             self._shared.add(self._planned.addresses)
+            self._warn_of_optimizers(self._planned.step_bytes)
         return self._planned
 
     def _forward(self, key: object, code: Code, static: Sequence[Any]) -> _Returned:
         waiting = next((run for run in self._runs if not run.done), None)
         step = self._begun() if waiting is None else waiting.step
+        self._given.update(map(id, static))
         run = _Run(step, key, step.runs[key])
         step.runs[key] += 1
         with self._within(run, Phase.FORWARD):
             loss, extras, alive = code.forward(static)
-        if isinstance(step, _Recorded):
+        if isinstance(step, RecordedStep):
             step.left += 1
-            step.returned |= _held(step.recording.requests(), (loss, *extras))
+            step.returned |= requests_of(step.recording.requests(), (loss, *extras))
         self._runs.add(run)
         alive.append(run)
         return loss, extras, alive
 
-    def _begun(self) -> "_Recorded | _Started":
+    def _begun(self) -> "RecordedStep | _Started":
         """Return a new step: recorded, or in the slab."""
-        if self.missed.unmatched_bytes and self._recordings < _MOST_RECORDINGS:
-            self._recorded = self._planned = None
-        self._held, self.missed = (), Missed()
+        if self.missed.unmatched_bytes and self._recordings < MOST_RECORDINGS:
+            self._recorded = self._alone = self._planned = None
+        self._held, self.missed, self._ended = (), Missed(), None
+        self._given.clear()
         planned = self._plan()
         if planned is None:
             self._shared.drop()  # there is not room for both
-            return _Recorded(Recording())
+            return RecordedStep(Recording())
         return _Started(planned, self._shared.holding(planned.addresses, self.budget_bytes - planned.outside_bytes))
 
     def _backward(self, code: Code, static: Sequence[Any], alive: list[Any]) -> tuple[Any, ...]:
@@ -193,20 +265,22 @@ class Arena:
         with self._within(run, Phase.BACKWARD):
             gradients = code.backward(static, alive)
         if isinstance(run.step, _Started):
+            self._ended = run.step.planned
             self._warn_of_tensors_in_it()
         elif not backward_retains_graph():  # else saved tensors are freed later than in other steps
             self._end_recorded(run.step, gradients)
         if self._accumulate:
             self._held = gradients
+        optimizer_steps.follow(self)
         return gradients
 
-    def _end_recorded(self, step: "_Recorded", gradients: Sequence[Any]) -> None:
+    def _end_recorded(self, step: RecordedStep, gradients: Sequence[Any]) -> None:
         """Take note of the end of a backward pass, and perhaps of its step."""
         step.requests = step.recording.requests()
-        step.staying |= _held(step.requests, gradients)
+        step.staying |= requests_of(step.requests, gradients)
         step.left -= 1
         if not step.left:
-            self._recorded = step
+            self._recorded, self._alone, self._planned = step, None, None
             self._recordings += 1
 
     def _warn_of_tensors_in_it(self) -> None:
@@ -220,9 +294,20 @@ class Arena:
                 format_bytes(self.missed.occupied_bytes),
             )
 
+    def _warn_of_optimizers(self, training_bytes: int) -> None:
+        """Log once if optimizers, with the gradients, take more than the budget."""
+        over_bytes = training_bytes - self.budget_bytes
+        if 0 < self.budget_bytes < training_bytes and not self._warned_of_optimizers:
+            self._warned_of_optimizers = True
+            _LOG.warning(
+                "the optimizer takes %s more than the budget while it steps, with the gradients: with fused=True it takes less",
+                format_bytes(over_bytes),
+            )
+
     @contextmanager
     def _within(self, run: "_Run", phase: Phase) -> Iterator[None]:
-        run.step.begin(run, phase)
+        optimizer_steps.interrupt()
+        run.step.begin(run.key, run.number, phase)
         try:
             yield
         finally:
@@ -240,53 +325,10 @@ class _Run:
         done: True once its backward pass has begun.
     """
 
-    step: "_Recorded | _Started"
+    step: "RecordedStep | _Started"
     key: object
     number: int
     done: bool = False
-
-
-@dataclass(eq=False, slots=True)
-class _Recorded:
-    """A step that is recorded.
-
-    Attributes:
-        recording: the requests of its passes.
-        requests: those until the end of the last backward pass so far.
-        passes: its passes in order: key and number of the run, phase, and position of the first request.
-        returned: positions of the requests for what the caller got from forward passes.
-        staying: of those for gradients.
-        runs: number of runs by key.
-        left: number of runs whose backward pass is missing.
-    """
-
-    recording: Recording
-    requests: tuple[RecordedRequest, ...] = ()
-    passes: list[tuple[object, int, Phase, int]] = field(default_factory=list)
-    returned: set[int] = field(default_factory=set)
-    staying: set[int] = field(default_factory=set)
-    runs: Counter[object] = field(default_factory=Counter)
-    left: int = 0
-
-    def begin(self, run: _Run, phase: Phase) -> None:
-        """Record a pass from here on."""
-        self.passes.append((run.key, run.number, phase, self.recording.length))
-        self.recording.start()
-
-
-@dataclass(frozen=True, slots=True)
-class _Planned:
-    """Addresses for a step.
-
-    Attributes:
-        addresses: the addresses of its requests.
-        passes: for the runs of each key, the requests of both passes.
-        outside_bytes: the most bytes that a step takes outside of the slab.
-    """
-
-    addresses: Addresses
-    passes: Mapping[object, Sequence[Mapping[Phase, range]]]
-    outside_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,56 +341,12 @@ class _Started:
         runs: number of runs by key.
     """
 
-    planned: _Planned
+    planned: SlabAddresses
     slab: Slab
     runs: Counter[object] = field(default_factory=Counter)
 
-    def begin(self, run: _Run, phase: Phase) -> None:
+    def begin(self, key: object, number: int, phase: Phase) -> None:
         """Serve a pass from here on; runs that were not recorded take the addresses of the last one, or none."""
-        known = self.planned.passes.get(run.key)
-        requests = known[min(run.number, len(known) - 1)][phase] if known else range(0)
+        known = self.planned.passes.get(key)
+        requests = known[min(number, len(known) - 1)][phase] if known else range(0)
         self.planned.addresses.start(self.slab, requests)
-
-
-def _planned(recorded: _Recorded) -> _Planned:
-    """Return addresses for the requests of a step that was recorded."""
-    requests = recorded.requests
-    buffers = [
-        _buffer(requests, i)
-        for i, request in enumerate(requests)
-        if request.size_bytes >= LEAST_BYTES and i not in recorded.returned and (request.end is not None or i in recorded.staying)
-    ]
-    found = solve(buffers, work_limit=_SEARCH_WORK).offsets if buffers else Offsets((), ())
-    assert found is not None  # any arena will do
-    offsets = {int(buffer.id): offset for buffer, offset in zip(found.buffers, found.offsets, strict=True)}
-    large = [i for i, request in enumerate(requests) if request.size_bytes >= LEAST_BYTES]
-    addresses = Addresses(
-        max(found.height_bytes, ALIGNMENT), [requests[i].size_bytes for i in large], [offsets.get(i) for i in large]
-    )
-    return _Planned(addresses, _passes(recorded, large), _outside_bytes(requests, offsets))
-
-
-def _passes(recorded: _Recorded, large: Sequence[int]) -> dict[object, list[dict[Phase, range]]]:
-    """Return for the runs of each key which of the requests at the positions `large` are of its passes."""
-    found: dict[object, list[dict[Phase, range]]] = {key: [{} for _ in range(runs)] for key, runs in recorded.runs.items()}
-    begins = [bisect_left(large, position) for *_, position in recorded.passes]
-    for (key, number, phase, _), begin, end in zip(recorded.passes, begins, [*begins[1:], len(large)], strict=True):
-        found[key][number][phase] = range(begin, end)
-    return found
-
-
-def _outside_bytes(requests: Sequence[RecordedRequest], inside: Container[int]) -> int:
-    """Return the most bytes in use at once of the requests that are not `inside`."""
-    return live_bytes([_buffer(requests, i) for i in range(len(requests)) if i not in inside])
-
-
-def _buffer(requests: Sequence[RecordedRequest], i: int) -> Buffer:
-    """Return request `i` as a buffer; one that was not freed stays to the end."""
-    end = requests[i].end
-    return Buffer(str(i), i, len(requests) if end is None else end, requests[i].size_bytes, ALIGNMENT)
-
-
-def _held(requests: Sequence[RecordedRequest], tensors: Sequence[torch.Tensor | None]) -> frozenset[int]:
-    """Return the positions of the requests that `tensors` lie in."""
-    addresses = {tensor.untyped_storage().data_ptr() for tensor in tensors if tensor is not None}
-    return frozenset(i for i, request in enumerate(requests) if request.end is None and request.address in addresses)

@@ -11,6 +11,7 @@
 
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <map>
 #include <mutex>
@@ -64,6 +65,16 @@ void unmap_unused(Slab* slab) {
   if (!slab->owned && slab->live == 0) {
     munmap(slab->base, slab->size_bytes);
     delete slab;
+  }
+}
+
+// Gives the whole pages from `begin` to `end` back to the system.
+void give_back(char* begin, char* end) {
+  constexpr uintptr_t kPage = 4096;
+  const uintptr_t first = (reinterpret_cast<uintptr_t>(begin) + kPage - 1) / kPage * kPage;
+  const uintptr_t behind = reinterpret_cast<uintptr_t>(end) / kPage * kPage;
+  if (first < behind) {
+    madvise(reinterpret_cast<void*>(first), behind - first, MADV_DONTNEED);
   }
 }
 
@@ -226,16 +237,16 @@ void arena_drop_slab(Slab* slab) {
   unmap_unused(slab);
 }
 
-// Gives the pages from `end_bytes` on back to the system, unless a block in use reaches there.
+// Gives the pages from `end_bytes` on back to the system, except those that blocks in use reach into.
 void arena_trim(Slab* slab, int64_t end_bytes) {
-  constexpr int64_t kPage = 4096;
-  const int64_t kept = (end_bytes + kPage - 1) / kPage * kPage;
   std::lock_guard<std::mutex> guard(mutex);
-  auto following = blocks.lower_bound(slab->base + slab->size_bytes);
-  bool used = following != blocks.begin() && std::prev(following)->second.end > slab->base + kept;
-  if (kept < slab->size_bytes && !used) {
-    madvise(slab->base + kept, slab->size_bytes - kept, MADV_DONTNEED);
+  char* const end = slab->base + slab->size_bytes;
+  char* unused = slab->base + end_bytes;
+  for (auto block = blocks.lower_bound(slab->base); block != blocks.end() && block->first < end; ++block) {
+    give_back(unused, block->first);
+    unused = std::max(unused, block->second.end);
   }
+  give_back(unused, end);
 }
 
 int64_t arena_base(Slab* slab) {

@@ -189,9 +189,7 @@ def _plan(graph: PlannedGraph, add: Callable[[PlannedGraph], None], stages: Stag
 
 def _as_eager(joint: fx.GraphModule, forward_outputs: int) -> Graph:
     """Return a joint graph as eager PyTorch runs it, each op measured by itself, as with ``kernels="eager"``."""
-    where = device_of(joint)
-    known = None if where.type == "cpu" else find_device(torch.cuda.get_device_name(where))
-    fallback = known or get_device("cpu" if where.type == "cpu" else "h100")  # for ops that do not run on synthetic values
+    fallback = find_device(_device_name(joint)) or get_device("h100")  # for ops that do not run on synthetic values
     return capture_joint(copy.deepcopy(joint), fallback, measure=True, forward_outputs=forward_outputs).graph
 
 
@@ -240,12 +238,14 @@ def _device(joint: fx.GraphModule, roofline: str | None) -> DeviceSpec:
     """Return the device whose times are modelled."""
     if roofline is not None:
         return get_device(roofline)
-    where = device_of(joint)
-    if where.type == "cpu":
-        return get_device("cpu")
-    name = torch.cuda.get_device_name(where)
+    name = _device_name(joint)
     if (known := find_device(name)) is not None:
         return known
     raise PlannerError(
         f"no times are known for {name!r}: name a device like it, options={{'roofline': ...}}, of {', '.join(DEVICES)}"
     )
+
+
+def _device_name(joint: fx.GraphModule) -> str:
+    where = device_of(joint)
+    return "cpu" if where.type == "cpu" else torch.cuda.get_device_name(where)

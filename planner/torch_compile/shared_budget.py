@@ -131,7 +131,11 @@ class SharedBudget:
         others = bytes_of_others(runs, len(runs) - 1, kept)
         whole = self.whole([*(run.graph for run in self._runs), graph], runs)
         if self._runs:
-            self._warn(max(1, whole - others), whole, others)
+            warnings.warn(
+                f"the model is captured as several graphs: this one gets {format_bytes(max(1, whole - others))} of the budget of "
+                f"{format_bytes(whole)}, for those before it keep {format_bytes(others)} until the backward pass",
+                stacklevel=2,
+            )
         elif others >= whole:
             raise InfeasibleError(
                 f"the memory beside the graph to be planned is {format_bytes(others)} already, which is more than the budget of "
@@ -154,7 +158,7 @@ class SharedBudget:
         order = [*(run.graph for run in self._runs), graph]
         there = host_room(order, graph, {run.graph: run.graph.on_host for run in self._runs}, self._host_bytes)
         if more:
-            if self._in_percent:
+            if is_share(self.budget):
                 room = summarize(captured).keep_everything_peak_bytes
             graph.lean = lean_schedule(captured, graph.tangents, room, time_limit_s=self.limit_s)
         try:
@@ -176,10 +180,6 @@ class SharedBudget:
                 f"{error} The model is captured as several graphs, and this is not the first: those before it keep {kept} until "
                 "the backward pass. What breaks it (TORCH_LOGS=graph_breaks says where) costs memory too"
             ) from error
-
-    @property
-    def _in_percent(self) -> bool:
-        return is_share(self.budget)
 
     @property
     def limit_s(self) -> float:
@@ -273,13 +273,6 @@ class SharedBudget:
         self._together(runs, budget.planned_bytes - less_bytes).plan()
         budget.planned_bytes -= less_bytes
         budget.less_bytes = less_bytes
-
-    def _warn(self, room: int, whole: int, others: int) -> None:
-        warnings.warn(
-            f"the model is captured as several graphs: this one gets {format_bytes(room)} of the budget of "
-            f"{format_bytes(whole)}, for those before it keep {format_bytes(others)} until the backward pass",
-            stacklevel=3,
-        )
 
     def leaving(self, graph: PlannedGraph, budget_bytes: int, rest_bytes: int, known: Schedule, host_bytes: int) -> Schedule:
         """Return a schedule within `budget_bytes` that leaves `rest_bytes` of it free between the passes; `known` is one.

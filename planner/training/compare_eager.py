@@ -160,7 +160,7 @@ def _first_differing_op(captured: Capture, step: TrainingStep, batch: Batch) -> 
     def see(op: int, values: tuple[torch.Tensor | None, ...]) -> None:
         made[op] = tuple(_digest(value) for value in values if value is not None)
 
-    real = RealStep.of(captured, step, batch)
+    real = RealStep(captured, step, batch)
     with real.running():
         real.run(lambda op: Call(see, (op.id, tuple(map(Ref, op.outputs)))))
     graph = captured.graph

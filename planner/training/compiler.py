@@ -201,7 +201,7 @@ class Compiler:
             return None
 
         def refreshed(batch: Batch) -> PlannedStep:
-            real = RealStep.of(captured, TrainingStep(self.wrapper.module, self.loss_fn), batch)
+            real = RealStep(captured, TrainingStep(self.wrapper.module, self.loss_fn), batch)
             graph = measured_uses(captured, real)
             with self.stages.restart() as stages:
                 step = replace(self, stages=stages).solve(replace(captured, graph=graph), batch, budget)

@@ -12,7 +12,20 @@ import torch
 RESULTS = Path(__file__).parents[2] / "results"
 # Benchmarks by their folders of results, with further arguments.
 FOLDERS: dict[str, tuple[str, ...]] = {
-    **{name: (name,) for name in ("addresses", "arena", "compiled", "compression", "eager", "executor", "first_step", "offload")},
+    **{
+        name: (name,)
+        for name in (
+            "addresses",
+            "arena",
+            "arena_training",
+            "compiled",
+            "compression",
+            "eager",
+            "executor",
+            "first_step",
+            "offload",
+        )
+    },
     **{name: (name,) for name in ("options", "placement", "reserved", "resident", "solve")},
     "gpu/plans": ("gpu.plans",),
     "gpu/ways": ("gpu.plans",),

@@ -1,7 +1,7 @@
 """An option in one file, to show that it is all that a new one takes: saved tensors may be kept in bfloat16."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -9,24 +9,12 @@ from graphs.ir import Kind, Op, Phase
 from planner.capture.lowering.lower import Capture
 from planner.capture.options.added import Additions, value_of
 from planner.capture.options.option import EAGER_KERNELS, StepOption
-from planner.passes.program import Ref
 
 NAME = "bfloat16"
 
 
-@dataclass(frozen=True, slots=True)
-class Cast:
-    """From `value`, a fake tensor, to another type."""
-
-    value: torch.Tensor
-    dtype: torch.dtype
-
-    @property
-    def fakes(self) -> tuple[torch.Tensor, ...]:
-        return (self.value,)
-
-    def __call__(self, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return (given[0].to(self.dtype),)
+def _cast(value: torch.Tensor, *, dtype: torch.dtype) -> tuple[torch.Tensor]:
+    return (value.to(dtype),)
 
 
 def _apply(capture: Capture) -> Capture:
@@ -34,17 +22,16 @@ def _apply(capture: Capture) -> Capture:
     for op, t, value in _saved(capture):
         name, rounded = capture.graph.tensors[t].name, value.new_empty(value.shape, dtype=torch.bfloat16)
         kept = additions.add_tensor(f"{name}@{NAME}", rounded)
-        for called, read, made, does, differs in (
-            (Cast(value, torch.bfloat16), t, kept, "keep", ""),
-            (Cast(rounded, torch.float32), kept, t, "restore", f"rounding: {name} kept in bfloat16"),
+        for dtype, read, made, does, differs in (
+            (torch.bfloat16, t, kept, "keep", ""),
+            (torch.float32, kept, t, "restore", f"rounding: {name} kept in bfloat16"),
         ):
             additions.add_op(
-                called,
-                [Ref(read)],
+                partial(_cast, dtype=dtype),
+                [read],
                 like=op,
                 name=f"{name}_{does}_{NAME}",
                 target=f"{NAME}.{does}",
-                inputs=[read],
                 outputs=[made],
                 differs=differs,
             )

@@ -9,19 +9,17 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from typing import Any, Literal
 from unittest import mock
 
-import torch
-
 from graphs.errors import TraceError
+from planner.capture.frontend.python_state import restoring_items
+from planner.capture.frontend.source_lines import is_our_code
 from planner.capture.guards.messages import Scope, readable
-from planner.torch_private.capture import SideEffects
+from planner.torch_private.capture import SideEffects, source_name
 
 _Change = Literal["never", "once", "always"]
-
-_TORCH = str(Path(torch.__file__).parent)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,13 +149,12 @@ def settle(effects: list[Effect], run: Callable[[], AbstractContextManager[None]
 def _effects(effects: SideEffects) -> list[Effect]:
     found = []
     for variable in effects._get_modified_vars():
-        source = getattr(variable, "source", None)
         try:
-            owner = source.name if isinstance(source.name, str) else source.name()  # type: ignore[union-attr]
+            owner = source_name(variable.source)
         except (AttributeError, NotImplementedError):
             continue  # made by the step itself
         frames = [frame for stack in effects.mutation_user_stacks.get(variable, ())[-1:] for frame in stack]
-        own = [frame for frame in frames if not frame.filename.startswith(_TORCH)]  # attributes are set in nn.Module
+        own = [frame for frame in frames if not is_our_code(frame.filename)]  # attributes are set in nn.Module
         where = next((f" ({frame.filename}:{frame.lineno})" for frame in reversed(own or frames)), "")
         attributes = effects.store_attr_mutations.get(variable)
         if owner.endswith(("._buffers", "._parameters")):
@@ -192,7 +189,7 @@ def _is_itself(value: Any, owner: str, name: str) -> bool:
     source = getattr(value, "source", None)
     if source is None:
         return False
-    return str(source.name) in {f"{owner}.{name}", f"{owner}._buffers['{name}']", f"{owner}._parameters['{name}']"}
+    return source_name(source) in {f"{owner}.{name}", f"{owner}._buffers['{name}']", f"{owner}._parameters['{name}']"}
 
 
 def _changes(effects: list[Effect], run: Callable[[], object], local: Scope, scope: Scope) -> dict[Effect, _Change]:
@@ -245,41 +242,21 @@ class _GlobalVariables:
 
 def _snapshots(effects: list[Effect], local: Scope, scope: Scope) -> list[Callable[[], None]]:
     """Return functions that restore the present values."""
-    restore: list[Callable[[], None]] = []
+    restore: list[Callable[[], None] | None] = []
     for effect in effects:
-        owner, value = _owner(effect, local, scope), _found(effect, local, scope)
+        owner = _owner(effect, local, scope)
         if effect.attribute is not None:
-            restore.append(_attribute_restored(owner, effect.attribute, value))
-        elif isinstance(value, list):
-            restore.append(_list_restored(owner, value))
-        elif isinstance(value, dict | set):
-            restore.append(_items_restored(owner, value))
-    return restore
+            restore.append(partial(_restore_attribute, owner, effect.attribute, _found(effect, local, scope)))
+        else:
+            restore.append(restoring_items(owner))
+    return [each for each in restore if each is not None]
 
 
-def _attribute_restored(owner: Any, name: str, value: object) -> Callable[[], None]:
-    def restore() -> None:
-        if value is not _ABSENT:
-            setattr(owner, name, value)
-        elif hasattr(owner, name):
-            delattr(owner, name)
-
-    return restore
-
-
-def _list_restored(owner: list[Any], items: list[Any]) -> Callable[[], None]:
-    def restore() -> None:
-        owner[:] = items
-
-    return restore
-
-
-def _items_restored(owner: Any, items: Any) -> Callable[[], None]:
-    def restore() -> None:
-        owner.clear()
-        owner.update(items)
-
-    return restore
+def _restore_attribute(owner: Any, name: str, value: object) -> None:
+    if value is not _ABSENT:
+        setattr(owner, name, value)
+    elif hasattr(owner, name):
+        delattr(owner, name)
 
 
 def _same(a: object, b: object) -> bool:

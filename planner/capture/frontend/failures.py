@@ -4,12 +4,13 @@ import logging
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from unittest.mock import patch
 
 import torch
 
 from graphs.errors import PlannerError, TraceError, first_line, is_handled_by_a_caller, typed_line
 from planner.capture.frontend.fake_execution import on_fakes
-from planner.capture.frontend.source_lines import graph_break_advice, is_our_code, location, raising_line, traced_line
+from planner.capture.frontend.source_lines import GRAPH_BREAK_ADVICE, is_our_code, location, raising_line, traced_line
 from planner.capture.guards.branches import DataBranches
 from planner.capture.signature import Batch, call, leaves
 from planner.capture.step import TrainingStep
@@ -71,7 +72,8 @@ def failure(error: Exception, step: TrainingStep, batch: Batch, branches: DataBr
     """
     if message := own_message(error) or (branches and branches.refusal):
         return _caused(message, error)
-    found = _raised_on_fakes(step, batch)
+    with on_fakes(step, batch) as run:
+        found = _raised_by(run)
     if isinstance(found, TraceError):
         return _caused(str(found), error)
     if failed := _failed_op(error, found):
@@ -103,21 +105,8 @@ def own_message(error: BaseException) -> str | None:
 @contextmanager
 def unlogged() -> Iterator[None]:
     """Suppress the log entries of ops that fail on fake tensors: the error has the message."""
-
-    def refuse(_: logging.LogRecord) -> bool:
-        return False
-
-    _FAKE_LOG.addFilter(refuse)
-    try:
+    with patch.object(_FAKE_LOG, "disabled", True):
         yield
-    finally:
-        _FAKE_LOG.removeFilter(refuse)
-
-
-def _raised_on_fakes(step: TrainingStep, batch: Batch) -> Exception | None:
-    """Return the exception that the step raises on fake tensors."""
-    with on_fakes(step, batch) as run:
-        return _raised_by(run)
 
 
 def _users_own(step: TrainingStep, batch: Batch, on_fakes: Exception | None, *, observed: bool) -> Exception | None:
@@ -169,7 +158,7 @@ def _failed_op(error: Exception, on_fakes: Exception | None) -> str | None:
 def _answer(error: Exception) -> str:
     """Return the planner's message for an error of Dynamo or AOTAutograd."""
     said = str(error)
-    where, on = location(traced_line(said)), graph_break_advice()
+    where, on = location(traced_line(said)), GRAPH_BREAK_ADVICE
     for pattern, words in _ANSWERS.items():
         if (found := re.search(pattern, said, re.DOTALL | re.MULTILINE)) is not None:
             return words.format(where=where, on=on, **found.groupdict())

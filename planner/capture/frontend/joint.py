@@ -55,6 +55,7 @@ from planner.torch_private.core import FakeTensor, disable_current_modes, kept_i
 T = TypeVar("T")
 # Makes a result of a module that Dynamo captured, called in its tracing context.
 Make = Callable[[ExitStack, fx.GraphModule, tuple[object, ...], dict[str, object]], T]
+Made = tuple[T, PythonGuards | None]
 # Makes a joint graph, called as ``aot_export_joint_with_descriptors``.
 Export = Callable[..., JointWithDescriptors]
 Traced = tuple[JointWithDescriptors, PythonGuards | None, DataBranches | None]
@@ -92,17 +93,10 @@ def compiled_graph(
     """
 
     def trace() -> tuple[T, PythonGuards | None, DataGuards | None]:
-        stopped: Exception | None = None
-        traced = None
-        try:
-            traced = _traced(step, batch, None, make(_export_for_inductor))
-        except UnsettledError:
-            raise
-        except Exception as error:  # noqa: BLE001  # whatever stops it, the user gets one line
-            stopped = error
-        if stopped is not None and "data-dependent" not in str(stopped).lower():
-            raise failure(stopped, step, batch, None)
-        return _compiled_with_branches(step, batch, make) if traced is None else (*traced, None)
+        found = _attempt(step, batch, make(_export_for_inductor))
+        if found is None or (isinstance(found, Exception) and "data-dependent" in str(found).lower()):
+            return _compiled_with_branches(step, batch, make)
+        return *_result(found, step, batch, None), None
 
     return _settled(step, batch, trace)
 
@@ -132,7 +126,7 @@ def _compiled_with_branches(
             conditions.append(branches.guards(joint.graph_module.graph, step, batch))
         return joint
 
-    return *_followed(step, batch, branches, make(export)), conditions[-1]
+    return *_result(_attempt(step, batch, make(export), branches), step, batch, branches), conditions[-1]
 
 
 def _settled(step: TrainingStep, batch: Batch, trace: Callable[[], T]) -> T:
@@ -173,53 +167,46 @@ def _with_branches(step: TrainingStep, batch: Batch) -> Traced:
     """
     found = _attempts(step, batch)
     if isinstance(found, tuple):
-        return found
+        return *found, None
     if isinstance(found, UnsettledError):
         raise found
     if found and (message := own_message(found)):
         raise TraceError(message) from found
     branches = DataBranches(batch)
-    return *_followed(step, batch, branches, partial(_joint, branches=branches)), branches
+    return *_result(_attempt(step, batch, partial(_joint, branches=branches), branches), step, batch, branches), branches
 
 
-def _followed(step: TrainingStep, batch: Batch, branches: DataBranches, make: Make[T]) -> tuple[T, PythonGuards | None]:
-    """Return the result of `make` on `step` with the branches that it takes, and its guards.
+def _result(found: Made[T] | Exception | None, step: TrainingStep, batch: Batch, branches: DataBranches | None) -> Made[T]:
+    """Return what an attempt has `found`.
 
     Raises:
         TraceError: the capture fails, with the reason in one line; an exception of the user's own code is raised as it is.
     """
-    try:
-        traced = _traced(step, batch, branches, make)
-    except UnsettledError:
-        raise
-    except Exception as error:  # noqa: BLE001
-        stopped = error
-    else:
-        assert traced is not None
-        return traced
-    raise failure(stopped, step, batch, branches)
+    assert found is not None  # with branches
+    if isinstance(found, tuple):
+        return found
+    raise found if isinstance(found, UnsettledError) else failure(found, step, batch, branches)
 
 
-def _attempts(step: TrainingStep, batch: Batch) -> Traced | Exception | None:
-    """Capture with modules told that they are not compiled, as far as possible; return the graph or the exception."""
+def _attempts(step: TrainingStep, batch: Batch) -> Made[JointWithDescriptors] | Exception | None:
+    """Capture with modules told that they are not compiled, as far as possible; return as ``_attempt``."""
     informed = set(ASKING_FOR_COMPILERS)
     while True:
         with not_compiling(informed) as asked:
-            found = _attempt(step, batch)
+            found = _attempt(step, batch, _joint)
         if isinstance(found, tuple) or not asked:
             return found
         if found is None or isinstance(found, UnsettledError) or own_message(found):
-            return _attempt(step, batch)
+            return _attempt(step, batch, _joint)
         informed.add(asked[-1])
 
 
-def _attempt(step: TrainingStep, batch: Batch) -> Traced | Exception | None:
-    """Return the result or the exception of ``_traced`` without following data; another attempt may succeed."""
+def _attempt(step: TrainingStep, batch: Batch, make: Make[T], branches: DataBranches | None = None) -> Made[T] | Exception | None:
+    """Return the result or the exception of ``_traced``; another attempt may succeed."""
     try:
-        traced = _traced(step, batch, None, _joint)
-    except Exception as error:  # noqa: BLE001
+        return _traced(step, batch, branches, make)
+    except Exception as error:  # noqa: BLE001  # whatever stops it, the user gets one line
         return error
-    return None if traced is None else (*traced, None)
 
 
 def _joint(
@@ -235,9 +222,7 @@ def _joint(
         return aot_export_joint_with_descriptors(stack, module, args, kwargs, ignore_shape_env=True)
 
 
-def _traced(
-    step: TrainingStep, batch: Batch, branches: DataBranches | None, make: Make[T]
-) -> tuple[T, PythonGuards | None] | None:
+def _traced(step: TrainingStep, batch: Batch, branches: DataBranches | None, make: Make[T]) -> Made[T] | None:
     """Return the result of `make` on `step` as Dynamo captures it, with its guards; None if it needs `branches` and has none."""
     args, kwargs = arguments(batch)
     with ExitStack() as stack:

@@ -9,8 +9,9 @@ from torch import nn
 
 from planner.capture.frontend.python_state import PythonState
 from planner.capture.frontend.random_states import preserve_random_states
+from planner.capture.rewrites.outputs import storage, tensors_in
 from planner.capture.signature import Batch, leaves
-from planner.torch_private.core import FakeTensor, TorchDispatchMode, nn_module, preserve_version_counter, pytree
+from planner.torch_private.core import FakeTensor, TorchDispatchMode, nn_module, preserve_version_counter
 
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
@@ -27,7 +28,7 @@ def preserve_training_state(step: nn.Module, batch: Batch, *, written: Iterable[
         batch: the arguments of the step.
         written: tensors that the step writes, apart from buffers, the batch, and other tensors that modules hold.
     """
-    tensors = (*step.parameters(), *_inputs(batch))
+    tensors = (*step.parameters(), *tensors_in(leaves(batch)))
     with preserve_state(step, batch, written=written), ExitStack() as stack:
         for tensor in {id(t): t for t in tensors if t.is_leaf}.values():
             stack.callback(setattr, tensor, "grad", tensor.grad)
@@ -44,7 +45,7 @@ def preserve_state(step: nn.Module, batch: Batch, *, written: Iterable[torch.Ten
     hooks = [getattr(nn_module, name) for name in vars(nn_module) if name.startswith("_global_")]
     state = PythonState([step, batch, *hooks])
     held = (value for module in step.modules() for value in vars(module).values() if isinstance(value, torch.Tensor))
-    tensors = {id(t): t for t in (*step.buffers(), *held, *_inputs(batch), *written)}.values()
+    tensors = {id(t): t for t in (*step.buffers(), *held, *tensors_in(leaves(batch)), *written)}.values()
     with ExitStack() as stack:
         stack.callback(state.restore)
         for generator in state.generators:
@@ -92,22 +93,17 @@ class UndoWrites(TorchDispatchMode):
         self._stack.close()
 
     def _keep(self, value: object) -> None:
-        for storage, tensor in _storages(value).items():
-            if storage not in self._skipped:
-                self._skipped.add(storage)
+        for identity, tensor in _storages(value).items():
+            if identity not in self._skipped:
+                self._skipped.add(identity)
                 self.written.append(tensor)
                 whole = tensor.new_empty(0).set_(tensor.untyped_storage())
                 self._stack.enter_context(preserve_tensor(whole, tensor))
 
 
-def _inputs(batch: Batch) -> list[torch.Tensor]:
-    return [leaf for leaf in leaves(batch) if isinstance(leaf, torch.Tensor)]
-
-
 def _storages(values: object) -> dict[int, torch.Tensor]:
     """Return the storages of the tensors in `values`, each with a tensor that lies in it."""
-    found = (leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided)
-    return {tensor.untyped_storage()._cdata: tensor for tensor in found}
+    return {storage(tensor): tensor for tensor in tensors_in(values) if tensor.layout is torch.strided}
 
 
 @contextmanager

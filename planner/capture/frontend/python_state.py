@@ -43,20 +43,16 @@ class PythonState:
 
     def _visit(self, found: Any) -> Iterator[object]:
         """Save the content of `found`, and yield it."""
+        if (restore := restoring_items(found)) is not None:
+            self._restore.append(restore)
         match found:
             case torch.Tensor():
                 pass  # no Python state
             case torch.Generator():
                 self.generators.append(found)
             case dict():
-                self._restore.append(partial(_restore_dict, found, dict(found)))
                 yield from found.values()
-            case list() | deque():
-                self._restore.append(partial(_restore_list, found, list(found)))
-                yield from found
-            case set():
-                self._restore.append(partial(_restore_set, found, set(found)))
-            case tuple():
+            case list() | deque() | tuple():
                 yield from found
             case partial():
                 yield from (found.func, found.args, found.keywords)
@@ -110,22 +106,23 @@ def _restore_cell(cell: CellType, before: object) -> None:
         cell.cell_contents = before
 
 
-def _restore_dict(place: dict[Any, Any], before: dict[Any, Any]) -> None:
-    if not (_same(place, before) and _same(place.values(), before.values())):
+def restoring_items(found: Any) -> Callable[[], None] | None:
+    """Return a function that restores the present items of a dict, list, deque or set; None for other objects."""
+    match found:
+        case dict():
+            return partial(_restore_items, found, dict(found), found.update)
+        case list() | deque():
+            return partial(_restore_items, found, list(found), found.extend)
+        case set():
+            return partial(_restore_items, found, set(found), found.update)
+    return None
+
+
+def _restore_items(place: Any, before: Any, refill: Callable[[Any], None]) -> None:
+    same = place == before if isinstance(place, set) else _same(place, before)
+    if not same or (isinstance(place, dict) and not _same(place.values(), before.values())):
         place.clear()
-        place.update(before)
-
-
-def _restore_list(place: Any, before: list[Any]) -> None:
-    if not _same(place, before):
-        place.clear()
-        place.extend(before)
-
-
-def _restore_set(place: set[Any], before: set[Any]) -> None:
-    if place != before:
-        place.clear()
-        place.update(before)
+        refill(before)
 
 
 def _restore_global(place: dict[str, Any], name: str, before: object) -> None:

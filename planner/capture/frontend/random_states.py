@@ -39,6 +39,11 @@ class RandomStates:
         return {name for name, unchanged in same.items() if not unchanged}
 
 
+def gpus_of(device: torch.device) -> tuple[int, ...]:
+    """Return the number of a CUDA device, whose generator ops draw from; () for others."""
+    return (torch.cuda.current_device() if device.index is None else device.index,) if device.type == "cuda" else ()
+
+
 @contextmanager
 def preserve_random_states(gpus: Iterable[int]) -> Iterator[None]:
     """Restore the states of the generators at the end."""

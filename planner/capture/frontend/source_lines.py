@@ -13,6 +13,11 @@ from planner.torch_private.capture import TracingContext
 
 _FLOORS = Path(__file__).parents[3]
 _OURS = (torch.__path__[0], *(f"{_FLOORS / floor}{os.sep}" for floor in ("graphs", "solvers", "planner")))
+# For steps that are not one static graph.
+GRAPH_BREAK_ADVICE = (
+    'train with torch.compile(model, backend="planner", options={"budget": ...}), which plans what is before and after '
+    "such a line apart, or in a block planner.rematerialize(budget=...), which needs no graph"
+)
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>.+)')
 
 
@@ -62,14 +67,6 @@ def is_our_code(file: str) -> bool:
     return file.startswith(_OURS)
 
 
-def graph_break_advice() -> str:
-    """Return the advice for steps that are not one static graph."""
-    return (
-        'train with torch.compile(model, backend="planner", options={"budget": ...}), which plans what is before and after '
-        "such a line apart, or in a block planner.rematerialize(budget=...), which needs no graph"
-    )
-
-
 def location(line: SourceLine | None) -> str:
     """Return `line` as the beginning of a message."""
     return "a line of the step" if line is None else str(line)
@@ -79,7 +76,7 @@ def branch_refusal(line: SourceLine | None, depends_on: str) -> str:
     """Return the message for a branch that cannot be part of a plan."""
     return (
         f"the step cannot be captured as one graph: what {location(line)} does depends on the data, on {depends_on} that differ "
-        f"from step to step{library_advice(line)}; {graph_break_advice()}, or compute both sides and choose with torch.where"
+        f"from step to step{library_advice(line)}; {GRAPH_BREAK_ADVICE}, or compute both sides and choose with torch.where"
     )
 
 

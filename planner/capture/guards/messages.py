@@ -53,7 +53,6 @@ _PATTERNS = (
         "hooks of {name} were added or removed since the step was planned",
     ),
     (r"len\((?P<source>.+)\) != (?P<planned>\d+)", "{name} had {planned} items when the step was planned, and has {length} now"),
-    (r"len\((?P<source>.+)\) == (?P<planned>\d+)", "{name} had {planned} items when the step was planned, and has {length} now"),
     (
         r"tensor '(?P<source>.+)' requires_grad mismatch\. expected requires_grad=(?P<planned>\d).*",
         "{name}.requires_grad was {planned_flag} when the step was planned, and is {other_flag} now",

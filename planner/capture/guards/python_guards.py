@@ -20,7 +20,7 @@ from graphs.errors import MismatchError
 from planner.capture.guards.messages import Scope, code_of, explain, fails, is_mode, readable
 from planner.capture.guards.replaced_names import Frames, Replaceable, asks_for_layout, replaceable
 from planner.capture.rewrites.sparse_products import is_sparse, part_addresses
-from planner.torch_private.capture import CaptureOutput, CheckFunctionManager, Guard, GuardsSet, dynamo_phase
+from planner.torch_private.capture import CaptureOutput, CheckFunctionManager, Guard, GuardsSet, dynamo_phase, source_name
 from planner.torch_private.core import (
     disable_current_modes,
     is_in_torch_dispatch_mode,
@@ -177,7 +177,7 @@ def build_guards(
     with dynamo_phase("build_guards"), no_python_dispatcher():
         manager = captured.build_guards(code)
     local, scope = {"self": step, "args": args, "kwargs": kwargs}, captured.f_globals
-    sources = [source.name for source in graph.export_metadata.graph_input_idx_to_local_source.values() if source]
+    sources = [source_name(source) for source in graph.export_metadata.graph_input_idx_to_local_source.values() if source]
     external = tuple(_external_values([*sources, *constants], step, local, scope))
     strides = _strides(args, kwargs) if asks_for_layout(frames) else ()
     return PythonGuards(manager, scope, external, replaceable(frames, step), strides, global_state())

@@ -13,7 +13,7 @@ from unittest.mock import patch
 import numpy as np
 
 from graphs.errors import TraceError
-from planner.capture.frontend.source_lines import current_line, graph_break_advice, library_advice
+from planner.capture.frontend.source_lines import GRAPH_BREAK_ADVICE, current_line, library_advice
 from planner.torch_private.capture import InstructionTranslatorBase, dynamo_misc, dynamo_user_defined
 
 _GENERATORS = (random.Random, np.random.RandomState, np.random.Generator)
@@ -54,5 +54,5 @@ def _refuse(name: str) -> NoReturn:
     raise TraceError(
         f"{where} draws a random number outside PyTorch ({name}), and a plan would use one draw for ever: draw it before the "
         f"step and pass it with the batch, as a tensor, or use PyTorch's random functions{library_advice(where)}; or "
-        f"{graph_break_advice()}"
+        f"{GRAPH_BREAK_ADVICE}"
     )

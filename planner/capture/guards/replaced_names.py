@@ -8,7 +8,6 @@ are compared by identity before every step, in some tens of nanoseconds each.
 import dis
 import os
 import sys
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,15 +30,7 @@ _CALLS = ("forward", "__call__", "_call_impl")
 
 Frames = dict[CodeType, dict[str, Any]]
 Table = Mapping[str, object]
-
-
-@dataclass(frozen=True, slots=True)
-class _Name:
-    """A name in the table of a module or class `owner`."""
-
-    owner: object
-    table: Table
-    key: str
+_Name = tuple[type | Table, str]  # a name, and the class or the globals of the module that has it
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,19 +102,18 @@ def asks_for_layout(frames: Frames) -> bool:
 
 def replaceable(frames: Frames, step: nn.Module) -> Replaceable:
     """Return the names that the captured `frames` of `step` use."""
-    tables: defaultdict[int, dict[str, _Name]] = defaultdict(dict)
-    for name in _named(frames, step):
-        tables[id(name.owner)][name.key] = name
-    return Replaceable(tuple(_in_one_table(list(names.values())) for names in tables.values()), _environment(frames))
+    tables: dict[int, tuple[type | Table, dict[str, None]]] = {}
+    for owner, key in _named(frames, step):
+        tables.setdefault(id(owner), (owner, {}))[1][key] = None
+    return Replaceable(tuple(_in_one_table(owner, tuple(keys)) for owner, keys in tables.values()), _environment(frames))
 
 
-def _in_one_table(names: list[_Name]) -> TableNames:
-    owner, table = names[0].owner, names[0].table
+def _in_one_table(owner: type | Table, keys: tuple[str, ...]) -> TableNames:
     if isinstance(owner, type):
+        table: Table = vars(owner)
         said = f"{owner.__module__}.{owner.__qualname__}"
     else:
-        said = str(table.get("__name__"))
-    keys = tuple(name.key for name in names)
+        table, said = owner, str(owner.get("__name__"))
     return TableNames(said, table, keys, tuple(table.get(key, _ABSENT) for key in keys))
 
 
@@ -180,14 +170,14 @@ def _along(scope: Table, path: Iterable[str]) -> Iterator[_Name]:
             table = vars(value)
             continue
         if callable(value) or (value is _ABSENT and table is not scope):
-            yield _Name(table, table, key)
+            yield table, key
         return
 
 
 def _of_class(owner: type, name: str) -> Iterator[_Name]:
     """Yield a method by its `name`, in the class that has it and in those before it in the method resolution order."""
     for each in owner.__mro__[:-1]:
-        yield _Name(each, vars(each), name)
+        yield each, name
         if name in vars(each):
             return
 

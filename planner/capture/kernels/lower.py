@@ -2,16 +2,15 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 import torch
 
 from graphs.errors import TraceError
-from graphs.ir import Graph, Kind, Op, Phase, Tensor
+from graphs.ir import Kind, Op, Phase, Tensor
 from planner.capture.kernels.halves import Half, Halves
 from planner.capture.kernels.merge import Group, grouped
 from planner.capture.kernels.wrapper import Launch, Value, Wrapper
-from planner.capture.lowering.lower import Capture
+from planner.capture.lowering.lower import Capture, graph_of
 from planner.capture.lowering.statics import StaticTensors, dtype_name
 from planner.capture.rewrites.convolutions import is_chosen_by_timing, warn_not_recomputed
 from planner.capture.rewrites.outputs import check_outputs, keeps_layout, memory_format
@@ -48,12 +47,10 @@ def lower_step(
     """
     check_outputs(halves.joint.graph_module.graph)
     lowering = _KernelLowering(halves, statics, generator)
-    returned, gradients = lowering.read_step()
-    trained, values = [tensor for tensor, _ in gradients], [value for _, value in gradients]
+    (loss, *extras), gradients = lowering.read_step()
     # A saved output would keep itself alive through its own backward pass.
-    loss, *extras = returned
     detached = [Call("detach", (extra,)) for extra in extras]
-    return lowering.finish([loss, *detached], values, trained, signature, provenance)
+    return lowering.finish([loss, *detached], gradients, signature, provenance)
 
 
 def lower_graph(
@@ -72,7 +69,7 @@ def lower_graph(
     forward, saved = lowering.read_forward()
     backward = lowering.read_backward(saved)
     returned = [value for desc, value in forward if not isinstance(desc, SavedForBackwardsAOTOutput)]
-    return lowering.finish(returned, [value for _, _, value in backward], [-1] * len(backward), signature, {})
+    return lowering.finish(returned, [(-1, value) for _, _, value in backward], signature, {})
 
 
 class _KernelLowering:
@@ -133,33 +130,28 @@ class _KernelLowering:
     def finish(
         self,
         returned: Sequence[Argument],
-        gradients: Sequence[Argument],
-        trained: Sequence[int],
+        gradients: Sequence[tuple[int, Argument]],
         signature: Signature,
         provenance: Mapping[str, object],
     ) -> Capture:
-        """Return the captured graph and program; `gradients` are those of the tensors `trained`."""
+        """Return the captured graph and program; `gradients` as in ``Program``, with numbers of values."""
         groups = grouped(self.wrapper.launches, self.static)
         self.tensor_of |= self.static
         ops, calls = self._ops(groups)
-        kinds = {t: Kind.GRADIENT for value in gradients for t in self._owners(value)}
-        kinds |= {t: Kind.OUTPUT for value in returned for t in self._owners(value)}
-        kept = frozenset(t for t in kinds if not self.tensors[t].static)
-        tensors = tuple(replace(t, kind=kinds[t.id]) if t.id in kept else t for t in self.tensors)
         loss, *extras = map(self._renumbered, returned)
         program = Program(
             calls=tuple(calls),
             sources=tuple(self.statics.sources),
             loss=loss,
             extras=tuple(extras),
-            gradients=tuple((tensor, self._renumbered(value)) for tensor, value in zip(trained, gradients, strict=True)),
+            gradients=tuple((tensor, self._renumbered(value)) for tensor, value in gradients),
             constants=self.constants,
             generator=self.generator,
             guard=self.wrapper.guard,
             aligned=self._aligned(ops),
             names=self.wrapper.names,
         )
-        return Capture(Graph(tuple(ops), tensors, kept, provenance), program, signature, (None,) * len(ops))
+        return Capture(graph_of(ops, self.tensors, program, provenance), program, signature, (None,) * len(ops))
 
     def _read(self, half: Half, inputs: Sequence[Argument | None], phase: Phase) -> list[Argument]:
         constants = {}
@@ -258,10 +250,6 @@ class _KernelLowering:
     def _new(self, op: int, name: str, shape: tuple[int, ...], dtype: str) -> int:
         self.tensors.append(Tensor(len(self.tensors), name, 0, (op,), Kind.ACTIVATION, shape, dtype))
         return len(self.tensors) - 1
-
-    def _owners(self, value: Argument) -> list[int]:
-        """Return the tensor that `value` is a view of, in a list; an empty list if it is no tensor."""
-        return [self.tensor_of[owner] for owner in read_by(value)]
 
     def _renumbered(self, value: Argument) -> Argument:
         """Return `value` with ids of tensors in place of numbers of values."""

@@ -4,7 +4,7 @@ A tensor of a graph is made by one op as a whole. Inductor fills some buffers wi
 the parts of a concatenation.
 """
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from planner.capture.kernels.wrapper import Launch
@@ -58,42 +58,27 @@ def grouped(launches: Sequence[Launch], static: Container[int]) -> list[Group]:
     Args:
         static: numbers of the static values, which any op may write to.
     """
-    groups: list[Group | None] = [Group([launch]) for launch in launches]
+    groups = {position: Group([launch]) for position, launch in enumerate(launches)}
     for position, launch in enumerate(launches):
         for value in sorted(launch.writes):
-            maker = _maker(groups, value, position)
+            maker = next((i for i, group in groups.items() if i < position and value in group.makes), None)
             if value not in static and maker is not None and _can_move(groups, maker, position):
-                _move(groups, maker, position)
-    left = [group for group in groups if group is not None]
+                groups[position].launches[:0] = groups.pop(maker).launches
+    left = list(groups.values())
     _order_writes(left, static)
     return left
 
 
-def _maker(groups: Sequence[Group | None], value: int, before: int) -> int | None:
-    """Return the position of the group that makes `value`; None if there is none before `before`."""
-    return next((i for i in range(before) if (group := groups[i]) is not None and value in group.makes), None)
-
-
-def _can_move(groups: Sequence[Group | None], source: int, target: int) -> bool:
+def _can_move(groups: Mapping[int, Group], source: int, target: int) -> bool:
     """Return whether the group at `source` may be moved to `target` without changing results."""
-    moved, there = groups[source], groups[target]
-    assert moved is not None
-    assert there is not None
-    if moved.launches[0].phase is not there.launches[0].phase:
+    moved = groups[source]
+    if moved.launches[0].phase is not groups[target].launches[0].phase:
         return False
-    between = [group for group in groups[source + 1 : target] if group is not None]
+    between = [group for position, group in groups.items() if source < position < target]
     if moved.random and any(group.random for group in between):
         return False  # numbers are drawn in the order of the program
     needed = any(group.reads & (moved.makes | moved.writes) or group.writes & (moved.makes | moved.writes) for group in between)
     return not needed and not any(group.writes & moved.reads for group in between)
-
-
-def _move(groups: list[Group | None], source: int, target: int) -> None:
-    moved, there = groups[source], groups[target]
-    assert moved is not None
-    assert there is not None
-    there.launches[:0] = moved.launches
-    groups[source] = None
 
 
 def _order_writes(groups: Sequence[Group], static: Container[int]) -> None:

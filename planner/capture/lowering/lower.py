@@ -20,7 +20,7 @@ from planner.capture.rewrites.convolutions import is_chosen_by_timing, warn_not_
 from planner.capture.rewrites.explicit_generators import explicit_generator
 from planner.capture.rewrites.outputs import CHECKS, fake, first_backward, is_random, operator_of, outputs, storage
 from planner.capture.signature import Signature
-from planner.passes.program import Argument, Call, OpCalls, Path, Program, Ref, call_of, item, shown
+from planner.passes.program import Argument, Call, OpCalls, Path, Program, Ref, call_of, item, read_by, shown
 from planner.torch_private.capture import GradAOTOutput, TangentAOTInput
 from planner.torch_private.core import OpOverload, with_effects
 
@@ -117,13 +117,7 @@ class _GraphLowering:
         return self._finish(provenance)
 
     def _finish(self, provenance: Mapping[str, object]) -> tuple[Graph, Program, tuple[fx.Node | None, ...]]:
-        found = outputs(self.graph)
-        owners = {v: self.owner[storage(fake(v))] for v, _ in found if isinstance(v, fx.Node)}
-        gradient, other = Kind.GRADIENT, Kind.OUTPUT
-        kinds = {owners[v]: gradient if isinstance(desc, GradAOTOutput) else other for v, desc in found if isinstance(v, fx.Node)}
-        kept = frozenset(t for t in kinds if not self.tensors[t].static)
-        tensors = tuple(replace(t, kind=kinds[t.id]) if t.id in kept else t for t in self.tensors)
-        (loss, *extras), gradients = self._returned(found)
+        (loss, *extras), gradients = self._returned(outputs(self.graph))
         program = Program(
             calls=tuple(self.calls),
             sources=tuple(self.statics.sources),
@@ -134,7 +128,7 @@ class _GraphLowering:
             generator=self.generator,
             own_generator=self.own_generator,
         )
-        return Graph(tuple(self.ops), tensors, kept, provenance), program, tuple(self.nodes)
+        return graph_of(self.ops, self.tensors, program, provenance), program, tuple(self.nodes)
 
     def _returned(self, found: Sequence[tuple[Any, object]]) -> tuple[list[Argument], list[tuple[int, Argument]]]:
         """Return the results of the forward pass, and the gradients."""
@@ -304,6 +298,15 @@ class _GraphLowering:
         """Return the module in which `node` was called; for a backward node, the module of its forward node."""
         stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
         return _module_path(stack) if stack else self.modules.get(node.meta.get("seq_nr"), "")
+
+
+def graph_of(ops: Sequence[Op], tensors: Sequence[Tensor], program: Program, provenance: Mapping[str, object]) -> Graph:
+    """Return the graph of `ops`, which keeps what `program` returns."""
+    kinds = {t: Kind.GRADIENT for _, value in program.gradients for t in read_by(value)}
+    kinds |= {t: Kind.OUTPUT for value in (program.loss, *program.extras) for t in read_by(value)}
+    kept = frozenset(t for t in kinds if not tensors[t].static)
+    named = tuple(replace(t, kind=kinds[t.id]) if t.id in kept else t for t in tensors)
+    return Graph(tuple(ops), named, kept, provenance)
 
 
 def _module_path(stack: Mapping[str, tuple[str, object]]) -> str:

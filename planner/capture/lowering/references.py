@@ -44,7 +44,7 @@ class References:
         kwargs = {key: self._value(value, strides) for key, value in node.kwargs.items()}
         target = called(node.target)
         if drawn := in_place_random_op(node):
-            target, args[0] = drawn[0], _filled(args[0], drawn[1])
+            target, args[0] = drawn[0], Call(empty_with_strides, (args[0], tuple(drawn[1])))
         return Call(target, tuple(args), kwargs)
 
     def after_forward(self, node: fx.Node, outputs: Sequence[tuple[int, Path]]) -> Statement | None:
@@ -57,8 +57,7 @@ class References:
 
     def with_generator_argument(self, node: fx.Node, generator: torch.Generator) -> Call:
         """Return the call of `node` that draws from a user's generator."""
-        drawing = self.redraw(node, generator)
-        if drawing is None:
+        if (drawing := self.redraw(node, generator)) is None:
             raise TraceError(
                 f"{location(traced_line(node.meta.get('stack_trace')))} gives {node.target} a generator, which it does not take"
             )
@@ -66,14 +65,10 @@ class References:
 
     def redraw(self, node: fx.Node, generator: torch.Generator) -> Call | None:
         """Return the call of `node` with a generator argument; None if its kernel takes none."""
-        target, drawn = with_generator_argument(node), in_place_random_op(node)
-        if target is None:
+        if (target := with_generator_argument(node)) is None:
             return None
-        args = [self._value(arg) for arg in node.args]
-        if drawn:
-            target, args[0] = drawn[0], _filled(args[0], drawn[1])
-        kwargs = {key: self._value(value) for key, value in node.kwargs.items() if key != "generator"}
-        return Call(target, tuple(args), {**kwargs, "generator": generator})
+        call = self.call(node)
+        return Call(call.target if in_place_random_op(node) else target, call.args, {**call.kwargs, "generator": generator})
 
     def _value(self, arg: object, strides: Mapping[fx.Node, Sequence[int]] = MappingProxyType({})) -> Argument:
         match arg:
@@ -86,10 +81,6 @@ class References:
             case torch.SymInt() | torch.SymFloat() | torch.SymBool():
                 raise TraceError(f"the step depends on the size {arg}, which is not known before it runs: shapes must be static")
         return arg
-
-
-def _filled(like: Argument, strides: Sequence[int]) -> Call:
-    return Call(empty_with_strides, (like, tuple(strides)))
 
 
 def is_laid_out(value: Any) -> bool:

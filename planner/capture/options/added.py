@@ -1,6 +1,6 @@
 """Optional ops added to a capture: inputs, outputs and calls."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,8 +10,9 @@ from torch import fx
 from graphs.ir import Graph, Kind, Op, Tensor
 from planner.capture.lowering.lower import Capture
 from planner.capture.lowering.statics import allocated_bytes, dtype_name
+from planner.capture.options.differing import differing
 from planner.capture.rewrites.outputs import fake, storage
-from planner.passes.program import Argument, Call, Composed, OpCalls, Path, Ref, call_of
+from planner.passes.program import Call, Comparable, Composed, OpCalls, Path, Ref, call_of
 
 
 class Additions:
@@ -20,11 +21,13 @@ class Additions:
     Attributes:
         capture: the capture without the additions.
         tensor_of: the tensors of `capture`, by the storages of their fake values.
+        fakes: fake values of the tensors that ops make, by id.
     """
 
     def __init__(self, capture: Capture) -> None:
         self.capture = capture
         self.tensor_of = tensors_by_storage(capture)
+        self.fakes = dict(made_values(capture))
         self._ops: list[Op] = []
         self._calls: list[OpCalls] = []
         self._nodes: list[fx.Node | None] = []
@@ -35,18 +38,18 @@ class Additions:
         """Add a tensor for outputs of added ops, with the fake `value`; return its id."""
         number = len(self.capture.graph.tensors) + len(self._tensors)
         size_bytes = allocated_bytes(value.untyped_storage().nbytes(), value.device)
+        self.fakes[number] = value
         self._tensors[number] = Tensor(number, name, size_bytes, (), Kind.ACTIVATION, tuple(value.shape), dtype_name(value.dtype))
         return number
 
     def add_op(
         self,
         called: Composed,
-        arguments: Sequence[Argument],
+        reads: Sequence[fx.Node | int],
         *,
         like: Op,
         name: str,
         target: str,
-        inputs: Sequence[int],
         outputs: Sequence[int],
         replaces: Sequence[int] = (),
         recomputable: bool = True,
@@ -56,13 +59,18 @@ class Additions:
 
         Args:
             called: the function that computes it.
-            arguments: arguments of `called`.
+            reads: arguments of `called`: values of the program, or whole tensors that ops make.
             like: an op of the program with the same phase and module.
-            name, target, replaces, recomputable, differs: as in ``Op``; `target` begins with the name of an option.
-            inputs: tensors that `arguments` read, perhaps with repetition.
+            name, target, replaces, recomputable, differs: as in ``Op``; `target` begins with the name of an option. A
+                ``Comparable`` says itself how it differs.
             outputs: tensors that it makes, in the order of the results of `called`.
         """
         number = len(self.capture.graph.ops) + len(self._ops)
+        inputs = [self.tensor_of[storage(fake(read))] if isinstance(read, fx.Node) else read for read in reads]
+        arguments = tuple(self.capture.values[read] if isinstance(read, fx.Node) else Ref(read) for read in reads)
+        fakes = tuple(fake(read) if isinstance(read, fx.Node) else self.fakes[read] for read in reads)
+        if isinstance(called, Comparable):
+            differs = differing(self.capture, outputs, called.rounds((False,) * len(outputs)))
         op = Op(
             id=number,
             name=name,
@@ -78,7 +86,7 @@ class Additions:
             differs=differs,
         )
         made = [(t, (i,)) for i, t in enumerate(outputs)]
-        self._put(op, call_of(Call(called, tuple(arguments)), made, composed=called), None)
+        self._put(op, call_of(Call(called, arguments), made, fakes=fakes), None)
         return number
 
     def add_variant(self, op: Op, instead: Mapping[int, int], name: str, target: str) -> int:
@@ -131,7 +139,11 @@ def tensors_by_storage(capture: Capture) -> dict[int, int]:
         if node.op in ("placeholder", "get_attr") and isinstance(node.meta.get("val"), torch.Tensor):
             assert isinstance(value, Ref)
             found[storage(fake(node))] = value.tensor
+    return found | {storage(value): t for t, value in made_values(capture)}
+
+
+def made_values(capture: Capture) -> Iterator[tuple[int, torch.Tensor]]:
+    """Yield the tensors that captured nodes make, with their fake values."""
     for maker, call in zip(capture.nodes, capture.program.calls, strict=True):
         if maker is not None:
-            found |= {storage(value_of(maker, path)): t for t, path in call.outputs}
-    return found
+            yield from ((t, value_of(maker, path)) for t, path in call.outputs)

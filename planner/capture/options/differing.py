@@ -1,16 +1,18 @@
 """Descriptions of the results of a step that change if some of its tensors are rounded differently."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
+from itertools import compress
 
-from graphs.ir import Graph
-from planner.passes.program import Argument, Program, read_by
+from planner.capture.lowering.lower import Capture
+from planner.passes.program import Argument, read_by
 
 _NAMED = 3  # more are only counted
 
 
-def differing(graph: Graph, program: Program, tensors: Iterable[int]) -> str:
-    """Return ``Op.differs`` of an op that rounds `tensors` differently: these, and the results of the step computed from them."""
-    first = sorted(tensors)
+def differing(capture: Capture, outputs: Sequence[int], rounded: Sequence[bool]) -> str:
+    """Return ``Op.differs`` of an op: which of its `outputs` are `rounded` differently, and the results computed from these."""
+    graph, program = capture.graph, capture.program
+    first = sorted(compress(outputs, rounded))
     if not first:
         return ""
     reached = set(first)
@@ -28,5 +30,5 @@ def differing(graph: Graph, program: Program, tensors: Iterable[int]) -> str:
         results.append(f"{len(gradients)} of {len(program.gradients)} gradients")
     else:
         results += [f"the gradient of {name}" for name in gradients]
-    rounded = ", ".join(graph.tensors[t].name for t in first)
-    return f"rounding: {rounded} ({', '.join(results) or 'no result'})"
+    names = ", ".join(graph.tensors[t].name for t in first)
+    return f"rounding: {names} ({', '.join(results) or 'no result'})"

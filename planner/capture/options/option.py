@@ -1,11 +1,11 @@
 """Options that are found among the calls of a captured step. The finders are imported lazily, since they need torch."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from graphs.ir import Graph, Op
+from graphs.ir import Graph
 from graphs.options.option import Feature, Option
 
 if TYPE_CHECKING:
@@ -25,15 +25,12 @@ class StepOption(Option):
     Attributes:
         apply: returns the step with its ops, whose targets begin with the option's name: ``NAME.more``. Their times are not
             measured.
-        settle: returns a measured op with its differences, given which outputs were bit-identical; None if they are known
-            beforehand.
         needless: returns the ids of its useless ops in a step with times.
         measure: returns the graph of a step with the uses of a limited resource, measured on the real step, or modelled if that
             is None; None if its ops use none.
     """
 
     apply: "Callable[[Capture], Capture]"
-    settle: "Callable[[Capture, Op, Sequence[bool]], Op] | None" = None
     needless: "Callable[[Capture], Collection[int]]" = lambda _: ()
     measure: "Callable[[Capture, RealStep | None], Graph] | None" = None
 

@@ -1,30 +1,14 @@
 """Application of options that are found in a captured step."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from graphs.errors import UsageError
-from graphs.ir import Graph, Op
+from graphs.ir import Graph
 from graphs.options.selection import LEFT_OUT, TRACED, option_of, traced_with, without
 from planner.capture.lowering.lower import Capture
 from planner.capture.options import check_options, step_options
 from planner.capture.replay import RealStep
-
-
-def settled(capture: Capture, op: Op, equal: Sequence[bool]) -> Op:
-    """Return `op`, an optional one, with its differences recorded; `equal` tells which outputs were bit-identical."""
-    settle = _settling(op)
-    return op if settle is None else settle(capture, op, equal)
-
-
-def may_be_exact(op: Op) -> bool:
-    """Return whether the outputs of `op` are to be compared with the program's, since they may be equal."""
-    return not op.exact and _settling(op) is not None
-
-
-def _settling(op: Op) -> Callable[[Capture, Op, Sequence[bool]], Op] | None:
-    (option,) = step_options((option_of(op),))
-    return option.settle
 
 
 def needs_measuring(capture: Capture) -> bool:

@@ -18,20 +18,20 @@ from planner.torch_private.core import DispatchKey, OpOverload, disable_python_d
 
 aten = torch.ops.aten
 
+_STATISTICS = slice(3, 5)  # the running mean and variance among the arguments
+
 
 @dataclass(frozen=True, slots=True)
 class _BatchNorm:
     """An op of batch norm, by positions among its arguments.
 
     Attributes:
-        statistics: positions of the running mean and variance.
         training: position of the flag; None if the op always trains.
         backward: True for an op of the backward pass.
         updated: the paths of the new running statistics among the results.
         without: for a forward op, the op that returns the other results, under the same paths, and reads no running statistics.
     """
 
-    statistics: tuple[int, int]
     training: int | None = None
     backward: bool = False
     updated: tuple[tuple[int, ...], ...] = ()
@@ -47,10 +47,10 @@ def _cudnn(x: Any, weight: Any, bias: Any, _mean: Any, _variance: Any, *rest: An
 
 
 _OPS: dict[object, _BatchNorm] = {
-    aten._native_batch_norm_legit_functional.default: _BatchNorm((3, 4), training=5, updated=((3,), (4,)), without=_native),
-    aten._batch_norm_with_update_functional.default: _BatchNorm((3, 4), updated=((4,), (5,)), without=_cudnn),
-    aten.native_batch_norm_backward.default: _BatchNorm((3, 4), training=7, backward=True),
-    aten.batch_norm_backward.default: _BatchNorm((3, 4), training=7, backward=True),
+    aten._native_batch_norm_legit_functional.default: _BatchNorm(training=5, updated=((3,), (4,)), without=_native),
+    aten._batch_norm_with_update_functional.default: _BatchNorm(updated=((4,), (5,)), without=_cudnn),
+    aten.native_batch_norm_backward.default: _BatchNorm(training=7, backward=True),
+    aten.batch_norm_backward.default: _BatchNorm(training=7, backward=True),
 }
 
 
@@ -89,20 +89,19 @@ def ignored_inputs(node: fx.Node) -> frozenset[fx.Node]:
     op = _OPS.get(node.target)
     if op is None or (op.training is not None and not node.args[op.training]):
         return frozenset()
-    given = (node.args[i] for i in op.statistics)
-    return frozenset(arg for arg in given if isinstance(arg, fx.Node) and (op.backward or arg.op == "placeholder"))
+    return frozenset(
+        arg for arg in node.args[_STATISTICS] if isinstance(arg, fx.Node) and (op.backward or arg.op == "placeholder")
+    )
 
 
 def without_statistics(node: fx.Node) -> tuple[Any, tuple[Any, ...], tuple[tuple[int, ...], ...]]:
     """Return the call for `node` after the forward pass: target, arguments, and the paths of results that are left out.
 
+    `node` has ``ignored_inputs``.
     The running statistics of a batch norm in training mode are overwritten by then; neither its backward pass nor a second
     execution needs them.
     """
-    ignored = ignored_inputs(node)
-    if not ignored:
-        return node.target, node.args, ()
-    op = _OPS[node.target]
+    op, ignored = _OPS[node.target], ignored_inputs(node)
     if op.without is not None:
         return *op.without(*node.args), op.updated
     return node.target, tuple(None if arg in ignored else arg for arg in node.args), ()

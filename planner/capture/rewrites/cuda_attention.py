@@ -51,9 +51,9 @@ def _attention(
     enable_gqa: bool = False,
 ) -> Tensor:
     if _fits_any_kernel(query, key, value):
-        if attn_mask is None and _fits_flash(query, key, value, is_causal=is_causal, enable_gqa=enable_gqa):
+        if attn_mask is None and fits_flash(query, key, value, is_causal=is_causal, enable_gqa=enable_gqa):
             return _flash(query, key, value, dropout_p, is_causal=is_causal, scale=scale)
-        if _fits_efficient(query, key, value):
+        if fits_efficient(query, key, value):
             return _efficient(query, key, value, attn_mask, dropout_p, is_causal=is_causal, scale=scale)
     written: Tensor = aten._scaled_dot_product_attention_math(
         query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
@@ -72,7 +72,8 @@ def _fits_any_kernel(query: Tensor, key: Tensor, value: Tensor) -> bool:
     )
 
 
-def _fits_flash(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, enable_gqa: bool) -> bool:
+def fits_flash(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, enable_gqa: bool = False) -> bool:
+    """Return whether flash attention supports inputs that fused kernels support; with padding, any width."""
     shared_heads = enable_gqa and key.shape[1] == value.shape[1] and query.shape[1] % key.shape[1] == 0
     return (
         query.dtype in (torch.bfloat16, torch.float16)
@@ -82,7 +83,8 @@ def _fits_flash(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, e
     )
 
 
-def _fits_efficient(query: Tensor, key: Tensor, value: Tensor) -> bool:
+def fits_efficient(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Return whether memory-efficient attention supports inputs that fused kernels support."""
     alignment = 16 // query.element_size()
     return (
         query.dtype in (torch.bfloat16, torch.float16, torch.float32)

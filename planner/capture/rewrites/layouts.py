@@ -9,10 +9,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import fx
 
+from planner.capture.rewrites.outputs import tensors_in
 from planner.torch_private.core import (
     PROXY_MODE,
     FakeTensorMode,
@@ -78,11 +80,8 @@ def record_written_strides() -> Iterator[None]:
             _record(func, args[0])
         return result
 
-    FunctionalTensorMode.__torch_dispatch__ = recording  # type: ignore[method-assign]
-    try:
+    with patch.object(FunctionalTensorMode, "__torch_dispatch__", recording):
         yield
-    finally:
-        FunctionalTensorMode.__torch_dispatch__ = dispatch  # type: ignore[method-assign]
 
 
 def _writes_first(op: OpOverload) -> bool:
@@ -167,7 +166,7 @@ def _fake_mode(value: Any) -> FakeTensorMode:
 
 
 def _strides(value: Any) -> list[tuple[int, ...]]:
-    return [leaf.stride() for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+    return [tensor.stride() for tensor in tensors_in(value)]
 
 
 def _is_writable(value: torch.Tensor) -> bool:

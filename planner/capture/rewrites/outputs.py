@@ -111,6 +111,17 @@ def storage(value: torch.Tensor) -> int:
     return identity
 
 
+def is_dense(value: torch.Tensor) -> bool:
+    """Return whether the elements of `value` fill its storage, each at its own position."""
+    whole = value.numel() * value.element_size() == value.untyped_storage().nbytes()
+    return whole and bool(aten.is_non_overlapping_and_dense.default(value))
+
+
+def same_layout(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Return whether `a` and `b` have the same shape and order of elements."""
+    return a.shape == b.shape and all(n == 1 or s == t for n, s, t in zip(a.shape, a.stride(), b.stride(), strict=True))
+
+
 def operator_of(node: fx.Node) -> OpOverload | None:
     """Return the operator that `node` calls, also where it calls it on copies of what it writes to; None if there is none."""
     called = node.args[0] if node.target is auto_functionalized else node.target
@@ -269,10 +280,8 @@ def _separate_gradients(graph: fx.Graph) -> None:
 
 def keeps_layout(gradient: torch.Tensor, variable: torch.Tensor) -> bool:
     """Return whether ``AccumulateGrad`` keeps the layout: strides of the variable if it is dense, else contiguous."""
-    if not torch.ops.aten.is_non_overlapping_and_dense.default(variable):
-        return gradient.is_contiguous()
-    strides = zip(gradient.shape, gradient.stride(), variable.stride(), strict=True)
-    return all(size == 1 or own == wanted for size, own, wanted in strides)
+    dense = aten.is_non_overlapping_and_dense.default(variable)
+    return same_layout(gradient, variable) if dense else gradient.is_contiguous()
 
 
 def memory_format(variable: torch.Tensor) -> torch.memory_format:

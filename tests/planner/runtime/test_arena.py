@@ -6,22 +6,23 @@ import gc
 import mmap
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.optim import SGD, AdamW, Optimizer
 
 from graphs.schedule import keep_everything
-from planner.arena import LEAST_BYTES
+from planner.arena import ALIGNMENT, LEAST_BYTES
 from planner.capture.frontend.preserved_state import preserve_training_state
 from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
-from planner.models import Workload
+from planner.models import Workload, build
 from planner.profiling.allocator import cpu_allocations
-from planner.runtime import arena_allocator
+from planner.runtime import arena_allocator, slab_addresses
 from planner.runtime.arena import SharedSlab
 from planner.runtime.arena_allocator import Addresses, Missed, Recording, Slab
 from planner.runtime.executor import Executor
@@ -31,18 +32,34 @@ from tests.support.models.steps import STEPS, capture_of, make, random_schedule
 
 SMALL_BYTES = 20_000  # of the requests that are too small for the slab
 TANGENT_BYTES = 4  # the gradient of the loss, which autograd makes
+SCALAR_BYTES = 8  # of momentum, with which the first step multiplies nothing
+
+
+OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
+    "momentum": lambda model: SGD(model.parameters(), lr=0.1, momentum=0.9),
+    "nesterov foreach": lambda model: SGD(model.parameters(), 0.1, 0.9, weight_decay=0.1, nesterov=True, foreach=True),
+    "adamw": lambda model: AdamW(model.parameters()),
+    "adamw foreach": lambda model: AdamW(model.parameters(), foreach=True),
+    "adamw fused": lambda model: AdamW(model.parameters(), fused=True),
+}
 
 
 def in_arena(name: str, seed: int | None = None, *, accumulate: bool = False) -> tuple[Executor, Workload]:
     """An executor that has run one step, which was recorded; by a random schedule if there is a seed."""
-    workload = make(name)
-    captured = capture(*workload, accumulate=True) if accumulate else capture_of(name)
+    workload = mlp() if name == "mlp" else make(name)
+    captured = capture_of(name) if name in STEPS and not accumulate else capture(*workload, accumulate=accumulate)
     schedule = keep_everything(captured.graph) if seed is None else random_schedule(captured.graph, seed)
     executor = Executor(captured, schedule, workload.model, workload.loss_fn)
     executor.use_arena(SharedSlab())
     with preserve_training_state(executor._step, workload.batch):
         Isolated(executor, workload.model, workload.batch).run()
     return executor, workload
+
+
+def mlp() -> Workload:
+    """A step whose parameters take more than its activations."""
+    torch.manual_seed(7)
+    return build("mlp", batch=8, layers=3, width=64, classes=10, dropout=0.1)
 
 
 def slab_of(executor: Executor) -> Slab:
@@ -275,6 +292,18 @@ def test_pages_in_use_are_not_given_back() -> None:
     assert resident_bytes(slab) == mmap.PAGESIZE
 
 
+def test_pages_between_those_in_use_are_given_back() -> None:
+    page = mmap.PAGESIZE
+    slab, places = Slab(8 * page), Addresses(8 * page, [page + 64, 2 * page], [page, 5 * page])
+    ctypes.memset(slab.address, 1, slab.size_bytes)
+    places.start(slab, range(2))
+    held = [torch.ones(size, dtype=torch.uint8) for size in (page + 64, 2 * page)]
+    arena_allocator.stop()
+    slab.trim(0)
+    assert resident_bytes(slab) == 4 * page
+    assert all(tensor.all() for tensor in held)
+
+
 def test_a_step_goes_on_in_the_slab_that_it_began_in() -> None:
     executor, workload = in_arena("unet")
     eager = outcome(TrainingStep(workload.model, workload.loss_fn), workload.model, workload.batch, seed=3)
@@ -322,3 +351,157 @@ def test_memory_in_use_is_never_given_away(requests: list[tuple[int, int, bool]]
     finally:
         arena_allocator.stop()
     assert all((tensor == number).all() for number, tensor in held)
+
+
+def train(step: Callable[..., torch.Tensor], workload: Workload, optimizer: Optimizer, steps: int) -> list[torch.Tensor]:
+    """The losses of some steps."""
+    losses = []
+    for seed in range(steps):
+        torch.manual_seed(seed)
+        loss = step(*workload.batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return losses
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("name", ["vit", "mlp"])
+def test_steps_and_their_optimizer_take_the_larger_of_both(name: str, optimizer: str) -> None:
+    executor, workload = in_arena(name)
+    usual = copy.deepcopy(workload)
+    plain = Executor(capture(*usual), executor.schedule, usual.model, usual.loss_fn)
+    steps = [(executor, workload, OPTIMIZERS[optimizer](workload.model)), (plain, usual, OPTIMIZERS[optimizer](usual.model))]
+    trained, wanted = [train(*each, 3) for each in steps]
+    assert all(map(torch.equal, (*trained, *workload.model.parameters()), (*wanted, *usual.model.parameters())))
+    outside, taken = [peak_bytes(lambda each=each: train(*each, 1)) for each in steps]  # type: ignore[misc]
+    assert executor.arena is not None
+    assert executor.arena.training_bytes is not None
+    assert 0 <= slab_of(executor).size_bytes + outside - executor.arena.training_bytes <= TANGENT_BYTES + SCALAR_BYTES
+    assert outside < SMALL_BYTES
+    assert slab_of(executor).size_bytes <= taken + ALIGNMENT
+    assert executor.arena.missed == executor.arena.optimizer_missed == Missed()
+    assert not any(is_in(slab_of(executor), value) for state in steps[0][2].state.values() for value in state.values())
+
+
+def test_the_first_step_of_an_optimizer_takes_pages_of_the_slab() -> None:
+    executor, workload = in_arena("vit")
+    optimizer = OPTIMIZERS["adamw foreach"](workload.model)
+    seen: list[int] = []
+    optimizer.register_step_pre_hook(lambda *_: seen.append(resident_bytes(slab_of(executor))))
+    train(executor, workload, optimizer, 2)
+    gradients = sum(parameter.nbytes for parameter in workload.model.parameters())
+    assert seen[0] <= gradients + 2 * mmap.PAGESIZE * len(list(workload.model.parameters())) < 0.8 * slab_of(executor).size_bytes
+    assert seen[1] > 0.9 * slab_of(executor).size_bytes
+
+
+def test_closures_are_served_with_the_step_inside() -> None:
+    executor, workload = in_arena("mlp")
+    optimizer = OPTIMIZERS["adamw foreach"](workload.model)
+
+    def closure() -> float:
+        optimizer.zero_grad()
+        loss = executor(*workload.batch)
+        loss.backward()
+        return float(loss.detach())
+
+    for _ in range(2):
+        optimizer.step(closure)
+    assert peak_bytes(lambda: optimizer.step(closure)) < SMALL_BYTES
+    assert executor.arena is not None
+    assert executor.arena.missed == executor.arena.optimizer_missed == Missed()
+
+
+def test_accumulated_gradients_leave_the_slab_to_the_optimizer() -> None:
+    executor, workload = in_arena("mlp", accumulate=True)
+    usual = copy.deepcopy(workload)
+    steps = [(executor, workload), (lambda x, y: usual.loss_fn(usual.model(x), y), usual)]  # type: ignore[misc]
+    for step, of in steps:
+        optimizer = OPTIMIZERS["adamw foreach"](of.model)
+        for _ in range(3):
+            torch.manual_seed(3)
+            step(*workload.batch).backward()
+            train(step, of, optimizer, 1)
+    assert all(map(torch.equal, workload.model.parameters(), usual.model.parameters()))
+    assert executor.arena is not None
+    assert executor.arena.optimizer_missed == Missed()
+    assert slab_of(executor).size_bytes < 1.1 * sum(parameter.nbytes for parameter in workload.model.parameters())
+
+
+class Sometimes(SGD):
+    """Asks for more memory from its third step on, and for much more in steps that are listed, which fail."""
+
+    def __init__(self, model: nn.Module, failing: Sequence[int] = ()) -> None:
+        super().__init__(model.parameters(), lr=0.1)
+        self.steps, self.failing = 0, failing
+
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        self.steps += 1
+        asked = torch.empty(3 * LEAST_BYTES * (2 if self.steps > 2 else 1))
+        if self.steps in self.failing:
+            torch.empty(100 * LEAST_BYTES)
+            raise RuntimeError(f"in step {self.steps}")
+        del asked
+        super().step()
+
+
+def test_an_optimizer_with_other_requests_is_recorded_again() -> None:
+    executor, workload = in_arena("mlp")
+    optimizer = Sometimes(workload.model)
+    missed_bytes = []
+    for _ in range(5):
+        train(executor, workload, optimizer, 1)
+        assert executor.arena is not None
+        missed_bytes.append(executor.arena.optimizer_missed.unmatched_bytes)
+    assert missed_bytes == [0, 0, 4 * 6 * LEAST_BYTES, 0, 0]
+    assert peak_bytes(lambda: train(executor, workload, optimizer, 1)) < SMALL_BYTES
+
+
+@pytest.mark.parametrize("failing", [1, 2])
+def test_training_goes_on_after_a_step_of_an_optimizer_that_failed(failing: int) -> None:
+    executor, workload = in_arena("mlp")
+    usual = copy.deepcopy(workload)
+    for step, of in [(executor, workload), (lambda x, y: usual.loss_fn(usual.model(x), y), usual)]:  # type: ignore[misc]
+        optimizer = Sometimes(of.model, failing=[failing])
+        train(step, of, optimizer, failing - 1)
+        with pytest.raises(RuntimeError, match=f"in step {failing}"):
+            train(step, of, optimizer, 1)
+        held = torch.ones(3 * LEAST_BYTES)  # of a size that the optimizer asks for
+        optimizer.zero_grad()
+        train(step, of, optimizer, 5)
+        assert held.all()
+    assert all(map(torch.equal, workload.model.parameters(), usual.model.parameters()))
+    assert executor.arena is not None
+    assert executor.arena.optimizer_missed == Missed()
+    assert slab_of(executor).size_bytes < 4 * 100 * LEAST_BYTES
+
+
+class Wrapping(Optimizer):
+    """Has another optimizer step."""
+
+    def __init__(self, inner: Optimizer) -> None:
+        super().__init__(inner.param_groups, {})
+        self.inner = inner
+
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        self.inner.step()
+
+
+def test_an_optimizer_that_is_always_interrupted_leaves_the_pages_of_the_slab() -> None:
+    executor, workload = in_arena("mlp")
+    optimizer = Wrapping(OPTIMIZERS["adamw foreach"](workload.model))
+    train(executor, workload, optimizer, 4)
+    pages = resident_bytes(slab_of(executor))
+    assert peak_bytes(lambda: train(executor, workload, optimizer, 1)) < SMALL_BYTES
+    assert resident_bytes(slab_of(executor)) == pages > 0.9 * slab_of(executor).size_bytes
+
+
+def test_optimizers_without_temporaries_keep_the_addresses_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    executor, workload = in_arena("mlp")
+    assert executor.arena is not None
+    alone_bytes = executor.arena.size_bytes
+    monkeypatch.setattr(slab_addresses, "solve", lambda *_, **__: pytest.fail("addresses are planned again"))
+    train(executor, workload, OPTIMIZERS["adamw fused"](workload.model), 3)
+    assert slab_of(executor).size_bytes == alone_bytes
+    assert executor.arena.missed == executor.arena.optimizer_missed == Missed()

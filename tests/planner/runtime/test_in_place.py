@@ -12,7 +12,7 @@ from graphs.simulate import simulate
 from planner import running, solve, tracing
 from planner.capture.lowering.lower import Capture
 from planner.capture.options import traced_options, with_options
-from planner.capture.options.in_place.find import with_out, working_in_place
+from planner.capture.options.in_place_variants import with_out, working_in_place
 from planner.capture.replay import written_tensors
 from planner.capture.step import TrainingStep
 from planner.models import Workload

@@ -92,7 +92,7 @@ def test_what_is_made_lies_as_the_program_has_it(name: str) -> None:
             for m, w, t in zip(made, wanted, capture.graph.ops[op].outputs, strict=True)
         ]
 
-    real = RealStep.of(capture, TrainingStep(model, loss_fn), batch)
+    real = RealStep(capture, TrainingStep(model, loss_fn), batch)
     with real.running():
         real.run(look)
     assert seen.keys() == {op.id for op in capture.graph.ops if op.optional}

@@ -3,7 +3,7 @@
 import copy
 import gc
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -59,9 +59,13 @@ def arena_of(graph: PlannedGraph) -> Arena:
 def taken_bytes(step: Step, model: nn.Module, batch: Any) -> int:
     """The most bytes that PyTorch's own allocator gives a step at once."""
     model.zero_grad()
+    return peak_bytes(lambda: step(*batch).backward())
+
+
+def peak_bytes(run: Callable[[], object]) -> int:
     gc.collect()  # else tensors of other tests may be freed in between
     level = peak = 0
-    for event in cpu_allocations(lambda _: step(*batch).backward()):
+    for event in cpu_allocations(lambda _: run()):
         level += event.size_bytes or 0
         peak = max(peak, level)
     return peak
@@ -103,6 +107,20 @@ def test_all_but_results_is_in_the_slab(graphs: list[PlannedGraph]) -> None:
     assert taken_bytes(step, workload.model, workload.batch) <= arena.outside_bytes + loss_bytes + _LOSS_BYTES
     assert arena.slab is not None
     assert arena.slab.size_bytes > 3 * loss_bytes
+
+
+def test_an_optimizer_takes_its_memory_from_the_slab(graphs: list[PlannedGraph]) -> None:
+    workload = make("gpt2_sdpa")
+    step = step_of(workload, in_arena(workload.model, budget="90%"))
+    optimizer = torch.optim.AdamW(workload.model.parameters(), foreach=True)
+    for _ in range(4):
+        step(*workload.batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    step(*workload.batch).backward()
+    taken = peak_bytes(optimizer.step)
+    assert taken < 0.1 * sum(parameter.nbytes for parameter in workload.model.parameters())
+    assert arena_of(graphs[0]).optimizer_missed == Missed()
 
 
 def test_sizes_share_a_slab(graphs: list[PlannedGraph]) -> None:

@@ -4,6 +4,7 @@ import copy
 import gc
 import shutil
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,7 @@ from planner.runtime.measure import outcome
 from planner.settings import RunSettings
 from planner.training.dynamic import DynamicStep
 from planner.training.step import PlannedStep
+from tests.support.logs import lines_of
 from tests.support.models.steps import make
 
 TANGENT_BYTES = 4  # the gradient of the loss, which autograd makes
@@ -79,9 +81,13 @@ def test_trains_as_without_an_arena(kernels: str) -> None:
 def taken_bytes(step: PlannedStep, workload: Workload, batch: Batch) -> int:
     """The most bytes that PyTorch's own allocator gives a step at once, by PyTorch's profiler."""
     workload.model.zero_grad()
+    return peak_bytes(lambda: step(*batch).backward())
+
+
+def peak_bytes(run: Callable[[], object]) -> int:
     gc.collect()  # else tensors of other tests may be freed in between
     level = peak = 0
-    for event in cpu_allocations(lambda _: step(*batch).backward()):
+    for event in cpu_allocations(lambda _: run()):
         level += event.size_bytes or 0
         peak = max(peak, level)
     return peak
@@ -97,6 +103,32 @@ def slab_of(step: PlannedStep) -> Slab:
 def tokens(rows: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
     torch.manual_seed(length)
     return torch.randint(61, (rows, length)), torch.randint(61, (rows, length))
+
+
+def test_training_takes_what_the_larger_of_step_and_optimizer_takes() -> None:
+    torch.manual_seed(0)
+    workload = build("mlp", batch=8, layers=3, width=64, classes=10)
+    other = copy.deepcopy(workload)
+    step = planner.compile(*workload, budget="102%", optimizer="adamw", passes=1, arena=True, wait="5%")
+    optimizers = [torch.optim.AdamW(each.parameters(), foreach=True) for each in (workload.model, other.model)]
+
+    def train(step: object, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        step(*workload.batch).backward()  # type: ignore[operator]
+        optimizer.step()
+        optimizer.zero_grad()
+
+    with lines_of("planner.runtime.arena") as lines:
+        for _ in range(2):
+            train(step, workload.model, optimizers[0])
+    for _ in range(2):
+        train(lambda x, y: other.loss_fn(other.model(x), y), other.model, optimizers[1])  # type: ignore[misc]
+    outside = peak_bytes(lambda: train(step, workload.model, optimizers[0]))
+    usual = peak_bytes(lambda: train(lambda x, y: other.loss_fn(other.model(x), y), other.model, optimizers[1]))  # type: ignore[misc]
+    assert slab_of(step).size_bytes + outside <= 1.01 * usual
+    assert step.plan.arena_bytes is not None
+    assert step.plan.arena_bytes < 0.6 * slab_of(step).size_bytes
+    (line,) = lines
+    assert line.endswith("more than the budget while it steps, with the gradients: with fused=True it takes less")
 
 
 @pytest.mark.parametrize("how", [{"dynamic": True}, {"replan": True}])

@@ -90,7 +90,7 @@ def with_all_ways(name: str) -> tuple[Capture, Workload]:
     captured = with_traced(capture_step(workload, TraceSettings()), ["kernels"])
     step = TrainingStep(workload.model, workload.loss_fn)
     captured = profile(captured, real_static(captured, step, workload.batch), passes=1)
-    return with_exactness(captured, RealStep.of(captured, step, workload.batch)), workload
+    return with_exactness(captured, RealStep(captured, step, workload.batch)), workload
 
 
 def ways_of(graph: Graph) -> list[str]:

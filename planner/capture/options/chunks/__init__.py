@@ -1,9 +1,7 @@
 """Chunks: long rows are computed in parts, so that only a part is in memory."""
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from graphs.ir import Op
 from planner.capture.options.option import EAGER_KERNELS, StepOption
 
 if TYPE_CHECKING:
@@ -16,16 +14,9 @@ def _apply(capture: "Capture") -> "Capture":
     return chunked(capture)
 
 
-def _settle(capture: "Capture", op: Op, equal: Sequence[bool]) -> Op:
-    from planner.capture.options.chunks.find import settle
-
-    return settle(capture, op, equal)
-
-
 CHUNKS = StepOption(
     name="chunks",
     description="loss heads and other large row-wise stretches may be computed in 2 to 16 chunks",
     refused=EAGER_KERNELS,
     apply=_apply,
-    settle=_settle,
 )

@@ -80,56 +80,6 @@ class Given:
     rows: RowDimensions | None
 
 
-class InChunks:
-    """A stretch computed in chunks of rows.
-
-    Attributes:
-        given: inputs, in order.
-        results: outputs, in order.
-    """
-
-    def __init__(
-        self,
-        rows: int,
-        size: int,
-        given: Sequence[Given],
-        results: Sequence[CombinedResult],
-        body: Callable[[int], Callable[..., Any]],
-    ) -> None:
-        """Initialize; ``body(count)`` returns a function of parts of inputs and results that computes `count` rows."""
-        self.given, self.results = tuple(given), tuple(results)
-        self._rows, self._size = rows, size
-        self._bodies = {count: body(count) for count in {size, rows % size} - {0}}
-        self._like = next(i for i, read in enumerate(given) if read.rows is not None)
-
-    @property
-    def fakes(self) -> tuple[torch.Tensor, ...]:
-        """The inputs as fake tensors."""
-        return tuple(read.node.meta["val"] for read in self.given)
-
-    def __call__(self, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return the results; additional memory is that of one chunk."""
-        made = [result.make(given[self._like]) for result in self.results]
-        places = [result.made if isinstance(result.made, RowDimensions) else None for result in self.results]
-        for begin in range(0, self._rows, self._size):
-            count = min(self._size, self._rows - begin)
-            parts = [self._part(value, read.rows, begin, count) for value, read in zip(given, self.given, strict=True)]
-            rooms = [self._part(value, rows, begin, count) for value, rows in zip(made, places, strict=True)]
-            self._bodies[count](*parts, *rooms)
-        for position, result in enumerate(self.results):
-            if result.mean:
-                made[position].div_(made[position + 1])
-            elif result.elements and isinstance(result.made, Total):
-                made[position].div_(result.elements)
-        return tuple(value.to(result.value.dtype) for value, result in zip(made, self.results, strict=True))
-
-    def _part(self, value: torch.Tensor, rows: RowDimensions | None, begin: int, count: int) -> torch.Tensor:
-        if rows is None:
-            return value
-        each = prod(rows.sizes(value.shape)) // self._rows
-        return slice_of(value, rows, begin * each, count * each)
-
-
 class Body:
     """The ops of a stretch, for some of its rows.
 
@@ -222,6 +172,49 @@ class Body:
         if isinstance(result.made, RowDimensions):
             return graph.call_function(_INTO[node.target], args, {**named, "out": room})
         return graph.call_function(_ONTO[node.target], (room, *args), {"out": room})
+
+
+class InChunks:
+    """A stretch computed in chunks of rows.
+
+    Attributes:
+        given: inputs, in order.
+        results: outputs, in order.
+    """
+
+    def __init__(self, rows: int, size: int, body: Body) -> None:
+        """Initialize for `rows` rows, of which `size` are computed at a time."""
+        self.given, self.results = body.given, body.results
+        self._rows, self._size = rows, size
+        self._bodies = {count: body.of(count) for count in {size, rows % size} - {0}}
+        self._like = next(i for i, read in enumerate(body.given) if read.rows is not None)
+
+    def __call__(self, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return the results; additional memory is that of one chunk."""
+        made = [result.make(given[self._like]) for result in self.results]
+        places = [result.made if isinstance(result.made, RowDimensions) else None for result in self.results]
+        for begin in range(0, self._rows, self._size):
+            count = min(self._size, self._rows - begin)
+            parts = [self._part(value, read.rows, begin, count) for value, read in zip(given, self.given, strict=True)]
+            rooms = [self._part(value, rows, begin, count) for value, rows in zip(made, places, strict=True)]
+            self._bodies[count](*parts, *rooms)
+        for position, result in enumerate(self.results):
+            if result.mean:
+                made[position].div_(made[position + 1])
+            elif result.elements and isinstance(result.made, Total):
+                made[position].div_(result.elements)
+        return tuple(value.to(result.value.dtype) for value, result in zip(made, self.results, strict=True))
+
+    def rounds(self, equal: Sequence[bool]) -> list[bool]:
+        """Return which results may be rounded differently; see ``Comparable``. Sums may have been equal by chance."""
+        rows = (isinstance(result.made, RowDimensions) and same for result, same in zip(self.results, equal, strict=True))
+        return [not (result.made is Total.COUNT or same) for result, same in zip(self.results, rows, strict=True)]
+
+    def _part(self, value: torch.Tensor, rows: RowDimensions | None, begin: int, count: int) -> torch.Tensor:
+        if rows is None:
+            return value
+        each = prod(rows.sizes(value.shape)) // self._rows
+        return slice_of(value, rows, begin * each, count * each)
 
 
 def sliced(result: CombinedResult) -> bool:

@@ -7,68 +7,62 @@ differ by rounding.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
 
 from torch import fx
 
-from graphs.ir import Graph, Op
 from planner.capture.lowering.lower import Capture
 from planner.capture.options.added import Additions
 from planner.capture.options.chunks.body import Body, CombinedResult, InChunks, sliced
-from planner.capture.options.chunks.op_by_rows import Total
-from planner.capture.options.chunks.rows import RowDimensions
 from planner.capture.options.chunks.stretches import Stretch, StretchFinder
-from planner.capture.options.differing import differing
 from planner.capture.rewrites.outputs import storage
 
 COUNTS = (2, 4, 8, 16)
 TARGET = "chunks"  # the prefix of the ops' targets
 
 
-@dataclass(frozen=True, slots=True)
-class _StandIn:
-    """Alternatives for the ops of one pass in the stretch that begins at `seed`; `kind` names the alternative."""
-
-    seed: str
-    kind: str
-    stretch: Stretch
-    body: Body
-
-
 def chunked(capture: Capture) -> Capture:
     """Return `capture` with alternatives for its long stretches in 2, 4, 8 and 16 chunks; their times are not measured."""
     finder, additions = StretchFinder(capture), Additions(capture)
-    for found in [found for pair in finder.find() for found in _stand_ins(capture, finder, *pair)]:
-        rows, sizes = found.stretch.rows, set[int]()
-        for count in COUNTS:
-            size = -(-rows // count)
-            if count <= rows and size not in sizes:
-                sizes.add(size)
-                _add(additions, found, count, InChunks(rows, size, found.body.given, found.body.results, found.body.of))
+    for forward, backward in finder.find():
+        seed = capture.graph.ops[min(forward.ops)].name
+        _add(additions, seed, "forward", forward, ())
+        if backward is not None:
+            _add(additions, seed, "backward", backward, _needed(finder, forward, backward))
+            _add(additions, seed, "backward_kept", backward, ())
     return additions.captured()
 
 
-def _stand_ins(capture: Capture, finder: StretchFinder, forward: Stretch, backward: Stretch | None) -> Iterator[_StandIn]:
-    seed = capture.graph.ops[min(forward.ops)].name
-    if (found := _stand_in(capture, seed, "forward", forward, ())) is not None:
-        yield found
-    if backward is None:
+def _add(additions: Additions, seed: str, kind: str, stretch: Stretch, before: Sequence[fx.Node]) -> None:
+    """Add alternatives for the ops of `stretch`, in chunks, unless rows of a result cannot be written by slices.
+
+    Args:
+        seed: name of the first op of the stretch or, in the backward pass, of the stretch before.
+        kind: name of the alternative.
+        before: ops of the stretch before to recompute.
+    """
+    capture, ops = additions.capture, tuple(sorted(stretch.ops))
+    results = list(_results(capture, stretch))
+    if not all(map(sliced, results)):
         return
-    again = _needed(finder, forward, backward)
-    for kind, before in (("backward", again), ("backward_kept", ())):
-        if (found := _stand_in(capture, seed, kind, backward, before)) is not None:
-            yield found
+    body = Body(stretch, [*before, *(stretch.ops[op] for op in ops)], results)
+    made = [additions.tensor_of[storage(result.value)] for result in results]
+    sizes = {-(-stretch.rows // count): count for count in reversed(COUNTS) if count <= stretch.rows}
+    for size, count in reversed(sizes.items()):
+        additions.add_op(
+            InChunks(stretch.rows, size, body),
+            [given.node for given in body.given],
+            like=capture.graph.ops[ops[0]],
+            name=f"{seed}_{kind}_in_{count}",
+            target=f"{TARGET}.{kind}.{count}",
+            outputs=made,
+            replaces=ops,
+            recomputable=all(capture.graph.ops[op].recomputable for op in ops),
+        )
 
 
-def _stand_in(capture: Capture, seed: str, kind: str, stretch: Stretch, before: Sequence[fx.Node]) -> _StandIn | None:
-    """Return the alternative for a stretch; None if rows of a result cannot be written by slices."""
-    results = list(_results(capture.graph, capture, stretch))
-    nodes = [*before, *(stretch.ops[op] for op in sorted(stretch.ops))]
-    return _StandIn(seed, kind, stretch, Body(stretch, nodes, results)) if all(map(sliced, results)) else None
-
-
-def _results(graph: Graph, capture: Capture, stretch: Stretch) -> Iterator[CombinedResult]:
+def _results(capture: Capture, stretch: Stretch) -> Iterator[CombinedResult]:
     """Yield the results of `stretch` that are read elsewhere, except long rows."""
+    graph = capture.graph
     for op in sorted(stretch.ops):
         node = stretch.ops[op]
         call = stretch.calls[node]
@@ -90,46 +84,3 @@ def _needed(finder: StretchFinder, forward: Stretch, backward: Stretch) -> list[
             needed.add(op)
             waiting += finder.graph.ops[op].inputs
     return [forward.ops[op] for op in sorted(needed)]
-
-
-def _add(additions: Additions, found: _StandIn, count: int, called: InChunks) -> None:
-    """Add the alternative `found` in `count` chunks."""
-    capture, ops = additions.capture, tuple(sorted(found.stretch.ops))
-    stood_for = [capture.graph.ops[op] for op in ops]
-    made = [additions.tensor_of[storage(result.value)] for result in called.results]
-    additions.add_op(
-        called,
-        [capture.values[given.node] for given in called.given],
-        like=stood_for[0],
-        name=f"{found.seed}_{found.kind}_in_{count}",
-        target=f"{TARGET}.{found.kind}.{count}",
-        inputs=[additions.tensor_of[storage(given.node.meta["val"])] for given in called.given],
-        outputs=made,
-        replaces=ops,
-        recomputable=all(p.recomputable for p in stood_for),
-        differs=differing(
-            capture.graph,
-            capture.program,
-            [t for t, r in zip(made, called.results, strict=True) if r.made is not Total.COUNT],
-        ),
-    )
-
-
-def settle(capture: Capture, op: Op, equal: Sequence[bool]) -> Op:
-    """Return `op`, one of those of ``chunked``, with the differences of its outputs recorded.
-
-    Kernels are chosen by shapes, not by values: if rows were bit-identical once, they always are. Sums in another order may have
-    been equal by chance.
-
-    Args:
-        equal: for each output, True if it was bit-identical on the device of the step.
-    """
-    composed = capture.program.calls[op.id].composed
-    assert isinstance(composed, InChunks)
-    exact = [
-        r.made is Total.COUNT or (isinstance(r.made, RowDimensions) and same)
-        for r, same in zip(composed.results, equal, strict=True)
-    ]
-    return replace(
-        op, differs=differing(capture.graph, capture.program, [t for t, e in zip(op.outputs, exact, strict=True) if not e])
-    )

@@ -108,11 +108,6 @@ def through_view(node: fx.Node, base: RowDimensions, rows: int) -> RowDimensions
             if base.first < dim <= base.last:
                 raise NotByRowsError
             return base.moved(1) if dim <= base.first else base
-        case aten.squeeze.dim:
-            dim = _dim(node.args[1], len(given))
-            if base.within(dim):
-                raise NotByRowsError
-            return base.moved(-1) if dim < base.first and given[dim] == 1 else base
         case aten.expand.default:
             moved = base.moved(len(shape) - len(given))
             if moved.sizes(shape) != base.sizes(given):
@@ -123,11 +118,12 @@ def through_view(node: fx.Node, base: RowDimensions, rows: int) -> RowDimensions
             if base.within(_dim(node.args[position] if len(node.args) > position else 0, len(given))):
                 raise NotByRowsError
             return base
-        case aten.select.int:
+        case aten.select.int | aten.squeeze.dim:
             dim = _dim(node.args[1], len(given))
             if base.within(dim):
                 raise NotByRowsError
-            return base.moved(-1) if dim < base.first else base
+            is_gone = node.target is aten.select.int or given[dim] == 1
+            return base.moved(-1) if dim < base.first and is_gone else base
     raise NotByRowsError
 
 

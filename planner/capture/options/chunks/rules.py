@@ -27,16 +27,12 @@ def by_rows(asked: OpByRows) -> ByRows:
     if rule := _RULES.get(target):
         return rule(asked)
     if torch.Tag.pointwise in getattr(target, "tags", ()) or target in _ELEMENTWISE:
-        return _pointwise(asked)
+        return asked.makes(_by_elements(asked, asked.shape(asked.node)))
     raise NotByRowsError
 
 
 # Elementwise operators without the tag.
 _ELEMENTWISE = frozenset({aten._to_copy.default, aten.masked_fill.Tensor, aten.hardswish_backward.default})
-
-
-def _pointwise(asked: OpByRows) -> ByRows:
-    return asked.makes(_by_elements(asked, asked.shape(asked.node)))
 
 
 def _by_elements(asked: OpByRows, out: tuple[int, ...]) -> RowDimensions:
@@ -187,16 +183,6 @@ def _padded(asked: OpByRows) -> ByRows:
     return asked.makes(place)
 
 
-def _slice_backward(asked: OpByRows) -> ByRows:
-    """Return the form of a slice's gradient along other dimensions than the rows."""
-    arg = asked.arg(0)
-    place = asked.at(arg)
-    if place.within(asked.arg(2) % len(asked.shape(arg))):
-        raise NotByRowsError
-    asked.want(arg, place)
-    return asked.makes(place)
-
-
 def _joined(asked: OpByRows) -> ByRows:
     """Return the form of a concatenation of arguments that all have the rows."""
     args = asked.arg(0)
@@ -247,7 +233,7 @@ _RULES: Mapping[Any, Callable[[OpByRows], ByRows]] = {
     aten.nll_loss2d_forward.default: _picked_loss,
     aten.nll_loss2d_backward.default: _picked_loss_backward,
     aten.constant_pad_nd.default: _padded,
-    aten.slice_backward.default: _slice_backward,
+    aten.slice_backward.default: _along(0, dim=2),
     aten.cat.default: _joined,
 }
 

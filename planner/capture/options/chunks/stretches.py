@@ -16,7 +16,7 @@ from torch import fx
 
 from graphs.ir import Phase
 from planner.capture.lowering.lower import Capture
-from planner.capture.options.added import value_of
+from planner.capture.options.added import made_values
 from planner.capture.options.chunks.op_by_rows import ByRows, OpByRows
 from planner.capture.options.chunks.rows import NotByRowsError, RowDimensions, is_view, rows_behind, through_view
 from planner.capture.options.chunks.rules import CONSTANTS, by_rows
@@ -81,6 +81,7 @@ class StretchFinder:
 
     def __init__(self, capture: Capture) -> None:
         self.graph, self.capture = capture.graph, capture
+        self._values = dict(made_values(capture))
         self.op_of = {node: op.id for op, node in zip(capture.graph.ops, capture.nodes, strict=True) if node is not None}
 
     def find(self) -> list[tuple[Stretch, Stretch | None]]:
@@ -159,15 +160,9 @@ class StretchFinder:
         found = []
         for op in stretch.ops if ops is None else ops:
             for item, t in enumerate(self.graph.ops[op].outputs):
-                if stretch.makes_long(stretch.ops[op], item, self._made(op, item)):
+                if stretch.makes_long(stretch.ops[op], item, self._values[t]):
                     found.append(t)
         return found
-
-    def _made(self, op: int, item: int) -> torch.Tensor:
-        node = self.capture.nodes[op]
-        assert node is not None
-        value: torch.Tensor = value_of(node, self.capture.program.calls[op].outputs[item][1])
-        return value
 
     def _close(self, stretch: Stretch, begin: int, known: Mapping[fx.Node, RowDimensions]) -> None:
         """Add to `stretch` the op `begin`, all readers of long rows in the same pass, and products that make long rows they read.
@@ -221,7 +216,8 @@ class StretchFinder:
         if value.target in CONSTANTS and value is arg:
             stretch.ops[op], stretch.calls[value] = value, ByRows({}, (rows,))
             return True
-        if value.target not in _PRODUCTS and not self._only_inside(stretch, op):
+        read_inside = all(p in stretch.ops for t in self.graph.ops[op].outputs for p in self.graph.consumers[t])
+        if value.target not in _PRODUCTS and not read_inside:
             return False
         left = value.args[_PRODUCTS.get(value.target, 0)]
         if not isinstance(left, fx.Node) or not isinstance(left.meta["val"], torch.Tensor):
@@ -235,10 +231,6 @@ class StretchFinder:
         stretch.ops.pop(op, None)
         stretch.calls.pop(value, None)
         return False
-
-    def _only_inside(self, stretch: Stretch, op: int) -> bool:
-        """Return whether the outputs of `op` are read in `stretch` only."""
-        return all(p in stretch.ops for t in self.graph.ops[op].outputs for p in self.graph.consumers[t])
 
     def _check(self, stretch: Stretch) -> None:
         """Raise unless rows are read by rows, and nothing outside reads long rows, or other results before the last op.

@@ -7,7 +7,7 @@ exact, and so is the input of compression. The change of the gradients is measur
 (``planner.capture.options.compress.sensitivity``); docs/options/compression.md describes all this.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import combinations
 
@@ -17,10 +17,10 @@ from graphs.ir import Kind, Op, Phase, Tensor
 from graphs.options.compress import COMPRESS, KEEP, RESTORE
 from planner.capture.lowering.lower import Capture
 from planner.capture.lowering.statics import allocated_bytes
-from planner.capture.options.added import Additions, value_of
+from planner.capture.options.added import Additions, made_values
 from planner.capture.options.compress.forms import FORMS
 from planner.capture.options.compress.kept import DenseLayout, Keep, Restore
-from planner.passes.program import Ref
+from planner.capture.rewrites.outputs import is_dense
 
 _LEAST_ELEMENTS = 2048
 _LEAST_SHARE = 1 / 100  # of the largest tensor that can be compressed
@@ -35,11 +35,12 @@ def compressed(capture: Capture) -> Capture:
     restored: dict[int, int] = {}
     for t, value in found.items():
         restored[t] = _add_forms(additions, capture.graph.tensors[t], value)
-    for op in _readers(capture, found):
+    for op in _readers(capture):
         read = sorted((t for t in op.inputs if t in found), key=lambda t: -capture.graph.tensors[t].size_bytes)[:_MOST_READ]
         for count in range(1, len(read) + 1):
             for some in combinations(read, count):
-                _add_reader(additions, op, {t: restored[t] for t in some})
+                name = f"{op.name}_of_{'_'.join(map(str, sorted(some)))}"
+                additions.add_variant(op, {t: restored[t] for t in some}, name, f"{COMPRESS}.read")
     return additions.captured()
 
 
@@ -70,35 +71,27 @@ def _compressible(capture: Capture) -> dict[int, torch.Tensor]:
     """Return the tensors that may be compressed, with their fake values."""
     graph = capture.graph
     found: dict[int, torch.Tensor] = {}
-    readers = {t for op in _readers(capture, range(len(graph.tensors))) for t in op.inputs}
-    for op in graph.program:
-        node, call = capture.nodes[op.id], capture.program.calls[op.id]
-        if op.phase is Phase.FORWARD and node is not None:
-            for t, path in call.outputs:
-                tensor = graph.tensors[t]
-                if tensor.kind is Kind.ACTIVATION and t in readers and _is_whole(tensor, value := value_of(node, path)):
-                    found[t] = value
+    readers = {t for op in _readers(capture) for t in op.inputs}
+    for t, value in made_values(capture):
+        tensor = graph.tensors[t]
+        forward = graph.ops[tensor.producers[0]].phase is Phase.FORWARD
+        if forward and tensor.kind is Kind.ACTIVATION and t in readers and _is_whole(tensor, value):
+            found[t] = value
     least = _LEAST_SHARE * max((graph.tensors[t].size_bytes for t in found), default=0)
     return {t: value for t, value in found.items() if graph.tensors[t].size_bytes >= least}
 
 
 def _is_whole(tensor: Tensor, value: torch.Tensor) -> bool:
     """Return whether the elements are numbers, sufficiently many, and fill the storage."""
-    size_bytes = value.numel() * value.element_size()
-    return (
-        value.dtype in _DTYPES
-        and value.numel() >= _LEAST_ELEMENTS
-        and value.storage_offset() == 0
-        and value.untyped_storage().nbytes() == size_bytes
-        and tensor.size_bytes == allocated_bytes(size_bytes, value.device)
-    )
+    as_allocated = tensor.size_bytes == allocated_bytes(value.untyped_storage().nbytes(), value.device)
+    return value.dtype in _DTYPES and value.numel() >= _LEAST_ELEMENTS and is_dense(value) and as_allocated
 
 
-def _readers(capture: Capture, tensors: Sequence[int] | Mapping[int, object] | range) -> Iterator[Op]:
-    """Yield the ops of the backward pass that read some of `tensors` and can read others instead."""
+def _readers(capture: Capture) -> Iterator[Op]:
+    """Yield the ops of the backward pass that can read other tensors instead."""
     for op in capture.graph.program:
         movable = not (op.random or op.mutates or capture.program.calls[op.id].launches)
-        if movable and op.phase is Phase.BACKWARD and any(t in tensors for t in op.inputs):
+        if movable and op.phase is Phase.BACKWARD:
             yield op
 
 
@@ -109,32 +102,23 @@ def _add_forms(additions: Additions, tensor: Tensor, value: torch.Tensor) -> int
     made = additions.add_tensor(f"{tensor.name}.restored", value)
     for form, packing in FORMS.items():
         layout = DenseLayout(value, packing)
-        kept = additions.add_tensor(f"{tensor.name}.{form}", Restore(layout).fakes[0])
-        keep = f"{tensor.name}_keep_{form}"
+        kept = additions.add_tensor(f"{tensor.name}.{form}", layout.fake)
         additions.add_op(
             Keep(layout, tensor.id),
-            [Ref(tensor.id)],
+            [tensor.id],
             like=maker,
-            name=keep,
+            name=f"{tensor.name}_keep_{form}",
             target=f"{KEEP}.{form}",
-            inputs=[tensor.id],
             outputs=[kept],
         )
         how = f"in {form} bits" if form.isdecimal() else f"as {form}"
         additions.add_op(
             Restore(layout),
-            [Ref(kept)],
+            [kept],
             like=maker,
             name=f"{tensor.name}_restore_{form}",
             target=f"{RESTORE}.{form}",
-            inputs=[kept],
             outputs=[made],
             differs=f"lossy: activations kept {how} for the backward pass (gradients)",
         )
     return made
-
-
-def _add_reader(additions: Additions, op: Op, restored: Mapping[int, int]) -> None:
-    """Add an alternative of `op` that reads `restored` tensors."""
-    read = "_".join(str(t) for t in sorted(restored))
-    additions.add_variant(op, restored, f"{op.name}_of_{read}", f"{COMPRESS}.read")

@@ -9,7 +9,6 @@ execution within a step, another in the next step, without a generator.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Protocol
 
 import torch
 
@@ -17,31 +16,6 @@ GROUP = 256
 _UNIFORM = 2.0**-24
 # The steps of a hash of 32 bits (Wellons, *Prospecting for hash functions*, 2018: lowbias32), as signed numbers.
 _SPREAD, _FIRST, _SECOND = (number - 2**32 if number >= 2**31 else number for number in (0x9E3779B9, 0x7FEB352D, 0x846CA68B))
-
-
-class Form(Protocol):
-    """A compressed form of groups of numbers.
-
-    Each group has `code_bytes` for its numbers, and `limits` numbers of the tensor's dtype.
-    """
-
-    @property
-    def code_bytes(self) -> int:
-        """The bytes of the codes of a group."""
-        ...
-
-    @property
-    def limits(self) -> int:
-        """The number of limits of a group, which its codes are relative to."""
-        ...
-
-    def pack(self, rows: torch.Tensor, noise: "Noise", codes: torch.Tensor, limits: torch.Tensor) -> None:
-        """Write `rows`, one float32 group each, to `codes` (bytes) and `limits`, with a row for each group."""
-        ...
-
-    def unpack(self, codes: torch.Tensor, limits: torch.Tensor) -> torch.Tensor:
-        """Return the numbers that `pack` has written, in float32."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +54,8 @@ class Uniform:
     """Equal steps from the minimum to the maximum of a group: both are restored exactly, and so are constant groups.
 
     A group with NaN or infinity, or with a range beyond float32, is restored as NaN.
+
+    Each group has `code_bytes` for its numbers, and `limits` numbers of the tensor's dtype, which its codes are relative to.
     """
 
     bits: int
@@ -95,7 +71,7 @@ class Uniform:
         return 2
 
     def pack(self, rows: torch.Tensor, noise: Noise, codes: torch.Tensor, limits: torch.Tensor) -> None:
-        """Write codes and limits; see ``Form.pack``."""
+        """Write `rows`, one float32 group each, to `codes` (bytes) and `limits`, with a row for each group."""
         # On a CPU, aminmax takes ten times as long.
         least, largest = rows.amin(dim=1, keepdim=True), rows.amax(dim=1, keepdim=True)
         limits.copy_(torch.cat((least, largest), dim=1))
@@ -108,7 +84,7 @@ class Uniform:
         codes.copy_(whole[:, 0])
 
     def unpack(self, codes: torch.Tensor, limits: torch.Tensor) -> torch.Tensor:
-        """Return the restored numbers; see ``Form.unpack``."""
+        """Return the numbers that `pack` has written, in float32."""
         steps = 2**self.bits - 1
         parts = [(codes >> (self.bits * i)) & steps for i in range(8 // self.bits)]
         places = torch.cat(parts, dim=1).to(torch.float32).div_(steps)
@@ -127,14 +103,14 @@ class Float8:
     limits: int = 1
 
     def pack(self, rows: torch.Tensor, noise: Noise, codes: torch.Tensor, limits: torch.Tensor) -> None:
-        """Write codes and limits; see ``Form.pack``."""
+        """Write codes and limits; see ``Uniform.pack``."""
         largest = rows.abs().amax(dim=1, keepdim=True)
         limits.copy_(largest)
         scale = torch.finfo(torch.float8_e4m3fn).max / largest.clamp_min(_LEAST)
         codes.copy_((rows * scale).to(torch.float8_e4m3fn).view(torch.uint8))
 
     def unpack(self, codes: torch.Tensor, limits: torch.Tensor) -> torch.Tensor:
-        """Return the restored numbers; see ``Form.unpack``."""
+        """Return the restored numbers; see ``Uniform.unpack``."""
         largest = limits.to(torch.float32)
         scale = largest / torch.finfo(torch.float8_e4m3fn).max
         return codes.view(torch.float8_e4m3fn).to(torch.float32).mul_(scale)
@@ -142,4 +118,5 @@ class Float8:
 
 _LEAST = 2.0**-100  # smaller numbers may be restored as zero
 
+Form = Uniform | Float8
 FORMS: Mapping[str, Form] = MappingProxyType({**{str(bits): Uniform(bits) for bits in (1, 2, 4, 8)}, "float8": Float8()})

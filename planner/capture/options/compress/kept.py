@@ -1,5 +1,6 @@
 """Compression and restoration of a tensor: functions on real and on fake tensors, slice by slice."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 
@@ -44,15 +45,15 @@ class DenseLayout:
         return codes, kept[self.code_bytes :].view(self.like.dtype).view(self.groups, self.form.limits)
 
     @property
+    def fake(self) -> torch.Tensor:
+        """The compressed tensor as a fake tensor."""
+        return self.like.new_empty(self.kept_bytes, dtype=torch.uint8)
+
+    @property
     def part(self) -> "DenseLayout":
         """The layout of the first slice."""
         _, elements = next(self.slices())
         return DenseLayout(self.like.new_empty(elements.stop), self.form)
-
-    @property
-    def count(self) -> int:
-        """The number of slices."""
-        return sum(1 for _ in self.slices())
 
     def slices(self) -> Iterator[tuple[slice, slice]]:
         """Yield the groups and the elements of each slice."""
@@ -63,36 +64,46 @@ class DenseLayout:
 
 
 @dataclass(frozen=True, slots=True)
-class Keep:
-    """The compression of a tensor to bytes.
+class _InSlices(ABC):
+    """A function of a tensor, slice by slice (``Repeated``).
 
     Attributes:
         layout: layout of the tensor.
-        number: number of the op, which seeds the rounding.
     """
 
     layout: DenseLayout
-    number: int
-
-    @property
-    def fakes(self) -> tuple[torch.Tensor, ...]:
-        """The input as a fake tensor."""
-        return (self.layout.like,)
-
-    @property
-    def part(self) -> "Keep":
-        """The compression of one slice."""
-        return Keep(self.layout.part, self.number)
 
     @property
     def count(self) -> int:
         """The number of slices."""
-        return self.layout.count
+        return sum(1 for _ in self.layout.slices())
 
     @property
     def alike(self) -> Hashable:
-        """A key that is equal for tensors of the same size and form."""
-        return Keep, self.layout.form, self.layout.like.numel(), self.layout.like.dtype
+        """A key that is equal for slices of the same size and form."""
+        part = self.layout.part.like
+        return type(self), self.layout.form, part.numel(), part.dtype
+
+    @abstractmethod
+    def __call__(self, value: torch.Tensor) -> tuple[torch.Tensor]:
+        """Return the result."""
+
+
+@dataclass(frozen=True, slots=True)
+class Keep(_InSlices):
+    """The compression of a tensor to bytes.
+
+    Attributes:
+        number: number of the op, which seeds the rounding.
+    """
+
+    number: int
+
+    @property
+    def part(self) -> tuple["Keep", tuple[torch.Tensor]]:
+        """The compression of one slice, and the slice."""
+        layout = self.layout.part
+        return Keep(layout, self.number), (layout.like,)
 
     def __call__(self, value: torch.Tensor) -> tuple[torch.Tensor]:
         """Return `value`, compressed.
@@ -120,30 +131,14 @@ class Keep:
 
 
 @dataclass(frozen=True, slots=True)
-class Restore:
+class Restore(_InSlices):
     """The restoration of a tensor from the result of ``Keep``, with its shape, strides and dtype."""
 
-    layout: DenseLayout
-
     @property
-    def fakes(self) -> tuple[torch.Tensor, ...]:
-        """The input as a fake tensor."""
-        return (self.layout.like.new_empty(self.layout.kept_bytes, dtype=torch.uint8),)
-
-    @property
-    def part(self) -> "Restore":
-        """The restoration of one slice."""
-        return Restore(self.layout.part)
-
-    @property
-    def count(self) -> int:
-        """The number of slices."""
-        return self.layout.count
-
-    @property
-    def alike(self) -> Hashable:
-        """A key that is equal for tensors of the same size and form."""
-        return Restore, self.layout.form, self.layout.like.numel(), self.layout.like.dtype
+    def part(self) -> tuple["Restore", tuple[torch.Tensor]]:
+        """The restoration of one slice, and the slice."""
+        layout = self.layout.part
+        return Restore(layout), (layout.fake,)
 
     def __call__(self, kept: torch.Tensor) -> tuple[torch.Tensor]:
         """Return the restored tensor."""

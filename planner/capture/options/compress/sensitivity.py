@@ -6,8 +6,7 @@ proportional to the square of the rounding; that of a ReLU's gradient, which is 
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -15,11 +14,11 @@ import torch
 from graphs.ir import Graph, Phase
 from graphs.options.compress import modelled_variance, with_variances
 from graphs.schedule import Compute, schedule_of
-from planner.capture.frontend.random_states import preserve_random_states
+from planner.capture.frontend.random_states import gpus_of, preserve_random_states
 from planner.capture.lowering.lower import Capture
 from planner.capture.options.compress.find import Kept, kept_tensors
 from planner.capture.replay import RealStep
-from planner.passes.builder import PassBuilder
+from planner.passes.builder import Pass, PassBuilder
 from planner.passes.program import Ref
 from planner.passes.writer import PassWriter
 
@@ -57,33 +56,26 @@ def measured_variances(capture: Capture, real: RealStep) -> Graph:
     return with_variances(capture.graph, measured, "measured")
 
 
-@dataclass(frozen=True, slots=True)
-class _PassCode:
-    forward: Callable[[Sequence[Any]], list[Any]]
-    backward: Callable[[Sequence[Any], Sequence[Any]], tuple[torch.Tensor, ...]]
-    alive: tuple[int, ...]
-
-
 class _PerturbedStep:
     """The step after its forward pass, with a backward pass that runs with some tensors replaced."""
 
     def __init__(self, real: RealStep, found: Sequence[Kept]) -> None:
         self._capture, self._static, self._device = real.capture, real.static, real.device
-        self._code = _compile_passes(real.capture, {kept.tensor for kept in found})
-        self._alive = self._code.forward(self._static)
-        self._position = {t: i for i, t in enumerate(self._code.alive)}
+        forward, self._backward, alive = _compile_passes(real.capture, {kept.tensor for kept in found})
+        self._alive: dict[int, Any] = dict(zip(alive, forward.run(self._static), strict=True))
 
     def gradients(self, replaced: dict[int, torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Return the gradients of the parameters, with some tensors replaced in the backward pass."""
-        alive = [replaced.get(t, value) for t, value in zip(self._code.alive, self._alive, strict=True)]
-        with preserve_random_states([self._device.index or 0] if self._device.type == "cuda" else []):
-            return self._code.backward(self._static, alive)
+        alive = list((self._alive | replaced).values())
+        with preserve_random_states(gpus_of(self._device)):
+            gradients: tuple[torch.Tensor, ...] = self._backward.run(self._static, alive)
+            return gradients
 
     def squared_error(self, kept: Kept, form: str, exact: Sequence[torch.Tensor]) -> float:
         """Return the squared error of the gradients if the tensor is kept in this form."""
         keep, restore = (self._capture.program.calls[op].composed for op in kept.ops[form])
         assert keep is not None and restore is not None
-        (restored,) = restore(*keep(self._alive[self._position[kept.tensor]]))
+        (restored,) = restore(*keep(self._alive[kept.tensor]))
         return _squared(a.to(torch.float32) - b for a, b in zip(self.gradients({kept.tensor: restored}), exact, strict=True))
 
 
@@ -92,8 +84,12 @@ def _squared(tensors: Iterable[torch.Tensor]) -> float:
     return math.fsum(torch.linalg.vector_norm(t.detach(), dtype=torch.float64).item() ** 2 for t in tensors)
 
 
-def _compile_passes(capture: Capture, needed: set[int]) -> _PassCode:
-    """Compile both passes of the program with everything kept; the tensors between them are passed on in a list."""
+def _compile_passes(capture: Capture, needed: set[int]) -> tuple[Pass, Pass, tuple[int, ...]]:
+    """Compile both passes of the program with everything kept; the tensors between them are passed on in a list.
+
+    Returns:
+        The passes, and the ids of the tensors between them.
+    """
     graph, program = capture.graph, capture.program
     steps = schedule_of(graph, [op.id for op in graph.program]).steps
     last = max(op.id for op in graph.program if op.phase is Phase.FORWARD)
@@ -110,4 +106,4 @@ def _compile_passes(capture: Capture, needed: set[int]) -> _PassCode:
     title = f"sensitivity of {graph.fingerprint}"
     forward = first.finish(list(map(Ref, alive)), title)
     backward = second.finish(tuple(gradient for _, gradient in program.gradients), title)
-    return _PassCode(forward.run, backward.run, alive)
+    return forward, backward, alive

@@ -14,10 +14,11 @@ from graphs.ir import Kind, Op
 from planner.capture.lowering.lower import Capture
 from planner.capture.lowering.references import is_laid_out
 from planner.capture.options.added import tensors_by_storage
+from planner.capture.options.in_place_variants import covers, with_out, working_in_place
 from planner.capture.rewrites.batch_norms import ignored_inputs
 from planner.capture.rewrites.outputs import fake, is_random, storage
 from planner.passes.program import Call, OpCalls, Ref
-from planner.torch_private.core import DispatchKey, OpOverload
+from planner.torch_private.core import OpOverload
 
 
 def in_place(capture: Capture) -> Capture:
@@ -105,50 +106,4 @@ class _Finding:
             return None
         values = [value for value in node.all_input_nodes if isinstance(value.meta.get("val"), torch.Tensor)]
         of_t = [value for value in values if self._tensor_of.get(storage(fake(value))) == t]
-        return of_t[0] if of_t and all(_covers(fake(value), made) for value in of_t) else None
-
-
-def _covers(read: torch.Tensor, made: torch.Tensor) -> bool:
-    """Return whether `read` covers its storage, each element once, with the layout of `made`."""
-    alike = (read.dtype, read.shape, read.stride(), read.device) == (made.dtype, made.shape, made.stride(), made.device)
-    size_bytes = read.numel() * read.element_size()
-    whole = read.untyped_storage().nbytes() == made.untyped_storage().nbytes() == size_bytes
-    expected, dense = 1, True
-    for stride, size in sorted((stride, size) for stride, size in zip(read.stride(), read.shape, strict=True) if size > 1):
-        dense = dense and stride == expected
-        expected *= size
-    return alike and whole and dense and read.storage_offset() == made.storage_offset() == 0
-
-
-def with_out(target: OpOverload) -> tuple[OpOverload, str] | None:
-    """Return the variant of `target` with an output argument, and that argument's name; None if PyTorch has no such kernel."""
-    for name in target.overloadpacket.overloads():
-        variant: OpOverload = getattr(target.overloadpacket, name)
-        given = [argument for argument in variant._schema.arguments if argument.is_out]
-        if len(given) != 1 or not _is_kernel(variant):
-            continue
-        if _arguments(target) == [argument for argument in _arguments(variant) if argument[0] != given[0].name]:
-            return variant, given[0].name
-    return None
-
-
-def working_in_place(target: OpOverload) -> OpOverload | None:
-    """Return the variant of `target` that overwrites its first argument; None if PyTorch has no such kernel."""
-    packet = getattr(torch.ops.aten, f"{target.overloadpacket.__name__}_", None)
-    variant: OpOverload | None = getattr(packet, target._overloadname, None) if target.namespace == "aten" else None
-    if variant is None or not _is_kernel(variant) or _arguments(variant) != _arguments(target):
-        return None
-    return variant
-
-
-def _is_kernel(variant: OpOverload) -> bool:
-    """Return whether `variant` has its own kernel.
-
-    PyTorch's generated variants make the output elsewhere and copy it; ``mul_`` by a number rounds the number first, which
-    ``mul`` does not.
-    """
-    return torch.Tag.generated not in variant.tags and variant.has_kernel_for_dispatch_key(DispatchKey.CPU)
-
-
-def _arguments(target: OpOverload) -> list[tuple[str, str]]:
-    return [(argument.name, str(argument.type)) for argument in target._schema.arguments]
+        return of_t[0] if of_t and all(covers(fake(value), made) for value in of_t) else None

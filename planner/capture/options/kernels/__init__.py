@@ -1,9 +1,8 @@
 """Kernels: ops of the program may be computed by other kernels, with other time and memory."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
-from graphs.ir import Op
 from planner.capture.options.option import EAGER_KERNELS, StepOption
 
 if TYPE_CHECKING:
@@ -14,12 +13,6 @@ def _apply(capture: "Capture") -> "Capture":
     from planner.capture.options.kernels.find import with_kernels
 
     return with_kernels(capture)
-
-
-def _settle(capture: "Capture", op: Op, equal: Sequence[bool]) -> Op:
-    from planner.capture.options.kernels.find import settle
-
-    return settle(capture, op, equal)
 
 
 def _needless(capture: "Capture") -> Collection[int]:
@@ -33,6 +26,5 @@ KERNELS = StepOption(
     description="convolutions, attention and losses may use other kernels, with other workspaces",
     refused=EAGER_KERNELS,
     apply=_apply,
-    settle=_settle,
     needless=_needless,
 )

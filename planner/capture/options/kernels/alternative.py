@@ -11,7 +11,7 @@ from graphs.ir import Op
 from planner.capture.lowering.lower import Capture
 from planner.capture.options.added import value_of
 from planner.capture.rewrites.layouts import in_place_random_op, read_strides
-from planner.capture.rewrites.outputs import storage
+from planner.capture.rewrites.outputs import same_layout, storage
 from planner.passes.program import Path
 
 
@@ -47,7 +47,7 @@ Made = MadeTensor | Own
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
-    """An op to be added.
+    """An op to be added: a function whose results get the program's layout.
 
     Attributes:
         name: a word for the difference, such as ``native``.
@@ -58,6 +58,7 @@ class Alternative:
         repeatable: True if its bits are deterministic, like those of the replaced ops.
         helper: True if it only makes a part of the results, and the alternative for the op makes the rest.
         always_exact: True if its bits are those of the program, unless it is wrong.
+        bundle: name shared by ops that are useful only together.
     """
 
     name: str
@@ -68,6 +69,24 @@ class Alternative:
     repeatable: bool = True
     helper: bool = False
     always_exact: bool = False
+    bundle: str = ""
+
+    def rounds(self, equal: Sequence[bool]) -> list[bool]:
+        """Return which results of the program may be rounded differently; see ``Comparable``."""
+        of_program = (isinstance(made, MadeTensor) for made in self.makes)
+        return [of and not (same and self.repeatable) for of, same in zip(of_program, equal, strict=True)]
+
+    def __call__(self, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return the results."""
+        return tuple(_as_laid_out(value, made.value) for value, made in zip(self.compute(*given), self.makes, strict=True))
+
+
+def _as_laid_out(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Return `value` with the strides of `like`, in a storage of the same size."""
+    if value.untyped_storage().nbytes() != like.untyped_storage().nbytes() or not same_layout(value, like):
+        return value.new_empty_strided(like.shape, like.stride()).copy_(value)
+    # The stride of a dimension with one element is arbitrary, but it influences the choice of kernels.
+    return value if value.stride() == like.stride() else value.as_strided(like.shape, like.stride())
 
 
 Bundle = tuple[Alternative, ...]  # alternatives that are useful only together, or a single one

@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from planner.capture.options.kernels.alternative import Alternative, Bundle, MadeTensor, Own, ReplaceableOp
+from planner.capture.rewrites.cuda_attention import fits_efficient, fits_flash
 from planner.capture.rewrites.outputs import fake
 
 aten = torch.ops.aten
@@ -61,10 +62,11 @@ def _backward_ways(asked: ReplaceableOp) -> Iterator[Bundle]:
         return  # a CPU has one fused kernel
     if before is None or asked.named("dropout_p") or not _gives_no_mask_gradient(asked):
         return
+    values = tuple(map(fake, (query, key, value)))
     if asked.node.target is aten._scaled_dot_product_flash_attention_backward.default:
-        if _fits_efficient(query, key, value):
+        if fits_efficient(*values):
             yield _efficient(asked, before)
-    elif mask is None and _fits_flash(asked, query, key, value):
+    elif mask is None and values[0].shape[3] % 8 == 0 and fits_flash(*values, is_causal=asked.named("is_causal")):
         yield _flash(asked, before)
 
 
@@ -144,76 +146,56 @@ def _math_backward(
     return torch.matmul(of_scores, key), torch.matmul(of_scores.transpose(-2, -1), query), of_value
 
 
-def _fits_efficient(query: fx.Node, key: fx.Node, value: fx.Node) -> bool:
-    alignment = 16 // fake(query).element_size()
-    heads = {fake(node).shape[1] for node in (query, key, value)}
-    return len(heads) == 1 and fake(query).shape[3] % alignment == 0 == fake(value).shape[3] % alignment
-
-
-def _fits_flash(asked: ReplaceableOp, query: fx.Node, key: fx.Node, value: fx.Node) -> bool:
-    width, same_length = fake(query).shape[3], fake(query).shape[2] == fake(key).shape[2]
-    return (
-        fake(query).dtype in _HALF
-        and width == fake(value).shape[3] <= 256
-        and width % 8 == 0
-        and (same_length or not asked.named("is_causal"))
-    )
-
-
 def _efficient(asked: ReplaceableOp, before: ReplaceableOp) -> Bundle:
     """Return both passes by the memory-efficient kernel, which saves the logsumexp with rows padded to a tile."""
-    query = asked.named("query")
     causal, scale = asked.named("is_causal"), asked.named("scale")
-    batch, heads, rows, _ = fake(query).shape
-    logarithms = Own("logsumexp", fake(query).new_empty((batch, heads, -(-rows // _TILE) * _TILE), dtype=torch.float32))
+    rows = fake(asked.named("query")).shape[2]
 
-    def forward_by(*given: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        found = aten._scaled_dot_product_efficient_attention.default(*given, None, True, 0.0, causal, scale=scale)
-        return found[0], found[1]
+    def forward(*given: torch.Tensor) -> Any:
+        return aten._scaled_dot_product_efficient_attention.default(*given, None, True, 0.0, causal, scale=scale)
 
-    def backward_by(gradient: torch.Tensor, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        query, key, value, out, kept = given
-        seed = torch.zeros((), dtype=torch.long, device=query.device)  # no dropout
-        found: tuple[torch.Tensor, ...] = aten._scaled_dot_product_efficient_attention_backward.default(
+    def backward(gradient: Any, query: Any, key: Any, value: Any, out: Any, kept: Any, seed: Any) -> Any:
+        return aten._scaled_dot_product_efficient_attention_backward.default(
             gradient, query, key, value, None, out, kept, seed, seed, 0.0, [True, True, True, False], causal, scale=scale
         )
-        return found[:3]
 
-    return _both(asked, before, "efficient", logarithms, forward_by, backward_by)
+    return _both(asked, before, "efficient", -(-rows // _TILE) * _TILE, forward, backward)
 
 
 def _flash(asked: ReplaceableOp, before: ReplaceableOp) -> Bundle:
     """Return both passes by flash attention, which saves one logsumexp per row."""
-    query = asked.named("query")
     causal, scale = asked.named("is_causal"), asked.named("scale")
-    batch, heads, rows, _ = fake(query).shape
-    keys = fake(asked.named("key")).shape[2]
-    logarithms = Own("logsumexp", fake(query).new_empty((batch, heads, rows), dtype=torch.float32))
+    rows, keys = (fake(asked.named(name)).shape[2] for name in ("query", "key"))
 
-    def forward_by(*given: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        found = aten._scaled_dot_product_flash_attention.default(*given, 0.0, causal, scale=scale)
-        return found[0], found[1]
+    def forward(*given: torch.Tensor) -> Any:
+        return aten._scaled_dot_product_flash_attention.default(*given, 0.0, causal, scale=scale)
 
-    def backward_by(gradient: torch.Tensor, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        query, key, value, out, kept = given
-        seed = torch.zeros((), dtype=torch.long, device=query.device)  # no dropout
-        found: tuple[torch.Tensor, ...] = aten._scaled_dot_product_flash_attention_backward.default(
+    def backward(gradient: Any, query: Any, key: Any, value: Any, out: Any, kept: Any, seed: Any) -> Any:
+        return aten._scaled_dot_product_flash_attention_backward.default(
             gradient, query, key, value, out, kept, None, None, rows, keys, 0.0, causal, seed, seed, scale=scale
         )
-        return found
 
-    return _both(asked, before, "flash", logarithms, forward_by, backward_by)
+    return _both(asked, before, "flash", rows, forward, backward)
 
 
-def _both(asked: ReplaceableOp, before: ReplaceableOp, name: str, logarithms: Own, forward_by: Any, backward_by: Any) -> Bundle:
+def _both(asked: ReplaceableOp, before: ReplaceableOp, name: str, rows: int, forward: Any, backward: Any) -> Bundle:
+    """Return both passes by a kernel that saves `rows` logarithms per head."""
     query, key, value, _ = _read(asked, _BACKWARD)
-    out = asked.named("out")
+    logarithms = Own("logsumexp", fake(query).new_empty((*fake(query).shape[:2], rows), dtype=torch.float32))
+
+    def forward_by(*given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(forward(*given)[:2])
+
+    def backward_by(*given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        seed = torch.zeros((), dtype=torch.long, device=given[0].device)  # no dropout
+        return tuple(backward(*given, seed)[:3])
+
     return (
         Alternative(name, (before.node,), (query, key, value), (MadeTensor(before.node, (0,)), logarithms), forward_by),
         Alternative(
             name,
             (asked.node,),
-            (asked[0], query, key, value, out, logarithms),
+            (asked[0], query, key, value, asked.named("out"), logarithms),
             asked.results,
             backward_by,
             repeatable=False,  # gradients are accumulated in no fixed order

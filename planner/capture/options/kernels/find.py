@@ -5,27 +5,22 @@ tensors with the same layout. Measurements show which alternatives are faster or
 (``planner.capture.options.kernels.worth``).
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from types import MappingProxyType
-from typing import Any
-
-import torch
 
 from graphs.ir import Op
 from planner.capture.lowering.lower import Capture
 from planner.capture.options.added import Additions
-from planner.capture.options.differing import differing
 from planner.capture.options.kernels import attention, convolution, in_place
-from planner.capture.options.kernels.alternative import Bundle, Calls, MadeTensor, Own, ReplaceableOp
-from planner.capture.options.kernels.other_kernels import OtherKernels
+from planner.capture.options.kernels.alternative import Bundle, Calls, Own, ReplaceableOp
 from planner.capture.rewrites.outputs import storage
-from planner.passes.program import Ref
 
 TARGET = "kernels"  # the prefix of the ops' targets
 
-KINDS: Mapping[str, Callable[[ReplaceableOp], Iterator[Bundle]]] = MappingProxyType(
-    {"convolutions": convolution.alternatives, "attention": attention.alternatives, "in place": in_place.alternatives}
+KINDS: tuple[Callable[[ReplaceableOp], Iterator[Bundle]], ...] = (
+    convolution.alternatives,
+    attention.alternatives,
+    in_place.alternatives,
 )
 
 
@@ -34,7 +29,7 @@ def with_kernels(capture: Capture) -> Capture:
     calls, additions = Calls(capture), Additions(capture)
     for asked in calls:
         if not asked.is_bound and asked.results:
-            for alternatives in KINDS.values():
+            for alternatives in KINDS:
                 for bundle in alternatives(asked):
                     _add(additions, calls, asked.op, bundle)
     return additions.captured()
@@ -51,49 +46,18 @@ def _add(additions: Additions, calls: Calls, found: Op, bundle: Bundle) -> None:
         if isinstance(made, Own)
     }
 
-    def tensor(value: Any) -> int:
-        return own[value] if isinstance(value, Own) else additions.tensor_of[storage(_value(value))]
-
     for alternative in bundle:
         stood_for = sorted(calls.of(node).op.id for node in alternative.nodes)
         like = capture.graph.ops[stood_for[0]]
-        made = [tensor(value) for value in alternative.makes]
-        called = OtherKernels(alternative, tuple(map(_value, alternative.reads)), name)
+        made = [
+            own[value] if isinstance(value, Own) else additions.tensor_of[storage(value.value)] for value in alternative.makes
+        ]
         additions.add_op(
-            called,
-            [Ref(own[value]) if isinstance(value, Own) else capture.values[value] for value in alternative.reads],
+            replace(alternative, bundle=name),
+            [own[value] if isinstance(value, Own) else value for value in alternative.reads],
             like=like,
             name=f"{like.name}_{alternative.name}",
             target=f"{TARGET}.{alternative.name}",
-            inputs=[tensor(value) for value in alternative.reads],
             outputs=made,
             replaces=() if alternative.helper else stood_for,
-            differs=_differing(capture, made, called.of_program),
         )
-
-
-def _value(value: Any) -> torch.Tensor:
-    """Return the fake value."""
-    found: torch.Tensor = value.value if isinstance(value, Own | MadeTensor) else value.meta["val"]
-    return found
-
-
-def _differing(capture: Capture, made: Sequence[int], rounded: Sequence[bool]) -> str:
-    return differing(capture.graph, capture.program, [t for t, differs in zip(made, rounded, strict=True) if differs])
-
-
-def settle(capture: Capture, op: Op, equal: Sequence[bool]) -> Op:
-    """Return `op`, one of those of ``with_kernels``, with the differences of its outputs recorded.
-
-    Kernels are chosen by shapes, not by values: kernels that were bit-identical once always are, if their order of summation is
-    fixed.
-
-    Args:
-        equal: for each output, True if it was bit-identical on the device of the step.
-    """
-    called = capture.program.calls[op.id].composed
-    assert isinstance(called, OtherKernels)
-    rounded = [
-        program and not (same and called.alternative.repeatable) for program, same in zip(called.of_program, equal, strict=True)
-    ]
-    return replace(op, differs=_differing(capture, op.outputs, rounded))

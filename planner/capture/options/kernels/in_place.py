@@ -5,57 +5,32 @@ of a loss and of its logits. The kernels read an element, or a row, before they 
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
 from planner.capture.frontend.eager_ops import called
+from planner.capture.options.in_place_variants import covers, with_out, working_in_place
 from planner.capture.options.kernels.alternative import Alternative, Bundle, ReplaceableOp
 from planner.capture.rewrites.outputs import fake, storage
 
 aten = torch.ops.aten
 
 
-@dataclass(frozen=True, slots=True)
-class _Into:
-    """The in-place form of an op.
-
-    Attributes:
-        target: the function to call.
-        out: name of the output argument; "" if the first argument is overwritten.
-        positions: positions of the arguments that may be overwritten.
-        dim: position of the dimension argument, which must be the last dimension: a row is read before it is written; None for
-            elementwise ops.
-    """
-
-    target: Any
-    out: str = "out"
-    positions: tuple[int, ...] = (0,)
-    dim: int | None = None
-
-
-_INTO: Mapping[Any, _Into] = {
-    aten._softmax.default: _Into(aten._softmax.out, dim=1),
-    aten._log_softmax.default: _Into(aten._log_softmax.out, dim=1),
-    aten._softmax_backward_data.default: _Into(aten._softmax_backward_data.out, "grad_input", dim=2),
-    aten._log_softmax_backward_data.default: _Into(aten._log_softmax_backward_data.out, dim=2),
-    aten.add.Tensor: _Into(aten.add.out, positions=(0, 1)),
-    aten.sub.Tensor: _Into(aten.sub.out, positions=(0, 1)),
-    aten.mul.Tensor: _Into(aten.mul.out, positions=(0, 1)),
-    aten.div.Tensor: _Into(aten.div.out, positions=(0, 1)),
-    aten.gelu.default: _Into(aten.gelu.out),
-    aten.silu.default: _Into(aten.silu.out),
-    aten.tanh.default: _Into(aten.tanh.out),
-    aten.sigmoid.default: _Into(aten.sigmoid.out),
-    aten.relu.default: _Into(aten.relu_.default, ""),
-    aten.masked_fill.Scalar: _Into(aten.masked_fill_.Scalar, ""),
-    aten.gelu_backward.default: _Into(aten.gelu_backward.grad_input, "grad_input"),
-    aten.silu_backward.default: _Into(aten.silu_backward.grad_input, "grad_input"),
-    aten.tanh_backward.default: _Into(aten.tanh_backward.grad_input, "grad_input"),
-    aten.sigmoid_backward.default: _Into(aten.sigmoid_backward.grad_input, "grad_input"),
-    aten.threshold_backward.default: _Into(aten.threshold_backward.grad_input, "grad_input"),
+# Elementwise ops, with the positions of the arguments that may be overwritten.
+_ELEMENTWISE: Mapping[Any, tuple[int, ...]] = {
+    **dict.fromkeys((aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor), (0, 1)),
+    **dict.fromkeys((aten.gelu.default, aten.silu.default, aten.tanh.default, aten.sigmoid.default), (0,)),
+    **dict.fromkeys((aten.relu.default, aten.masked_fill.Scalar, aten.threshold_backward.default), (0,)),
+    **dict.fromkeys((aten.gelu_backward.default, aten.silu_backward.default), (0,)),
+    **dict.fromkeys((aten.tanh_backward.default, aten.sigmoid_backward.default), (0,)),
+}
+# Ops that read a row before they write it over their first argument, with the position of the dimension argument: rows are in the
+# last dimension.
+_BY_ROWS: Mapping[Any, int] = {
+    **dict.fromkeys((aten._softmax.default, aten._log_softmax.default), 1),
+    **dict.fromkeys((aten._softmax_backward_data.default, aten._log_softmax_backward_data.default), 2),
 }
 
 
@@ -91,32 +66,22 @@ def _continues(before: ReplaceableOp, asked: ReplaceableOp) -> bool:
 
 def _overwritten(asked: ReplaceableOp, before: ReplaceableOp) -> fx.Node | None:
     """Return the argument of `asked` that it may overwrite: the whole result of `before`, laid out as its own result."""
-    into = _INTO.get(asked.node.target)
-    if into is None or asked.is_bound or len(asked.results) != 1:
+    target = asked.node.target
+    if asked.is_bound or len(asked.results) != 1:
         return None
     result = asked.results[0].value
-    if into.dim is not None and asked[into.dim] not in (-1, result.dim() - 1):
+    if target in _BY_ROWS and asked[_BY_ROWS[target]] not in (-1, result.dim() - 1):
         return None
     where = storage(before.results[0].value)
     inside = [arg for arg in asked.node.all_input_nodes if storage(fake(arg)) == where]
-    for position in into.positions:
-        if inside == [arg := asked[position]] and _laid_out_alike(fake(arg), result) and _read_once(asked.node, arg):
+    for position in _ELEMENTWISE.get(target, (0,) if target in _BY_ROWS else ()):
+        if inside == [arg := asked[position]] and covers(fake(arg), result) and _read_once(asked.node, arg):
             return inside[0]
     return None
 
 
 def _read_once(node: fx.Node, arg: fx.Node) -> bool:
     return sum(other is arg for other in (*node.args, *node.kwargs.values())) == 1
-
-
-def _laid_out_alike(value: torch.Tensor, result: torch.Tensor) -> bool:
-    whole_bytes = value.numel() * value.element_size()
-    return (
-        value.shape == result.shape
-        and value.stride() == result.stride()
-        and value.dtype == result.dtype
-        and value.untyped_storage().nbytes() == result.untyped_storage().nbytes() == whole_bytes
-    )
 
 
 def _written_over(row: list[ReplaceableOp]) -> tuple[tuple[fx.Node, ...], Any]:
@@ -139,11 +104,14 @@ def _written_over(row: list[ReplaceableOp]) -> tuple[tuple[fx.Node, ...], Any]:
 
     for before, op in zip([None, *row], row, strict=False):
         args, kwargs = fx.map_arg((op.node.args, op.node.kwargs), value)
-        if before is None:
-            made[op.node] = graph.call_function(called(op.node.target), args, kwargs)
-            continue
-        over, into = _overwritten(op, before), _INTO[op.node.target]
-        assert over is not None
-        made[op.node] = graph.call_function(into.target, args, {**kwargs, into.out: value(over)} if into.out else kwargs)
+        target: Any = op.node.target
+        function: Any = called(target)
+        if before is not None and (out := with_out(target)) is not None:
+            over = _overwritten(op, before)
+            assert over is not None
+            function, kwargs = out[0], {**kwargs, out[1]: value(over)}
+        elif before is not None:
+            function = working_in_place(target)
+        made[op.node] = graph.call_function(function, args, kwargs)
     graph.output((made[row[-1].node],))
     return tuple(given), fx.GraphModule(torch.nn.Module(), graph).forward

@@ -1,11 +1,11 @@
 """Selection of added ops: those faster than other ops for the same results, or with less memory."""
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from graphs.ir import Graph, Op
 from planner.capture.lowering.lower import Capture
-from planner.capture.options.kernels.other_kernels import OtherKernels
+from planner.capture.options.kernels.alternative import Alternative
 
 FASTER = 0.1  # of the replaced time: measurements vary, and the best of many is better by chance
 _SHARE_S = 1e-4  # of the step
@@ -46,9 +46,9 @@ def needless(capture: Capture) -> frozenset[int]:
     margin_bytes = _SHARE_BYTES * max(_held(graph, op) for op in graph.program)
     measured = graph.provenance.get("times") == "measured"
     for op, call in zip(graph.ops, capture.program.calls, strict=True):
-        if measured and isinstance(call.composed, OtherKernels) and call.composed.alternative.always_exact and not op.exact:
+        if measured and isinstance(call.composed, Alternative) and call.composed.always_exact and not op.exact:
             found.add(op.id)  # the kernel does not read before it writes: its result is wrong
-    for replaced, offers in _offers(capture, found):
+    for replaced, offers in _offers(capture, found).items():
         taken = [_offer(graph, replaced)]
         for offer in sorted(offers, key=lambda offer: (offer.time_s, offer.held_bytes)):
             if all(offer.beats(other, margin_s, margin_bytes) for other in taken):
@@ -58,18 +58,18 @@ def needless(capture: Capture) -> frozenset[int]:
     return frozenset(found)
 
 
-def _offers(capture: Capture, wrong: Collection[int]) -> Iterator[tuple[tuple[int, ...], list[_UsefulOps]]]:
-    """Yield groups of ops that are replaced together, with the offers for them, without the ops that are `wrong`."""
+def _offers(capture: Capture, wrong: Collection[int]) -> dict[tuple[int, ...], list[_UsefulOps]]:
+    """Return groups of ops that are replaced together, with the offers for them, without the ops that are `wrong`."""
     graph = capture.graph
     bundles: dict[str, list[int]] = {}
     for op, call in zip(graph.ops, capture.program.calls, strict=True):
-        if isinstance(call.composed, OtherKernels) and op.id not in wrong:
+        if isinstance(call.composed, Alternative) and op.id not in wrong:
             bundles.setdefault(call.composed.bundle, []).append(op.id)
     replaced: dict[tuple[int, ...], list[_UsefulOps]] = {}
     for ops in bundles.values():
         stood_for = tuple(sorted({p for op in ops for p in graph.ops[op].replaces}))
         replaced.setdefault(stood_for, []).append(_offer(graph, ops))
-    yield from replaced.items()
+    return replaced
 
 
 def _offer(graph: Graph, ids: Iterable[int]) -> _UsefulOps:

@@ -10,9 +10,9 @@ from torch import fx
 
 from graphs.ir import Phase
 from planner.capture.options.pack import bits
-from planner.capture.options.pack.finder import PackFinder, is_dense, room_for, same_layout
+from planner.capture.options.pack.finder import PackFinder, room_for
 from planner.capture.options.pack.results import is_of_type, needed_result
-from planner.capture.rewrites.outputs import fake
+from planner.capture.rewrites.outputs import fake, is_dense, same_layout
 
 aten = torch.ops.aten
 
@@ -37,103 +37,56 @@ class ComparisonGradient:
     no: Answer
 
 
-def _at_most(x: torch.Tensor, room: torch.Tensor, arguments: Arguments) -> None:
-    torch.le(x, arguments[0], out=room)
-
-
-def _above_zero(x: torch.Tensor, room: torch.Tensor, _: Arguments) -> None:
-    torch.gt(x, 0, out=room)
-
-
-def _between_threes(x: torch.Tensor, room: torch.Tensor, _: Arguments) -> None:
-    torch.gt(x, -3, out=room)
-    room.logical_and_(torch.lt(x, 3))
-
-
-def _zero(_: torch.Tensor, zero: torch.Tensor, __: torch.Tensor, ___: Arguments) -> torch.Tensor:
-    return zero
-
-
-def _same(part: torch.Tensor, _: torch.Tensor, __: torch.Tensor, ___: Arguments) -> torch.Tensor:
-    return part
-
-
-def _sloped(part: torch.Tensor, _: torch.Tensor, room: torch.Tensor, arguments: Arguments) -> torch.Tensor:
-    return torch.mul(part, arguments[0], out=room)
-
-
-def _sixth(part: torch.Tensor, _: torch.Tensor, room: torch.Tensor, __: Arguments) -> torch.Tensor:
-    return torch.mul(part, 1 / 6, out=room)
-
-
 # NaN is on the same side here as in the kernel. hardtanh, hardshrink and softshrink are excluded: on a CPU, whether a gradient
 # passes at NaN depends on whether the element is processed in a vector or alone.
 COMPARISONS: Mapping[Any, ComparisonGradient] = MappingProxyType(
     {
-        aten.threshold_backward.default: ComparisonGradient(_at_most, _zero, _same),
-        aten.leaky_relu_backward.default: ComparisonGradient(_above_zero, _same, _sloped),
-        aten.hardsigmoid_backward.default: ComparisonGradient(_between_threes, _sixth, _zero),
+        aten.threshold_backward.default: ComparisonGradient(
+            ask=lambda x, room, arguments: torch.le(x, arguments[0], out=room),
+            yes=lambda _, zero, *__: zero,
+            no=lambda part, *_: part,
+        ),
+        aten.leaky_relu_backward.default: ComparisonGradient(
+            ask=lambda x, room, _: torch.gt(x, 0, out=room),
+            yes=lambda part, *_: part,
+            no=lambda part, _, room, arguments: torch.mul(part, arguments[0], out=room),
+        ),
+        aten.hardsigmoid_backward.default: ComparisonGradient(
+            ask=lambda x, room, _: torch.gt(x, -3, out=room).logical_and_(torch.lt(x, 3)),
+            yes=lambda part, _, room, __: torch.mul(part, 1 / 6, out=room),
+            no=lambda _, zero, *__: zero,
+        ),
     }
 )
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
-    """The packing of a kernel's input to the bits that its gradient needs.
+class Compared:
+    """A gradient from a comparison, on a call's arguments.
 
     Attributes:
-        x: fake input.
         comparison, arguments: the kernel's comparison and arguments.
+        like: the fake gradient, with the layout of the kernel's input.
         size: number of elements processed at a time.
     """
 
-    x: torch.Tensor
     comparison: ComparisonGradient
     arguments: Arguments
+    like: torch.Tensor
     size: int
 
-    @property
-    def fakes(self) -> tuple[torch.Tensor, ...]:
-        """The kernel's input as a fake tensor."""
-        return (self.x,)
-
-    def __call__(self, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return the bits."""
-        flat = bits.in_order(given[0], bits.order_of(self.x))
+    def to_bits(self, x: torch.Tensor) -> tuple[torch.Tensor]:
+        """Return the bits that the gradient needs of the kernel's input."""
+        flat = bits.in_order(x, bits.order_of(self.like))
 
         def write(room: torch.Tensor, begin: int, end: int) -> None:
             self.comparison.ask(flat[begin:end], room, self.arguments)
 
         return (bits.pack(write, flat.numel(), self.size, flat),)
 
-
-@dataclass(frozen=True, slots=True)
-class FromBits:
-    """The computation of a gradient from the bits.
-
-    Attributes:
-        gradient, packed, result: fake.
-        comparison, arguments: the kernel's comparison and arguments.
-        size: number of elements processed at a time.
-    """
-
-    gradient: torch.Tensor
-    packed: torch.Tensor
-    result: torch.Tensor
-    comparison: ComparisonGradient
-    arguments: Arguments
-    size: int
-
-    @property
-    def fakes(self) -> tuple[torch.Tensor, ...]:
-        """The incoming gradient and the bits."""
-        return self.gradient, self.packed
-
-    def __call__(self, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def from_bits(self, gradient: torch.Tensor, packed: torch.Tensor) -> tuple[torch.Tensor]:
         """Return the gradient, laid out like the kernel's."""
-        gradient, packed = given
-        result = room_for(self.result, gradient)
-        order = bits.order_of(self.result)
+        result, order = room_for(self.like, gradient), bits.order_of(self.like)
         came, goes = bits.in_order(gradient, order), bits.in_order(result, order)
         zero = gradient.new_zeros(())
         for answers, begin, end in bits.unpacked(packed, came.numel(), self.size):
@@ -155,11 +108,10 @@ def offer(finder: PackFinder) -> None:
             continue
         comparison, size = COMPARISONS[node.target], bits.part_size(fake(x).numel(), finder.device)
         packed = fake(x).new_empty(bits.bytes_of(fake(x).numel()), dtype=torch.uint8)
-        made = finder.new_tensor(f"{op.name}@bits", packed)
-        ask = Ask(fake(x), comparison, tuple(arguments), size)
-        finder.add(ask, [x], like=op, of=op.name, does="to_bits", makes=made)
-        answer = FromBits(fake(gradient), packed, fake(node), comparison, tuple(arguments), size)
-        finder.add(answer, [gradient, made], like=op, of=op.name, does="from_bits", makes=op.outputs[0], stands_in=True)
+        made = finder.additions.add_tensor(f"{op.name}@bits", packed)
+        found = Compared(comparison, tuple(arguments), fake(node), size)
+        finder.add(found.to_bits, [x], like=op, of=op.name, does="to_bits", makes=made)
+        finder.add(found.from_bits, [gradient, made], like=op, of=op.name, does="from_bits", makes=op.outputs[0], stands_in=True)
 
 
 def _is_alike(finder: PackFinder, node: fx.Node) -> bool:

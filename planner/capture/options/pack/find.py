@@ -29,4 +29,4 @@ def packed(capture: Capture) -> Capture:
     with disable_current_modes():  # added ops get fake values as in the capture
         for offer in KINDS:
             offer(finder)
-    return finder.captured()
+    return finder.additions.captured()

@@ -1,7 +1,6 @@
 """The tensors of a captured step that are worth packing, and their readers."""
 
 from collections.abc import Collection, Iterator, Sequence
-from math import prod
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from graphs.ir import Op, Phase
 from planner.capture.lowering.lower import Capture
 from planner.capture.options.added import Additions
 from planner.capture.rewrites.outputs import fake, storage
-from planner.passes.program import Composed, Ref
+from planner.passes.program import Composed
 
 TARGET = "pack"  # the prefix of the ops' targets
 
@@ -25,13 +24,14 @@ class PackFinder:
     Attributes:
         capture: the capture without the added ops.
         device: type of the device that is planned for, ``cpu`` or ``cuda``.
+        additions: the added ops and tensors.
     """
 
     def __init__(self, capture: Capture, spared: Collection[Any]) -> None:
         """Search in `capture`; calls of `spared` can be computed without their second argument."""
         self.capture, self.graph = capture, capture.graph
         self.device = str(capture.graph.provenance["device"])
-        self._additions = Additions(capture)
+        self.additions = Additions(capture)
         across = [t.id for t in self.graph.tensors if not t.static and t.id not in self.graph.kept and self._is_across(t.id)]
         large = {t for t in across if self.graph.tensors[t].size_bytes >= LEAST_BYTES}
         self._worth = large or set(across)
@@ -49,7 +49,7 @@ class PackFinder:
 
     def tensor_of(self, node: fx.Node) -> int:
         """Return the tensor that holds the value of `node`."""
-        return self._additions.tensor_of[storage(fake(node))]
+        return self.additions.tensor_of[storage(fake(node))]
 
     def is_worth(self, tensor: int) -> bool:
         """Return whether a tensor is large, made by the forward pass, not kept, and read by the backward pass."""
@@ -63,10 +63,6 @@ class PackFinder:
         """Return whether the value of `node` is small, or needed by an op of the backward pass that cannot do without it."""
         tensor = self.tensor_of(node)
         return not self.is_worth(tensor) or bool(self.readers(tensor) - self._spared.get(tensor, set()))
-
-    def new_tensor(self, name: str, value: torch.Tensor) -> int:
-        """Add a tensor with the fake `value` for ops to be added; return its id."""
-        return self._additions.add_tensor(name, value)
 
     def add(
         self,
@@ -83,28 +79,23 @@ class PackFinder:
 
         Args:
             called: computes the op exactly.
-            reads: arguments of `called`: nodes of the program, or tensors.
+            reads: arguments of `called`, as in ``Additions.add_op``.
             like: the op that it belongs to.
             of: name of the op or tensor that it belongs to.
             does: a word for its work.
             makes: the tensor that it makes.
             stands_in: True if it is an alternative for `like`.
         """
-        self._additions.add_op(
+        self.additions.add_op(
             called,
-            [self.capture.values[read] if isinstance(read, fx.Node) else Ref(read) for read in reads],
+            reads,
             like=like,
             name=f"{of}_{does}",
             target=f"{TARGET}.{does}",
-            inputs=[self.tensor_of(read) if isinstance(read, fx.Node) else read for read in reads],
             outputs=[makes],
             replaces=(like.id,) if stands_in else (),
             recomputable=like.recomputable or not stands_in,
         )
-
-    def captured(self) -> Capture:
-        """Return the capture with all additions."""
-        return self._additions.captured()
 
     def _is_across(self, tensor: int) -> bool:
         made = self.graph.tensors[tensor].producers[0]
@@ -117,20 +108,3 @@ class PackFinder:
 def room_for(value: torch.Tensor, near: torch.Tensor) -> torch.Tensor:
     """Return an uninitialized tensor with the layout of the fake `value`, on the device of `near`."""
     return near.new_empty_strided(value.shape, value.stride(), dtype=value.dtype)
-
-
-def is_dense(value: torch.Tensor) -> bool:
-    """Return whether the elements of `value` fill its storage, each at its own position."""
-    whole = value.numel() * value.element_size() == value.untyped_storage().nbytes()
-    expected = 1
-    for dimension in sorted(range(value.dim()), key=lambda d: (value.stride(d), value.size(d))):
-        if value.size(dimension) != 1:
-            whole = whole and value.stride(dimension) == expected
-            expected *= value.size(dimension)
-    return whole and expected == prod(value.shape)
-
-
-def same_layout(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Return whether `a` and `b` have the same shape and order of elements."""
-    strides = zip(a.shape, a.stride(), b.stride(), strict=True) if a.shape == b.shape else ()
-    return a.shape == b.shape and all(size == 1 or s == t for size, s, t in strides)

@@ -1,15 +1,16 @@
 """Indices of max-pooling as positions within their windows, one byte each."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import fx
 
 from graphs.ir import Phase
-from planner.capture.options.pack.finder import PackFinder, is_dense, room_for
+from planner.capture.options.pack.finder import PackFinder, room_for
 from planner.capture.options.pack.shapes import OfShape, of_shape
-from planner.capture.rewrites.outputs import fake
+from planner.capture.rewrites.outputs import fake, is_dense
 
 aten = torch.ops.aten
 
@@ -74,61 +75,24 @@ def _pair(value: Any) -> tuple[int, int]:
     return (values[0], values[-1])
 
 
-@dataclass(frozen=True, slots=True)
-class ToPlaces:
-    """The conversion of indices to positions in windows.
-
-    Attributes:
-        indices, places: fake.
-        windows: windows of the pooling.
-    """
-
-    indices: torch.Tensor
-    places: torch.Tensor
-    windows: Windows
-
-    @property
-    def fakes(self) -> tuple[torch.Tensor, ...]:
-        """The indices."""
-        return (self.indices,)
-
-    def __call__(self, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return the positions."""
-        (indices,) = given
-        places = room_for(self.places, indices)
-        first = self.windows.first(indices)
-        for part, room in zip(_parts(indices), _parts(places), strict=True):
-            self.windows.encode(part, first, room)
-        return (places,)
+def to_places(indices: torch.Tensor, *, like: torch.Tensor, windows: Windows) -> tuple[torch.Tensor]:
+    """Return the positions of `indices` in their windows, laid out like the fake `like`."""
+    places, first = room_for(like, indices), windows.first(indices)
+    for part, room in zip(_parts(indices), _parts(places), strict=True):
+        windows.encode(part, first, room)
+    return (places,)
 
 
-@dataclass(frozen=True, slots=True)
-class FromPlaces:
-    """The gradient of max-pooling by the program's kernel, on one part of the batch after another.
+def from_places(gradient: torch.Tensor, places: torch.Tensor, *, whole: OfShape, windows: Windows) -> tuple[torch.Tensor]:
+    """Return the gradient of max-pooling by the program's kernel, on one part of the batch after another.
 
-    Attributes:
+    Args:
         whole: the kernel on the whole batch.
-        places: fake.
-        windows: windows of the pooling.
     """
-
-    whole: OfShape
-    places: torch.Tensor
-    windows: Windows
-
-    @property
-    def fakes(self) -> tuple[torch.Tensor, ...]:
-        """The incoming gradient and the positions."""
-        return self.whole.gradient, self.places
-
-    def __call__(self, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return the gradient."""
-        gradient, places = given
-        result = room_for(self.whole.result, gradient)
-        first = self.windows.first(places)
-        for room, came, place in zip(_parts(result), _parts(gradient), _parts(places), strict=True):
-            self.whole.write(room, came, self.windows.decode(place, first))
-        return (result,)
+    result, first = room_for(whole.result, gradient), windows.first(places)
+    for room, came, place in zip(_parts(result), _parts(gradient), _parts(places), strict=True):
+        whole.write(room, came, windows.decode(place, first))
+    return (result,)
 
 
 def _parts(value: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -147,7 +111,8 @@ def offer(finder: PackFinder) -> None:
         if windows is None or not alone or not finder.is_worth(finder.tensor_of(indices)) or not is_dense(value):
             continue
         places = value.new_empty_strided(value.shape, value.stride(), dtype=torch.uint8)
-        made = finder.new_tensor(f"{op.name}@places", places)
-        finder.add(ToPlaces(value, places, windows), [indices], like=op, of=op.name, does="to_places", makes=made)
-        called = FromPlaces(of_shape(node), places, windows)
+        made = finder.additions.add_tensor(f"{op.name}@places", places)
+        called = partial(to_places, like=places, windows=windows)
+        finder.add(called, [indices], like=op, of=op.name, does="to_places", makes=made)
+        called = partial(from_places, whole=of_shape(node), windows=windows)
         finder.add(called, [gradient, made], like=op, of=op.name, does="from_places", makes=op.outputs[0], stands_in=True)

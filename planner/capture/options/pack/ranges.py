@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -10,8 +11,8 @@ from torch import fx
 
 from graphs.ir import Phase
 from planner.capture.options.added import value_of
-from planner.capture.options.pack.finder import PackFinder, is_dense, room_for
-from planner.capture.rewrites.outputs import fake
+from planner.capture.options.pack.finder import PackFinder, room_for
+from planner.capture.rewrites.outputs import fake, is_dense
 from planner.passes.program import Path
 
 aten = torch.ops.aten
@@ -60,25 +61,9 @@ POSITIONS: Mapping[Any, Positions] = MappingProxyType(
 _TYPES = {torch.uint8: 2**8, torch.int16: 2**15, torch.int32: 2**31}
 
 
-@dataclass(frozen=True, slots=True)
-class Cast:
-    """A cast of integers to another dtype, with the program's layout.
-
-    Attributes:
-        numbers, result: fake.
-    """
-
-    numbers: torch.Tensor
-    result: torch.Tensor
-
-    @property
-    def fakes(self) -> tuple[torch.Tensor, ...]:
-        """The integers."""
-        return (self.numbers,)
-
-    def __call__(self, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return the same integers."""
-        return (room_for(self.result, given[0]).copy_(given[0]),)
+def cast(numbers: torch.Tensor, *, like: torch.Tensor) -> tuple[torch.Tensor]:
+    """Return the same integers, in the dtype and the layout of the fake `like`."""
+    return (room_for(like, numbers).copy_(numbers),)
 
 
 def offer(finder: PackFinder) -> None:
@@ -92,6 +77,6 @@ def offer(finder: PackFinder) -> None:
         if dtype is not None and finder.is_worth(t) and is_dense(value):
             narrow = value.new_empty_strided(value.shape, value.stride(), dtype=dtype)
             name = finder.graph.tensors[t].name
-            made = finder.new_tensor(f"{name}@narrow", narrow)
-            finder.add(Cast(value, narrow), [t], like=op, of=name, does="to_narrow", makes=made)
-            finder.add(Cast(narrow, value), [made], like=op, of=name, does="from_narrow", makes=t)
+            made = finder.additions.add_tensor(f"{name}@narrow", narrow)
+            finder.add(partial(cast, like=narrow), [t], like=op, of=name, does="to_narrow", makes=made)
+            finder.add(partial(cast, like=value), [made], like=op, of=name, does="from_narrow", makes=t)

@@ -1,44 +1,30 @@
 """Dropout masks drawn again from the saved state of the generator, without dropout's input."""
 
-from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from graphs.ir import Phase
 from planner.capture.options.added import value_of
-from planner.capture.options.pack.finder import PackFinder, is_dense, room_for
+from planner.capture.options.pack.finder import PackFinder, room_for
+from planner.capture.rewrites.outputs import is_dense
 from planner.capture.rewrites.reproducible_random import with_generator_argument
 from planner.torch_private.core import FakeTensor
 
 aten = torch.ops.aten
 
 
-@dataclass(frozen=True, slots=True)
-class Redraw:
-    """A mask from the state of a generator, as drawn by ``reproducible_random.dropout_with_generator``.
+def mask_drawn_again(state: torch.Tensor, *, like: torch.Tensor, probability: float) -> tuple[torch.Tensor]:
+    """Return a mask from the state of a generator, as drawn by ``reproducible_random.dropout_with_generator``.
 
-    Attributes:
-        state, mask: fake.
+    Args:
+        like: the fake mask.
         probability: probability that an element is dropped.
     """
-
-    state: torch.Tensor
-    mask: torch.Tensor
-    probability: float
-
-    @property
-    def fakes(self) -> tuple[torch.Tensor, ...]:
-        """The state."""
-        return (self.state,)
-
-    def __call__(self, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return the mask, drawn from a separate generator."""
-        (state,) = given
-        mask = room_for(self.mask, state)
-        generator = torch.Generator()
-        if not isinstance(state, FakeTensor):
-            generator.set_state(state)
-        return (mask.bernoulli_(1 - self.probability, generator=generator),)
+    generator = torch.Generator()
+    if not isinstance(state, FakeTensor):
+        generator.set_state(state)
+    return (room_for(like, state).bernoulli_(1 - probability, generator=generator),)
 
 
 def offer(finder: PackFinder) -> None:
@@ -51,5 +37,6 @@ def offer(finder: PackFinder) -> None:
         assert isinstance(probability, float)
         if finder.is_worth(t) and is_dense(mask):
             size_bytes = finder.graph.tensors[calls.random_state].size_bytes
-            called = Redraw(mask.new_empty(size_bytes, dtype=torch.uint8), mask, probability)
+            finder.additions.fakes[calls.random_state] = mask.new_empty(size_bytes, dtype=torch.uint8)
+            called = partial(mask_drawn_again, like=mask, probability=probability)
             finder.add(called, [calls.random_state], like=op, of=op.name, does="mask_drawn_again", makes=t)

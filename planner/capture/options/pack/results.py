@@ -1,7 +1,8 @@
 """Gradients of activations from their result, which the next op needs anyway, in place of their input."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -9,8 +10,8 @@ import torch
 from torch import fx
 
 from graphs.ir import Phase
-from planner.capture.options.pack.finder import PackFinder, same_layout
-from planner.capture.rewrites.outputs import fake
+from planner.capture.options.pack.finder import PackFinder
+from planner.capture.rewrites.outputs import fake, same_layout
 from planner.torch_private.core import OpOverload
 
 aten = torch.ops.aten
@@ -53,29 +54,9 @@ ACTIVATIONS: Mapping[Any, Activation] = MappingProxyType(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class FromResult:
-    """The kernel of a gradient, applied to the result.
-
-    Attributes:
-        gradient, result: fake.
-        target: the kernel.
-        arguments: its further arguments.
-    """
-
-    gradient: torch.Tensor
-    result: torch.Tensor
-    target: Any
-    arguments: tuple[Any, ...]
-
-    @property
-    def fakes(self) -> tuple[torch.Tensor, ...]:
-        """The incoming gradient and the result."""
-        return self.gradient, self.result
-
-    def __call__(self, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return the gradient."""
-        return (self.target(*given, *self.arguments),)
+def from_result(*given: torch.Tensor, target: Any, arguments: Sequence[Any]) -> tuple[torch.Tensor]:
+    """Return the gradient by its kernel `target`, `given` the incoming gradient and the result; `arguments` are further ones."""
+    return (target(*given, *arguments),)
 
 
 def needed_result(finder: PackFinder, node: fx.Node) -> fx.Node | None:
@@ -107,6 +88,5 @@ def offer(finder: PackFinder) -> None:
         gradient, x, *arguments = node.args
         assert isinstance(gradient, fx.Node) and isinstance(x, fx.Node)
         if not finder.is_needed(x) and (result := needed_result(finder, node)) is not None:
-            called = FromResult(fake(gradient), fake(result), node.target, tuple(arguments))
-            reads = [gradient, result]
-            finder.add(called, reads, like=op, of=op.name, does="from_result", makes=op.outputs[0], stands_in=True)
+            called = partial(from_result, target=node.target, arguments=arguments)
+            finder.add(called, [gradient, result], like=op, of=op.name, does="from_result", makes=op.outputs[0], stands_in=True)

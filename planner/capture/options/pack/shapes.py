@@ -30,22 +30,14 @@ class OfShape:
     """A gradient of pooling that passes its own memory to the kernel for the shape.
 
     Attributes:
-        gradient, result: fake.
-        indices: fake, for max-pooling.
+        result: fake.
         target: kernel of the program.
-        arguments: its arguments after the gradient and the tensor; `indices` come last.
+        arguments: its arguments after the gradient and the tensor, without the indices of max-pooling, which come last.
     """
 
-    gradient: torch.Tensor
     result: torch.Tensor
     target: Any
     arguments: tuple[Any, ...]
-    indices: torch.Tensor | None = None
-
-    @property
-    def fakes(self) -> tuple[torch.Tensor, ...]:
-        """The incoming gradient, and the indices if there are any."""
-        return (self.gradient,) if self.indices is None else (self.gradient, self.indices)
 
     def __call__(self, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return the gradient."""
@@ -61,12 +53,7 @@ class OfShape:
 
 def of_shape(node: fx.Node) -> OfShape:
     """Return the computation of `node`, a call of one of ``WRITING``."""
-    gradient, _, *arguments = node.args
-    assert isinstance(gradient, fx.Node)
-    indices = arguments.pop() if arguments and isinstance(arguments[-1], fx.Node) else None
-    return OfShape(
-        fake(gradient), fake(node), node.target, tuple(arguments), fake(indices) if isinstance(indices, fx.Node) else None
-    )
+    return OfShape(fake(node), node.target, tuple(arg for arg in node.args[2:] if not isinstance(arg, fx.Node)))
 
 
 def offer(finder: PackFinder) -> None:

@@ -14,8 +14,8 @@ from graphs.ir import Graph
 from graphs.options import without_options
 from planner.capture.options import with_options
 from planner.capture.options.pack import bits, finder, pooling, ranges
-from planner.capture.options.pack.comparisons import COMPARISONS, Ask, FromBits
-from planner.capture.options.pack.masks import PackBits, UnpackBits
+from planner.capture.options.pack.comparisons import COMPARISONS, Compared
+from planner.capture.options.pack.masks import from_bits, to_bits
 from planner.capture.options.pack.shapes import OfShape
 from planner.capture.options.traced import with_traced
 from planner.capture.trace import capture
@@ -50,9 +50,9 @@ def test_a_mask_comes_back_from_its_bits(shape: tuple[int, ...]) -> None:
     if len(shape) == 4:
         masks.append(mask.to(memory_format=torch.channels_last))
     for mask, size in product(masks, (8, 64, 4096)):
-        (packed,) = PackBits(mask, size)(mask)
+        (packed,) = to_bits(mask, like=mask, size=size)
         assert packed.numel() == bits.bytes_of(mask.numel())
-        assert_identical(UnpackBits(mask, packed, size)(packed), mask)
+        assert_identical(from_bits(packed, like=mask, size=size), mask)
 
 
 _NUMBERS = (NAN, -0.0, 0.0, INF, -INF, 6.0, 7.0, -1.0, 3.0, -3.0, 0.5, -0.5, 1e-30, -1e-30, 2.984375, -2.984375)
@@ -78,11 +78,11 @@ def test_gradients_from_bits_are_those_of_the_kernels(dtype: torch.dtype) -> Non
     kernels = [(kernel, also) for kernel, also in _KERNELS if dtype is torch.float32 or kernel is _RELU]
     for (kernel, arguments), count in product(kernels, (0, 1, 17, len(x))):
         given = gradient[:count].clone(), x[:count].clone()
-        wanted, comparison = kernel(*given, *arguments), COMPARISONS[kernel]
-        (packed,) = Ask(given[1], comparison, arguments, 64)(given[1])
+        wanted = kernel(*given, *arguments)
+        compared = Compared(COMPARISONS[kernel], arguments, wanted, 64)
+        (packed,) = compared.to_bits(given[1])
         assert packed.numel() == bits.bytes_of(count)
-        called = FromBits(given[0], packed, wanted, comparison, arguments, 64)
-        assert_identical(called(given[0], packed), wanted)
+        assert_identical(compared.from_bits(given[0], packed), wanted)
 
 
 @pytest.mark.parametrize(
@@ -124,11 +124,11 @@ def test_indices_of_pooling_come_back_from_places_in_windows(layout: torch.memor
         windows = pooling.Windows.of(plane[1], kernel, stride, padding, dilation)
         assert windows is not None
         like = torch.empty_strided(indices.shape, indices.stride(), dtype=torch.uint8)
-        (places,) = pooling.ToPlaces(indices, like, windows)(indices)
+        (places,) = pooling.to_places(indices, like=like, windows=windows)
         assert places.stride() == indices.stride()
         assert_identical(windows.decode(places, windows.first(places)), indices)
-        whole = OfShape(gradient, wanted, target, rest, indices)
-        assert_identical(pooling.FromPlaces(whole, like, windows)(gradient, places), wanted)
+        whole = OfShape(wanted, target, rest)
+        assert_identical(pooling.from_places(gradient, places, whole=whole, windows=windows), wanted)
         assert_identical(whole(gradient, indices), wanted)
         tried += 1
     assert tried > 60
@@ -154,15 +154,16 @@ def test_pooling_without_what_it_pools(target: Callable[..., torch.Tensor], argu
     pooled = aten.avg_pool2d(x, *arguments) if arguments else aten._adaptive_avg_pool2d(x, [3, 2])
     gradient = torch.randn_like(pooled)
     wanted = target(gradient, x, *arguments)
-    assert_identical(OfShape(gradient, wanted, target, arguments)(gradient), wanted)
+    assert_identical(OfShape(wanted, target, arguments)(gradient), wanted)
 
 
 @pytest.mark.parametrize(("largest", "dtype"), [(255, torch.uint8), (32767, torch.int16), (40000, torch.int32)])
 def test_positions_come_back_from_the_narrowest_type(largest: int, dtype: torch.dtype) -> None:
     positions = torch.tensor([[0, 1, largest], [7, largest - 1, 3]]).t()
-    (narrow,) = ranges.Cast(positions, torch.empty_strided(positions.shape, positions.stride(), dtype=dtype))(positions)
+    like = torch.empty_strided(positions.shape, positions.stride(), dtype=dtype)
+    (narrow,) = ranges.cast(positions, like=like)
     assert narrow.dtype is dtype
-    assert_identical(ranges.Cast(narrow, positions)(narrow), positions)
+    assert_identical(ranges.cast(narrow, like=positions), positions)
 
 
 def packed(workload: Workload) -> Graph:

@@ -1,0 +1,46 @@
+"""PyTorch's variants of operators that write over an input, and tensors that they may write over."""
+
+import torch
+
+from planner.capture.rewrites.outputs import is_dense
+from planner.torch_private.core import DispatchKey, OpOverload
+
+
+def covers(read: torch.Tensor, made: torch.Tensor) -> bool:
+    """Return whether `read` covers its storage, each element once, with the layout of `made`."""
+    alike = (read.dtype, read.shape, read.stride(), read.device) == (made.dtype, made.shape, made.stride(), made.device)
+    return alike and is_dense(read) and read.untyped_storage().nbytes() == made.untyped_storage().nbytes()
+
+
+def with_out(target: OpOverload) -> tuple[OpOverload, str] | None:
+    """Return the variant of `target` with an output argument, and that argument's name; None if PyTorch has no such kernel."""
+    for name in target.overloadpacket.overloads():
+        variant: OpOverload = getattr(target.overloadpacket, name)
+        given = [argument for argument in variant._schema.arguments if argument.is_out]
+        if len(given) != 1 or not _is_kernel(variant):
+            continue
+        if _arguments(target) == [argument for argument in _arguments(variant) if argument[0] != given[0].name]:
+            return variant, given[0].name
+    return None
+
+
+def working_in_place(target: OpOverload) -> OpOverload | None:
+    """Return the variant of `target` that overwrites its first argument; None if PyTorch has no such kernel."""
+    packet = getattr(torch.ops.aten, f"{target.overloadpacket.__name__}_", None)
+    variant: OpOverload | None = getattr(packet, target._overloadname, None) if target.namespace == "aten" else None
+    if variant is None or not _is_kernel(variant) or _arguments(variant) != _arguments(target):
+        return None
+    return variant
+
+
+def _is_kernel(variant: OpOverload) -> bool:
+    """Return whether `variant` has its own kernel.
+
+    PyTorch's generated variants make the output elsewhere and copy it; ``mul_`` by a number rounds the number first, which
+    ``mul`` does not.
+    """
+    return torch.Tag.generated not in variant.tags and variant.has_kernel_for_dispatch_key(DispatchKey.CPU)
+
+
+def _arguments(target: OpOverload) -> list[tuple[str, str]]:
+    return [(argument.name, str(argument.type)) for argument in target._schema.arguments]

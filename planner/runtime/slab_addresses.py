@@ -1,0 +1,184 @@
+"""Addresses in a slab for the requests of recorded steps, and of the steps of optimizers behind them."""
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.optim import Optimizer
+
+from graphs.addresses import Buffer, Offsets, live_bytes
+from graphs.ir import Phase
+from planner.arena import ALIGNMENT, LEAST_BYTES
+from planner.runtime.arena_allocator import Addresses, RecordedRequest, Recording
+from solvers.addresses.solve import solve
+
+_SEARCH_WORK = (
+    5.0  # limit of the search for addresses, in work: the same addresses on every machine; most end at the bound before
+)
+MOST_RECORDINGS = 3  # of steps whose requests differ from those recorded before, and of those of an optimizer
+_NO_OPTIMIZERS: Mapping[Optimizer, "OptimizerStep"] = MappingProxyType({})
+
+
+@dataclass(eq=False, slots=True)
+class OptimizerStep:
+    """A recorded step of an optimizer.
+
+    Attributes:
+        requests: those that it frees before it ends, with ends among them.
+        recordings: number of recordings so far.
+        differs: True if it was interrupted, or a step since has had other requests.
+    """
+
+    requests: tuple[RecordedRequest, ...]
+    recordings: int
+    differs: bool = False
+
+    @property
+    def takes_slab(self) -> bool:
+        """True if requests are large enough to be served from a slab."""
+        return any(request.size_bytes >= LEAST_BYTES for request in self.requests)
+
+    @property
+    def is_final(self) -> bool:
+        """True if the next step is not to be recorded."""
+        return not self.differs or self.recordings == MOST_RECORDINGS
+
+
+@dataclass(eq=False, slots=True)
+class RecordedStep:
+    """A step that is recorded.
+
+    Attributes:
+        recording: the requests of its passes.
+        requests: those until the end of the last backward pass so far.
+        passes: its passes in order: key and number of the run, phase, and position of the first request.
+        returned: positions of the requests for what the caller got from forward passes.
+        staying: of those for gradients.
+        runs: number of runs by key.
+        left: number of runs whose backward pass is missing.
+    """
+
+    recording: Recording
+    requests: tuple[RecordedRequest, ...] = ()
+    passes: list[tuple[object, int, Phase, int]] = field(default_factory=list)
+    returned: set[int] = field(default_factory=set)
+    staying: set[int] = field(default_factory=set)
+    runs: Counter[object] = field(default_factory=Counter)
+    left: int = 0
+
+    def begin(self, key: object, number: int, phase: Phase) -> None:
+        """Record a pass from here on, of the run with this number of the code with this key."""
+        self.passes.append((key, number, phase, self.recording.length))
+        self.recording.start()
+
+
+@dataclass(frozen=True, slots=True)
+class SlabAddresses:
+    """Addresses for a step, and for those of optimizers behind it.
+
+    Attributes:
+        addresses: the addresses of its requests.
+        passes: for the runs of each key, the requests of both passes.
+        optimizers: the requests of the steps of optimizers.
+        outside_bytes: the most bytes that a step takes outside of the slab.
+        version: number of recordings of optimizers.
+        found: the offsets that the addresses are made of.
+    """
+
+    addresses: Addresses
+    passes: Mapping[object, Sequence[Mapping[Phase, range]]]
+    optimizers: Mapping[Optimizer, range]
+    outside_bytes: int
+    version: int
+    found: Offsets
+
+    @property
+    def step_bytes(self) -> int:
+        """Bytes that the steps take, with the slab that they need."""
+        return self.addresses.height_bytes + self.outside_bytes
+
+
+def slab_addresses(
+    recorded: RecordedStep,
+    optimizers: Mapping[Optimizer, OptimizerStep] = _NO_OPTIMIZERS,
+    *,
+    gradients_stay: bool = True,
+    version: int = 0,
+    alone: SlabAddresses | None = None,
+) -> SlabAddresses:
+    """Return addresses for the requests of a step that was recorded, and of steps of `optimizers` behind it.
+
+    Args:
+        gradients_stay: True if its gradients are in use until the last of these has ended.
+        version: number of recordings of optimizers.
+        alone: addresses for the step alone, if optimizers take no slab.
+    """
+    requests, begins = list(recorded.requests), dict[Optimizer, int]()
+    if not gradients_stay:
+        for i in recorded.staying:
+            requests[i] = replace(requests[i], end=len(recorded.requests))
+    for optimizer, step in optimizers.items():
+        begins[optimizer] = begin = len(requests)
+        requests += [replace(request, end=begin + (request.end or 0)) for request in step.requests]
+    found = _found(recorded, requests) if alone is None else alone.found
+    offsets = {int(buffer.id): offset for buffer, offset in zip(found.buffers, found.offsets, strict=True)}
+    large = [i for i, request in enumerate(requests) if request.size_bytes >= LEAST_BYTES]
+    addresses = Addresses(
+        max(found.height_bytes, ALIGNMENT), [requests[i].size_bytes for i in large], [offsets.get(i) for i in large]
+    )
+    ranges = {
+        optimizer: range(bisect_left(large, begin), bisect_left(large, begin + len(optimizers[optimizer].requests)))
+        for optimizer, begin in begins.items()
+    }
+    return SlabAddresses(
+        addresses, _passes(recorded, large), WeakKeyDictionary(ranges), _outside_bytes(requests, offsets), version, found
+    )
+
+
+def _found(recorded: RecordedStep, requests: Sequence[RecordedRequest]) -> Offsets:
+    """Return offsets for those of `requests`, which begin with those of a step, that are to be in the slab."""
+    buffers = [
+        _buffer(requests, i)
+        for i, request in enumerate(requests)
+        if request.size_bytes >= LEAST_BYTES and i not in recorded.returned and (request.end is not None or i in recorded.staying)
+    ]
+    found = solve(buffers, work_limit=_SEARCH_WORK).offsets if buffers else Offsets((), ())
+    assert found is not None  # any arena will do
+    return found
+
+
+def _passes(recorded: RecordedStep, large: Sequence[int]) -> dict[object, list[dict[Phase, range]]]:
+    """Return for the runs of each key which of the requests at the positions `large` are of its passes."""
+    found: dict[object, list[dict[Phase, range]]] = {key: [{} for _ in range(runs)] for key, runs in recorded.runs.items()}
+    begins = [bisect_left(large, position) for *_, position in recorded.passes]
+    ends = [*begins[1:], bisect_left(large, len(recorded.requests))]
+    for (key, number, phase, _), begin, end in zip(recorded.passes, begins, ends, strict=True):
+        found[key][number][phase] = range(begin, end)
+    return found
+
+
+def freed_requests(requests: Sequence[RecordedRequest]) -> tuple[RecordedRequest, ...]:
+    """Return the requests that were freed, with ends among them; the others are for what stays, such as state."""
+    kept = [i for i, request in enumerate(requests) if request.end is not None]
+    return tuple(replace(requests[i], end=bisect_left(kept, requests[i].end or 0)) for i in kept)
+
+
+def _outside_bytes(requests: Sequence[RecordedRequest], inside: Container[int]) -> int:
+    """Return the most bytes in use at once of the requests that are not `inside`."""
+    return live_bytes([_buffer(requests, i) for i in range(len(requests)) if i not in inside])
+
+
+def _buffer(requests: Sequence[RecordedRequest], i: int) -> Buffer:
+    """Return request `i` as a buffer; one that was not freed stays to the end."""
+    end = requests[i].end
+    return Buffer(str(i), i, len(requests) if end is None else end, requests[i].size_bytes, ALIGNMENT)
+
+
+def requests_of(requests: Sequence[RecordedRequest], tensors: Sequence[torch.Tensor | None]) -> frozenset[int]:
+    """Return the positions of the requests that `tensors` lie in."""
+    addresses = {tensor.untyped_storage().data_ptr() for tensor in tensors if tensor is not None}
+    return frozenset(i for i, request in enumerate(requests) if request.end is None and request.address in addresses)

@@ -1,0 +1,36 @@
+"""``make bench-arena-training``: training in an arena takes what was planned, with the bits of eager PyTorch."""
+
+import shutil
+from dataclasses import replace
+
+import pytest
+
+from benchmarks import arena_training, arena_training_case
+from benchmarks.arena_training_case import ArenaTrainingRow
+from planner.models import build
+from planner.studies.tables import markdown
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="the allocator is compiled with g++")
+
+
+@pytest.fixture
+def row(monkeypatch: pytest.MonkeyPatch) -> ArenaTrainingRow:
+    monkeypatch.setitem(
+        arena_training_case.MODELS, "vit", lambda: build("mlp", batch=256, layers=3, width=64, classes=10, dropout=0)
+    )
+    (row,) = arena_training_case.measured("vit", "adamw, foreach", 1)
+    return row
+
+
+def test_training_takes_what_was_planned(row: ArenaTrainingRow) -> None:
+    assert row.identical
+    assert row.is_predicted
+    assert row.plain_bytes <= row.arena_bytes < row.beside_bytes
+    assert row.evaluation_bytes > 0
+    assert not list(arena_training.failures([row]))
+    assert "| vit | adamw, foreach |" in markdown([row], arena_training.TABLE)
+
+
+def test_other_bits_and_bytes_are_failures(row: ArenaTrainingRow) -> None:
+    other = replace(row, identical=False, predicted_bytes=row.arena_bytes + 1)
+    assert len(list(arena_training.failures([other]))) == 2

@@ -16,10 +16,9 @@ from planner.capture.trace import capture
 from planner.models import build
 from planner.option_settings import with_recorded
 from planner.plans.plan import Plan
-from planner.profiling.allocator import cpu_allocations
 from planner.runtime.arena import SharedSlab
 from planner.runtime.executor import Executor
-from planner.runtime.measure import Isolated, Step, outcome
+from planner.runtime.measure import Isolated, Step, measure_memory, outcome, ratio_in_turns
 from planner.studies.rows import Made, column, key, provenance
 
 MODELS = {
@@ -72,11 +71,10 @@ def measured(name: str, budget: str, library: str, plan: Plan, repeats: int) -> 
     isolated = {each: Isolated(step, model, batch) for each, step in steps.items()}
     isolated[_ARENA].run()  # recorded
     outcomes = {each: outcome(steps[each], model, batch, seed=0) for each in (_EAGER, _ARENA)}
-    counted_bytes = _peak_bytes(isolated[_ARENA])
+    counted = measure_memory(isolated[_ARENA], batch, static_bytes=0, device=torch.device("cpu"))
     times_s, faults = _turns(isolated, repeats)
     assert arena.size_bytes is not None
     assert arena.outside_bytes is not None
-    ratios = {each: median(a / b for a, b in zip(times_s[each], times_s[_EAGER], strict=True)) for each in steps}
     yield ArenaRow(
         model=name,
         budget=budget,
@@ -84,11 +82,11 @@ def measured(name: str, budget: str, library: str, plan: Plan, repeats: int) -> 
         peak_bytes=plan.peak_bytes - plan.graph.static_bytes,
         arena_bytes=arena.size_bytes,
         outside_bytes=arena.outside_bytes,
-        counted_bytes=counted_bytes,
+        counted_bytes=counted.peak_bytes,
         identical=not outcomes[_EAGER].differences(outcomes[_ARENA]),
         eager_s=median(times_s[_EAGER]),
-        plan_ratio=ratios[_PLAN],
-        arena_ratio=ratios[_ARENA],
+        plan_ratio=ratio_in_turns(times_s[_PLAN], times_s[_EAGER])[0],
+        arena_ratio=ratio_in_turns(times_s[_ARENA], times_s[_EAGER])[0],
         eager_faults=int(median(faults[_EAGER])),
         plan_faults=int(median(faults[_PLAN])),
         arena_faults=int(median(faults[_ARENA])),
@@ -113,12 +111,3 @@ def _turns(steps: Mapping[str, Isolated], repeats: int) -> tuple[dict[str, list[
 
 def _faults() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-
-
-def _peak_bytes(step: Isolated) -> int:
-    """Return the most bytes that PyTorch's allocator gives `step` at once."""
-    level = peak = 0
-    for event in cpu_allocations(lambda _: step.run()):
-        level += event.size_bytes or 0
-        peak = max(peak, level)
-    return peak

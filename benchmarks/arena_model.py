@@ -13,7 +13,7 @@ from benchmarks.try_model import RAN, failed, sources
 from planner import tracing
 from planner.models import Workload
 from planner.plans.summary import summarize
-from planner.runtime.measure import turn_times
+from planner.runtime.measure import ratio_in_turns, turn_times
 from planner.solving import order_for
 from planner.studies.rows import Made, column, key, value
 from solvers.clock import WallClock
@@ -109,5 +109,5 @@ def compared(make: Callable[[], Workload], row: ArenaModelRow, *, repeats: int) 
     parameters = [parameter for runner in runners.values() for parameter in runner.parameters]
     times = turn_times({way: runner.step for way, runner in runners.items()}, batch, parameters=parameters, repeats=repeats)
     for way, own in times.items():
-        ratios = {other: median(a / b for a, b in zip(own, times[other], strict=True)) for other in times}
+        ratios = {other: ratio_in_turns(own, times[other])[0] for other in times}
         yield replace(rows[way], time_s=median(own), ratio=ratios[EAGER], planned_ratio=ratios.get(PLANNED))

@@ -17,6 +17,7 @@ from planner import tracing
 from planner.capture.options.in_place import IN_PLACE
 from planner.capture.options.traced import with_traced
 from planner.models import Workload
+from planner.runtime.measure import ratio_in_turns
 from planner.settings import TraceSettings
 from planner.solving import order_for
 from planner.studies.baselines import Method, memory_budget, torch_compile
@@ -222,13 +223,9 @@ def _as_method(name: str, step: PlannedStep) -> Method:
 
 
 def _timed(row: CompiledRow, own: Sequence[float], times: Mapping[str, Sequence[float]]) -> CompiledRow:
-    """Return `row` with its `own` times and ratios per turn, since other processes disturb all steps of a turn alike."""
-
-    def ratio(other: str) -> float:
-        return median(one / others for one, others in zip(own, times[other], strict=True))
-
-    peer_ratio = ratio(row.peer) if row.peer else None
-    return replace(row, time_s=median(own), ratio=ratio(REFERENCE), peer_ratio=peer_ratio, repeats=len(own))
+    """Return `row` with its `own` times, and their ratios to the reference's and its peer's."""
+    ratio, peer_ratio = (ratio_in_turns(own, times[other])[0] if other else None for other in (REFERENCE, row.peer))
+    return replace(row, time_s=median(own), ratio=ratio, peer_ratio=peer_ratio, repeats=len(own))
 
 
 def _with(row: CompiledRow, measured: Measured) -> CompiledRow:

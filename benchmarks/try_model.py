@@ -4,7 +4,7 @@ It yields its rows after each way to train the model, so that those of a killed 
 """
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -19,7 +19,7 @@ from graphs.errors import PlannerError
 from planner import tracing
 from planner.models import Workload
 from planner.plans.summary import summarize
-from planner.runtime.measure import turn_times
+from planner.runtime.measure import ratio_in_turns, turn_times
 from planner.solving import order_for
 from planner.studies import baselines
 from planner.studies.blocks import block_levels
@@ -178,9 +178,9 @@ class Trial:
         parameters = [parameter for runner in self._runners.values() for parameter in runner.parameters]
         times = turn_times(steps, self._batch, parameters=parameters, repeats=self._repeats)
         for way in steps:
-            row = replace(self._rows[way], time_s=median(times[way]), ratio=_ratio(times[way], times[EAGER]))
+            row = replace(self._rows[way], time_s=median(times[way]), ratio=ratio_in_turns(times[way], times[EAGER])[0])
             if way == AT_ITS_PEAK:
-                row = replace(row, ratio_of_checkpointing=_ratio(times[way], times[CHECKPOINTING]))
+                row = replace(row, ratio_of_checkpointing=ratio_in_turns(times[way], times[CHECKPOINTING])[0])
             yield self._known(way, row)
 
     def _known(self, way: str, row: TriedRow) -> TriedRow:
@@ -191,11 +191,6 @@ class Trial:
         """Return the model and its batch, the same every time."""
         torch.manual_seed(SEED)
         return self._make()
-
-
-def _ratio(times: Sequence[float], others: Sequence[float]) -> float:
-    """Return the median ratio: others on the machine disturb both steps of a turn alike."""
-    return median(own / other for own, other in zip(times, others, strict=True))
 
 
 def failed(row: R, error: Exception) -> R:

@@ -20,7 +20,7 @@ from planner import options
 from planner.studies.experiment import Study
 from planner.studies.processes import ALONE, stream
 from planner.studies.rows import listed, missing_keys
-from planner.studies.tables import Column, markdown
+from planner.studies.tables import Column, markdown, share_column
 
 BUDGETS = ("100%", "70%", "50%")
 USUAL, KEPT = "as it is", "keeps memory"
@@ -49,7 +49,7 @@ TABLE = (
     *("model", "budget"),
     Column("C library", "library"),
     Column("peak", "peak_bytes", format_bytes),
-    Column("arena", lambda row: row.arena_bytes / row.peak_bytes, "{:.4f}x"),
+    share_column("arena", "arena_bytes", "peak_bytes", "{:.4f}x"),
     Column("outside", "counted_bytes", format_bytes),
     Column("bits", "identical", lambda same: "identical" if same else "DIFFERENT"),
     Column("eager step", "eager_s"),

@@ -30,7 +30,7 @@ from planner.models import build
 from planner.runtime.libraries import warm_up_libraries
 from planner.studies.experiment import Study
 from planner.studies.rows import Made, column, key, listed, provenance, value
-from planner.studies.tables import Column, markdown
+from planner.studies.tables import Column, markdown, share_column
 
 Step = Callable[[], Tensor]  # runs one step, and returns its loss
 
@@ -258,12 +258,10 @@ def per_op(row: EagerRow) -> float | None:
 TABLE = (
     *("model", "share", "heuristic"),
     Column("eager step", "eager_s"),
-    Column("of eager's time", lambda row: row.time_s / row.eager_s if row.time_s else None, "{:.2f}", missing="does not fit"),
+    share_column("of eager's time", "time_s", "eager_s", "{:.2f}", missing="does not fit"),
     Column("added per op", lambda row: per_op(row) if row.share == PLENTY else None, format_seconds),
-    Column(
-        "peak of eager's", lambda row: row.peak_bytes / row.eager_peak_bytes if row.peak_bytes else None, "{:.0%}", missing=""
-    ),
-    Column("recomputed ops", lambda row: row.recomputed_ops / row.ops if row.ops else None, "{:.0%}"),
+    share_column("peak of eager's", "peak_bytes", "eager_peak_bytes", "{:.0%}"),
+    share_column("recomputed ops", "recomputed_ops", "ops", "{:.0%}"),
     Column("plan predicts", "plan_ratio", "{:.2f}"),
     Column("bound", "bound_ratio", "{:.2f}"),
     Column("exact", lambda row: {True: "yes", False: "no", None: ""}[row.exact], "{}"),

@@ -96,6 +96,11 @@ def as_markdown(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join((header, f"|{' --- |' * len(rows[0])}", *body)) + "\n"
 
 
+def bold(text: str, *, best: bool) -> str:
+    """Return `text`, in bold if it is the best of its line."""
+    return f"**{text}**" if best else text
+
+
 def bullets(sentences: Iterable[str]) -> str:
     """Return `sentences` as a Markdown list."""
     return "\n".join(f"- {sentence}" for sentence in sentences) + "\n"

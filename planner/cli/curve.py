@@ -84,7 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     graph = read_graph(arguments.graph)
     if arguments.output is not None:
-        check_writable(arguments.output)
+        check_writable(arguments.output, arguments.graph)
     if arguments.plot is not None:
         check_plot(Path(arguments.plot))
     with LineView(quiet=arguments.quiet) as progress, StopOnInterrupt(progress) as interrupt:

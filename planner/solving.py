@@ -44,7 +44,7 @@ from solvers.order.reorder import Reordering, in_program_order, lowers_peak, may
 from solvers.order.solve import SolvedOrder, solve_in, solve_in_best_order, solve_reordered
 from solvers.registry import Solver, get_solver
 from solvers.request import Request
-from solvers.result import Result, SolveProgress, Status
+from solvers.result import Result, SolveProgress, Status, status_of
 from solvers.tolerance import WIDENING, Tolerance
 from solvers.windows.strategies.offloaded_orders import least_offloaded
 
@@ -406,6 +406,7 @@ def judged_on(graph: Graph, plan: Plan) -> Plan:
     The only bound known there is that all ops of the program are executed once.
     """
     found = simulate(graph, plan.schedule)
+    bound_s = graph.time_s if graph.plain else None
     arena = arena_of(graph, plan.schedule) if plan.reserved and plan.arena_bytes is not None else None
     reserved = plan.reserved and reserved_for(graph, plan.schedule, plan.memory, plan.reserved.eager_bytes, arena)
     return replace(
@@ -413,8 +414,8 @@ def judged_on(graph: Graph, plan: Plan) -> Plan:
         graph=summarize(graph),
         peak_bytes=found.peak_bytes,
         time_s=found.time_s,
-        bound_s=graph.time_s if graph.plain else None,
-        status=str(Status.FEASIBLE),
+        bound_s=bound_s,
+        status=str(Status.FEASIBLE if bound_s is None else status_of(found.time_s, bound_s, 0.0)),
         reserved=reserved,
         pool_peaks_bytes=other_peaks(graph, found),
         source=graph,

@@ -93,16 +93,17 @@ def _beside(job: Job[Task, Done], jobs: int) -> Iterator[Workers[Task, Done]]:
 
 
 class _Undisturbed(ProcessPoolExecutor):
-    """A process pool whose processes ignore Ctrl-C from the start; the main process tells them to stop."""
+    """A process pool whose processes ignore Ctrl-C from the start; the main process tells them to stop.
+
+    Processes inherit that SIGINT is blocked until they ignore it. In this process a SIGINT is only delayed by that.
+    """
 
     def submit(self, call: Callable[Given, Returned], /, *given: Given.args, **named: Given.kwargs) -> Future[Returned]:
-        if threading.current_thread() is not threading.main_thread():
-            return super().submit(call, *given, **named)
-        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             return super().submit(call, *given, **named)
         finally:
-            signal.signal(signal.SIGINT, before)
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 # In the worker process.

@@ -22,7 +22,7 @@ from planner.plans.summary import summarize
 from planner.studies.experiment import Study
 from planner.studies.rows import Made, column, key, provenance, value
 from planner.studies.solves import result_of
-from planner.studies.tables import Column, markdown
+from planner.studies.tables import Column, markdown, share_column
 from solvers.addresses.greedy import ORDERS, constructed
 from solvers.addresses.instance import instances_of
 from solvers.addresses.solve import solve
@@ -109,17 +109,13 @@ def solve_plans(model: str, budgets: Sequence[str] = BUDGETS, *, limit_s: float 
             yield address_row(model, buffers_of(graph, schedule), budget=budget, limit_s=limit_s)
 
 
-def _of_live(title: str, name: str) -> Column:
-    return Column(title, lambda row: None if (size := getattr(row, name)) is None else f"{size / row.live_bytes:.4f}")
-
-
 TABLE = (
     Column("buffers of", "name"),
     *("budget", "seed"),
     Column("number", "buffers"),
-    _of_live("best fit", "best_fit_bytes"),
-    _of_live("search", "arena_bytes"),
-    _of_live("bound", "bound_bytes"),
+    share_column("best fit", "best_fit_bytes", "live_bytes", "{:.4f}"),
+    share_column("search", "arena_bytes", "live_bytes", "{:.4f}"),
+    share_column("bound", "bound_bytes", "live_bytes", "{:.4f}"),
     "status",
     Column("seconds", form="{:.2f}"),
 )

@@ -8,18 +8,19 @@ comes twice: with the C library as it is, which returns large blocks to the syst
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from itertools import product
 
 import torch
 
 import planner
 from benchmarks.arena_case import MODELS, ArenaRow, measured
-from benchmarks.command import carry_out, command_line, one_thread
+from benchmarks.command import Setting, benchmark
 from graphs.units import format_bytes
 from planner import options
 from planner.studies.experiment import Study
 from planner.studies.processes import ALONE, stream
-from planner.studies.rows import listed
-from planner.studies.tables import Column, markdown
+from planner.studies.rows import listed, missing_keys
+from planner.studies.tables import Column, markdown, share_column
 
 BUDGETS = ("100%", "70%", "50%")
 USUAL, KEPT = "as it is", "keeps memory"
@@ -33,15 +34,12 @@ _SOLVE_S = 10.0
 
 def measure(name: str, known: Sequence[ArenaRow], *, repeats: int) -> Iterator[ArenaRow]:
     """Yield the rows of a model that are not `known`, each measured in a process of its own."""
-    made = {(row.budget, row.library) for row in known}
-    missing = [(budget, library) for budget in BUDGETS for library in _VARIABLES if (budget, library) not in made]
+    missing = missing_keys(product(BUDGETS, _VARIABLES), known, "budget", "library")
     if not missing:
         return
     torch.manual_seed(0)
     graph = planner.trace(*MODELS[name]())
-    plans = {
-        budget: planner.solve(graph, budget, arena=True, time_limit_s=_SOLVE_S) for budget in {budget for budget, _ in missing}
-    }
+    plans = {budget: planner.solve(graph, budget, arena=True, time_limit_s=_SOLVE_S) for budget in dict(missing)}
     for budget, library in missing:
         variables = {**ALONE, **_VARIABLES[library]}
         yield from stream(measured, name, budget, library, plans[budget], repeats, variables=variables, limit_s=_LIMIT_S)
@@ -51,7 +49,7 @@ TABLE = (
     *("model", "budget"),
     Column("C library", "library"),
     Column("peak", "peak_bytes", format_bytes),
-    Column("arena", lambda row: row.arena_bytes / row.peak_bytes, "{:.4f}x"),
+    share_column("arena", "arena_bytes", "peak_bytes", "{:.4f}x"),
     Column("outside", "counted_bytes", format_bytes),
     Column("bits", "identical", lambda same: "identical" if same else "DIFFERENT"),
     Column("eager step", "eager_s"),
@@ -63,20 +61,14 @@ TABLE = (
 )
 
 
-def main(words: Sequence[str] | None = None) -> int:
-    """Measure the missing models; write rows and table."""
-    parser = command_line(__doc__, ArenaRow, models=MODELS, out="results/arena")
-    parser.add_argument("--repeats", type=options.count, default=20, help="steps timed of each (default: %(default)s)")
-    arguments = parser.parse_args(words)
-    one_thread()
-    study = Study(
-        ArenaRow,
-        partial(measure, repeats=arguments.repeats),
-        order=listed(model=MODELS, budget=BUDGETS, library=_VARIABLES),
-        pages={"table.md": partial(markdown, columns=TABLE)},
-        whole=False,
-    )
-    return carry_out(study, arguments, {(name,): name for name in arguments.models})
+STUDY = Study(
+    ArenaRow,
+    measure,
+    whole=False,
+    order=listed(model=MODELS, budget=BUDGETS, library=_VARIABLES),
+    pages={"table.md": partial(markdown, columns=TABLE)},
+)
+main = benchmark(STUDY, __doc__, models=MODELS, out="results/arena", repeats=Setting(20, "steps timed of each", options.count))
 
 
 if __name__ == "__main__":

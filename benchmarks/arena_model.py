@@ -8,16 +8,14 @@ import torch
 
 import planner
 from benchmarks.command import one_thread
-from benchmarks.runner import SEED, Runner, whole_step
+from benchmarks.runner import SEED, Runner, take_turns, whole_step
+from benchmarks.solves import least_bytes
 from benchmarks.try_model import RAN, failed, sources
 from planner import tracing
 from planner.models import Workload
 from planner.plans.summary import summarize
-from planner.runtime.measure import turn_times
-from planner.solving import order_for
+from planner.runtime.measure import ratio_in_turns
 from planner.studies.rows import Made, column, key, value
-from solvers.clock import WallClock
-from solvers.least import least_budget
 
 EAGER, PLANNED, IN_ARENA = "eager", "planned", "in an arena"
 _SHARE = 0.5  # of the way from the least budget to the peak
@@ -84,7 +82,7 @@ def compared(make: Callable[[], Workload], row: ArenaModelRow, *, repeats: int) 
     rows = {EAGER: replace(row, different=len(reference.differences(eager.train(batch))))}
     runners = {EAGER: eager}
     graph = tracing.trace(*fresh(), passes=1)
-    least = least_budget(order_for(graph, "windows", reorder=None).graph, clock=WallClock(_LEAST_LIMIT_S)).found_bytes
+    least = least_bytes(graph, _LEAST_LIMIT_S)
     budget_bytes = int(least + _SHARE * (summarize(graph).keep_everything_peak_bytes - least))
     for way in (PLANNED, IN_ARENA):
         row = replace(row, way=way, budget_bytes=budget_bytes)
@@ -106,8 +104,7 @@ def compared(make: Callable[[], Workload], row: ArenaModelRow, *, repeats: int) 
         except Exception as error:  # noqa: BLE001 (whatever it is, it is a row)
             rows[way] = failed(row, error)
     yield from rows.values()
-    parameters = [parameter for runner in runners.values() for parameter in runner.parameters]
-    times = turn_times({way: runner.step for way, runner in runners.items()}, batch, parameters=parameters, repeats=repeats)
+    times = take_turns(runners, batch, repeats=repeats)
     for way, own in times.items():
-        ratios = {other: median(a / b for a, b in zip(own, times[other], strict=True)) for other in times}
+        ratios = {other: ratio_in_turns(own, times[other])[0] for other in times}
         yield replace(rows[way], time_s=median(own), ratio=ratios[EAGER], planned_ratio=ratios.get(PLANNED))

@@ -17,7 +17,7 @@ from benchmarks.try_models import in_a_process, trying
 from graphs.units import format_bytes
 from planner.studies.experiment import Study
 from planner.studies.rows import provenance
-from planner.studies.tables import ALL, Column, bullets, markdown, side_by_side
+from planner.studies.tables import Column, bullets, markdown, side_by_side
 
 _LIMIT_S = 300.0
 
@@ -49,29 +49,16 @@ def summary(rows: Sequence[ArenaModelRow]) -> Iterator[str]:
             yield f"step time over that {of}: {min(ratios):.2f} to {max(ratios):.2f}, {median(ratios):.2f} in the median"
 
 
-def _of(title: str, way: str, name: str, form: str | None = None) -> Column:
-    return Column(title, lambda row: getattr(row, name) if row.status == RAN else None, form, at=way)
-
-
-def _bytes(title: str, way: str, name: str) -> Column:
-    return Column(title, lambda row: None if getattr(row, name) is None else format_bytes(getattr(row, name)), at=way)
-
-
 TABLE = (
     Column("model", lambda row: f"{row.source}/{row.model}"),
-    _bytes("budget", IN_ARENA, "budget_bytes"),
-    _bytes("slab", IN_ARENA, "arena_bytes"),
-    _bytes("outside", IN_ARENA, "counted_bytes"),
-    _bytes("taken", IN_ARENA, "taken_bytes"),
-    _of("different results", IN_ARENA, "different"),
-    _of("plan", PLANNED, "ratio", "{:.2f}"),
-    _of("plan in an arena", IN_ARENA, "ratio", "{:.2f}"),
-    Column(
-        "arena over none",
-        lambda found: found[IN_ARENA].planned_ratio if IN_ARENA in found else None,
-        "{:.2f}",
-        at=ALL,
-    ),
+    Column("budget", "budget_bytes", at=IN_ARENA),
+    Column("slab", "arena_bytes", at=IN_ARENA),
+    Column("outside", "counted_bytes", at=IN_ARENA),
+    Column("taken", "taken_bytes", at=IN_ARENA),
+    Column("different results", "different", at=IN_ARENA),
+    Column("plan", "ratio", "{:.2f}", at=PLANNED),
+    Column("plan in an arena", "ratio", "{:.2f}", at=IN_ARENA),
+    Column("arena over none", "planned_ratio", "{:.2f}", at=IN_ARENA),
 )
 
 

@@ -33,7 +33,6 @@ def benchmark(
     *,
     models: Collection[str],
     out: str,
-    say: Callable[[Any], str] | None = None,
     **settings: Setting,
 ) -> Callable[[Sequence[str] | None], int]:
     """Return the ``main`` of a benchmark whose cases are models.
@@ -41,7 +40,6 @@ def benchmark(
     Args:
         study: of cases that are names of `models`.
         description, models, out: as for ``command_line``.
-        say: as for ``carry_out``.
         settings: arguments of the command line that ``study.run`` takes by the same names.
     """
 
@@ -53,7 +51,7 @@ def benchmark(
         arguments = parser.parse_args(words)
         one_thread()
         run = partial(study.run, **{name: getattr(arguments, name) for name in settings})
-        return carry_out(replace(study, run=run), arguments, {(name,): name for name in arguments.models}, say=say)
+        return carry_out(replace(study, run=run), arguments, {(name,): name for name in arguments.models})
 
     return main
 

@@ -7,7 +7,7 @@ from planner.report.comparisons import LEGEND, IsoMemoryPair, cell_text, iso_mem
 from planner.studies.best import HEURISTICS, NOT_TRIED, best_measured, best_schedule, kind_of, of_kind, why_none, why_not_measured
 from planner.studies.comparison_rows import ComparisonRow, simulated
 from planner.studies.rows import read_rows
-from planner.studies.tables import as_markdown
+from planner.studies.tables import as_markdown, bold
 
 BUDGETS = ("70%", "50%")
 METHODS = ("windows", "checkpoint-blocks", "chen-sqrt", "chen-greedy", "rotor", "sac", "memory-budget")
@@ -64,7 +64,7 @@ def _overheads(name: str, rows: Sequence[ComparisonRow], budget: str) -> tuple[s
             cells[title] = f"{cell_text(best)} ({best.method})"
     times = {title: float(text.partition("%")[0]) for title, text in cells.items() if "%" in text}
     least = min(times.values(), default=None)
-    marked = (f"**{text}**" if least is not None and times.get(title) == least else text for title, text in cells.items())
+    marked = (bold(text, best=title in times and times[title] == least) for title, text in cells.items())
     return name, budget, *marked, line.get("bound", NOT_TRIED)
 
 

@@ -11,20 +11,19 @@ from statistics import median
 
 import planner
 from benchmarks.kept_captures import KeptCaptures
+from benchmarks.solves import least_bytes
 from graphs.errors import BudgetError, LimitError, PlannerError
 from graphs.units import format_bytes
 from planner import tracing
 from planner.capture.options.in_place import IN_PLACE
 from planner.capture.options.traced import with_traced
 from planner.models import Workload
+from planner.runtime.measure import ratio_in_turns
 from planner.settings import TraceSettings
-from planner.solving import order_for
 from planner.studies.baselines import Method, memory_budget, torch_compile
 from planner.studies.measured import Benchmark, Measured
 from planner.studies.rows import Made, column, key, provenance, text, value
 from planner.training.step import PlannedStep
-from solvers.clock import WallClock
-from solvers.least import least_budget
 
 REFERENCE = "torch.compile"
 OURS = "planner inductor"
@@ -212,8 +211,7 @@ class _Comparison:
             captures = self._models[method].captures.values()
             timed = (tracing.profiled(captured, self._workload, TraceSettings(passes=1)) for captured in captures)
             graphs = [(captured if method == ATEN else with_traced(captured, (IN_PLACE.name,))).graph for captured in timed]
-            orders = [order_for(graph, "windows", reorder=None, clock=WallClock(_LEAST_S)).graph for graph in graphs]
-            self._least[method] = min(least_budget(graph, clock=WallClock(_LEAST_S)).found_bytes for graph in orders)
+            self._least[method] = min(least_bytes(graph, _LEAST_S) for graph in graphs)
         return self._least[method]
 
 
@@ -222,13 +220,9 @@ def _as_method(name: str, step: PlannedStep) -> Method:
 
 
 def _timed(row: CompiledRow, own: Sequence[float], times: Mapping[str, Sequence[float]]) -> CompiledRow:
-    """Return `row` with its `own` times and ratios per turn, since other processes disturb all steps of a turn alike."""
-
-    def ratio(other: str) -> float:
-        return median(one / others for one, others in zip(own, times[other], strict=True))
-
-    peer_ratio = ratio(row.peer) if row.peer else None
-    return replace(row, time_s=median(own), ratio=ratio(REFERENCE), peer_ratio=peer_ratio, repeats=len(own))
+    """Return `row` with its `own` times, and their ratios to the reference's and its peer's."""
+    ratio, peer_ratio = (ratio_in_turns(own, times[other])[0] if other else None for other in (REFERENCE, row.peer))
+    return replace(row, time_s=median(own), ratio=ratio, peer_ratio=peer_ratio, repeats=len(own))
 
 
 def _with(row: CompiledRow, measured: Measured) -> CompiledRow:

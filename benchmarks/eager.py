@@ -11,6 +11,7 @@ import random
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Self
@@ -23,13 +24,13 @@ from benchmarks.storages import LiveStorages
 from graphs.errors import BudgetError
 from graphs.units import format_seconds
 from planner import options
-from planner.eager.session import Rematerialization, rematerialize
+from planner.attributes import attributes
+from planner.eager.session import rematerialize
 from planner.models import build
-from planner.plans.plan import Plan
 from planner.runtime.libraries import warm_up_libraries
 from planner.studies.experiment import Study
 from planner.studies.rows import Made, column, key, listed, provenance, value
-from planner.studies.tables import Column, markdown
+from planner.studies.tables import Column, markdown, share_column
 
 Step = Callable[[], Tensor]  # runs one step, and returns its loss
 
@@ -37,6 +38,7 @@ PLENTY = "nothing evicted"
 SHARES = (0.8, 0.6, 0.4)
 _SOLVE_S = 60.0
 _LEARNING = {"cpu": 1, "cuda": 2}  # steps in which sizes are learned, and ops measured
+_OF_SESSION = ("ops", "evictions", "recomputed_ops")
 PLANNED = "planned"  # in place of a heuristic: the plan that steps turn into
 WAYS = ("dtr", "dtr-full", "dtr-local", "lru", "largest", "msps", "megengine", PLANNED)
 
@@ -131,7 +133,7 @@ def measure(name: str, known: Sequence[EagerRow], *, steps: int, device: str, wa
             found = planned(others + budget, model, step, expected, steps=steps)
         else:
             found = within(others + budget, heuristic, model, step, expected, steps=steps)
-        if found is None:  # no step repeats
+        if not found:  # no step repeats
             continue
         yield EagerRow(
             model=name,
@@ -140,60 +142,20 @@ def measure(name: str, known: Sequence[EagerRow], *, steps: int, device: str, wa
             eager_peak_bytes=live.peak_bytes,
             budget_bytes=budget,
             steps=steps,
-            **found.columns(),
+            **found,
             **provenance(torch.device(device)),
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
-    """What was measured within a budget.
-
-    Attributes:
-        eager_s: the shortest step of eager PyTorch.
-        time_s: the shortest step of the runtime; None if it does not fit.
-        session: its report.
-        exact: loss and gradients of a step are the expected ones.
-        peak_bytes: the most bytes of storages.
-        plan: that was followed.
-    """
-
-    eager_s: float
-    time_s: float | None
-    session: Rematerialization
-    exact: bool
-    peak_bytes: int
-    plan: Plan | None = None
-
-    def columns(self) -> dict[str, object]:
-        """Return the columns of a row."""
-        if self.time_s is None:
-            return {"eager_s": self.eager_s}
-        session = self.session
-        return {
-            "eager_s": self.eager_s,
-            "time_s": self.time_s,
-            "ops": session.ops,
-            "peak_bytes": self.peak_bytes,
-            "evictions": session.evictions,
-            "recomputed_ops": session.recomputed_ops,
-            "exact": self.exact,
-            "plan_ratio": None if self.plan is None else 1 + self.plan.overhead,
-            "bound_ratio": None if self.plan is None or not self.plan.bound_s else self.plan.bound_s / self.plan.graph.time_s,
-        }
-
-
-def within(budget: int, heuristic: str, model: nn.Module, step: Step, expected: list[Tensor], *, steps: int) -> Found:
-    """Run steps within a budget and plain steps, by turns; first one of which results and peak are taken."""
+def within(budget: int, heuristic: str, model: nn.Module, step: Step, expected: list[Tensor], *, steps: int) -> dict[str, object]:
+    """Return the columns of steps within a budget, by turns with plain ones; of a first one, results and peak are taken."""
     block = partial(
         rematerialize, budget, heuristic=heuristic, device=device_of(model), max_recomputation=100, memory="allocated"
     )
     session = block()
     eager, times = [], []
     try:
-        with counted(model) as live, session:
-            exact = all(torch.equal(a, b) for a, b in zip(train(model, step), expected, strict=True))
-        peak = live.peak_bytes - sum(t.untyped_storage().nbytes() for t in expected)
+        checked = compared(model, step, expected, session)
         for _ in range(steps):
             eager.append(seconds(model, step))
             with block():
@@ -202,13 +164,13 @@ def within(budget: int, heuristic: str, model: nn.Module, step: Step, expected: 
                 times.append(seconds(model, step))
     except BudgetError:
         model.zero_grad()
-        return Found(seconds(model, step), None, session, exact=False, peak_bytes=0)
-    return Found(min(eager), min(times), session, exact, peak)
+        return {"eager_s": seconds(model, step)}
+    return {"eager_s": min(eager), "time_s": min(times), **checked, **attributes(session, *_OF_SESSION)}
 
 
-def planned(budget: int, model: nn.Module, step: Step, expected: list[Tensor], *, steps: int) -> Found | None:
-    """Run steps by the plan that they turn into, after plain steps; None if no step repeats."""
-    eager = [seconds(model, step) for _ in range(steps)]
+def planned(budget: int, model: nn.Module, step: Step, expected: list[Tensor], *, steps: int) -> dict[str, object]:
+    """Return the columns of steps by the plan that they turn into, after plain ones; empty if no step repeats."""
+    eager_s = min(seconds(model, step) for _ in range(steps))
     session = rematerialize(budget, device=device_of(model), max_recomputation=100, memory="allocated")
     try:
         with session:
@@ -217,15 +179,22 @@ def planned(budget: int, model: nn.Module, step: Step, expected: list[Tensor], *
                 session.wait_for_plans(_SOLVE_S)
             found = session.plans.longest_plan
             if found is None:
-                return None
-            with counted(model) as live:
-                exact = all(torch.equal(a, b) for a, b in zip(train(model, step), expected, strict=True))
-            times = [seconds(model, step) for _ in range(steps)]
+                return {}
+            checked = compared(model, step, expected, nullcontext())
+            time_s = min(seconds(model, step) for _ in range(steps))
     except BudgetError:
         model.zero_grad()
-        return Found(min(eager), None, session, exact=False, peak_bytes=0)
-    peak = live.peak_bytes - sum(t.untyped_storage().nbytes() for t in expected)
-    return Found(min(eager), min(times), session, exact, peak, found.plan)
+        return {"eager_s": eager_s}
+    plan = found.plan
+    ratios = {"plan_ratio": 1 + plan.overhead, "bound_ratio": plan.bound_s / plan.graph.time_s if plan.bound_s else None}
+    return {"eager_s": eager_s, "time_s": time_s, **checked, **attributes(session, *_OF_SESSION), **ratios}
+
+
+def compared(model: nn.Module, step: Step, expected: list[Tensor], block: AbstractContextManager[object]) -> dict[str, object]:
+    """Return whether loss and gradients of a step in `block` are the expected ones, and the most bytes of storages in it."""
+    with counted(model) as live, block:
+        exact = all(torch.equal(a, b) for a, b in zip(train(model, step), expected, strict=True))
+    return {"exact": exact, "peak_bytes": live.peak_bytes - sum(t.untyped_storage().nbytes() for t in expected)}
 
 
 def seconds(model: nn.Module, step: Step) -> float:
@@ -289,12 +258,10 @@ def per_op(row: EagerRow) -> float | None:
 TABLE = (
     *("model", "share", "heuristic"),
     Column("eager step", "eager_s"),
-    Column("of eager's time", lambda row: row.time_s / row.eager_s if row.time_s else None, "{:.2f}", missing="does not fit"),
+    share_column("of eager's time", "time_s", "eager_s", "{:.2f}", missing="does not fit"),
     Column("added per op", lambda row: per_op(row) if row.share == PLENTY else None, format_seconds),
-    Column(
-        "peak of eager's", lambda row: row.peak_bytes / row.eager_peak_bytes if row.peak_bytes else None, "{:.0%}", missing=""
-    ),
-    Column("recomputed ops", lambda row: row.recomputed_ops / row.ops if row.ops else None, "{:.0%}"),
+    share_column("peak of eager's", "peak_bytes", "eager_peak_bytes", "{:.0%}"),
+    share_column("recomputed ops", "recomputed_ops", "ops", "{:.0%}"),
     Column("plan predicts", "plan_ratio", "{:.2f}"),
     Column("bound", "bound_ratio", "{:.2f}"),
     Column("exact", lambda row: {True: "yes", False: "no", None: ""}[row.exact], "{}"),

@@ -28,7 +28,7 @@ from planner.runtime.measure import Step, loss_of, ratio_in_turns, turn_times
 from planner.studies.baselines import own_code
 from planner.studies.experiment import Study
 from planner.studies.rows import Made, column, key, listed, provenance
-from planner.studies.tables import Column, markdown
+from planner.studies.tables import Column, markdown, share_column
 
 # Those of results/compare/cpu, and the convolutional ones at sizes whose ops take longer.
 MODELS = {
@@ -105,7 +105,7 @@ def runs(step: Step, batch: Batch) -> bool:
 TABLE = (
     *("model", "ops"),
     Column("eager step", "eager_s"),
-    Column("per op", lambda row: row.eager_s / row.ops, format_seconds),
+    share_column("per op", "eager_s", "ops", format_seconds),
     Column("executor", "executor_ratio"),
     Column('torch.compile(mode="lite")', "lite_ratio", missing="fails"),
     Column("guards, each step", lambda row: row.check_s * 1e6, "{:.0f} µs"),

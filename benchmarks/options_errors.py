@@ -28,7 +28,7 @@ from planner.studies.experiment import Study
 from planner.studies.measured import relative_error
 from planner.studies.rows import Made, column, key, listed, provenance, text, value
 from planner.studies.solves import result_of
-from planner.studies.tables import Column, by, markdown
+from planner.studies.tables import Column, by, markdown, share_column
 from solvers.clock import Clock
 from solvers.least import least_budget
 from solvers.order.reorder import Reordering, reordered
@@ -185,10 +185,6 @@ vector, over its length. Peaks are shares of the peak without, times multiples o
 """
 
 
-def _share(name: str) -> Callable[[ErrorRow], float | None]:
-    return lambda row: None if (peak := getattr(row, name)) is None else peak / row.base_peak_bytes
-
-
 TABLE = (
     *("model", "option"),
     Column("budget", lambda row: row.budget if row.budget_bytes is None else f"{row.budget} ({format_bytes(row.budget_bytes)})"),
@@ -196,8 +192,8 @@ TABLE = (
     Column("loss", "loss_error", "{:.1e}"),
     Column("largest", "largest_error", "{:.1e}"),
     Column("norm", "gradient_error", "{:.1e}"),
-    Column("peak predicted", _share("predicted_peak_bytes"), "{:.2%}"),
-    Column("measured", _share("measured_peak_bytes"), "{:.2%}"),
+    share_column("peak predicted", "predicted_peak_bytes", "base_peak_bytes", "{:.2%}"),
+    share_column("measured", "measured_peak_bytes", "base_peak_bytes", "{:.2%}"),
     Column("time predicted", "predicted_ratio"),
     Column("measured", "measured_ratio"),
 )

@@ -16,7 +16,7 @@ from benchmarks.command import benchmark
 from benchmarks.solves import modelled
 from graphs.addresses import buffers_of
 from graphs.allocators.caching import EXPANDABLE
-from graphs.allocators.training import least_capacity_bytes, pool_bytes, usage_of
+from graphs.allocators.training import least_capacity_bytes, reserved_with_pool_bytes, usage_of
 from graphs.errors import BudgetError, LimitError
 from graphs.ir import Graph
 from planner.attributes import attributes
@@ -26,7 +26,7 @@ from planner.reserved import requests_of
 from planner.solving import solve
 from planner.studies.experiment import Study
 from planner.studies.rows import Made, column, key, missing_keys, provenance, text, value
-from planner.studies.tables import Column, markdown
+from planner.studies.tables import Column, markdown, share_column
 from solvers.addresses.solve import solve as solve_addresses
 
 MODELS: Mapping[str, str] = {
@@ -96,7 +96,7 @@ def _measured(graph: Graph, plan: Plan) -> dict[str, object]:
         "library_bytes": sum(training.libraries),
         "reserved_bytes": usage.reserved_bytes if plan.arena_bytes is None else plan.reserved_bytes,
         "expandable_bytes": usage_of(training, EXPANDABLE).reserved_bytes,
-        "pool_bytes": pool_bytes(training),
+        "pool_bytes": reserved_with_pool_bytes(training),
         "least_device_bytes": least_capacity_bytes(training),
         "arena_bytes": graph.static_bytes + addresses.height_bytes,
         "bound_bytes": graph.static_bytes + addresses.bound_bytes,
@@ -111,15 +111,7 @@ def run(model: str, known: Sequence[ReservedRow], *, limit_s: float = PLAN_LIMIT
         yield plan_row(model, graph, counts, budget, limit_s)
 
 
-def _of(title: str, name: str, base: str = "in_use_bytes") -> Column:
-    def ratio(row: ReservedRow) -> str | None:
-        size, whole = getattr(row, name), getattr(row, base)
-        return f"{size / whole:.3f}" if size is not None and whole else None
-
-    return Column(title, ratio)
-
-
-def _share(row: ReservedRow) -> str | None:
+def _of_budget(row: ReservedRow) -> str | None:
     """Return what is reserved as a part of the budget, with the settings that it is for."""
     reserved_bytes = row.expandable_bytes if row.counts == CountedMemory.RESERVED_EXPANDABLE else row.reserved_bytes
     return f"{reserved_bytes / row.budget_bytes:.3f}" if reserved_bytes and row.budget_bytes else None
@@ -130,12 +122,12 @@ TABLE = (
     Column("budget", "budget_bytes"),
     Column("peak", "peak_bytes"),
     Column("in use", "in_use_bytes"),
-    _of("reserved", "reserved_bytes"),
-    _of("expandable", "expandable_bytes"),
-    _of("pool", "pool_bytes"),
-    _of("least device", "least_device_bytes"),
-    _of("arena of peak", "arena_bytes", "peak_bytes"),
-    Column("of budget", _share),
+    share_column("reserved", "reserved_bytes", "in_use_bytes", "{:.3f}"),
+    share_column("expandable", "expandable_bytes", "in_use_bytes", "{:.3f}"),
+    share_column("pool", "pool_bytes", "in_use_bytes", "{:.3f}"),
+    share_column("least device", "least_device_bytes", "in_use_bytes", "{:.3f}"),
+    share_column("arena of peak", "arena_bytes", "peak_bytes", "{:.3f}"),
+    Column("of budget", _of_budget),
     *("overhead", "gap"),
     Column("addresses", "status"),
 )

@@ -1,7 +1,5 @@
 """One process that trains by a plan, with or without an arena, and its resident memory."""
 
-import ctypes
-import gc
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -13,6 +11,7 @@ from benchmarks.command import one_thread
 from benchmarks.process_memory import reset_highest_rss, status_bytes
 from planner.models import build
 from planner.runtime.measure import loss_of
+from planner.runtime.release import release_unused
 from planner.studies.rows import Made, column, key, provenance
 
 MODELS = {
@@ -52,14 +51,14 @@ def measured(name: str, budget: str, way: str) -> Iterator[ResidentRow]:
         model, loss_fn, batch, budget=budget, arena=way == ARENA, time_limit_s=_SOLVE_S, wait=_SOLVE_S, swap="never"
     )
     plan = step.plan
-    return_unused_memory()
+    release_unused(torch.device("cpu"))
     reset_highest_rss()
     for _ in range(_STEPS):
         loss_of(step(*batch)).backward()
         model.zero_grad()
     highest_bytes = status_bytes("VmHWM")
     del step
-    return_unused_memory()
+    release_unused(torch.device("cpu"))
     yield ResidentRow(
         model=name,
         budget=budget,
@@ -70,9 +69,3 @@ def measured(name: str, budget: str, way: str) -> Iterator[ResidentRow]:
         highest_bytes=highest_bytes,
         **provenance(),
     )
-
-
-def return_unused_memory() -> None:
-    """Collect garbage, and return the memory that the C library holds and nobody uses to the system."""
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)

@@ -1,5 +1,6 @@
 """A model that is trained for some steps, to compare results and memory."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -9,7 +10,7 @@ from benchmarks.training_loop import batches
 from planner.capture.signature import Batch, call, leaves
 from planner.capture.step import TrainingStep
 from planner.models import Workload
-from planner.runtime.measure import Step, StepOutcome, loss_of, measure_memory
+from planner.runtime.measure import Step, StepOutcome, loss_of, measure_memory, turn_times
 
 SEED = 0
 STEPS = 3
@@ -86,6 +87,12 @@ class Runner:
     def _clear(self) -> None:
         for parameter in self.parameters:
             parameter.grad = None
+
+
+def take_turns(runners: Mapping[str, Runner], batch: Batch, *, repeats: int) -> dict[str, list[float]]:
+    """Return the seconds of forward and backward passes of each runner; see ``turn_times``."""
+    parameters = [parameter for runner in runners.values() for parameter in runner.parameters]
+    return turn_times({name: runner.step for name, runner in runners.items()}, batch, parameters=parameters, repeats=repeats)
 
 
 def whole_step(workload: Workload) -> TrainingStep:

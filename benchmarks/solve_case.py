@@ -1,11 +1,13 @@
 """One solve of the benchmark, measured in its own process: nothing here imports torch or pandas."""
 
 import platform
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from benchmarks.process_memory import status_bytes
 from graphs.io.formats import read_graph, write_graph
 from graphs.ir import Graph
 from planner.attributes import attributes
@@ -101,6 +103,4 @@ def peak_resident_mb() -> int | None:
 
     ``getrusage`` would tell the peak of the process that started this one, if that was larger.
     """
-    file = Path("/proc/self/status")
-    sizes = [line.split()[1] for line in file.read_text().splitlines() if line.startswith("VmHWM:")] if file.exists() else []
-    return int(sizes[0]) * 1024 // 10**6 if sizes else None
+    return status_bytes("VmHWM") // 10**6 if sys.platform == "linux" else None

@@ -6,6 +6,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks.solves import modelled
 from graphs.importers import import_graph
 from graphs.ir import Graph
 from graphs.synthetic.random_graphs import random_training_step
@@ -112,13 +113,13 @@ def reference(published: Path) -> Iterator[Instance]:
 def growth(published: Path) -> Iterator[Instance]:
     """Yield one model with more and more layers."""
     for name, spec in GROWTH.items():
-        yield Instance("growth", name, partial(trace, spec), (between(0.5),), runs=3)
+        yield Instance("growth", name, partial(modelled, spec), (between(0.5),), runs=3)
 
 
 def zoo(published: Path) -> Iterator[Instance]:
     """Yield models traced for an H200."""
     for name, spec in ZOO.items():
-        yield Instance("zoo", name, partial(trace, spec), tuple(map(between, ZOO_SHARES)))
+        yield Instance("zoo", name, partial(modelled, spec), tuple(map(between, ZOO_SHARES)))
 
 
 def moccasin(published: Path) -> Iterator[Instance]:
@@ -150,15 +151,6 @@ def of_peak(share: float) -> Budget:
 def between(share: float) -> Budget:
     """Return the budget at `share` of the way from the least budget to the peak."""
     return Budget(f"least + {share}", partial(_between, share=share))
-
-
-def trace(spec: str) -> Graph:
-    """Return a zoo model's graph for an H200; torch is imported only here."""
-    from planner import tracing
-    from planner.workload import workload
-
-    built = workload.load(workload.parse_spec(spec), fake=True)
-    return tracing.trace(*built, roofline="h200", name=spec)
 
 
 def _half_way(at: Landmarks, *, shares: tuple[float, ...]) -> int:

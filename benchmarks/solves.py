@@ -8,11 +8,13 @@ from graphs.ir import Graph
 from graphs.units import format_ratio
 from planner.attributes import attributes
 from planner.settings import TraceSettings
+from planner.solving import order_for
 from planner.studies.rows import Made, column, text, value
 from planner.studies.solves import result_of
 from planner.workload.tracing import Tracing
 from planner.workload.workload import parse_spec
-from solvers.clock import Clock
+from solvers.clock import Clock, WallClock
+from solvers.least import least_budget
 from solvers.result import Result, Status, relative_gap
 
 TOLERANCE = 1e-3
@@ -27,6 +29,15 @@ def modelled(spec: str, device: str = "h200", **settings: Any) -> Graph:
         settings: further ones of the trace.
     """
     return Tracing(TraceSettings(roofline=device, **settings)).graph(parse_spec(spec))
+
+
+def least_bytes(graph: Graph, limit_s: float) -> int:
+    """Return the least budget that a schedule is found for, in an order of the ops that needs less memory, if there is one.
+
+    Args:
+        limit_s: seconds of the search for schedules.
+    """
+    return least_budget(order_for(graph, "windows", reorder=None).graph, clock=WallClock(limit_s)).found_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

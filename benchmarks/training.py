@@ -20,6 +20,7 @@ from torch import nn
 
 import planner
 from benchmarks.command import carry_out, command_line, one_thread
+from benchmarks.solves import least_bytes
 from benchmarks.training_loop import Loop, Recipe, batches
 from graphs.units import format_bytes, format_ratio, format_seconds
 from planner import options, tracing
@@ -27,12 +28,9 @@ from planner.capture.signature import Batch
 from planner.capture.step import TrainingStep
 from planner.models import Workload, build
 from planner.runtime.measure import Step
-from planner.solving import order_for
 from planner.studies.experiment import Study
 from planner.studies.rows import Made, column, key, listed, provenance, text
 from planner.studies.tables import Column, by, made_with, markdown
-from solvers.clock import WallClock
-from solvers.least import least_budget
 
 SEED = 0
 EAGER, PLANNED = "eager", "planned"
@@ -93,8 +91,8 @@ def train(name: str, known: Sequence[TrainingRow], *, device: torch.device, step
 
     begin = {EAGER: partial(loop, workload.model, TrainingStep(workload.model, workload.loss_fn))}
     alone = run(Loop.measured, {EAGER: begin[EAGER]()}, data())
-    least_bytes = least(workload, recipe, device)
-    budget_bytes = half_or_half_way(max(peak for _, peak in alone[EAGER].steps), least_bytes)
+    smallest = least(workload, recipe, device)
+    budget_bytes = half_or_half_way(max(peak for _, peak in alone[EAGER].steps), smallest)
     step = plan(twin, recipe, device, budget_bytes)
     begin[PLANNED] = partial(loop, twin.model, step)
     alone |= run(Loop.measured, {PLANNED: begin[PLANNED]()}, data())
@@ -114,7 +112,7 @@ def train(name: str, known: Sequence[TrainingRow], *, device: torch.device, step
                 loop_s=loop_s,
                 state=alone[way].state if last else "",
                 state_again=together[way].state if last else "",
-                least_bytes=least_bytes,
+                least_bytes=smallest,
                 budget_bytes=budget_bytes,
                 predicted_peak_bytes=step.plan.peak_bytes,
                 predicted_s=step.plan.time_s,
@@ -141,8 +139,7 @@ def least(workload: Workload, recipe: Recipe, device: torch.device) -> int:
     """Return the least budget at which a schedule is found in some seconds."""
     with recipe.precision(device):
         graph = tracing.trace(*workload, optimizer=recipe.optimizer, passes=1)
-    order = order_for(graph, "windows", reorder=None)
-    return least_budget(order.graph, clock=WallClock(_LEAST_LIMIT_S)).found_bytes
+    return least_bytes(graph, _LEAST_LIMIT_S)
 
 
 def plan(workload: Workload, recipe: Recipe, device: torch.device, budget_bytes: int) -> planner.PlannedStep:

@@ -4,7 +4,7 @@ It yields its rows after each way to train the model, so that those of a killed 
 """
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -14,18 +14,16 @@ import torch
 
 import planner
 from benchmarks.command import one_thread
-from benchmarks.runner import SEED, Runner, whole_step
+from benchmarks.runner import SEED, Runner, take_turns, whole_step
+from benchmarks.solves import least_bytes
 from graphs.errors import PlannerError
 from planner import tracing
 from planner.models import Workload
 from planner.plans.summary import summarize
-from planner.runtime.measure import turn_times
-from planner.solving import order_for
+from planner.runtime.measure import ratio_in_turns
 from planner.studies import baselines
 from planner.studies.blocks import block_levels
 from planner.studies.rows import Made, column, key, made, value
-from solvers.clock import WallClock
-from solvers.least import least_budget
 
 R = TypeVar("R", bound=Made)
 SHARES = (0.7, 0.5, 0.3)  # of the way from the least budget to the peak
@@ -96,7 +94,7 @@ class Trial:
         workload = self._fresh()
         try:
             graph = tracing.trace(*workload, passes=1)
-            least = least_budget(order_for(graph, "windows", reorder=None).graph, clock=WallClock(_LEAST_LIMIT_S)).found_bytes
+            least = least_bytes(graph, _LEAST_LIMIT_S)
         except Exception as error:  # noqa: BLE001 (whatever it is, it is a row)
             yield self._known(PLANNED, failed(self._row, error))
             return
@@ -174,13 +172,11 @@ class Trial:
         return self._known(way, row)
 
     def _timed(self) -> Iterator[TriedRow]:
-        steps = {way: runner.step for way, runner in self._runners.items()}
-        parameters = [parameter for runner in self._runners.values() for parameter in runner.parameters]
-        times = turn_times(steps, self._batch, parameters=parameters, repeats=self._repeats)
-        for way in steps:
-            row = replace(self._rows[way], time_s=median(times[way]), ratio=_ratio(times[way], times[EAGER]))
+        times = take_turns(self._runners, self._batch, repeats=self._repeats)
+        for way in times:
+            row = replace(self._rows[way], time_s=median(times[way]), ratio=ratio_in_turns(times[way], times[EAGER])[0])
             if way == AT_ITS_PEAK:
-                row = replace(row, ratio_of_checkpointing=_ratio(times[way], times[CHECKPOINTING]))
+                row = replace(row, ratio_of_checkpointing=ratio_in_turns(times[way], times[CHECKPOINTING])[0])
             yield self._known(way, row)
 
     def _known(self, way: str, row: TriedRow) -> TriedRow:
@@ -191,11 +187,6 @@ class Trial:
         """Return the model and its batch, the same every time."""
         torch.manual_seed(SEED)
         return self._make()
-
-
-def _ratio(times: Sequence[float], others: Sequence[float]) -> float:
-    """Return the median ratio: others on the machine disturb both steps of a turn alike."""
-    return median(own / other for own, other in zip(times, others, strict=True))
 
 
 def failed(row: R, error: Exception) -> R:

@@ -18,6 +18,7 @@ from planner.runtime.auto_budget import auto_budget_bytes, reserve_bytes
 from planner.runtime.measure import device_name
 from planner.studies.advice import Advice
 from planner.studies.budget_analysis import advise_graph
+from planner.studies.workers import ignore, never
 from planner.tracing import trace
 
 _LEAST_S = 20.0  # for the analysis, even after a long trace
@@ -67,8 +68,8 @@ def advise(
     names = _options_to_try(roofline) if options is None else tuple(options)
     kind, device, available_bytes = _available(model, batch, roofline)
     counted = memory_on(kind, CountedMemory.of(memory))
-    if on_activity is not None:
-        on_activity("tracing the step")
+    say = on_activity or ignore
+    say("tracing the step")
     traced = traced_options(names)
     graph = trace(
         model,
@@ -91,8 +92,8 @@ def advise(
         link=link,
         host_budget=host_budget,
         time_limit_s=max(_LEAST_S, time_limit_s - (time.monotonic() - began)),
-        on_activity=on_activity,
-        should_stop=should_stop,
+        on_activity=say,
+        should_stop=should_stop or never,
     )
 
 

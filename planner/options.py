@@ -3,6 +3,8 @@
 import argparse
 import math
 import re
+from collections.abc import Callable
+from typing import TypeVar
 
 from graphs.errors import BudgetError, ModelError
 from graphs.units import parse_budget, parse_fraction, parse_rate
@@ -10,25 +12,21 @@ from planner.budgets import budget_in_bytes
 from planner.workload.workload import ModelSpec, parse_spec
 from solvers.registry import SOLVERS
 
+Parsed = TypeVar("Parsed")
+
 _UNITS_S = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
 _DURATION = re.compile(r"([0-9]*\.?[0-9]+)\s*([a-z]*)")
 
 
 def budget(text: str) -> str:
     """Return `text` if it is an amount of memory; percentages are resolved later."""
-    try:
-        budget_in_bytes(text, 10**15)
-    except BudgetError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+    _parsed(lambda text: budget_in_bytes(text, 10**15), text)
     return text
 
 
 def rate(text: str) -> float:
     """Return a rate in bytes per second."""
-    try:
-        return parse_rate(text)
-    except BudgetError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+    return _parsed(parse_rate, text)
 
 
 def solver(text: str) -> str:
@@ -70,10 +68,7 @@ def duration(text: str) -> float:
 
 def fraction(text: str) -> float:
     """Return a fraction of 0 or more from ``0.001`` or ``0.1%``."""
-    try:
-        return parse_fraction(text)
-    except BudgetError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+    return _parsed(parse_fraction, text)
 
 
 def work(text: str) -> float:
@@ -108,7 +103,11 @@ def output(text: str) -> str:
 
 def model(text: str) -> ModelSpec:
     """Return the specification of a model."""
+    return _parsed(parse_spec, text)
+
+
+def _parsed(parse: Callable[[str], Parsed], text: str) -> Parsed:
     try:
-        return parse_spec(text)
-    except ModelError as error:
+        return parse(text)
+    except (BudgetError, ModelError) as error:
         raise argparse.ArgumentTypeError(str(error)) from None

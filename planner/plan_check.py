@@ -5,7 +5,7 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-from graphs.errors import MismatchError, PlannerError
+from graphs.errors import MismatchError, PlannerError, ScheduleError
 from graphs.io.formats import read_graph
 from graphs.ir import Graph
 from graphs.options import without_options
@@ -29,7 +29,6 @@ def check_plan(graph: Graph, plan: PlanRecord) -> Simulation:
 
     Raises:
         MismatchError: the plan is for another graph, or for this one with other times or sizes, or was edited.
-        ScheduleError: its schedule does not run on the graph.
     """
     check_same_graph(plan.graph, found := summarize(graph))
     if again := _summary_differences(plan.graph, found):
@@ -37,7 +36,12 @@ def check_plan(graph: Graph, plan: PlanRecord) -> Simulation:
             f"the graph of the plan has other figures now ({again}): it was traced again since, or one of the files was "
             "edited; solve again"
         )
-    simulation = simulate(graph, plan.schedule)
+    try:
+        simulation = simulate(graph, plan.schedule)
+    except ScheduleError as error:
+        raise MismatchError(
+            f"the plan's schedule does not run on its graph: {error}; one of the two files was edited; solve again"
+        ) from error
     wrong = figure_differences(plan, simulation)
     if plan.differs != differences(graph, plan.schedule.computed):
         wrong.append(
@@ -55,7 +59,7 @@ def check_with_its_graph(plan: PlanRecord, plan_path: str | os.PathLike[str]) ->
     """Check `plan`, read from `plan_path`, if its graph's file still exists.
 
     Raises:
-        MismatchError, ScheduleError: the plan disagrees with its schedule.
+        MismatchError: the plan disagrees with its schedule.
     """
     path = graph_path(plan, plan_path)
     if path is None or not path.is_file():

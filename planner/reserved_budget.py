@@ -57,7 +57,7 @@ def solve_counted(
         must_stop: polled; once it returns True, all ends with what there is, if anything.
     """
     if memory is CountedMemory.ALLOCATED:
-        return run(replace(request, should_stop=_either(request.should_stop, must_stop)))
+        return run(replace(request, should_stop=either(request.should_stop, must_stop)))
     graph, budget_bytes, clock = request.graph, request.budget_bytes, request.clock
     beside = reserved_beside(graph, memory)
     if refusal := beside.refusal(budget_bytes):
@@ -295,7 +295,8 @@ class _Search:
         return status_of(result.time_s, self.bound_s, tolerance)
 
 
-def _either(stop: Callable[[], bool] | None, other: Callable[[], bool] | None) -> Callable[[], bool] | None:
+def either(stop: Callable[[], bool] | None, other: Callable[[], bool] | None) -> Callable[[], bool] | None:
+    """Return a function that is True if one of the two is; None if both are None."""
     if stop is None or other is None:
         return stop or other
     return lambda: stop() or other()

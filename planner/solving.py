@@ -34,7 +34,7 @@ from planner.reserved import (
     reserved_beside,
     reserved_for,
 )
-from planner.reserved_budget import solve_counted
+from planner.reserved_budget import either, solve_counted
 from planner.settings import SolveSettings
 from solvers.arena.solve import ARENA_SIZES, solve_in_arena
 from solvers.bounds import least_budget_bound
@@ -44,7 +44,7 @@ from solvers.order.reorder import Reordering, in_program_order, lowers_peak, may
 from solvers.order.solve import SolvedOrder, solve_in, solve_in_best_order, solve_reordered
 from solvers.registry import Solver, get_solver
 from solvers.request import Request
-from solvers.result import Result, SolveProgress, Status
+from solvers.result import Result, SolveProgress, Status, status_of
 from solvers.tolerance import WIDENING, Tolerance
 from solvers.windows.strategies.offloaded_orders import least_offloaded
 
@@ -128,7 +128,7 @@ def solve(
         memory=CountedMemory.of(memory),
         arena=arena,
     )
-    return solve_graph(graph, budget, settings, on_progress=on_progress, should_stop=should_stop, on_plan=on_plan)
+    return solve_graph(graph, budget, settings, on_progress=on_progress, must_stop=should_stop, on_plan=on_plan)
 
 
 def solve_graph(
@@ -138,9 +138,18 @@ def solve_graph(
     *,
     on_progress: Tell | None = None,
     should_stop: Stop | None = None,
+    must_stop: Stop | None = None,
     on_plan: Callable[[Plan], None] | None = None,
 ) -> Plan:
-    """Return the plan of ``solve`` for `settings`; `budget` is what ``budget_or_overhead`` returns."""
+    """Return the plan of ``solve`` for `settings`.
+
+    Args:
+        graph, budget: the graph, and what ``budget_or_overhead`` returns for it.
+        settings: settings of the solve.
+        on_progress, on_plan: as in ``solve``.
+        should_stop: polled; once it returns True, the solve ends as soon as it has a schedule within the budget.
+        must_stop: polled; once it returns True, the solve ends with what it has, if anything.
+    """
     clock, options = settings.clock(), settings.options
     graph = options.apply(graph)
     overhead = allowed_overhead(budget)
@@ -158,7 +167,7 @@ def solve_graph(
     )
     if overhead is not None:
         run = get_solver(settings.solver)
-        return plans.plan_of(_least_memory(run, graph, settings, overhead, clock, on_progress, should_stop))
+        return plans.plan_of(_least_memory(run, graph, settings, overhead, clock, on_progress, either(should_stop, must_stop)))
     budget_bytes = budget_in_bytes(budget, plans.eager_bytes)
 
     def tell(schedule: Schedule, bound_s: float) -> None:
@@ -176,9 +185,11 @@ def solve_graph(
         on_schedule=None if on_plan is None else tell,
     )
     run = _solver_of(settings, graph)
-    solved = solve_counted(lambda request: _solved(run, request, settings), request, memory, arena=settings.arena)
+    solved = solve_counted(
+        lambda request: _solved(run, request, settings), request, memory, arena=settings.arena, must_stop=must_stop
+    )
     if solved.result.status is Status.INFEASIBLE:
-        raise InfeasibleError(solved.result.message + _what_would_do(solved, memory, clock, should_stop))
+        raise InfeasibleError(solved.result.message + _what_would_do(solved, memory, clock, either(should_stop, must_stop)))
     return plans.plan_of(solved.result)
 
 
@@ -406,6 +417,7 @@ def judged_on(graph: Graph, plan: Plan) -> Plan:
     The only bound known there is that all ops of the program are executed once.
     """
     found = simulate(graph, plan.schedule)
+    bound_s = graph.time_s if graph.plain else None
     arena = arena_of(graph, plan.schedule) if plan.reserved and plan.arena_bytes is not None else None
     reserved = plan.reserved and reserved_for(graph, plan.schedule, plan.memory, plan.reserved.eager_bytes, arena)
     return replace(
@@ -413,8 +425,8 @@ def judged_on(graph: Graph, plan: Plan) -> Plan:
         graph=summarize(graph),
         peak_bytes=found.peak_bytes,
         time_s=found.time_s,
-        bound_s=graph.time_s if graph.plain else None,
-        status=str(Status.FEASIBLE),
+        bound_s=bound_s,
+        status=str(Status.FEASIBLE if bound_s is None else status_of(found.time_s, bound_s, 0.0)),
         reserved=reserved,
         pool_peaks_bytes=other_peaks(graph, found),
         source=graph,

@@ -111,20 +111,19 @@ class WallClock:
         return format_seconds(spent)
 
 
-class _Thread:
+class _Thread(threading.Thread):
     def __init__(self, function: Callable[[], None]) -> None:
-        self._thread = threading.Thread(target=function, daemon=True, name="background of a solve")
-        self._thread.start()
+        super().__init__(target=function, daemon=True, name="background of a solve")
+        self.start()
 
     @property
     def running(self) -> bool:
-        return self._thread.is_alive()
+        return self.is_alive()
 
     def wait(self, most: float) -> None:
-        self._thread.join(most)
+        self.join(most)
 
-    def end(self, most: float) -> None:
-        self._thread.join(most)
+    end = wait
 
 
 class WorkClock:

@@ -1,6 +1,6 @@
 """A graph and a budget as the exact solver sees them: produced tensors only, with sizes and uses in tuples."""
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -151,14 +151,13 @@ def problem_of(graph: Graph, budget_bytes: int, *, repeatable: Collection[int] |
     places = places_of(graph)
     if places.plain and not graph.plain:  # no optional op can be used
         graph = without_options(graph)
-    read = {t for op in places.ids for t in graph.ops[op].inputs}  # others need not be reloaded
     ops = [graph.ops[op] for op in places.ids]
     capacity_bytes = budget_bytes - graph.static_bytes
     allowed = [
-        all(graph.ops[p].recomputable for p in (*op.replaces, op.id)) and (repeatable is None or op.id in repeatable)
-        for op in ops
+        places.optional[i]
+        or (all(graph.ops[p].recomputable for p in (*op.replaces, op.id)) and (repeatable is None or op.id in repeatable))
+        for i, op in enumerate(ops)
     ]
-    allowed = [may or places.optional[i] for i, may in enumerate(allowed)]
     produced = [not t.static for t in graph.tensors]
     sizes = sizes_in(graph, graph.pools[0])
     kept = tuple(t.id in graph.kept for t in graph.tensors)
@@ -168,17 +167,14 @@ def problem_of(graph: Graph, budget_bytes: int, *, repeatable: Collection[int] |
     own = tuple(sum(sizes[t] for t in held[i]) + workspace_bytes_in(graph.pools[0], op) for i, op in enumerate(ops))
     again = tuple(own[i] + sum(sizes[t] for t in outputs[i] if kept[t]) for i in range(len(ops)))
     producers = _positions(outputs, len(sizes))
-    program = [next((p for p in of_t if not ops[p].optional), -1) for of_t in producers]
     asked = {t: places.ids.index(op) for t, op in requested_outputs(graph).items()}
-    settled = tuple(
-        asked[t] if t in asked else max((p, *places.replaced_by[p])) if p >= 0 else len(ops) for t, p in enumerate(program)
-    )
+    settled = _settled(places, [[p for p in of_t if not ops[p].optional] for of_t in producers], asked)
     last_use, last_worth = _uses(places, inputs, outputs, allowed, [s if kept[t] else len(ops) for t, s in enumerate(settled)])
     needed = [again[i] if places.sure[i] else own[i] for i in range(len(ops))]
     return Problem(
         whole=whole,
         graph=graph,
-        offloads=offloads.only(read.__contains__),
+        offloads=offloads.only({t for of_op in inputs for t in of_op}.__contains__),  # others need not be reloaded
         places=places,
         capacity_bytes=capacity_bytes,
         time_s=tuple(op.time_s if op.stream == COMPUTE else 0.0 for op in ops),
@@ -239,6 +235,14 @@ def _positions(tensors: Sequence[Sequence[int]], count: int) -> tuple[tuple[int,
         for t in of_op:
             found[t].append(i)
     return tuple(map(tuple, found))
+
+
+def _settled(places: Places, producers: Sequence[Sequence[int]], asked: Mapping[int, int]) -> tuple[int, ...]:
+    """Return ``Problem.settled``, given for each tensor its producers in the program, and the pass ends that read `asked`."""
+    return tuple(
+        asked[t] if t in asked else max((of_t[0], *places.replaced_by[of_t[0]])) if of_t else len(places.ids)
+        for t, of_t in enumerate(producers)
+    )
 
 
 def _writers_after(graph: Graph, places: Places) -> tuple[int, ...]:

@@ -43,8 +43,8 @@ def _offloading(module: str, description: str, *, large_programs: bool = False) 
     return replace(_baseline(module, description, large_programs=large_programs), copies=True, offloads=True)
 
 
-def _placing(module: str, description: str, rule: str = "") -> Entry:
-    return replace(_baseline(module, description, rule, large_programs=True), places=True, only_places=True)
+def _xengine(description: str, rule: str = "") -> Entry:
+    return replace(_baseline("xengine", description, rule, large_programs=True), places=True, only_places=True)
 
 
 SOLVERS: dict[str, Entry] = {
@@ -100,10 +100,8 @@ SOLVERS: dict[str, Entry] = {
         _baseline("monet", "MONeT's program: recompute the forward pass, choose kernels; small (HiGHS)", large_programs=True),
         choices=True,
     ),
-    "xengine": _placing("xengine", "the reference on several devices: XEngine's program, a serial sum; small graphs (HiGHS)"),
-    "xengine-overlapped": _placing(
-        "xengine", "the same for the makespan of devices that work side by side", "xengine-overlapped"
-    ),
+    "xengine": _xengine("the reference on several devices: XEngine's program, a serial sum; small graphs (HiGHS)"),
+    "xengine-overlapped": _xengine("the same for the makespan of devices that work side by side", "xengine-overlapped"),
 }
 
 

@@ -17,7 +17,7 @@ _LEAST_BYTES = 32  # MINSIZE
 _TENSOR_ALIGNMENT = 64  # gAlignment of c10/core/impl/alloc_cpu.cpp, which calls posix_memalign
 MMAP_THRESHOLD_BYTES = 128 * 2**10  # DEFAULT_MMAP_THRESHOLD_MIN, and the trim threshold at first
 MOST_MMAP_THRESHOLD_BYTES = 32 * 2**20  # DEFAULT_MMAP_THRESHOLD_MAX
-_TOP_PAD_BYTES = 128 * 2**10  # DEFAULT_TOP_PAD
+_TOP_PAD_BYTES = 128 * 2**10  # DEFAULT_TOP_PAD: by how much the heap grows and is left beyond what is needed
 
 
 @dataclass(eq=False, slots=True)
@@ -28,13 +28,11 @@ class Chunk:
         segment: the heap, or a mapping of its own.
         offset: in the segment.
         size_bytes: with its header.
-        requested_bytes: what was asked for.
     """
 
     segment: Segment
     offset: int
     size_bytes: int
-    requested_bytes: int
 
 
 class GlibcAllocator:
@@ -48,17 +46,16 @@ class GlibcAllocator:
             end of the heap with it, unless it was set.
     """
 
-    def __init__(self, *, mmap_threshold_bytes: int | None = None, top_pad_bytes: int = _TOP_PAD_BYTES) -> None:
+    def __init__(self, *, mmap_threshold_bytes: int | None = None) -> None:
         """Initialize an empty heap.
 
         Args:
             mmap_threshold_bytes: as set by ``MALLOC_MMAP_THRESHOLD_``; None for the one that adapts.
-            top_pad_bytes: by how much the heap grows and is left beyond what is needed (``MALLOC_TOP_PAD_``).
         """
         self.allocated, self.reserved, self.retries = Level(), Level(), 0
         self._adapts = mmap_threshold_bytes is None
         self.mmap_threshold_bytes = MMAP_THRESHOLD_BYTES if mmap_threshold_bytes is None else mmap_threshold_bytes
-        self._trim_threshold_bytes, self._top_pad_bytes = MMAP_THRESHOLD_BYTES, top_pad_bytes
+        self._trim_threshold_bytes = MMAP_THRESHOLD_BYTES
         self._numbers = count()
         self._heap = Segment(next(self._numbers), 0, 0, (0, 0), small=False)
         self._top = 0  # offset of the free end of the heap
@@ -77,17 +74,17 @@ class GlibcAllocator:
                 self._put(offset + chunk_bytes, found_bytes - chunk_bytes)
             else:
                 chunk_bytes = found_bytes
-            return self._used(Chunk(self._heap, offset, chunk_bytes, size_bytes))
+            return self._used(Chunk(self._heap, offset, chunk_bytes))
         if self._heap.size_bytes - self._top < wanted_bytes + _LEAST_BYTES:
             if wanted_bytes >= self.mmap_threshold_bytes:
                 mapped_bytes = _pages(wanted_bytes + _HEADER_BYTES)
                 self.reserved.add(mapped_bytes)
                 segment = Segment(next(self._numbers), mapped_bytes, 0, (0, 0), small=False)
-                return self._used(Chunk(segment, 0, mapped_bytes, size_bytes))
-            missing_bytes = wanted_bytes + self._top_pad_bytes + _LEAST_BYTES - (self._heap.size_bytes - self._top)
+                return self._used(Chunk(segment, 0, mapped_bytes))
+            missing_bytes = wanted_bytes + _TOP_PAD_BYTES + _LEAST_BYTES - (self._heap.size_bytes - self._top)
             self._grow(_pages(missing_bytes))
         offset, self._top = self._top, self._top + chunk_bytes
-        return self._used(Chunk(self._heap, offset, chunk_bytes, size_bytes))
+        return self._used(Chunk(self._heap, offset, chunk_bytes))
 
     def free(self, chunk: Chunk) -> None:
         """Free `chunk` (``__libc_free``, ``_int_free``): a mapping is returned, in the heap neighbours merge."""
@@ -116,7 +113,7 @@ class GlibcAllocator:
         """Return the end of the heap if it is larger than the threshold (``systrim``)."""
         top_bytes = self._heap.size_bytes - self._top
         if top_bytes >= self._trim_threshold_bytes:
-            self._grow(-max(0, (top_bytes - _LEAST_BYTES - 1 - self._top_pad_bytes) // _PAGE_BYTES * _PAGE_BYTES))
+            self._grow(-max(0, (top_bytes - _LEAST_BYTES - 1 - _TOP_PAD_BYTES) // _PAGE_BYTES * _PAGE_BYTES))
 
     def _grow(self, size_bytes: int) -> None:
         self._heap.size_bytes += size_bytes

@@ -181,7 +181,7 @@ def outside_pool_bytes(training: Training, rules: Rules = DEFAULT) -> int:
     return usage_of(replace(training, buffers=()), rules).reserved_bytes
 
 
-def pool_bytes(training: Training) -> int:
+def reserved_with_pool_bytes(training: Training) -> int:
     """Return what PyTorch reserves if each step takes its memory from a private pool with one segment for its large blocks.
 
     The pool is as with ``torch.cuda.MemPool``: a segment of the least size that suffices is reserved in advance. Static memory,

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from graphs.errors import FormatError, OutputError
+from graphs.errors import FormatError, OutputError, UsageError
 from graphs.io.documents import excerpt, to_json
 
 _DESCRIPTOR = re.compile(r"/(?:dev|proc/(?P<process>[0-9]+))/fd/(?P<number>[0-9]+)")
@@ -49,11 +49,12 @@ def read_object(path: str | os.PathLike[str]) -> dict[str, object]:
     return value
 
 
-def check_writable(path: str | os.PathLike[str]) -> None:
-    """Raise an error, before work is spent, if `path` cannot be written.
+def check_writable(path: str | os.PathLike[str], *read: str | os.PathLike[str]) -> None:
+    """Raise an error, before work is spent, if `path` cannot be written, or is one of the files that are `read` for it.
 
     Raises:
         OutputError: the folder does not exist or is not writable, or `path` is a folder.
+        UsageError: it is one of the files that are read.
     """
     if not os.fspath(path):
         raise OutputError("the name of the file to write is empty")
@@ -75,6 +76,8 @@ def check_writable(path: str | os.PathLike[str]) -> None:
         raise _not_written(path, error) from None
     if not all(os.access(place, os.W_OK) for place in needed):
         raise OutputError(f"{path} cannot be written: permission denied")
+    if target.exists() and any(Path(source).exists() and target.samefile(source) for source in read):
+        raise UsageError(f"{path} is read for this: name another file to write")
 
 
 def check_folder(folder: str | os.PathLike[str]) -> None:

@@ -102,7 +102,7 @@ def split_returned(returned: object) -> tuple[torch.Tensor, object]:
     rest: object = ()
     if isinstance(returned, tuple | list) and returned:
         loss, rest = returned[0], tuple(returned[1:])
-    elif hasattr(returned, "loss"):
+    elif not isinstance(returned, bool | int | float) and hasattr(returned, "loss"):
         loss = returned.loss
     elif isinstance(returned, Mapping):
         loss = returned.get("loss")
@@ -111,7 +111,8 @@ def split_returned(returned: object) -> tuple[torch.Tensor, object]:
         if not isinstance(value, torch.Tensor):
             raise TraceError(
                 f"the step returns a {type(value).__name__} where the loss or another tensor is expected: "
-                "return a scalar tensor, a tuple of tensors that begins with it, or a dict of tensors with a 'loss'"
+                "return a scalar tensor, a tuple of tensors that begins with it, or a dict of tensors with a 'loss'; where it is "
+                "a number, leave out .item()"
             )
     assert isinstance(loss, torch.Tensor)
     return loss, rest

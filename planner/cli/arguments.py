@@ -5,9 +5,11 @@ Commands import their needs when they run, so that ``--help`` answers at once.
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from textwrap import indent
 from typing import TYPE_CHECKING, NoReturn, Protocol, TypeAlias
 
 from graphs.optimizers import OPTIMIZERS
@@ -18,6 +20,7 @@ from planner.memory import CountedMemory
 from planner.option_settings import LINK, OptionSettings, option_settings
 from planner.profiling.devices import DEVICES
 from planner.settings import TraceSettings
+from planner.views.text import aligned
 from planner.visible import visible, visible_lines
 from planner.workload.tracing import Tracing
 from solvers.tolerance import Tolerance
@@ -25,6 +28,7 @@ from solvers.tolerance import Tolerance
 if TYPE_CHECKING:
     from graphs.ir import Graph
     from planner.progress import LineView
+    from planner.studies.settings import StudySettings
     from planner.workload.workload import ModelSpec
 
 # Exit codes.
@@ -120,6 +124,26 @@ def add_total_time_limit(parser: Parser, *, said: str, default: float) -> None:
     )
 
 
+def study_settings(arguments: argparse.Namespace, *, time_limit_s: float, total_time_limit_s: float) -> "StudySettings":
+    """Return the settings of a study from the options of ``add_workers``, ``add_tolerance``, ``add_memory`` and of time limits.
+
+    Args:
+        time_limit_s: limit of each solve by default.
+        total_time_limit_s: limit of all of them by default, which holds if none is given for each.
+    """
+    from planner.studies.settings import StudySettings
+
+    return StudySettings(
+        tolerance=arguments.tolerance,
+        time_limit_s=arguments.time_limit or time_limit_s,
+        total_time_limit_s=arguments.total_time_limit or (total_time_limit_s if arguments.time_limit is None else math.inf),
+        options=graph_options(arguments),
+        memory=CountedMemory.of(arguments.memory),
+        jobs=arguments.jobs or JOBS,
+        cluster=arguments.cluster,
+    )
+
+
 def add_work_limit(parser: "argparse._ActionsContainer", *, said: str) -> None:
     """Add a limit of work in place of time; `said` is the help on what it is for."""
     help_text = f"count work instead of time, about a second each: {said}"
@@ -197,8 +221,7 @@ def _add_options(parser: Parser, offered: Sequence[str], said: str) -> None:
 
 def table_of(described: Mapping[str, str]) -> str:
     """Return names and their descriptions as text in two columns."""
-    width = max(map(len, described))
-    return "\n".join(f"  {name:<{width}}  {text}" for name, text in described.items())
+    return indent(aligned(described.items()), "  ")
 
 
 def add_copying(parser: Parser) -> None:

@@ -1,8 +1,7 @@
 """``planner compare``: compare all methods on a model or a graph."""
 
 import argparse
-import math
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,7 +10,6 @@ from planner import options
 from planner.cli.arguments import (
     DONE,
     INTERRUPTED,
-    JOBS,
     LIMIT,
     MODEL_HELP,
     Commands,
@@ -25,9 +23,9 @@ from planner.cli.arguments import (
     add_total_time_limit,
     add_workers,
     counted_memory,
-    graph_options,
     print_result,
     print_text,
+    study_settings,
     trace_model,
 )
 from planner.memory import CountedMemory
@@ -43,6 +41,7 @@ if TYPE_CHECKING:
     from planner.runtime.channels import HostChannels
     from planner.studies.baselines import Method
     from planner.studies.comparison_rows import ComparisonRow
+    from planner.studies.settings import StudySettings
 
 _ROW_S, _TOTAL_S = 60.0, 40.0
 
@@ -123,8 +122,8 @@ def run(arguments: argparse.Namespace) -> int:
         )
     if arguments.measure and arguments.cluster is not None:
         raise UsageError("--measure measures on this machine, and --cluster would use others: leave one of them out")
-    options = graph_options(arguments)
-    methods = methods_named(arguments.methods, offload=options.offloads)
+    settings = study_settings(arguments, time_limit_s=_ROW_S, total_time_limit_s=_TOTAL_S)
+    methods = methods_named(arguments.methods, offload=settings.options.offloads)
     new_figure()  # without matplotlib no computation is useful
     folder = Path(arguments.output)
     check_folder(folder)
@@ -132,10 +131,7 @@ def run(arguments: argparse.Namespace) -> int:
         LineView(quiet=arguments.quiet) as progress,
         StopOnInterrupt(progress, ending="with the rows that are done, to go on with the others next time") as interrupt,
     ):
-        if arguments.measure:
-            rows = _measure(arguments, methods, options, progress, interrupt)
-        else:
-            rows = _simulate(arguments, methods, options, progress, interrupt)
+        rows = (_measure if arguments.measure else _simulate)(arguments, methods, settings, progress, interrupt)
     known = read_rows(folder / "rows.csv", ComparisonRow)
     if known:
         write_report(known, folder)
@@ -152,30 +148,20 @@ def run(arguments: argparse.Namespace) -> int:
 def _simulate(
     arguments: argparse.Namespace,
     methods: "Sequence[str]",
-    options: "OptionSettings",
+    settings: "StudySettings",
     progress: "LineView",
     should_stop: "Callable[[], bool]",
 ) -> "list[ComparisonRow]":
     from planner.studies.compare import compare
-    from planner.studies.settings import StudySettings
 
-    graph, name = _graph(arguments, options, progress)
+    graph, name = _graph(arguments, settings.options, progress)
     progress.say(f"comparing {len(methods)} methods")
     return compare(
         graph,
         arguments.budgets,
         methods,
         Path(arguments.output),
-        StudySettings(
-            model=name,
-            tolerance=arguments.tolerance,
-            time_limit_s=arguments.time_limit or _ROW_S,
-            total_time_limit_s=arguments.total_time_limit or (_TOTAL_S if arguments.time_limit is None else math.inf),
-            options=options,
-            memory=CountedMemory.of(arguments.memory),
-            jobs=arguments.jobs or JOBS,
-            cluster=arguments.cluster,
-        ),
+        replace(settings, model=name),
         on_row=lambda row, done, count: progress.say(f"{done} of {count} rows, last {row.method} at {row.budget}"),
         should_stop=should_stop,
     )
@@ -184,7 +170,7 @@ def _simulate(
 def _measure(
     arguments: argparse.Namespace,
     methods: "Sequence[str]",
-    options: "OptionSettings",
+    settings: "StudySettings",
     progress: "LineView",
     should_stop: "Callable[[], bool]",
 ) -> "list[ComparisonRow]":
@@ -196,7 +182,6 @@ def _measure(
     from planner.settings import TraceSettings
     from planner.studies.baselines import of_policies
     from planner.studies.compare_measured import compare_measured, profiled
-    from planner.studies.settings import StudySettings
     from planner.workload import workload
 
     folder = Path(arguments.output)
@@ -209,20 +194,11 @@ def _measure(
             optimizer=arguments.optimizer,
             accumulate=arguments.accumulate,
             passes=arguments.passes,
-            measure_link=options.measures_link,
+            measure_link=settings.options.measures_link,
             name=str(spec),
         ),
     )
-    settings = StudySettings(
-        model=str(spec),
-        options=options,
-        jobs=arguments.jobs or JOBS,
-        tolerance=arguments.tolerance,
-        time_limit_s=arguments.time_limit or _ROW_S,
-        repeats=arguments.repeats,
-        seed=arguments.seed,
-    )
-    host_bytes = options.host_bytes
+    host_bytes = settings.options.host_bytes
     channels = None if host_bytes is None else HostChannels(next(built.model.parameters()).device, host_bytes)
     stock = _methods_of_pytorch(built.model, captured.graph, channels)
     return compare_measured(
@@ -232,7 +208,7 @@ def _measure(
         methods,
         stock if arguments.methods == "all" else of_policies(stock, methods),
         folder,
-        settings,
+        replace(settings, model=str(spec), repeats=arguments.repeats, seed=arguments.seed),
         channels=channels,
         on_activity=progress.say,
         should_stop=should_stop,

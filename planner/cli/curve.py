@@ -8,7 +8,6 @@ from planner import options
 from planner.cli.arguments import (
     DONE,
     INFEASIBLE,
-    JOBS,
     LIMIT,
     Commands,
     add_command,
@@ -21,10 +20,9 @@ from planner.cli.arguments import (
     add_tolerance,
     add_total_time_limit,
     add_workers,
-    graph_options,
     print_result,
+    study_settings,
 )
-from planner.memory import CountedMemory
 
 _TOTAL_S = 30.0
 
@@ -81,29 +79,19 @@ def run(arguments: argparse.Namespace) -> int:
     from planner.report.plots import plot_curve
     from planner.studies.curve import CurveRow, curve
     from planner.studies.rows import write_rows
-    from planner.studies.settings import StudySettings
     from planner.views.figures import check_plot
     from solvers.result import Status
 
     graph = read_graph(arguments.graph)
     if arguments.output is not None:
-        check_writable(arguments.output)
+        check_writable(arguments.output, arguments.graph)
     if arguments.plot is not None:
         check_plot(Path(arguments.plot))
-    total_s = arguments.total_time_limit or (_TOTAL_S if arguments.time_limit is None else math.inf)
     with LineView(quiet=arguments.quiet) as progress, StopOnInterrupt(progress) as interrupt:
         found = curve(
             graph,
             arguments.budgets,
-            StudySettings(
-                tolerance=arguments.tolerance,
-                time_limit_s=math.inf if arguments.time_limit is None else arguments.time_limit,
-                total_time_limit_s=total_s,
-                options=graph_options(arguments),
-                memory=CountedMemory.of(arguments.memory),
-                jobs=arguments.jobs or JOBS,
-                cluster=arguments.cluster,
-            ),
+            study_settings(arguments, time_limit_s=math.inf, total_time_limit_s=_TOTAL_S),
             solver=arguments.solver,
             reorder=arguments.reorder,
             on_activity=progress.say,

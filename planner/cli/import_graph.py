@@ -1,9 +1,7 @@
 """``planner import``: convert another planner's graph."""
 
 import argparse
-from pathlib import Path
 
-from graphs.errors import UsageError
 from planner import options
 from planner.cli.arguments import DONE, Commands, add_command, add_quiet, print_written
 
@@ -32,9 +30,7 @@ def run(arguments: argparse.Namespace) -> int:
     from graphs.io.formats import write_graph
     from planner.progress import LineView
 
-    check_writable(arguments.output)
-    if Path(arguments.output).exists() and Path(arguments.file).exists() and Path(arguments.output).samefile(arguments.file):
-        raise UsageError(f"{arguments.output} is the file to import itself: name another for the graph")
+    check_writable(arguments.output, arguments.file)
     with LineView(quiet=arguments.quiet) as progress:
         progress.say(f"reading {arguments.file}")
         graph = import_graph(arguments.file)

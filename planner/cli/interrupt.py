@@ -5,9 +5,8 @@ import signal
 from types import FrameType, TracebackType
 from typing import Self
 
+from planner.cli.arguments import INTERRUPTED
 from planner.progress import LineView
-
-INTERRUPTED = 130  # exit code after SIGINT
 
 
 class StopOnInterrupt:

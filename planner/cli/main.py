@@ -52,6 +52,8 @@ _COMMANDS: dict[str, Command] = {
     "doctor": doctor,
 }
 
+_CODES = {InfeasibleError: INFEASIBLE, LimitError: LIMIT, UsageError: USAGE}
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; `argv` excludes the program's name. Return the exit code."""
@@ -65,18 +67,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader of the output has closed the pipe.
         code = FAILED
         _close_stdout()
-    except InfeasibleError as error:
-        code = INFEASIBLE
-        complain(f"{error} (planner info shows the largest ops of a graph)")
-    except LimitError as error:
-        code = LIMIT
-        complain(error)
-    except UsageError as error:
-        code = USAGE
-        complain(error)
     except PlannerError as error:
-        code = FAILED
-        complain(error)
+        code = next((code for kind, code in _CODES.items() if isinstance(error, kind)), FAILED)
+        complain(f"{error} (planner info shows the largest ops of a graph)" if code == INFEASIBLE else error)
     except OSError as error:
         code = FAILED
         complain(f"{error.filename or 'the output'}: {error.strerror or error}")

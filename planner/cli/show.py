@@ -56,13 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
     graph_path = _graph_of(plan, arguments.plan) if arguments.graph is None else Path(arguments.graph)
     for path, _ in wanted:
-        check_writable(path)
-        if any(
-            Path(path).exists() and Path(path).samefile(source)
-            for source in (arguments.plan, graph_path, arguments.curve)
-            if source is not None
-        ):
-            raise UsageError(f"{path} is read for this: name another file to write")
+        check_writable(path, *(source for source in (arguments.plan, graph_path, arguments.curve) if source is not None))
     graph = read_graph(graph_path)
     timeline = Timeline(planned_graph(graph, plan), plan)
     for path, make in wanted:

@@ -1,7 +1,6 @@
 """``planner solve``: solve a graph for a budget."""
 
 import argparse
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from graphs.errors import UsageError
@@ -108,9 +107,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     graph = read_graph(arguments.graph)
     if arguments.output is not None:
-        check_writable(arguments.output)
-        if Path(arguments.output).exists() and Path(arguments.output).samefile(arguments.graph):
-            raise UsageError(f"{arguments.output} is the graph itself: name another file for the plan")
+        check_writable(arguments.output, arguments.graph)
     if arguments.write_model is not None:
         _write_model(graph, arguments)
     params = _params(arguments)

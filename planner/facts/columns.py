@@ -14,16 +14,22 @@ COLUMNS = 720
 
 @dataclass(frozen=True, slots=True)
 class MemoryInterval:
-    """Bytes in a pool from `start_s` to `end_s`, by the clock of the stream that owns it."""
+    """Bytes in a pool from `start_s` to `end_s`, by the clock of the stream that owns it.
+
+    Attributes:
+        size_bytes: bytes in use, static memory included.
+        op: the op that is executed or issued; None while the stream waits.
+    """
 
     start_s: float
     end_s: float
     size_bytes: int
+    op: Op | None
 
 
 def stretches(timeline: Timeline, pool: Pool) -> tuple[MemoryInterval, ...]:
     """Return the bytes in `pool` over the step, without gaps; stretches of zero duration are included."""
-    return tuple(_stretches(timeline, pool))
+    return tuple(stretch for _, stretch in stretches_by_step(timeline, pool))
 
 
 def left_bytes(timeline: Timeline, pool: Pool) -> int:
@@ -52,26 +58,27 @@ def _spans(timeline: Timeline, times_s: Iterable[tuple[float, float]], count: in
     return [(start_s * scale, end_s * scale) for start_s, end_s in times]
 
 
-def _stretches(timeline: Timeline, pool: Pool) -> Iterator[MemoryInterval]:
+def stretches_by_step(timeline: Timeline, pool: Pool) -> Iterator[tuple[int, MemoryInterval]]:
+    """Yield the stretches of `pool`, each with the step of the schedule that it is before (a wait) or during."""
     graph, steps = timeline.graph, timeline.plan.schedule.steps
     memory_bytes = timeline.simulation.pool_memory_bytes[graph.pools.index(pool)]
     now_s = 0.0
-    for step, size_bytes, (start_s, end_s) in zip(
-        steps, memory_bytes, passages(graph, timeline.plan.schedule, timeline.clocks, pool.owner), strict=True
-    ):
+    times = passages(graph, timeline.plan.schedule, timeline.clocks, pool.owner)
+    for index, (step, size_bytes, (start_s, end_s)) in enumerate(zip(steps, memory_bytes, times, strict=True)):
         if isinstance(step, Compute):
             op = graph.ops[step.op]
             if start_s > now_s:
-                yield MemoryInterval(now_s, start_s, size_bytes - _taken_bytes(graph, op, pool))
+                yield index, MemoryInterval(now_s, start_s, size_bytes - _taken_bytes(graph, op, pool), None)
             if op.stream == pool.owner or any(graph.tensors[t].pool == pool.name for t in op.outputs):
-                yield MemoryInterval(start_s, end_s, size_bytes)
+                yield index, MemoryInterval(start_s, end_s, size_bytes, op)
         elif end_s > start_s:
             tensor = graph.tensors[step.tensor]
-            yield MemoryInterval(start_s, end_s, size_bytes + (tensor.size_bytes if tensor.pool == pool.name else 0))
+            size_bytes += tensor.size_bytes if tensor.pool == pool.name else 0
+            yield index, MemoryInterval(start_s, end_s, size_bytes, None)
         now_s = end_s
     last_s = max(timeline.clocks.clocks_s)
     if last_s > now_s:
-        yield MemoryInterval(now_s, last_s, left_bytes(timeline, pool))
+        yield len(steps), MemoryInterval(now_s, last_s, left_bytes(timeline, pool), None)
 
 
 def _taken_bytes(graph: Graph, op: Op, pool: Pool) -> int:

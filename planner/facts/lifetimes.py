@@ -1,28 +1,14 @@
 """Device memory over the step: moments, and the lives of tensors."""
 
+from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from graphs.clocks import passages
 from graphs.ir import Op, Tensor
-from graphs.pools import COMPUTE, DEVICE
+from graphs.pools import DEVICE
 from graphs.schedule import Free
+from planner.facts.columns import MemoryInterval, stretches_by_step
 from planner.facts.timeline import Timeline
-
-
-@dataclass(frozen=True, slots=True)
-class SteadyInterval:
-    """A time interval in which the device memory does not change.
-
-    Attributes:
-        start_s, end_s: seconds since the step began.
-        size_bytes: bytes in use, static memory included.
-        op: the op that is executed or issued; None while the computation waits.
-    """
-
-    start_s: float
-    end_s: float
-    size_bytes: int
-    op: Op | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,14 +39,18 @@ class Lifetimes:
         at_step: for each step of the schedule, its moment, or the next one if it has none.
     """
 
-    moments: tuple[SteadyInterval, ...]
+    moments: tuple[MemoryInterval, ...]
     lives: tuple[Life, ...]
     at_step: tuple[int, ...]
 
 
 def lives_of(timeline: Timeline) -> Lifetimes:
     """Return the moments and lives of `timeline`."""
-    return _Following(timeline).follow()
+    found = tuple(stretches_by_step(timeline, timeline.graph.pools[0]))
+    places = [(step, moment.op is not None) for step, moment in found]  # the wait before a step comes first
+    at_step = tuple(bisect_left(places, (step, True)) for step in range(len(timeline.plan.schedule.steps) + 1))
+    lives = sorted(_Following(timeline, at_step).follow(), key=lambda life: (life.born, life.tensor.id))
+    return Lifetimes(tuple(moment for _, moment in found), tuple(lives), at_step[:-1])
 
 
 @dataclass(slots=True)
@@ -73,48 +63,32 @@ class _Open:
 
 
 class _Following:
-    """A schedule that is followed step by step."""
+    """A schedule that is followed step by step; `at_step` has the moment of each, and of the end."""
 
-    def __init__(self, timeline: Timeline) -> None:
-        self.timeline, self.graph = timeline, timeline.graph
-        self.steps = timeline.plan.schedule.steps
-        self.moments: list[SteadyInterval] = []
+    def __init__(self, timeline: Timeline, at_step: Sequence[int]) -> None:
+        self.graph, self.steps, self.at_step = timeline.graph, timeline.plan.schedule.steps, at_step
         self.lives: list[Life] = []
         self.open: dict[int, _Open] = {}
-        self.at_step: list[int] = []
-        self.live_bytes = self.graph.static_bytes
 
-    def follow(self) -> Lifetimes:
-        times = passages(self.graph, self.timeline.plan.schedule, self.timeline.clocks, COMPUTE)
-        now_s = 0.0
-        for index, (step, (start_s, end_s)) in enumerate(zip(self.steps, times, strict=True)):
+    def follow(self) -> list[Life]:
+        for index, step in enumerate(self.steps):
             if isinstance(step, Free):
-                if end_s > start_s:
-                    self.moments.append(SteadyInterval(start_s, end_s, self.live_bytes, None))
-                self.at_step.append(len(self.moments))
-                self.end(step.tensor)
+                self.end(step.tensor, self.at_step[index])
             else:
-                if start_s > now_s:
-                    self.moments.append(SteadyInterval(now_s, start_s, self.live_bytes, None))
-                self.at_step.append(len(self.moments))
-                self.compute(index, self.graph.ops[step.op], start_s, end_s)
-            now_s = end_s
-        if (last_s := max(self.timeline.clocks.clocks_s)) > now_s:
-            self.moments.append(SteadyInterval(now_s, last_s, self.live_bytes, None))
+                self.compute(index, self.graph.ops[step.op])
         for tensor in tuple(self.open):
-            self.end(tensor)
-        lives = sorted(self.lives, key=lambda life: (life.born, life.tensor.id))
-        return Lifetimes(tuple(self.moments), tuple(lives), tuple(self.at_step))
+            self.end(tensor, self.at_step[-1])
+        return self.lives
 
-    def compute(self, index: int, op: Op, start_s: float, end_s: float) -> None:
-        tensors, now = self.graph.tensors, len(self.moments)
+    def compute(self, index: int, op: Op) -> None:
+        tensors, now = self.graph.tensors, self.at_step[index]
         for t in op.inputs:
             if t in self.open:
                 self.open[t].last_reader = op
         if op.overwrites:
             freed = self._freed_behind(index)
             for t in (read for _, read in op.overwrites if read in freed):
-                self.end(t)  # its memory now belongs to the output
+                self.end(t, now)  # its memory now belongs to the output
         for t in op.outputs:
             if tensors[t].pool != DEVICE:
                 continue
@@ -122,17 +96,11 @@ class _Following:
                 self.lives.append(Life(tensors[t], op, now, now + 1, None))
             else:
                 self.open[t] = _Open(op, now)
-                self.live_bytes += tensors[t].size_bytes
-        if op.stream == COMPUTE or any(tensors[t].pool == DEVICE for t in op.outputs):
-            self.moments.append(SteadyInterval(start_s, end_s, self.timeline.simulation.memory_bytes[index], op))
 
-    def end(self, t: int) -> None:
-        """End the life of tensor `t` before the next moment, if it has not ended yet."""
-        if (life := self.open.pop(t, None)) is None:
-            return
-        tensor = self.graph.tensors[t]
-        self.live_bytes -= tensor.size_bytes
-        self.lives.append(Life(tensor, life.maker, life.born, len(self.moments), life.last_reader))
+    def end(self, t: int, now: int) -> None:
+        """End the life of tensor `t` before the moment `now`, if it has not ended yet."""
+        if (life := self.open.pop(t, None)) is not None:
+            self.lives.append(Life(self.graph.tensors[t], life.maker, life.born, now, life.last_reader))
 
     def _freed_behind(self, index: int) -> set[int]:
         """Return the tensors freed between step `index` and the next execution."""

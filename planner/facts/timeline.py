@@ -81,7 +81,6 @@ class Timeline:
 
     Raises:
         MismatchError: the plan is for another graph, or disagrees with its schedule.
-        ScheduleError: the plan's schedule does not run on the graph.
     """
 
     graph: Graph

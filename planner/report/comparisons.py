@@ -10,7 +10,7 @@ from graphs.units import format_bytes
 from planner.report.comparison_plots import plot_measured, plot_memory, plot_overhead
 from planner.studies.best import NOT_TRIED, WHY_NOT, tuned_table
 from planner.studies.comparison_rows import OPTIMUM, PEAK_OF, ComparisonRow, RunBy, bound_of, methods_of, simulated
-from planner.studies.tables import as_markdown, by
+from planner.studies.tables import as_markdown, bold, by
 from planner.visible import visible
 from solvers.result import Reason, Status, relative_gap
 
@@ -151,7 +151,7 @@ def _iso_memory_line(pair: IsoMemoryPair) -> tuple[str, ...]:
     theirs = (pair.name, baseline.exactness, baseline.measured_memory, f"{baseline.measured_ratio:.2f}x")
     if ours is None or ours.measured_ratio is None or ours.measured_peak_bytes is None or pair.ratio is None:
         return (*theirs, "another of its kind is better" if ours is None else cell_text(ours), "", "")
-    time = _bold(f"{ours.measured_ratio:.2f}x", best=not pair.lost)
+    time = bold(f"{ours.measured_ratio:.2f}x", best=not pair.lost)
     return *theirs, ours.measured_memory, time, f"{pair.ratio:.2f}"
 
 
@@ -196,10 +196,6 @@ def _sound_ratio(row: ComparisonRow) -> float | None:
     return None if row.exactness == "wrong" else row.measured_ratio
 
 
-def _bold(text: str, *, best: bool) -> str:
-    return f"**{text}**" if best else text
-
-
 def _by_budget(
     rows: Sequence[ComparisonRow],
     text: Callable[[ComparisonRow], str],
@@ -214,7 +210,7 @@ def _by_budget(
         values = {method: round(known, digits) for method, row in found.items() if (known := value(row)) is not None}
         least = min(values.values(), default=None)
         cells = (
-            _bold(text(found[method]), best=method in values and values[method] == least) if method in found else NOT_TRIED
+            bold(text(found[method]), best=method in values and values[method] == least) if method in found else NOT_TRIED
             for method in methods
         )
         label = own[-1].budget

@@ -5,8 +5,8 @@ were when it was taken, and for each device the last actions of the allocator be
 """
 
 import pickle
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
@@ -101,28 +101,20 @@ def _peaks(data: Mapping[str, Any]) -> tuple[DevicePeak, ...]:
 
 def _peak(device: int, segments: Sequence[Mapping[str, Any]], trace: Sequence[Mapping[str, Any]]) -> DevicePeak:
     before = _blocks_before(segments, trace)
-    live, now_bytes = dict(before), sum(block.size_bytes for block in before.values())
-    peak_bytes, at_action, out_of_memory_bytes = now_bytes, None, None
-    for index, entry in enumerate(trace):
-        match entry["action"]:
-            case "alloc":
-                live[entry["addr"]] = _HeldBlock(int(entry["size"]), _holder(entry.get("frames", ())))
-                now_bytes += int(entry["size"])
-            case "free_requested":
-                now_bytes -= live.pop(entry["addr"]).size_bytes
-            case "oom":
-                out_of_memory_bytes = int(entry["size"])
-        if now_bytes > peak_bytes:
-            peak_bytes, at_action = now_bytes, index
+    levels = list(_levels(dict(before), trace))
+    peak_bytes = max(levels)
+    actions = levels.index(peak_bytes)  # until it is first reached
+    live = dict(before)
+    deque(_levels(live, trace[:actions]), maxlen=0)
     return DevicePeak(
         device=device,
         peak_bytes=peak_bytes,
-        end_bytes=now_bytes,
+        end_bytes=levels[-1],
         reserved_bytes=sum(int(segment["total_size"]) for segment in segments),
         actions=len(trace),
-        at_action=at_action,
-        holders=_holders(_live_at(before, trace, at_action)),
-        out_of_memory_bytes=out_of_memory_bytes,
+        at_action=actions - 1 if actions else None,
+        holders=_holders(live.values()),
+        out_of_memory_bytes=next((int(entry["size"]) for entry in reversed(trace) if entry["action"] == "oom"), None),
     )
 
 
@@ -147,14 +139,18 @@ def _blocks_before(segments: Sequence[Mapping[str, Any]], trace: Sequence[Mappin
     return found
 
 
-def _live_at(before: Mapping[int, _HeldBlock], trace: Sequence[Mapping[str, Any]], at_action: int | None) -> Iterable[_HeldBlock]:
-    live = dict(before)
-    for entry in trace[: 0 if at_action is None else at_action + 1]:
-        if entry["action"] == "alloc":
-            live[entry["addr"]] = _HeldBlock(int(entry["size"]), _holder(entry.get("frames", ())))
-        elif entry["action"] == "free_requested":
-            del live[entry["addr"]]
-    return live.values()
+def _levels(live: dict[int, _HeldBlock], trace: Sequence[Mapping[str, Any]]) -> Iterator[int]:
+    """Yield the bytes of the blocks `live`, and those after each action of `trace`, which is applied to them."""
+    level_bytes = sum(block.size_bytes for block in live.values())
+    yield level_bytes
+    for entry in trace:
+        match entry["action"]:
+            case "alloc":
+                live[entry["addr"]] = _HeldBlock(int(entry["size"]), _holder(entry.get("frames", ())))
+                level_bytes += int(entry["size"])
+            case "free_requested":
+                level_bytes -= live.pop(entry["addr"]).size_bytes
+        yield level_bytes
 
 
 def _holders(blocks: Iterable[_HeldBlock]) -> tuple[Holder, ...]:

@@ -1,6 +1,5 @@
 """Advice on which budget to choose. Never imports torch."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from graphs.units import format_bytes
@@ -8,6 +7,7 @@ from planner.capture.options import option_called
 from planner.memory import CountedMemory
 from planner.plans.record import GraphSummary
 from planner.reserved import EagerMemory
+from planner.views.text import table
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +127,7 @@ class Advice:
         recommended = self.recommended
         take = "" if recommended.budget_bytes is None else format_bytes(recommended.budget_bytes)
         take += f" with {', '.join(recommended.options)}" if recommended.options else ""
-        tables = (_columns(rows) for rows in (facts, budgets, offered) if len(rows) > 1)
+        tables = (table(rows[0], rows[1:], numbers=0) for rows in (facts, budgets, offered) if len(rows) > 1)
         size = recommended.reserved_bytes
         context = " and CUDA's context take" if self.memory.counts_context else " reserves"
         reserves = "" if size is None else f"; PyTorch's allocator{context} {format_bytes(size)} for it"
@@ -152,8 +152,3 @@ class Advice:
         lossy = option_called(option.name).lossy
         results = "exact" if option.exact else "lossy" if lossy else "may be rounded differently"
         return option.name, format_bytes(option.least_found_bytes), str(option.price), results
-
-
-def _columns(rows: Sequence[Sequence[str]]) -> str:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(f"{cell:<{w}}" for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)

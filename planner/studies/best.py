@@ -5,6 +5,7 @@ from types import MappingProxyType
 
 from graphs.units import format_bytes
 from planner.studies.comparison_rows import OPTIMUM, PEAK_OF, ComparisonRow, RunBy
+from planner.studies.tables import bold
 from solvers.result import Reason
 
 # Kinds whose members differ in their eviction rule.
@@ -114,12 +115,7 @@ def _step_text(kind: str, row: ComparisonRow, least: float) -> str:
     """Return measured time and peak of a step with its options as text, in bold if it reads like the `least` time."""
     time = f"{row.measured_ratio:.2f}x"
     options = row.method if kind == "sac" else row.method.partition(" ")[2]
-    return f"{mark(time, f'{least:.2f}x')}, {row.measured_memory}{f' ({options})' if options else ''}"
-
-
-def mark(text: str, least: str) -> str:
-    """Return `text`, in bold if it equals `least`."""
-    return f"**{text}**" if text == least else text
+    return f"{bold(time, best=time == f'{least:.2f}x')}, {row.measured_memory}{f' ({options})' if options else ''}"
 
 
 def why_not_measured(kind: Sequence[ComparisonRow], budget_bytes: int) -> str:

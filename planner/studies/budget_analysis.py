@@ -16,6 +16,7 @@ from planner.reserved import context_bytes_of, eager_bytes, eager_memory, eager_
 from planner.studies.advice import Advice, OptionAdvice, Price, Recommendation
 from planner.studies.frontier import Frontier, evenly, outside_in
 from planner.studies.solves import result_in
+from planner.studies.workers import ignore, never
 from solvers.clock import Clock, WallClock, left
 from solvers.least import LeastBudgetBracket, least_budget
 from solvers.order.reorder import Reordering, reordered
@@ -45,8 +46,8 @@ def advise_graph(  # noqa: PLR0913  # those of planner.advise
     link: str | float | None = None,
     host_budget: str | int | None = None,
     time_limit_s: float = 45.0,
-    on_activity: Callable[[str], None] | None = None,
-    should_stop: Callable[[], bool] | None = None,
+    on_activity: Callable[[str], object] = ignore,
+    should_stop: Callable[[], bool] = never,
 ) -> Advice:
     """Return the memory that `graph` needs, the overhead at smaller budgets, and the budget to choose.
 
@@ -67,7 +68,7 @@ def advise_graph(  # noqa: PLR0913  # those of planner.advise
     counted, clock = memory_of(graph, memory), WallClock(time_limit_s)
     if available_bytes is not None and counted.counts_context:
         available_bytes += context_bytes_of(graph)
-    work = _Analysis(graph, counted, clock, on_activity or (lambda _: None), should_stop or (lambda: False))
+    work = _Analysis(graph, counted, clock, on_activity, should_stop)
     names = options_to_try(graph) if options is None else tuple(options)
     for name in names:
         if Need.DEVICES in needs((name,)):
@@ -104,7 +105,7 @@ class _Analysis:
         graph: Graph,
         memory: CountedMemory,
         clock: Clock,
-        on_activity: Callable[[str], None],
+        on_activity: Callable[[str], object],
         should_stop: Callable[[], bool],
     ) -> None:
         self.graph, self.memory, self.clock, self.tell, self.should_stop = graph, memory, clock, on_activity, should_stop

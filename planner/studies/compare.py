@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -21,6 +21,7 @@ from planner.studies.comparison_rows import OPTIMUM, ComparisonRow, Key, RunBy, 
 from planner.studies.jobs import run
 from planner.studies.settings import StudySettings
 from planner.studies.solves import result_in
+from planner.studies.workers import never
 from planner.visible import visible
 from solvers.clock import Clock, WallClock, left
 from solvers.order.reorder import in_program_order
@@ -62,35 +63,30 @@ class SolveRow:
 
     Attributes:
         graph: the graph to solve.
-        model: name of the model.
+        settings: name of the model, settings of each solve, and seed of the weights and the batch.
         memory: what budgets count.
         base_peak_bytes: peak of the step without recomputation.
-        tolerance, time_limit_s: settings of each solve.
-        seed: seed of the graph's weights and batch.
         commit, machine: provenance of the rows; None for the machine that solves them.
         recorded: settings of the graph's options and of what budgets count, for the rows.
     """
 
     graph: Graph
-    model: str
+    settings: StudySettings
     memory: CountedMemory
     base_peak_bytes: int
-    tolerance: float
-    time_limit_s: float
-    seed: int
     commit: str
     machine: str | None
     recorded: Mapping[str, object]
 
     def __call__(self, task: Task, should_stop: Callable[[], bool]) -> Solved:
         """Return the row of `task`; an error of a method is recorded as its reason."""
-        limit_s = self.time_limit_s if task.time_limit_s is None else task.time_limit_s
+        limit_s = self.settings.time_limit_s if task.time_limit_s is None else task.time_limit_s
         row = replace(self.row(task.run_by, task.method, task.budget, task.budget_bytes, status="error"), time_limit_s=limit_s)
         try:
             # Methods that only recompute solve the program alone; its schedules are also schedules with options.
             graph = self.graph if SOLVERS[task.method].copies else without_options(self.graph)
             asked = in_program_order(graph), task.budget_bytes, self.memory, WallClock(limit_s), task.method
-            result = result_in(*asked, tolerance=self.tolerance, must_stop=should_stop)
+            result = result_in(*asked, tolerance=self.settings.tolerance, must_stop=should_stop)
         except PlannerError as error:
             return Solved(replace(row, message=_one_line(str(error))), None)
         row = replace(
@@ -107,7 +103,7 @@ class SolveRow:
     def row(self, run_by: RunBy, method: str, budget: str, budget_bytes: int | None, *, status: str) -> ComparisonRow:
         """Return a row before anything is solved or measured."""
         return ComparisonRow(
-            model=self.model,
+            model=visible(self.settings.model),
             fingerprint=self.graph.fingerprint,
             run_by=str(run_by),
             method=method,
@@ -116,7 +112,8 @@ class SolveRow:
             status=status,
             settings=self._settings({}),
             base_s=self.graph.time_s,
-            **attributes(self, "base_peak_bytes", "tolerance", "time_limit_s", "seed", "commit"),
+            **attributes(self, "base_peak_bytes", "commit"),
+            **attributes(self.settings, "tolerance", "time_limit_s", "seed"),
             machine=self.machine or machine(),
             versions=self._versions({}),
         )
@@ -140,10 +137,9 @@ def judge_of(graph: Graph, settings: StudySettings, memory: CountedMemory, machi
     """
     return SolveRow(
         graph=graph,
-        model=visible(settings.model),
+        settings=settings,
         memory=memory,
         base_peak_bytes=summarize(graph).keep_everything_peak_bytes,
-        **attributes(settings, "tolerance", "time_limit_s", "seed"),
         commit=commit(),
         machine=machine_name,
         recorded={**settings.options.recorded(graph), **recorded_memory(memory)},
@@ -175,7 +171,7 @@ def compare(
     settings: StudySettings = _DEFAULTS,
     *,
     on_row: Callable[[ComparisonRow, int, int], None] | None = None,
-    should_stop: Callable[[], bool] | None = None,
+    should_stop: Callable[[], bool] = never,
 ) -> list[ComparisonRow]:
     """Solve `graph` by every method at every budget, and keep the rows in ``rows.csv`` in `folder`.
 
@@ -199,7 +195,6 @@ def compare(
         UsageError: no such method, options out of range, or reserved memory on the CPU.
     """
     graph = settings.options.apply(graph)
-    stop = should_stop or (lambda: False)
     judge = judge_of(graph, settings, memory_of(graph, settings.memory))
     tasks = tasks_for(judge, budgets, methods, RunBy.SIMULATOR)
     places = {task.key: place for place, task in enumerate(tasks)}
@@ -208,8 +203,8 @@ def compare(
     waiting = [task for task in tasks if task.key in absent]
     done = len(tasks) - len(waiting)
     shared = Shares(waiting, WallClock(settings.total_time_limit_s), settings.time_limit_s, settings.jobs)
-    for solved in run(judge, shared.take, stop, jobs=min(settings.jobs, max(1, len(waiting))), cluster=settings.cluster):
-        if stop():
+    for solved in run(judge, shared.take, should_stop, jobs=min(settings.jobs, max(1, len(waiting))), cluster=settings.cluster):
+        if should_stop():
             continue
         kept.add(solved.row)
         done += 1
@@ -265,16 +260,6 @@ def _shares(task: Task) -> bool:
 def cut_short(row: ComparisonRow) -> bool:
     """Return whether a method was stopped by its time limit before it finished."""
     return row.seconds is not None and row.seconds >= row.time_limit_s and row.status != Status.OPTIMAL
-
-
-def solve_tasks(judge: SolveRow, tasks: Sequence[Task], *, jobs: int, should_stop: Callable[[], bool]) -> Iterator[Solved]:
-    """Yield the result of each task as soon as it is known; `jobs` tasks run at a time.
-
-    Raises:
-        PlannerError: `jobs` is out of range, or a process was lost.
-    """
-    waiting = iter(tasks)
-    return run(judge, lambda: next(waiting, None), should_stop, jobs=min(jobs, max(1, len(tasks))))
 
 
 def _one_line(message: str) -> str:

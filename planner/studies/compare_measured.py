@@ -26,8 +26,9 @@ from planner.runtime.measure import device_name, ratio_in_turns
 from planner.settings import TraceSettings
 from planner.studies.baselines import Method, eager
 from planner.studies.best import HEURISTICS, undominated
-from planner.studies.compare import Solved, SolveRow, Task, judge_of, solve_tasks, tasks_for
+from planner.studies.compare import Solved, SolveRow, Task, judge_of, tasks_for
 from planner.studies.comparison_rows import OPTIMUM, PEAK_OF, ComparisonRow, RunBy, missing, open_rows
+from planner.studies.jobs import run
 from planner.studies.measured import Benchmark, Measured
 from planner.studies.rows import KeptRows
 from planner.studies.settings import StudySettings
@@ -189,7 +190,9 @@ class _Comparison:
 
     def _solve(self, tasks: Sequence[Task]) -> list[Solved]:
         solved: list[Solved] = []
-        for one in solve_tasks(self.judge, tasks, jobs=self.settings.jobs, should_stop=self.should_stop):
+        waiting = iter(tasks)
+        jobs = min(self.settings.jobs, max(1, len(tasks)))
+        for one in run(self.judge, lambda: next(waiting, None), self.should_stop, jobs=jobs):
             solved.append(one)
             self.say(f"solved {one.row.method} at {one.row.budget}")
         return [] if self.should_stop() else solved  # results of stopped solves are dropped

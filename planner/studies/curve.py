@@ -19,6 +19,7 @@ from planner.studies.jobs import run
 from planner.studies.rows import column, key, read_rows, text, value
 from planner.studies.settings import StudySettings
 from planner.studies.solves import result_in
+from planner.studies.workers import ignore, never
 from solvers.clock import Clock, WallClock, left
 from solvers.least import LeastBudgetBracket, least_budget
 from solvers.order.reorder import Reordering
@@ -87,18 +88,12 @@ class Curve:
         """A row for each point."""
         return tuple(
             CurveRow(
-                budget_bytes=point.budget_bytes,
+                **attributes(point, "budget_bytes", "gap", "time_s", "bound_s", "peak_bytes", "reserved_bytes", "seconds"),
                 memory=str(self.memory),
                 budget_share=point.budget_bytes / self.eager_bytes if self.eager_bytes else None,
                 status=str(point.status),
                 overhead=self.overhead(point.time_s),
                 bound_overhead=self.overhead(point.bound_s),
-                gap=point.gap,
-                time_s=point.time_s,
-                bound_s=point.bound_s,
-                peak_bytes=point.peak_bytes,
-                reserved_bytes=point.reserved_bytes,
-                seconds=point.seconds,
                 options=",".join(self.options),
             )
             for point in self.points
@@ -147,8 +142,8 @@ def curve(
     *,
     solver: str = "windows",
     reorder: bool | None = None,
-    on_activity: Callable[[str], None] | None = None,
-    should_stop: Callable[[], bool] | None = None,
+    on_activity: Callable[[str], object] = ignore,
+    should_stop: Callable[[], bool] = never,
 ) -> Curve:
     """Solve `graph` at several budgets.
 
@@ -173,7 +168,7 @@ def curve(
     """
     get_solver(solver)
     clock, options = WallClock(settings.total_time_limit_s), settings.options
-    how = _How(settings, solver, reorder, on_activity, should_stop or (lambda: False))
+    how = _How(settings, solver, reorder, on_activity, should_stop)
     program = with_options(graph, ())
     options.check_solver(solver)
     if not options.names:
@@ -198,20 +193,15 @@ class _How:
     settings: StudySettings
     solver: str
     reorder: bool | None
-    on_activity: Callable[[str], None] | None
+    on_activity: Callable[[str], object]
     should_stop: Callable[[], bool]
-
-    def tell(self, activity: str) -> None:
-        """Report an activity."""
-        if self.on_activity is not None:
-            self.on_activity(activity)
 
 
 def _curve(graph: Graph, budgets: int | Sequence[str | int], how: _How, clock: Clock) -> Curve:
     """Return the curve of a graph whose options are applied already; see ``curve``."""
     memory = memory_of(graph, how.settings.memory)
     whole_bytes = eager_bytes(graph, memory)
-    how.tell("looking for an order of the ops that needs less memory")
+    how.on_activity("looking for an order of the ops that needs less memory")
     order = order_for(graph, how.solver, reorder=how.reorder, clock=clock.part(_ORDER_SHARE * clock.limit))
     known = Frontier(order, how.settings.tolerance, memory)
     least = None
@@ -236,7 +226,7 @@ def _curve(graph: Graph, budgets: int | Sequence[str | int], how: _How, clock: C
 
 def _least_in(known: Frontier, how: _How, clock: Clock) -> LeastBudgetBracket:
     """Return the bracket of the least feasible budget, and add it to what is known."""
-    how.tell("looking for the least feasible budget")
+    how.on_activity("looking for the least feasible budget")
     part = clock.part(min(_LEAST_S, _LEAST_SHARE * clock.limit, how.settings.time_limit_s))
     return known.learn_least(least_budget(known.order.graph, clock=part, should_stop=how.should_stop))
 

@@ -8,6 +8,7 @@ from typing import Any, Generic, TypeVar
 from graphs.io.files import write_text
 from planner.studies.jobs import run
 from planner.studies.rows import KeptRows, Key, Row
+from planner.studies.workers import never
 
 Case = TypeVar("Case")
 
@@ -61,7 +62,7 @@ class Study(Generic[Case, Row]):
         """
         waiting = ((case, known) for key, case in cases.items() if self._is_missing(known := kept.of(*key)))
         job = _Job(self.run, at_once=self.whole or jobs > 1 or cluster is not None)
-        for made in run(job, lambda: next(waiting, None), lambda: False, jobs=jobs, cluster=cluster):
+        for made in run(job, lambda: next(waiting, None), never, jobs=jobs, cluster=cluster):
             for rows in (made,) if isinstance(made, tuple) else ((row,) for row in made):
                 kept.add(*rows)
                 yield rows

@@ -13,6 +13,7 @@ from graphs.units import format_bytes
 from planner.attributes import attributes
 from planner.memory import CountedMemory
 from planner.reserved import reserved_beside, reserved_bytes_of
+from planner.studies.workers import ignore
 from solvers.clock import Clock, left
 from solvers.least import LeastBudgetBracket
 from solvers.order.reorder import Reordering
@@ -188,7 +189,7 @@ class Turns:
         clock: Clock,
         time_limit_s: float,
         jobs: int = 1,
-        on_activity: Callable[[str], None] | None = None,
+        on_activity: Callable[[str], object] = ignore,
     ) -> None:
         self.known = known
         self.waiting = [budgets[i] for i in outside_in(len(budgets))]
@@ -255,7 +256,6 @@ class Turns:
         return min(self._time_limit_s, left_s, max(_SHORTEST_S, share_s))
 
     def _tell(self, budget: int, limit_s: float, unsettled: int) -> None:
-        if self._on_activity is not None:
-            again = "again, " if budget in self.seconds else ""
-            settled = f"{len(self.budgets) - unsettled} of {len(self.budgets)} budgets settled"
-            self._on_activity(f"solving {format_bytes(budget)}, {again}for up to {limit_s:.0f} s; {settled}")
+        again = "again, " if budget in self.seconds else ""
+        settled = f"{len(self.budgets) - unsettled} of {len(self.budgets)} budgets settled"
+        self._on_activity(f"solving {format_bytes(budget)}, {again}for up to {limit_s:.0f} s; {settled}")

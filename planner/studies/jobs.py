@@ -5,9 +5,9 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from multiprocessing.connection import wait as wait_for
 from multiprocessing.synchronize import Event
 from typing import Any, ParamSpec, TypeVar
@@ -65,22 +65,16 @@ def _workers(
         raise PlannerError(f"jobs is {jobs!r}: must be at least 1")
     if cluster is not None:
         return on_cluster(job, cluster)
-    return _here(job, should_stop) if jobs == 1 else _beside(job, jobs)
+    return nullcontext(_here(job, should_stop)) if jobs == 1 else _beside(job, jobs)
 
 
-@contextmanager
-def _here(job: Job[Task, Done], should_stop: Callable[[], bool]) -> Iterator[Workers[Task, Done]]:
-    with _InThisProcess() as executor:
-        yield Workers(lambda task: executor.submit(job, task, should_stop), count=1)
-
-
-class _InThisProcess(Executor):
-    """An executor that runs each call when it is submitted."""
-
-    def submit(self, call: Callable[Given, Returned], /, *given: Given.args, **named: Given.kwargs) -> Future[Returned]:
-        future: Future[Returned] = Future()
-        future.set_result(call(*given, **named))
+def _here(job: Job[Task, Done], should_stop: Callable[[], bool]) -> Workers[Task, Done]:
+    def submit(task: Task) -> Future[Done]:
+        future: Future[Done] = Future()
+        future.set_result(job(task, should_stop))
         return future
+
+    return Workers(submit, count=1)
 
 
 @contextmanager
@@ -99,16 +93,17 @@ def _beside(job: Job[Task, Done], jobs: int) -> Iterator[Workers[Task, Done]]:
 
 
 class _Undisturbed(ProcessPoolExecutor):
-    """A process pool whose processes ignore Ctrl-C from the start; the main process tells them to stop."""
+    """A process pool whose processes ignore Ctrl-C from the start; the main process tells them to stop.
+
+    Processes inherit that SIGINT is blocked until they ignore it. In this process a SIGINT is only delayed by that.
+    """
 
     def submit(self, call: Callable[Given, Returned], /, *given: Given.args, **named: Given.kwargs) -> Future[Returned]:
-        if threading.current_thread() is not threading.main_thread():
-            return super().submit(call, *given, **named)
-        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             return super().submit(call, *given, **named)
         finally:
-            signal.signal(signal.SIGINT, before)
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 # In the worker process.

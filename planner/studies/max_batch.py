@@ -15,6 +15,7 @@ from planner.solving import order_for
 from planner.studies.fitting import Decision, Enough, largest
 from planner.studies.sizes import OPTIMAL, LargestSize, SizedMethod, Wanted
 from planner.studies.solves import result_in
+from planner.studies.workers import ignore, never
 from solvers.clock import WallClock
 from solvers.order.reorder import Reordering
 from solvers.result import Result, Status
@@ -28,8 +29,8 @@ def max_batch(
     graph_of: Callable[[int], Graph],
     wanted: Wanted,
     *,
-    on_activity: Callable[[str], None] | None = None,
-    should_stop: Callable[[], bool] | None = None,
+    on_activity: Callable[[str], object] = ignore,
+    should_stop: Callable[[], bool] = never,
 ) -> tuple[LargestSize, ...]:
     """Return the largest size for each of `wanted.methods`.
 
@@ -46,7 +47,7 @@ def max_batch(
         InfeasibleError: proved: not even the least size fits.
         LimitError: none was found to fit in the time given, or before it was stopped.
     """
-    search = _SizeSearch(graph_of, wanted, on_activity, should_stop or (lambda: False))
+    search = _SizeSearch(graph_of, wanted, on_activity, should_stop)
     answers: list[LargestSize] = []
     for method in wanted.methods:
         beyond = max((answer.size or 0 for answer in answers), default=0) // wanted.unit if method.solver == OPTIMAL else 0
@@ -65,11 +66,11 @@ class _SizeSearch:
         self,
         graph_of: Callable[[int], Graph],
         wanted: Wanted,
-        on_activity: Callable[[str], None] | None,
+        on_activity: Callable[[str], object],
         should_stop: Callable[[], bool],
     ) -> None:
         self.wanted = wanted
-        self.on_activity = on_activity
+        self.tell = on_activity
         self.should_stop = should_stop
         self.extrapolated: set[int] = set()
         self.found: dict[int, list[Result]] = {}  # by size in units, the results with a schedule
@@ -115,10 +116,6 @@ class _SizeSearch:
 
     def doing(self, method: SizedMethod, units: int) -> str:
         return f"{method.name}: {self.wanted.varies} {units * self.wanted.unit}"
-
-    def tell(self, activity: str) -> None:
-        if self.on_activity is not None:
-            self.on_activity(activity)
 
     def check(self) -> None:
         if self.should_stop():

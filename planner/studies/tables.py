@@ -59,6 +59,16 @@ class Column:
         return form(found) if callable(form) else form.format(found)
 
 
+def share_column(title: str, part: str, whole: str, form: str | Callable[[Any], str], missing: str = "") -> Column:
+    """Return the column of the attribute `part` divided by `whole`; `missing` if one of them is unknown, or `whole` is 0."""
+
+    def value(item: object) -> float | None:
+        of, by = getattr(item, part), getattr(item, whole)
+        return of / by if of is not None and by else None
+
+    return Column(title, value, form, missing)
+
+
 def unit_of(name: str) -> Callable[[Any], str]:
     """Return the format for values of the attribute `name`, by the unit in its name."""
     return next((form for end, form in UNITS.items() if name.endswith(end)), str)
@@ -84,6 +94,11 @@ def as_markdown(rows: Sequence[Sequence[str]]) -> str:
     """Return `rows`, the first of them the header, as a Markdown table."""
     header, *body = (f"| {' | '.join(row)} |" for row in rows)
     return "\n".join((header, f"|{' --- |' * len(rows[0])}", *body)) + "\n"
+
+
+def bold(text: str, *, best: bool) -> str:
+    """Return `text`, in bold if it is the best of its line."""
+    return f"**{text}**" if best else text
 
 
 def bullets(sentences: Iterable[str]) -> str:

@@ -14,6 +14,15 @@ Done = TypeVar("Done")
 Job: TypeAlias = Callable[[Task, Callable[[], bool]], Done]
 
 
+def ignore(_: str) -> None:
+    """Do nothing with an activity: nobody is told."""
+
+
+def never() -> bool:
+    """Return False: nobody asks to stop."""
+    return False
+
+
 @dataclass(frozen=True, slots=True)
 class Workers(Generic[Task, Done]):
     """An executor for the tasks of a job.

@@ -34,6 +34,8 @@ _MUCH = 1.5
 _ROUNDING = 0.05  # of the largest element: partial sums in half precision are far below
 _MORE_THAN_PREDICTED = 3.0  # of a gradient error
 _LEAST_S, _LEAST_BYTES = 0.02, 32 * 2**20
+_CAPTURED = "some op was captured as several; please report it"
+_BUSY_OR_CAPTURED = f"other work ran on the machine, and planning again helps, or {_CAPTURED}"
 
 
 def compare_with_eager(
@@ -125,14 +127,13 @@ def warn_of_differences(plan: Plan) -> None:
         warnings.warn(f"the planned step {eager.describe_differences()}", EagerWarning, stacklevel=3)
     kept_bytes = plan.graph.keep_everything_peak_bytes
     if kept_bytes > max(_MUCH * eager.peak_bytes, eager.peak_bytes + _LEAST_BYTES):
-        _warn_dearer(format_bytes(kept_bytes), f"{eager.reference} {format_bytes(eager.peak_bytes)}")
+        _warn_dearer(format_bytes(kept_bytes), f"{eager.reference} {format_bytes(eager.peak_bytes)}", why=_CAPTURED)
     kept_s = eager.planned_time_s / (1 + plan.overhead)
     if kept_s > max(_MUCH * eager.time_s, eager.time_s + _LEAST_S):
-        _warn_dearer(format_seconds(kept_s), f"{eager.reference} {format_seconds(eager.time_s)}")
+        _warn_dearer(format_seconds(kept_s), f"{eager.reference} {format_seconds(eager.time_s)}", why=_BUSY_OR_CAPTURED)
 
 
-def _warn_dearer(kept: str, plain: str) -> None:
-    why = "some op was captured as several"
+def _warn_dearer(kept: str, plain: str, *, why: str) -> None:
     warnings.warn(f"what is planned takes {kept} with everything kept, and {plain}: {why}", EagerWarning, stacklevel=4)
 
 

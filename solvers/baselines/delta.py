@@ -183,11 +183,7 @@ class DeltaRun:
             idle = [t for t in device.live if not self.locks[t] and t not in self.graph.kept and t not in outputs]
             idle.sort(key=lambda t: (-self.offer.size_bytes(t) * (device.now_s - self.touched_s[t]), t))
             if not any(self._evict(t) for t in idle):
-                raise OnlineFailedError(
-                    f"out of memory: op {self.graph.ops[op_id].name!r} needs {format_bytes(size_bytes)} more, "
-                    f"{format_bytes(device.memory_bytes)} are in use, and nothing is left to evict",
-                    Reason.MEMORY,
-                )
+                raise OnlineFailedError.out_of_memory(self.graph.ops[op_id], size_bytes, device.memory_bytes)
 
     def _evict(self, t: int) -> bool:
         """Free or swap tensor `t`; return False if neither is possible."""

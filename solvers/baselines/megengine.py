@@ -22,7 +22,7 @@ import numpy as np
 
 from graphs.ir import Graph
 from solvers.baselines.common.online import Foresight, OnlineRun, online_result
-from solvers.online.heuristics import BYTES_PER_S, MIB, Heuristic, Interpreter
+from solvers.online.heuristics import MIB, Heuristic, Interpreter
 from solvers.online.ledger import Deallocation
 from solvers.online.storages import Floats, Ints
 from solvers.request import Request
@@ -98,18 +98,11 @@ class StaticRule(Foresight):
 
     keeps_siblings = False
     keeps_random = True
+    counts_bytes = True
 
     def __init__(self, least_bytes: int = MIB, time_factor: float = 1.0, memory_factor: float = 1.0) -> None:
         self.least_bytes = least_bytes
         self.time_factor, self.memory_factor = time_factor, memory_factor
-
-    def spares(self, size_bytes: int) -> bool:
-        """Return True for up to `least_bytes`."""
-        return size_bytes <= self.least_bytes
-
-    def estimate_s(self, time_s: float, moved_bytes: int) -> float:
-        """Return the seconds by the bytes."""
-        return moved_bytes / BYTES_PER_S
 
     def follow(self, run: OnlineRun) -> None:
         """Prepare the relations of the tensors for a run."""

@@ -149,11 +149,7 @@ class MonetProgram(TermProgram):
                     present.append((self.V[k, i, a], made))
             rows.append((present, _MEMORY_RANGE - sum(size[t] for t in self._certain(k, i))))
         for present, limit in rows:
-            merged: dict[int, float] = {}
-            for column, weight in present:
-                if column is not None:
-                    merged[column] = merged.get(column, 0.0) + weight
-            self.at_most(list(merged.items()), limit)
+            self.at_most(present, limit)
 
     def _certain(self, k: int, i: int) -> Iterator[int]:
         """Yield the tensors that are in memory at the turn of i in stage k anyway: kept ones, and those between later ops."""

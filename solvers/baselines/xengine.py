@@ -496,7 +496,7 @@ class _Clocks:
                             copied = copied_s / program.unit_s
                             repeats = [(column, -slowest - copied) for column in {*again[op.id], *again[p]}]
                             both: list[Weighted] = [(there, copied), (made, copied)]
-                            program.at_most([(begin, 1), *_sum([*times, *both]), (end, -1), *repeats], copied)
+                            program.at_most([(begin, 1), *times, *both, (end, -1), *repeats], copied)
             earliest.append(end)
         return earliest
 
@@ -507,13 +507,6 @@ def _copied_s(placement: Placement, d: int, e: int, x: int) -> float | None:
         return None
     times = [placement.whole.ops[op].time_s for (_, target, y), op in placement.copies.items() if target == e and y == x]
     return min(times, default=None)
-
-
-def _sum(terms: list[Weighted]) -> list[Weighted]:
-    weights: dict[Term, float] = {}
-    for term, weight in terms:
-        weights[term] = weights.get(term, 0.0) + weight
-    return list(weights.items())
 
 
 def serial_schedule(program: XEngineProgram, values: Floats) -> Schedule:

@@ -80,22 +80,26 @@ class Heuristic(ABC):
         bounded: True if that holds; otherwise all candidates are scored for each choice.
         keeps_siblings: True if an op that is recomputed for one output leaves the others in memory too.
         keeps_random: True if outputs of random ops are never evicted.
+        least_bytes: storages of up to this size are never evicted.
+        counts_bytes: True if it estimates the time of an op from the bytes read and written.
     """
 
     bounded = True
     keeps_siblings = True
     keeps_random = False
+    least_bytes = -1
+    counts_bytes = False
 
     def spares(self, size_bytes: int) -> bool:
         """Return True if storages of this size are never evicted."""
-        return False
+        return size_bytes <= self.least_bytes
 
     def estimate_s(self, time_s: float, moved_bytes: int) -> float:
         """Return the heuristic's estimate of the seconds of an op, which takes `time_s` and reads and writes `moved_bytes`.
 
         It is the cost of the op, and what it adds to the clock by which storages become stale.
         """
-        return time_s
+        return moved_bytes / BYTES_PER_S if self.counts_bytes else time_s
 
     def begin(self, storages: Storages) -> None:
         """Prepare for the storages of an empty ledger, whose heuristic it is from now on."""
@@ -414,18 +418,11 @@ class Interpreter(CostByClasses):
     """
 
     keeps_random = True
+    counts_bytes = True
 
     def __init__(self, least_bytes: int = MIB) -> None:
         super().__init__()
         self.least_bytes = least_bytes
-
-    def spares(self, size_bytes: int) -> bool:
-        """Return True for up to `least_bytes`."""
-        return size_bytes <= self.least_bytes
-
-    def estimate_s(self, time_s: float, moved_bytes: int) -> float:
-        """Return the seconds by the bytes."""
-        return moved_bytes / BYTES_PER_S
 
     def neighbours(self, storage: int) -> list[int]:
         """Return the inputs of the producer of `storage`, and its siblings."""

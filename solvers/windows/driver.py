@@ -182,25 +182,19 @@ def _run_part(part: Part) -> None:
     """Search a part in its process, or in this thread if it has none."""
     if not part.await_turn():
         return
-    process = part.start_process(_run_alone_in_process if part.alone else _run_in_process)
+    function = run_alone if part.alone else run
+    process = part.start_process(partial(_run_in_process, function=function))
     if process is not None:
         with process:
             part.follow(process)
         return
     search = part.search()
-    if part.alone:
-        run_alone(search)
-    else:
-        run(search)
+    function(search)
     part.close(search)
 
 
-def _run_in_process(search: Search, _: Inbox) -> None:
-    run(search)
-
-
-def _run_alone_in_process(search: Search, _: Inbox) -> None:
-    run_alone(search)
+def _run_in_process(search: Search, _: Inbox, *, function: Callable[[Search], None]) -> None:
+    function(search)
 
 
 @contextmanager

@@ -1,7 +1,6 @@
 """The state of one solve that all strategies share."""
 
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Self
 
@@ -102,10 +101,6 @@ class Search:
         incumbent.take(trial)
         return trial
 
-    def polled_per_execution(self, order: Order, should_stop: Callable[[], bool]) -> Callable[[], bool]:
-        """Return `should_stop` for polling after each trial of an order of this length, which counts its work."""
-        return self.stopping.polled(WORK_PER_EXECUTION * len(order.computed), should_stop)
-
     def _simulated(self, order: Order) -> Trial:
         self.clock.spend(WORK_PER_EXECUTION * len(order.computed))
         return try_out(self.problem, order)
@@ -116,5 +111,5 @@ class Search:
 
     def _pruned(self, trial: Trial, detail: Discretization | None = None) -> Trial:
         """Return `trial` without needless recomputations."""
-        should_stop = self.polled_per_execution(trial.order, self.stopping.stopped)
+        should_stop = self.stopping.polled(WORK_PER_EXECUTION * len(trial.order.computed), self.stopping.stopped)
         return prune(self.problem, trial, detail, self.budget_bytes, should_stop, self.params.refinement.passes)

@@ -24,7 +24,8 @@ from planner.plans.document import plan_to_dict
 from planner.plans.plan import Plan, plan_from_dict
 from planner.report.graph_text import graph_text
 from planner.reserved import EagerMemory, eager_reserved_bytes, least_device_bytes, requests_of, reserved_beside
-from planner.solving import solve
+from planner.settings import SolveSettings
+from planner.solving import solve, solve_graph
 from planner.studies.budget_analysis import advise_graph
 from solvers.result import SolveProgress
 
@@ -189,10 +190,15 @@ def test_plans_on_the_way_fit_the_budget() -> None:
     assert plan.peak_bytes <= least_device_bytes(graph, plan.schedule) <= plan.reserved_bytes  # type: ignore[operator]
 
 
-def test_a_solve_that_is_stopped_returns_a_plan_that_fits() -> None:
+def test_a_solve_that_should_stop_returns_a_plan_that_fits() -> None:
     graph = chain(size_bytes=6 * MIB)
-    plan = solve(graph, 39 * MIB, should_stop=lambda: True)
+    plan = solve_graph(graph, 39 * MIB, SolveSettings(), should_stop=lambda: True)
     assert plan.reserved_bytes is not None and plan.reserved_bytes <= 39 * MIB
+
+
+def test_a_solve_that_must_stop_does_so_without_a_plan() -> None:
+    with pytest.raises(LimitError, match=r"no schedule within 40\.89 MB was found"):
+        solve(chain(size_bytes=6 * MIB), 39 * MIB, should_stop=lambda: True)
 
 
 def test_each_solve_is_stopped_by_its_own_gap() -> None:

@@ -112,6 +112,8 @@ def unlogged() -> Iterator[None]:
 def _users_own(step: TrainingStep, batch: Batch, on_fakes: Exception | None, *, observed: bool) -> Exception | None:
     """Return the exception that the user's own code raises on `batch`, with its traceback; None if it raises none.
 
+    A result that is no tensor is the user's too.
+
     Args:
         on_fakes: the exception on fake tensors. What real ones raise may depend on their values, so the step is run on them
             too, without its backward pass.
@@ -123,7 +125,7 @@ def _users_own(step: TrainingStep, batch: Batch, on_fakes: Exception | None, *, 
         return on_fakes if on_fakes is not None and _is_users(on_fakes) else None
     with torch.no_grad():
         found = _raised_by(lambda: call(step, batch))
-    return found if found is not None and _is_users(found) else None
+    return found if found is not None and (isinstance(found, TraceError) or _is_users(found)) else None
 
 
 def _raised_by(run: Callable[[], object]) -> Exception | None:

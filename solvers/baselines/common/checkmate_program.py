@@ -18,7 +18,6 @@ from typing import Any
 
 import pulp
 
-from graphs.ir import Graph
 from solvers.problem import Problem
 
 MOST_BINARIES = 500_000  # of R and S: PuLP takes several GB for more
@@ -70,7 +69,9 @@ class CheckmateModel:
         self.capacity = problem.capacity_bytes / self.memory_unit
         self.time_unit = (problem.base_s or 1.0) / _TIME_RANGE
         self.size = [size / self.memory_unit for size in problem.sizes]
-        self.last_stage = _last_stages(problem.graph)
+        # An op may be executed up to the stage before the one whose op writes its inputs in place.
+        stages = zip(problem.graph.ops, problem.last_again, strict=True)
+        self.last_stage = [min(last, self.ops - 1) if op.recomputable else op.id for op, last in stages]
         self.program = pulp.LpProblem("checkmate", pulp.LpMinimize)
         self.variable: Callable[..., Any] = self.program.add_variable
         self.R: dict[tuple[int, int], Any] = {}
@@ -257,18 +258,3 @@ def _sum(terms: Sequence[Weighted]) -> Any:
         else:
             total.addterm(term, weight)
     return total
-
-
-def _last_stages(graph: Graph) -> list[int]:
-    """Return for each op the last stage in which it may be executed, before one whose op writes its inputs in place."""
-    writers: dict[int, list[int]] = {}
-    for op in graph.ops:
-        for x in op.mutates:
-            writers.setdefault(x, []).append(op.id)
-    last = len(graph.ops) - 1
-    return [
-        min((w for x in (*op.inputs, *op.mutates) for w in writers.get(x, ()) if w > op.id), default=last)
-        if op.recomputable
-        else op.id
-        for op in graph.ops
-    ]

@@ -13,6 +13,7 @@ recomputed.
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Self
 
 from graphs.ir import Graph, Op
 from graphs.schedule import Compute, Free, Schedule, Step
@@ -70,6 +71,12 @@ class OnlineFailedError(Exception):
     def __init__(self, message: str, reason: Reason) -> None:
         super().__init__(message)
         self.reason = reason
+
+    @classmethod
+    def out_of_memory(cls, op: Op, wanted_bytes: int, memory_bytes: int) -> Self:
+        """Return the failure to make room for `wanted_bytes` beside `memory_bytes`."""
+        needs = f"op {op.name!r} needs {format_bytes(wanted_bytes)} more, {format_bytes(memory_bytes)} are in use"
+        return cls(f"out of memory: {needs}, and nothing is left to evict", Reason.MEMORY)
 
 
 class OnlineRun:
@@ -272,11 +279,7 @@ class OnlineRun:
         while self.memory_bytes + wanted_bytes > self.budget_bytes:
             victim = self.ledger.victim(self.clock_s)
             if victim is None:
-                raise OnlineFailedError(
-                    f"out of memory: op {self.graph.ops[op_id].name!r} needs {format_bytes(wanted_bytes)} more, "
-                    f"{format_bytes(self.memory_bytes)} are in use, and nothing is left to evict",
-                    Reason.MEMORY,
-                )
+                raise OnlineFailedError.out_of_memory(self.graph.ops[op_id], wanted_bytes, self.memory_bytes)
             self._free(self.tensor[victim])
             self._go_on()  # an op may need hundreds of evictions, each as long as its execution
 

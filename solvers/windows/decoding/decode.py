@@ -56,21 +56,18 @@ class Trial:
 
 def read_solution(model: Model, values: Floats) -> Solution:
     """Return the binaries of a solution, rounded at one half (HiGHS has checked that they are integer)."""
-    again: list[set[int]] = [set() for _ in model.detail.ends]
-    handed: list[set[int]] = [set() for _ in range(len(model.detail.ends) + 1)]
-    for (k, i), column in model.again.items():
-        if values[column] > 0.5:
-            again[k].add(i)
-    for (k, t), column in model.handed.items():
-        if values[column] > 0.5:
-            handed[k].add(t)
+    windows = len(model.detail.ends)
+
+    def chosen(columns: dict[tuple[int, int], int], count: int) -> tuple[frozenset[int], ...]:
+        found: list[set[int]] = [set() for _ in range(count)]
+        for (k, x), column in columns.items():
+            if values[column] > 0.5:
+                found[k].add(x)
+        return tuple(map(frozenset, found))
+
     instead = frozenset(b for b, column in model.instead.items() if values[column] > 0.5)
-    taken: list[set[int]] = [set() for _ in model.detail.ends]
-    for (k, t), column in model.taken.items():
-        if values[column] > 0.5:
-            taken[k].add(t)
-    freeze = tuple(map(frozenset, taken))
-    return Solution(tuple(map(frozenset, again)), tuple(map(frozenset, handed)), taken=freeze, instead=instead)
+    taken = chosen(model.taken, windows)
+    return Solution(chosen(model.again, windows), chosen(model.handed, windows + 1), taken=taken, instead=instead)
 
 
 def try_out(problem: Problem, order: Order) -> Trial:

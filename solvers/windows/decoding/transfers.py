@@ -160,6 +160,7 @@ class TransferPlan:
                     self.stays.append(stay)
             executed.append(op)
             self.index.append(index)
+        self._plan()
 
     def _transfer(self, op: int, source: PoolStay | None, place: int, index: int) -> None:
         (t,) = self.streams.outputs[op]
@@ -176,7 +177,7 @@ class TransferPlan:
             if source.read < 0:
                 source.read = place
 
-    def plan(self) -> None:
+    def _plan(self) -> None:
         """Set the positions from which transfers are issued; their memory is allocated from there on."""
         memory = self._memory_bytes()
         self._set_due(memory)
@@ -280,7 +281,6 @@ class TransferRun:
     """
 
     def __init__(self, lives: TransferPlan, reloads: frozenset[tuple[int, int]]) -> None:
-        lives.plan()
         self.lives, self.streams, self.reloads, streams = lives, lives.streams, reloads, lives.streams
         self.clock_s, self.done_s = ([0.0] * len(streams.names) for _ in range(2))  # done: the end of the last execution
         self.ready_s, self.busy_s = ([0.0] * len(streams.pool) for _ in range(2))  # busy: until the last transfer ends

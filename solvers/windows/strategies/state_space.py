@@ -72,15 +72,9 @@ def shortest(problem: Problem, max_states: int, *, below_s: float, should_stop: 
         below_s: only faster orders are searched.
         should_stop: polled; True ends the search undecided.
     """
-    n = problem.ops
-    in_masks = [sum(1 << t for t in inputs) for inputs in problem.inputs]
-    out_masks = [sum(1 << t for t in outputs) for outputs in problem.outputs]
-    # An op needs memory for its outputs and workspace, except outputs that overwrite inputs, which are then gone.
-    ways = [_ways(problem, i) for i in range(n)]
-    may_serve = _masks_of_use(problem)
+    moves = _Moves(problem)
     order = count()
-    watch = _ConflictWatch(problem)
-    start: _State = (0, 0, watch.start)
+    start: _State = (0, 0, moves.watch.start)
     cost = {start: 0.0}
     came: dict[_State, tuple[_State, int]] = {}
     # Ties, which are many, are broken towards later frontiers: one end is enough.
@@ -91,39 +85,58 @@ def shortest(problem: Problem, max_states: int, *, below_s: float, should_stop: 
         if state in closed:
             continue
         closed.add(state)
-        done, live, marks = state
-        if done == n:
+        if state[0] == problem.ops:
             return StateSpaceResult(decided=True, computed=_trace(came, state), bound_s=problem.base_s + spent)
         if len(cost) > max_states or (len(closed) % 1000 == 0 and should_stop()):
             return StateSpaceResult(decided=False, computed=None, bound_s=problem.base_s + spent)
-        moves: list[tuple[float, _State, int, int]] = []
+        for time_s, reached, size_bytes, i in moves.of(state, live_bytes):
+            total = spent + time_s
+            if reached not in closed and total < cost.get(reached, below_s - problem.base_s):
+                cost[reached] = total
+                came[reached] = (state, i)
+                heapq.heappush(heap, (total, -reached[0], next(order), reached, size_bytes))
+    return StateSpaceResult(decided=True, computed=None, bound_s=below_s)
+
+
+class _Moves:
+    """The moves of ``shortest``."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.watch = _ConflictWatch(problem)
+        self._problem = problem
+        self._inputs = [set_of(inputs) for inputs in problem.inputs]
+        self._outputs = [set_of(outputs) for outputs in problem.outputs]
+        # An op needs memory for its outputs and workspace, except outputs that overwrite inputs, which are then gone.
+        self._ways = [_ways(problem, i) for i in range(problem.ops)]
+        # For each number of executed ops the tensors that are kept or may still be read.
+        self._may_serve = [
+            set_of(t for t, last in enumerate(problem.last_use) if problem.kept[t] or last >= done)
+            for done in range(problem.ops + 1)
+        ]
+
+    def of(self, state: _State, live_bytes: int) -> Iterator[tuple[float, _State, int, int]]:
+        """Yield the seconds of each move from `state`, where it leads, the bytes in memory there, and the op (-1: none)."""
+        problem, watch, (done, live, marks) = self._problem, self.watch, state
         for i in range(done + 1):
             again = i < done
             if again and (not problem.recomputable[i] or problem.last_worth[i] < done or problem.last_again[i] < done):
                 continue
-            if in_masks[i] & ~live:
+            if self._inputs[i] & ~live:
                 continue
-            reached = done if again else done + 1
-            marked = watch.during(marks, i, done, live, live | out_masks[i])
+            reached, there = done if again else done + 1, live | self._outputs[i]
+            marked = watch.during(marks, i, done, live, there)
             if marked is None:
                 continue
-            for needed_bytes, over in ways[i]:
-                if live_bytes + needed_bytes > problem.capacity_bytes:
-                    continue
-                after = (live | out_masks[i]) & may_serve[reached] & ~over
-                following = reached, after, watch.after(marked, reached, after)
-                if following != state:
-                    moves.append((spent + again * problem.time_s[i], following, _size(problem, after), i))
+            for needed_bytes, over in self._ways[i]:
+                if live_bytes + needed_bytes <= problem.capacity_bytes:
+                    after = there & self._may_serve[reached] & ~over
+                    following = reached, after, watch.after(marked, reached, after)
+                    if following != state:
+                        yield again * problem.time_s[i], following, sum(problem.sizes[t] for t in _members(after)), i
         for t in _members(live):
             if not problem.kept[t]:
-                following = done, live - (1 << t), watch.after(marks, done, live - (1 << t))
-                moves.append((spent, following, live_bytes - problem.sizes[t], -1))
-        for total, reached_state, size, i in moves:
-            if reached_state not in closed and total < cost.get(reached_state, below_s - problem.base_s):
-                cost[reached_state] = total
-                came[reached_state] = (state, i)
-                heapq.heappush(heap, (total, -reached_state[0], next(order), reached_state, size))
-    return StateSpaceResult(decided=True, computed=None, bound_s=below_s)
+                rest = live - (1 << t)
+                yield 0.0, (done, rest, watch.after(marks, done, rest)), live_bytes - problem.sizes[t], -1
 
 
 def _ways(problem: Problem, i: int) -> list[tuple[int, int]]:
@@ -132,15 +145,7 @@ def _ways(problem: Problem, i: int) -> list[tuple[int, int]]:
     inside = [t for t in problem.inputs[i] if t not in over]
     needed_bytes = problem.own_bytes[i] - sum(problem.sizes[t] for t in inside)
     subsets = (some for count in range(len(over) + 1) for some in combinations(over, count))
-    return [(needed_bytes - sum(problem.sizes[t] for t in some), sum(1 << t for t in some)) for some in subsets]
-
-
-def _masks_of_use(problem: Problem) -> list[int]:
-    """Return for each number of executed ops the tensors that are kept or may still be read."""
-    return [
-        sum(1 << t for t, last in enumerate(problem.last_use) if problem.kept[t] or last >= done)
-        for done in range(problem.ops + 1)
-    ]
+    return [(needed_bytes - sum(problem.sizes[t] for t in some), set_of(some)) for some in subsets]
 
 
 def _members(tensors: Tensors) -> Iterator[int]:
@@ -149,10 +154,6 @@ def _members(tensors: Tensors) -> Iterator[int]:
         bit = tensors & -tensors
         tensors -= bit
         yield bit.bit_length() - 1
-
-
-def _size(problem: Problem, live: Tensors) -> int:
-    return sum([problem.sizes[t] for t in _members(live)])
 
 
 class _ConflictWatch:

@@ -44,7 +44,7 @@ print(json.dumps(found))
 def test_small_chunks_grow_the_heap_and_large_ones_are_mapped() -> None:
     allocator = GlibcAllocator()
     small, large = allocator.alloc(100 * KIB), allocator.alloc(200 * KIB)
-    assert large.requested_bytes > MMAP_THRESHOLD_BYTES > small.requested_bytes
+    assert large.size_bytes > MMAP_THRESHOLD_BYTES > small.size_bytes
     assert small.segment.number == 0 and large.segment.number == 1 and large.size_bytes == 204 * KIB
     allocator.free(large)
     assert allocator.reserved.bytes == small.segment.size_bytes == 232 * KIB  # with a pad of 128 KiB, in pages

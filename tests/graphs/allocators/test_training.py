@@ -7,7 +7,15 @@ from hypothesis import strategies as st
 
 from graphs.addresses import Buffer
 from graphs.allocators.caching import DEFAULT, EXPANDABLE, CachingAllocator, DeviceFullError
-from graphs.allocators.training import Training, growth_above, least_capacity_bytes, play, pool_bytes, training_of, usage_of
+from graphs.allocators.training import (
+    Training,
+    growth_above,
+    least_capacity_bytes,
+    play,
+    reserved_with_pool_bytes,
+    training_of,
+    usage_of,
+)
 from graphs.ir import Graph, Kind
 from graphs.options.offload import OFFLOAD
 from graphs.options.surroundings import Link, Surroundings
@@ -49,14 +57,14 @@ def test_a_pool_takes_what_is_in_use_where_best_fit_leaves_no_gaps() -> None:
     buffers = tuple(Buffer(str(i), lower, upper, size * MIB) for i, (size, lower, upper) in enumerate(sizes))
     training = Training((40 * MIB,), buffers, temporaries=(20 * MIB,))
     assert usage_of(training).reserved_bytes == (40 + 30 + 30 + 20) * MIB  # the 14 are in the first 30
-    assert pool_bytes(training) == (40 + 44 + 20) * MIB  # what the optimizer takes is outside
+    assert reserved_with_pool_bytes(training) == (40 + 44 + 20) * MIB  # what the optimizer takes is outside
 
 
 def test_a_pool_is_larger_where_best_fit_leaves_gaps() -> None:
     """The 8 stay above the 20, in whose place the 24 have no room."""
     sizes = ((20, 0, 1), (8, 0, 2), (24, 1, 2))
     buffers = tuple(Buffer(str(i), lower, upper, size * MIB) for i, (size, lower, upper) in enumerate(sizes))
-    assert pool_bytes(Training((), buffers)) == (20 + 8 + 24) * MIB
+    assert reserved_with_pool_bytes(Training((), buffers)) == (20 + 8 + 24) * MIB
 
 
 def test_static_memory_libraries_and_workspaces_are_requested() -> None:

@@ -195,13 +195,24 @@ def hooked(module: nn.Module) -> nn.Module:
         (Dynamic(), None, "depends on the data"),
         (nn.Linear(5, 4), lambda y, x: y.sum(), "an op of the step fails on this batch: RuntimeError: a and b must have same"),
         (nn.Linear(4, 4), lambda y, x: 3.0, "the step returns a float"),
+        (nn.Linear(4, 4), lambda y, x: y.sum().item(), r"the step returns a float.*leave out \.item\(\)"),
+        (nn.Linear(4, 4), lambda y, x: (y.sum(), y.sum().item()), r"the step returns a float.*leave out \.item\(\)"),
         (nn.Linear(4, 4), lambda y, x: None, "the step returns a NoneType"),
         (nn.Linear(4, 4), lambda y, x: {"cost": y.sum()}, "or a dict of tensors with a 'loss'"),
         (hooked(nn.Linear(4, 4)), lambda y, x: y.sum(), "hooks of modules on gradients .register_full_backward_hook."),
     ],
     ids=[
-        *("no scalar", "nothing trained", "control flow", "shapes by data", "wrong shapes", "a number", "none", "dictionary"),
-        "backward hooks",
+        *(
+            "no scalar",
+            "nothing trained",
+            "control flow",
+            "shapes by data",
+            "wrong shapes",
+            "a number",
+            "an item",
+            "an item to log",
+        ),
+        *("none", "dictionary", "backward hooks"),
     ],
 )
 def test_unsupported_steps_raise_one_line_errors(model: nn.Module, loss_fn, message: str) -> None:

@@ -161,6 +161,18 @@ def test_a_plan_whose_figures_are_not_its_schedules_is_refused(
         Timeline(graph(), read_plan(plan_file))
 
 
+def test_a_plan_whose_schedule_does_not_run_is_refused(graph_file: Path, tmp_path: Path, capsys: Any) -> None:
+    plan_file = tmp_path / "plan.json"
+    assert call(capsys, "solve", graph_file, "--budget", "60%", "-o", plan_file).code == 0
+    written = json.loads(plan_file.read_text())
+    del written["steps"][0]
+    plan_file.write_text(json.dumps(written))
+    said = "the plan's schedule does not run on its graph: ", "one of the two files was edited; solve again"
+    refused(call(capsys, "show", plan_file, "-o", tmp_path / "page.html"), 1, *said)
+    refused(call(capsys, "info", plan_file), 1, *said)
+    refused(call(capsys, "run", plan_file, "--model", "zoo:mlp"), 1, *said)
+
+
 def test_a_plan_over_its_budget_is_refused_by_all_that_read_it(graph_file: Path, tmp_path: Path, capsys: Any) -> None:
     plan_file = tmp_path / "plan.json"
     assert call(capsys, "solve", graph_file, "--budget", "60%", "-o", plan_file).code == 0

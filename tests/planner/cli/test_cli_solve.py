@@ -74,7 +74,7 @@ def test_solve_says_when_nothing_fits(graph_file: Path, capsys: pytest.CaptureFi
 def test_solve_refuses_before_it_starts(graph_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = graph_file.read_text()
     for output, code, word in [
-        (graph_file, 2, "is the graph itself"),
+        (graph_file, 2, "is read for this: name another file"),
         (tmp_path, 1, "is a folder"),
         (tmp_path / "none" / "plan.json", 1, "there is no folder"),
     ]:

@@ -23,7 +23,7 @@ from planner.capture.options import with_options
 from planner.cli.main import main
 from planner.facts import timeline as timeline_module
 from planner.facts.baselines import baselines
-from planner.facts.columns import COLUMNS, MemoryInterval, left_bytes, memory_columns, stretches
+from planner.facts.columns import COLUMNS, left_bytes, memory_columns, stretches
 from planner.facts.lifetimes import lives_of
 from planner.facts.streams import offloads, streams, waits
 from planner.facts.timeline import Timeline
@@ -93,12 +93,8 @@ def test_what_the_streams_carry(timeline: Timeline) -> None:
 
 def test_what_is_in_each_memory(timeline: Timeline) -> None:
     device, host = timeline.graph.pools
-    assert stretches(timeline, host) == (
-        MemoryInterval(0, 1, 0),
-        MemoryInterval(1, 3, 1),
-        MemoryInterval(3, 8, 1),
-        MemoryInterval(8, 10, 0),
-    )
+    found = [(s.start_s, s.end_s, s.size_bytes) for s in stretches(timeline, host)]
+    assert found == [(0, 1, 0), (1, 3, 1), (3, 8, 1), (8, 10, 0)]
     # f1; f1 f2, until the copy is out; f2 f3; f2 f3 f4; g4 too; the memory of f1 is taken when f3 and f4 are gone, beside f2
     # and g4; g3 too; f1 and g3 while the computation waits; g2 too; g2 and g1.
     found = [(s.start_s, s.end_s, s.size_bytes) for s in stretches(timeline, device)]
@@ -244,14 +240,13 @@ def test_it_is_the_same_for_any_streams_and_memories(monkeypatch: pytest.MonkeyP
             for k, (start_s, end_s) in enumerate(own):
                 if start_s > now_s:
                     left = (graph.tensors[t] for t in live(graph, steps[:k]))
-                    expected.add(MemoryInterval(now_s, start_s, sum(t.size_bytes for t in left if t.pool == pool.name)))
+                    expected.add((now_s, start_s, sum(t.size_bytes for t in left if t.pool == pool.name)))
                 if isinstance(steps[k], Compute) and end_s > start_s:
-                    expected.add(MemoryInterval(start_s, end_s, during(graph, steps, k, pool.name)))
+                    expected.add((start_s, end_s, during(graph, steps, k, pool.name)))
                 now_s = end_s
-            assert expected <= set(held)
-        assert [(m.start_s, m.end_s, m.size_bytes) for m in lives_of(timeline).moments] == [
-            (s.start_s, s.end_s, s.size_bytes) for s in stretches(timeline, graph.pools[0])
-        ]
+            assert expected <= {(s.start_s, s.end_s, s.size_bytes) for s in held}
+        lives = lives_of(timeline)
+        assert all(lives.moments[lives.at_step[execution.step]].op is execution.op for execution in timeline.computed)
         done: set[int] = set()
         for execution in timeline.executions:
             places = {p.id for p in graph.program if p.id in (execution.op.id, *execution.op.replaces)}

@@ -1,12 +1,15 @@
 """One loop for all executors: in this process, in processes beside it, and on a Dask cluster."""
 
+import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -68,6 +71,23 @@ def test_tasks_are_done_one_by_one_here() -> None:
     done = run(square, tasks(4), never)
     assert next(done) == 0
     assert list(done) == [1, 4, 9]
+
+
+def test_an_interrupt_while_processes_start_is_only_delayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    submit, interrupts = ProcessPoolExecutor.submit, []
+
+    def interrupted(executor: ProcessPoolExecutor, *given: Any) -> Any:
+        signal.raise_signal(signal.SIGINT)
+        assert not interrupts
+        return submit(executor, *given)
+
+    monkeypatch.setattr(ProcessPoolExecutor, "submit", interrupted)
+    before = signal.signal(signal.SIGINT, lambda *_: interrupts.append(True))
+    try:
+        assert list(run(square, tasks(4), lambda: bool(interrupts), jobs=2)) == [0]
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert len(interrupts) == 1
 
 
 def test_tasks_are_done_on_a_cluster(address: str) -> None:

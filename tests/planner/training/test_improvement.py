@@ -22,7 +22,7 @@ from planner.runtime.measure import outcome
 from planner.runtime.observation import PeakWatch
 from planner.search import StepSearch
 from planner.settings import RunSettings, SolveSettings, Wait
-from planner.solving import solve, solve_graph
+from planner.solving import judged_on, solve, solve_graph
 from planner.training import compare_eager, compiler, improvement
 from planner.training.improvement import rounds_alike, with_times
 from solvers.clock import WorkClock
@@ -325,6 +325,16 @@ def test_times_of_ops_that_did_not_run_are_scaled_as_those_that_did() -> None:
     assert corrected.ops[0].time_s == pytest.approx(2 * first.time_s)
     assert [op.time_s for op in corrected.ops[1:]] == [2 * op.time_s for op in others]
     assert corrected.fingerprint == graph.fingerprint
+
+
+def test_a_plan_without_recomputation_stays_optimal_at_other_costs() -> None:
+    model, batch = model_and_batch()
+    graph = planner.trace(model, F.mse_loss, batch, roofline="cpu")
+    corrected = with_times(graph, {op.name: 2 * op.time_s for op in graph.ops[1:]})
+    whole = judged_on(corrected, solve(graph, "100%", time_limit_s=5.0))
+    assert (whole.status, whole.gap) == ("optimal", 0.0)
+    tight = judged_on(corrected, solve(graph, between(graph), time_limit_s=5.0))
+    assert tight.status == "feasible" and tight.gap is not None and tight.gap > 0
 
 
 def test_plans_round_alike_if_they_execute_the_same_inexact_ops() -> None:

@@ -86,7 +86,7 @@ def task_of(seed: int, task: Callable[[Search, Inbox], None]) -> PartTask:
 def test_it_finds_what_is_found_here(seed: int) -> None:
     here = Search.of(Request(*instance(seed), TOLERANCE, WallClock(120)))
     run(here)
-    *found, end = received_from(PartProcess(task_of(seed, _run_in_process)))
+    *found, end = received_from(PartProcess(task_of(seed, partial(_run_in_process, function=run))))
     assert isinstance(end, SearchEnd) and (end.failure, end.died) == ("", False)
     times = [trial.time_s for trial in found if isinstance(trial, Trial)]
     assert times == sorted(times, reverse=True)

@@ -206,6 +206,9 @@ class Recorder(TorchDispatchMode):
     def _describe(self, op: RecordedOp, args: Sequence[Any]) -> KnownOp:
         """Turn the arguments of an op, which were `args`, into references, and return what is known of such ops."""
         operator, kwargs = op.operator, op.kwargs
+        if operator.rebinds:  # its arguments may be memory, which a signature would hold
+            op.recordable = False
+            return KnownOp(0)
         key: list[Any] = [id(operator)]
         try:
             op.args = self._references(op.args, op, key)

@@ -245,6 +245,9 @@ class Recorder(TorchDispatchMode):
     def _describe(self, op: RecordedOp, args: Sequence[Any]) -> KnownOp:
         """Turn the arguments of an op, which were `args`, into references, and return what is known of such ops."""
         operator, kwargs = op.operator, op.kwargs
+        if operator.rebinds:  # its arguments may be memory, which a signature would hold
+            op.recordable = False
+            return KnownOp(0)
         key: list[Any] = [id(operator)]
         try:
             op.args = self._references(op.args, op, key)
@@ -254,8 +257,6 @@ class Recorder(TorchDispatchMode):
         except (NotImplementedError, RuntimeError):  # a tensor without a storage: sparse, or of another backend
             op.recordable = False
             return KnownOp(0)
-        if operator.rebinds:
-            return KnownOp(0)  # it makes no tensor, and fake tensors cannot take the memory of others
         if _is_sized_by_data(operator, args):
             return KnownOp(data_dependent_bytes(operator.name, args))
         signature = tuple(key)

@@ -1,6 +1,7 @@
 """What a block promises beyond exact training: errors that stay, nothing left behind, other features of PyTorch inside."""
 
 import gc
+import io
 import threading
 import weakref
 from collections.abc import Callable
@@ -345,6 +346,25 @@ def test_writes_by_data_to_saved_tensors_are_recomputed_from_contents_before() -
         session._recorder.memory.evict_one()
         (found,) = torch.autograd.grad(loss, x)
     assert torch.equal(found, torch.from_numpy(expected))
+
+
+def test_loaded_tensors_are_counted_and_let_go_of(capfd: pytest.CaptureFixture[str]) -> None:
+    """Loading gives tensors other memory, which PyTorch's fake tensors cannot do."""
+    saved = io.BytesIO()
+    torch.save(torch.arange(4096.0), saved)
+    with rematerialize("1GB") as session:
+        memory = session._recorder.memory
+        before_bytes = memory.live_bytes
+        for _ in range(3):
+            saved.seek(0)
+            loaded = torch.load(saved)
+            loaded += 1
+            memory.settle()
+            assert memory.live_bytes == before_bytes + 4 * 4096
+        del loaded
+        memory.settle()
+        assert memory.live_bytes == before_bytes
+    assert "fake_tensor" not in capfd.readouterr().err
 
 
 def modes() -> int:

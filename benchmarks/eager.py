@@ -1,7 +1,7 @@
 """The eager runtime (``planner.rematerialize``): ``make bench-eager`` writes results/eager/.
 
-For each model the runtime with a budget that is never reached, far or near, and at shares of eager PyTorch's peak each heuristic and the plan
-that steps turn into, with its bound. Steps of eager PyTorch and of a heuristic take turns; times are of the thread, or on CUDA
+For each model the runtime with a budget that is never reached, far or near, and at shares of eager PyTorch's peak each heuristic
+and the plan that steps turn into, with its bound. Steps of eager PyTorch and of a heuristic take turns; times are of the thread, or on CUDA
 until the device is done, minima over the turns. Results are compared to the last bit; on CUDA under deterministic algorithms.
 """
 
@@ -125,9 +125,8 @@ def measure(name: str, known: Sequence[EagerRow], *, steps: int, device: str, wa
     # What stays: the results, to be compared, and workspaces of libraries.
     others = sum(t.untyped_storage().nbytes() for t in expected) + library_bytes
     have = {(row.share, row.heuristic) for row in known}
-    cases = [(PLENTY, 2.0, "dtr"), (NEAR, 1.05, "dtr")] + [
-        (f"{share:.0%}", share, heuristic) for share in SHARES for heuristic in ways
-    ]
+    cases = [(PLENTY, 2.0, "dtr"), (NEAR, 1.05, "dtr")]
+    cases += [(f"{share:.0%}", share, heuristic) for share in SHARES for heuristic in ways]
     for label, share, heuristic in cases:
         if (label, heuristic) in have:
             continue

@@ -16,8 +16,9 @@ def test_a_small_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(eager, "SHARES", (0.7,))
     monkeypatch.setattr(eager, "WAYS", ("lru", PLANNED))
     assert main(["--models", "tree", "--steps", "1", "--out", str(tmp_path)]) == 0
-    plenty, tight, planned = read_rows(tmp_path / "rows.csv", EagerRow)
+    plenty, near, tight, planned = read_rows(tmp_path / "rows.csv", EagerRow)
     assert (plenty.share, plenty.evictions, plenty.recomputed_ops, plenty.exact) == (PLENTY, 0, 0, True)
+    assert (near.share, near.evictions, near.exact) == (NEAR, 0, True)
     assert (tight.share, tight.heuristic, tight.exact) == ("70%", "lru", True)
     assert tight.evictions and tight.recomputed_ops
     assert (planned.heuristic, planned.exact) == (PLANNED, True)

@@ -1,8 +1,9 @@
 """The eager runtime (``planner.rematerialize``): ``make bench-eager`` writes results/eager/.
 
 For each model the runtime with a budget that is never reached, far or near, and at shares of eager PyTorch's peak each heuristic
-and the plan that steps turn into, with its bound. Steps of eager PyTorch and of a heuristic take turns; times are of the thread, or on CUDA
-until the device is done, minima over the turns. Results are compared to the last bit; on CUDA under deterministic algorithms.
+and the plan that steps turn into, with its bound. Steps of eager PyTorch and of a heuristic take turns; times are of the thread,
+or on CUDA until the device is done, minima over the turns. Results are compared to the last bit; on CUDA under deterministic
+algorithms.
 """
 
 import gc

@@ -27,6 +27,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <string>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -208,6 +209,20 @@ bool add_to_key(Key& key, const IValue& value) {
   return true;
 }
 
+// Has an operator not come here any more, in the whole process.
+void leave_alone(const c10::OperatorName& name) {
+  static auto& mutex = *new std::mutex;
+  static auto& left = *new std::unordered_map<c10::OperatorName, torch::Library>; // never destroyed
+  const std::lock_guard<std::mutex> lock(mutex);
+  if (left.count(name) != 0) {
+    return;
+  }
+  const auto space = std::string(name.getNamespace().value_or(""));
+  const auto full = name.name.substr(space.size() + 2) + (name.overload_name.empty() ? "" : "." + name.overload_name);
+  auto& library = left.emplace(name, torch::Library(torch::Library::IMPL, space, kKey, __FILE__, __LINE__)).first->second;
+  library.impl(full.c_str(), torch::CppFunction::makeFallthrough());
+}
+
 class Log : public c10::DebugInfoBase {
  public:
   Log(int64_t budget_bytes, void (*describe)(const char*, const char*, int64_t*))
@@ -224,6 +239,9 @@ class Log : public c10::DebugInfoBase {
       facts = std::make_unique<Operator>();
       const auto& name = handle.operator_name();
       describe_(name.name.c_str(), name.overload_name.c_str(), &facts->way);
+      if (facts->way == kView) {
+        leave_alone(name);
+      }
     }
     return *facts;
   }

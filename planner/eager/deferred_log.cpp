@@ -266,27 +266,8 @@ class Log : public c10::DebugInfoBase {
     draft.arguments.append(stack->begin() + static_cast<int64_t>(begin), stack->end());
     std::optional<Key> new_key;
     int64_t* known_bytes = nullptr; // of the outputs
-    {
-      const std::lock_guard<std::recursive_mutex> lock(mutex);
-      if (!shared.in_step && ops_.size() > kFewOps) {
-        clear();
-      }
-      if (shared.must_close || facts.way == kClosed || ops_.size() == kMostOps || !note(draft, facts)) {
-        return close_and_execute(handle, stack);
-      }
-      key_.assign(1, reinterpret_cast<int64_t>(&facts));
-      if (std::all_of(draft.arguments.begin(), draft.arguments.end(), [&](const IValue& value) { return add_to_key(key_, value); })) {
-        const auto found = sizes_.find(key_);
-        if (found == sizes_.end()) {
-          new_key = key_;
-        } else {
-          known_bytes = &found->second;
-          if (!fits(*known_bytes)) {
-            return close_and_execute(handle, stack);
-          }
-        }
-      }
-      shared.known_bytes = known_bytes == nullptr ? -1 : *known_bytes;
+    if (!prepare(draft, facts, new_key, known_bytes)) {
+      return close_and_execute(handle, stack);
     }
     const auto start = std::chrono::steady_clock::now();
     if (facts.way == kHere && known_bytes != nullptr) {
@@ -314,6 +295,28 @@ class Log : public c10::DebugInfoBase {
       }
       sizes_.emplace(std::move(*new_key), made_bytes);
     }
+  }
+
+  // Notes an op that is about to run, and finds the bytes of its outputs; false if the recorder has to read the log first.
+  bool prepare(Draft& draft, const Operator& facts, std::optional<Key>& new_key, int64_t*& known_bytes) {
+    const std::lock_guard<std::recursive_mutex> lock(mutex);
+    if (!shared.in_step && ops_.size() > kFewOps) {
+      clear();
+    }
+    if (shared.must_close || facts.way == kClosed || ops_.size() == kMostOps || !note(draft, facts)) {
+      return false;
+    }
+    key_.assign(1, reinterpret_cast<int64_t>(&facts));
+    if (std::all_of(draft.arguments.begin(), draft.arguments.end(), [&](const IValue& value) { return add_to_key(key_, value); })) {
+      const auto found = sizes_.find(key_);
+      if (found == sizes_.end()) {
+        new_key = key_;
+      } else {
+        known_bytes = &found->second;
+      }
+    }
+    shared.known_bytes = known_bytes == nullptr ? -1 : *known_bytes;
+    return known_bytes == nullptr || fits(*known_bytes);
   }
 
   // Returns whether `size_bytes` more are within the budget, and notes that they are in memory for a while.

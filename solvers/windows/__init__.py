@@ -7,7 +7,7 @@ the idea, docs/formulation.md the program, ``driver.py`` the loop.
 
 from importlib.metadata import version
 
-from graphs.units import format_bytes
+from graphs.units import format_bytes, format_enough
 from solvers import highs
 from solvers.bounds import WAY_OUT, least_budget_bound, too_small_message
 from solvers.pass_ends import with_pass_ends
@@ -83,5 +83,5 @@ def _bracket(search: Search, proved_bytes: int) -> str:
         return f"{what} at least {format_bytes(proved_bytes)}."
     found_bytes = search.incumbent.least_peak.peak_bytes
     if found_bytes == proved_bytes:
-        return f"{what} {format_bytes(proved_bytes)}."
-    return f"{what} between {format_bytes(proved_bytes)} and {format_bytes(found_bytes)}."
+        return f"{what} {format_enough(proved_bytes)}."
+    return f"{what} between {format_bytes(proved_bytes)} and {format_enough(found_bytes)}."

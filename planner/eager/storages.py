@@ -8,7 +8,7 @@ import torch
 
 from planner.eager.operators import Operator
 from planner.runtime.random_state import RandomState
-from planner.torch_private.core import make_subclass
+from planner.torch_private.core import make_subclass, neg_view
 
 # Makes a reference of a tuple of its fields, at a third of the cost of its constructor.
 new_reference = tuple.__new__
@@ -150,7 +150,7 @@ class Reference(NamedTuple):
             view.set_(source.untyped_storage(), self.offset, self.shape, self.stride)
         if self.conjugated:
             view = view.conj()
-        return torch._neg_view(view) if self.negated else view
+        return neg_view(view) if self.negated else view
 
 
 def reference_to(storage: TrackedStorage | None, tensor: torch.Tensor) -> Reference:

@@ -43,7 +43,7 @@ using Key = std::vector<int64_t>;
 constexpr auto kKey = c10::DispatchKey::Fake;
 const auto kKind = c10::DebugInfoKind::TEST_INFO_2; // the slot that autograd's threads inherit; PyTorch itself does not use it
 
-constexpr size_t kFewOps = 64; // as many are kept from before a step, as autograd saves no tensor of some ops
+constexpr size_t kFewOps = 64; // as many are kept when a step begins: autograd saves no tensor of some ops, such as sums
 constexpr size_t kMostOps = 1 << 15; // a longer log takes memory itself
 constexpr int64_t kMostWrites = 900; // below the longest chain of the recorder
 constexpr size_t kMostSignatures = 1 << 15;
@@ -300,8 +300,8 @@ class Log : public c10::DebugInfoBase {
   // Notes an op that is about to run, and finds the bytes of its outputs; false if the recorder has to read the log first.
   bool prepare(Draft& draft, const Operator& facts, std::optional<Key>& new_key, int64_t*& known_bytes) {
     const std::lock_guard<std::recursive_mutex> lock(mutex);
-    if (!shared.in_step && ops_.size() > kFewOps) {
-      clear();
+    if (!shared.in_step) {
+      forget_last_step();
     }
     if (shared.must_close || facts.way == kClosed || ops_.size() == kMostOps || !note(draft, facts)) {
       return false;
@@ -340,20 +340,10 @@ class Log : public c10::DebugInfoBase {
     shared.open = 1;
   }
 
-  // Forgets the ops so far, whose storages cannot be recomputed any more.
-  void clear() {
-    forget_ops();
-    settle();
-    std::vector<Storage> storages;
-    std::vector<int64_t> alive;
-    for (auto number : alive_) {
-      auto& storage = storages_[static_cast<size_t>(number)];
-      numbers_[storage.weak._unsafe_get_target()] = static_cast<int64_t>(storages.size());
-      alive.push_back(static_cast<int64_t>(storages.size()));
-      storages.push_back({std::move(storage.weak), storage.size_bytes, false});
-    }
-    storages_ = std::move(storages);
-    alive_ = std::move(alive);
+  void begin_step() {
+    const std::lock_guard<std::recursive_mutex> lock(mutex);
+    forget_last_step();
+    shared.in_step = 1;
   }
 
   // The recorder reads the log.
@@ -463,6 +453,25 @@ class Log : public c10::DebugInfoBase {
   }
 
  private:
+  // Forgets the ops of steps that have ended, whose storages cannot be recomputed any more; not a few, as that takes time.
+  void forget_last_step() {
+    if (ops_.size() <= kFewOps) {
+      return;
+    }
+    forget_ops();
+    settle();
+    std::vector<Storage> storages;
+    std::vector<int64_t> alive;
+    for (auto number : alive_) {
+      auto& storage = storages_[static_cast<size_t>(number)];
+      numbers_[storage.weak._unsafe_get_target()] = static_cast<int64_t>(storages.size());
+      alive.push_back(static_cast<int64_t>(storages.size()));
+      storages.push_back({std::move(storage.weak), storage.size_bytes, false});
+    }
+    storages_ = std::move(storages);
+    alive_ = std::move(alive);
+  }
+
   const Op& op(int64_t index) const {
     return ops_[static_cast<size_t>(index)];
   }
@@ -783,10 +792,8 @@ void deferred_open(void* log, int64_t count, void* const* storages, int64_t peak
   of(reinterpret_cast<int64_t>(log))->open(count, reinterpret_cast<StorageImpl* const*>(storages), peak_bytes);
 }
 
-void deferred_clear(void* log) {
-  auto& cleared = *of(reinterpret_cast<int64_t>(log));
-  const std::lock_guard<std::recursive_mutex> lock(cleared.mutex);
-  cleared.clear();
+void deferred_begin_step(void* log) {
+  of(reinterpret_cast<int64_t>(log))->begin_step();
 }
 
 bool deferred_fits(void* log, int64_t size_bytes) {

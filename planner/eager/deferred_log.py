@@ -21,8 +21,6 @@ _LOGGER = logging.getLogger(__name__)
 _SOURCE = Path(__file__).with_suffix(".cpp")
 _Describe = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_char_p, ctypes.POINTER(ctypes.c_int64))
 
-# A log of no more ops is kept when a step begins: autograd saves no tensor of some ops, such as sums.
-FEW_OPS = 64
 # How an operator is executed: as in deferred_log.cpp.
 _VIEW, _HERE, _BY_RECORDER, _CLOSED = range(4)
 
@@ -108,10 +106,8 @@ class DeferredLog:
         self._library.deferred_open(self._handle, len(held), addresses, peak_bytes)
 
     def begin_step(self) -> None:
-        """Forget the ops of the last step."""
-        if self.length > FEW_OPS:
-            self._library.deferred_clear(self._handle)
-        self.shared.in_step = 1
+        """Forget the ops of the last step, as autograd saves the first tensor of one."""
+        self._library.deferred_begin_step(self._handle)
 
     @property
     def length(self) -> int:
@@ -196,7 +192,7 @@ def _library() -> ctypes.CDLL | None:
         "enter": (None, [handle]),
         "leave": (None, [handle]),
         "open": (None, [handle, number, handle, number]),
-        "clear": (None, [handle]),
+        "begin_step": (None, [handle]),
         "fits": (ctypes.c_bool, [handle, number]),
         "length": (number, [handle]),
         "seconds": (ctypes.c_double, [handle, number]),

@@ -154,7 +154,8 @@ def torch_compile() -> None:
     """A graph under ``torch.compile``, in either pass."""
     model, given = blocks(), batch()
     twin = copy.deepcopy(model)
-    compiled = torch.compile(model, backend="planner", dynamic=False, options={"budget": "60%"})
+    # Modelled times: measured ones make a plan now and then by which one pass alone can fail.
+    compiled = torch.compile(model, backend="planner", dynamic=False, options={"budget": "60%", "roofline": "cpu"})
     torch.manual_seed(2)
     F.mse_loss(compiled(given[0]), given[1]).backward()
     torch.manual_seed(2)
@@ -175,7 +176,7 @@ def torch_compile() -> None:
             assert same(before, [*model.state_dict().values(), torch.get_rng_state()])
         assert all(p.grad is None for p in model.parameters())
         del out
-    assert seen == {("forward", True), ("backward", True)}
+    assert seen == {("forward", True), ("backward", True)}, seen
     model.load_state_dict(twin.state_dict())
     losses = []
     for run in (compiled, twin):

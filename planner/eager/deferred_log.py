@@ -176,13 +176,6 @@ def _library() -> ctypes.CDLL | None:
     """Return the compiled log; None if it cannot be compiled here, or not be part of this PyTorch."""
     from planner.torch_private.cpp import CppCompileError, InvalidCxxCompiler, load_cpp  # takes a second
 
-    try:
-        library = load_cpp(_SOURCE.read_text(encoding="utf-8"), "torch_cpu", "torch")
-    except (CppCompileError, InvalidCxxCompiler) as error:
-        _LOGGER.info(
-            "planner.rematerialize records all ops in Python, as its log of ops cannot be compiled: %s", first_line(error)
-        )
-        return None
     handle, number = ctypes.c_void_p, ctypes.c_int64
     signatures: dict[str, tuple[Any, list[Any]]] = {
         "install": (ctypes.c_bool, []),
@@ -199,9 +192,13 @@ def _library() -> ctypes.CDLL | None:
         "shown": (None, [handle, number]),
         "forget": (None, [handle]),
     }
-    for name, (returned, given) in signatures.items():
-        function = getattr(library, f"deferred_{name}")
-        function.restype, function.argtypes = returned, given
+    try:
+        library = load_cpp(_SOURCE.read_text(encoding="utf-8"), "deferred", signatures, ("torch_cpu", "torch"))
+    except (CppCompileError, InvalidCxxCompiler) as error:
+        _LOGGER.info(
+            "planner.rematerialize records all ops in Python, as its log of ops cannot be compiled: %s", first_line(error)
+        )
+        return None
     if not library.deferred_install():
         _LOGGER.info("planner.rematerialize records all ops in Python, as PyTorch has the place of its log of ops")
         return None

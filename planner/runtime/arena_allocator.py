@@ -150,13 +150,6 @@ def install() -> None:
 def _library() -> ctypes.CDLL:
     from planner.torch_private.cpp import CppCompileError, InvalidCxxCompiler, load_cpp  # takes a second
 
-    try:
-        library = load_cpp(_SOURCE.read_text(encoding="utf-8"))
-    except (CppCompileError, InvalidCxxCompiler) as error:
-        raise PlannerError(
-            f"arena=True needs a C++ compiler, as kernels='inductor' does: {first_line(error)}; install one (g++), or leave "
-            "arena=True out"
-        ) from error
     handle, number = ctypes.c_void_p, ctypes.c_int64
     signatures: dict[str, tuple[Any, list[Any]]] = {
         "install": (ctypes.c_bool, []),
@@ -174,9 +167,13 @@ def _library() -> ctypes.CDLL:
         "serve": (None, [handle, handle, number, number]),
         "stop": (None, [handle]),
     }
-    for name, (returned, given) in signatures.items():
-        function = getattr(library, f"arena_{name}")
-        function.restype, function.argtypes = returned, given
+    try:
+        library = load_cpp(_SOURCE.read_text(encoding="utf-8"), "arena", signatures)
+    except (CppCompileError, InvalidCxxCompiler) as error:
+        raise PlannerError(
+            f"arena=True needs a C++ compiler, as kernels='inductor' does: {first_line(error)}; install one (g++), or leave "
+            "arena=True out"
+        ) from error
     if not library.arena_install():
         raise PlannerError(
             "arena=True needs PyTorch's own CPU allocator, and another one is in place that cannot be behind it: leave "

@@ -145,6 +145,11 @@ void each_tensor(const IValue& value, Visit visit) { // with the element in a li
   }
 }
 
+// Returns the bytes that the budget counts of a storage.
+int64_t bytes_of(const StorageImpl& storage) {
+  return storage.device_type() == at::kCPU ? static_cast<int64_t>(storage.nbytes()) : 0;
+}
+
 bool is_plain(const at::Tensor& tensor) {
   const auto& impl = *tensor.unsafeGetTensorImpl();
   return tensor.layout() == at::kStrided && impl.has_storage() && !impl.has_symbolic_sizes_strides() && !tensor.is_nested() &&
@@ -364,8 +369,7 @@ class Log : public c10::DebugInfoBase {
     for (auto number : alive_) {
       const auto& storage = storages_[static_cast<size_t>(number)];
       if (auto held = storage.made ? nullptr : storage.weak.lock()) {
-        auto tensor = empty_tensor(std::move(held), at::kByte);
-        found.push_back(std::move(tensor));
+        found.push_back(empty_tensor(std::move(held), at::kByte));
       }
     }
     for (const auto& op : ops_) { // the recorder counts them as it reads them
@@ -495,7 +499,7 @@ class Log : public c10::DebugInfoBase {
   int64_t add(StorageImpl* address, bool made) {
     const auto held = c10::intrusive_ptr<StorageImpl>::reclaim_copy(address);
     const auto number = static_cast<int64_t>(storages_.size());
-    const auto size_bytes = held->device_type() == at::kCPU ? static_cast<int64_t>(held->nbytes()) : 0;
+    const auto size_bytes = bytes_of(*held);
     storages_.push_back({c10::weak_intrusive_ptr<StorageImpl>(held), size_bytes, made});
     numbers_[address] = number;
     alive_.push_back(number);
@@ -637,7 +641,7 @@ class Log : public c10::DebugInfoBase {
       turns = turns || storage.made;
       ++storage.writes;
       if (auto held = storage.weak.lock()) {
-        const auto size_bytes = held->device_type() == at::kCPU ? static_cast<int64_t>(held->nbytes()) : 0;
+        const auto size_bytes = bytes_of(*held);
         live_bytes_ += size_bytes - std::exchange(storage.size_bytes, size_bytes);
       }
     }

@@ -38,7 +38,7 @@ class StepFollower:
 
     @property
     def is_far(self) -> bool:
-        """Whether all steps so far, of which there is one, were so far below the budget that the next one costs no log."""
+        """True if there were steps, all so far below the budget that the next one costs no log."""
         return self.number > 0 and self.memory.peak_bytes <= _FAR * self.memory.budget_bytes
 
     # What happens in the runtime.

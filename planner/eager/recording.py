@@ -4,6 +4,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Hashable, Iterable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -368,8 +369,11 @@ class Recorder(TorchDispatchMode):
     def _note_module(self, name: str) -> None:
         assert self.log is not None
         self._unread_modules.append((self.log.shared.position, name))
+        self._limit_unread(self.log)
+
+    def _limit_unread(self, log: DeferredLog) -> None:
         if len(self._unread_modules) + len(self._unread_draws) > self._most_unread:
-            self._forget_unread(self.log)
+            self._forget_unread(log)
 
     def _run_deferred(self, op: RecordedOp, log: DeferredLog) -> Any:
         """Execute an op that the log leaves to the recorder, or that does not fit: then read the log first."""
@@ -383,25 +387,22 @@ class Recorder(TorchDispatchMode):
         if shared.must_close:
             self._read_log(log)
             return self._run(op)
-        if not operator.random:
-            try:
-                return operator.call(*args, **kwargs)
-            except Exception as error:  # noqa: BLE001  raised again if it is not for want of memory
-                self._read_log(log)
-                return self._run(op, error)
-        with LOCK:
-            generator = generator_of(args, kwargs)
-            state = RandomState.of(generator)
+        with LOCK if operator.random else nullcontext():
+            if operator.random:
+                generator = generator_of(args, kwargs)
+                op.draws = generator, RandomState.of(generator)
             try:
                 outputs = operator.call(*args, **kwargs)
-            except Exception as error:  # noqa: BLE001  as above
-                state.restore(generator)
+            except Exception as error:  # noqa: BLE001  raised again if it is not for want of memory
+                if op.draws is not None:
+                    generator, state = op.draws
+                    state.restore(generator)
                 self._read_log(log)
                 return self._run(op, error)
-            self._unread_draws[shared.position] = generator, state
-            if len(self._unread_modules) + len(self._unread_draws) > self._most_unread:
-                self._forget_unread(log)
-            return outputs
+        if op.draws is not None:
+            self._unread_draws[shared.position] = op.draws
+            self._limit_unread(log)
+        return outputs
 
     def _read_log(self, log: DeferredLog) -> None:
         """Record the ops in the log, and record from here on."""

@@ -27,6 +27,7 @@ from planner.runtime.arena import SharedSlab
 from planner.runtime.arena_allocator import Addresses, Missed, Recording, Slab
 from planner.runtime.executor import Executor
 from planner.runtime.measure import Isolated, outcome
+from tests.planner.runtime.test_optimizer_steps import Wrapping
 from tests.support.logs import lines_of
 from tests.support.models.steps import STEPS, capture_of, make, random_schedule
 
@@ -475,17 +476,6 @@ def test_training_goes_on_after_a_step_of_an_optimizer_that_failed(failing: int)
     assert executor.arena is not None
     assert executor.arena.optimizer_missed == Missed()
     assert slab_of(executor).size_bytes < 4 * 100 * LEAST_BYTES
-
-
-class Wrapping(Optimizer):
-    """Has another optimizer step."""
-
-    def __init__(self, inner: Optimizer) -> None:
-        super().__init__(inner.param_groups, {})
-        self.inner = inner
-
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        self.inner.step()
 
 
 def test_an_optimizer_that_is_always_interrupted_leaves_the_pages_of_the_slab() -> None:

@@ -187,7 +187,7 @@ def test_plans_with_transfers_are_refused() -> None:
 def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     from planner.torch_private import cpp
 
-    def fail(source: str) -> None:
+    def fail(*_: object) -> None:
         raise cpp.InvalidCxxCompiler
 
     monkeypatch.setattr(cpp, "load_cpp", fail)

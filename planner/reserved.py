@@ -4,6 +4,7 @@ Never imports torch.
 """
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from graphs.allocators.caching import DEFAULT, EXPANDABLE, Rules
@@ -16,6 +17,7 @@ from graphs.allocators.training import (
     outside_pool_bytes,
     play,
     training_of,
+    training_of_passes,
     usage_of,
 )
 from graphs.errors import UsageError
@@ -177,6 +179,19 @@ def reserved_for(
         context_bytes=_counted_context_bytes(graph, memory),
         expandable=memory.is_expandable,
     )
+
+
+def kept_beside_passes(graphs: Sequence[Graph], memory: CountedMemory) -> int:
+    """Return the bytes that no tensor of a step of several graphs can have in a budget of `memory`."""
+    if memory is CountedMemory.ALLOCATED:
+        return 0
+    return max(reserved_beside(graph, memory).kept_bytes for graph in graphs)
+
+
+def reserved_for_passes(parts: Sequence[tuple[Graph, Schedule]], static: Sequence[int], memory: CountedMemory) -> int:
+    """Return what is reserved on CUDA for training by several graphs (``training_of_passes``), as `memory` counts it."""
+    training = training_of_passes(parts, static, library_bytes=max((_libraries(graph) for graph, _ in parts), key=sum))
+    return usage_of(training, rules_of(memory)).reserved_bytes + _counted_context_bytes(parts[0][0], memory)
 
 
 def arena_of(graph: Graph, schedule: Schedule) -> Steering:

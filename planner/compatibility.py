@@ -68,11 +68,6 @@ _OF_FEATURES = (
         "the least memory is searched for in allocated bytes: leave out memory=, and the plan says what is reserved",
     ),
     Conflict(
-        Feature.RESERVED,
-        Feature.CUDA_GRAPH,
-        "a CUDA graph holds a pool of its own, which is predicted and counts in the budget: leave out memory=",
-    ),
-    Conflict(
         Feature.HOST_SHARE,
         Feature.SEVERAL_PROCESSES,
         "each would take as much of what is free: say how much each may take, as host_budget='8GB'",

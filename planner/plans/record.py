@@ -164,7 +164,9 @@ class PlanRecord:
 
     @property
     def _taken_bytes(self) -> int:
-        """Predicted peak of the step, with all of the arena that it runs in, if it runs in one."""
+        """Predicted peak of the step, with all of the arena or the pool of CUDA graphs that it runs in, if it runs in one."""
+        if self.reserved is not None and self.reserved.pool_bytes:
+            return self.graph.static_bytes + self.reserved.pool_bytes
         if self.arena_bytes is None or self.outside_arena_bytes is None:
             return self.peak_bytes
         return self.graph.static_bytes + self.arena_bytes + self.outside_arena_bytes

@@ -2,21 +2,22 @@
 
 from collections.abc import Sequence
 
-from graphs.allocators.caching import Block, CachingAllocator
+from graphs.allocators.caching import DEFAULT, Block, CachingAllocator, Rules
 from graphs.allocators.training import training_of
 from graphs.ir import Graph
 from graphs.schedule import Schedule, boundary
 
 
-def pool_bytes(graph: Graph, schedule: Schedule, libraries: Sequence[int]) -> int:
+def pool_bytes(graph: Graph, schedule: Schedule, libraries: Sequence[int], rules: Rules = DEFAULT) -> int:
     """Return the bytes of the pool once both passes of `schedule`, which is valid on `graph`, are captured.
 
     A capture allocates as the passes do, in the order of the schedule, from private segments.
 
     Args:
         libraries: bytes of the workspaces that libraries allocate in the pool for each capture (``planner.runtime.libraries``).
+        rules: settings of the allocator.
     """
-    allocator, training = CachingAllocator(), training_of(graph, schedule)
+    allocator, training = CachingAllocator(rules=rules), training_of(graph, schedule)
     captures = [0, boundary(graph, schedule) * training.moments] if libraries else []
     blocks: dict[int, Block] = {}
     workspaces: list[Block] = []

@@ -105,7 +105,7 @@ def compile(  # noqa: A001
             backward pass without autograd's notice. This costs time in each step.
         memory: what the budget counts: ``reserved`` for all that PyTorch's allocator reserves on CUDA, ``reserved-expandable``
             with expandable segments, ``device`` or ``device-expandable`` for that and CUDA's context, or ``allocated`` for
-            tensors in use. None: ``reserved`` on CUDA, except with `cuda_graph` or `max_overhead`, and ``allocated`` on the CPU.
+            tensors in use. None: ``reserved`` on CUDA, except with `max_overhead`, and ``allocated`` on the CPU.
         on_progress: called with each ``planner.progress.Progress``; ``LineView()`` and ``NotebookView()`` show them. None: log to
             the logger ``planner``.
 
@@ -132,7 +132,7 @@ def compile(  # noqa: A001
         reorder=reorder,
         options=option_settings(DEFAULTS if options is None else options, link, host_budget, exact=exact),
         params=params,
-        memory=CountedMemory.ALLOCATED if cuda_graph and memory is None else CountedMemory.of(memory),
+        memory=CountedMemory.of(memory),
     )
     trace = TraceSettings(
         optimizer=optimizer,

@@ -9,6 +9,7 @@ from graphs.errors import BudgetError, InfeasibleError
 from graphs.ir import Graph
 from graphs.pools import HOST
 from graphs.units import format_bytes
+from planner.budgets import allowed_overhead
 from planner.capture.lowering.lower import Capture
 from planner.capture.options.traced import measured_uses, needs_measuring, with_graph
 from planner.capture.replay import RealStep
@@ -17,12 +18,14 @@ from planner.capture.step import LossFn, TrainingStep
 from planner.distributed.ranks import SingleProcess
 from planner.distributed.wrappers import Unwrapped
 from planner.keeping_everything import why_it_does_not_fit
+from planner.memory import CountedMemory
 from planner.models import Workload
 from planner.option_settings import with_recorded
 from planner.plans.plan import Plan
 from planner.plans.summary import check_same_graph, summarize
 from planner.progress import Stage, Stages
 from planner.progress.describe import plan_line
+from planner.reserved import memory_of
 from planner.runtime.arena import SharedSlab
 from planner.runtime.channels import HostChannels
 from planner.runtime.device_arena import SharedPool
@@ -36,7 +39,7 @@ from planner.search import StepSearch
 from planner.settings import TraceSettings
 from planner.tracing import as_recorded, profiled
 from planner.training.compare_eager import compare_with_eager, warn_of_differences
-from planner.training.graph_room import with_pool, with_room_for_pool
+from planner.training.graph_room import GraphBudget, with_room_for_pool
 from planner.training.improvement import Consultation, Improvement, over_budget, with_arena
 from planner.training.step import Improving, PlannedStep
 
@@ -120,23 +123,31 @@ class Compiler:
             BudgetError: the measured peak stays above the budget.
         """
         rehearses = self._rehearses(captured.graph)
-        plan = self._first_plan(captured.graph, budget, rehearses=rehearses)
+        counted = self._graph_budget(captured.graph, budget)
+        allowed = budget if counted is None else counted.allocated_bytes
+        try:
+            plan = self._first_plan(captured.graph, allowed, rehearses=rehearses)
+        except InfeasibleError as error:
+            if counted is None:
+                raise
+            raise counted.explained(error) from error
         if not rehearses:
             executor = self._made_executor(captured, plan)
             plan = self._compared(captured, batch, plan, executor)
             return self._step(captured, plan, executor, budget, solved_bytes=plan.budget_bytes)
         wanted_bytes = plan.budget_bytes
         if self.recorder is not None:
+            counted = counted or GraphBudget(wanted_bytes, CountedMemory.ALLOCATED, plan.eager_bytes, 0)
             libraries = workspaces(next(self.wrapper.module.parameters()).device)
-            plan = with_room_for_pool(captured.graph, plan, libraries, partial(self._first_plan, captured.graph))
+            plan = with_room_for_pool(captured.graph, plan, libraries, counted, partial(self._first_plan, captured.graph))
         for left in reversed(range(_CORRECTIONS + 1)):
             executor, peak_bytes = self._executor(captured, batch, plan)
             needed_bytes = plan.needed_bytes(peak_bytes)
             if needed_bytes <= wanted_bytes:
                 solved_bytes = plan.budget_bytes
                 plan = with_arena(replace(plan, budget_bytes=wanted_bytes, measured_peak_bytes=peak_bytes), executor.arena)
-                if self.recorder is not None:
-                    plan = with_pool(captured.graph, plan, peak_bytes - captured.graph.static_bytes)
+                if counted is not None:
+                    plan = counted.plan_of(captured.graph, plan, peak_bytes - captured.graph.static_bytes)
                 plan = self._compared(captured, batch, plan, executor)
                 return self._step(captured, plan, executor, budget, solved_bytes=solved_bytes)
             del executor  # with the memory of its recording
@@ -159,13 +170,23 @@ class Compiler:
             improving=self._improving(captured, plan, executor, solved_bytes, finds=True),
         )
 
+    def _graph_budget(self, graph: Graph, budget: str | int) -> GraphBudget | None:
+        """Return the budget of reserved memory for a step that is recorded; None for others, and for other budgets."""
+        memory = memory_of(graph, self.search.settings.memory)
+        if self.recorder is None or memory is CountedMemory.ALLOCATED or allowed_overhead(budget) is not None:
+            return None
+        return GraphBudget.of(graph, budget, memory)
+
     def _first_plan(self, graph: Graph, budget: str | int, *, rehearses: bool = True) -> Plan:
         compare_s = _COMPARE_STEPS * graph.time_s + _COMPARE_S if self.compare_eager and rehearses else 0.0
         self.stages.expect({Stage.CHECK: _CHECK_STEPS * graph.time_s if rehearses else 0.0, Stage.COMPARE: compare_s})
         if self.search.run.wait.seconds is not None:
             self.stages.expect({Stage.SOLVE: self.search.run.wait.seconds})
         with self.stages.stage(Stage.SOLVE) as stage:
-            return self.search.first_plan(graph, budget, stage)
+            search = self.search
+            if self.recorder is not None:  # the rest of the budget is outside of the plan
+                search = replace(search, settings=replace(search.settings, memory=CountedMemory.ALLOCATED))
+            return search.first_plan(graph, budget, stage)
 
     def _rehearses(self, graph: Graph) -> bool:
         """Return whether planning runs a step to measure its peak."""

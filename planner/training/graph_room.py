@@ -1,33 +1,96 @@
 """Plans that leave room for the overhead of CUDA graph pools, predicted before anything is recorded."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
+from graphs.allocators.caching import Rules
 from graphs.errors import BudgetError, InfeasibleError
 from graphs.ir import Graph
+from graphs.options import without_options
+from graphs.schedule import keep_everything
 from graphs.units import format_bytes, format_enough
+from planner.budgets import budget_in_bytes
+from planner.memory import CountedMemory
 from planner.option_settings import with_recorded
 from planner.plans.plan import Plan
-from planner.reserved import reserved_with_graphs
+from planner.reserved import eager_bytes, reserved_with_graphs, rules_of
 from planner.runtime.graph_pool import pool_bytes
 
 _TRIES = 6  # solves: segments are coarse, so a plan with a lower peak may keep the same memory
 
 
-def with_room_for_pool(graph: Graph, plan: Plan, libraries: Sequence[int], solve: Callable[[int], Plan]) -> Plan:
+@dataclass(frozen=True, slots=True)
+class GraphBudget:
+    """A budget of a step that is replayed as CUDA graphs.
+
+    Attributes:
+        budget_bytes: the budget.
+        memory: what it counts.
+        eager_bytes: what plain eager PyTorch needs of that memory.
+        beside_bytes: of the budget, outside of the graphs' pool and beside static memory; it is the same for every schedule.
+    """
+
+    budget_bytes: int
+    memory: CountedMemory
+    eager_bytes: int
+    beside_bytes: int
+
+    @staticmethod
+    def of(graph: Graph, budget: str | int, memory: CountedMemory) -> "GraphBudget":
+        """Return a budget of reserved memory for `graph`, with its copies as static memory (``planner.runtime.graphed_step``).
+
+        Raises:
+            InfeasibleError: nothing is left for the pool.
+        """
+        whole_bytes = eager_bytes(graph, memory)
+        budget_bytes = budget_in_bytes(budget, whole_bytes)
+        outside_bytes = reserved_with_graphs(graph, keep_everything(without_options(graph)), memory, 0, 0).device_bytes
+        if budget_bytes <= outside_bytes:
+            raise InfeasibleError(
+                f"budget {format_bytes(budget_bytes)} is no more than the {format_bytes(outside_bytes)} that are reserved "
+                "outside of the pool of CUDA graphs, whatever the plan: static memory, copies of results and gradients, "
+                "workspaces of libraries and temporaries of the optimizer. Raise the budget, or let it count only what tensors "
+                f"take and the pool (memory={CountedMemory.ALLOCATED.value!r})"
+            )
+        return GraphBudget(budget_bytes, memory, whole_bytes, outside_bytes - graph.static_bytes)
+
+    def explained(self, error: InfeasibleError) -> InfeasibleError:
+        """Return `error`, of a solve for the allocated part, with what the rest of the budget is for."""
+        rest = f"{format_bytes(self.beside_bytes)} are reserved beside the step, outside of the pool of CUDA graphs"
+        return InfeasibleError(f"{error} Of the budget of {format_bytes(self.budget_bytes)}, {rest}")
+
+    @property
+    def allocated_bytes(self) -> int:
+        """The part of the budget for static memory and the pool."""
+        return self.budget_bytes - self.beside_bytes
+
+    def plan_of(self, graph: Graph, plan: Plan, pool_bytes: int) -> Plan:
+        """Return `plan`, solved for allocated bytes of `graph`, as one for this budget, replayed with a pool of `pool_bytes`."""
+        if plan.reserved is None:
+            return plan
+        offered = with_recorded(graph, plan.settings)
+        reserved = reserved_with_graphs(offered, plan.schedule, self.memory, self.eager_bytes, pool_bytes)
+        return replace(plan, memory=self.memory, budget_bytes=self.budget_bytes, reserved=reserved)
+
+
+def with_room_for_pool(
+    graph: Graph, plan: Plan, libraries: Sequence[int], budget: GraphBudget, solve: Callable[[int], Plan]
+) -> Plan:
     """Return `plan`, or one whose tensors and pool together are within the budget of `plan`.
 
     First the budget is lowered by the excess, then bisected between budgets known to be too small and too large.
 
     Args:
         libraries: bytes of each workspace of libraries in the pool (``pool_bytes``).
-        solve: solves `graph` for a budget.
+        budget: whose allocated part is the budget of `plan`.
+        solve: solves `graph` for a budget of allocated bytes.
 
     Raises:
         InfeasibleError: none is found; with the budget that has room for the closest plan.
     """
     budget_bytes, low_bytes = plan.budget_bytes, graph.static_bytes
-    high_bytes, closest, closest_bytes = plan.peak_bytes, plan, _kept_bytes(graph, plan, libraries)
+    rules = rules_of(budget.memory)
+    high_bytes, closest, closest_bytes = plan.peak_bytes, plan, _kept_bytes(graph, plan, libraries, rules)
     asked_bytes = plan.peak_bytes - (closest_bytes - budget_bytes)
     for _ in range(_TRIES):
         if closest_bytes <= budget_bytes:
@@ -38,26 +101,18 @@ def with_room_for_pool(graph: Graph, plan: Plan, libraries: Sequence[int], solve
             low_bytes = max(asked_bytes, low_bytes)
         else:
             high_bytes = found.peak_bytes
-            if (kept_bytes := _kept_bytes(graph, found, libraries)) < closest_bytes:
+            if (kept_bytes := _kept_bytes(graph, found, libraries, rules)) < closest_bytes:
                 closest, closest_bytes = found, kept_bytes
         asked_bytes = (low_bytes + high_bytes) // 2
     pool, tensors = closest_bytes - graph.static_bytes, closest.peak_bytes - graph.static_bytes
     raise InfeasibleError(
         f"a CUDA graph keeps {format_bytes(pool)} for {format_bytes(tensors)} of tensors: whole segments of 2 or 20 MiB, and "
-        f"{format_bytes(sum(libraries))} that libraries work in. With {format_bytes(graph.static_bytes)} outside of it that is "
-        f"over the budget of {format_bytes(budget_bytes)}, and no plan is found that keeps less: raise the budget to "
-        f"{format_enough(closest_bytes)}, or leave out cuda_graph=True"
+        f"{format_bytes(sum(libraries))} that libraries work in. With {format_bytes(graph.static_bytes + budget.beside_bytes)} "
+        f"outside of it that is over the budget of {format_bytes(budget.budget_bytes)}, and no plan is found that keeps less: "
+        f"raise the budget to {format_enough(closest_bytes + budget.beside_bytes)}, or leave out cuda_graph=True"
     )
 
 
-def with_pool(graph: Graph, plan: Plan, pool_bytes: int) -> Plan:
-    """Return `plan` with what is reserved on CUDA where its step, one of `graph`, is replayed with a pool of `pool_bytes`."""
-    if plan.reserved is None:
-        return plan
-    offered, eager_bytes = with_recorded(graph, plan.settings), plan.reserved.eager_bytes
-    return replace(plan, reserved=reserved_with_graphs(offered, plan.schedule, plan.memory, eager_bytes, pool_bytes))
-
-
-def _kept_bytes(graph: Graph, plan: Plan, libraries: Sequence[int]) -> int:
+def _kept_bytes(graph: Graph, plan: Plan, libraries: Sequence[int], rules: Rules) -> int:
     """Return the static memory that remains allocated once `plan` is recorded."""
-    return graph.static_bytes + pool_bytes(with_recorded(graph, plan.settings), plan.schedule, libraries)
+    return graph.static_bytes + pool_bytes(with_recorded(graph, plan.settings), plan.schedule, libraries, rules)

@@ -21,7 +21,7 @@ from planner.distributed.wrappers import Unwrapped
 from planner.memory import CountedMemory
 from planner.models import Workload, build
 from planner.plans.document import plan_to_dict
-from planner.plans.plan import plan_from_dict
+from planner.plans.plan import Plan, plan_from_dict
 from planner.runtime.cuda_graph import CudaGraphs
 from planner.runtime.executor import Executor
 from planner.runtime.graph_pool import pool_bytes
@@ -33,7 +33,7 @@ from planner.tracing import profiled
 from planner.training.compiler import Compiler
 from planner.training.step import PlannedStep
 from solvers.tolerance import Tolerance
-from tests.support.cuda_device import on_device
+from tests.support.cuda_device import Order, cuda_device, on_device
 from tests.support.cuda_device.steps import dropout_and_norm, recorded, train
 from tests.support.models.outcomes import assert_same
 from tests.support.models.steps import make, random_schedule
@@ -228,3 +228,51 @@ def test_a_plan_says_what_is_reserved_where_it_is_replayed(optimizer: str, *, co
     assert f"of it CUDA graphs {format_bytes(found.pool_bytes)} in a pool of their own" in str(step.plan)
     assert torch.cuda.max_memory_reserved() == found.total_bytes
     assert plan_from_dict(plan_to_dict(step.plan)).reserved == found
+
+
+def planned_alone(budget: int | str, **settings: str) -> tuple[Plan, int]:
+    """The plan of a step on a device of its own, and the most that is reserved in three steps."""
+    with cuda_device(order=Order.RANDOM, seed=1):
+        workload = on_device(build("gpt2", layers=3, width=64, heads=4, vocab=1024, batch=32, seq=64))
+        step = planner.compile(
+            *workload, budget=budget, cuda_graph=True, passes=1, wait="5 work", compare_eager=False, **settings
+        )
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        for _ in range(3):
+            step(*workload.batch).backward()
+            workload.model.zero_grad()
+        torch.cuda.synchronize()
+        return step.plan, torch.cuda.max_memory_reserved()
+
+
+def test_the_budget_counts_what_is_reserved_by_default() -> None:
+    everything, _ = planned_alone("1GB")
+    assert everything.memory is CountedMemory.RESERVED and everything.reserved is not None
+    budget_bytes = everything.reserved.total_bytes - everything.reserved.pool_bytes // 4
+    found, reserved_bytes = planned_alone(budget_bytes)
+    assert found.reserved is not None and found.measured_peak_bytes is not None
+    assert len(found.schedule.computed) > found.graph.ops
+    assert reserved_bytes == found.reserved.total_bytes <= found.budget_bytes == budget_bytes
+    assert found.needed_bytes(found.measured_peak_bytes) == found.reserved.total_bytes
+    assert plan_from_dict(plan_to_dict(found)) == found
+
+
+def test_a_budget_of_allocated_bytes_is_for_static_memory_and_the_pool() -> None:
+    plan, reserved_bytes = planned_alone("120MB", memory="allocated")
+    assert plan.memory is CountedMemory.ALLOCATED and plan.measured_peak_bytes is not None and plan.reserved is not None
+    assert plan.measured_peak_bytes <= plan.budget_bytes < reserved_bytes == plan.reserved.total_bytes
+    assert plan.graph.static_bytes + plan.reserved.pool_bytes == plan.measured_peak_bytes
+
+
+@pytest.mark.usefixtures("_stand_in")
+def test_budgets_of_reserved_memory_that_nothing_fits_say_what_is_beside_the_pool() -> None:
+    workload = on_device(make("tied"))
+    with pytest.raises(InfeasibleError, match=r"no more than the .* reserved outside of the pool of CUDA graphs"):
+        planner.compile(*workload, budget="20MB", cuda_graph=True, passes=1)
+    with pytest.raises(InfeasibleError, match=r"Of the budget of 71\.35 MB, .* reserved beside the step"):
+        planner.compile(*workload, budget="71.35MB", cuda_graph=True, passes=1)
+    with pytest.raises(InfeasibleError, match=r"over the budget of 73\.50 MB.*raise the budget to 106\.96 MB"):
+        planner.compile(*workload, budget="73.5MB", cuda_graph=True, passes=1)
+    plan = planner.compile(*workload, budget="106.96MB", cuda_graph=True, passes=1).plan
+    assert plan.reserved is not None and plan.reserved.total_bytes <= plan.budget_bytes

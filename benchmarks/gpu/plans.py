@@ -31,7 +31,7 @@ from planner.studies.tables import Column, made_with, markdown
 from planner.torch_private.core import clear_cublas_workspaces
 from planner.torch_private.cuda import set_allocator_settings
 
-EAGER, DEVICE, EXPANDABLE, ARENA = "eager", "device", "expandable", "arena"
+EAGER, DEVICE, EXPANDABLE, ARENA, CUDA_GRAPH = "eager", "device", "expandable", "arena", "cuda-graph"
 WAYS: Mapping[str, Mapping[str, Any]] = {
     "recompute": {"memory": "allocated"},
     "reserved": {"memory": "reserved"},
@@ -39,7 +39,7 @@ WAYS: Mapping[str, Mapping[str, Any]] = {
     DEVICE: {"memory": "device"},
     ARENA: {"memory": "reserved", "arena": True},
     "offload": {"options": ["offload"], "memory": "allocated"},
-    "cuda-graph": {"cuda_graph": True},
+    CUDA_GRAPH: {"cuda_graph": True},
     "inductor": {"kernels": "inductor", "memory": "allocated"},
 }
 MODELS: Mapping[str, Callable[..., Workload]] = {
@@ -159,7 +159,11 @@ def failures(rows: Sequence[PlanRow]) -> Iterator[str]:
             yield f"{name}: {row.message}"
         if row.budget_bytes is not None and row.requested_bytes is not None and row.requested_bytes > row.budget_bytes:
             yield f"{name}: {row.requested_bytes} B of tensors, {row.requested_bytes - row.budget_bytes} B over the budget"
-        if row.way in ("reserved", EXPANDABLE, ARENA) and row.reserved_bytes is not None and row.budget_bytes is not None:
+        if (
+            row.way in ("reserved", EXPANDABLE, ARENA, CUDA_GRAPH)
+            and row.reserved_bytes is not None
+            and row.budget_bytes is not None
+        ):
             held_bytes = row.reserved_bytes + (row.library_bytes or 0)
             if held_bytes > row.budget_bytes:
                 yield f"{name}: reserved {held_bytes} B, {held_bytes - row.budget_bytes} B over the budget"

@@ -58,13 +58,14 @@ def test_every_kind_of_plan_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with cuda_device():
         code = plans.main(["--out", str(out), "--models", "tiny", "--ways", "recompute,offload", "--shares", "90%"])
         # A CUDA graph keeps whole segments, which are large beside a tiny model.
-        graph_code = plans.main(["--out", f"{out}-graph", "--models", "tiny", "--ways", "cuda-graph", "--shares", "80MB"])
+        graph_code = plans.main(["--out", f"{out}-graph", "--models", "tiny", "--ways", "cuda-graph", "--shares", "110MB"])
     rows, (_, graph) = read(out), read(tmp_path / "plans-graph")
     assert (code, graph_code) == (0, 0), [row["message"] for row in (*rows, graph)]
     assert [(row["way"], row["share"]) for row in rows] == [("eager", ""), ("recompute", "90%"), ("offload", "90%")]
     assert all(row["bits"] == "True" and not row["message"] for row in (*rows, graph))
     assert all(int(row["requested_bytes"]) <= int(row["allocated_bytes"]) <= int(row["reserved_bytes"]) for row in rows)
     assert all(int(row["allocated_bytes"]) <= int(row["budget_bytes"]) for row in (*rows[1:], graph))
+    assert int(graph["reserved_bytes"]) + int(graph["library_bytes"]) <= int(graph["budget_bytes"])
     assert capsys.readouterr().out.count("| tiny |") == 10  # as soon as they are known, and all together
     assert (out / "table.md").read_text().count("| tiny |") == 3
 
@@ -99,6 +100,8 @@ def test_what_a_plan_must_not_do_is_said() -> None:
         "m recompute 50%: other bits than eager PyTorch, which repeats its own",
     ]
     assert list(plans.failures([replace(row, requested_bytes=10, eager_error=1e-7)])) == []
+    recorded = replace(row, way="cuda-graph", requested_bytes=5, reserved_bytes=9, library_bytes=2, bits=True)
+    assert list(plans.failures([recorded])) == ["m cuda-graph 50%: reserved 11 B, 1 B over the budget"]
 
 
 @pytest.fixture

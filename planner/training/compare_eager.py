@@ -1,6 +1,5 @@
 """Comparison of a planned step with plain eager PyTorch on the batch it was planned for: bits, time and peak."""
 
-import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -138,13 +137,14 @@ def _warn_dearer(kept: str, plain: str, *, why: str) -> None:
 
 
 def _compared_times(steps: Mapping[str, Isolated], step: TrainingStep, batch: Batch) -> tuple[float, float, float]:
-    """Return the seconds of a plain step, the ratio of a planned step to it, and the spread of that ratio."""
+    """Return the seconds of a plain step, the ratio of a planned step to it, and the spread of that ratio.
+
+    Both have run before. A turn that takes all the time there is for turns counts; otherwise it was a warm-up.
+    """
     parameters = list(step.parameters())
-    begin = time.perf_counter()
-    found = turn_times(steps, batch, parameters=parameters, repeats=1)
-    turn_s = (time.perf_counter() - begin) / 2  # the first of the two was a warm-up
-    if (turns := min(_MOST_TURNS, int(_TURNS_S / turn_s))) > 1:
-        found = turn_times(steps, batch, parameters=parameters, repeats=turns)
+    found = turn_times(steps, batch, parameters=parameters, repeats=1, warm_up=False)
+    if (turns := min(_MOST_TURNS, int(_TURNS_S / sum(map(sum, found.values()))))) > 0:
+        found = turn_times(steps, batch, parameters=parameters, repeats=turns, warm_up=False)
     return median(found["plain"]), *ratio_in_turns(found["planned"], found["plain"])
 
 

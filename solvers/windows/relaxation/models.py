@@ -21,7 +21,7 @@ from solvers.windows.relaxation.availability import (
 )
 from solvers.windows.relaxation.chains import add_memory_of_chains
 from solvers.windows.relaxation.devices import add_kept, add_makespan, add_memory_elsewhere
-from solvers.windows.relaxation.discretization import Discretization, Frame, Model
+from solvers.windows.relaxation.discretization import Discretization, Model
 from solvers.windows.relaxation.draft import Family, ModelDraft, WindowFamily
 from solvers.windows.relaxation.executed import add_executed_at_all
 from solvers.windows.relaxation.in_stage import add_memory_in_order
@@ -56,15 +56,21 @@ def build_relaxation(problem: Problem, detail: Discretization, should_stop: Call
 
 
 def build_ordered(
-    problem: Problem, detail: Discretization, frame: Frame | None = None, should_stop: Callable[[], bool] | None = None
+    problem: Problem,
+    detail: Discretization,
+    entering: frozenset[int] | None = None,
+    should_stop: Callable[[], bool] | None = None,
 ) -> Model:
     """Build a restriction: rows 1 to 8 and those of `detail.ordered`, to find schedules.
+
+    Args:
+        entering: tensors handed over into window 1, where window 0 is in the past; None: the whole step is modelled.
 
     Raises:
         BuildStoppedError: `should_stop`, which is polled, returned True.
     """
     return compose(
-        ModelDraft(problem, detail, frame=frame, should_stop=should_stop),
+        ModelDraft(problem, detail, entering=entering, should_stop=should_stop),
         variables(every_op),
         window_rows,
         add_spans,

@@ -34,7 +34,7 @@ def variables(repeatable: RepeatableOps) -> Family:
         for k in range(draft.first_window, draft.windows):
             _add_repeats(draft, k, repeatable(draft, k))
             _add_handed(draft, k)
-        _add_frame(draft)
+        _fix_entering(draft)
 
     return add_variables
 
@@ -102,12 +102,9 @@ def _is_idle(draft: ModelDraft, k: int, t: int) -> bool:
     return not any(start <= c <= end or (k, c) in draft.again for c in draft.problem.consumers[t])
 
 
-def _add_frame(draft: ModelDraft) -> None:
-    """Fix S to the frame: 1 or 0 for tensors entering the first window, 1 for those leaving the last one."""
-    entering, leaving = draft.frame.entering, draft.frame.leaving
-    if entering is not None:
+def _fix_entering(draft: ModelDraft) -> None:
+    """Fix S of the first window to the tensors that are known to enter it."""
+    if draft.entering is not None:
         for (k, t), column in draft.handed.items():
             if k == draft.first_window:
-                draft.lower[column] = draft.upper[column] = float(t in entering)
-    for t in sorted(leaving or ()):
-        draft.handed[draft.windows, t] = draft.column(integer=True, lower=1.0)
+                draft.lower[column] = draft.upper[column] = float(t in draft.entering)

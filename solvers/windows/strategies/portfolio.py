@@ -10,7 +10,6 @@ from solvers.windows.strategies.offloading import CoarseVariations, Polishing
 from solvers.windows.strategies.random_keys import RandomKeys
 from solvers.windows.strategies.refinement import refine
 from solvers.windows.strategies.relax_and_fix import RelaxAndFix
-from solvers.windows.strategies.segments import Segments
 from solvers.windows.strategies.strategy import SteppedStrategy, Strategy, share_time
 
 
@@ -47,10 +46,9 @@ class Portfolio(Strategy):
             params,
             should_stop=search.stopping.enough,
             least=params.least_shares,
-            spent=(0.0, 0.0, 0.0, began_with),
+            spent=(0.0, 0.0, began_with),
         )
         self._repair()
-        share_time(search, [Segments(search)], params, should_stop=search.stopping.enough)
         slice_, exhausted, detail = params.first_slice, False, self.detail
         while not (exhausted or search.stopping.enough()):
             detail, exhausted = refine(search, detail, slice_, is_relaxation=False)
@@ -60,7 +58,7 @@ class Portfolio(Strategy):
     def _improving(self, restarts: Restarts) -> Sequence[Strategy]:
         """Return the strategies that improve a schedule, in the order of ``PortfolioParams.least_shares``."""
         search, narrow = self.search, self.narrow
-        return [FixAndOptimizeWindows(search, narrow), FixAndOptimizeOps(search, narrow), Segments(search), restarts]
+        return [FixAndOptimizeWindows(search, narrow), FixAndOptimizeOps(search, narrow), restarts]
 
     def _repair(self) -> None:
         """Evict with random keys until that gains nothing more."""
@@ -71,7 +69,7 @@ class Portfolio(Strategy):
             before_s = search.incumbent.best_s
             self.random_keys.guided(search.stopping.enough)
             self.random_keys.varied(params.runs, search.stopping.enough)
-            idle = 0 if search.incumbent.best_s < before_s * (1 - params.segment_gap) else idle + params.runs
+            idle = 0 if search.incumbent.best_s < before_s * (1 - params.idle_gain) else idle + params.runs
 
 
 class OffloadingPortfolio(Strategy):

@@ -14,7 +14,7 @@ from solvers.windows.decoding.decode import Trial, late_writers, order_of, read_
 from solvers.windows.decoding.expand import Solution, expand
 from solvers.windows.decoding.refinement import refined, with_stages_in_order
 from solvers.windows.params import RefinementParams
-from solvers.windows.relaxation.discretization import Discretization, Frame, Model
+from solvers.windows.relaxation.discretization import Discretization, Model
 from solvers.windows.relaxation.models import build_ordered
 from solvers.windows.strategies.refinement import solve_part
 from solvers.windows.strategies.strategy import Strategy
@@ -63,7 +63,7 @@ class RelaxAndFix(Strategy):
         for _ in range(params.relax_and_fix.most_solves):
             if left(clock) <= 0:
                 return False
-            solution = self._solve(build_ordered(problem, place.detail, Frame(entering=place.entering)), left(clock))
+            solution = self._solve(build_ordered(problem, place.detail, place.entering), left(clock))
             closer = None
             if solution is not None:
                 inside = expand(problem, place.detail, solution, first_window=place.first_window)

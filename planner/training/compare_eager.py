@@ -27,7 +27,7 @@ from planner.runtime.release import release_unused
 from planner.torch_private.core import TorchDispatchMode, pytree
 
 _MOST_TURNS = 9
-_TURNS_S = 0.5  # seconds for turns of both in all; at least one turn
+_TURNS_S = 0.5  # seconds for all turns of both steps; at least one turn
 # A captured step may take this ratio, and this many seconds, more than eager PyTorch before a warning.
 _MUCH = 1.5
 _ROUNDING = 0.05  # of the largest element: partial sums in half precision are far below
@@ -64,7 +64,7 @@ def compare_with_eager(
     device = next(step.parameters()).device
     if failure := why_it_does_not_fit(captured.graph, device):
         return EagerComparison(failure=failure, reference=reference_name)
-    undone, written = UndoWrites(), written_tensors(captured, step, batch)  # Inductor's kernels write unseen
+    undone, written = UndoWrites(), written_tensors(captured, step, batch)  # autograd does not see writes of Inductor's kernels
     try:
         plain = outcome(reference, step, batch, written=written, undone=undone)
     except Exception as error:  # noqa: BLE001  # whatever stops PyTorch, the plan is good all the same

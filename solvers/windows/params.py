@@ -85,8 +85,6 @@ class PortfolioParams:
 
     Attributes:
         first_slice: for the whole model with all rows; doubled in each further round.
-        advance_limit: for relax-and-fix; doubled if all ops may be recomputed.
-        place_limit, place_gap: of each of its models; the gap is a share of the step.
         runs: evictions at a time;
         idle_runs: without improvement before random keys pause;
         idle_gain: relative improvement that counts as none.
@@ -99,9 +97,6 @@ class PortfolioParams:
     """
 
     first_slice: float = 2.0
-    advance_limit: float = 30.0
-    place_limit: float = 4.0
-    place_gap: float = 5e-3
     runs: int = 20
     idle_runs: int = 200
     idle_gain: float = 2e-5
@@ -203,19 +198,6 @@ class RandomKeyParams:
     most_executions: float = 8.0
     prices: tuple[float, ...] = (0.0, 0.01, 0.03, 0.1, 0.3)
     price_step: float = 0.3
-
-
-@dataclass(frozen=True, slots=True)
-class RelaxAndFixParams:
-    """Parameters of relax-and-fix.
-
-    Attributes:
-        open_windows: windows before the first place over the budget that stay open.
-        most_solves: solves before it is given up.
-    """
-
-    open_windows: int = 2
-    most_solves: int = 400
 
 
 @dataclass(frozen=True, slots=True)
@@ -354,7 +336,6 @@ class WindowsParams:
     portfolio: PortfolioParams = field(default_factory=PortfolioParams)
     neighbourhoods: NeighbourhoodParams = field(default_factory=NeighbourhoodParams)
     random_keys: RandomKeyParams = field(default_factory=RandomKeyParams)
-    relax_and_fix: RelaxAndFixParams = field(default_factory=RelaxAndFixParams)
     offloading: OffloadingParams = field(default_factory=OffloadingParams)
     refinement: RefinementParams = field(default_factory=RefinementParams)
     branches: BranchParams = field(default_factory=BranchParams)

@@ -32,8 +32,6 @@ class ModelDraft(ProgramBuilder):
     """The columns and rows of a program of `problem` with the windows of `detail`; families of rows add to it.
 
     Attributes:
-        entering: tensors handed over into window 1; None: the whole step is modelled.
-        first_window: the first window that is modelled.
         starts: for each window its first op.
         instead: columns of z.
         again, handed, twice, lasting: columns of R and Q, of S, of D and of H, see ``variables.py``.
@@ -47,15 +45,12 @@ class ModelDraft(ProgramBuilder):
         problem: Problem,
         detail: Discretization,
         *,
-        entering: frozenset[int] | None = None,
         should_stop: Callable[[], bool] | None = None,
         wording: Wording = dense,
     ) -> None:
         super().__init__(should_stop)
         self.problem = problem
         self.detail = detail
-        self.entering = entering
-        self.first_window = 0 if entering is None else 1
         self.windows = len(detail.ends)
         self.starts = [detail.start_of(k) for k in range(self.windows)]
         self.instead: dict[int, int] = {}

@@ -55,22 +55,14 @@ def build_relaxation(problem: Problem, detail: Discretization, should_stop: Call
     )
 
 
-def build_ordered(
-    problem: Problem,
-    detail: Discretization,
-    entering: frozenset[int] | None = None,
-    should_stop: Callable[[], bool] | None = None,
-) -> Model:
+def build_ordered(problem: Problem, detail: Discretization, should_stop: Callable[[], bool] | None = None) -> Model:
     """Build a restriction: rows 1 to 8 and those of `detail.ordered`, to find schedules.
-
-    Args:
-        entering: tensors handed over into window 1, where window 0 is in the past; None: the whole step is modelled.
 
     Raises:
         BuildStoppedError: `should_stop`, which is polled, returned True.
     """
     return compose(
-        ModelDraft(problem, detail, entering=entering, should_stop=should_stop),
+        ModelDraft(problem, detail, should_stop=should_stop),
         variables(every_op),
         window_rows,
         add_spans,
@@ -92,7 +84,7 @@ def each_window(*families: WindowFamily) -> Family:
     """Return the family of rows that every window has, window by window."""
 
     def add_rows(draft: ModelDraft) -> None:
-        for k in range(draft.first_window, draft.windows):
+        for k in range(draft.windows):
             for add in families:
                 add(draft, k)
 

@@ -31,10 +31,9 @@ def variables(repeatable: RepeatableOps) -> Family:
 
     def add_variables(draft: ModelDraft) -> None:
         _add_alternatives(draft)
-        for k in range(draft.first_window, draft.windows):
+        for k in range(draft.windows):
             _add_repeats(draft, k, repeatable(draft, k))
             _add_handed(draft, k)
-        _fix_entering(draft)
 
     return add_variables
 
@@ -94,17 +93,9 @@ def _is_idle(draft: ModelDraft, k: int, t: int) -> bool:
     """Return True if old t is neither produced, read nor transferred in window k, so that it is handed over on or was useless."""
     if t in draft.problem.offloads.by_tensor:
         return False
-    if k <= draft.first_window or draft.repeat(k, t):
-        return False  # tensors at the start of the first window may be fixed, needed or not
+    if k <= 0 or draft.repeat(k, t):
+        return False
     start, end = draft.starts[k], draft.detail.ends[k]
     if any(start <= p <= end for p in draft.problem.producers[t]):
         return False
     return not any(start <= c <= end or (k, c) in draft.again for c in draft.problem.consumers[t])
-
-
-def _fix_entering(draft: ModelDraft) -> None:
-    """Fix S of the first window to the tensors that are known to enter it."""
-    if draft.entering is not None:
-        for (k, t), column in draft.handed.items():
-            if k == draft.first_window:
-                draft.lower[column] = draft.upper[column] = float(t in draft.entering)

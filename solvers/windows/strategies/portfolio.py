@@ -9,7 +9,6 @@ from solvers.windows.strategies.neighbourhoods import FixAndOptimizeOps, FixAndO
 from solvers.windows.strategies.offloading import CoarseVariations, Polishing
 from solvers.windows.strategies.random_keys import RandomKeys
 from solvers.windows.strategies.refinement import refine
-from solvers.windows.strategies.relax_and_fix import RelaxAndFix
 from solvers.windows.strategies.strategy import SteppedStrategy, Strategy, share_time
 
 
@@ -34,8 +33,6 @@ class Portfolio(Strategy):
         began = search.clock.now
         self.narrow.begin()  # the first of the restarts
         began_with = search.clock.now - began
-        if search.incumbent.best is None:
-            RelaxAndFix(search).step(params.advance_limit)
         restarts = Restarts(search, self.narrow)
         if search.incumbent.best is None:
             share_time(search, [restarts], params, should_stop=lambda: found_or_enough(search))

@@ -4,8 +4,10 @@ Never imports torch.
 """
 
 import re
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
+from graphs.addresses import Buffer
 from graphs.allocators.caching import DEFAULT, EXPANDABLE, Rules
 from graphs.allocators.glibc import GlibcAllocator
 from graphs.allocators.steering import Steering
@@ -16,6 +18,7 @@ from graphs.allocators.training import (
     outside_pool_bytes,
     play,
     training_of,
+    training_of_passes,
     usage_of,
 )
 from graphs.errors import UsageError
@@ -177,6 +180,47 @@ def reserved_for(
         context_bytes=_counted_context_bytes(graph, memory),
         expandable=memory.is_expandable,
     )
+
+
+def reserved_with_graphs(graph: Graph, schedule: Schedule, memory: CountedMemory, eager_bytes: int, pool_bytes: int) -> Reserved:
+    """Return what is reserved for training where both passes of `schedule` are replayed as CUDA graphs.
+
+    Tensors of the passes are in the graphs' pool. Outside of it are what the passes read, the optimizer, and copies of results
+    and gradients, which each step takes and the caller keeps until the optimizer has run.
+
+    Args:
+        graph: the step with the copies as static memory (``planner.runtime.graphed_step.recordable``).
+        memory, eager_bytes: as in ``reserved_for``.
+        pool_bytes: of the graphs' pool.
+    """
+    copied = [graph.tensors[t].size_bytes for t in sorted(graph.kept)]
+    copies = tuple(Buffer(f"copy {i}", i, len(copied) + 1, size) for i, size in enumerate(copied) if size)
+    tensors = (replace(t, size_bytes=0) if t.static and t.kind in (Kind.OUTPUT, Kind.GRADIENT) else t for t in graph.tensors)
+    training = requests_of(replace(graph, tensors=tuple(tensors)), schedule)
+    usage = usage_of(replace(training, buffers=copies, moments=1), rules_of(memory))
+    return Reserved(
+        total_bytes=usage.reserved_bytes + pool_bytes,
+        allocated_bytes=usage.allocated_bytes + pool_bytes,
+        eager_bytes=eager_bytes,
+        library_bytes=sum(training.libraries),
+        optimizer_bytes=sum(training.temporaries),
+        context_bytes=_counted_context_bytes(graph, memory),
+        pool_bytes=pool_bytes,
+        expandable=memory.is_expandable,
+    )
+
+
+def kept_beside_passes(graphs: Sequence[Graph], memory: CountedMemory) -> int:
+    """Return the bytes that no tensor of a step of several graphs can have in a budget of `memory`."""
+    if memory is CountedMemory.ALLOCATED:
+        return 0
+    return max(reserved_beside(graph, memory).kept_bytes for graph in graphs)
+
+
+def reserved_for_passes(parts: Sequence[tuple[Graph, Schedule]], static: Sequence[int], memory: CountedMemory) -> int:
+    """Return what is reserved on CUDA for training by several graphs (``training_of_passes``), as `memory` counts it."""
+    training = training_of_passes(parts, static, library_bytes=max((_libraries(graph) for graph, _ in parts), key=sum))
+    return usage_of(training, rules_of(memory)).reserved_bytes + _counted_context_bytes(parts[0][0], memory)
 
 
 def arena_of(graph: Graph, schedule: Schedule) -> Steering:

@@ -39,6 +39,7 @@ def solve_counted(
     *,
     arena: bool = False,
     must_stop: Callable[[], bool] | None = None,
+    on_least: Callable[[Schedule], None] | None = None,
 ) -> SolvedOrder:
     """Return the fastest schedule that `run` finds for `request`, whose budget counts `memory`.
 
@@ -55,6 +56,7 @@ def solve_counted(
         memory: what the budget counts.
         arena: reserved memory is that of steps in an arena. No single op is to blame for it there, so that none has a margin.
         must_stop: polled; once it returns True, all ends with what there is, if anything.
+        on_least: called with each schedule that reserves less than those before, also where it does not fit.
     """
     if memory is CountedMemory.ALLOCATED:
         return run(replace(request, should_stop=either(request.should_stop, must_stop)))
@@ -64,7 +66,7 @@ def solve_counted(
         refused = Result(graph, budget_bytes, Status.INFEASIBLE, None, None, "", clock.seconds, message=refusal)
         return SolvedOrder(refused, in_program_order(graph))
     most_bytes = budget_bytes - beside.kept_bytes
-    search = _Search(run, request, memory, must_stop or (lambda: False), arena=arena)
+    search = _Search(run, request, memory, must_stop or (lambda: False), arena=arena, on_least=on_least)
     first = search.solved(most_bytes, _FIRST, {})
     if first.result.schedule is None:
         said = f" Of the {format_bytes(budget_bytes)}, {beside.lines()}." if beside.kept_bytes else ""
@@ -148,11 +150,20 @@ class _Search:
         bound_s: no schedule that fits is faster; None if unknown.
     """
 
-    def __init__(self, run: Run, request: Request, memory: CountedMemory, must_stop: Callable[[], bool], *, arena: bool) -> None:
+    def __init__(
+        self,
+        run: Run,
+        request: Request,
+        memory: CountedMemory,
+        must_stop: Callable[[], bool],
+        *,
+        arena: bool,
+        on_least: Callable[[Schedule], None] | None,
+    ) -> None:
         self.best: Result | None = None
         self.bound_s: float | None = None
         self._run, self._request, self._memory, self._must_stop = run, request, memory, must_stop
-        self._arena = arena
+        self._arena, self._on_least = arena, on_least
         self._floor_bytes = 0  # nothing was found for this budget of allocated bytes
         self._fits: tuple[int, int] | None = None  # the largest budget that was not too much, and what its schedule reserves
         self._misses: tuple[int, int] | None = None  # the smallest that was
@@ -209,14 +220,17 @@ class _Search:
                 self._found = True
                 return excess_bytes
         reserved_bytes = reserved_bytes_of(request.graph, result.schedule, self._memory, arena=self._arena)
-        if reserved_bytes is None or result.time_s is None:
+        if reserved_bytes is None or result.schedule is None or result.time_s is None:
             return 0
         self._found = True
-        self._least_bytes = min(reserved_bytes, self._least_bytes or reserved_bytes)
+        if self._least_bytes is None or reserved_bytes < self._least_bytes:
+            self._least_bytes = reserved_bytes
+            if self._on_least is not None:
+                self._on_least(result.schedule)
         excess_bytes = reserved_bytes - request.budget_bytes
         if excess_bytes <= 0 and (self.best is None or result.time_s < (self.best.time_s or 0.0)):
             self.best = result
-            if request.on_schedule is not None and result.schedule is not None:
+            if request.on_schedule is not None:
                 request.on_schedule(result.schedule, self.bound_s or result.bound_s or 0.0)
         return excess_bytes
 

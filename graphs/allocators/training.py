@@ -11,7 +11,7 @@ from graphs.allocators.caching import DEFAULT, CachingAllocator, DeviceFullError
 from graphs.ir import Graph, Kind, Tensor
 from graphs.optimizers import optimizer_of
 from graphs.pools import DEVICE
-from graphs.schedule import Schedule
+from graphs.schedule import Schedule, boundary
 
 _STEPS = 3  # the first is cold, the second begins with the optimizer's state, the third shows the steady state
 _GRAIN_BYTES = 2 * 2**20  # of what the driver gives
@@ -80,6 +80,33 @@ def training_of(graph: Graph, schedule: Schedule, *, pool: str = DEVICE, library
         state=sizes(tensor for tensor in held if tensor.kind is Kind.OPTIMIZER_STATE),
         temporaries=tuple(parameters) * optimizer.temporaries,
     )
+
+
+def training_of_passes(
+    parts: Sequence[tuple[Graph, Schedule]], static: Sequence[int], *, library_bytes: Sequence[int] = ()
+) -> Training:
+    """Return the requests of training by several graphs: their forward passes in order, then their backward passes in reverse.
+
+    What a graph keeps, results and gradients, stays to the end of the step, also where another graph is the last to read it.
+
+    Args:
+        parts: the graphs in the order of their forward passes, each with a schedule that is valid on it.
+        static: bytes of each tensor that is in memory before the first step; the static memory of the graphs is not looked at.
+        library_bytes: as in ``training_of``.
+    """
+    moments = max(moments_of(graph) for graph, _ in parts)
+    forward = [boundary(graph, schedule) for graph, schedule in parts]
+    backward = [len(schedule.steps) - cut for (_, schedule), cut in zip(parts, forward, strict=True)]
+    buffers: list[Buffer] = []
+    for number, (graph, schedule) in enumerate(parts):
+        cut, end = moments * forward[number], moments * len(schedule.steps)
+        first, second = moments * sum(forward[:number]), moments * (sum(forward) + sum(backward[number + 1 :])) - cut
+        last = moments * (sum(forward) + sum(backward))
+        for buffer in buffers_of(graph, schedule, moments=moments):
+            lower = buffer.lower + (first if buffer.lower < cut else second)
+            upper = last if buffer.upper == end else buffer.upper + (first if buffer.upper <= cut else second)
+            buffers.append(replace(buffer, id=f"{buffer.id} of graph {number}", lower=lower, upper=upper))
+    return Training(moments=moments, static=tuple(static), buffers=tuple(buffers), libraries=tuple(library_bytes))
 
 
 def _divided(size_bytes: int, parts: Sequence[int]) -> list[int]:

@@ -85,6 +85,7 @@ class _ReservedDocument(Struct, forbid_unknown_fields=True):
     library_bytes: Natural = 0
     context_bytes: Natural = 0
     optimizer_bytes: Natural = 0
+    pool_bytes: Natural = 0
     expandable: bool = False
 
 

@@ -16,6 +16,7 @@ class Reserved:
         library_bytes: workspaces that cuBLAS keeps, for each thread that multiplies matrices.
         optimizer_bytes: copies of parameters that the optimizer holds while it runs; zero if it needs none, or is not known.
         context_bytes: CUDA's context, beside what is reserved, if the budget counts it; else 0.
+        pool_bytes: private pool of the CUDA graphs that the step is replayed by; zero without them.
         expandable: True for ``expandable_segments:True``, False for the default settings.
     """
 
@@ -25,6 +26,7 @@ class Reserved:
     library_bytes: int = 0
     optimizer_bytes: int = 0
     context_bytes: int = 0
+    pool_bytes: int = 0
     expandable: bool = False
 
     @property
@@ -41,6 +43,8 @@ class Reserved:
         if self.context_bytes:
             context = f"{format_bytes(self.context_bytes)}, with which the step takes {format_bytes(self.device_bytes)}"
             lines.append(("CUDA's context", context))
+        if self.pool_bytes:
+            lines.append(("of it CUDA graphs", f"{format_bytes(self.pool_bytes)} in a pool of their own"))
         if self.library_bytes:
             lines.append(("of it libraries", f"{format_bytes(self.library_bytes)} of workspaces that cuBLAS keeps"))
         if self.optimizer_bytes:

@@ -15,10 +15,11 @@ from planner.plans.summary import summarize
 from planner.reserved import context_bytes_of, eager_bytes, eager_memory, eager_reserved_bytes, memory_of, on_cuda
 from planner.studies.advice import Advice, OptionAdvice, Price, Recommendation
 from planner.studies.frontier import Frontier, evenly, outside_in
+from planner.studies.least_counted import least_counted
 from planner.studies.solves import result_in
 from planner.studies.workers import ignore, never
 from solvers.clock import Clock, WallClock, left
-from solvers.least import LeastBudgetBracket, least_budget
+from solvers.least import LeastBudgetBracket
 from solvers.order.reorder import Reordering, reordered
 from solvers.result import Status
 
@@ -117,9 +118,7 @@ class _Analysis:
 
     def _bracketed(self, order: Reordering, clock: Clock) -> tuple[Frontier, LeastBudgetBracket]:
         known = Frontier(order, _TOLERANCE, self.memory)
-        return known, known.learn_least(
-            least_budget(order.graph, clock=clock, precision=_PRECISION, should_stop=self.should_stop)
-        )
+        return known, least_counted(known, clock, precision=_PRECISION, should_stop=self.should_stop)
 
     def solve(self, budgets: Sequence[int]) -> None:
         """Solve for a short time at each budget; each result is used for all budgets."""

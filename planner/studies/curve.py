@@ -16,17 +16,19 @@ from planner.reserved import eager_bytes, memory_of
 from planner.solving import order_for
 from planner.studies.frontier import Frontier, Point, Turn, Turns, evenly
 from planner.studies.jobs import run
+from planner.studies.least_counted import least_counted
 from planner.studies.rows import column, key, read_rows, text, value
 from planner.studies.settings import StudySettings
 from planner.studies.solves import result_in
 from planner.studies.workers import ignore, never
 from solvers.clock import Clock, WallClock, left
-from solvers.least import LeastBudgetBracket, least_budget
+from solvers.least import LeastBudgetBracket
 from solvers.order.reorder import Reordering
 from solvers.registry import get_solver
 from solvers.result import Result, status_of
 
 _LEAST_S, _LEAST_SHARE = 5.0, 0.1  # in seconds, and as a share of the time: for the least feasible budget, where the grid begins
+_PRECISION = 0.005  # relative precision of that bracket
 _ORDER_SHARE = 0.25  # share of the time for an order of the ops
 _DEFAULTS = StudySettings()
 _WITH_OPTIONS = 0.6  # share of the time with options; the same budgets are then solved without them
@@ -228,7 +230,7 @@ def _least_in(known: Frontier, how: _How, clock: Clock) -> LeastBudgetBracket:
     """Return the bracket of the least feasible budget, and add it to what is known."""
     how.on_activity("looking for the least feasible budget")
     part = clock.part(min(_LEAST_S, _LEAST_SHARE * clock.limit, how.settings.time_limit_s))
-    return known.learn_least(least_budget(known.order.graph, clock=part, should_stop=how.should_stop))
+    return least_counted(known, part, precision=_PRECISION, should_stop=how.should_stop)
 
 
 def _better(point: Point, other: Point, tolerance: float) -> Point:

@@ -122,8 +122,13 @@ class Frontier:
         if not self._counts_allocated:
             proved_bytes = reserved_beside(self.order.source, self.memory).bound(proved_bytes)
         self.infeasible_bytes = max(self.infeasible_bytes, proved_bytes - 1)
+        return self.least
+
+    @property
+    def least(self) -> LeastBudgetBracket:
+        """The bracket of the least budget of what budgets count, in this order, by all that is known."""
         known = min(self._schedules, key=lambda known: (known.counted_bytes, known.time_s))
-        return LeastBudgetBracket(proved_bytes, known.counted_bytes, known.schedule)
+        return LeastBudgetBracket(self.infeasible_bytes + 1, known.counted_bytes, known.schedule)
 
     @property
     def _counts_allocated(self) -> bool:

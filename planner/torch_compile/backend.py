@@ -57,8 +57,8 @@ def planner(module: fx.GraphModule, inputs: Sequence[Any], *, options: Mapping[s
             times on this device; by default each op is measured where the model is), ``time_limit_s`` (per graph, 60),
             ``tolerance`` and ``wait`` (as in ``planner.compile``; each graph is solved to 1% or for 3 s by default),
             ``arena`` (as there, one for all graphs of a step), ``check_writes``, ``options``, ``link`` and
-            ``host_budget`` (as there; all graphs share the host memory), and ``memory`` (as there, ``allocated`` by default:
-            other graphs of a step count by what they keep allocated).
+            ``host_budget`` (as there; all graphs share the host memory), and ``memory`` (as there; what the graphs of a step
+            reserve together, by ``training_of_passes``).
 
     Raises:
         PlannerError: unknown options, options that do not go together (``planner.compatibility``), or no budget.

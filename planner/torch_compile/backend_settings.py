@@ -74,7 +74,7 @@ def backend_settings(
     host_budget: str | int | None = None,
     kernels: str = "eager",
     link: str | float | None = None,
-    memory: str = CountedMemory.ALLOCATED,
+    memory: str | None = None,
     options: Sequence[str] = (),
     roofline: str | None = None,
     time_limit_s: float = 60.0,

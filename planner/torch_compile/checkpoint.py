@@ -36,6 +36,7 @@ def checkpoint(
     host_budget: str | int | None = None,
     roofline: str | None = None,
     check_writes: bool = False,
+    memory: str | None = None,
 ) -> M:
     """Make `model` keep its saved tensors within `budget`; changes and returns the same object.
 
@@ -49,7 +50,7 @@ def checkpoint(
         budget: as in ``planner.compile``, for the model's parameters, buffers, inputs, gradients and activations. A share is of
             the largest peak without recomputation so far. The loss function, optimizer state and gradients of earlier batches are
             not counted. None: undo.
-        time_limit_s, wait, tolerance, kernels, options, link, host_budget, check_writes: as in ``planner.compile``.
+        time_limit_s, wait, tolerance, kernels, options, link, host_budget, check_writes, memory: as in ``planner.compile``.
         roofline: model the times on this device. None: each op is measured where the model is.
 
     Raises:
@@ -80,6 +81,7 @@ def checkpoint(
         "host_budget": host_budget,
         "roofline": roofline,
         "check_writes": check_writes,
+        "memory": memory,
     }
     asked: dict[str, Any] = {name: value for name, value in given.items() if value is not None and value != ()}
     settings_of(asked)  # raise before the first call

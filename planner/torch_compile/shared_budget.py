@@ -3,8 +3,12 @@
 Graphs are compiled when they are reached: the first is planned before the others are known. A graph that others follow therefore
 keeps little at first, and leaves room for the gradients of all parameters that it sees. After the first step all graphs are
 known, with the memory each leaves to the others, and they are planned again together.
+
+A graph that is alone in its step is planned for what the budget counts. Graphs of one step are planned for allocated bytes, which
+are lowered until what they reserve together fits.
 """
 
+import logging
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -15,16 +19,19 @@ from torch import fx
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from graphs.errors import InfeasibleError, LimitError
+from graphs.ir import Graph
 from graphs.optimizers import OPTIMIZERS
 from graphs.options.option import Feature
 from graphs.schedule import Schedule
 from graphs.simulate import simulate
-from graphs.units import format_bytes
+from graphs.units import UNLIMITED_BYTES, format_bytes
 from planner.budgets import budget_in_bytes, is_auto, is_share
 from planner.capture.lowering.lower import Capture
 from planner.compatibility import check_compatible
+from planner.memory import CountedMemory
 from planner.option_settings import OptionSettings
 from planner.plans.summary import summarize
+from planner.reserved import eager_bytes, kept_beside_passes, memory_of, memory_on, reserved_for_passes
 from planner.runtime.arena import Arena, SharedSlab
 from planner.runtime.auto_budget import auto_budget_bytes
 from planner.search import StepSearch
@@ -32,8 +39,18 @@ from planner.torch_compile.backend_settings import BackendSettings
 from planner.torch_compile.planned_graph import PlannedGraph, device_of
 from planner.torch_compile.rest_of_step import keeping_all, kept_bytes, lean_schedule, with_rest, without_rest
 from planner.torch_compile.shared_channels import SharedChannels, host_room, with_host_bytes
-from planner.torch_compile.step_memory import PassStorages, bytes_beside_requests, bytes_of_others, unread
+from planner.torch_compile.step_memory import (
+    PassStorages,
+    bytes_beside_requests,
+    bytes_of_others,
+    sizes_beside_requests,
+    unread,
+)
 from planner.torch_compile.together import Together
+
+_log = logging.getLogger(__name__)
+
+_FITS = 6  # times that the graphs of a step are planned together, until they reserve no more than the budget
 
 
 @dataclass(slots=True)
@@ -70,14 +87,13 @@ class SharedBudget:
     Attributes:
         settings: settings of that call.
         budget: the budget; ``auto`` is replaced by bytes once known.
+        memory: what it counts; by default known with the device of the first graph.
     """
 
     def __init__(self, settings: BackendSettings) -> None:
-        self.settings, self.budget = settings, settings.budget
+        self.settings, self.budget, self.memory = settings, settings.budget, CountedMemory.ALLOCATED
         self._options = options = settings.solve.options
         self._shared_channels = None if options.host_bytes is None else SharedChannels(options.host_bytes)
-        found = OptionSettings(self.traced)  # other options are in the graphs already
-        self._solve = StepSearch(replace(settings.solve, options=found), settings.run).first_plan
         self._runs: list[_ForwardRun] = []
         self._planned: dict[tuple[PlannedGraph, ...], _StepBudget] = {}  # steps whose graphs are planned together
         self._learning = True
@@ -94,6 +110,8 @@ class SharedBudget:
         device = device_of(joint)
         if device.type == "cuda":
             check_compatible({*self.settings.run.features, Feature.ON_GPU})
+        asked = self.settings.solve.memory
+        self.memory = memory_on(device.type, None) if asked is None else memory_of(captured.graph, asked)
         captured = replace(captured, graph=self._options.apply(captured.graph))
         channels = None if self._shared_channels is None else self._shared_channels.channels(device)
         return PlannedGraph(joint, captured, channels, self._arena(), outputs=outputs)
@@ -129,7 +147,8 @@ class SharedBudget:
         runs = [*(run.seen for run in self._runs), PassStorages.of(inputs)]
         kept = [run.graph.kept_bytes for run in self._runs]
         others = bytes_of_others(runs, len(runs) - 1, kept)
-        whole = self.whole([*(run.graph for run in self._runs), graph], runs)
+        order = [*(run.graph for run in self._runs), graph]
+        whole = self.whole(order, runs)
         if self._runs:
             warnings.warn(
                 f"the model is captured as several graphs: this one gets {format_bytes(max(1, whole - others))} of the budget of "
@@ -142,6 +161,7 @@ class SharedBudget:
                 f"{format_bytes(whole)}: autograd holds it for ops that are not compiled. Raise the budget, or remove what "
                 "breaks the model (TORCH_LOGS=graph_breaks says where)"
             )
+        whole = self._given(order, whole, alone=not self._runs and not more)
         room = max(1, whole - others)
         behind = unread(model, runs) if more else None
         if behind is None:
@@ -163,7 +183,8 @@ class SharedBudget:
             graph.lean = lean_schedule(captured, graph.tangents, room, time_limit_s=self.limit_s)
         try:
             if graph.lean is None:
-                graph.schedule = self._solve(with_host_bytes(captured, there), room).schedule
+                memory = CountedMemory.ALLOCATED if self._runs else self.memory
+                graph.schedule = self._solve(with_host_bytes(captured, there), room, memory)
             else:
                 rest_bytes = room - captured.static_bytes - kept_bytes(captured, graph.lean)
                 graph.schedule = self.leaving(graph, room, max(0, rest_bytes), graph.lean, there)
@@ -181,6 +202,15 @@ class SharedBudget:
                 "the backward pass. What breaks it (TORCH_LOGS=graph_breaks says where) costs memory too"
             ) from error
 
+    def _solve(self, graph: Graph, budget_bytes: int, memory: CountedMemory = CountedMemory.ALLOCATED) -> Schedule:
+        """Return a schedule of `graph` within a budget of `memory`; the options that were asked for are in the graph already."""
+        settings = replace(self.settings.solve, options=OptionSettings(self.traced), memory=memory)
+        return StepSearch(settings, self.settings.run).first_plan(graph, budget_bytes).schedule
+
+    def _given(self, order: Sequence[PlannedGraph], whole: int, *, alone: bool) -> int:
+        """Return the part of the budget that graphs of a step are planned for: all of it for one that is alone."""
+        return whole if alone else whole - kept_beside_passes([graph.captured.graph for graph in order], self.memory)
+
     @property
     def limit_s(self) -> float:
         """The time limit for each graph, in seconds."""
@@ -196,11 +226,24 @@ class SharedBudget:
         A smaller last batch gets no smaller budget.
         """
         captured = [graph.captured.graph if graph.eager is None else graph.eager for graph in graphs]
-        kept = [kept_bytes(graph, keeping_all(graph)) for graph in captured]
-        peaks = [summarize(graph).keep_everything_peak_bytes for graph in captured]
-        step_bytes = max(peak + bytes_of_others(runs, i, kept) for i, peak in enumerate(peaks))
+        if self.memory is CountedMemory.ALLOCATED:
+            kept = [kept_bytes(graph, keeping_all(graph)) for graph in captured]
+            peaks = [summarize(graph).keep_everything_peak_bytes for graph in captured]
+            step_bytes = max(peak + bytes_of_others(runs, i, kept) for i, peak in enumerate(peaks))
+        elif len(graphs) == 1:
+            step_bytes = eager_bytes(captured[0], self.memory) + bytes_of_others(runs, 0, [])
+        else:
+            step_bytes = self._reserved(graphs, runs, [(graph, keeping_all(graph)) for graph in captured])
         self._largest_bytes = max(self._largest_bytes, step_bytes)
         return budget_in_bytes(self.budget, self._largest_bytes)
+
+    def _reserved(
+        self, order: Sequence[PlannedGraph], seen: Sequence[PassStorages], parts: Sequence[tuple[Graph, Schedule]]
+    ) -> int:
+        """Return the bytes of the counted memory that a step reserves whose graphs run by `parts`."""
+        last = order[-1]
+        tangents = [last.captured.graph.tensors[t].size_bytes for t in last.tangents]  # which ops outside of graphs make
+        return reserved_for_passes(parts, [*sizes_beside_requests(seen), *tangents], self.memory)
 
     def _begin(self, graph: PlannedGraph, args: Sequence[object]) -> Callable[[list[Any], torch.Tensor], None]:
         """Record the start of a forward pass; if a step has ended, plan its graphs together."""
@@ -230,15 +273,49 @@ class SharedBudget:
             whole = self.whole(step, seen)
             self._planned[step] = _StepBudget(whole, whole - bytes_beside_requests(seen))
             if len(runs) > 1 or runs[0].graph.lean is not None:
-                together = self._together(runs, whole)
+                together = self._together(runs, self._given(step, whole, alone=False))
                 together.warn_of_first_step()
                 together.plan()
+                self._fit_reserved(runs, whole)
         if self._slab is not None and step in self._planned:
             self._fit_arena(runs, self._planned[step])
 
     def _together(self, runs: Sequence[_ForwardRun], whole: int) -> Together:
         order, seen = [run.graph for run in runs], [run.seen for run in runs]
         return Together(order, seen, whole, self.leaving, host_bytes=self._host_bytes, limit_s=self.limit_s)
+
+    def _fit_reserved(self, runs: Sequence[_ForwardRun], whole: int) -> None:
+        """Plan the graphs of a step for less if they reserve more than the budget; warn if nothing is found that does not."""
+        if self.memory is CountedMemory.ALLOCATED:
+            return
+        order, seen = [run.graph for run in runs], [run.seen for run in runs]
+        planned_bytes, refused_bytes, less_bytes = self._given(order, whole, alone=False), 0, 0
+        least_bytes, least = UNLIMITED_BYTES, dict[PlannedGraph, Schedule]()
+        for tries_left in reversed(range(_FITS)):
+            reserved_bytes = self._reserved(order, seen, [(graph.captured.graph, graph.schedule) for graph in order])
+            if reserved_bytes < least_bytes:
+                least_bytes, least = reserved_bytes, {graph: graph.schedule for graph in order}
+            if reserved_bytes <= whole or not tries_left:
+                break
+            less_bytes = max(reserved_bytes - whole, 2 * less_bytes)
+            asked_bytes = max(planned_bytes - less_bytes, (planned_bytes + refused_bytes) // 2)
+            try:
+                self._together(runs, asked_bytes).plan()
+                planned_bytes = asked_bytes
+            except InfeasibleError:
+                refused_bytes = asked_bytes
+        for graph, schedule in least.items():
+            if graph.schedule is not schedule:
+                graph.schedule = schedule
+        said = f"the {len(order)} graphs of the model reserve {format_bytes(least_bytes)} of a budget of {format_bytes(whole)}"
+        _log.info("%s, by the model of PyTorch's allocator", said)
+        if least_bytes > whole:
+            warnings.warn(
+                f"{said}, by the model of PyTorch's allocator: no plans were found that reserve less. Raise the budget, let it "
+                f"count only what tensors take (memory={CountedMemory.ALLOCATED.value!r}), or remove what breaks the model "
+                "(TORCH_LOGS=graph_breaks says where)",
+                stacklevel=2,
+            )
 
     def _fit_arena(self, runs: Sequence[_ForwardRun], budget: _StepBudget) -> None:
         """Plan the graphs of a step for less if in its arena it takes more than it may: addresses may leave gaps.
@@ -255,7 +332,7 @@ class SharedBudget:
         if len(runs) == 1:
             graph = runs[0].graph
             captured = graph.captured.graph
-            graph.schedule = self._solve(captured, simulate(captured, graph.schedule).peak_bytes - over_bytes).schedule
+            graph.schedule = self._solve(captured, simulate(captured, graph.schedule).peak_bytes - over_bytes)
             return
         try:
             self._lower(runs, budget, max(over_bytes, 2 * budget.less_bytes))
@@ -282,7 +359,7 @@ class SharedBudget:
         captured = graph.captured.graph
         roomy = with_rest(with_host_bytes(captured, host_bytes), graph.tangents, rest_bytes)
         try:
-            schedule = without_rest(captured, self._solve(roomy, budget_bytes).schedule)
+            schedule = without_rest(captured, self._solve(roomy, budget_bytes))
         except (InfeasibleError, LimitError):
             return known
         allowed = max(budget_bytes - captured.static_bytes - rest_bytes, kept_bytes(captured, known))

@@ -97,8 +97,14 @@ def bytes_beside_requests(runs: Sequence[PassStorages]) -> int:
     These are what they read and have not made, what autograd holds for other ops, and gradients of results that no graph reads.
     """
     read, made = _union(run.inputs for run in runs), _union(run.made for run in runs)
-    there = sum(size for s, size in _union(s for run in runs for s in (run.inputs, run.held)).items() if s not in made)
-    return there + sum(size for s, size in made.items() if s not in read)
+    return sum(sizes_beside_requests(runs)) + sum(size for s, size in made.items() if s not in read)
+
+
+def sizes_beside_requests(runs: Sequence[PassStorages]) -> list[int]:
+    """Return the bytes of each storage that the graphs of a step read and have not made, or that autograd holds for other ops."""
+    made = _union(run.made for run in runs)
+    there = _union(s for run in runs for s in (run.inputs, run.held))
+    return [size for s, size in there.items() if s not in made]
 
 
 def _union(parts: Iterable[Mapping[int, int]]) -> Storages:

@@ -28,7 +28,7 @@ from planner.runtime.channels import HostChannels
 from planner.runtime.device_arena import SharedPool
 from planner.runtime.executor import Executor
 from planner.runtime.graphed_step import FunctionRecorder, record, recordable
-from planner.runtime.libraries import workspaces
+from planner.runtime.libraries import warm_up_libraries, workspaces
 from planner.runtime.out_of_memory import reporting
 from planner.runtime.pool_memory import measured_peak
 from planner.runtime.release import large_blocks_returned, release_unused
@@ -36,7 +36,7 @@ from planner.search import StepSearch
 from planner.settings import TraceSettings
 from planner.tracing import as_recorded, profiled
 from planner.training.compare_eager import compare_with_eager, warn_of_differences
-from planner.training.graph_room import with_room_for_pool
+from planner.training.graph_room import with_pool, with_room_for_pool
 from planner.training.improvement import Consultation, Improvement, over_budget, with_arena
 from planner.training.step import Improving, PlannedStep
 
@@ -135,6 +135,8 @@ class Compiler:
             if needed_bytes <= wanted_bytes:
                 solved_bytes = plan.budget_bytes
                 plan = with_arena(replace(plan, budget_bytes=wanted_bytes, measured_peak_bytes=peak_bytes), executor.arena)
+                if self.recorder is not None:
+                    plan = with_pool(captured.graph, plan, peak_bytes - captured.graph.static_bytes)
                 plan = self._compared(captured, batch, plan, executor)
                 return self._step(captured, plan, executor, budget, solved_bytes=solved_bytes)
             del executor  # with the memory of its recording
@@ -278,4 +280,5 @@ class Compiler:
             return executor, measured_peak(captured, executor, step, batch).peak_bytes
         recorder = self.recorder()
         record(captured, executor, step, batch, recorder)
+        warm_up_libraries(executor.device)  # into segments of their own, as nothing is cached now
         return executor, captured.graph.static_bytes + recorder.held_bytes()

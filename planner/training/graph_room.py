@@ -1,12 +1,14 @@
 """Plans that leave room for the overhead of CUDA graph pools, predicted before anything is recorded."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from graphs.errors import BudgetError, InfeasibleError
 from graphs.ir import Graph
 from graphs.units import format_bytes, format_enough
 from planner.option_settings import with_recorded
 from planner.plans.plan import Plan
+from planner.reserved import reserved_with_graphs
 from planner.runtime.graph_pool import pool_bytes
 
 _TRIES = 6  # solves: segments are coarse, so a plan with a lower peak may keep the same memory
@@ -46,6 +48,14 @@ def with_room_for_pool(graph: Graph, plan: Plan, libraries: Sequence[int], solve
         f"over the budget of {format_bytes(budget_bytes)}, and no plan is found that keeps less: raise the budget to "
         f"{format_enough(closest_bytes)}, or leave out cuda_graph=True"
     )
+
+
+def with_pool(graph: Graph, plan: Plan, pool_bytes: int) -> Plan:
+    """Return `plan` with what is reserved on CUDA where its step, one of `graph`, is replayed with a pool of `pool_bytes`."""
+    if plan.reserved is None:
+        return plan
+    offered, eager_bytes = with_recorded(graph, plan.settings), plan.reserved.eager_bytes
+    return replace(plan, reserved=reserved_with_graphs(offered, plan.schedule, plan.memory, eager_bytes, pool_bytes))
 
 
 def _kept_bytes(graph: Graph, plan: Plan, libraries: Sequence[int]) -> int:

@@ -1,7 +1,8 @@
 """Buffers placed one after the other, each where it fits among those before it, and orders that are improved."""
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,12 +21,26 @@ ORDERS: dict[str, Callable[[Instance, int], tuple[int, ...]]] = {
 }
 
 
-def place(instance: Instance, order: Sequence[int], clock: Clock, *, best_fit: bool = True) -> tuple[int, ...]:
-    """Return offsets in units where each buffer, in this order, takes the tightest gap that holds it, or the lowest."""
-    n = len(order)
+def place(
+    instance: Instance,
+    order: Sequence[int],
+    clock: Clock,
+    *,
+    best_fit: bool = True,
+    fixed: Mapping[int, int] = MappingProxyType({}),
+) -> tuple[int, ...]:
+    """Return offsets in units where each buffer, in this order, takes the tightest gap that holds it, or the lowest.
+
+    Args:
+        fixed: offsets of the buffers that are not in `order`.
+    """
+    n = len(instance.size)
     begins, ends, lower, upper = (np.zeros(n, dtype=np.int64) for _ in range(4))  # of those that are placed, by offset
     offsets = [0] * n
-    for count, u in enumerate(order):
+    for at, u in enumerate(sorted(fixed, key=lambda u: fixed[u])):
+        offsets[u] = begins[at] = fixed[u]
+        ends[at], lower[at], upper[at] = fixed[u] + instance.size[u], instance.lower[u], instance.upper[u]
+    for count, u in enumerate(order, len(fixed)):
         size, alignment = instance.size[u], instance.alignment[u]
         met = (lower[:count] < instance.upper[u]) & (upper[:count] > instance.lower[u])
         offset = _gap(begins[:count][met], ends[:count][met], size, alignment, best_fit=best_fit)
@@ -57,6 +72,17 @@ def constructed(instance: Instance, clock: Clock) -> Iterator[tuple[int, ...]]:
         for key in ORDERS.values():
             order = sorted(range(len(instance.size)), key=lambda u, key=key: key(instance, u))  # type: ignore[misc]
             yield place(instance, order, clock, best_fit=best_fit)
+            if left(clock) <= 0:
+                return
+
+
+def around(instance: Instance, fixed: Mapping[int, int], clock: Clock) -> Iterator[tuple[int, ...]]:
+    """Yield offsets with some buffers at `fixed` ones, and the others placed in each order, by first fit and by best fit."""
+    others = [u for u in range(len(instance.size)) if u not in fixed]
+    for best_fit in (False, True):
+        for key in ORDERS.values():
+            order = sorted(others, key=lambda u, key=key: key(instance, u))  # type: ignore[misc]
+            yield place(instance, order, clock, best_fit=best_fit, fixed=fixed)
             if left(clock) <= 0:
                 return
 

@@ -55,6 +55,11 @@ class Instance:
             for live, section in zip(self.live, self.sections, strict=True)
         )
 
+    def tight(self, share: float) -> list[int]:
+        """Return the buffers of the sections in which at least `share` of the most units are in use at once."""
+        least = share * max(self.live)
+        return sorted({u for live, section in zip(self.live, self.sections, strict=True) if live >= least for u in section})
+
     def height_bytes(self, offsets: Sequence[int]) -> int:
         """Bytes of the arena with these offsets, which are in units."""
         tops = zip(offsets, self.size, self.pad_bytes, strict=True)

@@ -2,18 +2,21 @@
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from graphs.addresses import AddressError, Buffer, Offsets
-from solvers.addresses.greedy import constructed, improve
-from solvers.addresses.instance import instances_of
+from solvers.addresses.greedy import around, constructed, improve
+from solvers.addresses.instance import Instance, instances_of
 from solvers.addresses.search import AddressSearch
 from solvers.clock import Clock, WallClock, WorkClock, left
 from solvers.result import Status
 
 _LARGEST = 3000  # buffers that are searched exactly
 _IMPROVING = 0.03  # of the time, for the improvement of orders before it
+_TIGHT = (0.97, 0.9, 0.8)  # of the most that is in use at once: buffers of the sections with more are placed first
+_TIGHT_BUFFERS = 0.5  # of all buffers: where more are in those sections, nothing is gained by placing them first
+_TIGHT_TIME = 0.1  # of the time that is left, for each share
 _PATIENCE = 30  # orders that are tried without a gain
 _AT_BOUND = 1 / 2  # of the time, for the first search at the bound, which is met nearly always
 _ABOVE_BOUND = 1 / 8  # for each of the next ones, above it
@@ -135,11 +138,33 @@ class _Arena:
                 if instance.height_bytes(best) <= self.bound_bytes:
                     break
                 best = min(best, offsets, key=instance.height_bytes)
+            if instance.height_bytes(best) > self.bound_bytes:
+                best = min([best, *self._tight_first(instance, clock)], key=instance.height_bytes)
             exact = len(instance.size) <= _LARGEST
             part = clock.part(left(clock) * (_IMPROVING if exact else 1))
             best = improve(instance, best, self.bound_bytes, part, seed=self._seed, patience=_PATIENCE if exact else None)
             self._best.append(best)
             self._heights.append(instance.height_bytes(best))
+
+    def _tight_first(self, instance: Instance, clock: Clock) -> Iterator[tuple[int, ...]]:
+        """Yield offsets that begin with the buffers of the tightest sections, which are placed by themselves.
+
+        The rest has room to spare, and is placed around them. In a step that recomputes, where thousands of buffers are never in
+        use with those of the peak, the bound is met so.
+        """
+        for share in _TIGHT:
+            first = instance.tight(share)
+            if len(first) > _TIGHT_BUFFERS * len(instance.size):
+                return
+            arena = _Arena([self.buffers[instance.index[u]] for u in first], self._seed)
+            part = clock.part(_TIGHT_TIME * left(clock))
+            arena.construct(part)
+            arena.search(part.part(left(part) / 2), None)
+            fixed = {u: offset // instance.unit for u, offset in zip(first, arena.offsets, strict=True)}
+            for offsets in around(instance, fixed, part):
+                yield offsets
+                if instance.height_bytes(offsets) <= self.bound_bytes:
+                    return
 
     def search(self, clock: Clock, goal: _Goal | None) -> None:
         """Search at one height after the other until the goal is reached, the bound is met, or the time is up."""

@@ -5,7 +5,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphs.addresses import Buffer
+from graphs.addresses import Buffer, live_bytes
 from graphs.allocators.caching import DEFAULT, EXPANDABLE, CachingAllocator, DeviceFullError
 from graphs.allocators.training import (
     Training,
@@ -14,15 +14,17 @@ from graphs.allocators.training import (
     play,
     reserved_with_pool_bytes,
     training_of,
+    training_of_passes,
     usage_of,
 )
 from graphs.ir import Graph, Kind
 from graphs.options.offload import OFFLOAD
 from graphs.options.surroundings import Link, Surroundings
 from graphs.pools import HOST
-from graphs.schedule import keep_everything
+from graphs.schedule import Schedule, boundary, keep_everything, live_after
 from graphs.simulate import simulate
 from graphs.synthetic.draft import Draft
+from graphs.synthetic.random_graphs import random_training_step
 from graphs.synthetic.small import training_chain
 from solvers.clock import WorkClock
 from solvers.windows.strategies.offloaded_orders import least_offloaded
@@ -166,3 +168,32 @@ def test_the_least_capacity_is_one_at_which_the_step_runs(seed: int) -> None:
         except DeviceFullError:
             continue
         raise AssertionError("it runs with 2 MiB less")
+
+
+def test_the_passes_of_one_graph_ask_for_what_the_graph_does() -> None:
+    graph = sized(training_chain(8), 12 * MIB)
+    schedule = keep_everything(graph)
+    alone = replace(training_of(graph, schedule), static=(3 * MIB,))
+    assert usage_of(training_of_passes([(graph, schedule)], [3 * MIB])) == usage_of(alone)
+
+
+@given(seeds=st.lists(st.integers(0, 1000), min_size=2, max_size=3))
+def test_passes_follow_each_other_and_go_back(seeds: list[int]) -> None:
+    graphs = [random_training_step(seed, 5) for seed in seeds]
+    parts = [(graph, keep_everything(graph)) for graph in graphs]
+    levels = [
+        [size - graph.static_bytes for size in simulate(*part).memory_bytes] for graph, part in zip(graphs, parts, strict=True)
+    ]
+    cuts = [boundary(*part) for part in parts]
+    between = [live(*part, cut) for part, cut in zip(parts, cuts, strict=True)]
+    ends = [live(*part, len(part[1].steps)) for part in parts]
+    forward = [max(levels[i][: cuts[i]]) + sum(between[:i]) for i in range(len(parts))]
+    backward = [max(levels[i][cuts[i] :]) + sum(between[:i]) + sum(ends[i + 1 :]) for i in range(len(parts))]
+    training = training_of_passes(parts, [])
+    assert live_bytes(training.buffers) == max(*forward, *backward)
+    assert len({buffer.id for buffer in training.buffers}) == len(training.buffers)
+
+
+def live(graph: Graph, schedule: Schedule, steps: int) -> int:
+    """Bytes of tensors, without static ones, after so many steps."""
+    return sum(graph.tensors[t].size_bytes for t in live_after(graph, schedule.steps[:steps]))

@@ -13,12 +13,15 @@ import planner
 from graphs.errors import InfeasibleError
 from graphs.ir import Kind
 from graphs.schedule import keep_everything
+from graphs.units import format_bytes
 from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
 from planner.distributed.ranks import SingleProcess
 from planner.distributed.wrappers import Unwrapped
 from planner.memory import CountedMemory
 from planner.models import Workload, build
+from planner.plans.document import plan_to_dict
+from planner.plans.plan import plan_from_dict
 from planner.runtime.cuda_graph import CudaGraphs
 from planner.runtime.executor import Executor
 from planner.runtime.graph_pool import pool_bytes
@@ -201,3 +204,27 @@ def test_the_pool_of_cuda_graphs_is_within_the_budget() -> None:
     assert step.plan.measured_peak_bytes is not None
     assert step.plan.peak_bytes <= step.plan.measured_peak_bytes <= 10**9
     step(*workload.batch).backward()
+
+
+@pytest.mark.parametrize("compare_eager", [False, True])
+@pytest.mark.parametrize("optimizer", ["none", "adamw"])
+@pytest.mark.usefixtures("_stand_in")
+def test_a_plan_says_what_is_reserved_where_it_is_replayed(optimizer: str, *, compare_eager: bool) -> None:
+    workload = on_device(build("gpt2", layers=2, width=256, heads=4, vocab=16384, batch=4, seq=32))
+    step = planner.compile(
+        *workload, budget="1GB", optimizer=optimizer, cuda_graph=True, passes=1, wait="2 work", compare_eager=compare_eager
+    )
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    adam = torch.optim.AdamW(workload.model.parameters(), foreach=True)
+    for _ in range(3):
+        step(*workload.batch).backward()
+        if optimizer == "adamw":
+            adam.step()
+        workload.model.zero_grad()
+    torch.cuda.synchronize()
+    found = step.plan.reserved
+    assert found is not None and found.pool_bytes > found.optimizer_bytes
+    assert f"of it CUDA graphs {format_bytes(found.pool_bytes)} in a pool of their own" in str(step.plan)
+    assert torch.cuda.max_memory_reserved() == found.total_bytes
+    assert plan_from_dict(plan_to_dict(step.plan)).reserved == found

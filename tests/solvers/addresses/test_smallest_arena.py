@@ -5,6 +5,7 @@ import random
 import pytest
 
 from graphs.addresses import Buffer, live_bytes
+from solvers.addresses import solve as solving
 from solvers.addresses.greedy import constructed, improve
 from solvers.addresses.instance import instances_of
 from solvers.addresses.solve import solve
@@ -73,6 +74,19 @@ def test_packing_without_slack_is_found(count: int, removed: float) -> None:
     assert live_bytes(buffers) == 1000
     result = solve(buffers, 1000, work_limit=60.0)
     assert result.status is Status.OPTIMAL
+
+
+def test_the_tightest_sections_are_placed_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(solving, "_LARGEST", 100)
+    tight = packed_buffers(60, horizon=60, height=1000, seed=60)
+    behind = [Buffer(f"{i} {k}", 60 + i, 62 + i, 100) for i in range(0, 100, 2) for k in range(4)]
+    buffers = [*tight, *behind, Buffer("throughout", 0, 160, 50)]
+    (instance,) = instances_of(buffers)
+    assert set(instance.tight(0.9)) == {instance.index.index(u) for u in (*range(len(tight)), len(buffers) - 1)}
+    heights = [instance.height_bytes(offsets) for offsets in constructed(instance, WorkClock(WORK))]
+    assert solve(buffers, work_limit=8.0).height_bytes == live_bytes(buffers) == 1050 < min(heights)
+    monkeypatch.setattr(solving, "_TIGHT", ())
+    assert solve(buffers, work_limit=1.0).height_bytes > 1050
 
 
 def test_pools_have_ranges_of_their_own() -> None:

@@ -2,29 +2,43 @@
 
 import threading
 import weakref
-from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 
+class Noted(Protocol):
+    """Where the number of the module that is running is noted; 0 outside of modules."""
+
+    module: int
+
+
 class CurrentModule:
     """The module of the entering thread whose forward pass is running, by hooks on all modules while entered.
 
+    Args:
+        noted: where its number is noted.
+
     Attributes:
-        name: class of the outermost module that is running, then the path from it; "" outside of modules.
-        on_change: called with each new name.
+        names: by number; class of the outermost module that was running, then the path from it; "" outside of modules.
     """
 
-    def __init__(self) -> None:
-        self.name = ""
-        self.on_change: Callable[[str], None] | None = None
-        self._running: list[tuple[nn.Module, str]] = []
-        self._paths: weakref.WeakKeyDictionary[nn.Module, dict[int, str]] = weakref.WeakKeyDictionary()
+    def __init__(self, noted: Noted) -> None:
+        self.names = [""]
+        self._noted = noted
+        self._numbers: dict[str, int] = {}
+        self._running: list[tuple[nn.Module, int]] = []
+        self._parts: dict[int, int] = {}  # numbers of the modules in the outermost one, by identity
+        self._parts_of: weakref.WeakKeyDictionary[nn.Module, dict[int, int]] = weakref.WeakKeyDictionary()
         self._thread = threading.get_ident()
         self._hooks = ExitStack()
+
+    @property
+    def name(self) -> str:
+        """The name of the module."""
+        return self.names[self._noted.module]
 
     def __enter__(self) -> Self:
         """Register the hooks."""
@@ -37,31 +51,39 @@ class CurrentModule:
         """Remove the hooks."""
         self._hooks.close()
         self._running.clear()
-        self.name = ""
+        self._noted.module = 0
 
     def _begin(self, module: nn.Module, _inputs: Any) -> None:
         if threading.get_ident() == self._thread:
-            self._change(self._path(module))
-            self._running.append((module, self.name))
+            number = self._parts.get(id(module)) if self._running else self._begin_outermost(module)
+            if number is None:
+                number = self._number_of_added(module)
+            self._running.append((module, number))
+            self._noted.module = number
 
     def _end(self, module: nn.Module, _inputs: Any, _outputs: Any) -> None:
         if threading.get_ident() != self._thread:
             return
-        while self._running and self._running.pop()[0] is not module:
+        running = self._running
+        while running and running.pop()[0] is not module:
             pass  # a forward pass that an exception has ended
-        self._change(self._running[-1][1] if self._running else "")
+        self._noted.module = running[-1][1] if running else 0
 
-    def _change(self, name: str) -> None:
-        self.name = name
-        if self.on_change is not None:
-            self.on_change(name)
+    def _begin_outermost(self, module: nn.Module) -> int:
+        self._parts = self._parts_of.setdefault(module, {})
+        return self._number(type(module).__name__)
 
-    def _path(self, module: nn.Module) -> str:
-        if not self._running:
-            return type(module).__name__
-        outermost, name = self._running[0]
-        paths = self._paths.get(outermost)
-        if paths is None or id(module) not in paths:
-            paths = self._paths[outermost] = {id(part): path for path, part in outermost.named_modules()}
-        path = paths.get(id(module))
-        return f"{self._running[-1][1]}.{type(module).__name__}" if path is None else f"{name}.{path}" if path else name
+    def _number_of_added(self, module: nn.Module) -> int:
+        """Return the number of a module that is not known as a part of the outermost one yet."""
+        outermost, number = self._running[0]
+        name = self.names[number]
+        parts = {id(part): self._number(f"{name}.{path}" if path else name) for path, part in outermost.named_modules()}
+        self._parts = self._parts_of[outermost] = parts
+        found = parts.get(id(module))
+        return self._number(f"{self.names[self._running[-1][1]]}.{type(module).__name__}") if found is None else found
+
+    def _number(self, name: str) -> int:
+        number = self._numbers.setdefault(name, len(self.names))
+        if number == len(self.names):
+            self.names.append(name)
+        return number

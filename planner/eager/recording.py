@@ -2,15 +2,15 @@
 
 import threading
 import weakref
-from collections import deque
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import nullcontext
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import torch
 
 from graphs.errors import BudgetError
-from planner.eager.deferred_log import DeferredLog, UnreadOp
+from planner.eager.deferred_log import DeferredLog, LoggedTensor, UnreadOp
 from planner.eager.device_costs import DeviceCosts
 from planner.eager.following import StepFollower
 from planner.eager.memory import Memory
@@ -28,7 +28,7 @@ from planner.torch_private.core import TorchDispatchMode, storage_address
 _Tensor, _Parameter = torch.Tensor, torch.nn.Parameter
 # The number of recorded ops after which it is worth while to forget them, if no tensor is saved.
 _FEW_OPS = 64
-# The least number of draws and modules of unread ops after which those that are not in the log any more are looked for.
+# The least number of draws of unread ops after which those that are not in the log any more are looked for.
 _FEW_UNREAD = 1024
 # Added to the allocator's error.
 _NOT_AGAIN = (
@@ -53,7 +53,7 @@ class Recorder(TorchDispatchMode):
     Attributes:
         log: that log; None without.
         lock: held by whatever reads or changes the state of the runtime; a backward pass may run in several threads.
-        saved: number of tensors that autograd has saved.
+        saved: number of tensors that autograd has saved, without those in the log.
         saved_storages: those that hold saved tensors, by identity.
         packs: number of tensors saved so far.
         ops: number of ops that were recorded.
@@ -83,14 +83,12 @@ class Recorder(TorchDispatchMode):
         self.saved_storages: dict[int, TrackedStorage] = {}
         self.packs = 0
         self.ops = self.kept_ops = self.host_reads = self.copies = 0
-        self.module = CurrentModule()
         self._operators: dict[int, Operator] = {}
         self._recorded = 0
         self.log = DeferredLog(self._operator, memory.budget_bytes) if is_deferred else None
+        self.module = CurrentModule(SimpleNamespace(module=0) if self.log is None else self.log.shared)
         self._unread: UnreadOp | None = None
-        self._unread_saved: dict[int, weakref.ref[SavedTensor]] = {}
         self._unread_draws: dict[int, tuple[torch.Generator, RandomState]] = {}
-        self._unread_modules: deque[tuple[int, str]] = deque()  # names of modules, and the ops from which on they ran
         self._most_unread = _FEW_UNREAD
         self._copied_bytes = 0  # in this step
         self._read_by: tuple[int, dict[Hashable, list[int]]] = (-1, {})
@@ -362,18 +360,7 @@ class Recorder(TorchDispatchMode):
         self._recorded = 0
         storages = (storage.watch() for storage in memory.resident.values() if storage.watch is not None)
         log.open((held for held in storages if held is not None), memory.peak_bytes)
-        self.module.on_change = self._note_module
-        self._note_module(self.module.name)
         return True
-
-    def _note_module(self, name: str) -> None:
-        assert self.log is not None
-        self._unread_modules.append((self.log.shared.position, name))
-        self._limit_unread(self.log)
-
-    def _limit_unread(self, log: DeferredLog) -> None:
-        if len(self._unread_modules) + len(self._unread_draws) > self._most_unread:
-            self._forget_unread(log)
 
     def _run_deferred(self, op: RecordedOp, log: DeferredLog) -> Any:
         """Execute an op that the log leaves to the recorder, or that does not fit: then read the log first."""
@@ -401,7 +388,8 @@ class Recorder(TorchDispatchMode):
                 return self._run(op, error)
         if op.draws is not None:
             self._unread_draws[shared.position] = op.draws
-            self._limit_unread(log)
+            if len(self._unread_draws) > self._most_unread:
+                self._forget_unread(log)
         return outputs
 
     def _read_log(self, log: DeferredLog) -> None:
@@ -422,10 +410,8 @@ class Recorder(TorchDispatchMode):
             log.read(show)
         finally:
             self._unread = None
-            self.module.on_change = None
-        for saved in [saved for reference in self._unread_saved.values() if (saved := reference()) is not None]:
-            saved.enter()
-        self._unread_saved.clear()
+        for saved in log.take_saved():
+            saved.held = self._track(saved.held, saved.version)
         self._forget_unread(log)
         memory.settle()
 
@@ -434,7 +420,7 @@ class Recorder(TorchDispatchMode):
         self._unread = None
         memory, operator, args = self.memory, op.operator, op.args
         memory.settle()
-        op.module = self._skip_modules(unread.position)
+        op.module = self.module.names[unread.module]
         outputs = unread.outputs
         written = self._find_writes(op) if operator.writes else ()
         if written and operator.returns_nothing_new and all(storage.pinned for storage in written):
@@ -453,15 +439,7 @@ class Recorder(TorchDispatchMode):
         """Forget what the recorder knows of ops that are not in the log any more."""
         first = log.shared.position - log.length
         self._unread_draws = {position: draws for position, draws in self._unread_draws.items() if position >= first}
-        self._skip_modules(first)
-        self._most_unread = 2 * (len(self._unread_draws) + len(self._unread_modules)) + _FEW_UNREAD
-
-    def _skip_modules(self, position: int) -> str:
-        """Forget the modules before the one that was running at an op, and return its name."""
-        changes = self._unread_modules
-        while len(changes) > 1 and changes[1][0] <= position:
-            changes.popleft()
-        return changes[0][1]
+        self._most_unread = 2 * len(self._unread_draws) + _FEW_UNREAD
 
     def observe(self) -> None:
         """Count what the log has seen."""
@@ -681,87 +659,74 @@ class Recorder(TorchDispatchMode):
 
     # Tensors that autograd saves.
 
-    def pack(self, tensor: torch.Tensor) -> object:
-        """Return what autograd holds in place of `tensor`."""
+    def hooks(self) -> tuple[Callable[[torch.Tensor], object], Callable[[object], torch.Tensor]]:
+        """Return what packs and unpacks them."""
+        if self.log is None:
+            return self._pack, unpack
+        return self.log.hooks(self._begin_unread_step, self._pack, unpack)
+
+    def _pack(self, tensor: torch.Tensor) -> object:
+        """Return what autograd holds in place of `tensor`; None if the log is open from here on."""
         kind = type(tensor)
         if (kind is not _Tensor and kind is not _Parameter) or tensor.layout is not torch.strided:
             return tensor
-        log = self.log
-        if log is not None and log.shared.open:
-            return self._pack_deferred(tensor, log)
         with self.lock:
-            if log is not None and self._may_open(log):
-                return self._pack_deferred(tensor, log)
+            if self.log is not None and self._may_open(self.log):
+                return None
             memory = self.memory
             if memory.freed:
                 memory.settle()
             if not self.saved:  # autograd saves the inputs of the first op of a step before the op runs
                 self._begin_step()
                 self.follower.begin()
-            storage = memory.find(storage_address(tensor)) or memory.add(tensor)
+            saved = self._track(make_alias(tensor), tensor._version)
+            storage = saved.storage
             if not storage.pinned and storage.checked != memory.overwrites:
                 self._pin_if_lost(storage)
-            number = self.packs
-            self.packs = number + 1
-            self.saved += 1
-            storage.aliases[number] = make_alias(tensor)
-            storage.saved += 1
             if storage.saved == 1:
-                self.saved_storages[id(storage)] = storage
                 memory.saved(storage)
-            return SavedTensor(self, storage, number, tensor._version)
+            return saved
 
-    def forget_saved(self, number: int) -> None:
-        """Forget a tensor that was saved and is not any more, while ops are not recorded."""
-        self._unread_saved.pop(number, None)
-        if not self.saved and self.log is not None:
-            self.log.shared.in_step = 0
-
-    def _pack_deferred(self, tensor: torch.Tensor, log: DeferredLog) -> "SavedTensor":
-        if not self.saved:
-            self.observe()
-            log.begin_step()
-            self.recomputation.begin_step()
-            log.shared.must_close = not self.follower.is_far
-            self.follower.begin(is_seen=False)
+    def _track(self, alias: torch.Tensor, version: int) -> "SavedTensor":
+        """Give a saved tensor to its storage."""
+        storage = self.memory.find(storage_address(alias)) or self.memory.add(alias)
         number = self.packs
         self.packs = number + 1
         self.saved += 1
-        saved = SavedTensor(self, make_alias(tensor), number, tensor._version)
-        self._unread_saved[number] = weakref.ref(saved)
-        return saved
+        storage.aliases[number] = alias
+        storage.saved += 1
+        self.saved_storages[id(storage)] = storage
+        return SavedTensor(self, storage, number, version)
+
+    def _begin_unread_step(self) -> None:
+        """Begin a step, as autograd saves its first tensor while ops are logged."""
+        assert self.log is not None
+        self.observe()
+        self.log.begin_step()
+        self.recomputation.begin_step()
+        self.log.shared.must_close = not self.follower.is_far
+        self.follower.begin(is_seen=False)
 
 
 class SavedTensor:
-    """What autograd holds in place of a saved tensor: its storage, which may be evicted; the tensor while ops are not recorded.
+    """What autograd holds in place of a saved tensor: its storage, which may be evicted.
 
     Attributes:
+        storage: the storage.
         version: autograd's version counter when it was saved.
     """
 
-    __slots__ = ("__weakref__", "_number", "_recorder", "_storage", "version")
+    __slots__ = ("_number", "_recorder", "storage", "version")
 
-    def __init__(self, recorder: Recorder, storage: TrackedStorage | torch.Tensor, number: int, version: int) -> None:
+    def __init__(self, recorder: Recorder, storage: TrackedStorage, number: int, version: int) -> None:
         self._recorder = recorder
-        self._storage = storage
         self._number = number
+        self.storage = storage
         self.version = version
 
-    def enter(self) -> None:
-        """Give the tensor to its storage, as ops are recorded from here on."""
-        alias, memory = self._storage, self._recorder.memory
-        assert isinstance(alias, torch.Tensor)
-        self._storage = storage = memory.find(storage_address(alias)) or memory.add(alias)
-        storage.aliases[self._number] = alias
-        storage.saved += 1
-        self._recorder.saved_storages[id(storage)] = storage
-
     def __del__(self) -> None:
-        storage, recorder = self._storage, self._recorder
+        storage, recorder = self.storage, self._recorder
         recorder.saved -= 1
-        if not isinstance(storage, TrackedStorage):
-            recorder.forget_saved(self._number)
-            return
         storage.saved -= 1
         storage.aliases.pop(self._number, None)
         if storage.evicted_aliases is not None:
@@ -780,11 +745,7 @@ class SavedTensor:
         Raises:
             RuntimeError: it was written in place since it was saved.
         """
-        storage, recorder = self._storage, self._recorder
-        if not isinstance(storage, TrackedStorage):
-            if storage._version != self.version:
-                raise _overwritten(storage, self.version, storage._version)
-            return storage
+        storage, recorder = self.storage, self._recorder
         with recorder.lock:
             if recorder.follower.log is not None:
                 recorder.follower.unpacked(storage)
@@ -798,8 +759,7 @@ class SavedTensor:
 
     def _restored(self) -> torch.Tensor:
         """Return the alias, which was dropped when the storage was evicted."""
-        storage, recomputation = self._storage, self._recorder.recomputation
-        assert isinstance(storage, TrackedStorage)
+        storage, recomputation = self.storage, self._recorder.recomputation
         assert storage.evicted_aliases is not None
         version, reference = storage.evicted_aliases[self._number]
         if version != self.version:
@@ -825,11 +785,17 @@ def _overwritten(saved: torch.Tensor | Reference, expected: int, version: int) -
 
 
 def unpack(saved: object) -> torch.Tensor:
-    """Return the tensor that ``Recorder.pack`` was given."""
+    """Return the tensor that was packed.
+
+    Raises:
+        RuntimeError: it was written in place since it was saved.
+    """
     if isinstance(saved, SavedTensor):
         return saved.unpack()
-    assert isinstance(saved, torch.Tensor)
-    return saved
+    if isinstance(saved, torch.Tensor):
+        return saved
+    logged = cast("LoggedTensor", saved)  # which comes here if it was written
+    raise _overwritten(logged.held, logged.version, logged.held._version)
 
 
 def generator_of(args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Generator:

@@ -21,7 +21,7 @@ from planner.eager.device_costs import DeviceCosts
 from planner.eager.following import StepFollower
 from planner.eager.memory import Memory
 from planner.eager.recompute import Recomputation
-from planner.eager.recording import Recorder, unpack
+from planner.eager.recording import Recorder
 from planner.eager.sizes import OutputSizes
 from planner.eager.step_log import RecordedStep
 from planner.eager.step_plans import StepPlans
@@ -143,7 +143,7 @@ class Rematerialization:
             block.callback(follower.close)
             block.enter_context(recorder.module)
             block.enter_context(recorder if recorder.log is None else recorder.log.entered(recorder))
-            block.enter_context(saved_tensors_hooks(recorder.pack, unpack))
+            block.enter_context(saved_tensors_hooks(*recorder.hooks()))
             self._block = block.pop_all()
         _ACTIVE.session = self
         return self

@@ -1,6 +1,7 @@
 """Names of the modules that are running, for the report of the eager runtime."""
 
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ class Noting(nn.Module):
 
 
 def test_names_are_paths_from_the_outermost_module() -> None:
-    current, found = CurrentModule(), list[str]()
+    current, found = CurrentModule(SimpleNamespace(module=0)), list[str]()
     noting = Noting(current, found)
     model = nn.Sequential(nn.ReLU(), nn.Sequential(noting, nn.ReLU(), noting))
     with current:
@@ -36,7 +37,7 @@ def test_names_are_paths_from_the_outermost_module() -> None:
 
 
 def test_a_module_that_fails_is_left() -> None:
-    current, found = CurrentModule(), list[str]()
+    current, found = CurrentModule(SimpleNamespace(module=0)), list[str]()
     failing, after = nn.Sequential(Noting(current, found, fails=True)), nn.Sequential(Noting(current, found))
     with current:
         with pytest.raises(ZeroDivisionError):
@@ -46,7 +47,7 @@ def test_a_module_that_fails_is_left() -> None:
 
 
 def test_modules_that_were_added_and_modules_that_are_no_submodules() -> None:
-    current, found = CurrentModule(), list[str]()
+    current, found = CurrentModule(SimpleNamespace(module=0)), list[str]()
     lone = Noting(current, found)
 
     class Calling(nn.Sequential):
@@ -62,7 +63,7 @@ def test_modules_that_were_added_and_modules_that_are_no_submodules() -> None:
 
 
 def test_other_threads_are_not_named() -> None:
-    current, found = CurrentModule(), list[str]()
+    current, found = CurrentModule(SimpleNamespace(module=0)), list[str]()
     with current:
         thread = threading.Thread(target=nn.Sequential(Noting(current, found)), args=(torch.ones(1),))
         thread.start()

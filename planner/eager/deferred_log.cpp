@@ -764,7 +764,7 @@ std::shared_ptr<Log>& of(int64_t log) {
 // What autograd holds in place of a tensor that it has saved while the log was open.
 struct LoggedTensor {
   PyObject ob_base;
-  PyObject* held; // the tensor; what the recorder has put in its place once it has read the log
+  PyObject* held; // the tensor, or an alias; what the recorder has put in its place once it has read the log
   int64_t version; // autograd's version counter when the tensor was saved
   std::shared_ptr<Log> log; // none once it was read
   std::list<LoggedTensor*>::iterator position; // in the log
@@ -826,20 +826,20 @@ void drop_hooks(PyObject* capsule) {
   delete hooks;
 }
 
-// Returns what a Python tensor is; null, with Python's error set, if it does not say so.
-const c10::TensorImpl* impl_of(PyObject* tensor) {
+// Returns what a Python tensor is; undefined, with Python's error set, if it does not say so.
+at::TensorBase tensor_of(PyObject* tensor) {
   static PyObject* const name = PyUnicode_InternFromString("_cdata");
   PyObject* address = PyObject_GetAttr(tensor, name);
   if (address == nullptr) {
-    return nullptr;
+    return {};
   }
-  const auto* impl = static_cast<const c10::TensorImpl*>(PyLong_AsVoidPtr(address));
+  auto* impl = static_cast<c10::TensorImpl*>(PyLong_AsVoidPtr(address));
   Py_DECREF(address);
-  return impl;
+  return impl == nullptr ? at::TensorBase() : at::TensorBase(c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>::reclaim_copy(impl));
 }
 
-int64_t version_of(const c10::TensorImpl& tensor) {
-  return tensor.version_counter().current_version();
+int64_t version_of(const at::TensorBase& tensor) {
+  return tensor.unsafeGetTensorImpl()->version_counter().current_version();
 }
 
 PyObject* pack(PyObject* self, PyObject* tensor) {
@@ -852,12 +852,12 @@ PyObject* pack(PyObject* self, PyObject* tensor) {
     }
     Py_DECREF(packed);
   }
-  const auto* impl = impl_of(tensor);
-  if (impl == nullptr) {
+  const auto saved = tensor_of(tensor);
+  if (!saved.defined()) {
     return nullptr;
   }
   auto* type_of_tensor = reinterpret_cast<PyObject*>(Py_TYPE(tensor));
-  if ((type_of_tensor != hooks.tensor_type && type_of_tensor != hooks.parameter_type) || impl->layout() != at::kStrided) {
+  if ((type_of_tensor != hooks.tensor_type && type_of_tensor != hooks.parameter_type) || saved.layout() != at::kStrided) {
     return Py_NewRef(tensor);
   }
   if (log.shared.saved == 0) {
@@ -867,18 +867,20 @@ PyObject* pack(PyObject* self, PyObject* tensor) {
     }
     Py_DECREF(begun);
   }
-  PyObject* alias = PyObject_CallFunctionObjArgs(hooks.make_subclass, hooks.tensor_type, tensor, nullptr);
-  if (alias == nullptr) {
+  // An output would hold the node that holds it.
+  PyObject* held =
+      saved.is_leaf() ? Py_NewRef(tensor) : PyObject_CallFunctionObjArgs(hooks.make_subclass, hooks.tensor_type, tensor, nullptr);
+  if (held == nullptr) {
     return nullptr;
   }
   PyTypeObject* type = logged_tensor_type();
   auto* logged = reinterpret_cast<LoggedTensor*>(type->tp_alloc(type, 0));
   if (logged == nullptr) {
-    Py_DECREF(alias);
+    Py_DECREF(held);
     return nullptr;
   }
-  logged->held = alias;
-  logged->version = version_of(*impl);
+  logged->held = held;
+  logged->version = version_of(saved);
   new (&logged->log) std::shared_ptr<Log>(hooks.log);
   new (&logged->position) auto(log.saved.insert(log.saved.end(), logged));
   ++log.shared.saved;
@@ -894,11 +896,11 @@ PyObject* unpack(PyObject* self, PyObject* saved) {
   if (!logged->log) {
     return PyObject_CallOneArg(hooks.unpack, logged->held);
   }
-  const auto* impl = impl_of(logged->held);
-  if (impl == nullptr) {
+  const auto tensor = tensor_of(logged->held);
+  if (!tensor.defined()) {
     return nullptr;
   }
-  return version_of(*impl) == logged->version ? Py_NewRef(logged->held) : PyObject_CallOneArg(hooks.unpack, saved);
+  return version_of(tensor) == logged->version ? Py_NewRef(logged->held) : PyObject_CallOneArg(hooks.unpack, saved);
 }
 
 } // namespace
@@ -1000,16 +1002,21 @@ PyObject* deferred_hooks(int64_t log, PyObject* tensor_type, PyObject* parameter
   return found;
 }
 
-// Takes the saved tensors from the log, and returns them in the order in which they were saved.
-PyObject* deferred_take_saved(int64_t log) {
+// Takes the saved tensors from the log, and returns them in the order in which they were saved. All hold aliases from here on.
+PyObject* deferred_take_saved(int64_t log, PyObject* tensor_type, PyObject* make_subclass) {
+  // Within an op aliases would not share the version counter.
+  const c10::impl::ForceDispatchKeyGuard outside_of_ops(c10::default_included_set, c10::default_excluded_set);
   auto& taken = of(log)->saved;
   PyObject* found = PyList_New(0);
   while (found != nullptr && !taken.empty()) {
     auto* logged = taken.front();
-    if (PyList_Append(found, reinterpret_cast<PyObject*>(logged)) != 0) {
+    PyObject* alias = PyObject_CallFunctionObjArgs(make_subclass, tensor_type, logged->held, nullptr);
+    if (alias == nullptr || PyList_Append(found, reinterpret_cast<PyObject*>(logged)) != 0) {
+      Py_XDECREF(alias);
       Py_CLEAR(found);
       break;
     }
+    Py_SETREF(logged->held, alias);
     take_from_log(*logged);
   }
   return found;

@@ -68,7 +68,7 @@ class LoggedTensor(Protocol):
     """What autograd holds in place of a tensor that was saved while the log was open.
 
     Attributes:
-        held: the tensor; once the log was read, what unpacks it.
+        held: the tensor, or an alias; once the log was read, what unpacks it.
         version: autograd's version counter when it was saved.
     """
 
@@ -171,9 +171,11 @@ class DeferredLog:
         return found
 
     def take_saved(self) -> "list[LoggedTensor]":
-        """Return the saved tensors, which do not belong to the log any more: their `held` is to be replaced."""
-        take = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_int64)(("deferred_take_saved", self._library))
-        found: list[LoggedTensor] = take(self._handle)
+        """Return the saved tensors, which do not belong to the log any more: their aliases are to be replaced."""
+        take = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_int64, *[ctypes.py_object] * 2)(
+            ("deferred_take_saved", self._library)
+        )
+        found: list[LoggedTensor] = take(self._handle, torch.Tensor, make_subclass)
         return found
 
     def _facts(self, name: bytes, overload: bytes, facts: Any) -> None:

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from benchmarks.storages import LiveStorages
 from planner.eager.deferred_log import DeferredLog
-from planner.eager.recording import Recorder, SavedTensor
+from planner.eager.recording import Recorder
+from planner.eager.saved_tensors import SavedTensor
 from planner.eager.session import Rematerialization, rematerialize
 from planner.eager.storages import RecordedOp, Reference, TrackedStorage
 from planner.torch_private.core import TorchDispatchMode
@@ -76,8 +77,8 @@ RUNS = (
 
 
 def is_open(session: Rematerialization) -> bool:
-    log = session._recorder.log
-    return log is not None and bool(log.shared.open)
+    reader = session._reader
+    return reader is not None and bool(reader.log.shared.open)
 
 
 def opened(session: Rematerialization, run: Run, model: nn.Module, x: Tensor) -> None:
@@ -91,7 +92,7 @@ def opened(session: Rematerialization, run: Run, model: nn.Module, x: Tensor) ->
 
 def read(session: Rematerialization) -> None:
     """Have the recorder read the log at the next op."""
-    session._recorder.log.shared.must_close = 1
+    session._reader.log.shared.must_close = 1
     torch.ones(1)
     assert not is_open(session)
 
@@ -257,13 +258,13 @@ def test_a_step_without_end_closes_the_log() -> None:
 def test_what_is_logged_between_steps_is_forgotten() -> None:
     with rematerialize("1GB") as session:
         opened(session, with_dropout, chain(), torch.randn(32, 64))
-        recorder = session._recorder
+        reader = session._reader
         model = chain(2)
         for _ in range(2000):
             with torch.no_grad():
                 torch.rand(4) + model(torch.ones(64)).sum()
-        assert recorder.log.length < 100
-        assert len(recorder._unread_draws) < 4000
+        assert reader.log.length < 100
+        assert len(reader._draws) < 4000
 
 
 class Shrinking(TorchDispatchMode):
@@ -279,7 +280,7 @@ class Shrinking(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if self.ops == self.last:
             assert is_open(self.session)
-            self.session._recorder.log.shared.must_close = 1
+            self.session._reader.log.shared.must_close = 1
             self.session._recorder.memory.budget_bytes = self.budget_bytes
         self.ops += 1
         return function(*args, **(kwargs or {}))

@@ -231,7 +231,14 @@ def _library() -> ctypes.CDLL | None:
         "forget": (None, [number]),
     }
     try:
-        library = load_cpp(_SOURCE.read_text(encoding="utf-8"), "deferred", signatures, ("torch_cpu", "torch"))
+        library = load_cpp(
+            _SOURCE.read_text(encoding="utf-8"),
+            "deferred",
+            signatures,
+            ("torch_cpu", "torch"),
+            flags=("-O1",),  # its own code takes a hundredth of a step
+            on_compile=lambda: _LOGGER.warning("planner.rematerialize compiles its log of ops, once on this machine: about 10 s"),
+        )
     except (CppCompileError, InvalidCxxCompiler) as error:
         _LOGGER.info(
             "planner.rematerialize records all ops in Python, as its log of ops cannot be compiled: %s", first_line(error)

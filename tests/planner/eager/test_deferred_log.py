@@ -1,6 +1,7 @@
 """Ops that are recorded only if memory runs out: what the recorder reads in the log is what it would have recorded itself."""
 
 import gc
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -313,6 +314,46 @@ def test_reading_at_any_op_gives_the_bits_of_eager(name: str, at: float) -> None
     assert at > 0.2 or session.evictions > 0
     assert len(results) == len(expected)
     assert all(np.array_equal(result, wanted, equal_nan=True) for result, wanted in zip(results, expected, strict=True))
+
+
+@pytest.mark.parametrize("is_read", [False, True])
+def test_a_write_to_a_tensor_saved_in_an_open_log_raises(is_read: bool) -> None:
+    weight = torch.randn(64, 64, requires_grad=True)
+    with rematerialize("1GB") as session:
+        opened(session, with_dropout, chain(), torch.randn(32, 64))
+        made = (weight @ torch.randn(64, 64)).exp()  # which is saved
+        leaf = torch.randn(64, 64)
+        products = [(weight * leaf).sum(), made.sum()]
+        made.mul_(2)
+        leaf.add_(1)
+        assert is_open(session)
+        if is_read:
+            read(session)
+        for product in products:
+            with pytest.raises(RuntimeError, match="is at version 1; expected version 0 instead"):
+                product.backward()
+
+
+def test_saved_tensors_are_freed_with_their_graph() -> None:
+    """An output that is saved does not keep itself, nor an input its storage."""
+    with rematerialize("1GB") as session:
+        opened(session, with_dropout, chain(), torch.randn(32, 64))
+        log = session._reader.log
+        gc.collect()
+        gc.disable()
+        try:
+            leaf = torch.randn(64, requires_grad=True)
+            made = leaf.exp()
+            freed = [weakref.ref(tensor.untyped_storage()) for tensor in (leaf, made)]
+            product = made * made
+            assert log.shared.saved == 3 and log.shared.in_step
+            del leaf, made
+            assert all(ref() is not None for ref in freed)
+            del product
+            assert log.shared.saved == 0 and not log.shared.in_step
+            assert all(ref() is None for ref in freed)
+        finally:
+            gc.enable()
 
 
 def test_compiled_functions_run_eagerly_and_are_seen() -> None:

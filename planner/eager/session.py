@@ -19,9 +19,11 @@ from planner.budgets import budget_in_bytes, is_auto, is_share, read_budget
 from planner.eager.deferred_log import DeferredLog
 from planner.eager.device_costs import DeviceCosts
 from planner.eager.following import StepFollower
+from planner.eager.log_reading import LogReader
 from planner.eager.memory import Memory
 from planner.eager.recompute import Recomputation
-from planner.eager.recording import Recorder, unpack
+from planner.eager.recording import Recorder
+from planner.eager.saved_tensors import unpack
 from planner.eager.sizes import OutputSizes
 from planner.eager.step_log import RecordedStep
 from planner.eager.step_plans import StepPlans
@@ -107,6 +109,7 @@ class Rematerialization:
         self._device = device
         self._counted = counted
         self._recorder: Recorder | None = None
+        self._reader: LogReader | None = None
         self._block = ExitStack()
 
     def __enter__(self) -> Self:
@@ -133,8 +136,8 @@ class Rematerialization:
         memory.make_room(0, "the block")
         recomputation = Recomputation(memory, self._max_recomputation, costs)
         follower = StepFollower(StepPlans(memory.budget_bytes), memory)
-        is_deferred = costs is None and DeferredLog.available()
-        self._recorder = recorder = Recorder(memory, sizes, recomputation, follower, costs, is_deferred=is_deferred)
+        self._recorder = recorder = Recorder(memory, sizes, recomputation, follower, costs)
+        self._reader = reader = LogReader(recorder) if costs is None and DeferredLog.available() else None
         memory.on_release = follower.released
         memory.evict_planned = follower.evict_one
         with ExitStack() as block:
@@ -142,8 +145,9 @@ class Rematerialization:
                 block.enter_context(capped_allocator(self._device, memory.budget_bytes))
             block.callback(follower.close)
             block.enter_context(recorder.module)
-            block.enter_context(recorder if recorder.log is None else recorder.log.entered(recorder))
-            block.enter_context(saved_tensors_hooks(recorder.pack, unpack))
+            block.enter_context(recorder if reader is None else reader.log.entered(recorder))
+            pack_and_unpack = (recorder.pack, unpack) if reader is None else reader.hooks()
+            block.enter_context(saved_tensors_hooks(*pack_and_unpack))
             self._block = block.pop_all()
         _ACTIVE.session = self
         return self
@@ -167,7 +171,8 @@ class Rematerialization:
     def _entered(self) -> Recorder:
         if self._recorder is None:
             raise UsageError("the block was not entered yet: use it as `with planner.rematerialize(...) as session:`")
-        self._recorder.observe()
+        if self._reader is not None:
+            self._reader.observe()
         return self._recorder
 
     @property

@@ -372,7 +372,7 @@ def modes() -> int:
 
 
 def test_an_exception_leaves_nothing_behind() -> None:
-    model = chain()
+    model, call = chain(), nn.Module.__call__
     session = rematerialize(other_bytes() + _TIGHT)
     outputs = []
 
@@ -386,7 +386,7 @@ def test_an_exception_leaves_nothing_behind() -> None:
         fail()
     assert session.evictions > 0
     assert modes() == 0
-    assert not torch.nn.modules.module._global_forward_hooks and not torch.nn.modules.module._global_forward_pre_hooks
+    assert nn.Module.__call__ is call
     assert (
         not torch._C._autograd._saved_tensors_hooks_is_enabled()
         or torch._C._autograd._top_saved_tensors_default_hooks(False) is None

@@ -558,6 +558,8 @@ class Recorder(TorchDispatchMode):
     def _count(self, op: RecordedOp) -> None:
         self._recorded += 1
         self.ops += 1
+        log = self.follower.log
+        op.number = self.ops if log is None else len(log.ops)
         self.memory.pending.append(weakref.ref(op))
 
     def _in_own_memory(self, values: Iterable[Any], storage: TrackedStorage, inputs: list[Reference]) -> list[Any]:

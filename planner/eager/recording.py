@@ -383,7 +383,7 @@ class Recorder(TorchDispatchMode):
                 shared.must_close = not log.fits(data_dependent_bytes(operator.name, args))
             else:
                 shared.known_bytes = self.sizes.out_bytes(operator.function, args, kwargs)
-                shared.must_close = not log.fits(shared.known_bytes)
+                shared.must_close = not log.fits(shared.known_bytes + self.sizes.guessed_bytes(operator.function, args))
         if shared.must_close:
             self._read_log(log)
             return self._run(op)
@@ -446,7 +446,7 @@ class Recorder(TorchDispatchMode):
             memory.read_s = memory.clock_s = memory.clock_s + unread.seconds
             known.seconds = op.seconds = min(known.seconds, unread.seconds)
             self.recomputation.step_ops += 1
-            self._record(op, known, written, outputs)
+            known.out_bytes = self._record(op, known, written, outputs)
         return operator.returned(outputs)
 
     def _forget_unread(self, log: DeferredLog) -> None:
@@ -493,6 +493,8 @@ class Recorder(TorchDispatchMode):
                 storage.chain.append(op)
         if op.taken_bytes:
             known.measured(op.taken_bytes - made_bytes)
+        elif known.guessed and self.device_costs is None:
+            known.measured(0)  # it was of an output
         op.room_bytes = made_bytes + known.workspace_bytes
         if operator.reads_to_host:
             self.host_reads += 1

@@ -13,7 +13,7 @@ _TRIALS = 16
 def enough_bytes(step: RecordedStep, heuristic: str, max_recomputation: float) -> int:
     """Return the least of a few budgets by which a replay of a step ends.
 
-    No schedule runs within less than the first that is tried, and the last is the peak without evictions.
+    No schedule of the recorded graph runs within less than the first, and the last is its peak without evictions.
 
     Args:
         step: the step.

@@ -34,4 +34,5 @@ the outputs that they had, and records what it would have recorded. From then on
 ``modules`` knows which module is running. ``sizes`` knows what ops will allocate, ``memory`` makes room and asks the ledger of
 ``solvers.online`` for the victim, ``recompute`` executes chains again, ``session`` is what users hold. ``following`` logs each
 step; ``step_log`` makes it a graph, ``step_plans`` has it solved when it repeats, and offers what its plan has evicted.
+``enough`` finds a budget that would have done.
 """

@@ -100,7 +100,7 @@ class LogReader:
                 shared.must_close = not log.fits(data_dependent_bytes(operator.name, args))
             else:
                 shared.known_bytes = recorder.sizes.out_bytes(operator.function, args, kwargs)
-                shared.must_close = not log.fits(shared.known_bytes)
+                shared.must_close = not log.fits(shared.known_bytes + recorder.sizes.guessed_bytes(operator.function, args))
         if shared.must_close:
             self._read()
             return recorder.run(op)
@@ -162,7 +162,7 @@ class LogReader:
             memory.read_s = memory.clock_s = memory.clock_s + unread.seconds
             known.seconds = op.seconds = min(known.seconds, unread.seconds)
             recorder.recomputation.step_ops += 1
-            recorder.record(op, known, written, outputs)
+            known.out_bytes = recorder.record(op, known, written, outputs)
         return operator.returned(outputs)
 
     def _forget_draws(self) -> None:

@@ -345,6 +345,8 @@ class Recorder(TorchDispatchMode):
                 storage.chain.append(op)
         if op.taken_bytes:
             known.measured(op.taken_bytes - made_bytes)
+        elif known.guessed and self.device_costs is None:
+            known.measured(0)  # it was of an output
         op.room_bytes = made_bytes + known.workspace_bytes
         if operator.reads_to_host:
             self.host_reads += 1
@@ -410,6 +412,8 @@ class Recorder(TorchDispatchMode):
     def _count(self, op: RecordedOp) -> None:
         self._recorded += 1
         self.ops += 1
+        log = self.follower.log
+        op.number = self.ops if log is None else len(log.ops)
         self.memory.pending.append(weakref.ref(op))
 
     def _in_own_memory(self, values: Iterable[Any], storage: TrackedStorage, inputs: list[Reference]) -> list[Any]:

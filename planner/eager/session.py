@@ -14,10 +14,11 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from graphs.errors import BudgetError, UsageError
 from graphs.io.formats import write_graph
-from graphs.units import format_bytes, format_seconds
+from graphs.units import format_bytes, format_enough, format_seconds
 from planner.budgets import budget_in_bytes, is_auto, is_share, read_budget
 from planner.eager.deferred_log import DeferredLog
 from planner.eager.device_costs import DeviceCosts
+from planner.eager.enough import enough_bytes
 from planner.eager.following import StepFollower
 from planner.eager.log_reading import LogReader
 from planner.eager.memory import Memory
@@ -155,6 +156,8 @@ class Rematerialization:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """Stop recording. Tensors that autograd still has are recomputed when a backward pass reads them."""
         _ACTIVE.session = None
+        if isinstance(error, BudgetError):
+            error.add_note(self._advice())
         self._block.__exit__(kind, error, trace)
         if isinstance(error, RuntimeError) and "saved tensor hooks" in str(error):
             error.add_note(
@@ -237,6 +240,16 @@ class Rematerialization:
             recorder.follower.end()
         self.plans.wait(seconds)
 
+    def least_budget(self) -> int:
+        """Return a budget in bytes that would do for the longest step so far, by replaying it with a few: the least of these.
+
+        What was in memory when the step began counts, so that of a first step lacks the optimizer's state.
+
+        Raises:
+            UsageError: no step has ended.
+        """
+        return self._enough_bytes(self._longest_step())
+
     def save_graph(self, path: str | os.PathLike[str]) -> None:
         """Write the longest step so far as a graph, which ``planner solve`` and ``planner compare`` take.
 
@@ -262,6 +275,19 @@ class Rematerialization:
             params = (MegEngineParams if self._heuristic == MEGENGINE else DtrParams)(thrash_factor=1 + self._max_recomputation)
             plan = solve(step.graph, self.budget_bytes, solver=self._heuristic, params=params, memory="allocated")
         write_pages(Timeline(step.graph, plan), path, trace)
+
+    def _enough_bytes(self, step: RecordedStep) -> int:
+        return enough_bytes(step, self._heuristic, self._max_recomputation)
+
+    def _advice(self) -> str:
+        """Return what is known of the budget that the rest of a step needs for which memory does not suffice."""
+        found_bytes = self._entered.follower.enough_bytes(self._enough_bytes)
+        if found_bytes:
+            return f"If this step goes on as an earlier one did, {format_enough(found_bytes)} would do for all of it"
+        return (
+            "Later ops of the step may need more than this one, which is not known before a step has ended: run one with a "
+            "larger budget, and session.least_budget() returns what would have done for it"
+        )
 
     def _longest_step(self) -> RecordedStep:
         step = self.plans.longest_step

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from benchmarks.command import carry_out, command_line, one_thread
 from benchmarks.solves import modelled
+from benchmarks.zoo_models import MODELS
 from graphs.addresses import Buffer, buffers_of
 from graphs.io.buffers import read_buffers
 from planner.attributes import attributes
@@ -30,11 +31,6 @@ from solvers.clock import WallClock
 
 INSTANCES = Path(__file__).parents[1] / ".." / "shared" / "instances" / "addresses"
 PUBLIC = "public"
-MODELS = {
-    "gpt2-medium": "zoo:gpt2,layers=24,width=1024,heads=16,batch=8,dropout=0,dtype=bfloat16",
-    "resnet50": "zoo:resnet50,batch=128",
-    "unet": "zoo:unet,batch=8",
-}
 BUDGETS = ("100%", "80%", "60%", "50%", "40%")
 PLAN_LIMIT_S = 20.0
 LIMIT_S = 120.0

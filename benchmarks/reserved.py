@@ -7,13 +7,14 @@ budget counts what is reserved, in both ways and for steps in an arena, at the s
 """
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
 
 from benchmarks.command import benchmark
 from benchmarks.solves import modelled
+from benchmarks.zoo_models import MODELS
 from graphs.addresses import buffers_of
 from graphs.allocators.caching import EXPANDABLE
 from graphs.allocators.training import least_capacity_bytes, reserved_with_pool_bytes, usage_of
@@ -29,17 +30,6 @@ from planner.studies.rows import Made, column, key, missing_keys, provenance, te
 from planner.studies.tables import Column, markdown, share_column
 from solvers.addresses.solve import solve as solve_addresses
 
-MODELS: Mapping[str, str] = {
-    "unet": "zoo:unet,batch=8",
-    "resnet50": "zoo:resnet50,batch=128",
-    "vgg16": "zoo:vgg16,batch=64",
-    "mobilenet_v2": "zoo:mobilenet_v2,batch=128",
-    "densenet121": "zoo:densenet121,batch=64",
-    "gpt2": "zoo:gpt2,layers=12,width=768,heads=12,batch=8,dropout=0,dtype=bfloat16",
-    "gpt2-medium": "zoo:gpt2,layers=24,width=1024,heads=16,batch=8,dropout=0,dtype=bfloat16",
-    "llama": "zoo:llama,batch=4,dtype=bfloat16",
-    "vit": "zoo:vit,batch=64,dtype=bfloat16",
-}
 ARENA = "reserved, in an arena"
 COUNTS = (*map(str, (CountedMemory.ALLOCATED, CountedMemory.RESERVED, CountedMemory.RESERVED_EXPANDABLE)), ARENA)
 BUDGETS = ("100%", "80%", "60%", "50%", "40%")

@@ -1,6 +1,6 @@
 """A graph and a budget as the exact solver sees them: produced tensors only, with sizes and uses in tuples."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -136,12 +136,8 @@ class Problem:
         return seconds * OBJECTIVE_SCALE / self.base_s if self.base_s > 0 else 0.0
 
 
-def problem_of(graph: Graph, budget_bytes: int, *, repeatable: Collection[int] | None = None) -> Problem:
+def problem_of(graph: Graph, budget_bytes: int) -> Problem:
     """Return the problem of `graph` within `budget_bytes` (including static bytes).
-
-    Args:
-        repeatable: ops that may be recomputed; None: all that the graph allows. With fewer, solutions of the models are still
-            schedules of the graph, but their bounds are not valid.
 
     Raises:
         GraphError: the graph has pools or streams that belong neither to the host nor to other devices.
@@ -153,11 +149,7 @@ def problem_of(graph: Graph, budget_bytes: int, *, repeatable: Collection[int] |
         graph = without_options(graph)
     ops = [graph.ops[op] for op in places.ids]
     capacity_bytes = budget_bytes - graph.static_bytes
-    allowed = [
-        places.optional[i]
-        or (all(graph.ops[p].recomputable for p in (*op.replaces, op.id)) and (repeatable is None or op.id in repeatable))
-        for i, op in enumerate(ops)
-    ]
+    allowed = [places.optional[i] or all(graph.ops[p].recomputable for p in (*op.replaces, op.id)) for i, op in enumerate(ops)]
     produced = [not t.static for t in graph.tensors]
     sizes = sizes_in(graph, graph.pools[0])
     kept = tuple(t.id in graph.kept for t in graph.tensors)

@@ -7,8 +7,8 @@ from dataclasses import replace
 from graphs.ir import Graph
 
 COMPRESS = "compress"  # the option, and the first part of the target of its ops
-KEEP = f"{COMPRESS}.keep"  # first parts of the targets of ops that compress
-RESTORE = f"{COMPRESS}.restore"  # and of ops that restore
+KEEP = f"{COMPRESS}.keep"  # prefix of the targets of ops that compress
+RESTORE = f"{COMPRESS}.restore"  # prefix of the targets of ops that restore
 REFERENCE_BITS = 4  # every compressible tensor has an op at this precision
 LEAST_BITS, MOST_BITS = 1, 8
 VARIANCE = "gradient variance"  # the limited resource, relative to the squared norm of the gradients

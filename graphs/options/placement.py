@@ -9,7 +9,7 @@ other tensors. So parameters that the optimizer has changed are never stale, and
 used.
 
 Some ops stay on the main device: ops that draw random numbers or save the state of the generator; ops that write in place, or
-read a tensor that is written in place, since a copy is neither before nor after the write; and ops whose tensors are held for
+read a tensor that is written in place, since nothing orders a copy and the write; and ops whose tensors are held for
 others. Kept tensors end on the main device. A replacement has the workspace of its op, unless another one was measured.
 
 Other options stay on the main device: optional ops that compute there come before these, transfers to the host

@@ -12,6 +12,9 @@ from planner.progress import LineView
 class StopOnInterrupt:
     """A context manager and predicate: the first Ctrl-C makes it return True, the second ends the process at once.
 
+    Until it is asked for the first time there is nothing that could be ended with a result, as while a model is traced: Ctrl-C
+    then raises KeyboardInterrupt, as everywhere else.
+
     Args:
         progress: the view for the note that the solve is being ended.
         ending: how it is ended, for the note.
@@ -20,6 +23,7 @@ class StopOnInterrupt:
     def __init__(self, progress: LineView, *, ending: str = "with the best schedule found so far") -> None:
         self._progress = progress
         self._ending = ending
+        self._asked = False
         self._requested = False
         self._said = False
 
@@ -32,6 +36,7 @@ class StopOnInterrupt:
 
     def __call__(self) -> bool:
         """Return whether to stop. The first time, also print a note: a signal handler must not write."""
+        self._asked = True
         if self._requested and not self._said:
             self._said = True
             self._progress.note(f"interrupted: ending {self._ending}; Ctrl-C again to quit at once")
@@ -41,4 +46,6 @@ class StopOnInterrupt:
         if self._requested:
             self._progress.abandon()
             os._exit(INTERRUPTED)
+        if not self._asked:
+            raise KeyboardInterrupt
         self._requested = True

@@ -30,7 +30,9 @@ the CPU, where there is a C++ compiler, ops come to a log in C++ (``deferred_log
 what can be recorded later. If an op does not fit, or could not be noted, the recorder reads the log: it sees the same calls, with
 the outputs that they had, and records what it would have recorded. From then on it sees the ops itself, until the step ends.
 
-``recording`` sees the ops, ``sizes`` knows what they will allocate, ``memory`` makes room and asks the ledger of
+``recording`` sees the ops, ``saved_tensors`` has what autograd holds, ``log_reading`` leaves ops to the log and reads it,
+``modules`` knows which module is running. ``sizes`` knows what ops will allocate, ``memory`` makes room and asks the ledger of
 ``solvers.online`` for the victim, ``recompute`` executes chains again, ``session`` is what users hold. ``following`` logs each
 step; ``step_log`` makes it a graph, ``step_plans`` has it solved when it repeats, and offers what its plan has evicted.
+``enough`` finds a budget that would have done.
 """

@@ -8,6 +8,13 @@
 // to the recorder, a dispatch mode. An op that an open log cannot note goes there too, and the recorder reads and closes the log
 // first: it executes all ops of the log again as a mode sees them, except that nothing runs and their outputs are those that
 // they had, or empty storages of the same size where these have been freed since.
+//
+// Tensors that autograd saves meanwhile stay in memory, each in a `LoggedTensor`, which the recorder replaces by its own as it
+// reads the log.
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <structmember.h>
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
@@ -23,7 +30,9 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cstddef>
 #include <cstdint>
+#include <list>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -95,6 +104,7 @@ struct Draft {
 struct Op {
   c10::OperatorHandle handle;
   size_t arguments, inputs, outputs, end; // where they begin, and the outputs end
+  int64_t module;
   double seconds;
   bool grad_enabled, counted, kept, reads_to_host;
 };
@@ -115,6 +125,8 @@ struct Shared {
   int64_t open = 0; // ops are logged here
   int64_t must_close = 0; // the recorder has to read the log before the next op
   int64_t in_step = 0; // autograd has saved a tensor
+  int64_t saved = 0; // number of tensors that autograd has saved here
+  int64_t module = 0; // the number of the module that is running
   int64_t known_bytes = -1; // of the outputs of the op that the recorder executes; -1 if they are not known
   int64_t position = 0; // number of ops that were ever logged
   int64_t peak_bytes = 0;
@@ -228,12 +240,15 @@ void leave_alone(const c10::OperatorName& name) {
   library.impl(full.c_str(), torch::CppFunction::makeFallthrough());
 }
 
+struct LoggedTensor;
+
 class Log : public c10::DebugInfoBase {
  public:
   Log(int64_t budget_bytes, void (*describe)(const char*, const char*, int64_t*))
       : budget_bytes_(budget_bytes), describe_(describe) {}
 
   Shared shared;
+  std::list<LoggedTensor*> saved; // in order; Python's global lock guards it
   std::recursive_mutex mutex;
   bool left = false;
 
@@ -359,6 +374,10 @@ class Log : public c10::DebugInfoBase {
 
   double seconds(int64_t index) const {
     return op(index).seconds;
+  }
+
+  int64_t module(int64_t index) const {
+    return op(index).module;
   }
 
   // Closes the log, and returns tensors on the storages in memory that no op of the log has made.
@@ -646,8 +665,8 @@ class Log : public c10::DebugInfoBase {
       }
     }
     Op op{handle, arguments_.size(), references_.size(), references_.size() + draft.inputs,
-          references_.size() + draft.references.size(), seconds, at::GradMode::is_enabled(), repeatable && (makes || turns), !repeatable && makes,
-          facts.reads_to_host != 0};
+          references_.size() + draft.references.size(), shared.module, seconds, at::GradMode::is_enabled(),
+          repeatable && (makes || turns), !repeatable && makes, facts.reads_to_host != 0};
     shared.ops += op.counted;
     shared.kept_ops += op.kept;
     shared.host_reads += op.reads_to_host;
@@ -742,6 +761,148 @@ std::shared_ptr<Log>& of(int64_t log) {
   return *reinterpret_cast<std::shared_ptr<Log>*>(log);
 }
 
+// What autograd holds in place of a tensor that it has saved while the log was open.
+struct LoggedTensor {
+  PyObject ob_base;
+  PyObject* held; // the tensor, or an alias; what the recorder has put in its place once it has read the log
+  int64_t version; // autograd's version counter when the tensor was saved
+  std::shared_ptr<Log> log; // none once it was read
+  std::list<LoggedTensor*>::iterator position; // in the log
+};
+
+void take_from_log(LoggedTensor& logged) {
+  auto& log = *logged.log;
+  log.saved.erase(logged.position);
+  if (--log.shared.saved == 0) {
+    log.shared.in_step = 0;
+  }
+  logged.log.reset();
+}
+
+void drop_logged_tensor(PyObject* self) {
+  auto* logged = reinterpret_cast<LoggedTensor*>(self);
+  PyTypeObject* type = Py_TYPE(self);
+  if (logged->log) {
+    take_from_log(*logged);
+  }
+  Py_CLEAR(logged->held);
+  logged->log.~shared_ptr();
+  type->tp_free(self);
+  Py_DECREF(type);
+}
+
+PyTypeObject* logged_tensor_type() {
+  static PyMemberDef members[] = {{"held", T_OBJECT_EX, offsetof(LoggedTensor, held), 0, nullptr},
+                                  {"version", T_LONGLONG, offsetof(LoggedTensor, version), READONLY, nullptr},
+                                  {nullptr, 0, 0, 0, nullptr}};
+  static PyType_Slot slots[] = {
+      {Py_tp_dealloc, reinterpret_cast<void*>(&drop_logged_tensor)}, {Py_tp_members, members}, {0, nullptr}};
+  static PyType_Spec spec = {"planner.eager.LoggedTensor", sizeof(LoggedTensor), 0,
+                             Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, slots};
+  static PyObject* type = PyType_FromSpec(&spec);
+  return reinterpret_cast<PyTypeObject*>(type);
+}
+
+// The hooks on saved tensors of a log, and the Python functions that they call.
+struct Hooks {
+  std::shared_ptr<Log> log;
+  PyObject* tensor_type;
+  PyObject* parameter_type;
+  PyObject* make_subclass; // returns a detached alias, with the same version counter
+  PyObject* begin_step; // before the first tensor is saved
+  PyObject* pack; // while the log is closed; None if the tensor belongs to the log, which it has opened
+  PyObject* unpack; // what is not in the log, or was written since
+};
+
+Hooks& hooks_of(PyObject* capsule) {
+  return *static_cast<Hooks*>(PyCapsule_GetPointer(capsule, nullptr));
+}
+
+void drop_hooks(PyObject* capsule) {
+  auto* hooks = &hooks_of(capsule);
+  for (PyObject* object : {hooks->tensor_type, hooks->parameter_type, hooks->make_subclass, hooks->begin_step, hooks->pack, hooks->unpack}) {
+    Py_DECREF(object);
+  }
+  delete hooks;
+}
+
+// Returns what a Python tensor is; undefined, with Python's error set, if it does not say so.
+at::TensorBase tensor_of(PyObject* tensor) {
+  static PyObject* const name = PyUnicode_InternFromString("_cdata");
+  PyObject* address = PyObject_GetAttr(tensor, name);
+  if (address == nullptr) {
+    return {};
+  }
+  auto* impl = static_cast<c10::TensorImpl*>(PyLong_AsVoidPtr(address));
+  Py_DECREF(address);
+  return impl == nullptr ? at::TensorBase() : at::TensorBase(c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>::reclaim_copy(impl));
+}
+
+int64_t version_of(const at::TensorBase& tensor) {
+  return tensor.unsafeGetTensorImpl()->version_counter().current_version();
+}
+
+PyObject* pack(PyObject* self, PyObject* tensor) {
+  auto& hooks = hooks_of(self);
+  auto& log = *hooks.log;
+  if (!log.shared.open) {
+    PyObject* packed = PyObject_CallOneArg(hooks.pack, tensor);
+    if (packed != Py_None) {
+      return packed;
+    }
+    Py_DECREF(packed);
+  }
+  const auto saved = tensor_of(tensor);
+  if (!saved.defined()) {
+    return nullptr;
+  }
+  auto* type_of_tensor = reinterpret_cast<PyObject*>(Py_TYPE(tensor));
+  if ((type_of_tensor != hooks.tensor_type && type_of_tensor != hooks.parameter_type) || saved.layout() != at::kStrided) {
+    return Py_NewRef(tensor);
+  }
+  if (log.shared.saved == 0) {
+    PyObject* begun = PyObject_CallNoArgs(hooks.begin_step);
+    if (begun == nullptr) {
+      return nullptr;
+    }
+    Py_DECREF(begun);
+  }
+  // An output would hold the node that holds it.
+  PyObject* held =
+      saved.is_leaf() ? Py_NewRef(tensor) : PyObject_CallFunctionObjArgs(hooks.make_subclass, hooks.tensor_type, tensor, nullptr);
+  if (held == nullptr) {
+    return nullptr;
+  }
+  PyTypeObject* type = logged_tensor_type();
+  auto* logged = reinterpret_cast<LoggedTensor*>(type->tp_alloc(type, 0));
+  if (logged == nullptr) {
+    Py_DECREF(held);
+    return nullptr;
+  }
+  logged->held = held;
+  logged->version = version_of(saved);
+  new (&logged->log) std::shared_ptr<Log>(hooks.log);
+  new (&logged->position) auto(log.saved.insert(log.saved.end(), logged));
+  ++log.shared.saved;
+  return reinterpret_cast<PyObject*>(logged);
+}
+
+PyObject* unpack(PyObject* self, PyObject* saved) {
+  auto& hooks = hooks_of(self);
+  if (Py_TYPE(saved) != logged_tensor_type()) {
+    return PyObject_CallOneArg(hooks.unpack, saved);
+  }
+  const auto* logged = reinterpret_cast<LoggedTensor*>(saved);
+  if (!logged->log) {
+    return PyObject_CallOneArg(hooks.unpack, logged->held);
+  }
+  const auto tensor = tensor_of(logged->held);
+  if (!tensor.defined()) {
+    return nullptr;
+  }
+  return version_of(tensor) == logged->version ? Py_NewRef(logged->held) : PyObject_CallOneArg(hooks.unpack, saved);
+}
+
 } // namespace
 
 extern "C" {
@@ -762,29 +923,27 @@ bool deferred_install() {
   return true;
 }
 
-
-void* deferred_new(int64_t budget_bytes, void (*describe)(const char*, const char*, int64_t*)) {
-  return new std::shared_ptr<Log>(std::make_shared<Log>(budget_bytes, describe));
+int64_t deferred_new(int64_t budget_bytes, void (*describe)(const char*, const char*, int64_t*)) {
+  return reinterpret_cast<int64_t>(new std::shared_ptr<Log>(std::make_shared<Log>(budget_bytes, describe)));
 }
 
-void deferred_drop(void* log) {
-  delete static_cast<std::shared_ptr<Log>*>(log);
+void deferred_drop(int64_t log) {
+  delete &of(log);
 }
 
-void* deferred_shared(void* log) {
-  return &(*static_cast<std::shared_ptr<Log>*>(log))->shared;
+void* deferred_shared(int64_t log) {
+  return &of(log)->shared;
 }
 
 // Takes the place of the recorder, the last mode that was entered.
-void deferred_enter(void* log) {
-  of(reinterpret_cast<int64_t>(log))->enter();
-  c10::ThreadLocalDebugInfo::_push(kKind, *static_cast<std::shared_ptr<Log>*>(log));
+void deferred_enter(int64_t log) {
+  of(log)->enter();
+  c10::ThreadLocalDebugInfo::_push(kKind, of(log));
   c10::impl::tls_set_dispatch_key_included(kKey, true);
 }
 
-void deferred_leave(void* log) {
-  auto& left = **static_cast<std::shared_ptr<Log>*>(log);
-  left.leave();
+void deferred_leave(int64_t log) {
+  of(log)->leave();
   c10::impl::tls_set_dispatch_key_included(kKey, false);
   try {
     c10::ThreadLocalDebugInfo::_pop(kKind);
@@ -792,33 +951,74 @@ void deferred_leave(void* log) {
   }
 }
 
-void deferred_open(void* log, int64_t count, void* const* storages, int64_t peak_bytes) {
-  of(reinterpret_cast<int64_t>(log))->open(count, reinterpret_cast<StorageImpl* const*>(storages), peak_bytes);
+void deferred_open(int64_t log, int64_t count, void* const* storages, int64_t peak_bytes) {
+  of(log)->open(count, reinterpret_cast<StorageImpl* const*>(storages), peak_bytes);
 }
 
-void deferred_begin_step(void* log) {
-  of(reinterpret_cast<int64_t>(log))->begin_step();
+void deferred_begin_step(int64_t log) {
+  of(log)->begin_step();
 }
 
-bool deferred_fits(void* log, int64_t size_bytes) {
-  auto& asked = *of(reinterpret_cast<int64_t>(log));
+bool deferred_fits(int64_t log, int64_t size_bytes) {
+  auto& asked = *of(log);
   const std::lock_guard<std::recursive_mutex> lock(asked.mutex);
   return asked.fits(size_bytes);
 }
 
-int64_t deferred_length(void* log) {
-  return of(reinterpret_cast<int64_t>(log))->length();
+int64_t deferred_length(int64_t log) {
+  return of(log)->length();
 }
 
-double deferred_seconds(void* log, int64_t index) {
-  return of(reinterpret_cast<int64_t>(log))->seconds(index);
+double deferred_seconds(int64_t log, int64_t index) {
+  return of(log)->seconds(index);
 }
 
-void deferred_shown(void* log, int64_t index) {
-  of(reinterpret_cast<int64_t>(log))->shown(index);
+int64_t deferred_module(int64_t log, int64_t index) {
+  return of(log)->module(index);
 }
 
-void deferred_forget(void* log) {
-  of(reinterpret_cast<int64_t>(log))->forget();
+void deferred_shown(int64_t log, int64_t index) {
+  of(log)->shown(index);
+}
+
+void deferred_forget(int64_t log) {
+  of(log)->forget();
+}
+
+// The following need Python's global lock.
+
+// Returns the hooks to pack and unpack saved tensors; null, with Python's error set, if there is no memory for them.
+PyObject* deferred_hooks(int64_t log, PyObject* tensor_type, PyObject* parameter_type, PyObject* make_subclass,
+                         PyObject* begin_step, PyObject* pack_closed, PyObject* unpack_other) {
+  static PyMethodDef methods[] = {{"pack", &pack, METH_O, nullptr}, {"unpack", &unpack, METH_O, nullptr}};
+  auto* hooks = new Hooks{of(log), Py_NewRef(tensor_type), Py_NewRef(parameter_type), Py_NewRef(make_subclass),
+                          Py_NewRef(begin_step), Py_NewRef(pack_closed), Py_NewRef(unpack_other)};
+  PyObject* capsule = PyCapsule_New(hooks, nullptr, &drop_hooks);
+  if (capsule == nullptr) {
+    return nullptr;
+  }
+  PyObject* found = Py_BuildValue("NN", PyCFunction_New(&methods[0], capsule), PyCFunction_New(&methods[1], capsule));
+  Py_DECREF(capsule);
+  return found;
+}
+
+// Takes the saved tensors from the log, and returns them in the order in which they were saved. All hold aliases from here on.
+PyObject* deferred_take_saved(int64_t log, PyObject* tensor_type, PyObject* make_subclass) {
+  // Within an op aliases would not share the version counter.
+  const c10::impl::ForceDispatchKeyGuard outside_of_ops(c10::default_included_set, c10::default_excluded_set);
+  auto& taken = of(log)->saved;
+  PyObject* found = PyList_New(0);
+  while (found != nullptr && !taken.empty()) {
+    auto* logged = taken.front();
+    PyObject* alias = PyObject_CallFunctionObjArgs(make_subclass, tensor_type, logged->held, nullptr);
+    if (alias == nullptr || PyList_Append(found, reinterpret_cast<PyObject*>(logged)) != 0) {
+      Py_XDECREF(alias);
+      Py_CLEAR(found);
+      break;
+    }
+    Py_SETREF(logged->held, alias);
+    take_from_log(*logged);
+  }
+  return found;
 }
 }

@@ -8,13 +8,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from graphs.errors import first_line
 from planner.eager.operators import Operator
-from planner.torch_private.core import TorchDispatchMode
+from planner.torch_private.core import TorchDispatchMode, make_subclass
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -31,6 +31,8 @@ class Shared(ctypes.Structure):
     open: int
     must_close: int
     in_step: int
+    saved: int
+    module: int
     known_bytes: int
     position: int
     peak_bytes: int
@@ -39,8 +41,8 @@ class Shared(ctypes.Structure):
     host_reads: int
     seconds: float
     _fields_ = (
-        *((name, ctypes.c_int64) for name in ("open", "must_close", "in_step", "known_bytes", "position", "peak_bytes")),
-        *((name, ctypes.c_int64) for name in ("ops", "kept_ops", "host_reads")),
+        *((name, ctypes.c_int64) for name in ("open", "must_close", "in_step", "saved", "module", "known_bytes")),
+        *((name, ctypes.c_int64) for name in ("position", "peak_bytes", "ops", "kept_ops", "host_reads")),
         ("seconds", ctypes.c_double),
     )
 
@@ -51,13 +53,27 @@ class UnreadOp:
 
     Attributes:
         position: number of ops that were logged before it, in all steps.
+        module: number of the module that was running.
         outputs: what it returned, in a list; None for what is no tensor.
         seconds: time.
     """
 
     position: int
+    module: int
     outputs: Sequence[torch.Tensor | None]
     seconds: float
+
+
+class LoggedTensor(Protocol):
+    """What autograd holds in place of a tensor that was saved while the log was open.
+
+    Attributes:
+        held: the tensor, or an alias; once the log was read, what unpacks it.
+        version: autograd's version counter when it was saved.
+    """
+
+    held: Any
+    version: int
 
 
 class DeferredLog:
@@ -120,26 +136,47 @@ class DeferredLog:
 
     def close(self) -> list[torch.Tensor]:
         """Stop logging, and return tensors on what is in memory, without what the ops in the log have made."""
-        held: list[torch.Tensor] = torch.ops.planner_log.close(self._address)
+        held: list[torch.Tensor] = torch.ops.planner_log.close(self._handle)
         return held
 
     def read(self, show: Callable[[UnreadOp], None]) -> None:
         """Call `show` before each op of the log, which the recorder then gets to see; forget the log."""
+        log, library = self._handle, self._library
         try:
             first = self.shared.position - self.length
             for i in range(self.length):
-                outputs = torch.ops.planner_log.outputs(self._address, i)
-                show(UnreadOp(first + i, outputs, self._library.deferred_seconds(self._handle, i)))
+                outputs = torch.ops.planner_log.outputs(log, i)
+                show(UnreadOp(first + i, library.deferred_module(log, i), outputs, library.deferred_seconds(log, i)))
                 del outputs
-                torch.ops.planner_log.show(self._address, i)
-                self._library.deferred_shown(self._handle, i)
+                torch.ops.planner_log.show(log, i)
+                library.deferred_shown(log, i)
         finally:
-            self._library.deferred_forget(self._handle)
+            library.deferred_forget(log)
 
-    @property
-    def _address(self) -> int:
-        assert self._handle is not None
-        return int(self._handle)
+    def hooks(
+        self,
+        begin_step: Callable[[], None],
+        pack: Callable[[torch.Tensor], object],
+        unpack: Callable[[object], torch.Tensor],
+    ) -> tuple[Callable[[torch.Tensor], object], Callable[[object], torch.Tensor]]:
+        """Return the hooks on saved tensors that leave these to the log while it is open.
+
+        Args:
+            begin_step: is called before a tensor is saved if none is.
+            pack: packs while the log is closed; returns None for a tensor of the log, which it has opened.
+            unpack: unpacks what the log does not have, and raises the error for a `LoggedTensor` that was written in place.
+        """
+        make = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_int64, *[ctypes.py_object] * 6)(("deferred_hooks", self._library))
+        found: tuple[Any, Any] = make(self._handle, torch.Tensor, torch.nn.Parameter, make_subclass, begin_step, pack, unpack)
+        return found
+
+    def take_saved(self) -> "list[LoggedTensor]":
+        """Return the saved tensors, which do not belong to the log any more: their aliases are to be replaced."""
+        take = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_int64, *[ctypes.py_object] * 2)(
+            ("deferred_take_saved", self._library)
+        )
+        found: list[LoggedTensor] = take(self._handle, torch.Tensor, make_subclass)
+        return found
 
     def _facts(self, name: bytes, overload: bytes, facts: Any) -> None:
         """Write what ``Operator`` in deferred_log.cpp has of an operator; nothing if Python does not know it."""
@@ -176,24 +213,32 @@ def _library() -> ctypes.CDLL | None:
     """Return the compiled log; None if it cannot be compiled here, or not be part of this PyTorch."""
     from planner.torch_private.cpp import CppCompileError, InvalidCxxCompiler, load_cpp  # takes a second
 
-    handle, number = ctypes.c_void_p, ctypes.c_int64
+    number, pointer = ctypes.c_int64, ctypes.c_void_p  # a log is a number
     signatures: dict[str, tuple[Any, list[Any]]] = {
         "install": (ctypes.c_bool, []),
-        "new": (handle, [number, _Describe]),
-        "drop": (None, [handle]),
-        "shared": (handle, [handle]),
-        "enter": (None, [handle]),
-        "leave": (None, [handle]),
-        "open": (None, [handle, number, handle, number]),
-        "begin_step": (None, [handle]),
-        "fits": (ctypes.c_bool, [handle, number]),
-        "length": (number, [handle]),
-        "seconds": (ctypes.c_double, [handle, number]),
-        "shown": (None, [handle, number]),
-        "forget": (None, [handle]),
+        "new": (number, [number, _Describe]),
+        "drop": (None, [number]),
+        "shared": (pointer, [number]),
+        "enter": (None, [number]),
+        "leave": (None, [number]),
+        "open": (None, [number, number, pointer, number]),
+        "begin_step": (None, [number]),
+        "fits": (ctypes.c_bool, [number, number]),
+        "length": (number, [number]),
+        "module": (number, [number, number]),
+        "seconds": (ctypes.c_double, [number, number]),
+        "shown": (None, [number, number]),
+        "forget": (None, [number]),
     }
     try:
-        library = load_cpp(_SOURCE.read_text(encoding="utf-8"), "deferred", signatures, ("torch_cpu", "torch"))
+        library = load_cpp(
+            _SOURCE.read_text(encoding="utf-8"),
+            "deferred",
+            signatures,
+            ("torch_cpu", "torch"),
+            flags=("-O1",),  # its own code takes a hundredth of a step
+            on_compile=lambda: _LOGGER.warning("planner.rematerialize compiles its log of ops, once on this machine: about 10 s"),
+        )
     except (CppCompileError, InvalidCxxCompiler) as error:
         _LOGGER.info(
             "planner.rematerialize records all ops in Python, as its log of ops cannot be compiled: %s", first_line(error)

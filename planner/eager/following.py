@@ -1,11 +1,11 @@
 """What connects the runtime with the steps that repeat: its ops become a log, and the plan's actions become its evictions."""
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from planner.eager.memory import Memory
 from planner.eager.sizes import KnownOp
-from planner.eager.step_log import LoggedOp, StepLog
+from planner.eager.step_log import LoggedOp, RecordedStep, StepLog, recorded_step
 from planner.eager.step_plans import StepPlans
 from planner.eager.storages import RecordedOp, TrackedStorage
 from planner.torch_private.core import current_autograd_node
@@ -102,6 +102,13 @@ class StepFollower:
         """Log that the program has let go of a storage."""
         if self.log is not None and storage.step == self.number:
             self.log.release(storage.number)
+
+    def enough_bytes(self, enough_for: Callable[[RecordedStep], int]) -> int:
+        """Return a budget for the current step, by that for the largest earlier one that began like it; 0 if there was none."""
+        earlier = None if self.log is None else self.plans.earlier
+        if self.log is None or earlier is None:
+            return 0
+        return enough_for(recorded_step(earlier)) + self.log.held_bytes - earlier.held_bytes
 
     def end(self) -> None:
         """End the step."""

@@ -304,22 +304,22 @@ class Memory:
             if op is None:
                 continue
             inputs = {storage: None for ref in op.inputs if (storage := ref.storage) is not None}
-            outputs = [storage for _, weak in op.outputs if (storage := weak()) is not None]
+            outputs = {place: storage for place, (_, weak) in enumerate(op.outputs) if (storage := weak()) is not None}
             read = [self._enter(self.ledger, storage) for storage in inputs]
-            made = [self._enter(self.ledger, storage) for storage in outputs]
+            made = [self._enter(self.ledger, storage, (op.number, place)) for place, storage in outputs.items()]
             if op.draws is not None and self.ledger.heuristic.keeps_random:
                 for ledger_id in made:
                     self.ledger.pinned(ledger_id)
             if op.in_place:
                 read += made
-            moved_bytes = sum(storage.size_bytes for storage in (*inputs, *outputs))
+            moved_bytes = sum(storage.size_bytes for storage in (*inputs, *outputs.values()))
             op.ledger_id = self.ledger.add_op(read, made, self.ledger.heuristic.estimate_s(op.seconds, moved_bytes))
         return self.ledger
 
-    def _enter(self, ledger: Ledger, storage: TrackedStorage) -> int:
-        """Return the ledger's id of `storage`, which is entered if it is not yet."""
+    def _enter(self, ledger: Ledger, storage: TrackedStorage, origin: tuple[int, int] | None = None) -> int:
+        """Return the ledger's id of `storage`, which is entered if it is not yet: with its `origin`, if it may be evicted."""
         if storage.ledger_id is None:
-            ledger_id = ledger.add_storage(storage.size_bytes)
+            ledger_id = ledger.add_storage(storage.size_bytes, origin)
             storage.ledger_id = ledger_id
             self._by_id[ledger_id] = watch = LedgerWatch(storage, self._dropped.append)
             watch.ledger_id = ledger_id

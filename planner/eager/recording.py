@@ -1,22 +1,21 @@
-"""The dispatch mode: makes room before each op, and records it after; far below the budget it leaves both to a log."""
+"""The dispatch mode: makes room before each op, and records it after."""
 
 import threading
 import weakref
-from collections import deque
-from collections.abc import Hashable, Iterable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from graphs.errors import BudgetError
-from planner.eager.deferred_log import DeferredLog, UnreadOp
 from planner.eager.device_costs import DeviceCosts
 from planner.eager.following import StepFollower
 from planner.eager.memory import Memory
 from planner.eager.modules import CurrentModule
 from planner.eager.operators import Operator
-from planner.eager.recompute import Recomputation, resident_tensor, whole
+from planner.eager.recompute import Recomputation, whole
+from planner.eager.saved_tensors import SavedTensor
 from planner.eager.sizes import KnownOp, OutputSizes, data_dependent_bytes, strided_parts, tensors_in
 from planner.eager.storages import RecordedOp, Reference, TrackedStorage, make_alias, new_reference
 from planner.passes.draws import LOCK
@@ -28,8 +27,6 @@ from planner.torch_private.core import TorchDispatchMode, storage_address
 _Tensor, _Parameter = torch.Tensor, torch.nn.Parameter
 # The number of recorded ops after which it is worth while to forget them, if no tensor is saved.
 _FEW_OPS = 64
-# The least number of draws and modules of unread ops after which those that are not in the log any more are looked for.
-_FEW_UNREAD = 1024
 # Added to the allocator's error.
 _NOT_AGAIN = (
     "planner.rematerialize does not try {} again: it may have begun to write to a tensor that cannot be recomputed, as a "
@@ -48,12 +45,11 @@ class Recorder(TorchDispatchMode):
         recomputation: executes recorded ops.
         follower: logs steps, and follows their plans.
         device_costs: measures ops on a CUDA device; None on the CPU.
-        is_deferred: ops are logged without Python, while that is possible.
 
     Attributes:
-        log: that log; None without.
+        handle: executes an op that was called: `run`, if nobody else decides that.
         lock: held by whatever reads or changes the state of the runtime; a backward pass may run in several threads.
-        saved: number of tensors that autograd has saved.
+        saved: number of tensors that autograd has saved, and that are tracked.
         saved_storages: those that hold saved tensors, by identity.
         packs: number of tensors saved so far.
         ops: number of ops that were recorded.
@@ -69,8 +65,6 @@ class Recorder(TorchDispatchMode):
         recomputation: Recomputation,
         follower: StepFollower,
         device_costs: DeviceCosts | None = None,
-        *,
-        is_deferred: bool = False,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.memory = memory
@@ -83,15 +77,10 @@ class Recorder(TorchDispatchMode):
         self.saved_storages: dict[int, TrackedStorage] = {}
         self.packs = 0
         self.ops = self.kept_ops = self.host_reads = self.copies = 0
-        self.module = CurrentModule()
+        self.module = CurrentModule(SimpleNamespace(module=0))
+        self.handle: Callable[[RecordedOp], Any] = self.run
         self._operators: dict[int, Operator] = {}
         self._recorded = 0
-        self.log = DeferredLog(self._operator, memory.budget_bytes) if is_deferred else None
-        self._unread: UnreadOp | None = None
-        self._unread_saved: dict[int, weakref.ref[SavedTensor]] = {}
-        self._unread_draws: dict[int, tuple[torch.Generator, RandomState]] = {}
-        self._unread_modules: deque[tuple[int, str]] = deque()  # names of modules, and the ops from which on they ran
-        self._most_unread = _FEW_UNREAD
         self._copied_bytes = 0  # in this step
         self._read_by: tuple[int, dict[Hashable, list[int]]] = (-1, {})
 
@@ -100,7 +89,7 @@ class Recorder(TorchDispatchMode):
         return False  # what else PyTorch wraps around each op takes as long as all that is done here
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        operator = self._operators.get(id(func)) or self._operator(func)
+        operator = self._operators.get(id(func)) or self.operator(func)
         if operator.passes:
             return operator.call(*args, **kwargs) if kwargs else operator.call(*args)
         for kind in types:
@@ -110,24 +99,16 @@ class Recorder(TorchDispatchMode):
             if self.recomputation.running:
                 return operator.call(*args, **(kwargs or {}))
             op = RecordedOp(operator, args, kwargs or {})
-            if self._unread is not None:
-                return self._read(op, self._unread)
-            if self.log is None:
-                return self._run(op)
-            if self.log.shared.open:
-                return self._run_deferred(op, self.log)
-            outputs = self._run(op)
-            self._may_open(self.log)
-            return outputs
+            return self.handle(op)
 
-    def _operator(self, op: object) -> Operator:
+    def operator(self, op: object) -> Operator:
         """Return the facts about an operator. Operators are never freed, and compute their hashes slowly."""
         operator = self._operators.get(id(op))
         if operator is None:
             operator = self._operators[id(op)] = Operator.of(op)
         return operator
 
-    def _run(self, op: RecordedOp, failed: Exception | None = None) -> Any:
+    def run(self, op: RecordedOp, failed: Exception | None = None) -> Any:
         """Execute an op within the budget, and record it.
 
         Args:
@@ -143,10 +124,10 @@ class Recorder(TorchDispatchMode):
         op.module = self.module.name
         written: Sequence[TrackedStorage] = ()
         if operator.writes:
-            written = self._find_writes(op)
+            written = self.find_writes(op)
             if operator.returns_nothing_new and not operator.rebinds and all(storage.pinned for storage in written):
                 return self._write_pinned(op, written, failed)
-        known = self._describe(op, args)
+        known = self.describe(op, args)
         out_bytes = known.out_bytes
         with_op_bytes = memory.live_bytes + out_bytes + known.workspace_bytes
         if with_op_bytes > memory.budget_bytes:
@@ -164,7 +145,7 @@ class Recorder(TorchDispatchMode):
             outputs = self._execute(op, known, written, args, kwargs, failed)
         if memory.freed:
             memory.settle()
-        made_bytes = self._record(op, known, written, outputs)
+        made_bytes = self.record(op, known, written, outputs)
         if follower.log is not None:
             follower.after_op(op, written, known)
         if made_bytes != out_bytes:
@@ -195,7 +176,7 @@ class Recorder(TorchDispatchMode):
             follower.after_op(op, written, KnownOp(0))
         return outputs
 
-    def _find_writes(self, op: RecordedOp) -> Sequence[TrackedStorage]:
+    def find_writes(self, op: RecordedOp) -> Sequence[TrackedStorage]:
         """Return the storages that an op writes, and find what recomputes its outputs without that."""
         operator, args = op.operator, op.args
         if operator.statistics is None:
@@ -243,7 +224,7 @@ class Recorder(TorchDispatchMode):
         self.recomputation.step_ops += 1
         return outputs
 
-    def _describe(self, op: RecordedOp, args: Sequence[Any]) -> KnownOp:
+    def describe(self, op: RecordedOp, args: Sequence[Any]) -> KnownOp:
         """Turn the arguments of an op, which were `args`, into references, and return what is known of such ops."""
         operator, kwargs = op.operator, op.kwargs
         if operator.rebinds:  # its arguments may be memory, which a signature would hold
@@ -258,7 +239,7 @@ class Recorder(TorchDispatchMode):
         except (NotImplementedError, RuntimeError):  # a tensor without a storage: sparse, or of another backend
             op.recordable = False
             return KnownOp(0)
-        if _is_sized_by_data(operator, args):
+        if is_sized_by_data(operator, args):
             return KnownOp(data_dependent_bytes(operator.name, args))
         signature = tuple(key)
         return self.sizes.known(signature) or self.sizes.learn(signature, operator.function, args, kwargs)
@@ -348,138 +329,9 @@ class Recorder(TorchDispatchMode):
             if self.device_costs is not None:
                 self.device_costs.forget_failures()
 
-    # Ops that are recorded only if memory runs out.
-
-    def _may_open(self, log: DeferredLog) -> bool:
-        """Leave the ops from here on to the log, if none of a step was recorded and memory is far below the budget.
-
-        How all that is resident was made is forgotten.
-        """
-        if self.saved or not self.follower.is_far:
-            return False
-        memory = self.memory
-        memory.forget()
-        self._recorded = 0
-        storages = (storage.watch() for storage in memory.resident.values() if storage.watch is not None)
-        log.open((held for held in storages if held is not None), memory.peak_bytes)
-        self.module.on_change = self._note_module
-        self._note_module(self.module.name)
-        return True
-
-    def _note_module(self, name: str) -> None:
-        assert self.log is not None
-        self._unread_modules.append((self.log.shared.position, name))
-        self._limit_unread(self.log)
-
-    def _limit_unread(self, log: DeferredLog) -> None:
-        if len(self._unread_modules) + len(self._unread_draws) > self._most_unread:
-            self._forget_unread(log)
-
-    def _run_deferred(self, op: RecordedOp, log: DeferredLog) -> Any:
-        """Execute an op that the log leaves to the recorder, or that does not fit: then read the log first."""
-        operator, args, kwargs, shared = op.operator, op.args, op.kwargs, log.shared
-        if not shared.must_close and shared.known_bytes < 0:
-            if _is_sized_by_data(operator, args):
-                shared.must_close = not log.fits(data_dependent_bytes(operator.name, args))
-            else:
-                shared.known_bytes = self.sizes.out_bytes(operator.function, args, kwargs)
-                shared.must_close = not log.fits(shared.known_bytes)
-        if shared.must_close:
-            self._read_log(log)
-            return self._run(op)
-        with LOCK if operator.random else nullcontext():
-            if operator.random:
-                generator = generator_of(args, kwargs)
-                op.draws = generator, RandomState.of(generator)
-            try:
-                outputs = operator.call(*args, **kwargs)
-            except Exception as error:  # noqa: BLE001  raised again if it is not for want of memory
-                if op.draws is not None:
-                    generator, state = op.draws
-                    state.restore(generator)
-                self._read_log(log)
-                return self._run(op, error)
-        if op.draws is not None:
-            self._unread_draws[shared.position] = op.draws
-            self._limit_unread(log)
-        return outputs
-
-    def _read_log(self, log: DeferredLog) -> None:
-        """Record the ops in the log, and record from here on."""
-        memory = self.memory
-        held = log.close()
-        self.observe()
-        memory.settle()
-        for tensor in held:
-            if memory.find(storage_address(tensor)) is None:
-                memory.add(tensor)
-        del held
-
-        def show(unread: UnreadOp) -> None:
-            self._unread = unread
-
-        try:
-            log.read(show)
-        finally:
-            self._unread = None
-            self.module.on_change = None
-        for saved in [saved for reference in self._unread_saved.values() if (saved := reference()) is not None]:
-            saved.enter()
-        self._unread_saved.clear()
-        self._forget_unread(log)
-        memory.settle()
-
-    def _read(self, op: RecordedOp, unread: UnreadOp) -> Any:
-        """Record an op that has run before."""
-        self._unread = None
-        memory, operator, args = self.memory, op.operator, op.args
-        memory.settle()
-        op.module = self._skip_modules(unread.position)
-        outputs = unread.outputs
-        written = self._find_writes(op) if operator.writes else ()
-        if written and operator.returns_nothing_new and all(storage.pinned for storage in written):
-            for storage in written:
-                storage.version += 1
-        else:
-            known = self._describe(op, args)
-            op.draws = self._unread_draws.pop(unread.position, None)
-            memory.read_s = memory.clock_s = memory.clock_s + unread.seconds
-            known.seconds = op.seconds = min(known.seconds, unread.seconds)
-            self.recomputation.step_ops += 1
-            self._record(op, known, written, outputs)
-        return operator.returned(outputs)
-
-    def _forget_unread(self, log: DeferredLog) -> None:
-        """Forget what the recorder knows of ops that are not in the log any more."""
-        first = log.shared.position - log.length
-        self._unread_draws = {position: draws for position, draws in self._unread_draws.items() if position >= first}
-        self._skip_modules(first)
-        self._most_unread = 2 * (len(self._unread_draws) + len(self._unread_modules)) + _FEW_UNREAD
-
-    def _skip_modules(self, position: int) -> str:
-        """Forget the modules before the one that was running at an op, and return its name."""
-        changes = self._unread_modules
-        while len(changes) > 1 and changes[1][0] <= position:
-            changes.popleft()
-        return changes[0][1]
-
-    def observe(self) -> None:
-        """Count what the log has seen."""
-        if self.log is None:
-            return
-        shared, memory = self.log.shared, self.memory
-        memory.peak_bytes = max(memory.peak_bytes, shared.peak_bytes)
-        memory.eager_peak_bytes = max(memory.eager_peak_bytes, shared.peak_bytes)
-        self.ops += shared.ops
-        self.kept_ops += shared.kept_ops
-        self.host_reads += shared.host_reads
-        memory.clock_s += shared.seconds
-        shared.ops = shared.kept_ops = shared.host_reads = 0
-        shared.seconds = 0.0
-
     # What an op has made and written.
 
-    def _record(self, op: RecordedOp, known: KnownOp, written: Sequence[TrackedStorage], outputs: Any) -> int:
+    def record(self, op: RecordedOp, known: KnownOp, written: Sequence[TrackedStorage], outputs: Any) -> int:
         """Record an op and return the bytes that it has made."""
         made = self._made_by(op, outputs)
         if written:
@@ -493,6 +345,8 @@ class Recorder(TorchDispatchMode):
                 storage.chain.append(op)
         if op.taken_bytes:
             known.measured(op.taken_bytes - made_bytes)
+        elif known.guessed and self.device_costs is None:
+            known.measured(0)  # it was of an output
         op.room_bytes = made_bytes + known.workspace_bytes
         if operator.reads_to_host:
             self.host_reads += 1
@@ -558,6 +412,8 @@ class Recorder(TorchDispatchMode):
     def _count(self, op: RecordedOp) -> None:
         self._recorded += 1
         self.ops += 1
+        log = self.follower.log
+        op.number = self.ops if log is None else len(log.ops)
         self.memory.pending.append(weakref.ref(op))
 
     def _in_own_memory(self, values: Iterable[Any], storage: TrackedStorage, inputs: list[Reference]) -> list[Any]:
@@ -672,10 +528,13 @@ class Recorder(TorchDispatchMode):
 
     def _begin_step(self) -> None:
         """Forget how all that is resident was made, since no tensor is saved; not for a few ops, as it takes time."""
-        if self._recorded <= _FEW_OPS or 4 * self._recorded <= len(self.memory.resident):
-            return
+        if self._recorded > _FEW_OPS and 4 * self._recorded > len(self.memory.resident):
+            self.forget()
+            self.recomputation.begin_step()
+
+    def forget(self) -> None:
+        """Forget how all that is resident was made: no saved tensor needs it."""
         self.memory.forget()
-        self.recomputation.begin_step()
         self._recorded = self._copied_bytes = 0
         self._read_by = (-1, {})
 
@@ -686,150 +545,20 @@ class Recorder(TorchDispatchMode):
         kind = type(tensor)
         if (kind is not _Tensor and kind is not _Parameter) or tensor.layout is not torch.strided:
             return tensor
-        log = self.log
-        if log is not None and log.shared.open:
-            return self._pack_deferred(tensor, log)
         with self.lock:
-            if log is not None and self._may_open(log):
-                return self._pack_deferred(tensor, log)
             memory = self.memory
             if memory.freed:
                 memory.settle()
             if not self.saved:  # autograd saves the inputs of the first op of a step before the op runs
                 self._begin_step()
                 self.follower.begin()
-            storage = memory.find(storage_address(tensor)) or memory.add(tensor)
+            saved = SavedTensor.of(self, make_alias(tensor), tensor._version)
+            storage = saved.storage
             if not storage.pinned and storage.checked != memory.overwrites:
                 self._pin_if_lost(storage)
-            number = self.packs
-            self.packs = number + 1
-            self.saved += 1
-            storage.aliases[number] = make_alias(tensor)
-            storage.saved += 1
             if storage.saved == 1:
-                self.saved_storages[id(storage)] = storage
                 memory.saved(storage)
-            return SavedTensor(self, storage, number, tensor._version)
-
-    def forget_saved(self, number: int) -> None:
-        """Forget a tensor that was saved and is not any more, while ops are not recorded."""
-        self._unread_saved.pop(number, None)
-        if not self.saved and self.log is not None:
-            self.log.shared.in_step = 0
-
-    def _pack_deferred(self, tensor: torch.Tensor, log: DeferredLog) -> "SavedTensor":
-        if not self.saved:
-            self.observe()
-            log.begin_step()
-            self.recomputation.begin_step()
-            log.shared.must_close = not self.follower.is_far
-            self.follower.begin(is_seen=False)
-        number = self.packs
-        self.packs = number + 1
-        self.saved += 1
-        saved = SavedTensor(self, make_alias(tensor), number, tensor._version)
-        self._unread_saved[number] = weakref.ref(saved)
-        return saved
-
-
-class SavedTensor:
-    """What autograd holds in place of a saved tensor: its storage, which may be evicted; the tensor while ops are not recorded.
-
-    Attributes:
-        version: autograd's version counter when it was saved.
-    """
-
-    __slots__ = ("__weakref__", "_number", "_recorder", "_storage", "version")
-
-    def __init__(self, recorder: Recorder, storage: TrackedStorage | torch.Tensor, number: int, version: int) -> None:
-        self._recorder = recorder
-        self._storage = storage
-        self._number = number
-        self.version = version
-
-    def enter(self) -> None:
-        """Give the tensor to its storage, as ops are recorded from here on."""
-        alias, memory = self._storage, self._recorder.memory
-        assert isinstance(alias, torch.Tensor)
-        self._storage = storage = memory.find(storage_address(alias)) or memory.add(alias)
-        storage.aliases[self._number] = alias
-        storage.saved += 1
-        self._recorder.saved_storages[id(storage)] = storage
-
-    def __del__(self) -> None:
-        storage, recorder = self._storage, self._recorder
-        recorder.saved -= 1
-        if not isinstance(storage, TrackedStorage):
-            recorder.forget_saved(self._number)
-            return
-        storage.saved -= 1
-        storage.aliases.pop(self._number, None)
-        if storage.evicted_aliases is not None:
-            storage.evicted_aliases.pop(self._number, None)
-        if not storage.saved:
-            recorder.saved_storages.pop(id(storage), None)
-            recorder.memory.not_evicted(storage)
-            # The ledger is not told: the garbage collector may call this while the ledger is at work. Its choice is looked at.
-            storage.base = None
-            if not storage.address:
-                recorder.follower.released(storage)
-
-    def unpack(self) -> torch.Tensor:
-        """Return the tensor, recomputed if it was evicted.
-
-        Raises:
-            RuntimeError: it was written in place since it was saved.
-        """
-        storage, recorder = self._storage, self._recorder
-        if not isinstance(storage, TrackedStorage):
-            if storage._version != self.version:
-                raise _overwritten(storage, self.version, storage._version)
-            return storage
-        with recorder.lock:
-            if recorder.follower.log is not None:
-                recorder.follower.unpacked(storage)
-            recorder.memory.touch(storage, recorder.memory.read_s)
-            alias = storage.aliases.get(self._number)
-            if alias is None:
-                alias = self._restored()
-            elif alias._version != self.version:
-                raise _overwritten(alias, self.version, alias._version)
-            return make_alias(alias)  # autograd may keep what it is given: then the count of holders of the storage says so
-
-    def _restored(self) -> torch.Tensor:
-        """Return the alias, which was dropped when the storage was evicted."""
-        storage, recomputation = self._storage, self._recorder.recomputation
-        assert isinstance(storage, TrackedStorage)
-        assert storage.evicted_aliases is not None
-        version, reference = storage.evicted_aliases[self._number]
-        if version != self.version:
-            raise _overwritten(reference, self.version, version)
-        with recomputation.own_ops():
-            source = resident_tensor(storage)
-            if source is None:
-                source = recomputation.recompute(storage)
-            alias = storage.aliases[self._number] = make_alias(reference.view_of(source))
-        del storage.evicted_aliases[self._number]
-        self.version = alias._version
-        return alias
-
-
-def _overwritten(saved: torch.Tensor | Reference, expected: int, version: int) -> RuntimeError:
-    """Return the error of plain eager PyTorch for a saved tensor that was written in place."""
-    kind = f"{saved.dtype}".removeprefix("torch.")
-    return RuntimeError(
-        "one of the variables needed for gradient computation has been modified by an inplace operation: "
-        f"[{kind} {list(saved.shape)}] is at version {version}; expected version {expected} instead. "
-        "Hint: torch.autograd.set_detect_anomaly(True) finds the operation that failed to compute its gradient"
-    )
-
-
-def unpack(saved: object) -> torch.Tensor:
-    """Return the tensor that ``Recorder.pack`` was given."""
-    if isinstance(saved, SavedTensor):
-        return saved.unpack()
-    assert isinstance(saved, torch.Tensor)
-    return saved
+            return saved
 
 
 def generator_of(args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Generator:
@@ -848,7 +577,8 @@ def generator_of(args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Generator
     return generator
 
 
-def _is_sized_by_data(operator: Operator, args: Sequence[Any]) -> bool:
+def is_sized_by_data(operator: Operator, args: Sequence[Any]) -> bool:
+    """Return whether the sizes of the outputs depend on the contents of the arguments."""
     if not operator.sized_by_data or operator.name != "aten::index":
         return operator.sized_by_data
     return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])

@@ -14,14 +14,17 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from graphs.errors import BudgetError, UsageError
 from graphs.io.formats import write_graph
-from graphs.units import format_bytes, format_seconds
+from graphs.units import format_bytes, format_enough, format_seconds
 from planner.budgets import budget_in_bytes, is_auto, is_share, read_budget
 from planner.eager.deferred_log import DeferredLog
 from planner.eager.device_costs import DeviceCosts
+from planner.eager.enough import enough_bytes
 from planner.eager.following import StepFollower
+from planner.eager.log_reading import LogReader
 from planner.eager.memory import Memory
 from planner.eager.recompute import Recomputation
-from planner.eager.recording import Recorder, unpack
+from planner.eager.recording import Recorder
+from planner.eager.saved_tensors import unpack
 from planner.eager.sizes import OutputSizes
 from planner.eager.step_log import RecordedStep
 from planner.eager.step_plans import StepPlans
@@ -107,6 +110,7 @@ class Rematerialization:
         self._device = device
         self._counted = counted
         self._recorder: Recorder | None = None
+        self._reader: LogReader | None = None
         self._block = ExitStack()
 
     def __enter__(self) -> Self:
@@ -133,8 +137,8 @@ class Rematerialization:
         memory.make_room(0, "the block")
         recomputation = Recomputation(memory, self._max_recomputation, costs)
         follower = StepFollower(StepPlans(memory.budget_bytes), memory)
-        is_deferred = costs is None and DeferredLog.available()
-        self._recorder = recorder = Recorder(memory, sizes, recomputation, follower, costs, is_deferred=is_deferred)
+        self._recorder = recorder = Recorder(memory, sizes, recomputation, follower, costs)
+        self._reader = reader = LogReader(recorder) if costs is None and DeferredLog.available() else None
         memory.on_release = follower.released
         memory.evict_planned = follower.evict_one
         with ExitStack() as block:
@@ -142,8 +146,9 @@ class Rematerialization:
                 block.enter_context(capped_allocator(self._device, memory.budget_bytes))
             block.callback(follower.close)
             block.enter_context(recorder.module)
-            block.enter_context(recorder if recorder.log is None else recorder.log.entered(recorder))
-            block.enter_context(saved_tensors_hooks(recorder.pack, unpack))
+            block.enter_context(recorder if reader is None else reader.log.entered(recorder))
+            pack_and_unpack = (recorder.pack, unpack) if reader is None else reader.hooks()
+            block.enter_context(saved_tensors_hooks(*pack_and_unpack))
             self._block = block.pop_all()
         _ACTIVE.session = self
         return self
@@ -151,6 +156,8 @@ class Rematerialization:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """Stop recording. Tensors that autograd still has are recomputed when a backward pass reads them."""
         _ACTIVE.session = None
+        if isinstance(error, BudgetError):
+            error.add_note(self._advice())
         self._block.__exit__(kind, error, trace)
         if isinstance(error, RuntimeError) and "saved tensor hooks" in str(error):
             error.add_note(
@@ -167,7 +174,8 @@ class Rematerialization:
     def _entered(self) -> Recorder:
         if self._recorder is None:
             raise UsageError("the block was not entered yet: use it as `with planner.rematerialize(...) as session:`")
-        self._recorder.observe()
+        if self._reader is not None:
+            self._reader.observe()
         return self._recorder
 
     @property
@@ -232,6 +240,16 @@ class Rematerialization:
             recorder.follower.end()
         self.plans.wait(seconds)
 
+    def least_budget(self) -> int:
+        """Return a budget in bytes that would do for the longest step so far, by replaying it with a few: the least of these.
+
+        What was in memory when the step began counts, so that of a first step lacks the optimizer's state.
+
+        Raises:
+            UsageError: no step has ended.
+        """
+        return self._enough_bytes(self._longest_step())
+
     def save_graph(self, path: str | os.PathLike[str]) -> None:
         """Write the longest step so far as a graph, which ``planner solve`` and ``planner compare`` take.
 
@@ -257,6 +275,19 @@ class Rematerialization:
             params = (MegEngineParams if self._heuristic == MEGENGINE else DtrParams)(thrash_factor=1 + self._max_recomputation)
             plan = solve(step.graph, self.budget_bytes, solver=self._heuristic, params=params, memory="allocated")
         write_pages(Timeline(step.graph, plan), path, trace)
+
+    def _enough_bytes(self, step: RecordedStep) -> int:
+        return enough_bytes(step, self._heuristic, self._max_recomputation)
+
+    def _advice(self) -> str:
+        """Return what is known of the budget that the rest of a step needs for which memory does not suffice."""
+        found_bytes = self._entered.follower.enough_bytes(self._enough_bytes)
+        if found_bytes:
+            return f"If this step goes on as an earlier one did, {format_enough(found_bytes)} would do for all of it"
+        return (
+            "Later ops of the step may need more than this one, which is not known before a step has ended: run one with a "
+            "larger budget, and session.least_budget() returns what would have done for it"
+        )
 
     def _longest_step(self) -> RecordedStep:
         step = self.plans.longest_step

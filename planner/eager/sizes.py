@@ -83,7 +83,16 @@ class OutputSizes:
             inputs = tensors_in((*args, *kwargs.values()))
             known.workspace_bytes = size_bytes + sum(self.counted_bytes(t.untyped_storage().nbytes(), t.device) for t in inputs)
             known.guessed = known.needs_block = True
+        elif guess := self.guessed_bytes(function, args):
+            known.workspace_bytes, known.guessed = guess, True
         return known
+
+    def guessed_bytes(self, function: Callable[..., Any], args: Sequence[Any]) -> int:
+        """Return a guess of what fake tensors do not know of the outputs: what the CPU's LSTM keeps for its gradients."""
+        if function is not torch.ops.aten.mkldnn_rnn_layer.default or not (args[-1] and torch.is_grad_enabled()):
+            return 0
+        steps, batch, inputs = args[0].shape
+        return self.counted_bytes(lstm_workspace_bytes(steps, batch, inputs, args[10]), args[0].device)
 
     def out_bytes(self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> int:
         """Return the bytes that an op will allocate for its outputs, by executing it on fake tensors; 0 if that fails."""
@@ -117,6 +126,25 @@ class OutputSizes:
         if device != self._device:
             return 0
         return size_bytes if self._device.type == "cpu" else allocated_bytes(size_bytes, self._device)
+
+
+def lstm_workspace_bytes(steps: int, batch: int, inputs: int, hidden: int) -> int:
+    """Return what oneDNN keeps of one layer and direction of an LSTM in float32, by the layout of ``set_workspace_sizes``.
+
+    Parts begin at pages. Rows are whole cache lines, one more where the caches would have them in one place. There are the gates
+    of each step; states of the layer and of the step before, and gradients, for one step more, twice; and the output.
+    """
+
+    def part(rows: int, width: int) -> int:
+        return -(-rows * width * 4 // 4096) * 4096
+
+    def aligned(width: int) -> int:
+        lines = -(-width // 16) * 16
+        return lines + 16 if lines % 256 == 0 else lines
+
+    rows = 2 * (steps + 1) * batch
+    states = 3 * part(rows, aligned(max(inputs, hidden))) + 2 * part(rows, hidden)
+    return part(steps * batch, aligned(4 * hidden)) + states + part(steps * batch, aligned(hidden))
 
 
 def takes_free_memory(function: object) -> bool:

@@ -271,6 +271,14 @@ class StepPlans:
         return None if longest is None else recorded_step(longest.log)
 
     @property
+    def earlier(self) -> StepLog | None:
+        """The largest step so far that began as the current one, in sizes that are not larger; None if there is none."""
+        alike = (seen.log for seen in self._seen.values() if self.log.ops and seen.began_alike(self.log))
+        upto = len(self.log.ops) - 1
+        not_larger = (log for log in alike if log.made_bytes[upto] <= self.log.made_bytes[-1])
+        return max(not_larger, key=lambda log: log.made_bytes[-1], default=None)
+
+    @property
     def longest_plan(self) -> StepPlan | None:
         """The plan of that step; None if it has none."""
         longest = self._longest()

@@ -192,6 +192,7 @@ class RecordedOp:
         draws: the generator and its state before the op; None if it does not draw.
         ledger_id: identity in the ledger; None before it is entered.
         module: name of the module that was running.
+        number: of the op in its step, if that is logged, or of all that were recorded.
     """
 
     __slots__ = (
@@ -206,6 +207,7 @@ class RecordedOp:
         "kwargs",
         "ledger_id",
         "module",
+        "number",
         "operator",
         "outputs",
         "recordable",
@@ -230,6 +232,7 @@ class RecordedOp:
         self.draws: tuple[torch.Generator, RandomState] | None = None
         self.ledger_id: int | None = None
         self.module = ""
+        self.number = 0
 
     def made(self) -> list[TrackedStorage]:
         """Return the storages that it made and that are still known."""

@@ -73,7 +73,7 @@ def compile_schedule(
 
     Args:
         tick: called with the id of each op after its execution.
-        calls_around: calls before and behind a step, of passes on one device (``Writer``).
+        calls_around: calls before and after a step, of passes on one device (``Writer``).
         static_given_up: the passes empty the lists of static tensors too, and free these after they are read for the last time.
 
     Raises:

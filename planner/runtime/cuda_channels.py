@@ -1,6 +1,6 @@
 """Transfers from and to CUDA devices: a stream for each channel, events, and page-locked memory of the host.
 
-Not tested on a GPU. A copy is launched by the thread that gives its second end. The device memory of either end is held until the
+A copy is launched by the thread that gives its second end. The device memory of either end is held until the
 computation there waits for the copy: the allocator thus never reuses memory that is still read or written, and no
 ``record_stream`` is needed.
 """

@@ -287,7 +287,7 @@ class Executor:
         """Return the static tensors for the backward pass.
 
         Raises:
-            PlannerError: one was written without autograd's knowledge, and is looked at.
+            PlannerError: one was written without autograd's knowledge, if `check_writes` is set.
         """
         static: list[Any] = [None] * len(self.program.sources)
         for i, tensor in zip(self._checked, ctx.saved_tensors, strict=True):

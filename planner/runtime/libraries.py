@@ -42,7 +42,7 @@ def warm_up_libraries(device: torch.device) -> int:
 
 
 def _products(factor: torch.Tensor) -> torch.Tensor:
-    """Multiply by cuBLAS, and with a bias by cuBLASLt, which has a workspace of its own."""
+    """Multiply by cuBLAS, and with a bias by cuBLASLt, which has its own workspace."""
     return factor @ factor + F.linear(factor, factor, factor[0])
 
 

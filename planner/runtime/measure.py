@@ -80,13 +80,22 @@ def median_times(
 
 
 def turn_times(
-    steps: "Mapping[str, Step] | Mapping[str, Isolated]", batch: Batch, *, parameters: Sequence[nn.Parameter], repeats: int
+    steps: "Mapping[str, Step] | Mapping[str, Isolated]",
+    batch: Batch,
+    *,
+    parameters: Sequence[nn.Parameter],
+    repeats: int,
+    warm_up: bool = True,
 ) -> dict[str, list[float]]:
-    """Return the seconds of forward and backward passes of each step; the steps take turns, after one warm-up turn."""
+    """Return the seconds of forward and backward passes of each step; the steps take turns.
+
+    Args:
+        warm_up: True for a turn before, which is not timed.
+    """
     device, batch = parameters[0].device, detach_batch(batch)
     inputs = [leaf for leaf in leaves(batch) if isinstance(leaf, torch.Tensor)]
     times: dict[str, list[float]] = {name: [] for name in steps}
-    for turn in range(repeats + 1):
+    for turn in range(-warm_up, repeats):
         for name, step in steps.items():
             for tensor in (*parameters, *inputs):
                 tensor.grad = None
@@ -94,7 +103,7 @@ def turn_times(
             start = time.perf_counter()
             run_both(step, batch)
             synchronize(device)
-            if turn:
+            if turn >= 0:
                 times[name].append(time.perf_counter() - start)
     return times
 

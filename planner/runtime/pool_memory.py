@@ -19,7 +19,7 @@ from planner.runtime.measure import Isolated, MemoryUse, Step, measure_memory, r
 def measured_peak(captured: Capture, executor: Step, step: TrainingStep, batch: Batch) -> MemoryUse:
     """Return the memory of one run of `executor` with real tensors; the captured `step` and `batch` are restored.
 
-    Of a step in an arena the run is recorded, and the peak is what the following steps take.
+    For a step in an arena the run is recorded, and the peak is that of the following steps.
     """
     # Autograd makes the gradient of the loss while the step runs: it is measured.
     tangent = sum(captured.graph.tensors[s.tensor].size_bytes for s in captured.program.sources if s.is_tangent)

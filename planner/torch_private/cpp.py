@@ -1,28 +1,48 @@
 """Private names of Inductor's compiler for C++, which takes a second to import."""
 
 import ctypes
-from collections.abc import Mapping, Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 from torch._inductor.codecache import CppCodeCache  # compiles, and keeps what it has compiled on disk
 from torch._inductor.exc import CppCompileError, InvalidCxxCompiler  # raised if the source or the compiler fails
 from torch.utils.cpp_extension import library_paths
 
+# Releases of PyTorch that have it try the vector instructions of the machine otherwise, which takes as long as a library.
+_NO_VECTORS = {"needs_vec_isa": False} if "needs_vec_isa" in inspect.signature(CppCodeCache.load_async).parameters else {}
+
 
 def load_cpp(
-    source: str, prefix: str, functions: Mapping[str, tuple[Any, list[Any]]], libraries: Sequence[str] = ()
+    source: str,
+    prefix: str,
+    functions: Mapping[str, tuple[Any, list[Any]]],
+    libraries: Sequence[str] = (),
+    *,
+    flags: Sequence[str] = (),
+    on_compile: Callable[[], None] = lambda: None,
 ) -> ctypes.CDLL:
-    """Return the library of C++ `source`, which may call PyTorch's core (c10) and others of its `libraries`.
+    """Return the library of C++ `source`, which may call Python, PyTorch's core (c10) and others of its `libraries`.
 
     Args:
         source: the code.
         prefix: what the names of its functions begin with.
         functions: types of what they return and take, by the rest of their names.
         libraries: names without ``lib``.
+        flags: of the compiler.
+        on_compile: is called before the library is compiled, if there is none on disk.
     """
+
+    def announce(_compile: Callable[[], None]) -> Future[None]:
+        on_compile()
+        ready: Future[None] = Future()
+        ready.set_result(None)
+        return ready
+
     names = ("c10", *libraries)
-    flags = (*(f"-L{path}" for path in library_paths()), *(f"-l{name}" for name in names))
-    library = CppCodeCache.load(source, extra_flags=("-Wl,--no-as-needed", *flags))
+    linked = (*(f"-L{path}" for path in library_paths()), *(f"-l{name}" for name in names))
+    library = CppCodeCache.load(source, extra_flags=("-Wl,--no-as-needed", *linked, *flags), submit_fn=announce, **_NO_VECTORS)
     assert isinstance(library, ctypes.CDLL)
     for name, (returned, given) in functions.items():
         function = getattr(library, f"{prefix}_{name}")

@@ -1,4 +1,4 @@
-"""A folder of plans, found again by what they were made for."""
+"""A folder of plans, each found by all that it depends on."""
 
 import hashlib
 import json
@@ -23,7 +23,7 @@ class PlanCache:
     """One JSON file per plan. Several processes may share the folder: files are replaced atomically.
 
     Args:
-        folder: made if it is not there; ``~`` is the user's home.
+        folder: created if it does not exist; ``~`` is the user's home.
 
     Raises:
         OutputError: nothing can be written there.

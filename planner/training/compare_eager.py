@@ -1,6 +1,5 @@
 """Comparison of a planned step with plain eager PyTorch on the batch it was planned for: bits, time and peak."""
 
-import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -28,7 +27,7 @@ from planner.runtime.release import release_unused
 from planner.torch_private.core import TorchDispatchMode, pytree
 
 _MOST_TURNS = 9
-_TURNS_S = 0.5  # seconds for turns of both in all; at least one turn
+_TURNS_S = 0.5  # seconds for all turns of both steps; at least one turn
 # A captured step may take this ratio, and this many seconds, more than eager PyTorch before a warning.
 _MUCH = 1.5
 _ROUNDING = 0.05  # of the largest element: partial sums in half precision are far below
@@ -65,7 +64,7 @@ def compare_with_eager(
     device = next(step.parameters()).device
     if failure := why_it_does_not_fit(captured.graph, device):
         return EagerComparison(failure=failure, reference=reference_name)
-    undone, written = UndoWrites(), written_tensors(captured, step, batch)  # Inductor's kernels write unseen
+    undone, written = UndoWrites(), written_tensors(captured, step, batch)  # autograd does not see writes of Inductor's kernels
     try:
         plain = outcome(reference, step, batch, written=written, undone=undone)
     except Exception as error:  # noqa: BLE001  # whatever stops PyTorch, the plan is good all the same
@@ -138,13 +137,14 @@ def _warn_dearer(kept: str, plain: str, *, why: str) -> None:
 
 
 def _compared_times(steps: Mapping[str, Isolated], step: TrainingStep, batch: Batch) -> tuple[float, float, float]:
-    """Return the seconds of a plain step, the ratio of a planned step to it, and the spread of that ratio."""
+    """Return the seconds of a plain step, the ratio of a planned step to it, and the spread of that ratio.
+
+    Both have run before. A turn that takes all the time there is for turns counts; otherwise it was a warm-up.
+    """
     parameters = list(step.parameters())
-    begin = time.perf_counter()
-    found = turn_times(steps, batch, parameters=parameters, repeats=1)
-    turn_s = (time.perf_counter() - begin) / 2  # the first of the two was a warm-up
-    if (turns := min(_MOST_TURNS, int(_TURNS_S / turn_s))) > 1:
-        found = turn_times(steps, batch, parameters=parameters, repeats=turns)
+    found = turn_times(steps, batch, parameters=parameters, repeats=1, warm_up=False)
+    if (turns := min(_MOST_TURNS, int(_TURNS_S / sum(map(sum, found.values()))))) > 0:
+        found = turn_times(steps, batch, parameters=parameters, repeats=turns, warm_up=False)
     return median(found["plain"]), *ratio_in_turns(found["planned"], found["plain"])
 
 

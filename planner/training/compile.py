@@ -59,7 +59,7 @@ def compile(  # noqa: A001
 
     The call captures the step, measures each distinct op once, and solves for a short time (`wait`). Solving then goes on in a
     background process, and a better plan replaces the first between two steps. Planning needs no more memory than the budget. It
-    leaves no trace: parameters, buffers, gradients, random states and attributes of the model are afterwards as before.
+    does not change parameters, buffers, gradients, random states or attributes of the model.
 
     A model wrapped in ``DistributedDataParallel`` or ``fully_shard`` is planned on all processes at once. Rank 0 measures and
     solves, the others receive its plan, and an error on one rank is raised on all.
@@ -79,9 +79,9 @@ def compile(  # noqa: A001
             ``compress:4``, ``placement`` (``docs/options``). None: the exact defaults (``in-place``). Some round differently
             than eager PyTorch; ``plan.differs`` lists what does.
         link: bytes a second to host memory and back, as ``50GB/s``. None: measured.
-        host_budget: host memory for offloaded tensors: bytes, ``64GB``, or a share of what is free. Each of several processes
-            takes as much, and it must be an amount then.
-        exact: of the options, use only what was verified to give the same bits.
+        host_budget: host memory for offloaded tensors: bytes, ``64GB``, or a share of what is free. If several
+            processes train, each may use as much, and it must be an amount.
+        exact: use only those ops of the options that were verified to be bit-identical.
         cache: folder for plans. A plan for the same graph, budget, device, options and versions is loaded from there, and
             nothing is measured or solved.
         dynamic: True if batches of other sizes follow. The step is then a ``DynamicStep``, which plans each size.
@@ -91,10 +91,10 @@ def compile(  # noqa: A001
             It is at most the budget, and needs a C++ compiler.
         replan: plan again, with a warning, when the model, the loss function or a value that they read has changed. False: raise
             MismatchError.
-        compare_eager: run the step beside plain eager PyTorch if that fits, and warn where results differ (``EagerWarning``).
+        compare_eager: compare the step with plain eager PyTorch if that fits, and warn where results differ (``EagerWarning``).
             This takes as long as a few steps.
-        kernels: ``eager`` for the kernels of eager PyTorch, or ``inductor`` for those of ``torch.compile``, whose bits the
-            results then have.
+        kernels: ``eager`` for the kernels of eager PyTorch, or ``inductor`` for those of ``torch.compile``; results are then
+            bit-identical to its own.
         other_devices: devices for ``options=["placement"]``, as in ``planner.trace``.
         wait: how good the plan must be before the call returns: seconds of solving (10 or ``10s``), a gap (``1%``), or work
             (``20 work``). None: 3 s or 1%, whichever is first. With a gap or work the plan is the same on every run, and is not
@@ -115,12 +115,12 @@ def compile(  # noqa: A001
 
     Raises:
         TraceError: the step cannot be captured as one static graph, or the wrapper is not supported.
-        InfeasibleError: proved: no schedule fits the budget.
+        InfeasibleError: it is proved that no schedule fits the budget.
         LimitError: no schedule was found within the time limit.
         BudgetError: the budget cannot be read, the measured peak stays above it, or both or neither of `budget` and
             `max_overhead` are given.
-        UsageError, PlannerError: an option has a wrong value, or does not go with another option or the device; or gradients are
-            turned off.
+        UsageError, PlannerError: an option has an invalid value, or is incompatible with another option or the device; or
+            gradients are turned off.
         OutOfMemoryError: one op alone needs more than is free.
         OutputError: plans cannot be written to `cache`.
     """

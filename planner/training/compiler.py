@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 # How often a budget is lowered by the excess of the measured peak.
 _CORRECTIONS = 2
 # Typical seconds of stages, for the estimate of the time left: numbers of steps, and of turns with eager PyTorch.
-_CHECK_STEPS, _COMPARE_STEPS, _COMPARE_S = 1.5, 9.0, 0.5
+_CHECK_STEPS, _COMPARE_STEPS, _COMPARE_S = 1.5, 6.0, 0.5
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ class DynamicStep(PlannedStep):
     Ops are measured one at a time, so that the first batch of a size stays within the budget too.
 
     Attributes:
-        plan: that of the last batch.
+        plan: the plan of the last batch.
     """
 
     def __init__(

@@ -24,9 +24,9 @@ from planner.training.optimizers import optimizer_kind
 from planner.training.step import PlannedStep
 
 _MOST_PLANS = 32
-_MANY_SIZES = 8  # apart from the first, before a warning
+_MANY_SIZES = 8  # sizes besides the first at which a warning is issued
 _SIDE_LIMIT_S = 5.0  # for the solve of a size other than the first
-Key = tuple[tuple[Hashable, ...], Shapes]  # everything but the sizes, and the sizes
+Key = tuple[tuple[Hashable, ...], Shapes]  # all that a plan depends on except sizes; and the sizes
 _LIMIT_S = signature(compile).parameters["time_limit_s"].default
 _BUDGETS = {"budget", "max_overhead"}
 _OPTIONS = {p.name for p in signature(compile).parameters.values() if p.kind is Parameter.KEYWORD_ONLY} - _BUDGETS

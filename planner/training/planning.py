@@ -45,7 +45,7 @@ class Planning:
         trace, solve, run: settings.
 
     Raises:
-        UsageError: settings do not go together, or not with how the model is trained.
+        UsageError: settings are incompatible with each other, or with how the model is trained.
     """
 
     wrapper: Unwrapped

@@ -11,10 +11,10 @@ from planner.training.step import PlannedStep
 
 
 class ReplannedStep(PlannedStep):
-    """A planned step that keeps its earlier plans, for values may change back: the first plan that matches a call runs it.
+    """A planned step that keeps earlier plans, because values may change back; the first plan that matches runs the call.
 
     Attributes:
-        plan: the one that was used last.
+        plan: the plan that was used last.
     """
 
     def __init__(

@@ -13,7 +13,6 @@ comparison: least recently used, largest, random, and MSPS (Peng et al., 2020): 
 MegEngine's (Megvii, 2020) is in ``Interpreter``.
 """
 
-import random
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -120,6 +119,9 @@ class Heuristic(ABC):
     def related(self, parent: int, child: int) -> None:  # noqa: B027
         """Record that an op writing `child` has read `parent`, of which one at least is evicted."""
 
+    def chosen(self, storage: int) -> None:  # noqa: B027
+        """Record that `storage` had the least score of all candidates."""
+
     def dearer(self, storage: int, seconds: float) -> None:  # noqa: B027
         """Record that the own cost of `storage`, which is evicted, rose by `seconds`."""
 
@@ -145,16 +147,54 @@ class Largest(Heuristic):
 
 
 class RandomScores(Heuristic):
-    """The heuristic of random scores."""
+    """The heuristic of a uniform random choice, each time among all candidates.
 
-    bounded = False
+    A storage fires at random times, by a Poisson process of rate 1; the next to fire is evicted. That process has no memory: the
+    next one is any of the candidates with the same probability, whatever was evicted before. The times are a function of the
+    seed, the origin of the storage and their number. So they do not depend on other storages, nor on how often they are asked
+    for: a storage that turns out to be in use has no effect on the next choice. Scores are these times, which only rise.
+    """
 
     def __init__(self, seed: int) -> None:
-        self.draw = random.Random(seed)
+        self._seed = seed
+        self._now = 0.0  # when the last one fired
+        self._next: Floats = np.zeros(0)  # when each storage fires next, if that is later
+        self._drawn: Ints = np.zeros(0, dtype=np.int64)
+
+    def grow(self, capacity: int) -> None:
+        """Make room for `capacity` storages."""
+        more = capacity - len(self._next)
+        self._next = np.concatenate([self._next, np.zeros(more)])
+        self._drawn = np.concatenate([self._drawn, np.zeros(more, dtype=np.int64)])
+
+    def added(self, storage: int) -> None:
+        """Begin the process of a new storage."""
+        self._next[storage] = self._now
+        self._drawn[storage] = 0
+
+    def chosen(self, storage: int) -> None:
+        """Go on to the time at which `storage` fires."""
+        self._now = float(self._next[storage])
 
     def scores(self, storages: Ints, now_s: float) -> Floats:
-        """Return uniform random scores."""
-        return np.array([self.draw.random() for _ in storages])
+        """Return when each of `storages` fires next."""
+        fired = storages
+        while len(fired := fired[self._next[fired] <= self._now]):
+            draws = uniform(np.array([self._seed]), self.storages.origin[fired], self._drawn[fired])
+            self._next[fired] -= np.log1p(-draws)
+            self._drawn[fired] += 1
+        return self._next[storages]
+
+
+def uniform(*numbers: Ints) -> Floats:
+    """Return numbers in [0, 1) that are a function of `numbers`, by the mixing steps of SplitMix64 (Steele et al., 2014)."""
+    mixed = np.zeros(1, dtype=np.uint64)
+    for number in numbers:
+        mixed = (mixed ^ number.astype(np.uint64)) + np.uint64(0x9E3779B97F4A7C15)
+        mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        mixed ^= mixed >> np.uint64(31)
+    return np.ldexp((mixed >> np.uint64(11)).astype(np.float64), -53)
 
 
 class Cost(Heuristic):

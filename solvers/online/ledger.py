@@ -58,8 +58,15 @@ class Ledger(Storages):
 
     # What the program does.
 
-    def add_storage(self, size_bytes: int) -> int:
-        """Return the id of a new storage, which is in memory; `touch` it once its op has run."""
+    def add_storage(self, size_bytes: int, origin: tuple[int, int] | None = None) -> int:
+        """Return the id of a new storage, which is in memory; `touch` it once its op has run.
+
+        Args:
+            size_bytes: its size.
+            origin: the number in the program of the op that computes it, and its place among the outputs: by it ``dtr-random``
+                evicts the same storages whoever drives the ledger. None for storages that are never evicted, or if that does not
+                matter.
+        """
         if self._unused:
             storage = self._unused.pop()
         else:
@@ -71,6 +78,8 @@ class Ledger(Storages):
             self.writers.append([])
             self.parents.append({})
             self.children.append({})
+        op, place = (self._numbers, 0) if origin is None else origin
+        self.origin[storage] = op << 16 | place
         self.size_bytes[storage] = size_bytes
         self.own_s[storage] = 0.0
         self.again[storage] = 0
@@ -188,6 +197,8 @@ class Ledger(Storages):
         chosen = self.candidates.least(now_s)
         for storage in barred:
             self.candidates.readmit(storage)
+        if chosen is not None:
+            self.heuristic.chosen(chosen)
         return chosen
 
     def _enter(self, storage: int) -> None:
@@ -206,7 +217,7 @@ class Ledger(Storages):
     def _grow(self, capacity: int) -> None:
         """Make room for `capacity` storages; memory views write single elements faster than arrays."""
         more = capacity - len(self.size_bytes)
-        for name in ("size_bytes", "own_s", "touched_s", "since", "again", "live"):
+        for name in ("size_bytes", "own_s", "touched_s", "origin", "since", "again", "live"):
             array = getattr(self, name)
             setattr(self, name, np.concatenate([array, np.zeros(more, dtype=array.dtype)]))
         self._touched = self.touched_s.data.cast("B").cast("d")

@@ -28,6 +28,7 @@ class Storages:
         size_bytes: of each storage.
         own_s: time of the ops that write it: its producer, views of it and writes in place.
         touched_s: time of its first production or last read.
+        origin: what computed it; see ``Ledger.add_storage``.
         since: when it was last produced, restored or used by an op, a running number.
         again: recomputations of the ops that write it.
         gone: 1 if it is evicted.
@@ -43,6 +44,7 @@ class Storages:
         self.size_bytes: Floats = np.zeros(0)
         self.own_s: Floats = np.zeros(0)
         self.touched_s: Floats = np.zeros(0)
+        self.origin: Ints = np.zeros(0, dtype=np.int64)
         self.since: Ints = np.zeros(0, dtype=np.int64)
         self.again: Ints = np.zeros(0, dtype=np.int64)
         self.live: Bits = np.zeros(0, dtype=np.bool_)

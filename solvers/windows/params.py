@@ -85,12 +85,10 @@ class PortfolioParams:
 
     Attributes:
         first_slice: for the whole model with all rows; doubled in each further round.
-        advance_limit: for relax-and-fix; doubled if all ops may be recomputed.
-        place_limit, place_gap: of each of its models; the gap is a share of the step.
         runs: evictions at a time;
-        idle_runs: without improvement before random keys pause.
-        segment_limit, segment_gap: of each model of a segment; smaller gains than the gap are ignored.
-        least_shares: of the time, for strategies that gain nothing: windows, ops, segments, restarts;
+        idle_runs: without improvement before random keys pause;
+        idle_gain: relative improvement that counts as none.
+        least_shares: of the time, for strategies that gain nothing: windows, ops, restarts;
         even_share: for any other.
         slow: relative gain in a unit of time below which all strategies get about the same time.
         memory: factor to past gains and durations per unit of time.
@@ -99,14 +97,10 @@ class PortfolioParams:
     """
 
     first_slice: float = 2.0
-    advance_limit: float = 30.0
-    place_limit: float = 4.0
-    place_gap: float = 5e-3
     runs: int = 20
     idle_runs: int = 200
-    segment_limit: float = 2.0
-    segment_gap: float = 2e-5
-    least_shares: tuple[float, float, float, float] = (0.25, 0.25, 0.25, 0.05)
+    idle_gain: float = 2e-5
+    least_shares: tuple[float, float, float] = (0.25, 0.25, 0.05)
     even_share: float = 0.25
     slow: float = 1e-4
     memory: float = 0.95
@@ -204,36 +198,6 @@ class RandomKeyParams:
     most_executions: float = 8.0
     prices: tuple[float, ...] = (0.0, 0.01, 0.03, 0.1, 0.3)
     price_step: float = 0.3
-
-
-@dataclass(frozen=True, slots=True)
-class RelaxAndFixParams:
-    """Parameters of relax-and-fix.
-
-    Attributes:
-        open_windows: windows before the first place over the budget that stay open.
-        most_solves: solves before it is given up.
-    """
-
-    open_windows: int = 2
-    most_solves: int = 400
-
-
-@dataclass(frozen=True, slots=True)
-class SegmentParams:
-    """Parameters of large-neighbourhood search by segments.
-
-    Attributes:
-        tight_share: of the budget: new ops that need as much have a window of their own.
-        rounds: of solving and refining.
-        first_length: new ops of a segment;
-        longer: factor to it in the next sweep.
-    """
-
-    tight_share: float = 0.7
-    rounds: int = 6
-    first_length: int = 10
-    longer: float = 1.6
 
 
 @dataclass(frozen=True, slots=True)
@@ -372,8 +336,6 @@ class WindowsParams:
     portfolio: PortfolioParams = field(default_factory=PortfolioParams)
     neighbourhoods: NeighbourhoodParams = field(default_factory=NeighbourhoodParams)
     random_keys: RandomKeyParams = field(default_factory=RandomKeyParams)
-    relax_and_fix: RelaxAndFixParams = field(default_factory=RelaxAndFixParams)
-    segments: SegmentParams = field(default_factory=SegmentParams)
     offloading: OffloadingParams = field(default_factory=OffloadingParams)
     refinement: RefinementParams = field(default_factory=RefinementParams)
     branches: BranchParams = field(default_factory=BranchParams)

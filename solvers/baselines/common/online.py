@@ -236,8 +236,8 @@ class OnlineRun:
         if wanted >= 0:
             self.recomputed_s += op.time_s
         asked = wanted if wanted >= 0 else op.outputs[0] if op.outputs else -1
-        for t in op.outputs:
-            self._add(t)
+        for place, t in enumerate(op.outputs):
+            self._add(t, (op_id, place))
         for t in (*(t for t in op.outputs if t != asked), *((asked,) if asked >= 0 else ())):
             if self.live[t]:
                 continue
@@ -250,10 +250,10 @@ class OnlineRun:
                 self.ledger.computed(self.storage[t])
         self._note(op_id)
 
-    def _add(self, t: int) -> None:
-        """Add tensor `t` to the ledger when it is computed for the first time."""
+    def _add(self, t: int, origin: tuple[int, int]) -> None:
+        """Add tensor `t` to the ledger when it is computed for the first time, at `origin`: an op and a place in its outputs."""
         if self.base[t] == t and self.storage[t] < 0 and not self.banished[t]:
-            self.storage[t] = storage = self.ledger.add_storage(self.graph.tensors[t].size_bytes)
+            self.storage[t] = storage = self.ledger.add_storage(self.graph.tensors[t].size_bytes, origin)
             self.tensor[storage] = t
             if not self.evictable[t]:
                 self.ledger.pinned(storage)

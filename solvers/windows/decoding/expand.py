@@ -30,14 +30,14 @@ class Solution:
     instead: frozenset[int] = frozenset()
 
 
-def expand(problem: Problem, detail: Discretization, solution: Solution, *, first_window: int = 0) -> tuple[int, ...]:
-    """Return ops in order of execution, from `first_window` on.
+def expand(problem: Problem, detail: Discretization, solution: Solution) -> tuple[int, ...]:
+    """Return ops in order of execution.
 
     Window by window: the missing inputs of a new op are recomputed just before it, in program order. Before the last op of a
     window, missing tensors that are handed over are recomputed too, except by optional ops with ready inputs: these run as soon
     as their inputs have no other reader in the window.
     """
-    return _Expansion(problem, detail, solution).run(first_window)
+    return _Expansion(problem, detail, solution).run()
 
 
 class _Expansion:
@@ -62,8 +62,8 @@ class _Expansion:
         plain = problem.places.plain
         self.in_place = list(range(problem.ops)) if plain else problem.places.executed(solution.instead)
 
-    def run(self, first_window: int) -> tuple[int, ...]:
-        for k in range(first_window, len(self.detail.ends)):
+    def run(self) -> tuple[int, ...]:
+        for k in range(len(self.detail.ends)):
             self.window(k)
         return tuple(self.computed)
 

@@ -88,19 +88,6 @@ class Model:
     instead: dict[int, int] = field(default_factory=dict)  # z, by op
 
 
-@dataclass(frozen=True, slots=True)
-class Frame:
-    """The fixed state around the windows of a model; None: they cover the whole step.
-
-    Attributes:
-        entering: tensors handed over into window 1; window 0 is in the past, and not modelled.
-        leaving: tensors to be handed over by the last window; later ops are not modelled.
-    """
-
-    entering: frozenset[int] | None = None
-    leaving: frozenset[int] | None = None
-
-
 def halves(first: int, last: int) -> list[tuple[int, int]]:
     """Return the spans first..last, its two halves, their halves, ... down to two windows."""
     if first >= last:

@@ -6,7 +6,7 @@ import numpy as np
 
 from solvers.highs.builder import ProgramBuilder
 from solvers.problem import Problem
-from solvers.windows.relaxation.discretization import Discretization, Frame, Model
+from solvers.windows.relaxation.discretization import Discretization, Model
 
 _MEMORY_SCALE = 1e3  # the memory for produced tensors, in the units of the memory rows
 
@@ -32,7 +32,6 @@ class ModelDraft(ProgramBuilder):
     """The columns and rows of a program of `problem` with the windows of `detail`; families of rows add to it.
 
     Attributes:
-        first_window: the first window that is modelled.
         starts: for each window its first op.
         instead: columns of z.
         again, handed, twice, lasting: columns of R and Q, of S, of D and of H, see ``variables.py``.
@@ -46,15 +45,12 @@ class ModelDraft(ProgramBuilder):
         problem: Problem,
         detail: Discretization,
         *,
-        frame: Frame | None = None,
         should_stop: Callable[[], bool] | None = None,
         wording: Wording = dense,
     ) -> None:
         super().__init__(should_stop)
         self.problem = problem
         self.detail = detail
-        self.frame = frame or Frame()
-        self.first_window = 0 if self.frame.entering is None else 1
         self.windows = len(detail.ends)
         self.starts = [detail.start_of(k) for k in range(self.windows)]
         self.instead: dict[int, int] = {}

@@ -50,8 +50,7 @@ def add_memory_inside(draft: ModelDraft) -> None:
     for v in sorted(draft.detail.firsts):
         k = draft.detail.window_of(v)
         last, end = places.last[v], draft.detail.ends[k]
-        # Ops before the first window are settled; at the end of a window row 5 is exact.
-        if draft.first_window <= k < draft.windows and last != end:
+        if last != end:  # at the end of a window row 5 is exact
             read = _wanted(draft, range(last + 1, end + 1))
             beside = _made_only_before(draft, _beside(draft, v, range(last + 1)), range(last + 1, end + 1))
             _add_memory_of_place(draft, k, v, *_certain(draft, k, beside, read, last))

@@ -21,7 +21,7 @@ from solvers.windows.relaxation.availability import (
 )
 from solvers.windows.relaxation.chains import add_memory_of_chains
 from solvers.windows.relaxation.devices import add_kept, add_makespan, add_memory_elsewhere
-from solvers.windows.relaxation.discretization import Discretization, Frame, Model
+from solvers.windows.relaxation.discretization import Discretization, Model
 from solvers.windows.relaxation.draft import Family, ModelDraft, WindowFamily
 from solvers.windows.relaxation.executed import add_executed_at_all
 from solvers.windows.relaxation.in_stage import add_memory_in_order
@@ -55,16 +55,14 @@ def build_relaxation(problem: Problem, detail: Discretization, should_stop: Call
     )
 
 
-def build_ordered(
-    problem: Problem, detail: Discretization, frame: Frame | None = None, should_stop: Callable[[], bool] | None = None
-) -> Model:
+def build_ordered(problem: Problem, detail: Discretization, should_stop: Callable[[], bool] | None = None) -> Model:
     """Build a restriction: rows 1 to 8 and those of `detail.ordered`, to find schedules.
 
     Raises:
         BuildStoppedError: `should_stop`, which is polled, returned True.
     """
     return compose(
-        ModelDraft(problem, detail, frame=frame, should_stop=should_stop),
+        ModelDraft(problem, detail, should_stop=should_stop),
         variables(every_op),
         window_rows,
         add_spans,
@@ -86,7 +84,7 @@ def each_window(*families: WindowFamily) -> Family:
     """Return the family of rows that every window has, window by window."""
 
     def add_rows(draft: ModelDraft) -> None:
-        for k in range(draft.first_window, draft.windows):
+        for k in range(draft.windows):
             for add in families:
                 add(draft, k)
 

@@ -17,10 +17,9 @@ def add_spans(draft: ModelDraft) -> None:
     Without the latter the linear relaxation of a finer model may be the weaker one.
     """
     detail = draft.detail
-    begin = max(1, draft.first_window)
     split = {(detail.window_of(start), detail.window_of(end)) for start, end in detail.spans}
-    for first, last in sorted({*split, *halves(begin, draft.windows - 1)}):
-        if first >= begin:
+    for first, last in sorted({*split, *halves(1, draft.windows - 1)}):
+        if first >= 1:
             _Span(draft, first, last).add()
 
 

@@ -31,10 +31,9 @@ def variables(repeatable: RepeatableOps) -> Family:
 
     def add_variables(draft: ModelDraft) -> None:
         _add_alternatives(draft)
-        for k in range(draft.first_window, draft.windows):
+        for k in range(draft.windows):
             _add_repeats(draft, k, repeatable(draft, k))
             _add_handed(draft, k)
-        _add_frame(draft)
 
     return add_variables
 
@@ -94,20 +93,9 @@ def _is_idle(draft: ModelDraft, k: int, t: int) -> bool:
     """Return True if old t is neither produced, read nor transferred in window k, so that it is handed over on or was useless."""
     if t in draft.problem.offloads.by_tensor:
         return False
-    if k <= draft.first_window or draft.repeat(k, t):
-        return False  # tensors at the start of the first window may be fixed, needed or not
+    if k <= 0 or draft.repeat(k, t):
+        return False
     start, end = draft.starts[k], draft.detail.ends[k]
     if any(start <= p <= end for p in draft.problem.producers[t]):
         return False
     return not any(start <= c <= end or (k, c) in draft.again for c in draft.problem.consumers[t])
-
-
-def _add_frame(draft: ModelDraft) -> None:
-    """Fix S to the frame: 1 or 0 for tensors entering the first window, 1 for those leaving the last one."""
-    entering, leaving = draft.frame.entering, draft.frame.leaving
-    if entering is not None:
-        for (k, t), column in draft.handed.items():
-            if k == draft.first_window:
-                draft.lower[column] = draft.upper[column] = float(t in entering)
-    for t in sorted(leaving or ()):
-        draft.handed[draft.windows, t] = draft.column(integer=True, lower=1.0)

@@ -3,8 +3,7 @@
 The decoded solution of a narrow model exceeds the budget in few places. So its choices elsewhere are fixed, those places are
 refined, and the model is solved again, which takes a moment; and so on until the schedule fits. Then a few variables of the
 schedule at a time are opened and the others fixed (large-neighbourhood search, Shaw, CP 1998): all variables in some windows; or
-those of some ops in all windows, so that another tensor may be kept over much of the step. Unlike in a segment (``segments.py``),
-there are few variables.
+those of some ops in all windows, so that another tensor may be kept over much of the step.
 """
 
 from abc import abstractmethod

@@ -9,8 +9,6 @@ from solvers.windows.strategies.neighbourhoods import FixAndOptimizeOps, FixAndO
 from solvers.windows.strategies.offloading import CoarseVariations, Polishing
 from solvers.windows.strategies.random_keys import RandomKeys
 from solvers.windows.strategies.refinement import refine
-from solvers.windows.strategies.relax_and_fix import RelaxAndFix
-from solvers.windows.strategies.segments import Segments
 from solvers.windows.strategies.strategy import SteppedStrategy, Strategy, share_time
 
 
@@ -35,8 +33,6 @@ class Portfolio(Strategy):
         began = search.clock.now
         self.narrow.begin()  # the first of the restarts
         began_with = search.clock.now - began
-        if search.incumbent.best is None:
-            RelaxAndFix(search).step(params.advance_limit)
         restarts = Restarts(search, self.narrow)
         if search.incumbent.best is None:
             share_time(search, [restarts], params, should_stop=lambda: found_or_enough(search))
@@ -47,10 +43,9 @@ class Portfolio(Strategy):
             params,
             should_stop=search.stopping.enough,
             least=params.least_shares,
-            spent=(0.0, 0.0, 0.0, began_with),
+            spent=(0.0, 0.0, began_with),
         )
         self._repair()
-        share_time(search, [Segments(search)], params, should_stop=search.stopping.enough)
         slice_, exhausted, detail = params.first_slice, False, self.detail
         while not (exhausted or search.stopping.enough()):
             detail, exhausted = refine(search, detail, slice_, is_relaxation=False)
@@ -60,7 +55,7 @@ class Portfolio(Strategy):
     def _improving(self, restarts: Restarts) -> Sequence[Strategy]:
         """Return the strategies that improve a schedule, in the order of ``PortfolioParams.least_shares``."""
         search, narrow = self.search, self.narrow
-        return [FixAndOptimizeWindows(search, narrow), FixAndOptimizeOps(search, narrow), Segments(search), restarts]
+        return [FixAndOptimizeWindows(search, narrow), FixAndOptimizeOps(search, narrow), restarts]
 
     def _repair(self) -> None:
         """Evict with random keys until that gains nothing more."""
@@ -71,7 +66,7 @@ class Portfolio(Strategy):
             before_s = search.incumbent.best_s
             self.random_keys.guided(search.stopping.enough)
             self.random_keys.varied(params.runs, search.stopping.enough)
-            idle = 0 if search.incumbent.best_s < before_s * (1 - params.segment_gap) else idle + params.runs
+            idle = 0 if search.incumbent.best_s < before_s * (1 - params.idle_gain) else idle + params.runs
 
 
 class OffloadingPortfolio(Strategy):

@@ -24,7 +24,7 @@ from solvers.windows.strategies.strategy import Strategy
 _WORK_PER_ENTRY = 2e-6  # of building a model
 
 
-def solve_part(  # noqa: PLR0913  # limits of one program
+def solve_part(
     search: Search,
     program: Milp,
     limit: float,
@@ -32,7 +32,6 @@ def solve_part(  # noqa: PLR0913  # limits of one program
     gap: float,
     start: Floats | None = None,
     below: float = np.inf,
-    should_stop: Callable[[], bool] | None = None,
     on_incumbent: Callable[[Floats, float], bool] | None = None,
 ) -> Answer:
     """Solve a program of a strategy that finds schedules.
@@ -44,11 +43,9 @@ def solve_part(  # noqa: PLR0913  # limits of one program
         gap: at which it ends, as a share of the whole step.
         start: values to start from.
         below: a bound of at least this ends it (in units of the objective).
-        should_stop: ends it; by default, ``StoppingRule.enough``.
         on_incumbent: as in ``solvers.highs.program.SolveCallbacks``.
     """
     search.clock.spend(_WORK_PER_ENTRY * program.matrix.nnz)  # of its construction
-    stop = should_stop or search.stopping.enough
     bound = -np.inf
 
     def on_bound(value: float) -> None:
@@ -56,12 +53,15 @@ def solve_part(  # noqa: PLR0913  # limits of one program
         bound = value
         search.progress.tell()
 
+    def stop() -> bool:
+        return search.stopping.enough() or bound >= below
+
     return solve_program(
         program,
         clock=search.clock.part(limit),
         absolute_gap=gap * OBJECTIVE_SCALE,
         start=start,
-        callbacks=SolveCallbacks(lambda: stop() or bound >= below, on_incumbent, on_bound, search.stopping.interrupted),
+        callbacks=SolveCallbacks(stop, on_incumbent, on_bound, search.stopping.interrupted),
         options={"mip_pscost_minreliable": search.params.portfolio.pscost_minreliable},
     )
 

@@ -60,11 +60,13 @@ def test_a_second_interrupt_quits_at_once(graph_file: Path, tmp_path: Path) -> N
     assert sorted(tmp_path.iterdir()) == [graph_file, marker]
 
 
-def test_an_interrupted_trace_leaves_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("words", [["trace", "{model}", "-o", "{output}"], ["advise", "{model}"]], ids=lambda words: words[0])
+def test_an_interrupted_trace_leaves_nothing(words: list[str], tmp_path: Path) -> None:
     marker, model, folder = tmp_path / "started", tmp_path / "own.py", tmp_path / "out"
     folder.mkdir()
     model.write_text(f"import pathlib, time\ndef build():\n    pathlib.Path({str(marker)!r}).touch()\n    time.sleep(1000)\n")
-    process = start(marker, "-m", "planner", "trace", f"{model}:build", "-o", folder / "model.json")
+    given = {"model": f"{model}:build", "output": folder / "model.json"}
+    process = start(marker, "-m", "planner", *(word.format(**given) for word in words))
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=PATIENCE_S)
     assert (process.returncode, out, err) == (130, "", "")

@@ -1,6 +1,7 @@
 """Ops that are recorded only if memory runs out: what the recorder reads in the log is what it would have recorded itself."""
 
 import gc
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -12,7 +13,8 @@ from torch import Tensor, nn
 
 from benchmarks.storages import LiveStorages
 from planner.eager.deferred_log import DeferredLog
-from planner.eager.recording import Recorder, SavedTensor
+from planner.eager.recording import Recorder
+from planner.eager.saved_tensors import SavedTensor
 from planner.eager.session import Rematerialization, rematerialize
 from planner.eager.storages import RecordedOp, Reference, TrackedStorage
 from planner.torch_private.core import TorchDispatchMode
@@ -76,8 +78,8 @@ RUNS = (
 
 
 def is_open(session: Rematerialization) -> bool:
-    log = session._recorder.log
-    return log is not None and bool(log.shared.open)
+    reader = session._reader
+    return reader is not None and bool(reader.log.shared.open)
 
 
 def opened(session: Rematerialization, run: Run, model: nn.Module, x: Tensor) -> None:
@@ -91,7 +93,7 @@ def opened(session: Rematerialization, run: Run, model: nn.Module, x: Tensor) ->
 
 def read(session: Rematerialization) -> None:
     """Have the recorder read the log at the next op."""
-    session._recorder.log.shared.must_close = 1
+    session._reader.log.shared.must_close = 1
     torch.ones(1)
     assert not is_open(session)
 
@@ -127,7 +129,7 @@ def recorded(recorder: Recorder) -> list[Any]:
     saved = sorted((value for value in gc.get_objects() if isinstance(value, SavedTensor) and value._recorder is recorder),
                    key=lambda value: value._number)  # fmt: skip
     assert saved
-    return [*((number_of(value._storage), value.version) for value in saved), found]
+    return [*((number_of(value.storage), value.version) for value in saved), found]
 
 
 def forward(run: Run, *, deferred: bool, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
@@ -257,13 +259,13 @@ def test_a_step_without_end_closes_the_log() -> None:
 def test_what_is_logged_between_steps_is_forgotten() -> None:
     with rematerialize("1GB") as session:
         opened(session, with_dropout, chain(), torch.randn(32, 64))
-        recorder = session._recorder
+        reader = session._reader
         model = chain(2)
         for _ in range(2000):
             with torch.no_grad():
                 torch.rand(4) + model(torch.ones(64)).sum()
-        assert recorder.log.length < 100
-        assert len(recorder._unread_draws) + len(recorder._unread_modules) < 4000
+        assert reader.log.length < 100
+        assert len(reader._draws) < 4000
 
 
 class Shrinking(TorchDispatchMode):
@@ -279,7 +281,7 @@ class Shrinking(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if self.ops == self.last:
             assert is_open(self.session)
-            self.session._recorder.log.shared.must_close = 1
+            self.session._reader.log.shared.must_close = 1
             self.session._recorder.memory.budget_bytes = self.budget_bytes
         self.ops += 1
         return function(*args, **(kwargs or {}))
@@ -312,6 +314,46 @@ def test_reading_at_any_op_gives_the_bits_of_eager(name: str, at: float) -> None
     assert at > 0.2 or session.evictions > 0
     assert len(results) == len(expected)
     assert all(np.array_equal(result, wanted, equal_nan=True) for result, wanted in zip(results, expected, strict=True))
+
+
+@pytest.mark.parametrize("is_read", [False, True])
+def test_a_write_to_a_tensor_saved_in_an_open_log_raises(is_read: bool) -> None:
+    weight = torch.randn(64, 64, requires_grad=True)
+    with rematerialize("1GB") as session:
+        opened(session, with_dropout, chain(), torch.randn(32, 64))
+        made = (weight @ torch.randn(64, 64)).exp()  # which is saved
+        leaf = torch.randn(64, 64)
+        products = [(weight * leaf).sum(), made.sum()]
+        made.mul_(2)
+        leaf.add_(1)
+        assert is_open(session)
+        if is_read:
+            read(session)
+        for product in products:
+            with pytest.raises(RuntimeError, match="is at version 1; expected version 0 instead"):
+                product.backward()
+
+
+def test_saved_tensors_are_freed_with_their_graph() -> None:
+    """An output that is saved does not keep itself, nor an input its storage."""
+    with rematerialize("1GB") as session:
+        opened(session, with_dropout, chain(), torch.randn(32, 64))
+        log = session._reader.log
+        gc.collect()
+        gc.disable()
+        try:
+            leaf = torch.randn(64, requires_grad=True)
+            made = leaf.exp()
+            freed = [weakref.ref(tensor.untyped_storage()) for tensor in (leaf, made)]
+            product = made * made
+            assert log.shared.saved == 3 and log.shared.in_step
+            del leaf, made
+            assert all(ref() is not None for ref in freed)
+            del product
+            assert log.shared.saved == 0 and not log.shared.in_step
+            assert all(ref() is None for ref in freed)
+        finally:
+            gc.enable()
 
 
 def test_compiled_functions_run_eagerly_and_are_seen() -> None:

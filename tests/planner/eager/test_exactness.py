@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from benchmarks.storages import LiveStorages
+from graphs.errors import BudgetError
 from planner.eager import memory
 from planner.eager.session import Rematerialization, rematerialize
 from tests.support.eager.models import LOOPS, TRANSFORMERS, Loop
@@ -81,10 +82,18 @@ def test_results_are_eager_pytorchs_and_the_budget_holds(name: str, share: float
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "share"),
-    # What the code of Reformer holds in variables at once, and its largest op, take more than half of its peak.
-    [(name, share) for name in TRANSFORMERS for share in (0.8, 0.6, 0.4) if (name, share) != ("reformer", 0.4)],
+    # At one op of Reformer's own backward pass 59.4% of the peak are in use.
+    [(name, share) for name in TRANSFORMERS for share in (0.8, 0.6, 0.595 if name == "reformer" else 0.4)],
 )
 def test_models_that_cannot_be_traced(name: str, share: float, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("transformers")
     monkeypatch.setattr(torch, "seed", lambda: 5)  # Reformer seeds its hashes by the clock
     check(TRANSFORMERS[name], share)
+
+
+@pytest.mark.slow
+def test_reformer_does_not_fit_into_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers")
+    monkeypatch.setattr(torch, "seed", lambda: 5)
+    with pytest.raises(BudgetError, match=r"are in use and cannot be evicted, and aten\.mul\.Tensor needs"):
+        check(TRANSFORMERS["reformer"], 0.59)

@@ -1,12 +1,18 @@
 """Names of the modules that are running, for the report of the eager runtime."""
 
 import threading
+from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from planner.eager.modules import CurrentModule
+
+
+def current_module() -> CurrentModule:
+    return CurrentModule(SimpleNamespace(module=0))
 
 
 class Noting(nn.Module):
@@ -24,7 +30,7 @@ class Noting(nn.Module):
 
 
 def test_names_are_paths_from_the_outermost_module() -> None:
-    current, found = CurrentModule(), list[str]()
+    current, found = current_module(), list[str]()
     noting = Noting(current, found)
     model = nn.Sequential(nn.ReLU(), nn.Sequential(noting, nn.ReLU(), noting))
     with current:
@@ -36,7 +42,7 @@ def test_names_are_paths_from_the_outermost_module() -> None:
 
 
 def test_a_module_that_fails_is_left() -> None:
-    current, found = CurrentModule(), list[str]()
+    current, found = current_module(), list[str]()
     failing, after = nn.Sequential(Noting(current, found, fails=True)), nn.Sequential(Noting(current, found))
     with current:
         with pytest.raises(ZeroDivisionError):
@@ -46,7 +52,7 @@ def test_a_module_that_fails_is_left() -> None:
 
 
 def test_modules_that_were_added_and_modules_that_are_no_submodules() -> None:
-    current, found = CurrentModule(), list[str]()
+    current, found = current_module(), list[str]()
     lone = Noting(current, found)
 
     class Calling(nn.Sequential):
@@ -62,9 +68,46 @@ def test_modules_that_were_added_and_modules_that_are_no_submodules() -> None:
 
 
 def test_other_threads_are_not_named() -> None:
-    current, found = CurrentModule(), list[str]()
+    current, found = current_module(), list[str]()
     with current:
         thread = threading.Thread(target=nn.Sequential(Noting(current, found)), args=(torch.ones(1),))
         thread.start()
         thread.join()
     assert found == [""]
+
+
+def test_calls_go_the_usual_way_after_the_last_of_several_threads() -> None:
+    call = nn.Module.__call__
+    first, second = current_module(), current_module()
+    first.__enter__()
+    thread = threading.Thread(target=second.__enter__)
+    thread.start()
+    thread.join()
+    first.__exit__()
+    assert nn.Module.__call__ is not call
+    second.__exit__()
+    assert nn.Module.__call__ is call
+
+
+def test_what_others_put_in_place_of_calls_is_called_and_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[str] = []
+
+    def noting(call: Callable[..., Tensor], name: str) -> Callable[..., Tensor]:
+        def noted(module: nn.Module, x: Tensor) -> Tensor:
+            found.append(name)
+            return call(module, x)
+
+        return noted
+
+    monkeypatch.setattr(nn.Module, "__call__", before := noting(nn.Module.__call__, "before"))
+    with current_module():
+        nn.ReLU()(torch.ones(1))
+    assert found == ["before"] and nn.Module.__call__ is before
+    with current_module():
+        nn.Module.__call__ = inside = noting(nn.Module.__call__, "inside")
+    assert nn.Module.__call__ is inside
+    nn.ReLU()(torch.ones(1))
+    assert found == ["before", "inside", "before"]
+    with current_module():
+        nn.ReLU()(torch.ones(1))
+    assert found[3:] == ["inside", "before"]

@@ -353,9 +353,7 @@ def peak_bytes(build: Callable[[], tuple[nn.Module, Tensor]]) -> int:
     return live.peak_bytes - others
 
 
-# "dtr-random" cannot be compared, whatever the seed: it draws a number for each candidate at each choice. A replay knows which
-# tensors are in use; the runtime learns it by trying to evict them, so that it draws for more candidates, and more often.
-_HEURISTICS = ("dtr", "dtr-full", "dtr-local", "lru", "largest", "msps")
+_HEURISTICS = ("dtr", "dtr-full", "dtr-local", "lru", "largest", "msps", "dtr-random")
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,9 @@
 """What is known of ops by their signatures."""
 
+import pytest
 import torch
 
-from planner.eager.sizes import OutputSizes
+from planner.eager.sizes import OutputSizes, lstm_workspace_bytes
 
 _exp = torch.ops.aten.exp.default
 
@@ -26,3 +27,14 @@ def test_no_more_than_two_generations_are_kept() -> None:
     for rows in range(1, 30):
         sizes.learn((rows,), _exp, (torch.zeros(rows, 2),), {})
         assert len(sizes._recent) <= 4 and len(sizes._older) <= 4
+
+
+@pytest.mark.parametrize("sizes", [(8, 32, 64, 64), (16, 64, 128, 64), (5, 3, 7, 9), (100, 1, 10, 200), (7, 30, 300, 77)])
+def test_the_guess_of_what_an_lstm_keeps_is_near_it(sizes: tuple[int, int, int, int]) -> None:
+    """To the byte by the kernels of one machine; others may lay it out otherwise."""
+    steps, batch, inputs, hidden = sizes
+    weights = [torch.zeros(4 * hidden, inputs), torch.zeros(4 * hidden, hidden), torch.zeros(4 * hidden), torch.zeros(4 * hidden)]
+    state = torch.zeros(batch, hidden)
+    flags = (False, [], 2, hidden, 1, True, False, False, True)
+    *_, workspace = torch.ops.aten.mkldnn_rnn_layer(torch.zeros(steps, batch, inputs), *weights, state, state, *flags)
+    assert 0.5 < workspace.nbytes / lstm_workspace_bytes(*sizes) < 2

@@ -255,6 +255,20 @@ def test_a_size_without_a_plan_is_offered_what_the_next_larger_evicts() -> None:
     assert offers(plans, 90) == [[], *by_size[90][1:]]  # it has a plan of its own
 
 
+def test_the_earlier_step_like_a_step_is_the_largest_of_those_that_are_not_larger() -> None:
+    plans = StepPlans(10**9)
+    for size in (8, 10, 12):
+        run(plans, ops_of_chain(size=size), evictions=0)
+    run(plans, ops_of_chain(2 * LENGTH, "g", size=10), evictions=0)
+    for size, expected in ((7, None), (8, 8), (11, 10), (99, 12)):
+        plans.begin(0)
+        assert plans.earlier is None
+        plans.log.add_storage(size)
+        plans.add_op(LoggedOp("f", (), (0,)), "f", (size,))
+        earlier = plans.earlier
+        assert (None if earlier is None else earlier.sizes_bytes[0]) == expected
+
+
 def test_other_ops_are_offered_nothing() -> None:
     plans = sized(100, 100)
     plans.begin(0)

@@ -1,7 +1,9 @@
 """The ledger of evictions: exact choices, work per op, flat memory, and its settings."""
 
+import itertools
 import math
 import random
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -12,7 +14,6 @@ from solvers.online.heuristics import NAMES, Interpreter, heuristic_of
 from solvers.online.ledger import Ledger
 
 MiB = 2**20
-DETERMINISTIC = [name for name in NAMES if name != "dtr-random"]
 
 
 class Program:
@@ -64,7 +65,7 @@ def by_brute_force(ledger: Ledger, candidates: list[int], now_s: float) -> int:
     return tied[0] if least == 0 else tied[-1]
 
 
-@pytest.mark.parametrize("name", DETERMINISTIC)
+@pytest.mark.parametrize("name", NAMES)
 @given(seed=st.integers(0, 10**6))
 def test_the_victim_has_the_least_score_of_all(name: str, seed: int) -> None:
     ledger = Ledger(Interpreter(0) if name == "megengine" else name)
@@ -72,8 +73,9 @@ def test_the_victim_has_the_least_score_of_all(name: str, seed: int) -> None:
     for _ in range(150):
         program.op()
         if candidates := program.candidates():
+            least = by_brute_force(ledger, candidates, program.now_s)
             victim = ledger.victim(program.now_s)
-            assert victim == by_brute_force(ledger, candidates, program.now_s)
+            assert victim == least
             if program.draw.random() < 0.6:
                 assert victim is not None
                 ledger.evicted(victim)
@@ -114,7 +116,7 @@ def run_chain(ledger: Ledger, ops: int, most: int) -> None:
         before = [storage]
 
 
-@pytest.mark.parametrize("name", ["dtr", "dtr-local", "lru", "largest", "megengine"])
+@pytest.mark.parametrize("name", ["dtr", "dtr-local", "lru", "largest", "dtr-random", "megengine"])
 @pytest.mark.parametrize("ops", [10_000, pytest.param(100_000, marks=pytest.mark.slow)])
 def test_bookkeeping_per_op_is_sublinear(name: str, ops: int) -> None:
     # 1/4 of the ops are in memory at once. Work grows with the square root of that: 4 times as many cost about twice as much.
@@ -151,6 +153,75 @@ def test_a_sample_is_by_its_seed_and_near_the_best() -> None:
     assert sum(evicted(1)) / 20 < 60  # the least recent of 20 of 400
 
 
+def in_use_as_well(ledger: Ledger, seed: int, tried: bool) -> list[int]:
+    """The storages that a random program evicts, of which some are in use; these are tried first, or it is known ahead."""
+    draw = random.Random(seed)
+    found: list[int] = []
+    there: list[int] = []
+    for op in range(300):
+        storage = ledger.add_storage(1, (op, 0))
+        ledger.add_op([], [storage], 1.0)
+        there.append(storage)
+        in_use = {s for s in there if draw.random() < 0.3}
+        if op < 20 or len(in_use) == len(there):
+            continue
+        barred: list[int] = []
+        while (victim := ledger.victim(0.0, exclude=barred if tried else in_use)) in in_use:
+            barred.append(victim)
+        assert victim is not None
+        ledger.evicted(victim)
+        there.remove(victim)
+        found.append(victim)
+        if op % 3 == 0:
+            again = draw.choice(found)
+            if again not in there:
+                ledger.computed(again)
+                there.append(again)
+    return found
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_random_choices_do_not_depend_on_what_is_tried_in_vain(seed: int) -> None:
+    evicted = in_use_as_well(Ledger("dtr-random", seed=seed), seed, tried=False)
+    assert evicted == in_use_as_well(Ledger("dtr-random", seed=seed), seed, tried=True)
+    assert evicted != in_use_as_well(Ledger("dtr-random", seed=seed + 1), seed, tried=False)
+
+
+def test_random_choices_are_uniform_whatever_was_chosen_before() -> None:
+    """Of 8 storages 3 are chosen in turn, of which each comes back: all 336 orders are as likely as any other."""
+    ledger = Ledger("dtr-random")
+    storages = [ledger.add_storage(1, (op, 0)) for op in range(8)]
+    choices = 40 * 336
+    counts: Counter[tuple[int, ...]] = Counter()
+    for _ in range(choices):
+        chosen: list[int] = []
+        for _ in range(3):
+            victim = ledger.victim(0.0)
+            assert victim is not None
+            ledger.evicted(victim)
+            chosen.append(victim)
+        for storage in chosen:
+            ledger.computed(storage)
+        counts[tuple(chosen)] += 1
+    expected = choices / 336
+    chi_square = sum((counts[order] - expected) ** 2 / expected for order in itertools.permutations(storages, 3))
+    assert 335 - 4 * math.sqrt(2 * 335) < chi_square < 335 + 4 * math.sqrt(2 * 335)  # 4 standard deviations
+
+
+def test_random_choices_treat_new_storages_as_those_that_were_spared() -> None:
+    ages: Counter[int] = Counter()
+    for seed in range(30):
+        ledger = Ledger("dtr-random", seed=seed)
+        age = {ledger.add_storage(1, (op, 0)): op for op in range(10)}
+        for op in range(10, 210):
+            victim = ledger.victim(0.0)
+            assert victim is not None
+            ages[sorted(age.values()).index(age.pop(victim))] += 1
+            ledger.dropped(victim)
+            age[ledger.add_storage(1, (op, 0))] = op
+    assert all(abs(ages[rank] - 600) < 4 * math.sqrt(600) for rank in range(10)), ages
+
+
 def test_memory_is_flat_over_a_thousand_steps() -> None:
     ledger = Ledger("dtr")
     program = Program(ledger, 5)
@@ -171,7 +242,7 @@ def test_memory_is_flat_over_a_thousand_steps() -> None:
     assert len(ledger.parents) < 30  # ids of dropped storages are used again
 
 
-@pytest.mark.parametrize("name", DETERMINISTIC)
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("seed", range(3))
 def test_choices_stay_exact_when_ids_are_used_again(name: str, seed: int) -> None:
     ledger = Ledger(Interpreter(0) if name == "megengine" else name)
@@ -182,8 +253,9 @@ def test_choices_stay_exact_when_ids_are_used_again(name: str, seed: int) -> Non
         program.drop_unneeded()
         pinned = {s for s in program.kept if ledger._pins[s]}
         if candidates := [s for s in program.candidates() if s not in pinned]:
+            least = by_brute_force(ledger, candidates, program.now_s)
             victim = ledger.victim(program.now_s)
-            assert victim == by_brute_force(ledger, candidates, program.now_s)
+            assert victim == least
             if program.draw.random() < 0.7:
                 assert victim is not None
                 ledger.evicted(victim)

@@ -70,7 +70,7 @@ class OpByRows:
         """Return the position of the rows in the first of `args` where it is known.
 
         Raises:
-            NotByRowsError: none is.
+            NotByRowsError: it is known for none.
         """
         for arg in args:
             if isinstance(arg, fx.Node) and arg in self.known:
@@ -81,7 +81,7 @@ class OpByRows:
         """Require that `arg` is read with the rows at this position.
 
         Raises:
-            NotByRowsError: it has them elsewhere, or is none that has.
+            NotByRowsError: its rows are elsewhere, or it has none.
         """
         if not isinstance(arg, fx.Node) or self.known.get(arg, rows) != rows or self.found.setdefault(arg, rows) != rows:
             raise NotByRowsError

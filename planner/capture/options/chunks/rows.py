@@ -89,7 +89,7 @@ def through_view(node: fx.Node, base: RowDimensions, rows: int) -> RowDimensions
     """Return the position of the rows in the value of the view `node`, whose base has them at `base`.
 
     Raises:
-        NotByRowsError: it shows parts of rows, or in another order; or several rows as one.
+        NotByRowsError: the view has parts of rows, rows in another order, or several rows as one.
     """
     arg = node.args[0]
     assert isinstance(arg, fx.Node)

@@ -21,7 +21,7 @@ def by_rows(asked: OpByRows) -> ByRows:
     """Return the row-by-row form of an op.
 
     Raises:
-        NotByRowsError: it is not.
+        NotByRowsError: the op is not by rows.
     """
     target = asked.node.target
     if rule := _RULES.get(target):

@@ -1,4 +1,4 @@
-"""Attention by other kernels: written out, with recomputed probabilities in the backward pass, and CUDA's other fused kernel.
+"""Attention by other kernels: matrix products, with probabilities recomputed in the backward pass, and CUDA's other fused kernel.
 
 The parts for CUDA have not been tested on a GPU.
 """

@@ -99,7 +99,7 @@ class Compared:
 def offer(finder: PackFinder) -> None:
     """Add two ops for each such gradient, to bits and from bits, if nothing else in the backward pass needs its input.
 
-    If the result of the activation gives the same bit and is needed anyway, ``packing.results`` has a better alternative.
+    If the result of the activation gives the same bit and is needed anyway, ``pack.results`` has a better alternative.
     """
     for op, node in finder.calls(COMPARISONS, Phase.BACKWARD):
         gradient, x, *arguments = node.args

@@ -1,0 +1,172 @@
+"""The log of ops that are recorded only if memory runs out: when it is open, and what the recorder reads in it."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+
+from planner.eager.deferred_log import DeferredLog, UnreadOp
+from planner.eager.recording import Recorder, generator_of, is_sized_by_data
+from planner.eager.saved_tensors import SavedTensor, unpack
+from planner.eager.sizes import data_dependent_bytes
+from planner.eager.storages import RecordedOp
+from planner.passes.draws import LOCK
+from planner.runtime.random_state import RandomState
+from planner.torch_private.core import storage_address
+
+# The least number of draws of unread ops after which those of ops that are not in the log any more are looked for.
+_FEW_DRAWS = 1024
+
+
+class LogReader:
+    """Leaves the ops of a recorder to a log while memory is far below the budget, and has it record them if memory runs out.
+
+    Args:
+        recorder: sees the ops that the log does not execute.
+
+    Attributes:
+        log: the log, which is to be entered with the recorder.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.log = DeferredLog(recorder.operator, recorder.memory.budget_bytes)
+        self._recorder = recorder
+        self._unread: UnreadOp | None = None  # the op that is read
+        self._draws: dict[int, tuple[torch.Generator, RandomState]] = {}  # of ops in the log, by position
+        self._most_draws = _FEW_DRAWS
+        recorder.handle = self._handle
+        recorder.module.noted = self.log.shared
+
+    def hooks(self) -> tuple[Callable[[torch.Tensor], object], Callable[[object], torch.Tensor]]:
+        """Return what packs and unpacks the tensors that autograd saves."""
+        return self.log.hooks(self._begin_step, self._pack, unpack)
+
+    def observe(self) -> None:
+        """Count what the log has seen."""
+        recorder, memory, shared = self._recorder, self._recorder.memory, self.log.shared
+        memory.peak_bytes = max(memory.peak_bytes, shared.peak_bytes)
+        memory.eager_peak_bytes = max(memory.eager_peak_bytes, shared.peak_bytes)
+        recorder.ops += shared.ops
+        recorder.kept_ops += shared.kept_ops
+        recorder.host_reads += shared.host_reads
+        memory.clock_s += shared.seconds
+        shared.ops = shared.kept_ops = shared.host_reads = 0
+        shared.seconds = 0.0
+
+    def _pack(self, tensor: torch.Tensor) -> object:
+        """Return what autograd holds in place of `tensor`; None if the log is open from here on."""
+        with self._recorder.lock:
+            return None if self._may_open() else self._recorder.pack(tensor)
+
+    def _begin_step(self) -> None:
+        """Begin a step, as autograd saves its first tensor while ops are logged."""
+        recorder = self._recorder
+        self.observe()
+        self.log.begin_step()
+        recorder.recomputation.begin_step()
+        self.log.shared.must_close = not recorder.follower.is_far
+        recorder.follower.begin(is_seen=False)
+
+    def _handle(self, op: RecordedOp) -> Any:
+        """Execute an op that the log has left to Python, or record one that is read."""
+        if self._unread is not None:
+            return self._record(op, self._unread)
+        if self.log.shared.open:
+            return self._run(op)
+        outputs = self._recorder.run(op)
+        self._may_open()
+        return outputs
+
+    def _may_open(self) -> bool:
+        """Leave the ops from here on to the log, if none of a step was recorded and memory is far below the budget.
+
+        How all that is resident was made is forgotten.
+        """
+        recorder, memory = self._recorder, self._recorder.memory
+        if recorder.saved or not recorder.follower.is_far:
+            return False
+        recorder.forget()
+        storages = (storage.watch() for storage in memory.resident.values() if storage.watch is not None)
+        self.log.open((held for held in storages if held is not None), memory.peak_bytes)
+        return True
+
+    def _run(self, op: RecordedOp) -> Any:
+        """Execute an op that the log leaves to Python, or that does not fit: then read the log first."""
+        recorder, log = self._recorder, self.log
+        operator, args, kwargs, shared = op.operator, op.args, op.kwargs, log.shared
+        if not shared.must_close and shared.known_bytes < 0:
+            if is_sized_by_data(operator, args):
+                shared.must_close = not log.fits(data_dependent_bytes(operator.name, args))
+            else:
+                shared.known_bytes = recorder.sizes.out_bytes(operator.function, args, kwargs)
+                shared.must_close = not log.fits(shared.known_bytes + recorder.sizes.guessed_bytes(operator.function, args))
+        if shared.must_close:
+            self._read()
+            return recorder.run(op)
+        with LOCK if operator.random else nullcontext():
+            if operator.random:
+                generator = generator_of(args, kwargs)
+                op.draws = generator, RandomState.of(generator)
+            try:
+                outputs = operator.call(*args, **kwargs)
+            except Exception as error:  # noqa: BLE001  raised again if it is not for want of memory
+                if op.draws is not None:
+                    generator, state = op.draws
+                    state.restore(generator)
+                self._read()
+                return recorder.run(op, error)
+        if op.draws is not None:
+            self._draws[shared.position] = op.draws
+            if len(self._draws) > self._most_draws:
+                self._forget_draws()
+        return outputs
+
+    def _read(self) -> None:
+        """Record the ops in the log, and record from here on."""
+        recorder, memory, log = self._recorder, self._recorder.memory, self.log
+        held = log.close()
+        self.observe()
+        memory.settle()
+        for tensor in held:
+            if memory.find(storage_address(tensor)) is None:
+                memory.add(tensor)
+        del held
+
+        def show(unread: UnreadOp) -> None:
+            self._unread = unread
+
+        try:
+            log.read(show)
+        finally:
+            self._unread = None
+        for saved in log.take_saved():
+            saved.held = SavedTensor.of(recorder, saved.held, saved.version)
+        self._forget_draws()
+        memory.settle()
+
+    def _record(self, op: RecordedOp, unread: UnreadOp) -> Any:
+        """Record an op that has run before."""
+        self._unread = None
+        recorder, memory, operator, args = self._recorder, self._recorder.memory, op.operator, op.args
+        memory.settle()
+        op.module = recorder.module.names[unread.module]
+        outputs = unread.outputs
+        written = recorder.find_writes(op) if operator.writes else ()
+        if written and operator.returns_nothing_new and all(storage.pinned for storage in written):
+            for storage in written:
+                storage.version += 1
+        else:
+            known = recorder.describe(op, args)
+            op.draws = self._draws.pop(unread.position, None)
+            memory.read_s = memory.clock_s = memory.clock_s + unread.seconds
+            known.seconds = op.seconds = min(known.seconds, unread.seconds)
+            recorder.recomputation.step_ops += 1
+            known.out_bytes = recorder.record(op, known, written, outputs)
+        return operator.returned(outputs)
+
+    def _forget_draws(self) -> None:
+        """Forget the draws of ops that are not in the log any more."""
+        first = self.log.shared.position - self.log.length
+        self._draws = {position: draws for position, draws in self._draws.items() if position >= first}
+        self._most_draws = 2 * len(self._draws) + _FEW_DRAWS

@@ -1,0 +1,115 @@
+"""What autograd holds in place of the tensors that it saves."""
+
+from typing import TYPE_CHECKING, Self, cast
+
+import torch
+
+from planner.eager.deferred_log import LoggedTensor
+from planner.eager.recompute import resident_tensor
+from planner.eager.storages import Reference, TrackedStorage, make_alias
+from planner.torch_private.core import storage_address
+
+if TYPE_CHECKING:
+    from planner.eager.recording import Recorder
+
+
+class SavedTensor:
+    """What autograd holds in place of a saved tensor: its storage, which may be evicted.
+
+    Attributes:
+        storage: the storage.
+        version: autograd's version counter when it was saved.
+    """
+
+    __slots__ = ("_number", "_recorder", "storage", "version")
+
+    def __init__(self, recorder: "Recorder", storage: TrackedStorage, number: int, version: int) -> None:
+        self._recorder = recorder
+        self._number = number
+        self.storage = storage
+        self.version = version
+
+    @classmethod
+    def of(cls, recorder: "Recorder", alias: torch.Tensor, version: int) -> Self:
+        """Return the saved tensor of an alias, which keeps its storage in memory until it is evicted."""
+        storage = recorder.memory.find(storage_address(alias)) or recorder.memory.add(alias)
+        number = recorder.packs
+        recorder.packs = number + 1
+        recorder.saved += 1
+        storage.aliases[number] = alias
+        storage.saved += 1
+        recorder.saved_storages[id(storage)] = storage
+        return cls(recorder, storage, number, version)
+
+    def __del__(self) -> None:
+        storage, recorder = self.storage, self._recorder
+        recorder.saved -= 1
+        storage.saved -= 1
+        storage.aliases.pop(self._number, None)
+        if storage.evicted_aliases is not None:
+            storage.evicted_aliases.pop(self._number, None)
+        if not storage.saved:
+            recorder.saved_storages.pop(id(storage), None)
+            recorder.memory.not_evicted(storage)
+            # The ledger is not told: the garbage collector may call this while the ledger is at work. Its choice is looked at.
+            storage.base = None
+            if not storage.address:
+                recorder.follower.released(storage)
+
+    def unpack(self) -> torch.Tensor:
+        """Return the tensor, recomputed if it was evicted.
+
+        Raises:
+            RuntimeError: it was written in place since it was saved.
+        """
+        storage, recorder = self.storage, self._recorder
+        with recorder.lock:
+            if recorder.follower.log is not None:
+                recorder.follower.unpacked(storage)
+            recorder.memory.touch(storage, recorder.memory.read_s)
+            alias = storage.aliases.get(self._number)
+            if alias is None:
+                alias = self._restored()
+            elif alias._version != self.version:
+                raise _overwritten(alias, self.version, alias._version)
+            return make_alias(alias)  # autograd may keep what it is given: then the count of holders of the storage says so
+
+    def _restored(self) -> torch.Tensor:
+        """Return the alias, which was dropped when the storage was evicted."""
+        storage, recomputation = self.storage, self._recorder.recomputation
+        assert storage.evicted_aliases is not None
+        version, reference = storage.evicted_aliases[self._number]
+        if version != self.version:
+            raise _overwritten(reference, self.version, version)
+        with recomputation.own_ops():
+            source = resident_tensor(storage)
+            if source is None:
+                source = recomputation.recompute(storage)
+            alias = storage.aliases[self._number] = make_alias(reference.view_of(source))
+        del storage.evicted_aliases[self._number]
+        self.version = alias._version
+        return alias
+
+
+def _overwritten(saved: torch.Tensor | Reference, expected: int, version: int) -> RuntimeError:
+    """Return the error of plain eager PyTorch for a saved tensor that was written in place."""
+    kind = f"{saved.dtype}".removeprefix("torch.")
+    return RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: "
+        f"[{kind} {list(saved.shape)}] is at version {version}; expected version {expected} instead. "
+        "Hint: torch.autograd.set_detect_anomaly(True) finds the operation that failed to compute its gradient"
+    )
+
+
+def unpack(saved: object) -> torch.Tensor:
+    """Return the tensor that was packed.
+
+    Raises:
+        RuntimeError: it was written in place since it was saved.
+    """
+    if isinstance(saved, SavedTensor):
+        return saved.unpack()
+    if isinstance(saved, torch.Tensor):
+        return saved
+    logged = cast("LoggedTensor", saved)  # which comes here if it was written
+    raise _overwritten(logged.held, logged.version, logged.held._version)

@@ -7,13 +7,14 @@ from solvers.baselines.common.online import OnlineFailedError, OnlineRun
 from solvers.bounds import least_budget_bound
 from solvers.online.heuristics import heuristic_of
 
-_TRIALS = 16
+_HALVINGS = 5
 
 
 def enough_bytes(step: RecordedStep, heuristic: str, max_recomputation: float) -> int:
     """Return the least of a few budgets by which a replay of a step ends.
 
-    No schedule of the recorded graph runs within less than the first, and the last is its peak without evictions.
+    No schedule of the recorded graph runs within less than the first that is tried; above it, the interval to the peak without
+    evictions is halved.
 
     Args:
         step: the step.
@@ -21,13 +22,22 @@ def enough_bytes(step: RecordedStep, heuristic: str, max_recomputation: float) -
         max_recomputation: the most time of recomputation, as a multiple of the step's.
     """
     graph = step.graph
-    least_bytes = least_budget_bound(graph).budget_bytes
-    peak_bytes = simulate(graph, keep_everything(graph)).peak_bytes
-    for trial in range(_TRIALS):
-        budget_bytes = least_bytes + (peak_bytes - least_bytes) * trial // _TRIALS
+
+    def ends(budget_bytes: int) -> bool:
         try:
             OnlineRun(graph, budget_bytes, heuristic_of(heuristic), thrash_factor=1 + max_recomputation).run()
         except OnlineFailedError:
-            continue
-        return budget_bytes
-    return peak_bytes
+            return False
+        return True
+
+    low_bytes = least_budget_bound(graph).budget_bytes
+    if ends(low_bytes):
+        return low_bytes
+    enough = simulate(graph, keep_everything(graph)).peak_bytes
+    for _ in range(_HALVINGS):
+        middle_bytes = (low_bytes + enough) // 2
+        if ends(middle_bytes):
+            enough = middle_bytes
+        else:
+            low_bytes = middle_bytes
+    return enough

@@ -98,10 +98,10 @@ class StepFollower:
         assert self.log is not None
         self.log.unpack(*self._numbers((storage,)))
 
-    def released(self, storage: TrackedStorage) -> None:
-        """Log that the program has let go of a storage."""
+    def released(self, storage: TrackedStorage, *, only_saved: bool = False) -> None:
+        """Log that the program has let go of a storage, or autograd of one that `only_saved` tensors held."""
         if self.log is not None and storage.step == self.number:
-            self.log.release(storage.number)
+            self.log.release(storage.number, only_saved=only_saved)
 
     def enough_bytes(self, enough_for: Callable[[RecordedStep], int]) -> int:
         """Return a budget for the current step, by that for the largest earlier one that began like it; 0 if there was none."""

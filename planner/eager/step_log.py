@@ -51,6 +51,7 @@ class StepLog:
         sizes_bytes: of each storage, by number.
         unpacked: by the number of ops until then, storages that autograd has unpacked.
         released: for storages that the program has let go of, the number of ops until then.
+        only_saved: those of them that autograd has let go of last, unread: the program may have done so long before.
         evictions: number of evictions in the step.
     """
 
@@ -64,6 +65,7 @@ class StepLog:
         self.sizes_bytes: list[int] = []
         self.unpacked: dict[int, list[int]] = {}
         self.released: dict[int, int] = {}
+        self.only_saved: set[int] = set()
         self.evictions = 0
 
     @property
@@ -101,9 +103,15 @@ class StepLog:
         """Record that autograd has unpacked a storage: it does so for all that a backward function reads, before its ops."""
         self.unpacked.setdefault(len(self.ops), []).append(storage)
 
-    def release(self, storage: int) -> None:
-        """Record that the program has let go of a storage; what the runtime recomputes of it later is its own."""
-        self.released.setdefault(storage, len(self.ops))
+    def release(self, storage: int, *, only_saved: bool = False) -> None:
+        """Record that the program has let go of a storage, or that autograd was the last to do so.
+
+        What the runtime recomputes of it later is its own.
+        """
+        if storage not in self.released:
+            self.released[storage] = len(self.ops)
+            if only_saved:
+                self.only_saved.add(storage)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +135,7 @@ def recorded_step(log: StepLog, provenance: dict[str, object] | None = None) -> 
     Storages that the step found in memory are static, and so is what else was there. A storage that autograd has unpacked for a
     node is read by all ops of the node from then on, which holds it. What no saved tensor is computed from, as gradients, cannot
     be recomputed, as only saved tensors can be evicted. A storage that the program holds for longer than its readers is read by
-    the last op before it lets go; one that it still holds at the end is kept.
+    the last op before it lets go, unless autograd lets go last; one that it still holds at the end is kept.
 
     Raises:
         GraphError: the step has no ops.
@@ -164,7 +172,7 @@ class _Draft:
         self.held: dict[int, list[int]] = {}  # by op, what the program still holds then
         last = {storage: i for i, op in enumerate(log.ops) for storage in (*op.inputs, *op.made, *op.written)}
         for storage, count in log.released.items():
-            if storage in self.made and last[storage] < count - 1:
+            if storage in self.made and storage not in log.only_saved and last[storage] < count - 1:
                 self.held.setdefault(count - 1, []).append(storage)
 
     def add(self, index: int, op: LoggedOp) -> None:

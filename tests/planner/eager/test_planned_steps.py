@@ -309,6 +309,18 @@ def test_the_recorded_step_is_a_graph_for_the_command(tmp_path: Path, capsys: py
     capsys.readouterr()
 
 
+def test_what_a_retained_graph_has_saved_is_not_held_by_the_program() -> None:
+    x = torch.linspace(-1, 1, 1000, requires_grad=True)
+    with rematerialize("1GB") as session:
+        loss = x.exp().sin().cos().sum()
+        loss.backward(retain_graph=True)
+        doubled = x.detach() * 2
+        del loss
+    step = session.plans.longest_step
+    assert step is not None and len(doubled) == 1000
+    assert all(step.graph.tensors[t].static for t in step.graph.ops[-1].inputs)
+
+
 @contextmanager
 def unit_times(session: Rematerialization) -> Iterator[None]:
     """Let each op last one second."""

@@ -1,5 +1,7 @@
 """Steps as they ran: hashes that tell steps apart, and the graphs that solvers take."""
 
+import pytest
+
 from graphs.io.graph_document import graph_from_dict, graph_to_dict
 from graphs.ir import Kind, Phase
 from graphs.schedule import Compute, Free, keep_everything
@@ -86,6 +88,19 @@ def test_hashes_depend_on_operators_shapes_and_connections_and_structures_not_on
     assert len({log.chain for log in (step(), step(shapes=2), *others)}) == 5
     assert step(shapes=2).structures == step().structures
     assert len({log.structures[-1] for log in (step(), *others)}) == 4
+
+
+@pytest.mark.parametrize("only_saved", [False, True])
+def test_what_the_program_holds_is_in_memory_until_it_lets_go_and_what_autograd_holds_is_not(only_saved: bool) -> None:
+    log = StepLog(held_bytes=0)
+    a, b, c = (log.add_storage(size) for size in (7, 5, 3))
+    add(log, "f", (), (a,))
+    add(log, "g", (a,), (b,))
+    add(log, "h", (b,), (c,))
+    log.release(a, only_saved=only_saved)
+    log.release(a, only_saved=not only_saved)  # it is gone already
+    graph = recorded_step(log).graph
+    assert graph.ops[2].inputs == ((1,) if only_saved else (1, 0))
 
 
 def test_what_ops_have_made_is_counted() -> None:

@@ -236,7 +236,6 @@ def _library() -> ctypes.CDLL | None:
             "deferred",
             signatures,
             ("torch_cpu", "torch"),
-            flags=("-O1",),  # its own code takes a hundredth of a step
             on_compile=lambda: _LOGGER.warning("planner.rematerialize compiles its log of ops, once on this machine: about 10 s"),
         )
     except (CppCompileError, InvalidCxxCompiler) as error:

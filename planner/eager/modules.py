@@ -18,7 +18,7 @@ class Noted(Protocol):
 class CurrentModule:
     """The module of the entering thread whose forward pass is running, while entered.
 
-    ``Module.__call__`` is replaced meanwhile: PyTorch's hooks on all modules take four times as long.
+    ``Module.__call__`` is replaced meanwhile: PyTorch's hooks on all modules have each call take another, slower way.
 
     Args:
         noted: where its number is noted.

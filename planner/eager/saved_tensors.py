@@ -53,8 +53,8 @@ class SavedTensor:
             recorder.memory.not_evicted(storage)
             # The ledger is not told: the garbage collector may call this while the ledger is at work. Its choice is looked at.
             storage.base = None
-            if not storage.address:
-                recorder.follower.released(storage)
+            if storage.watch is None or storage.watch() is None:
+                recorder.follower.released(storage, only_saved=True)
 
     def unpack(self) -> torch.Tensor:
         """Return the tensor, recomputed if it was evicted.

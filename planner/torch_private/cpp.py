@@ -20,7 +20,6 @@ def load_cpp(
     functions: Mapping[str, tuple[Any, list[Any]]],
     libraries: Sequence[str] = (),
     *,
-    flags: Sequence[str] = (),
     on_compile: Callable[[], None] = lambda: None,
 ) -> ctypes.CDLL:
     """Return the library of C++ `source`, which may call Python, PyTorch's core (c10) and others of its `libraries`.
@@ -30,7 +29,6 @@ def load_cpp(
         prefix: what the names of its functions begin with.
         functions: types of what they return and take, by the rest of their names.
         libraries: names without ``lib``.
-        flags: of the compiler.
         on_compile: is called before the library is compiled, if there is none on disk.
     """
 
@@ -42,7 +40,7 @@ def load_cpp(
 
     names = ("c10", *libraries)
     linked = (*(f"-L{path}" for path in library_paths()), *(f"-l{name}" for name in names))
-    library = CppCodeCache.load(source, extra_flags=("-Wl,--no-as-needed", *linked, *flags), submit_fn=announce, **_NO_VECTORS)
+    library = CppCodeCache.load(source, extra_flags=("-Wl,--no-as-needed", *linked), submit_fn=announce, **_NO_VECTORS)
     assert isinstance(library, ctypes.CDLL)
     for name, (returned, given) in functions.items():
         function = getattr(library, f"{prefix}_{name}")

@@ -68,7 +68,7 @@ NO_OFFLOADS = Offloads(MappingProxyType({}))
 def _why_not(graph: Graph, _surroundings: Surroundings) -> str:
     if on_devices_alone(graph):
         return ""
-    return "offload is added to a graph that has other pools or streams already: add it once, and behind placement"
+    return "offload cannot be added to a graph that already has other pools or streams: add it once, and after placement"
 
 
 def _offloaded(graph: Graph, surroundings: Surroundings) -> Graph:
@@ -95,7 +95,10 @@ def _offloaded(graph: Graph, surroundings: Surroundings) -> Graph:
 OFFLOAD = GraphOption(
     name="offload",
     description="tensors may be offloaded to host memory and reloaded, beside the computation",
-    refused={Feature.ARENA: "copies end at other moments in each step, and addresses are planned for one; leave one of them out"},
+    refused={
+        Feature.ARENA: "copies end at different times in each step, and addresses are planned for fixed times; leave one "
+        "of them out"
+    },
     need=Need.LINK,
     last=True,  # it applies to all tensors on the device, whichever op produces them
     accepts=_why_not,
@@ -147,8 +150,8 @@ def _is_read(graph: Graph, t: Tensor) -> bool:
 def _other_choices(graph: Graph) -> GraphError:
     return GraphError(
         f"the graph has {len(graph.pools)} pools, {len(graph.streams)} streams and {len(graph.ops) - len(graph.program)} "
-        "optional ops, which are not just transfers of single tensors to the host and back and ops on other devices: schedules "
-        "are found for graphs without other choices on other streams"
+        "optional ops. Some are neither transfers of single tensors to the host and back nor ops on other devices: solve a "
+        "graph without other options on other streams"
     )
 
 

@@ -135,7 +135,8 @@ class Sharded(Unwrapped):
         meshes = {p.device_mesh for p in model.parameters() if isinstance(p, DTensor)}
         if len(meshes) != 1 or (mesh := meshes.pop()).ndim != 1:
             raise TraceError(
-                "the model is not sharded by fully_shard over one mesh of one dimension, which is all that is planned"
+                "the model is not sharded by fully_shard over one mesh of one dimension, the only kind of sharding that is "
+                "planned"
             )
         if any(unit._get_fsdp_state()._mp_policy.param_dtype is not None for unit in self._units):
             raise TraceError("fully_shard with a mixed precision policy is not planned: use torch.autocast around the step")

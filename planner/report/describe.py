@@ -160,7 +160,7 @@ def run_text(report: "RunReport") -> str:
     if report.predicted_gradient_error is not None and report.measured_gradient_error is not None:
         rows.append(("gradient error", f"{report.predicted_gradient_error:.2e}", f"{report.measured_gradient_error:.2e}"))
     within = "within" if report.needed_bytes <= report.budget_bytes else "OVER"
-    libraries = f"{format_bytes(report.library_bytes)} of workspaces that libraries keep are beside it"
+    libraries = f"{format_bytes(report.library_bytes)} of workspaces that libraries keep are not in it"
     beside = f"; {libraries}" if report.library_bytes else ""
     return "\n".join(
         (

@@ -274,8 +274,8 @@ class Executor:
             return alive
         if self.devices.channels:
             raise PlannerError(
-                "backward(retain_graph=True) of a plan that copies to the host, or to other devices, cannot come again: leave it "
-                "out, or plan without the options offload and placement"
+                "backward(retain_graph=True) of a plan that copies to the host, or to other devices, cannot run a second "
+                "time: leave it out, or plan without the options offload and placement"
             )
         again = list(alive)
         for i, tensor in enumerate(self.code.saved):
@@ -364,8 +364,7 @@ def check_no_transform(what: str) -> None:
     """Raise a PlannerError that begins with `what` under a transform of ``torch.func``, such as ``vmap``."""
     if (transform := current_transform()) is not None:
         raise PlannerError(
-            f"{what} under torch.func.{transform.key().name.lower()}, which transforms what PyTorch calls, and a plan is no such "
-            "call: use model(...) itself there"
+            f"{what} under torch.func.{transform.key().name.lower()}, which cannot transform a plan: use model(...) itself there"
         )
 
 

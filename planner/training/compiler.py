@@ -145,7 +145,7 @@ class Compiler:
                 try:
                     plan = self._first_plan(captured.graph, plan.predicted_bytes - (needed_bytes - wanted_bytes))
                 except BudgetError as error:
-                    raise InfeasibleError(f"{over}; nothing is found that takes as much less: raise the budget") from error
+                    raise InfeasibleError(f"{over}; no plan is found that needs that much less: raise the budget") from error
         raise BudgetError(f"{over}; lower the budget")
 
     def _step(self, captured: Capture, plan: Plan, executor: Executor, budget: str | int, *, solved_bytes: int) -> PlannedStep:

@@ -130,7 +130,7 @@ class Improvement:
         )
         executor.start_training(self.plan.budget_bytes, check_writes=self._executor.check_writes)
         self._executor, self._watch = executor, PeakWatch(executor)
-        return PlanSwap(self.plan, executor, self._captured.graph, f"{gain:.1%} faster, found beside the training")
+        return PlanSwap(self.plan, executor, self._captured.graph, f"{gain:.1%} faster, found during training")
 
     def over_bytes(self) -> int | None:
         """Return by how much the peak of the first step of a plan was over the budget; None until it is known."""
@@ -167,7 +167,7 @@ class Improvement:
             found = self._search.first_plan(self._captured.graph, self._solved_bytes)
         except BudgetError as error:
             over = over_budget(self.plan, needed_bytes, self.plan.budget_bytes)
-            raise InfeasibleError(f"{over}; nothing is found that takes as much less: raise the budget") from error
+            raise InfeasibleError(f"{over}; no plan is found that needs that much less: raise the budget") from error
         swap = replace(self.adopt(found), reason="the peak of the first one was over the budget")
         self._before = None
         return swap

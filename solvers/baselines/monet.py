@@ -181,7 +181,7 @@ def solve(request: Request) -> Result:
     if program.entries > MOST_ENTRIES:
         why = (
             f"MONeT's program for {len(graph.program):,} ops has about {program.entries:,} entries, more than {MOST_ENTRIES:,}, "
-            "which this solver takes on: use the solver windows"
+            "the most that this solver supports: use the solver windows"
         )
         return _result(request, Status.LIMIT, message=why, reason=Reason.SIZE)
     program.build()

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 # For options whose ops call operators of eager PyTorch.
 EAGER_KERNELS = MappingProxyType(
-    {Feature.INDUCTOR: "it is found among the kernels of eager PyTorch; leave it out, or take kernels='eager'"}
+    {Feature.INDUCTOR: "the option replaces kernels of eager PyTorch; leave it out, or use kernels='eager'"}
 )
 
 

@@ -119,7 +119,7 @@ def vars_of(rates: LinkRates) -> tuple[float, ...]:
 
 
 def test_a_step_that_is_not_run_has_none() -> None:
-    with pytest.raises(UsageError, match="roofline= does not go with measure_link=True: nothing is run"):
+    with pytest.raises(UsageError, match="roofline= does not go with measure_link=True: with a roofline nothing is run"):
         trace(*make("tied"), roofline="h200", measure_link=True)
 
 

@@ -135,5 +135,5 @@ def test_what_is_not_trained_is_compiled_as_it_is() -> None:
 
 
 def test_times_of_kernels_are_not_modelled() -> None:
-    with pytest.raises(PlannerError, match="roofline= does not go with kernels='inductor': it models ATen's ops"):
+    with pytest.raises(PlannerError, match="roofline= does not go with kernels='inductor': a roofline models ATen's ops"):
         settings_of({"budget": "1GB", "kernels": "inductor", "roofline": "h100"})

@@ -27,7 +27,6 @@ from tests.support.models.planned import assert_no_trace
 
 pytestmark = [
     pytest.mark.usefixtures("fresh_compilers"),
-    pytest.mark.filterwarnings("ignore:some op was captured"),
     pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor compiles for the CPU with g++"),
 ]
 

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from graphs.errors import GraphError
 from graphs.ir import Graph, Kind, Op, Tensor
 from graphs.options.option import Feature, GraphOption, Need
-from graphs.options.placement import is_placed, on_devices_alone, placement_beside
+from graphs.options.placement import is_placed, on_devices_alone, placement_with_options
 from graphs.options.surroundings import Surroundings
 from graphs.options.transfers import OptionBuilder
 from graphs.pools import DEVICE, DEVICE_TO_HOST, HOST, HOST_TO_DEVICE, Pool
@@ -134,7 +134,7 @@ def without_offload(graph: Graph) -> tuple[Graph, Offloads]:
     if not on_devices_alone(left):
         raise _other_choices(graph)
     if is_placed(left):
-        placement_beside(left)  # raises an error for other ops
+        placement_with_options(left)  # raises an error for other ops
     if host is None:
         return left, NO_OFFLOADS
     total = sum(left.tensors[t].size_bytes for t in by_tensor)

@@ -219,13 +219,13 @@ def placement_of(graph: Graph) -> Placement:
     Raises:
         GraphError: the graph has other optional ops.
     """
-    found = placement_beside(graph)
+    found = placement_with_options(graph)
     if not found.program.plain:
         raise _other_choices(found.program.ops[-1])
     return found
 
 
-def placement_beside(graph: Graph) -> Placement:
+def placement_with_options(graph: Graph) -> Placement:
     """Return the placement of a graph that may also have optional ops on the main device, which stay in ``program``.
 
     Raises:

@@ -64,7 +64,7 @@ class Unwrapped:
         """
         return capture_step(Workload(self.module, loss_fn, batch), settings, variant=variant)
 
-    def beside_slab(self, captured: Capture) -> Capture:
+    def with_slab_gradients(self, captured: Capture) -> Capture:
         """Return `captured` with what the wrapper makes of gradients while a slab, which keeps the place of these, is there."""
         return captured
 
@@ -166,7 +166,7 @@ class Sharded(Unwrapped):
         graph = captured.graph.holding(Kind.PARAMETER, "parameter_shards", self._shard_bytes)
         return replace(captured, graph=graph.holding(Kind.ACCUMULATED_GRADIENT, TO_SEND, unit_bytes))
 
-    def beside_slab(self, captured: Capture) -> Capture:
+    def with_slab_gradients(self, captured: Capture) -> Capture:
         """Return `captured` with this rank's shards of the gradients."""
         graph = captured.graph.holding(Kind.ACCUMULATED_GRADIENT, SHARDS, self._trained_shard_bytes)
         return replace(captured, graph=graph)

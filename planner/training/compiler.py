@@ -100,7 +100,7 @@ class Compiler:
         with self.stages.stage(Stage.CAPTURE):
             captured = self.wrapper.capture(self.loss_fn, batch, self.trace, variant)
         if self.search.run.arena:
-            captured = self.wrapper.beside_slab(captured)
+            captured = self.wrapper.with_slab_gradients(captured)
         return captured if self.recorder is None else recordable(captured)
 
     def profile(self, captured: Capture, batch: Batch) -> Capture:

@@ -10,7 +10,7 @@ from graphs.io.graph_document import graph_from_dict, graph_to_dict
 from graphs.options import without_options
 from graphs.options.compress import VARIANCE
 from graphs.options.offload import NO_OFFLOADS, OFFLOAD, without_offload
-from graphs.options.placement import PLACEMENT, is_placed, placement_beside, placement_of, without_placement
+from graphs.options.placement import PLACEMENT, is_placed, placement_of, placement_with_options, without_placement
 from graphs.options.selection import without_computed
 from graphs.pools import COMPUTE, DEVICE, DEVICE_TO_HOST, HOST, HOST_TO_DEVICE, channel
 from graphs.simulate import simulate
@@ -82,7 +82,7 @@ def test_each_option_can_be_removed() -> None:
         assert without_placement(graph) is graph and not is_placed(graph)
         program = without_options(whole)
         assert program.ops == graph.program and without_options(graph).tensors == program.tensors
-        found = placement_beside(both)
+        found = placement_with_options(both)
         assert found.program == graph and len(found.runs[0]) == len(graph.program)
         alone = placement_of(without_computed(both))
         assert [sum(run is not None for run in runs) for runs in alone.runs] == [
@@ -110,7 +110,7 @@ def test_incompatible_options_raise() -> None:
     with pytest.raises(GraphError, match="only graphs with placement and no other option are supported"):
         placement_of(both)
     with pytest.raises(GraphError, match="only graphs with placement and no other option are supported"):
-        placement_beside(whole)
+        placement_with_options(whole)
     stand_in = next(op for op in both.ops if op.replaces and op.stream != COMPUTE)
     for changed, said in (
         (replace(stand_in, replaces=()), "neither copies a tensor from one device to another nor replaces one op"),

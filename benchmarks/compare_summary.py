@@ -17,16 +17,16 @@ SIMULATED = {"h200": "modelled for an H200"}
 MEASURED = {"cpu": "on one thread of a CPU", "cuda": "on a GPU"}
 
 _SIMULATED = (
-    "Overhead over the step without recomputation at parts of its peak, {said}. Every method is at its best for each budget: "
+    "Overhead over the step without recomputation at shares of its peak, {said}. Each method has its best settings per budget: "
     "blocks at any level or depth, any save list (sac), any fraction (memory-budget), any heuristic (dtr and megengine, the best "
     "one in parentheses). "
     f"{LEGEND} No schedule can be below the bound."
 )
 _MEASURED = (
-    "Measured {said}: the time of the optimal schedule over that of the other method, for the peak that the other was measured "
-    "to take; below 1 the schedule is faster. The other is tuned for each budget: of its kind the fastest that was measured to "
-    "fit with right gradients, named in parentheses. PyTorch's methods as PyTorch runs them, schedules of DTR and MegEngine "
-    "replayed. OOM: what runs needs more; wrong: what fits has wrong gradients."
+    "Measured {said}: the time of the optimal schedule divided by that of the other method, within the measured peak of the "
+    "other method; below 1 the schedule is faster. The other method is tuned for each budget: the setting in parentheses is the "
+    "fastest that fits, by measurement, with correct gradients. PyTorch runs its own methods; schedules of DTR and MegEngine are "
+    "replayed. OOM: all settings that run need more memory; wrong: those that fit have wrong gradients."
 )
 
 

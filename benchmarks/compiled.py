@@ -71,12 +71,13 @@ _SLOWER = 0.02  # at the reference's peak, of its time
 
 _METHODS = {OURS: "Inductor's kernels", IN_ARENA: "Inductor's kernels, in an arena", ATEN: "ATen's ops"}
 _CAPTION = """\
-Step times as multiples of `torch.compile`'s, medians of those in the same turns. Budgets are shares of its measured peak; what is
-infeasible says which share is known to do. Behind a time: how Inductor compiled the kernels, where not as `torch.compile` does;
-and how loss and gradients compare, where not identical, with eager PyTorch's for ATen's ops, else with `torch.compile`'s.
+Step times are multiples of `torch.compile`'s, measured alternately (medians). Budgets are shares of its measured peak; infeasible
+budgets show the least share that is known to be feasible. After a time: how Inductor compiled the kernels, if not as
+`torch.compile` does; and the difference of loss and gradients, if they are not identical, from eager PyTorch's for ATen's ops,
+else from `torch.compile`'s.
 """
 _PEAKS_CAPTION = """\
-Each setting of `activation_memory_budget`, and the plan over Inductor's kernels within what it was measured to take.
+Each setting of `activation_memory_budget`, and the plan over Inductor's kernels within the measured peak of that setting.
 """
 
 

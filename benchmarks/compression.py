@@ -218,13 +218,13 @@ def failures(rows: Sequence[CurveRow]) -> list[str]:
 
 
 _HEAD = f"""\
-Each op is executed once, and all that can be kept compressed is, in so many bits, behind its last reader of the forward pass: \
-schedules made so (`benchmarks/all_compressed.py`), not plans, which on a CPU would rarely keep anything so. The exact step \
-keeps everything. All curves of a model have the same data, initial weights and random state, but for one more exact one that \
-begins at other weights: its difference is what chance comes to. Peaks are measured, with parameters, gradients and optimizer \
-state. Gradient errors are the norm of the difference of all gradients at the first step, as a part of their norm. Losses are \
-means of {WINDOW} steps, with the exact curve's in brackets; the largest difference is that of these means at any step, as a \
-part of the exact one. Times are those of forward and backward pass, as multiples of the exact step's in the same turn.
+Each op is executed once, and every compressible tensor is compressed to the given number of bits after its last reader of the \
+forward pass. These schedules come from `benchmarks/all_compressed.py`; plans on a CPU would rarely compress anything. The exact \
+step keeps everything. All curves of a model have the same data, initial weights and random state, except one more exact curve \
+with other initial weights, which shows the effect of chance. Peaks are measured, with parameters, gradients and optimizer \
+state. Gradient errors are the norm of the difference of all gradients at the first step, divided by their norm. Losses are \
+means of {WINDOW} steps, with the exact curve's in brackets; the largest difference is that of these means at any step, divided \
+by the exact mean. Times are those of forward and backward pass, as multiples of the exact step's, measured alternately.
 """
 
 

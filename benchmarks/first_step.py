@@ -144,18 +144,18 @@ def table(rows: Sequence[FirstStepRow]) -> str:
     planned = [trained.planned for trained in models]
     some = planned[0]
     method = (
-        f"Each model is trained for {some.steps} steps of SGD, in a process of its own for each way, with one thread. The "
-        "budget is a share of the peak of eager PyTorch's step. Under the cap (RLIMIT_DATA) VmData may grow, from where it is "
-        "with model and batches in memory, by half the sum of what the budget leaves for the step (the budget without "
-        "parameters, buffers and batch) and what VmData grows by in eager training: planning, too, has no more. Bits are equal "
-        "where all losses, and in the end parameters, buffers and the random state, are those of eager PyTorch without a cap."
+        f"Each model is trained for {some.steps} steps of SGD with one thread, in a separate process for each method. The "
+        "budget is a share of the peak of eager PyTorch's step. With model and batches in memory, the cap (RLIMIT_DATA) lets "
+        "VmData grow by the mean of two amounts: the budget without parameters, buffers and batch, and the growth of VmData in "
+        "eager training. The cap also holds during planning. Bits are equal if all losses, and at the end parameters, buffers "
+        "and the random state, are those of eager PyTorch without a cap."
     )
     torch_rss, dynamo_rss = (format_bytes(size or 0) for size in (some.torch_rss_bytes, some.dynamo_rss_bytes))
     allowed = (
-        f"Allowed: an RSS of the budget and what a process has that has imported torch ({torch_rss}; with "
-        f"torch._dynamo, which captures the step, {dynamo_rss}) and the library of the model, and "
-        f"{RSS_TOLERANCE:.0%} of both; a first step that ends, from the "
-        f"call of planner.compile, after the capture, {START_S:g} s, and as many steps of eager PyTorch as are named in brackets."
+        f"Allowed: an RSS of the budget, plus the RSS of a process after the import of torch ({torch_rss}; with torch._dynamo, "
+        f"which captures the step, {dynamo_rss}) and of the model's library, plus {RSS_TOLERANCE:.0%} of both. The time from the "
+        f"call of planner.compile to the end of the first step may be that of the capture, {START_S:g} s, and the number of "
+        "steps of eager PyTorch in brackets."
     )
     checks, training, rss = (markdown(models, columns) for columns in (_CHECKS, _TRAINING, _RSS))
     parts = [method, allowed, checks, "## Training", _LEGEND, training, "## RSS of the processes", rss]
@@ -166,10 +166,10 @@ def table(rows: Sequence[FirstStepRow]) -> str:
 
 
 _LEGEND = (
-    "Seconds are medians of the last steps, with the optimizer's; in brackets multiples of eager PyTorch's without a cap. Of "
-    "plans the overhead over keeping everything is predicted, and the gap proved; the last is in use after the last step. "
-    "Under the cap memory is returned to the system as soon as it is freed, and to take it again costs the time that steps take "
-    "above the prediction: less of it in pages of 2 MB, which PyTorch asks for where THP_MEM_ALLOC_ENABLE=1."
+    "Seconds are medians of the last steps, with the optimizer's; in brackets are multiples of eager PyTorch's without a cap. "
+    "Overheads of plans over keeping everything are predicted, gaps are proved; the last plan is that after the last step. "
+    "Under the cap memory is returned to the system as soon as it is freed. Allocating it again makes steps slower than "
+    "predicted, by less with pages of 2 MB, which PyTorch requests if THP_MEM_ALLOC_ENABLE=1."
 )
 
 

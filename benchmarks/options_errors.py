@@ -178,10 +178,11 @@ def _largest(difference: Difference) -> float:
 
 
 _HEAD = """\
-Small steps on the CPU with one option, beside the same steps without, which keep everything. Budgets lie between the least with \
-the option and the peak without. Inexact ops: executions in the plan of ops that may differ. Errors are relative: of the loss; \
-the most that an element of a gradient differs, over the largest of that gradient; and the distance of all gradients, in one \
-vector, over its length. Peaks are shares of the peak without, times multiples of the time without.
+Small steps on the CPU with one option, compared with the same steps without it, which keep everything. Budgets are between the \
+least with the option and the peak without it. Inexact ops: executions in the plan of ops that may differ. Errors are relative: \
+that of the loss; the largest difference of an element of a gradient, divided by the largest element of that gradient; and the \
+distance of all gradients as one vector, divided by its norm. Peaks are shares of the peak without the option, times are \
+multiples of the time without it.
 """
 
 

@@ -78,8 +78,8 @@ def options_within(offers: Sequence[Offer], most: Bits) -> tuple[str, ...]:
 
 _HEAD = """\
 Overhead over the step that keeps everything, with the proved gap in brackets, at shares of its peak. Least: the least budget \
-that a schedule was found for, as a share of that peak, with what is proved in brackets. Steps are timed by the roofline of an \
-H200. Options that offer nothing on a model are in none of its sets.
+for which a schedule was found, as a share of that peak, with the proved lower bound in brackets. Times are modelled by the \
+roofline of an H200. Options that offer nothing on a model are left out of its sets.
 """
 
 

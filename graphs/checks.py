@@ -58,8 +58,8 @@ def check_plain(graph: "Graph") -> None:
         return
     optional = len(graph.ops) - len(graph.program)
     raise GraphError(
-        f"the graph has {len(graph.pools)} pools, {len(graph.streams)} streams and {optional} optional ops: this takes "
-        "graphs with one of each and none optional; leave the choices out of the graph"
+        f"the graph has {len(graph.pools)} pools, {len(graph.streams)} streams and {optional} optional ops: only graphs with "
+        "one of each and without optional ops are supported here; leave the options out of the graph"
     )
 
 
@@ -192,7 +192,8 @@ def _check_producers(graph: "Graph") -> None:
         listing = tuple(producers.get(tensor.id, ()))
         if tensor.producers != listing:
             raise GraphError(
-                f"tensor {tensor.name!r} has producers {tensor.producers}, but the ops that list it are {listing}, in this order"
+                f"tensor {tensor.name!r} has producers {tensor.producers}, but it is an output of the ops {listing}, in this "
+                "order"
             )
 
 
@@ -214,14 +215,14 @@ def _check_optional_op(graph: "Graph", op: "Op", written: Mapping[int, str]) -> 
         raise GraphError(f"{where} replaces {op.replaces}: each op once, in ascending order")
     replaced = [graph.ops[p] for p in op.replaces]
     if set(op.mutates) != {t for p in replaced for t in p.mutates}:
-        raise GraphError(f"{where} is optional and must write in place what the ops write that it replaces, and nothing else")
+        raise GraphError(f"{where} is optional, and must write in place exactly what the ops that it replaces write in place")
     if op.random != any(p.random for p in replaced):
-        raise GraphError(f"{where} is optional and must draw random numbers where an op does that it replaces, and only there")
+        raise GraphError(f"{where} is optional, and must be random if one of the ops that it replaces is, and only then")
     for t in op.inputs:
         if t in written and not op.replaces:
             raise GraphError(
-                f"{where} is optional and reads {graph.tensors[t].name!r}, which {written[t]!r} writes in place: say which op it "
-                "replaces, since it has no place of its own before or after the write"
+                f"{where} is optional and reads {graph.tensors[t].name!r}, which {written[t]!r} writes in place: name the op "
+                "that it replaces, which decides whether it runs before or after the write"
             )
 
 
@@ -231,9 +232,11 @@ def _check_kept(graph: "Graph") -> None:
             raise GraphError(f"kept tensor {t} does not exist: the graph has {len(graph.tensors)} tensors")
         tensor = graph.tensors[t]
         if tensor.static:
-            raise GraphError(f"kept tensor {tensor.name!r} has no producer: what is static is not listed as kept")
+            raise GraphError(f"kept tensor {tensor.name!r} has no producer: static tensors are not listed as kept")
         if graph.ops[tensor.producers[0]].optional:
-            raise GraphError(f"kept tensor {tensor.name!r} is made by optional ops only: the program must deliver it")
+            raise GraphError(
+                f"kept tensor {tensor.name!r} is produced by optional ops only: an op of the program must produce it"
+            )
 
 
 def _check_capacities(graph: "Graph") -> None:
@@ -241,7 +244,7 @@ def _check_capacities(graph: "Graph") -> None:
         static_bytes = graph.static_bytes_by_pool[pool.name]
         if pool.capacity_bytes is not None and static_bytes > pool.capacity_bytes:
             raise GraphError(
-                f"pool {pool.name!r} has a capacity of {pool.capacity_bytes} bytes, but {static_bytes} are there throughout"
+                f"pool {pool.name!r} has a capacity of {pool.capacity_bytes} bytes, but its static tensors take {static_bytes}"
             )
 
 
@@ -250,11 +253,14 @@ def _check_views(graph: "Graph") -> None:
         where = f"tensor {tensor.name!r}"
         for other in (tensor.view_of, tensor.held_for):
             if other is not None and (not 0 <= other < len(graph.tensors) or other == tensor.id or tensor.static):
-                raise GraphError(f"{where} stands for tensor {other}: it must be made by an op, and for another that exists")
+                raise GraphError(
+                    f"{where} is a view of, or held for, tensor {other}: it must be produced by an op, and "
+                    f"{other} be another tensor of the graph"
+                )
         if tensor.held_for is None:
             continue
         if graph.ops[tensor.producers[0]].inputs or len(graph.consumers[tensor.id]) != 1:
-            raise GraphError(f"{where} stands for one that is held: its op must read nothing, and one op must read it")
+            raise GraphError(f"{where} is held for another: its op must read nothing, and exactly one op must read it")
 
 
 def _check_overwrites(graph: "Graph") -> None:
@@ -266,10 +272,12 @@ def _check_overwrites(graph: "Graph") -> None:
         if pairs and op.optional:
             raise GraphError(f"op {op.name!r} writes over an input: optional ops must not")
         if len({o for o, _ in pairs}) < len(pairs) or len({t for _, t in pairs}) < len(pairs):
-            raise GraphError(f"op {op.name!r} lists a tensor twice among what it writes over")
+            raise GraphError(f"op {op.name!r} lists a tensor twice among those that it overwrites")
         for o, t in pairs:
             if o not in op.outputs or t not in op.inputs:
-                raise GraphError(f"op {op.name!r} writes tensor {o} over {t}: must be an output of it and an input")
+                raise GraphError(
+                    f"op {op.name!r} writes tensor {o} over {t}: the first must be an output of it, the second an input"
+                )
             made, read = graph.tensors[o], graph.tensors[t]
             where = f"op {op.name!r} writes {made.name!r} over {read.name!r}"
             if read.static or t in graph.kept:
@@ -277,6 +285,6 @@ def _check_overwrites(graph: "Graph") -> None:
             if {(made.pool, op.stream), (read.pool, op.stream)} - owned:
                 raise GraphError(f"{where}: both must be in a pool of the stream {op.stream!r}, on which it runs")
             if made.size_bytes != read.size_bytes:
-                raise GraphError(f"{where}: they have {made.size_bytes} and {read.size_bytes} bytes, and must have as many")
+                raise GraphError(f"{where}: they have {made.size_bytes} and {read.size_bytes} bytes: sizes must be equal")
             if shared & {o, t} or any(x is not None for x in (made.view_of, made.held_for, read.view_of, read.held_for)):
-                raise GraphError(f"{where}, but one of them shares its memory with, or stands for, another tensor")
+                raise GraphError(f"{where}, but one of them shares its memory with another tensor, or is held for one")

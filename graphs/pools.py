@@ -69,12 +69,12 @@ class Channel:
     def __post_init__(self) -> None:
         if not math.isfinite(self.bytes_per_s) or self.bytes_per_s <= 0:
             raise GraphError(
-                f"the link from {self.source!r} to {self.target!r} carries {self.bytes_per_s!r} bytes a second: must be above 0, "
-                "such as 25e9"
+                f"the link from {self.source!r} to {self.target!r} has a rate of {self.bytes_per_s!r} bytes a second: must be "
+                "above 0, such as 25e9"
             )
         if not math.isfinite(self.latency_s) or self.latency_s < 0:
             raise GraphError(
-                f"a copy from {self.source!r} to {self.target!r} takes {self.latency_s!r} s besides its bytes: must be "
+                f"a copy from {self.source!r} to {self.target!r} has a latency of {self.latency_s!r} s: must be "
                 "0 or more, such as 1e-5"
             )
 

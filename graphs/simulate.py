@@ -64,11 +64,11 @@ def simulate(graph: Graph, schedule: Schedule) -> Simulation:
     judge = _Judge(graph)
     for index, step in enumerate(schedule.steps):
         if isinstance(step, Compute):
-            judge.compute(index, step.op, _freed_behind(graph, schedule, index))
+            judge.compute(index, step.op, _freed_after(graph, schedule, index))
         elif isinstance(step, Free):
             judge.free(index, step.tensor)
         else:
-            raise ScheduleError(f"step {index} is {step!r}, which this judge does not know")
+            raise ScheduleError(f"step {index} is {step!r}, which is not a step of a schedule")
     judge.finish()
     memory = judge.memories[0].at_step_bytes
     peak = max(memory)
@@ -84,7 +84,7 @@ def simulate(graph: Graph, schedule: Schedule) -> Simulation:
     )
 
 
-def _freed_behind(graph: Graph, schedule: Schedule, index: int) -> set[int]:
+def _freed_after(graph: Graph, schedule: Schedule, index: int) -> set[int]:
     """Return the tensors freed directly after step `index`; an empty set if its op may not overwrite inputs."""
     steps = schedule.steps
     step, freed = steps[index], set[int]()
@@ -200,7 +200,7 @@ class _Judge:
                     side = "before" if writer < place.id else "after"
                     raise ScheduleError(
                         f"step {index} computes {op.name!r} {side} {self.graph.ops[writer].name!r} writes "
-                        f"{self.graph.tensors[t].name!r}, the other way round than in the program"
+                        f"{self.graph.tensors[t].name!r}, but the program has the opposite order"
                     )
 
     def _check_double(self, index: int, op: Op) -> None:
@@ -229,7 +229,7 @@ class _Judge:
     def finish(self) -> None:
         for op in self.graph.program:
             if not self.done[op.id]:
-                instead = " or an op that stands for it" if any(op.id in other.replaces for other in self.graph.ops) else ""
+                instead = " or an op that replaces it" if any(op.id in other.replaces for other in self.graph.ops) else ""
                 raise ScheduleError(f"the schedule never computes {op.name!r}{instead}")
         for t in self.graph.kept:
             if not self.there[t]:

@@ -41,7 +41,7 @@ def budget_or_overhead(budget: str | float | None, max_overhead: str | float | N
     if (budget is None) == (max_overhead is None):
         given = "neither" if budget is None else f"both (budget={budget!r}, max_overhead={max_overhead!r})"
         raise BudgetError(
-            f"give a budget or max_overhead, one of them, and not {given}: budget='8GB' for the fastest step within 8 GB, "
+            f"give either a budget or max_overhead, not {given}: budget='8GB' for the fastest step within 8 GB, "
             "max_overhead='10%' for the least memory at a tenth more time"
         )
     if budget is not None:
@@ -94,7 +94,7 @@ def budget_in_bytes(budget: str | int, peak_bytes: int) -> int:
     """
     if is_auto(budget):
         raise BudgetError(
-            "budget 'auto' is what a device has free, and there is no device here, only a graph: write an amount such as "
+            "budget 'auto' is the free memory of a device, and there is no device here, only a graph: write an amount such as "
             f"{_WRITTEN}, or use it where the model is: planner.compile, the trainers, torch.compile, planner advise"
         )
     if isinstance(budget, str) and allowed_overhead(budget) is not None:

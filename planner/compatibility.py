@@ -41,12 +41,14 @@ _OF_FEATURES = (
         Feature.REPLAN,
         "a CUDA graph keeps its memory, and there would be one for each plan: leave out replan=True",
     ),
-    Conflict(Feature.CUDA_GRAPH, Feature.SEVERAL_PROCESSES, "not planned for several processes: leave out cuda_graph=True"),
-    Conflict(Feature.CUDA_GRAPH, Feature.ON_CPU, "it is for models on a CUDA device: leave it out"),
+    Conflict(
+        Feature.CUDA_GRAPH, Feature.SEVERAL_PROCESSES, "CUDA graphs work in a single process only: leave out cuda_graph=True"
+    ),
+    Conflict(Feature.CUDA_GRAPH, Feature.ON_CPU, "a CUDA graph needs a model on a CUDA device: leave out cuda_graph=True"),
     Conflict(
         Feature.VARYING_SIZES,
         Feature.SEVERAL_PROCESSES,
-        "sizes are planned in one process: leave out dynamic=True, and pad the batches",
+        "plans for several sizes work in a single process only: leave out dynamic=True, and pad the batches",
     ),
     Conflict(
         Feature.REPLAN,
@@ -60,25 +62,41 @@ _OF_FEATURES = (
         "under torch.compile, and on several processes, it is one for PyTorch's CPU allocator: leave it out, and set "
         "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
     ),
-    Conflict(Feature.ARENA, Feature.MAX_OVERHEAD, "the least memory is searched for without addresses: give budget="),
-    Conflict(Feature.MAX_OVERHEAD, Feature.INDUCTOR, "its steps are compiled for a budget: give budget="),
+    Conflict(
+        Feature.ARENA,
+        Feature.MAX_OVERHEAD,
+        "the search for the least memory plans no addresses: give budget= instead of max_overhead=",
+    ),
+    Conflict(
+        Feature.MAX_OVERHEAD,
+        Feature.INDUCTOR,
+        "steps of Inductor's kernels are compiled for a budget: give budget= instead of max_overhead=",
+    ),
     Conflict(
         Feature.RESERVED,
         Feature.MAX_OVERHEAD,
-        "the least memory is searched for in allocated bytes: leave out memory=, and the plan says what is reserved",
+        "the search for the least memory counts allocated bytes: leave out memory=; the plan says how much is reserved",
     ),
     Conflict(
         Feature.HOST_SHARE,
         Feature.SEVERAL_PROCESSES,
-        "each would take as much of what is free: say how much each may take, as host_budget='8GB'",
+        "each process would take this share of the same free memory: give an amount for each, such as host_budget='8GB'",
     ),
-    Conflict(Feature.ROOFLINE, Feature.INDUCTOR, "it models ATen's ops, and Inductor's kernels are measured: leave it out"),
-    Conflict(Feature.ROOFLINE, Feature.OTHER_DEVICES, "nothing is run, so that no op is measured there: leave one of them out"),
+    Conflict(
+        Feature.ROOFLINE,
+        Feature.INDUCTOR,
+        "a roofline models ATen's ops, and Inductor's kernels must be measured: leave out roofline=",
+    ),
+    Conflict(
+        Feature.ROOFLINE,
+        Feature.OTHER_DEVICES,
+        "with a roofline nothing is run, so ops cannot be measured on other devices: leave one of them out",
+    ),
     Conflict(
         Feature.ROOFLINE,
         Feature.MEASURED_LINK,
-        "nothing is run, so that no link can be measured: leave one of them out; without a link, what is published of the device "
-        "counts",
+        "with a roofline nothing is run, so the link cannot be measured: leave one of them out; without a link, the published "
+        "rate of the device is used",
     ),
 )
 

@@ -53,8 +53,8 @@ class PlannedTrainerMixin:
         """
         if type(self).compute_loss is not PlannedTrainerMixin.compute_loss:
             raise PlannerError(
-                f"{type(self).__name__}.compute_loss would go before the planned one: write it in a class behind "
-                "PlannedTrainerMixin, class Planned(PlannedTrainerMixin, YourTrainer)"
+                f"{type(self).__name__}.compute_loss would hide the planned one: define it in a class after "
+                "PlannedTrainerMixin, as in class Planned(PlannedTrainerMixin, YourTrainer)"
             )
         check_options(plan_options or {})
         self._budget, self._options = budget_or_overhead(budget, max_overhead), plan_options or {}
@@ -83,8 +83,8 @@ class PlannedTrainerMixin:
         if this.compute_loss_func is None and this.label_smoother is not None and "labels" in inputs:
             if not of_the_trainer:
                 raise PlannerError(
-                    f"label_smoothing_factor is not planned with {ordinary.__qualname__}: leave it out, and smooth there, by "
-                    "cross_entropy(..., label_smoothing=...)"
+                    f"label_smoothing_factor is not planned with {ordinary.__qualname__}: leave it out, and smooth in that "
+                    "function, with cross_entropy(..., label_smoothing=...)"
                 )
             return self._smoothed(model, ordinary, inputs, num_items_in_batch)
         if this.compute_loss_func is None and of_the_trainer:

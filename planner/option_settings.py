@@ -184,7 +184,7 @@ def option_settings(
         raise PlannerError(f"options is {options!r}: must be a list of names, [{options!r}]")
     check_complete(options)
     if exact and not options:
-        raise PlannerError("exact given, but no option that it is about: add options=['chunks'] (--options chunks)")
+        raise PlannerError("exact is given, but no option that it applies to: add options=['chunks'] (--options chunks)")
     if Need.LINK not in needs(options):
         given = [name for name, value in (("link", link), ("host_budget", host_budget)) if value is not None]
         if given:

@@ -44,7 +44,7 @@ def names(text: str) -> tuple[str, ...]:
 def size(text: str) -> int:
     """Return an amount of memory in bytes; percentages raise."""
     if text.strip().endswith("%"):
-        raise argparse.ArgumentTypeError(f"{text!r} is a part of a peak that changes with the batch: write 80GB or 79GiB")
+        raise argparse.ArgumentTypeError(f"{text!r} is a share of a peak, which changes with the batch: write 80GB or 79GiB")
     return parse_budget(budget(text), peak_bytes=0)
 
 

@@ -33,7 +33,7 @@ def check_plan(graph: Graph, plan: PlanRecord) -> Simulation:
     check_same_graph(plan.graph, found := summarize(graph))
     if again := _summary_differences(plan.graph, found):
         raise MismatchError(
-            f"the graph of the plan has other figures now ({again}): it was traced again since, or one of the files was "
+            f"the graph of the plan has different figures now ({again}): it was traced again since, or one of the files was "
             "edited; solve again"
         )
     try:
@@ -164,7 +164,7 @@ def _time_differences(plan: PlanRecord, again: int) -> list[str]:
     if plan.time_s < plan.graph.time_s * (1 - _ROUNDING):
         return [said]
     if not again and not _same_time(plan.time_s, plan.graph.time_s):
-        return [f"{said}, but its schedule executes nothing again, and copies nothing"]
+        return [f"{said}, but its schedule recomputes nothing and copies nothing"]
     return []
 
 
@@ -178,7 +178,7 @@ def _bound_differences(plan: PlanRecord, time_s: float) -> list[str]:
     tolerance = plan.settings.get("tolerance")
     if plan.status == Status.OPTIMAL and isinstance(tolerance, int | float):
         if plan.bound_s is None:
-            found.append("that it is optimal, but nothing of how fast a schedule could be")
+            found.append("that it is optimal, but has no lower bound")
         elif not is_within(plan.time_s, plan.bound_s, tolerance):
             found.append(f"that it is optimal, but its gap of {plan.gap:.4%} is over the tolerance of {tolerance:.4%}")
     return found

@@ -9,7 +9,7 @@ from torch import nn
 
 from graphs.ir import Graph
 from planner.capture.lowering.lower import Capture
-from planner.capture.options.traced import measured_uses, needs_measuring, offered_as, with_traced, without_needless
+from planner.capture.options.traced import measured_uses, needs_measuring, offered_as, with_traced, without_useless_ops
 from planner.capture.replay import RealStep, real_static
 from planner.capture.signature import Batch, detach_batch
 from planner.capture.step import LossFn, TrainingStep
@@ -28,7 +28,7 @@ from planner.progress import LoggingView, Stage, Stages, View
 from planner.runtime.device_profile import other_devices as measured_devices
 from planner.runtime.free_memory import free_bytes
 from planner.runtime.libraries import warm_up_libraries
-from planner.runtime.link import link_beside
+from planner.runtime.link import link_during_step
 from planner.runtime.release import release_unused
 from planner.settings import TraceSettings
 
@@ -105,7 +105,7 @@ def _modelled(workload: Workload, settings: TraceSettings, device: DeviceSpec) -
         name=settings.name,
     )
     captured = with_traced(mark_custom_ops(captured), settings.options)
-    return without_needless(replace(captured, graph=model_times(captured, device)))
+    return without_useless_ops(replace(captured, graph=model_times(captured, device)))
 
 
 def capture_profiled(workload: Workload, settings: TraceSettings, stages: Stages | None = None) -> Capture:
@@ -163,12 +163,12 @@ def profiled(
         captured = _compared(captured, step, workload.batch)
     recorded: dict[str, object] = {}
     if settings.measure_link:
-        recorded[MEASURED_LINK] = link_beside(captured, static, captured.graph.time_s).recorded
+        recorded[MEASURED_LINK] = link_during_step(captured, static, captured.graph.time_s).recorded
     if settings.other_devices:
         recorded[DEVICES_KEY] = encode_devices(measured_devices(captured, static, settings.other_devices, passes=passes))
     release_unused(static[0].device)
     graph = replace(captured.graph, provenance={**captured.graph.provenance, **recorded})
-    return without_needless(replace(captured, graph=graph))
+    return without_useless_ops(replace(captured, graph=graph))
 
 
 def _compared(captured: Capture, step: TrainingStep, batch: Batch) -> Capture:

@@ -24,7 +24,7 @@ def read_params(kind: type[Params], path: Path | str) -> Params:
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}") from error
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise UsageError(f"{path} is no TOML: {error}") from error
+        raise UsageError(f"{path} is not TOML: {error}") from error
     made: Params = _made(kind, table, f"{path}: ", "")
     return made
 

@@ -50,7 +50,7 @@ def _xengine(description: str, rule: str = "") -> Entry:
 SOLVERS: dict[str, Entry] = {
     "windows": Entry(
         "solvers.windows",
-        "optimal schedule with a proof: windows refined where memory is tight (MILP, HiGHS)",
+        "optimal schedule with a proof: a MILP of windows, refined where memory is tight (HiGHS)",
         copies=True,
         choices=True,
         places=True,
@@ -61,47 +61,59 @@ SOLVERS: dict[str, Entry] = {
     ),
     "rounding": _baseline("rounding", "Checkmate's linear relaxation, rounded in two phases (PuLP)", large_programs=True),
     "checkpoint-blocks": _baseline(
-        "checkpoint_blocks", "recompute each block's forward before its backward, blocks being what fits best"
+        "checkpoint_blocks", "recompute the forward of each block before its backward, for the blocks that fit best"
     ),
     "chen-sqrt": _baseline("chen", "recompute about sqrt(n) segments (Chen et al.)"),
-    "chen-greedy": _baseline("chen", "recompute segments that end after a number of bytes, searched", "chen-greedy"),
+    "chen-greedy": _baseline(
+        "chen", "recompute segments that end after a number of bytes, the best that is found", "chen-greedy"
+    ),
     "griewank": _baseline("griewank", "binomial checkpointing of a chain (revolve)"),
     "rotor": _baseline("rotor", "the optimal schedule of a chain (dynamic programme)"),
-    "sac": _baseline("sac", "selective checkpointing: of the lists of matmuls, convolutions and attention the best"),
-    "sac-every-second": _baseline("sac", "selective checkpointing: save all these but every second matmul", "sac-every-second"),
+    "sac": _baseline("sac", "selective checkpointing: the best list of matmuls, convolutions and attention to save"),
+    "sac-every-second": _baseline(
+        "sac", "selective checkpointing: save convolutions, attention and every second matmul", "sac-every-second"
+    ),
     "sac-attention": _baseline("sac", "selective checkpointing: save attention only", "sac-attention"),
     "memory-budget": _baseline("memory_budget", "PyTorch's Memory Budget API: a knapsack over saved bytes"),
     "dtr": _baseline("dtr", "DTR online: evict by cost of the equivalence class / (bytes x staleness)"),
     "dtr-full": _baseline("dtr", "DTR online, with the exact cost of the evicted neighbourhood", "dtr-full"),
     "dtr-local": _baseline("dtr", "DTR online, with a tensor's own cost only", "dtr-local"),
-    "lru": _baseline("dtr", "online: evict what was read least recently", "lru"),
-    "largest": _baseline("dtr", "online: evict the largest", "largest"),
-    "msps": _baseline("dtr", "online: evict by cost with evicted ancestors / bytes (MSPS)", "msps"),
+    "lru": _baseline("dtr", "online: evict the least recently read tensor", "lru"),
+    "largest": _baseline("dtr", "online: evict the largest tensor", "largest"),
+    "msps": _baseline("dtr", "online: evict by (cost, evicted ancestors included) / bytes (MSPS)", "msps"),
     "dtr-random": _baseline("dtr", "online: evict at random", "dtr-random"),
-    "megengine": _baseline("megengine", "MegEngine online: DTR with costs by bytes and small tensors spared, settings tried"),
-    "megengine-static": _baseline("megengine", "MegEngine with the step known: by next use, settings tried", "megengine-static"),
-    "save-on-cpu": _offloading("save_on_cpu", "offload all that is saved, and wait (PyTorch's save_on_cpu)"),
-    "offload-activations": _offloading("offload_activations", "offload all that is saved, beside the computation (torchtune)"),
+    "megengine": _baseline(
+        "megengine", "MegEngine online: DTR with costs in bytes, without small tensors; best of some settings"
+    ),
+    "megengine-static": _baseline(
+        "megengine", "MegEngine for a known step: evict by next use; best of some settings", "megengine-static"
+    ),
+    "save-on-cpu": _offloading("save_on_cpu", "offload all saved tensors, and wait for copies (PyTorch's save_on_cpu)"),
+    "offload-activations": _offloading("offload_activations", "offload all saved tensors during the computation (torchtune)"),
     "deepspeed-offload": _offloading(
-        "deepspeed_offload", "offload all that is large, keep the largest that there is room for (DeepSpeed)"
+        "deepspeed_offload", "offload all large tensors, then keep the largest ones that fit (DeepSpeed)"
     ),
     "sac-and-offload": _offloading(
-        "sac_and_offload", "selective checkpointing, what is saved offloaded a layer late (torchtitan)"
+        "sac_and_offload", "selective checkpointing; saved tensors are offloaded one layer later (torchtitan)"
     ),
     "capuchin-swap": _offloading("capuchin_swap", "swap in order of measured free time (Capuchin)"),
-    "delta": _offloading("delta", "DELTA online: evict the largest and stalest, swapped or recomputed"),
+    "delta": _offloading("delta", "DELTA online: evict the largest and stalest tensors, by a swap or for recomputation"),
     "auto-perf-maxing": _offloading(
-        "auto_perf_maxing", "fractions of layers by an LP, tensors by an ILP each, in rounds (torchtitan)"
+        "auto_perf_maxing", "an LP chooses a fraction for each layer, an ILP its tensors, in rounds (torchtitan)"
     ),
     "poet": _offloading(
-        "poet", "POET's program: recompute or page, paging at no time; for small graphs (MILP, HiGHS)", large_programs=True
+        "poet", "POET's program: recompute or page, transfers take no time; small graphs (MILP, HiGHS)", large_programs=True
     ),
     "monet": replace(
-        _baseline("monet", "MONeT's program: recompute the forward pass, choose kernels; small (HiGHS)", large_programs=True),
+        _baseline(
+            "monet", "MONeT's program: recompute the forward pass, choose kernels; small graphs (HiGHS)", large_programs=True
+        ),
         choices=True,
     ),
-    "xengine": _xengine("the reference on several devices: XEngine's program, a serial sum; small graphs (HiGHS)"),
-    "xengine-overlapped": _xengine("the same for the makespan of devices that work side by side", "xengine-overlapped"),
+    "xengine": _xengine("XEngine's program for several devices: least sum of times; small graphs (HiGHS)"),
+    "xengine-overlapped": _xengine(
+        "XEngine's program: least makespan of devices that run in parallel; small graphs (HiGHS)", "xengine-overlapped"
+    ),
 }
 
 
@@ -129,11 +141,11 @@ def check_takes(name: str, *, copies: bool, places: bool, named: str) -> None:
     """
     entry = check_solver(name)
     if places != entry.places and (places or entry.only_places):
-        does = "places no ops on other devices" if places else "does nothing but place ops on other devices"
-        raise PlannerError(f"the solver {name!r} {does}: take the solver 'windows', or other options than {named}")
+        does = "does not place ops on other devices" if places else "only places ops on other devices"
+        raise PlannerError(f"the solver {name!r} {does}: use the solver 'windows', or other options than {named}")
     if not entry.only_places and not entry.copies and not (entry.choices and not copies):
         does = "copies nothing" if entry.choices else "recomputes only"
-        raise PlannerError(f"the solver {name!r} {does}: leave the options out, or take the solver 'windows'")
+        raise PlannerError(f"the solver {name!r} {does}: leave the options out, or use the solver 'windows'")
 
 
 def get_solver(name: str) -> Solver:

@@ -120,18 +120,18 @@ class Block:
     requested_bytes: int = 0
     in_use: bool = False
     mapped: bool = True
-    before: "Block | None" = field(default=None, repr=False)
-    behind: "Block | None" = field(default=None, repr=False)
+    previous: "Block | None" = field(default=None, repr=False)
+    next: "Block | None" = field(default=None, repr=False)
 
     @property
     def is_split(self) -> bool:
         """True if it is not its whole segment."""
-        return self.before is not None or self.behind is not None
+        return self.previous is not None or self.next is not None
 
     @property
     def expanded_bytes(self) -> int:
         """Bytes that a free block of an expandable segment can grow to."""
-        return self.size_bytes + (self.behind.size_bytes if self.behind is not None and not self.behind.mapped else 0)
+        return self.size_bytes + (self.next.size_bytes if self.next is not None and not self.next.mapped else 0)
 
 
 @dataclass(slots=True)
@@ -348,23 +348,23 @@ class CachingAllocator:
         if not block.mapped and not self._map(block, min(block.size_bytes, size_bytes)):
             return None
         while block.size_bytes < size_bytes:
-            behind = block.behind
-            assert behind is not None
-            if not self._map(behind, min(size_bytes - block.size_bytes, behind.size_bytes)):
+            following = block.next
+            assert following is not None
+            if not self._map(following, min(size_bytes - block.size_bytes, following.size_bytes)):
                 return None
-            block = behind  # it has merged with the one before it
+            block = following  # it has merged with the one before it
         self._take_out(block)
         return block
 
     def _expandable(self, size_bytes: int, key: _Key) -> Block:
         """Return the first of the lowest free and unmapped blocks with `size_bytes` in all (``find_expandable_block``)."""
         for block in self._unmapped.get(key, []):
-            first = block.before if block.before is not None and not block.before.in_use else block
+            first = block.previous if block.previous is not None and not block.previous.in_use else block
             room_bytes = 0
             one: Block | None = first
             while room_bytes < size_bytes and one is not None and not one.in_use:
                 room_bytes += one.size_bytes
-                one = one.behind
+                one = one.next
             if room_bytes >= size_bytes:
                 return first
         pool, stream, small = key
@@ -426,27 +426,27 @@ class CachingAllocator:
             self._cut(block, size_bytes)
 
     def _cut(self, block: Block, size_bytes: int) -> None:
-        """Cut `block` behind `size_bytes`, and put the rest with the free or unmapped ones."""
+        """Cut `block` after `size_bytes`, and put the rest with the free or unmapped ones."""
         self._put(self._cut_off(block, size_bytes))
 
     def _cut_off(self, block: Block, size_bytes: int) -> Block:
-        """Cut `block` behind `size_bytes`, and return the rest."""
+        """Cut `block` after `size_bytes`, and return the rest."""
         rest = Block(
             block.segment,
             block.offset + size_bytes,
             block.size_bytes - size_bytes,
             mapped=block.mapped,
-            before=block,
-            behind=block.behind,
+            previous=block,
+            next=block.next,
         )
-        if block.behind is not None:
-            block.behind.before = rest
-        block.size_bytes, block.behind = size_bytes, rest
+        if block.next is not None:
+            block.next.previous = rest
+        block.size_bytes, block.next = size_bytes, rest
         return rest
 
     def _put_merged(self, block: Block) -> None:
         """Put `block` with the free or unmapped ones, merged with neighbours that are alike (``try_merge_blocks``)."""
-        for neighbour in (block.before, block.behind):
+        for neighbour in (block.previous, block.next):
             if neighbour is not None and not neighbour.in_use and neighbour.mapped == block.mapped:
                 self._take_out(neighbour)
                 _merge(block, neighbour)
@@ -483,12 +483,12 @@ def _address(block: Block) -> tuple[int, int]:
 
 def _merge(block: Block, neighbour: Block) -> None:
     """Extend `block` over its free `neighbour`."""
-    if neighbour is block.before:
-        block.offset, block.before = neighbour.offset, neighbour.before
-        if block.before is not None:
-            block.before.behind = block
+    if neighbour is block.previous:
+        block.offset, block.previous = neighbour.offset, neighbour.previous
+        if block.previous is not None:
+            block.previous.next = block
     else:
-        block.behind = neighbour.behind
-        if block.behind is not None:
-            block.behind.before = block
+        block.next = neighbour.next
+        if block.next is not None:
+            block.next.previous = block
     block.size_bytes += neighbour.size_bytes

@@ -2,7 +2,7 @@
 
 The slab is the only large segment of a private pool. The allocator gives a request the smallest free block that is large enough,
 from its beginning. So before an op all free memory of the slab is *held*, that is, allocated for nobody, but for *holes* of just
-the sizes that the op asks for, at the addresses planned for them; behind the op it is released. Where best fit chooses these
+the sizes that the op asks for, at the addresses planned for them; after the op it is released. Where best fit chooses these
 addresses anyway, nothing is held. PyTorch's allocator hands out all memory, so that none is given away while it is in use: a
 request that was not expected gets other memory, or a segment of its own.
 
@@ -64,7 +64,7 @@ class Steering:
         slab_bytes: size of the slab.
         holes: where buffers lie, by index, but for those that are `missed`.
         pool_bytes: all that the pool reserves: the slab, small segments, and segments of requests that found no hole.
-        before, behind: actions before and behind steps of the schedule.
+        before, after: actions before and after steps of the schedule.
         missed: buffers that get another address than planned.
     """
 
@@ -72,7 +72,7 @@ class Steering:
     holes: Mapping[int, Hole]
     pool_bytes: int
     before: Mapping[int, Sequence[Action]]
-    behind: Mapping[int, Sequence[Action]]
+    after: Mapping[int, Sequence[Action]]
     missed: frozenset[int]
 
     @property
@@ -123,7 +123,7 @@ class _ModelledStep:
         """Return the actions around each step."""
         slab = self.allocator.alloc(self.slab_bytes, pool=_POOL)
         self.allocator.free(slab)
-        before, behind = dict[int, Sequence[Action]](), dict[int, Sequence[Action]]()
+        before, after = dict[int, Sequence[Action]](), dict[int, Sequence[Action]]()
         for step, freed, requests in self._steps():
             for index in freed:
                 self._free(index)
@@ -133,14 +133,14 @@ class _ModelledStep:
                 self._request(requests, slab.segment)
                 for block in held:
                     self._release(block)
-                behind[step] = self._taken()
+                after[step] = self._taken()
         for rest in self.rests.values():
             self._release(rest)
-        if behind:
-            last = max(behind)
-            behind[last] = (*behind[last], *self._taken())
+        if after:
+            last = max(after)
+            after[last] = (*after[last], *self._taken())
         reserved_bytes = self.allocator.pool_bytes(_POOL)
-        return Steering(self.slab_bytes, self.holes, reserved_bytes, before, behind, frozenset(self.missed))
+        return Steering(self.slab_bytes, self.holes, reserved_bytes, before, after, frozenset(self.missed))
 
     def _steps(self) -> Iterator[tuple[int, list[int], _Requests]]:
         """Yield steps of the schedule with the buffers that are freed before their op, and what it requests and frees itself."""
@@ -210,7 +210,7 @@ class _ModelledStep:
             rest_bytes = self.holes[index].size_bytes - block.size_bytes
             if rest_bytes > SMALL_BYTES:
                 rest = self.rests[index] = self._hold(rest_bytes)
-                if rest.before is not block:
+                if rest.previous is not block:
                     self.missed.add(index)
 
     def _free(self, index: int) -> None:

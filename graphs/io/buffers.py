@@ -66,7 +66,7 @@ def read_buffers(path: str | os.PathLike[str]) -> BufferTable:
             raise FormatError(f"{where} has {len(line)} fields, and the header {len(header)}: the file may be cut short")
         buffer = _buffer(dict(zip(columns, line, strict=True)), where, ends_included="end" in header)
         if buffer.id in seen:
-            raise FormatError(f"{where}: the id {buffer.id!r} is that of line {seen[buffer.id]} too")
+            raise FormatError(f"{where}: the id {buffer.id!r} is also that of line {seen[buffer.id]}")
         seen[buffer.id] = number
         buffers.append(buffer)
     return BufferTable(header, tuple(map(tuple, lines[1:])), tuple(buffers))

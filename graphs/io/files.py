@@ -64,7 +64,7 @@ def check_writable(path: str | os.PathLike[str], *read: str | os.PathLike[str]) 
     try:
         target = _target(path)
         if target.is_symlink():
-            raise OutputError(f"{path} cannot be written: its symbolic links lead round in a circle")
+            raise OutputError(f"{path} cannot be written: its symbolic links form a loop")
         if target.is_dir():
             raise OutputError(f"{path} is a folder: name a file")
         if not target.parent.is_dir():
@@ -77,7 +77,7 @@ def check_writable(path: str | os.PathLike[str], *read: str | os.PathLike[str]) 
     if not all(os.access(place, os.W_OK) for place in needed):
         raise OutputError(f"{path} cannot be written: permission denied")
     if target.exists() and any(Path(source).exists() and target.samefile(source) for source in read):
-        raise UsageError(f"{path} is read for this: name another file to write")
+        raise UsageError(f"{path} is an input of this command: name another file to write")
 
 
 def check_folder(folder: str | os.PathLike[str]) -> None:

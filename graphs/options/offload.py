@@ -11,7 +11,7 @@ from types import MappingProxyType
 from graphs.errors import GraphError
 from graphs.ir import Graph, Kind, Op, Tensor
 from graphs.options.option import Feature, GraphOption, Need
-from graphs.options.placement import is_placed, on_devices_alone, placement_beside
+from graphs.options.placement import is_placed, on_devices_alone, placement_with_options
 from graphs.options.surroundings import Surroundings
 from graphs.options.transfers import OptionBuilder
 from graphs.pools import DEVICE, DEVICE_TO_HOST, HOST, HOST_TO_DEVICE, Pool
@@ -68,7 +68,7 @@ NO_OFFLOADS = Offloads(MappingProxyType({}))
 def _why_not(graph: Graph, _surroundings: Surroundings) -> str:
     if on_devices_alone(graph):
         return ""
-    return "offload is added to a graph that has other pools or streams already: add it once, and behind placement"
+    return "offload cannot be added to a graph that already has other pools or streams: add it once, and after placement"
 
 
 def _offloaded(graph: Graph, surroundings: Surroundings) -> Graph:
@@ -95,7 +95,10 @@ def _offloaded(graph: Graph, surroundings: Surroundings) -> Graph:
 OFFLOAD = GraphOption(
     name="offload",
     description="tensors may be offloaded to host memory and reloaded, beside the computation",
-    refused={Feature.ARENA: "copies end at other moments in each step, and addresses are planned for one; leave one of them out"},
+    refused={
+        Feature.ARENA: "copies end at different times in each step, and addresses are planned for fixed times; leave one "
+        "of them out"
+    },
     need=Need.LINK,
     last=True,  # it applies to all tensors on the device, whichever op produces them
     accepts=_why_not,
@@ -131,7 +134,7 @@ def without_offload(graph: Graph) -> tuple[Graph, Offloads]:
     if not on_devices_alone(left):
         raise _other_choices(graph)
     if is_placed(left):
-        placement_beside(left)  # raises an error for other ops
+        placement_with_options(left)  # raises an error for other ops
     if host is None:
         return left, NO_OFFLOADS
     total = sum(left.tensors[t].size_bytes for t in by_tensor)
@@ -147,8 +150,8 @@ def _is_read(graph: Graph, t: Tensor) -> bool:
 def _other_choices(graph: Graph) -> GraphError:
     return GraphError(
         f"the graph has {len(graph.pools)} pools, {len(graph.streams)} streams and {len(graph.ops) - len(graph.program)} "
-        "optional ops, which are not just transfers of single tensors to the host and back and ops on other devices: schedules "
-        "are found for graphs without other choices on other streams"
+        "optional ops. Some are neither transfers of single tensors to the host and back nor ops on other devices: solve a "
+        "graph without other options on other streams"
     )
 
 

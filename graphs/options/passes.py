@@ -83,9 +83,7 @@ def _copy_of(graph: Graph, t: int, there: set[int]) -> int:
     for op in graph.tensors[t].producers:
         if graph.ops[op].is_transfer and there.issuperset(graph.ops[op].inputs):
             return op
-    raise ScheduleError(
-        f"the schedule ends its forward pass without {graph.tensors[t].name!r}, which the step returns, in any memory"
-    )
+    raise ScheduleError(f"at the end of the forward pass {graph.tensors[t].name!r}, which the step returns, is in no memory")
 
 
 def _copies(graph: Graph, op: int, made: set[int]) -> bool:

@@ -54,7 +54,7 @@ class Placement:
 
 def _why_not(graph: Graph, surroundings: Surroundings) -> str:
     if len(graph.pools) > 1 or len(graph.streams) > 1:
-        return "placement is added to a graph that has other pools or streams already: add it once, and before them"
+        return "placement cannot be added to a graph that already has other pools or streams: add it once, and first"
     if not surroundings.others:
         return (
             "placement needs another device, and the times of the ops there: trace the step with --other-devices cpu:2, or cuda "
@@ -104,12 +104,13 @@ PLACEMENT = GraphOption(
     name="placement",
     description="ops may run on other devices, with copies between them",
     refused={
-        Feature.INDUCTOR: "these kernels run on one device; leave it out, or take kernels='eager'",
-        Feature.TORCH_COMPILE: "its graphs are not measured on other devices; leave it out, or take planner.compile",
+        Feature.INDUCTOR: "Inductor's kernels run on one device; leave it out, or use kernels='eager'",
+        Feature.TORCH_COMPILE: "its graphs are not measured on other devices; leave it out, or use planner.compile",
         Feature.VARYING_SIZES: "ops are measured on other devices at one size; leave one of them out",
         Feature.CUDA_GRAPH: "ops on other devices run one by one; leave one of them out",
         Feature.ARENA: "an arena serves one thread, and each device has its own; leave one of them out",
-        Feature.SEVERAL_PROCESSES: "ops are placed in one process; leave it out, or the wrapper of the model",
+        Feature.SEVERAL_PROCESSES: "placement works in a single process; leave it out, or train without "
+        "DistributedDataParallel or fully_shard",
     },
     need=Need.DEVICES,
     accepts=_why_not,
@@ -218,13 +219,13 @@ def placement_of(graph: Graph) -> Placement:
     Raises:
         GraphError: the graph has other optional ops.
     """
-    found = placement_beside(graph)
+    found = placement_with_options(graph)
     if not found.program.plain:
         raise _other_choices(found.program.ops[-1])
     return found
 
 
-def placement_beside(graph: Graph) -> Placement:
+def placement_with_options(graph: Graph) -> Placement:
     """Return the placement of a graph that may also have optional ops on the main device, which stay in ``program``.
 
     Raises:
@@ -257,7 +258,10 @@ def placement_beside(graph: Graph) -> Placement:
         if not known:
             raise _other_choices(op)
     if {t for here in places for t in here if t is not None} != set(range(len(graph.tensors))):
-        raise GraphError("the graph has tensors on other devices that are no copies: this takes graphs that have placement alone")
+        raise GraphError(
+            "the graph has tensors on other devices that are not copies: only graphs with placement and no other "
+            "option are supported here"
+        )
     tensors = tuple(replace(t, producers=tuple(p for p in t.producers if p < first)) for t in graph.tensors[:count])
     alone = replace(graph, ops=graph.ops[:first], tensors=tensors, pools=graph.pools[:1]) if len(graph.pools) > 1 else graph
     return Placement(
@@ -272,8 +276,8 @@ def placement_beside(graph: Graph) -> Placement:
 
 def _other_choices(op: Op) -> GraphError:
     return GraphError(
-        f"op {op.name!r} is optional, and neither copies a tensor from one device to another nor stands for one op on another "
-        "device: this takes graphs with no other choice than placement"
+        f"op {op.name!r} is optional, and neither copies a tensor from one device to another nor replaces one op on another "
+        "device: only graphs with placement and no other option are supported here"
     )
 
 

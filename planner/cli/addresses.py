@@ -50,9 +50,11 @@ def add(commands: Commands) -> None:
     )
     parser.add_argument("-o", "--output", type=options.output, metavar="FILE", help="the addresses to write (.csv)")
     limits = parser.add_mutually_exclusive_group()
-    add_time_limit(limits, said="end after it with the best so far: 90, 90s, 10m or 1.5h (default: 1m)", default=60.0)
+    add_time_limit(
+        limits, said="stop after this time with the best found so far: 90, 90s, 10m or 1.5h (default: 1m)", default=60.0
+    )
     add_work_limit(limits, said="the same addresses on every run and machine")
-    parser.add_argument("--seed", type=options.seed, default=0, metavar="N", help="for what is drawn (default: 0)")
+    parser.add_argument("--seed", type=options.seed, default=0, metavar="N", help="seed of random choices (default: 0)")
 
 
 def run(arguments: argparse.Namespace) -> int:

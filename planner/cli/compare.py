@@ -51,10 +51,10 @@ def add(commands: Commands) -> None:
     parser = add_command(
         commands,
         "compare",
-        "set the optimal schedule against other methods, budget by budget",
+        "compare the optimal schedule with other methods at several budgets",
         "Writes rows.csv, table.md, overhead.png and memory.png; rows that are already in rows.csv are kept.\n"
-        "With --measure also measured.png, and graph.json, whose times a comparison that goes on later goes on with.\n"
-        "Ctrl-C ends it with the rows that are done, and the same command goes on with the others; a second one quits at once.\n"
+        "With --measure also measured.png, and graph.json with the times that a continued comparison uses.\n"
+        "Ctrl-C ends it with the rows that are done; the same command continues with the others. A second one quits at once.\n"
         "exit codes: 0 a schedule in some row, 2 usage, 4 none in any, 130 interrupted, 1 anything else\n\n"
         "examples:\n"
         "  planner compare model.json --budgets 90%,70%,50%,30% -o results/mine\n"
@@ -113,11 +113,11 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError("--measure runs the model, and with --roofline nothing is run: leave one of them out")
     if arguments.measure and arguments.total_time_limit is not None:
         raise UsageError(
-            "--total-time-limit is for what is only solved, and --measure runs it too: give --time-limit, for each row"
+            "--total-time-limit is for rows that are solved and not run, and --measure runs them: give --time-limit, for each row"
         )
     if arguments.measure and arguments.memory not in (None, CountedMemory.ALLOCATED):
         raise UsageError(
-            f"--measure sets steps beside each other by their peaks, which are allocated bytes, and --memory is "
+            "--measure compares steps by their peaks in allocated bytes, and --memory is "
             f"{arguments.memory}: leave one of them out"
         )
     if arguments.measure and arguments.cluster is not None:

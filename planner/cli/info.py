@@ -18,7 +18,7 @@ def add(commands: Commands) -> None:
     parser.add_argument(
         "--exact",
         action="store_true",
-        help="of the optional ops of a graph, and its ops on other devices, count only those that differ in not a bit",
+        help="count only optional ops, and ops on other devices, whose results are bit-identical",
     )
     parser.add_argument("file", metavar="FILE", help="what planner trace or planner solve wrote")
 
@@ -33,9 +33,7 @@ def run(arguments: argparse.Namespace) -> int:
     content = read_graph_or_plan(arguments.file)
     if isinstance(content, Plan):
         if arguments.exact:
-            raise UsageError(
-                "--exact is about the optional ops of a graph, and a plan is solved with them or without: leave it out"
-            )
+            raise UsageError("--exact selects optional ops of a graph, and this file is a plan: leave it out")
         from planner.plan_check import check_with_its_graph
 
         check_with_its_graph(content, arguments.file)

@@ -42,7 +42,7 @@ def add(commands: Commands) -> None:
         "max-batch",
         "find the largest batch whose step fits a memory budget",
         "Compares the optimal schedule with keeping everything and checkpointing blocks; with --options one more row has the\n"
-        "optimal schedule with these. --vary seq finds the largest sequence instead, or what else is an option of MODEL.\n"
+        "optimal schedule with these. --vary seq finds the largest sequence instead, or any other option of MODEL.\n"
         "On the CPU the sizes are found with modelled times first, within seconds, and then measured, which may take minutes.\n"
         "Ctrl-C ends the search with what has been found so far; a second one quits at once.\n"
         "exit codes: 0 a batch, 2 usage, 3 not even the least fits, 4 none found in time, 1 anything else\n\n"
@@ -67,8 +67,8 @@ def add(commands: Commands) -> None:
     sizes.add_argument(
         "--vary",
         metavar="NAME",
-        help="another option of MODEL, such as the length of a sequence, to find the largest of; the search begins at what MODEL "
-        "gives for it",
+        help="another option of MODEL to find the largest value of, such as a sequence length; the search begins at its value "
+        "in MODEL",
     )
     parser.add_argument("--multiple-of", type=options.count, default=1, metavar="N", help="try multiples of N only (default: 1)")
     parser.add_argument("--limit", type=options.count, metavar="N", help="largest to try (default: 4096 times --multiple-of)")

@@ -56,7 +56,7 @@ def add(commands: Commands) -> None:
         "--max-overhead",
         type=options.fraction,
         metavar="SHARE",
-        help="find the least memory at which the step takes at most so much longer: 10%% or 0.1",
+        help="find the least memory at which the step takes at most this much longer: 10%% or 0.1",
     )
     parser.add_argument(
         "-o", "--output", type=options.output, metavar="FILE", help="the plan to write (default: only print what is found)"
@@ -77,18 +77,20 @@ def add(commands: Commands) -> None:
     add_memory(parser)
     parser.add_argument("--arena", action="store_true", help="plan for a step in an arena")
     add_graph_options(parser)
-    add_reorder(parser, default=None, said="with --solver windows, after program order and where it can gain")
+    add_reorder(parser, default=None, said="with --solver windows, after program order, if it can gain")
     add_quiet(parser)
 
 
 def _add_limits(parser: Parser) -> None:
     """Add what ends a solve."""
     limits = parser.add_mutually_exclusive_group()
-    add_time_limit(limits, said="end after it with the best schedule so far: 90, 90s, 10m or 1.5h (default: 1h)", default=3600.0)
+    add_time_limit(
+        limits, said="stop after this time with the best schedule so far: 90, 90s, 10m or 1.5h (default: 1h)", default=3600.0
+    )
     add_work_limit(limits, said="the same plan on every run, and on slower machines; one thread works at a time")
     add_tolerance(
         parser,
-        said="end with a schedule that is this close to the bound, as 0.1%% or 0.001 "
+        said="stop at a schedule that is this close to the bound, such as 0.1%% or 0.001 "
         "(default: 0.1%%, 0.5%% after 20 s, 2%% after 2 minutes)",
         default=WIDENING,
     )
@@ -151,7 +153,7 @@ def _params(arguments: argparse.Namespace) -> "WindowsParams | None":
     if arguments.params is None:
         return None
     if arguments.solver != "windows":
-        raise UsageError("--params holds parameters of the solver windows: leave it out, or take --solver windows")
+        raise UsageError("--params holds parameters of the solver windows: leave it out, or use --solver windows")
     from solvers.windows.params import WindowsParams
 
     return WindowsParams.from_toml(arguments.params)

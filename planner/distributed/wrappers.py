@@ -64,7 +64,7 @@ class Unwrapped:
         """
         return capture_step(Workload(self.module, loss_fn, batch), settings, variant=variant)
 
-    def beside_slab(self, captured: Capture) -> Capture:
+    def with_slab_gradients(self, captured: Capture) -> Capture:
         """Return `captured` with what the wrapper makes of gradients while a slab, which keeps the place of these, is there."""
         return captured
 
@@ -135,7 +135,8 @@ class Sharded(Unwrapped):
         meshes = {p.device_mesh for p in model.parameters() if isinstance(p, DTensor)}
         if len(meshes) != 1 or (mesh := meshes.pop()).ndim != 1:
             raise TraceError(
-                "the model is not sharded by fully_shard over one mesh of one dimension, which is all that is planned"
+                "the model is not sharded by fully_shard over one mesh of one dimension, the only kind of sharding that is "
+                "planned"
             )
         if any(unit._get_fsdp_state()._mp_policy.param_dtype is not None for unit in self._units):
             raise TraceError("fully_shard with a mixed precision policy is not planned: use torch.autocast around the step")
@@ -165,7 +166,7 @@ class Sharded(Unwrapped):
         graph = captured.graph.holding(Kind.PARAMETER, "parameter_shards", self._shard_bytes)
         return replace(captured, graph=graph.holding(Kind.ACCUMULATED_GRADIENT, TO_SEND, unit_bytes))
 
-    def beside_slab(self, captured: Capture) -> Capture:
+    def with_slab_gradients(self, captured: Capture) -> Capture:
         """Return `captured` with this rank's shards of the gradients."""
         graph = captured.graph.holding(Kind.ACCUMULATED_GRADIENT, SHARDS, self._trained_shard_bytes)
         return replace(captured, graph=graph)

@@ -86,7 +86,7 @@ class _Following:
             if t in self.open:
                 self.open[t].last_reader = op
         if op.overwrites:
-            freed = self._freed_behind(index)
+            freed = self._freed_after(index)
             for t in (read for _, read in op.overwrites if read in freed):
                 self.end(t, now)  # its memory now belongs to the output
         for t in op.outputs:
@@ -102,7 +102,7 @@ class _Following:
         if (life := self.open.pop(t, None)) is not None:
             self.lives.append(Life(self.graph.tensors[t], life.maker, life.born, now, life.last_reader))
 
-    def _freed_behind(self, index: int) -> set[int]:
+    def _freed_after(self, index: int) -> set[int]:
         """Return the tensors freed between step `index` and the next execution."""
         freed = set()
         for step in self.steps[index + 1 :]:

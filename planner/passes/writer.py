@@ -36,8 +36,8 @@ class PassWriter:
         Args:
             calls: calls of further ops than those of `program`.
             repeated: ops that are executed more than once.
-            tick: called behind each execution of an op, with its id.
-            calls_around: returns calls before and behind a step that executes an op, by its position among all steps.
+            tick: called after each execution of an op, with its id.
+            calls_around: returns calls before and after a step that executes an op, by its position among all steps.
         """
         self.graph = graph
         self.program = program
@@ -68,12 +68,12 @@ class PassWriter:
         match step:
             case Compute(op):
                 wanted = [t for t in self.graph.ops[op].outputs if t not in self.live]
-                before, behind = (None, None) if self._calls_around is None else self._calls_around(self._position)
+                before, after = (None, None) if self._calls_around is None else self._calls_around(self._position)
                 if before is not None:
                     self.builder.call(before)
                 self._compute(op, frozenset(wanted), over)
-                if behind is not None:
-                    self.builder.call(behind)
+                if after is not None:
+                    self.builder.call(after)
                 self._done.add(op)
                 self.live.update(dict.fromkeys(wanted))
                 if self._tick is not None:

@@ -114,8 +114,8 @@ def measured_link(provenance: Mapping[str, object]) -> LinkProfile | None:
         return msgspec.convert(said, LinkProfile)
     except (msgspec.ValidationError, GraphError) as error:
         raise MismatchError(
-            f"the graph's provenance says of its link to the host what no trace measures ({error}): its file was edited; trace "
-            "it again, or say what the link carries, as link='25GB/s' (--link 25GB/s)"
+            f"the graph's provenance describes its link to the host in a way that no trace does ({error}): its file was "
+            "edited; trace it again, or give its rate, as link='25GB/s' (--link 25GB/s)"
         ) from None
 
 

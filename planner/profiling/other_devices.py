@@ -60,6 +60,6 @@ def decode_devices(said: Mapping[str, object]) -> tuple[OtherDevice, ...]:
         return msgspec.convert(said.get(DEVICES_KEY, ()), tuple[OtherDevice, ...])
     except (msgspec.ValidationError, GraphError) as error:
         raise MismatchError(
-            f"what is said of other devices is not what a trace measures ({error}): the file was edited; trace the step again "
-            "with other_devices= (--other-devices)"
+            f"the measurements on other devices are not in the form that a trace writes ({error}): the file was edited; trace "
+            "the step again with other_devices= (--other-devices)"
         ) from None

@@ -60,7 +60,7 @@ class GraphFit:
         first, *others = self.graphs.values()
         for sizes, graph in zip(list(self.graphs)[1:], others, strict=True):
             if not has_same_ops(first, graph):
-                raise GraphError(f"the step has other ops at sizes {sizes} than at {next(iter(self.graphs))}")
+                raise GraphError(f"the step has different ops at sizes {sizes} and at {next(iter(self.graphs))}")
 
     def graph(self, sizes: Sizes) -> Graph:
         """Return the graph at `sizes`. Bytes are integers; nothing is negative. Shapes are those of the first graph."""

@@ -67,8 +67,8 @@ def warn_of_unrepeatable_ops(ops: Iterable[Op]) -> None:
     """Warn about ops that cannot be recomputed."""
     _warn(
         [op for op in ops if op.recomputable],
-        "makes other bits when it is executed again: it draws random numbers, say",
-        ". If all that it draws comes from PyTorch's generator for its device, define it with "
+        "returns different bits when it is executed again, for example because it draws random numbers",
+        ". If all its random numbers come from PyTorch's generator for its device, define it with "
         "tags=(torch.Tag.nondeterministic_seeded,), and planner.compile can recompute it",
     )
 

@@ -15,34 +15,34 @@ from planner.visible import visible
 from solvers.result import Reason, Status, relative_gap
 
 LEGEND = (
-    "does not apply: the method is not for this model, at any budget; OOM: what the method does needs more; thrash: the step "
-    "took more time than the method allows; infeasible: proved, no schedule fits; time: nothing was found in the time given; "
-    "too large: of more ops than the method takes on; not tried: there is no such row."
+    "does not apply: the method does not support this model, at any budget; OOM: the method needs more memory; thrash: the step "
+    "took more time than the method allows; infeasible: proved, no schedule fits; time: no schedule was found in the time limit; "
+    "too large: the graph has more ops than the method supports; not tried: there is no such row."
 )
 _MESSAGE = 110  # characters of a message in a table; rows.csv has all
 _MEASURED = (
-    "Time of a step as a multiple of eager PyTorch's in the same turn, median of all turns, and measured peak. Schedules are "
-    "replayed by our executor. wrong: loss or gradients are not those of eager PyTorch."
+    "Time of a step as a multiple of eager PyTorch's, measured alternately (median), and measured peak. Schedules are replayed "
+    "by our executor. wrong: loss or gradients differ from those of eager PyTorch."
 )
 _RESERVED = (
-    "What PyTorch's caching allocator reserves {settings} for training by the same schedules, libraries{context} included, as a "
-    "multiple of the budget."
+    "Memory that PyTorch's caching allocator reserves {settings} for training with the same schedules, libraries{context} "
+    "included, as a multiple of the budget."
 )
 _ON_HOST = (
-    "On the host: the most of what was copied there, which is not in the peak. PyTorch's save_on_cpu and torchtune's "
+    "On the host: the largest size of the copies there, which is not in the peak. PyTorch's save_on_cpu and torchtune's "
     "OffloadActivations are hooks on saved tensors that copy as schedules do."
 )
 _TUNED = (
     "Of the levels and depths of blocks, the save lists of SAC and the fractions of the Memory Budget API, the fastest that was "
-    "measured to fit with right gradients, as a multiple of eager PyTorch's time. OOM: all that run need more; wrong: those that "
-    "fit have wrong gradients."
+    "measured to fit with correct gradients, as a multiple of eager PyTorch's time. OOM: all that run need more memory; wrong: "
+    "those that fit have wrong gradients."
 )
 _ISO_MEMORY = (
-    "PyTorch's own methods as PyTorch runs them, and of DTR's and MegEngine's heuristics the best by simulation. Each that no "
-    "other of its kind beats in time and peak is beside the optimal schedule for as much memory as it was measured to take, in "
-    "turn with it: times are multiples of eager PyTorch's. gradients: identical to eager's to the last bit, rounded (to at least "
+    "PyTorch's own methods as PyTorch runs them, and the best heuristics of DTR and MegEngine by simulation. A method is listed "
+    "if no other of its kind is better in time and peak. It is compared with the optimal schedule for its measured peak; both "
+    "are measured alternately, as multiples of eager PyTorch's time. gradients: bit-identical to eager's, rounded (to at least "
     "half of the digits, or as rounding the parameters changes them), or wrong. The last column is the optimal schedule's time "
-    "over the other's: below 1 the schedule is faster."
+    "divided by the method's: below 1 the schedule is faster."
 )
 
 

@@ -102,9 +102,9 @@ def _gaps_line(curve: Curve) -> list[str]:
 def _seconds_line(curve: Curve) -> list[str]:
     lines = []
     if not curve.complete:
-        lines.append("stopped before every budget had its turn: what is shown follows from those that had")
+        lines.append("stopped before every budget was solved: the rest follows from those that were")
     elif any(point.seconds is None for point in curve.points):
-        lines.append(f"seconds {_UNKNOWN}: not solved, the answers at other budgets settle it")
+        lines.append(f"seconds {_UNKNOWN}: not solved, because the results at other budgets decide it")
     return lines
 
 
@@ -160,7 +160,7 @@ def _remarks(answer: LargestSize, wanted: Wanted) -> list[str]:
         remarks.append("the largest that was tried: raise --limit")
     if answer.undecided is not None and answer.complete:
         remarks.append(
-            f"not decided in time at {wanted.named(answer.undecided // wanted.unit)}, taken as too large: raise the time limit"
+            f"not decided in time at {wanted.named(answer.undecided // wanted.unit)}, treated as too large: raise the time limit"
         )
     if answer.extrapolated:
         remarks.append("its sizes and times were extrapolated from smaller ones: there was not enough memory to measure them")

@@ -160,7 +160,7 @@ def run_text(report: "RunReport") -> str:
     if report.predicted_gradient_error is not None and report.measured_gradient_error is not None:
         rows.append(("gradient error", f"{report.predicted_gradient_error:.2e}", f"{report.measured_gradient_error:.2e}"))
     within = "within" if report.needed_bytes <= report.budget_bytes else "OVER"
-    libraries = f"{format_bytes(report.library_bytes)} of workspaces that libraries keep are beside it"
+    libraries = f"{format_bytes(report.library_bytes)} of workspaces that libraries keep are not in it"
     beside = f"; {libraries}" if report.library_bytes else ""
     return "\n".join(
         (
@@ -171,7 +171,7 @@ def run_text(report: "RunReport") -> str:
             *(f"may differ, as the plan says: {visible(what)}" for what in report.differs),
             *_compared("keeping everything", report.differences, allowed=bool(report.differs or report.is_exact)),
             *_compared("plain PyTorch", report.eager_differences, allowed=bool(report.differs or report.is_exact)),
-            *_beside_eager_itself(report),
+            *_eager_repeated(report),
         )
     )
 
@@ -204,7 +204,7 @@ def _compared(reference: str, differences: Sequence[str] | None, *, allowed: boo
     ]
 
 
-def _beside_eager_itself(report: "RunReport") -> list[str]:
+def _eager_repeated(report: "RunReport") -> list[str]:
     if report.eager_error is None or report.measured_gradient_error is None:
         return []
     own, error = report.eager_error, report.measured_gradient_error

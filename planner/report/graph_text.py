@@ -76,7 +76,7 @@ def _reserved_bound(facts: GraphFacts) -> list[tuple[str, str]]:
 def _option_lines(name: str, facts: OptionFacts) -> list[tuple[str, str]]:
     """Return lines on the ops that an option offers, and on the least feasible budget with it."""
     if not facts.ops:
-        return [(f"with {visible(name)}", "nothing to choose: no op of this step is one that it knows another way for")]
+        return [(f"with {visible(name)}", "it applies to no op of this step")]
     exactness = f"{facts.inexact_ops:,} of them not exact" if facts.inexact_ops else "all exact"
     return [
         (f"with {visible(name)}", f"no less than {format_bytes(facts.least_budget_bytes)} {_ORDER}"),

@@ -109,13 +109,13 @@ def _facts(timeline: Timeline) -> list[tuple[str, str]]:
         ("Keep everything, peak", format_bytes(plan.graph.keep_everything_peak_bytes)),
         ("Step time", format_seconds(plan.time_s)),
         ("Overhead", f"+{format_ratio(plan.overhead)}"),
-        *_beside_eager(plan.eager),
+        *_eager_comparison(plan.eager),
         ("Lower bound of overhead", bound),
         ("Gap", "unknown" if plan.gap is None else format_ratio(plan.gap)),
     ]
 
 
-def _beside_eager(eager: EagerComparison | None) -> list[tuple[str, str]]:
+def _eager_comparison(eager: EagerComparison | None) -> list[tuple[str, str]]:
     """Return tiles for the comparison with eager PyTorch; differences are written in full."""
     if eager is None:
         return []

@@ -221,9 +221,9 @@ def _calls_elsewhere(graph: Graph, program: Program, schedule: Schedule, devices
             calls = moved(program, graph.ops[op.replaces[0]], op, here, places[op.stream])
             if calls is None:
                 raise GraphError(
-                    f"op {op.name!r} cannot be called elsewhere than on {here}: it names another device, or what is only there, "
-                    "or is no one call of a kernel of eager PyTorch; to trace the step with other_devices= (--other-devices) "
-                    "finds out"
+                    f"op {op.name!r} cannot be called elsewhere than on {here}: it names a device, or an object that exists "
+                    "only there, or is not a single call of an eager kernel; trace the step with other_devices= "
+                    "(--other-devices) to find such ops"
                 )
             found[op.id] = calls
     return found

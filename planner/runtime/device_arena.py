@@ -136,9 +136,9 @@ class DeviceArena:
         return self.size_bytes + self.outside_bytes
 
     def calls_around(self, step: int) -> tuple[Call | None, Call | None]:
-        """Return the calls before and behind a step of the schedule that make holes for its op, and end them."""
-        before, behind = self.steering.before.get(step), self.steering.behind.get(step)
-        return Call(self.make_holes, (step,)) if before else None, Call(self.end_holes, (step,)) if behind else None
+        """Return the calls before and after a step of the schedule that make holes for its op, and end them."""
+        before, after = self.steering.before.get(step), self.steering.after.get(step)
+        return Call(self.make_holes, (step,)) if before else None, Call(self.end_holes, (step,)) if after else None
 
     def make_holes(self, step: int) -> None:
         """Hold the memory that the op of a step must not get; nothing if the training step is not in the arena."""
@@ -148,7 +148,7 @@ class DeviceArena:
     def end_holes(self, step: int) -> None:
         """Release what was held for a step."""
         if self._running is not None:
-            self._running.act(self.steering.behind[step])
+            self._running.act(self.steering.after[step])
 
     def around(self, code: Code) -> Code:
         """Return `code`, which has the calls of ``calls_around``, with both passes in the arena."""

@@ -45,7 +45,7 @@ class EarlierGradients:
         """
         self._check(1, parameters)
 
-    def fit_beside(self, graph: Graph, schedule: Schedule) -> bool:
+    def fit_with(self, graph: Graph, schedule: Schedule) -> bool:
         """Return whether the largest gradients seen so far also fit with `schedule`."""
         peaks = zip(pass_peaks(graph, schedule), self._most_bytes, strict=True)
         return self.budget_bytes is None or all(peak + beside <= self.budget_bytes for peak, beside in peaks)
@@ -57,8 +57,9 @@ class EarlierGradients:
         beside = max(0, there - self._counted_bytes)
         if beside and (peak := self._peaks_bytes[which] + beside) > self.budget_bytes:
             raise BudgetError(
-                f"gradients of an earlier step ({format_bytes(there)}) are there as the {('forward', 'backward')[which]} pass "
-                f"begins, which would take {format_bytes(peak)} with them, over the budget of {format_bytes(self.budget_bytes)}: "
+                f"gradients of an earlier step ({format_bytes(there)}) are in memory when the "
+                f"{('forward', 'backward')[which]} pass begins, which would take {format_bytes(peak)} with them, over the "
+                f"budget of {format_bytes(self.budget_bytes)}: "
                 "free them before the step (optimizer.zero_grad(), with set_to_none=True), or plan with accumulate=True, which "
                 "counts them"
             )

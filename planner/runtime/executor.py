@@ -252,7 +252,7 @@ class Executor:
         ctx.unchecked = [static[i] for i in self._unchecked]
         ctx.unseen = UnseenWrites((self._name(i), static[i]) for i in self._checked) if self.check_writes else None
 
-    def look_beside(self, static: Sequence[Any]) -> Callable[[], None]:
+    def check_earlier_gradients(self, static: Sequence[Any]) -> Callable[[], None]:
         """Check earlier gradients before the forward pass; return the check before the backward pass."""
         parameters = [static[i] for i in self._parameters]
         if not self.earlier_gradients.before_forward(parameters):
@@ -274,8 +274,8 @@ class Executor:
             return alive
         if self.devices.channels:
             raise PlannerError(
-                "backward(retain_graph=True) of a plan that copies to the host, or to other devices, cannot come again: leave it "
-                "out, or plan without the options offload and placement"
+                "backward(retain_graph=True) of a plan that copies to the host, or to other devices, cannot run a second "
+                "time: leave it out, or plan without the options offload and placement"
             )
         again = list(alive)
         for i, tensor in enumerate(self.code.saved):
@@ -319,7 +319,7 @@ class _Step(torch.autograd.Function):
     def forward(ctx: Any, executor: Executor, *static: Any) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.executor = executor
-        ctx.look_beside = executor.look_beside(static)
+        ctx.check_earlier_gradients = executor.check_earlier_gradients(static)
         try:
             with torch.autocast(_device_type(static), enabled=False):  # casts are part of the graph
                 loss, extras, ctx.alive = executor.code.forward(static)
@@ -349,7 +349,7 @@ class _Step(torch.autograd.Function):
                 "one of the tensors that the step returned was modified in place, and its backward pass reads it: clone() it "
                 "before writing to it, or write after backward()"
             )
-        ctx.look_beside()
+        ctx.check_earlier_gradients()
         alive = executor.hand_over(ctx)
         static = executor.restore(ctx, tangent)
         try:
@@ -364,8 +364,7 @@ def check_no_transform(what: str) -> None:
     """Raise a PlannerError that begins with `what` under a transform of ``torch.func``, such as ``vmap``."""
     if (transform := current_transform()) is not None:
         raise PlannerError(
-            f"{what} under torch.func.{transform.key().name.lower()}, which transforms what PyTorch calls, and a plan is no such "
-            "call: use model(...) itself there"
+            f"{what} under torch.func.{transform.key().name.lower()}, which cannot transform a plan: use model(...) itself there"
         )
 
 

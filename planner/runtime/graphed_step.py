@@ -145,7 +145,7 @@ class RecordedPasses:
             )
         if backward_retains_graph():
             raise PlannerError(
-                "backward(retain_graph=True) of a recorded step cannot come again: leave it out, or cuda_graph=True"
+                "backward(retain_graph=True) of a recorded step cannot run a second time: leave it out, or cuda_graph=True"
             )
         self._static[self._tangent].copy_(static[self._tangent])
         copies = _room_for(self._gradients)

@@ -144,10 +144,10 @@ class HostMemory:
         if self.allocated_bytes + size_bytes > self.capacity_bytes:
             there, what_else = self._used_bytes, "call backward() before the next forward pass, or "
             if self._stay:
-                there, what_else = self.allocated_bytes, "a CUDA graph keeps a place for copies of each size; "
+                there, what_else = self.allocated_bytes, "a CUDA graph keeps memory for copies of each size; "
             raise CopyError(
-                f"a copy of {format_bytes(size_bytes)} finds {format_bytes(there)} of the host's memory in use, and the step may "
-                f"take {format_bytes(int(self.capacity_bytes))} of it: {what_else}raise host_budget="
+                f"a copy of {format_bytes(size_bytes)} does not fit: {format_bytes(there)} of the host's memory are in use, "
+                f"and the step may use {format_bytes(int(self.capacity_bytes))} of it: {what_else}raise host_budget="
             )
         try:
             values = self._new(size_bytes)
@@ -158,7 +158,7 @@ class HostMemory:
             except (MemoryError, RuntimeError) as error:
                 raise OutOfMemoryError(
                     f"the host has no memory for a copy of {format_bytes(size_bytes)}, beside {format_bytes(self._used_bytes)} "
-                    f"that the step has there ({error}): free some, or lower host_budget=",
+                    f"that the step already uses there ({error}): free some, or lower host_budget=",
                     asked_bytes=size_bytes,
                 ) from error
         self.allocated_bytes += size_bytes

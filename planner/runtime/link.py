@@ -24,7 +24,7 @@ class _AllCopiedError(Exception):
     """The exception that ends a step computed only while copies run."""
 
 
-def link_beside(capture: Capture, static: Sequence[torch.Tensor], step_s: float) -> LinkProfile:
+def link_during_step(capture: Capture, static: Sequence[torch.Tensor], step_s: float) -> LinkProfile:
     """Return the rates of the link between the host and the device of a step, alone and during the step.
 
     In each direction, copies of ``LARGE_BYTES`` run for about the time of the step, a second at most. For the second measurement,

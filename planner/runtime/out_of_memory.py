@@ -162,7 +162,7 @@ def let_go(error: BaseException) -> None:
 
 def _named(op: Op | None) -> str:
     if op is None:
-        return "what comes before or behind its ops"
+        return "code before or after its ops"
     return f"op {op.name!r} ({op.target})" + (f" in {op.module}" if op.module else "")
 
 

@@ -28,8 +28,8 @@ class UnseenWrites:
             if version == _version(tensor) and not torch.equal(before, checksum(tensor)):
                 raise PlannerError(
                     f"{name} was written between the step and its backward pass in a way that autograd does not see (.data, "
-                    "NumPy, DLPack), and the backward pass reads it: gradients would be of other values than the loss. Write "
-                    "behind backward(), or before the step"
+                    "NumPy, DLPack), and the backward pass reads it: gradients would not be those of the loss. Write after "
+                    "backward(), or before the step"
                 )
 
 

@@ -196,7 +196,7 @@ def auto_sac() -> Method:
     def prepare(model: nn.Module, loss_fn: LossFn | None) -> Step:
         raise ModelError(
             "Auto-SAC is not available: torch.distributed._tools.sac_ilp estimates times of ops on CUDA devices only, "
-            "needs the package pwlf, and has nothing that runs what it chose; take sac or memory-budget"
+            "needs the package pwlf, and cannot run what it chooses; use sac or memory-budget"
         )
 
     return Method("auto-sac", prepare)

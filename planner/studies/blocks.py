@@ -70,7 +70,7 @@ def blocks_at(model: nn.Module, depth: int) -> list[nn.Module]:
     """
     if modules := _at_depth(model, depth):
         return modules
-    raise InapplicableError(f"{type(model).__name__} has no blocks: nothing {depth} steps inside it has modules inside")
+    raise InapplicableError(f"{type(model).__name__} has no blocks: no module {depth} levels below it has modules inside")
 
 
 def checkpointable(modules: list[nn.Module]) -> list[nn.Module]:

@@ -159,7 +159,7 @@ def methods_named(text: str, *, offload: bool = False) -> tuple[str, ...]:
     names = every if text == "all" else tuple(dict.fromkeys(name.strip() for name in text.split(",")))
     for name in names:
         if name not in SOLVERS:
-            raise UsageError(f"there is no method {name!r}: choose of {', '.join(SOLVERS)}, or all")
+            raise UsageError(f"there is no method {name!r}: choose from {', '.join(SOLVERS)}, or all")
     return tuple(sorted(names, key=lambda name: name != OPTIMUM))
 
 

@@ -65,7 +65,7 @@ def _workers(
         raise PlannerError(f"jobs is {jobs!r}: must be at least 1")
     if cluster is not None:
         return on_cluster(job, cluster)
-    return nullcontext(_here(job, should_stop)) if jobs == 1 else _beside(job, jobs)
+    return nullcontext(_here(job, should_stop)) if jobs == 1 else _in_processes(job, jobs)
 
 
 def _here(job: Job[Task, Done], should_stop: Callable[[], bool]) -> Workers[Task, Done]:
@@ -78,7 +78,7 @@ def _here(job: Job[Task, Done], should_stop: Callable[[], bool]) -> Workers[Task
 
 
 @contextmanager
-def _beside(job: Job[Task, Done], jobs: int) -> Iterator[Workers[Task, Done]]:
+def _in_processes(job: Job[Task, Done], jobs: int) -> Iterator[Workers[Task, Done]]:
     # Spawned, not forked: solvers have threads. A process does not inherit state, so all it needs is passed.
     context = multiprocessing.get_context("spawn")
     stop = context.Event()

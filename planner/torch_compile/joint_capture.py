@@ -52,7 +52,9 @@ def capture_joint(
     placeholders = module.graph.find_nodes(op="placeholder")
     values = [node.meta["val"] for node in placeholders]
     if any(isinstance(value, torch.Tensor) and is_sparse(value) for value in values):
-        raise TraceError("the graph takes a sparse tensor, which no plan of torch.compile does: use planner.compile for the step")
+        raise TraceError(
+            "the graph takes a sparse tensor, which plans under torch.compile do not support: use planner.compile for the step"
+        )
     dynamic = any(
         isinstance(size, torch.SymInt)
         for value in values

@@ -232,11 +232,12 @@ class PlannedGraph:
         if not handed_over and number in self._handing_over:
             raise PlannerError(
                 "hooks on saved tensors (torch.autograd.graph.save_on_cpu, saved_tensors_hooks) have copied what a planned graph "
-                "saves for its backward pass: leave them out, for the plan says what is kept where"
+                "saves for its backward pass: leave them out, because the plan decides where saved tensors are kept"
             )
         if number in self._writing_over and backward_retains_graph():
             raise PlannerError(
-                "backward(retain_graph=True) keeps what the plan writes over: leave it out, or the option 'in-place' of the graph"
+                "backward(retain_graph=True) needs tensors that the plan overwrites: leave it out, or the option 'in-place' "
+                "of the graph"
             )
         if (unseen := getattr(plan.untyped_storage(), "unseen", None)) is not None:
             unseen.check(tensor for _, tensor in self._inputs(args))

@@ -157,7 +157,7 @@ class SharedBudget:
             )
         elif others >= whole:
             raise InfeasibleError(
-                f"the memory beside the graph to be planned is {format_bytes(others)} already, which is more than the budget of "
+                f"the memory outside of the graph to be planned is {format_bytes(others)} already, more than the budget of "
                 f"{format_bytes(whole)}: autograd holds it for ops that are not compiled. Raise the budget, or remove what "
                 "breaks the model (TORCH_LOGS=graph_breaks says where)"
             )

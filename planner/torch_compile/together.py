@@ -69,8 +69,8 @@ class Together:
         most = max(peak + bytes_of_others(self._seen, i, kept) for i, peak in enumerate(peaks))
         if most > self._whole:
             warnings.warn(
-                f"the first step took {format_bytes(most)}, more than its budget of {format_bytes(self._whole)}: it did not know "
-                "which graphs follow each other; from now on they are planned together",
+                f"the first step took {format_bytes(most)}, more than its budget of {format_bytes(self._whole)}: the order of "
+                "its graphs was not known yet; from now on they are planned together",
                 stacklevel=3,
             )
 

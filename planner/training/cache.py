@@ -36,7 +36,7 @@ class PlanCache:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise OutputError(f"plans cannot be kept in {self._folder}: {error.strerror or error}") from error
+            raise OutputError(f"plans cannot be stored in {self._folder}: {error.strerror or error}") from error
         check_writable(self._folder / "plan.json")
 
     def path(self, made_for: Mapping[str, object]) -> Path:
@@ -64,7 +64,7 @@ class PlanCache:
                 path.unlink()  # the target of a link is not overwritten
             write_plan(plan, path)
         except (OSError, OutputError) as error:
-            warnings.warn(f"the plan is not kept: {error}", stacklevel=3)
+            warnings.warn(f"the plan was not stored in the cache: {error}", stacklevel=3)
 
 
 def _check_is_file(path: Path) -> None:
@@ -94,4 +94,4 @@ def _check_budget(plan: Plan, budget: str | int) -> None:
 
 def warn_unusable(path: Path, why: object) -> None:
     """Warn that the plan in `path` is unusable, and will be replaced."""
-    warnings.warn(f"the kept plan {path} cannot be used and is made again: {why}", stacklevel=3)
+    warnings.warn(f"the cached plan {path} cannot be used, and the step is planned again: {why}", stacklevel=3)

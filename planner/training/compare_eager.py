@@ -33,7 +33,7 @@ _MUCH = 1.5
 _ROUNDING = 0.05  # of the largest element: partial sums in half precision are far below
 _MORE_THAN_PREDICTED = 3.0  # of a gradient error
 _LEAST_S, _LEAST_BYTES = 0.02, 32 * 2**20
-_CAPTURED = "some op was captured as several; please report it"
+_CAPTURED = "one op was captured as several; please report it"
 _BUSY_OR_CAPTURED = f"other work ran on the machine, and planning again helps, or {_CAPTURED}"
 
 
@@ -121,7 +121,7 @@ def warn_of_differences(plan: Plan) -> None:
         much = tuple(found for found in eager.differences if found.max_abs is None or (found.relative or 0.0) > _ROUNDING)
         if much:
             differing = replace(eager, differences=much).describe_differences()
-            warnings.warn(f"the planned step {differing}, more than by the rounding that it may", EagerWarning, stacklevel=3)
+            warnings.warn(f"the planned step {differing}, by more than the permitted rounding", EagerWarning, stacklevel=3)
     elif not (eager.identical or eager.within_own_error):
         warnings.warn(f"the planned step {eager.describe_differences()}", EagerWarning, stacklevel=3)
     kept_bytes = plan.graph.keep_everything_peak_bytes
@@ -133,7 +133,7 @@ def warn_of_differences(plan: Plan) -> None:
 
 
 def _warn_dearer(kept: str, plain: str, *, why: str) -> None:
-    warnings.warn(f"what is planned takes {kept} with everything kept, and {plain}: {why}", EagerWarning, stacklevel=4)
+    warnings.warn(f"the captured step takes {kept} without recomputation, and {plain}: {why}", EagerWarning, stacklevel=4)
 
 
 def _compared_times(steps: Mapping[str, Isolated], step: TrainingStep, batch: Batch) -> tuple[float, float, float]:

@@ -103,7 +103,7 @@ class Compiler:
         with self.stages.stage(Stage.CAPTURE):
             captured = self.wrapper.capture(self.loss_fn, batch, self.trace, variant)
         if self.search.run.arena:
-            captured = self.wrapper.beside_slab(captured)
+            captured = self.wrapper.with_slab_gradients(captured)
         return captured if self.recorder is None else recordable(captured)
 
     def profile(self, captured: Capture, batch: Batch) -> Capture:
@@ -156,7 +156,7 @@ class Compiler:
                 try:
                     plan = self._first_plan(captured.graph, plan.predicted_bytes - (needed_bytes - wanted_bytes))
                 except BudgetError as error:
-                    raise InfeasibleError(f"{over}; nothing is found that takes as much less: raise the budget") from error
+                    raise InfeasibleError(f"{over}; no plan is found that needs that much less: raise the budget") from error
         raise BudgetError(f"{over}; lower the budget")
 
     def _step(self, captured: Capture, plan: Plan, executor: Executor, budget: str | int, *, solved_bytes: int) -> PlannedStep:

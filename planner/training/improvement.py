@@ -130,7 +130,7 @@ class Improvement:
         )
         executor.start_training(self.plan.budget_bytes, check_writes=self._executor.check_writes)
         self._executor, self._watch = executor, PeakWatch(executor)
-        return PlanSwap(self.plan, executor, self._captured.graph, f"{gain:.1%} faster, found beside the training")
+        return PlanSwap(self.plan, executor, self._captured.graph, f"{gain:.1%} faster, found during training")
 
     def over_bytes(self) -> int | None:
         """Return by how much the peak of the first step of a plan was over the budget; None until it is known."""
@@ -156,18 +156,18 @@ class Improvement:
         self._end_solve()
         self._is_solved = False
         if before is None:
-            return self._begin_anew(self.plan.budget_bytes + over_bytes)
+            return self._replace_first_plan(self.plan.budget_bytes + over_bytes)
         self._time_ops_of(before.executor)
         self.plan, self._executor = before.plan, before.executor
         return before
 
-    def _begin_anew(self, needed_bytes: int) -> PlanSwap:
+    def _replace_first_plan(self, needed_bytes: int) -> PlanSwap:
         """Return a plan that replaces the first one, which needed `needed_bytes`."""
         try:
             found = self._search.first_plan(self._captured.graph, self._solved_bytes)
         except BudgetError as error:
             over = over_budget(self.plan, needed_bytes, self.plan.budget_bytes)
-            raise InfeasibleError(f"{over}; nothing is found that takes as much less: raise the budget") from error
+            raise InfeasibleError(f"{over}; no plan is found that needs that much less: raise the budget") from error
         swap = replace(self.adopt(found), reason="the peak of the first one was over the budget")
         self._before = None
         return swap
@@ -215,7 +215,7 @@ class Improvement:
             return None
         self._candidate = None
         gain = 1 - plan.time_s / self.plan.time_s
-        fits = self._executor.earlier_gradients.fit_beside(with_recorded(self._captured.graph, plan.settings), plan.schedule)
+        fits = self._executor.earlier_gradients.fit_with(with_recorded(self._captured.graph, plan.settings), plan.schedule)
         if gain >= _GAIN and fits and (self._search.any_rounding or rounds_alike(self._captured.graph, self.plan, plan)):
             return plan
         if plan.bound_s is not None:  # the bound also holds for this plan

@@ -73,7 +73,7 @@ class InductorCompiler(Compiler):
         if not steps:
             assert failure is not None
             raise failure
-        return min(steps, key=_time_beside)
+        return min(steps, key=_relative_time)
 
     def _other(self, variant: CompileVariant, captured: Capture, batch: Batch) -> Capture:
         """Return the step compiled as another variant; its reference is still ``torch.compile``'s own."""
@@ -97,7 +97,7 @@ def _others(graph: Graph) -> list[CompileVariant]:
     return found
 
 
-def _time_beside(step: PlannedStep) -> float:
+def _relative_time(step: PlannedStep) -> float:
     """Return the measured time of a step as a multiple of ``torch.compile``'s; the predicted seconds if it was not measured."""
     eager = step.plan.eager
     return step.plan.time_s if eager is None or eager.overhead is None else 1 + eager.overhead

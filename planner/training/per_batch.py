@@ -167,7 +167,7 @@ def check_options(options: Mapping[str, Any]) -> None:
         PlannerError: an argument is unknown.
     """
     if unknown := options.keys() - _OPTIONS:
-        raise PlannerError(f"unknown option {min(unknown)!r} of planner.compile: choose of {', '.join(sorted(_OPTIONS))}")
+        raise PlannerError(f"unknown option {min(unknown)!r} of planner.compile: choose from {', '.join(sorted(_OPTIONS))}")
 
 
 def _shapes(batch: Batch) -> str:

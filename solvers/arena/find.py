@@ -145,7 +145,7 @@ class _Prover:
         found = list(items)
         if not self._refutes(found):
             return None
-        found = self._without_needless(found)
+        found = self._without_unnecessary(found)
         for n in range(len(found)):
             found[n] = self._shortest(found, n)
         return found
@@ -157,7 +157,7 @@ class _Prover:
             return False
         return solve_by(self.clock.part(_PROOF * self.clock.limit), buffers, self.capacity_bytes).status is Status.INFEASIBLE
 
-    def _without_needless(self, items: list[_Item]) -> list[_Item]:
+    def _without_unnecessary(self, items: list[_Item]) -> list[_Item]:
         """Return `items` without those that a proof does not need: many at once, then one by one, small ones first."""
         found = sorted(items, key=lambda item: item.size * (item.last - item.first + 1))
         count = len(found) // 2

@@ -56,10 +56,10 @@ class MonetProgram(TermProgram):
         self.forward = [op.id for op in program if op.phase is Phase.FORWARD]
         self.later = [op.id for op in program if op.phase is not Phase.FORWARD]
         self.stages = range(len(self.later) + 1)
-        self.ways = {op.id: [op.id] for op in program}
+        self.alternatives = {op.id: [op.id] for op in program}
         for op in graph.ops[len(program) :]:
             if len(op.replaces) == 1:
-                self.ways[op.replaces[0]].append(op.id)
+                self.alternatives[op.replaces[0]].append(op.id)
         fit = repeatable(graph)
         self.again = [i for i in self.forward if fit[i]]
         self.made_at = [t.producers[0] if t.producers and t.producers[0] < len(program) else -1 for t in graph.tensors]
@@ -78,7 +78,7 @@ class MonetProgram(TermProgram):
         """Add all columns and rows."""
         for k in self.stages:
             for i in self._ops(k):
-                for a in self._ways(i):
+                for a in self._alternatives(i):
                     cost = self.graph.ops[a].time_s / self.unit_s
                     self.V[k, i, a] = self.column(cost=cost, integer=True)
             for t in self.passing if k else ():
@@ -94,10 +94,10 @@ class MonetProgram(TermProgram):
         """Return the ops that have a turn in stage k, in order."""
         return self.forward if k == 0 else [*self.again, self.later[k - 1]]
 
-    def _ways(self, i: int) -> Iterator[int]:
+    def _alternatives(self, i: int) -> Iterator[int]:
         """Yield the ops that may execute op i: those that produce all its outputs that are kept or have readers."""
         wanted = {t for t in self.graph.ops[i].outputs if t in self.graph.kept or self._readers(t)}
-        for a in self.ways[i]:
+        for a in self.alternatives[i]:
             op = self.graph.ops[a]
             known = all(self.made_at[t] >= 0 or self.graph.tensors[t].static for t in (*op.inputs, *op.outputs))
             if known and wanted <= set(op.outputs):
@@ -105,11 +105,11 @@ class MonetProgram(TermProgram):
 
     def _readers(self, t: int) -> list[int]:
         """Return the ops of the program that read t in some implementation."""
-        return sorted({i for i, ways in self.ways.items() if any(t in self.graph.ops[a].inputs for a in ways)})
+        return sorted({i for i, ways in self.alternatives.items() if any(t in self.graph.ops[a].inputs for a in ways)})
 
     def _executed(self, k: int, i: int, reading: int | None = None) -> list[int]:
         """Return the columns V[k,i,a]; with `reading` those of the a that read it."""
-        ways = (a for a in self.ways[i] if reading is None or reading in self.graph.ops[a].inputs)
+        ways = (a for a in self.alternatives[i] if reading is None or reading in self.graph.ops[a].inputs)
         return [self.V[k, i, a] for a in ways if (k, i, a) in self.V]
 
     def _add_inputs(self, k: int) -> None:
@@ -142,7 +142,7 @@ class MonetProgram(TermProgram):
                         self.at_most([(wanted[t], 1.0), (here, -1.0)], 0.0)
                     wanted[t] = here
                 present.append((wanted[t], size[t]))
-            for a in self.ways[i]:
+            for a in self.alternatives[i]:
                 if (k, i, a) in self.V:
                     op = self.graph.ops[a]
                     made = op.workspace_bytes / unit + sum(size[t] for t in op.outputs)
@@ -181,7 +181,7 @@ def solve(request: Request) -> Result:
     if program.entries > MOST_ENTRIES:
         why = (
             f"MONeT's program for {len(graph.program):,} ops has about {program.entries:,} entries, more than {MOST_ENTRIES:,}, "
-            "which this solver takes on: use the solver windows"
+            "the most that this solver supports: use the solver windows"
         )
         return _result(request, Status.LIMIT, message=why, reason=Reason.SIZE)
     program.build()

@@ -41,7 +41,7 @@ def parts_with_options(search: Search, commitments: Commitments) -> list[Part]:
     as if there were no others, and placement alone.
     """
     whole, problem, kinds = search.problem.whole, search.problem, _Kinds.of(search.problem.whole)
-    lossy, placed = kinds.several_with_lossy, kinds.are_beside_devices(search)
+    lossy, placed = kinds.several_with_lossy, kinds.has_devices_and_others(search)
     sets: list[tuple[Graph, Callable[[Trial], object], bool]] = []  # the last one is ``Part.alone``
     if lossy:
         faithful = _only(whole, kinds.exact)
@@ -87,7 +87,7 @@ class _Kinds:
         lossy = {option_of(op): None for op in computed if op.uses}
         return cls(tuple(dict.fromkeys(kind for kind in map(option_of, computed) if kind not in lossy)), tuple(lossy))
 
-    def are_beside_devices(self, search: Search) -> bool:
+    def has_devices_and_others(self, search: Search) -> bool:
         """Return True if ops may run on other devices and there are other options, unless some of several are lossy."""
         some = bool(self.exact or self.lossy or search.problem.offloads)
         return search.problem.placed and some and not self.several_with_lossy

@@ -110,6 +110,6 @@ class Search:
         return bool(self.problem.offloads) and trial.time_s <= self.params.offloading.near * self.incumbent.best_s
 
     def _pruned(self, trial: Trial, detail: Discretization | None = None) -> Trial:
-        """Return `trial` without needless recomputations."""
+        """Return `trial` without unnecessary recomputations."""
         should_stop = self.stopping.polled(WORK_PER_EXECUTION * len(trial.order.computed), self.stopping.stopped)
         return prune(self.problem, trial, detail, self.budget_bytes, should_stop, self.params.refinement.passes)

@@ -68,7 +68,7 @@ def rows_of(model: str) -> list[FirstStepRow]:
         first_gap=0.05,
         last_overhead=0.1,
         measured_peak_bytes=590 * MB,
-        swaps="step 3 after 5.0 s: 8.0% faster, found beside the training",
+        swaps="step 3 after 5.0 s: 8.0% faster, found during training",
     )
     eager = replace(
         uncapped, way=EAGER, status=OUT_OF_MEMORY, message="RuntimeError: can't allocate memory", digest="", step_s=None

@@ -107,8 +107,8 @@ def test_invalid_pools_raise(pools: tuple[Pool, ...], said: str) -> None:
         (0, {"differs": "rounding"}, r"op 'f' differs from the program \(rounding\), but is not optional"),
         (4, {"replaces": (2,)}, "op 'fast' replaces op 2, which is not one of the 2 of the program"),
         (4, {"replaces": (1, 0)}, r"op 'fast' replaces \(1, 0\): each op once, in ascending order"),
-        (4, {"random": True}, "op 'fast' is optional and must draw random numbers where"),
-        (4, {"mutates": (0,)}, "op 'fast' is optional and must write in place what"),
+        (4, {"random": True}, "op 'fast' is optional, and must be random if one of the ops that it replaces is"),
+        (4, {"mutates": (0,)}, "op 'fast' is optional, and must write in place exactly what"),
         (2, {"inputs": (1, 3)}, "op 'out' reads 'a@host', which op 'out' makes at or after it"),
         (3, {"inputs": (1, 3)}, "op 'in' both reads and makes 'a'"),
         (1, {"outputs": (1, 2)}, "tensor 'a' is an output of both 'f' and 'g', and neither is optional"),
@@ -122,8 +122,8 @@ def test_invalid_ops_raise(index: int, changes: dict[str, Any], said: str) -> No
 @pytest.mark.parametrize(
     ("index", "changes", "said"),
     [
-        (1, {"producers": (0,)}, r"tensor 'a' has producers \(0,\), but the ops that list it are \(0, 3\)"),
-        (2, {"producers": (4, 1)}, r"tensor 'b' has producers \(4, 1\), but the ops that list it are \(1, 4\), in this order"),
+        (1, {"producers": (0,)}, r"tensor 'a' has producers \(0,\), but it is an output of the ops \(0, 3\)"),
+        (2, {"producers": (4, 1)}, r"tensor 'b' has producers \(4, 1\), but it is an output of the ops \(1, 4\), in this order"),
         (1, {"producers": (0, 5)}, "tensor 'a' has producer 5, which is not one of the 5 ops"),
     ],
 )
@@ -133,13 +133,13 @@ def test_invalid_tensors_raise(index: int, changes: dict[str, Any], said: str) -
 
 
 def test_kept_tensor_without_program_op_raises() -> None:
-    with pytest.raises(GraphError, match="kept tensor 'a@host' is made by optional ops only"):
+    with pytest.raises(GraphError, match="kept tensor 'a@host' is produced by optional ops only"):
         Graph(**{**parts(), "kept": frozenset({3})})
 
 
 def test_static_bytes_above_the_capacity_raise() -> None:
     made = parts()
-    with pytest.raises(GraphError, match="pool 'host' has a capacity of 8 bytes, but 9 are there throughout"):
+    with pytest.raises(GraphError, match="pool 'host' has a capacity of 8 bytes, but its static tensors take 9"):
         Graph(**{**made, "tensors": (*made["tensors"], Tensor(4, "state", 9, (), pool="host"))})
 
 
@@ -148,7 +148,9 @@ def test_optional_reader_of_a_written_tensor_needs_a_place() -> None:
     write = replace(made["ops"][1], mutates=(0,))
     ops = (made["ops"][0], write, *made["ops"][2:4], replace(made["ops"][4], mutates=(0,)))
     assert not Graph(**{**made, "ops": ops}).plain
-    with pytest.raises(GraphError, match="op 'fast' is optional and reads 'w', which 'g' writes in place: say which op"):
+    with pytest.raises(
+        GraphError, match="op 'fast' is optional and reads 'w', which 'g' writes in place: name the op that it replaces"
+    ):
         Graph(**{**made, "ops": (*ops[:4], replace(ops[4], replaces=(), mutates=()))})
 
 
@@ -226,9 +228,9 @@ def test_overwrites_are_part_of_the_fingerprint() -> None:
     [
         ({"kept": [1]}, "op 'b' writes 'b' over 'a', which must stay in memory"),
         ({"pairs": ((2, 0),)}, "op 'b' writes 'b' over 'w', which must stay in memory"),
-        ({"sizes": (8, 9)}, "they have 9 and 8 bytes, and must have as many"),
-        ({"pairs": ((1, 2),)}, "op 'b' writes tensor 1 over 2: must be an output of it and an input"),
-        ({"pairs": ((2, 1), (2, 1))}, "op 'b' lists a tensor twice among what it writes over"),
+        ({"sizes": (8, 9)}, "they have 9 and 8 bytes: sizes must be equal"),
+        ({"pairs": ((1, 2),)}, "op 'b' writes tensor 1 over 2: the first must be an output of it, the second an input"),
+        ({"pairs": ((2, 1), (2, 1))}, "op 'b' lists a tensor twice among those that it overwrites"),
     ],
 )
 def test_invalid_overwrites_raise(changes: dict[str, Any], said: str) -> None:

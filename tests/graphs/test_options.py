@@ -82,18 +82,18 @@ def test_other_optional_ops_and_pools_raise() -> None:
     graph = OFFLOAD.added_to(mixed(), AROUND)
     out, back = graph.ops[4:]
     for changed in (replace(out, stream=COMPUTE), replace(out, recomputable=False), replace(out, differs="rounding")):
-        with pytest.raises(GraphError, match="2 optional ops, which are not just transfers of single tensors"):
+        with pytest.raises(GraphError, match=r"2 optional ops\. Some are neither transfers of single tensors"):
             without_offload(replace(graph, ops=(*graph.ops[:4], changed, back)))
     for pools in (
         (*graph.pools[:1], replace(graph.pools[1], owner=HOST_TO_DEVICE)),
         (*graph.pools, replace(graph.pools[1], name="disk")),
     ):
-        with pytest.raises(GraphError, match="not just transfers"):
+        with pytest.raises(GraphError, match="neither transfers of single tensors"):
             without_offload(replace(graph, pools=pools))
 
 
 def test_invalid_options_raise() -> None:
-    with pytest.raises(UsageError, match="there is no option 'squeeze' of a graph: choose of offload"):
+    with pytest.raises(UsageError, match="there is no option 'squeeze' of a graph: choose from offload"):
         with_options(mixed(), ("squeeze",), AROUND)
     with pytest.raises(UsageError, match="named twice"):
         with_options(mixed(), ("offload", "offload"), AROUND)

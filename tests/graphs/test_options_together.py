@@ -10,7 +10,7 @@ from graphs.io.graph_document import graph_from_dict, graph_to_dict
 from graphs.options import without_options
 from graphs.options.compress import VARIANCE
 from graphs.options.offload import NO_OFFLOADS, OFFLOAD, without_offload
-from graphs.options.placement import PLACEMENT, is_placed, placement_beside, placement_of, without_placement
+from graphs.options.placement import PLACEMENT, is_placed, placement_of, placement_with_options, without_placement
 from graphs.options.selection import without_computed
 from graphs.pools import COMPUTE, DEVICE, DEVICE_TO_HOST, HOST, HOST_TO_DEVICE, channel
 from graphs.simulate import simulate
@@ -82,7 +82,7 @@ def test_each_option_can_be_removed() -> None:
         assert without_placement(graph) is graph and not is_placed(graph)
         program = without_options(whole)
         assert program.ops == graph.program and without_options(graph).tensors == program.tensors
-        found = placement_beside(both)
+        found = placement_with_options(both)
         assert found.program == graph and len(found.runs[0]) == len(graph.program)
         alone = placement_of(without_computed(both))
         assert [sum(run is not None for run in runs) for runs in alone.runs] == [
@@ -97,9 +97,9 @@ def test_incompatible_options_raise() -> None:
         lambda: PLACEMENT.added_to(both, around(graph)),
         lambda: PLACEMENT.added_to(OFFLOAD.added_to(graph, around(graph)), around(graph)),
     ):
-        with pytest.raises(GraphError, match="has other pools or streams already: add it once, and before them"):
+        with pytest.raises(GraphError, match="already has other pools or streams: add it once, and first"):
             twice()
-    with pytest.raises(GraphError, match="has other pools or streams already: add it once, and behind placement"):
+    with pytest.raises(GraphError, match="already has other pools or streams: add it once, and after placement"):
         OFFLOAD.added_to(whole, around(graph))
     with pytest.raises(UsageError, match="named twice"):
         with_options(graph, ("placement", "offload", "placement"), around(graph))
@@ -107,16 +107,16 @@ def test_incompatible_options_raise() -> None:
     for wrong, taken in zip(names, ("second", "host", "device", "a_to_b_to_c"), strict=True):
         with pytest.raises(GraphError, match=rf"device '{wrong[-1]}' would have a memory or stream '{taken}', and there is one"):
             PLACEMENT.added_to(graph, around(graph, *wrong))
-    with pytest.raises(GraphError, match="takes graphs with no other choice than placement"):
+    with pytest.raises(GraphError, match="only graphs with placement and no other option are supported"):
         placement_of(both)
-    with pytest.raises(GraphError, match="takes graphs with no other choice than placement"):
-        placement_beside(whole)
+    with pytest.raises(GraphError, match="only graphs with placement and no other option are supported"):
+        placement_with_options(whole)
     stand_in = next(op for op in both.ops if op.replaces and op.stream != COMPUTE)
     for changed, said in (
-        (replace(stand_in, replaces=()), "neither copies a tensor from one device to another nor stands for one op"),
+        (replace(stand_in, replaces=()), "neither copies a tensor from one device to another nor replaces one op"),
         (
             replace(stand_in, stream="elsewhere", workspace_bytes=0),
-            "not just transfers of single tensors to the host and back and ops",
+            "neither transfers of single tensors to the host and back nor ops",
         ),
     ):
         ops = (*both.ops[: stand_in.id], changed, *both.ops[stand_in.id + 1 :])

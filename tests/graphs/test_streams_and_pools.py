@@ -211,7 +211,7 @@ def test_op_that_replaces_an_unrepeatable_op() -> None:
 
 
 def test_missing_op_with_an_unused_replacement_raises() -> None:
-    with pytest.raises(ScheduleError, match=r"the schedule never computes 'logits' or an op that stands for it"):
+    with pytest.raises(ScheduleError, match=r"the schedule never computes 'logits' or an op that replaces it"):
         run(loss_head(), Compute(0))
 
 

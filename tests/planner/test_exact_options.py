@@ -68,7 +68,7 @@ def test_calls_go_with_the_ops_that_are_left(graph: Graph, workload: Workload) -
 
 
 def test_it_needs_an_option() -> None:
-    with pytest.raises(PlannerError, match=r"exact given, but no option .*--options chunks"):
+    with pytest.raises(PlannerError, match=r"exact is given, but no option .*--options chunks"):
         option_settings([], exact=True)
     assert option_settings(["chunks"], exact=True).as_json == {"options": ["chunks"], "exact": True}
 
@@ -81,5 +81,5 @@ def test_the_commands_take_it(graph: Graph, tmp_path: Path, capsys: pytest.Captu
         capsys, "solve", model, "--budget", "100%", "--options", "chunks", "--exact", "--tolerance", "50%", "--quiet", "-o", plan
     )
     assert done.code == 0 and len(read_plan(plan).settings["exact"]) == 4
-    refused(call(capsys, "solve", model, "--budget", "100%", "--exact"), 1, "exact given", "--options chunks")
-    refused(call(capsys, "info", plan, "--exact"), 2, "--exact is about the optional ops of a graph")
+    refused(call(capsys, "solve", model, "--budget", "100%", "--exact"), 1, "exact is given", "--options chunks")
+    refused(call(capsys, "info", plan, "--exact"), 2, "--exact selects optional ops of a graph")

@@ -156,13 +156,13 @@ def test_the_link_of_a_graph_is_used_said_and_checked(step: Graph, tmp_path: Pat
         {**link.recorded, "alone": {**asdict(rates), "in_bytes_per_s": 0}},
     ):
         write_graph(replace(step, provenance={MEASURED_LINK: wrong}), graph_file)
-        refused(call(capsys, "solve", graph_file, *asked), 1, "its link to the host what no trace measures")
+        refused(call(capsys, "solve", graph_file, *asked), 1, "its link to the host in a way that no trace does")
         refused(call(capsys, "info", graph_file), 1, "--link 25GB/s")
     assert call(capsys, "solve", graph_file, *asked, "--link", "25GB/s").code == 0
 
 
 def test_what_is_refused(step: Graph) -> None:
-    with pytest.raises(PlannerError, match="there is no option 'shrink' of a graph: choose of offload"):
+    with pytest.raises(PlannerError, match="there is no option 'shrink' of a graph: choose from offload"):
         solve(step, "60%", options=["shrink"])
     with pytest.raises(PlannerError, match="link and host_budget given, but no option that copies"):
         solve(step, "60%", link=1e9, host_budget=GB)

@@ -134,8 +134,8 @@ def test_a_graph_without_other_devices_says_how_to_get_them() -> None:
 @pytest.mark.parametrize(
     ("solver", "options", "said"),
     [
-        ("xengine", ["offload"], "the solver 'xengine' does nothing but place ops on other devices: take the solver 'windows'"),
-        ("dtr", ["placement"], "the solver 'dtr' places no ops on other devices: take the solver 'windows'"),
+        ("xengine", ["offload"], "the solver 'xengine' only places ops on other devices: use the solver 'windows'"),
+        ("dtr", ["placement"], "the solver 'dtr' does not place ops on other devices: use the solver 'windows'"),
     ],
 )
 def test_a_solver_for_something_else(solver: str, options: list[str], said: str) -> None:
@@ -160,11 +160,11 @@ def edited(times_s: object) -> dict[str, object]:
 
 
 def test_what_a_file_may_not_say() -> None:
-    with pytest.raises(MismatchError, match="what is said of other devices is not what a trace measures"):
+    with pytest.raises(MismatchError, match="the measurements on other devices are not in the form that a trace writes"):
         with_recorded(diamond(), edited("quick"))
     with pytest.raises(GraphError, match="device 'cpu' has 1 times for a program of 5 ops"):
         with_recorded(diamond(), edited([1.0]))
-    with pytest.raises(UsageError, match="roofline= does not go with other_devices=: nothing is run"):
+    with pytest.raises(UsageError, match="roofline= does not go with other_devices=: with a roofline nothing is run"):
         planner.trace(nn.Linear(2, 2), None, (torch.ones(2),), roofline="cpu", other_devices=["cuda"])
 
 
@@ -210,13 +210,14 @@ def test_copies_take_a_latency_besides_their_bytes() -> None:
     graph = with_options(diamond(), ("placement",), Surroundings(Link.even(1.0), others=(device,)))
     copies = [op for op in graph.ops if op.target == "copy"]
     assert copies and all(op.time_s == 0.25 + graph.tensors[op.inputs[0]].size_bytes / 2 for op in copies)
-    with pytest.raises(GraphError, match=r"a copy from 'device' to 'b' takes -1.0 s besides its bytes"):
+    with pytest.raises(GraphError, match=r"a copy from 'device' to 'b' has a latency of -1.0 s"):
         replace(device, latency_s=-1.0)
 
 
 def test_devices_of_an_edited_file_are_refused_as_such() -> None:
     said = {DEVICES_KEY: [{"name": "cpu:2", "times_s": [1.0], "bytes_per_s": 0.0}]}
     with pytest.raises(
-        MismatchError, match=r"not what a trace measures \(the link from 'device' to 'cpu:2' carries 0.0 bytes a second"
+        MismatchError,
+        match=r"not in the form that a trace writes \(the link from 'device' to 'cpu:2' has a rate of 0.0 bytes a second",
     ):
         decode_devices(said)

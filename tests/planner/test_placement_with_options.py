@@ -33,7 +33,7 @@ FOUND = ["pack", "kernels", "in-place"]
 BUDGET = 10**6
 OPTIONS = ["placement", *FOUND, "offload"]
 
-pytestmark = pytest.mark.filterwarnings("ignore:what is planned takes:UserWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:the captured step takes:UserWarning")
 
 
 @pytest.fixture(autouse=True)

@@ -68,4 +68,4 @@ def test_the_command_reads_parameters(tmp_path: Path, capsys: pytest.CaptureFixt
     assert main(["solve", graph, "--budget", "100%", "--params", params, "-o", plan, "--quiet"]) == 0
     assert read_plan(plan).settings["params"] == PARAMS.recorded()
     assert main(["solve", graph, "--budget", "100%", "--params", params, "--solver", "dtr"]) == 2
-    assert "leave it out, or take --solver windows" in capsys.readouterr().err
+    assert "leave it out, or use --solver windows" in capsys.readouterr().err

@@ -253,6 +253,6 @@ def refuse_cpu_only_kernels(graph: fx.Graph) -> None:
     for op in _CALLED:
         if any(node.target is op for node in graph.nodes):
             raise TraceError(
-                "nn.LSTM runs in cuDNN on CUDA, whose memory is not known without it: plan it on a CPU, or write the cell out "
-                "(nn.LSTMCell)"
+                "nn.LSTM runs in cuDNN on CUDA, and its memory is not known without a GPU: plan it on a CPU, or use nn.LSTMCell "
+                "in a loop"
             )

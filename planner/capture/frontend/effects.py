@@ -140,8 +140,8 @@ def settle(effects: list[Effect], run: Callable[[], AbstractContextManager[None]
             raise TraceError(f"{name} changes in the first step{effect.where}: run the model once before it is planned")
         setattr(_owner(effect, local, scope), effect.attribute, value)
         warnings.warn(
-            f"{name} is set by the first step{effect.where}, and read by later ones: the model was run once to set it, and is "
-            "planned as it is from then on",
+            f"{name} is set by the first step{effect.where}, and read by later ones: the model was run once to set it, and "
+            "the plan uses the value that it has now",
             stacklevel=2,
         )
 

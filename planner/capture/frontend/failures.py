@@ -36,31 +36,30 @@ _ANSWERS: dict[str, str] = {
         "use_cache=False)"
     ),
     r"torch\.\* op returned non-Tensor.*?example_value type: (?P<type>\w+);.*?target: (?:<[\w-]+ (?:method )?)?(?P<name>\w+)": (
-        "{where} asks PyTorch for a value that is no tensor ({name}: {type}), which a plan would keep as it is now: ask before "
-        "the step, and pass the value with the batch; or {on}"
+        "{where} asks PyTorch for a value that is no tensor ({name}: {type}), and a plan would keep its present value: ask "
+        "before the step, and pass the value with the batch; or {on}"
     ),
     r"torch/distributions/\w+\.py": (
-        "{where} makes a distribution that checks the values it is given, which no plan can: leave out validate_args=True, or "
-        "{on}"
+        "{where} makes a distribution that checks its arguments, which a plan cannot do: leave out validate_args=True, or {on}"
     ),
     r"torch\.jit\.script/freeze modules|_CachedForward": (
-        "{where} calls a module of torch.jit, in which there is no Python to look into: give the nn.Module that it was made of, "
-        "or {on}"
+        "{where} calls a module of torch.jit, which cannot be traced: use the nn.Module that it was made from, or {on}"
     ),
     r"marked as skipped.*?function `pack_padded_sequence`": (
         "{where} packs a sequence, whose size then depends on the lengths in the batch: give the padded batch to the layer, and "
         "take what it returns at lengths - 1 (of a layer in one direction), or {on}"
     ),
     r"marked as skipped.*?function `(?P<name>[\w.<>]+)`": (
-        "{where} calls {name}, which cannot be looked into: call it before the step and pass what it returns with the batch, "
+        "{where} calls {name}, which cannot be traced: call it before the step and pass what it returns with the batch, "
         "make it an operator (torch.library.custom_op), or {on}"
     ),
     r"Attempted to wrap sparse Tensor|builtin operator `matmul`|UserDefinedObjectVariable\((?:Tensor|Parameter)\)": (
-        "{where} takes a sparse tensor for more than a product of a matrix that is not trained with a dense one, as in "
-        "torch.sparse.mm(matrix, x) or matrix @ x: hold it as a dense tensor (matrix.to_dense())"
+        "{where} uses a sparse tensor, which is supported only for a matrix that is not trained, in products with dense ones, "
+        "as in torch.sparse.mm(matrix, x) or matrix @ x: hold it as a dense tensor (matrix.to_dense())"
     ),
     r"Dynamic shape operator.*?context: (?P<name>\S+)": (
-        "{where} calls {name}, whose result has a size that is known once it has run, and a plan needs before: {on}"
+        "{where} calls {name}, whose result has a size that depends on the data, and a plan needs sizes before the step runs: "
+        "{on}"
     ),
 }
 

@@ -106,8 +106,8 @@ def _export_for_inductor(*args: Any, **options: Any) -> JointWithDescriptors:
     for node in joint.graph_module.graph.nodes:
         if explicit_generator(node) is not None:
             raise TraceError(
-                f"{location(traced_line(node.meta.get('stack_trace')))} gives an op a generator, which Inductor's kernels do not "
-                "draw from: leave it out, or kernels='inductor'"
+                f"{location(traced_line(node.meta.get('stack_trace')))} passes a generator to an op, and Inductor's kernels "
+                "use none: leave out the generator, or kernels='inductor'"
             )
     return joint
 
@@ -291,15 +291,15 @@ def _guards(
         guards = build_guards(output, get_traced_fn(step)[0].__code__, frames, step, args, kwargs, constants)
     except AssertionError as error:
         raise TraceError(
-            f"the step reads a value that is another each time: {first_line(error)}; compute it outside of what is planned, and "
+            f"the step reads a value that differs each time: {first_line(error)}; compute it outside of what is planned, and "
             "pass it with the batch as a tensor"
         ) from error
     for external in guards.external:
         if isinstance(external.value, torch.Tensor) and external.value.requires_grad:
             name = readable(external.name, local, scope)
             raise TraceError(
-                f"{name} requires a gradient, and is no parameter of the model: a plan would give it none; make it one of the "
-                "model, or make the loss function an nn.Module that holds it"
+                f"{name} requires a gradient, but is no parameter of the model, so a plan would not compute its gradient; "
+                "make it a parameter of the model, or make the loss function an nn.Module that holds it"
             )
     return guards
 

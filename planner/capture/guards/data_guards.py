@@ -57,9 +57,9 @@ class DataGuard:
             return
         of = tuple(number(values[i]) for i in self.values) if self.planned_of else ()
         raise MismatchError(
-            f"{location(self.line)} gives {_show(found, of)} for this batch, but gave {_show(self.planned, self.planned_of)} for "
-            "the one that was planned for, and what follows from that is part of the plan: make another plan for such batches, "
-            'or use torch.compile(model, backend="planner"), which asks at each step'
+            f"{location(self.line)} gives {_show(found, of)} for this batch, but gave {_show(self.planned, self.planned_of)} "
+            "for the one that was planned for, and the plan depends on it: make another plan for such batches, "
+            'or use torch.compile(model, backend="planner"), which checks this at each step'
         )
 
 
@@ -105,7 +105,7 @@ class DataGuards:
             for guard in checks:
                 guard.check(values)
         except MismatchError as error:
-            raise TraceError(f"a branch on data cannot be followed: {error}") from error
+            raise TraceError(f"a branch on data cannot be traced: {error}") from error
         return replace(self, checks=checks)
 
     def outcomes(self, step: nn.Module, batch_leaves: Sequence[object], buffers: Mapping[str, torch.Tensor]) -> list[object]:
@@ -140,7 +140,7 @@ class DataGuards:
             nodes = [outputs[i] for i in guard.values]
             if not all(node in interpreter.env for node in nodes):
                 why = str(error).partition("\n")[0]
-                raise MismatchError(f"{location(guard.line)} cannot be asked for this batch: {why}") from error
+                raise MismatchError(f"{location(guard.line)} cannot be checked for this batch: {why}") from error
             guard.check({i: interpreter.env[node] for i, node in zip(guard.values, nodes, strict=True)})
         raise error
 

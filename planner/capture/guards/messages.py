@@ -91,7 +91,7 @@ def explain(part: str, local: Scope, scope: Scope) -> str:
             length=_length(now),
         )
         return text + (" (train() or eval() was called)" if is_mode(part) else "")
-    return f"{readable(code, local, scope)} does not hold any more, as it did when the step was planned"
+    return f"{readable(code, local, scope)} was true when the step was planned, and is not now"
 
 
 def _shown(value: object) -> str:

@@ -104,7 +104,7 @@ class PythonGuards:
             MismatchError: with what changed, from what to what, where it is read, and what to do.
         """
         if (changed := self.replaceable.changed()) is not None:
-            raise MismatchError(changed, f": what it was is part of the plan; {PLAN_AGAIN}")
+            raise MismatchError(changed, f": its value is part of the plan; {PLAN_AGAIN}")
         local = {"self": step, "args": args, "kwargs": kwargs}
         # A mode around the step, such as a counter of FLOPs, changes how tensors are dispatched, but not the step.
         with disable_current_modes() if is_in_torch_dispatch_mode() else nullcontext():
@@ -112,8 +112,8 @@ class PythonGuards:
                 raise self._error(local)
         if self.strides and (strides := _strides(args, kwargs)) != self.strides:
             raise MismatchError(
-                f"the tensors of the batch were laid out with strides {self.strides} when the step was planned, and are with "
-                f"{strides} now, which the step asks for",
+                f"the tensors of the batch had strides {self.strides} when the step was planned, and have {strides} now; the "
+                "step depends on them",
                 f": make them contiguous() as they were, or {PLAN_AGAIN}",
             )
         for external in self.external:
@@ -147,7 +147,7 @@ class PythonGuards:
         if parts and is_mode(parts[0]):
             mode = "train" if "== True" in code_of(parts[0]) else "eval"
             return MismatchError(f"{why}{where}", f". {OTHER_MODE.format(mode=mode)}")
-        return MismatchError(f"{why}{where}", f": it is part of the plan, as it was; {WAYS_OUT}")
+        return MismatchError(f"{why}{where}", f": the plan depends on it; {WAYS_OUT}")
 
 
 def build_guards(

@@ -52,7 +52,7 @@ def _check(function: object) -> None:
 def _refuse(name: str) -> NoReturn:
     where = current_line()
     raise TraceError(
-        f"{where} draws a random number outside PyTorch ({name}), and a plan would use one draw for ever: draw it before the "
-        f"step and pass it with the batch, as a tensor, or use PyTorch's random functions{library_advice(where)}; or "
-        f"{GRAPH_BREAK_ADVICE}"
+        f"{where} draws a random number outside PyTorch ({name}), and a plan would use the same number in every step: draw it "
+        f"before the step and pass it with the batch, as a tensor, or use PyTorch's random functions{library_advice(where)}; "
+        f"or {GRAPH_BREAK_ADVICE}"
     )

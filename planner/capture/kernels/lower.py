@@ -177,7 +177,7 @@ class _KernelLowering:
 
     def _incoming(self, name: str, desc: AOTInput | None) -> Argument | None:
         if not isinstance(desc, TangentAOTInput):
-            raise TraceError(f"Inductor's backward pass reads {name!r}, which its forward pass does not hand on")
+            raise TraceError(f"Inductor's backward pass reads {name!r}, which its forward pass does not return")
         return self._input(desc)
 
     def _write_back(self, desc: AOTInput, value: Argument) -> None:

@@ -75,7 +75,7 @@ class Kernels:
         found = writes.pop()
         if found is None or writes:
             raise TraceError(
-                f"Inductor's code calls {name}, of which it is not known what it writes to: plan with kernels='eager', or "
+                f"Inductor's code calls {name}, and it is not known what that writes to: plan with kernels='eager', or "
                 "keep the op that it comes from out of the model"
             )
         return str(target), replace(found, random=found.random and not _drops_nothing(overloads[0], call))
@@ -96,7 +96,7 @@ def _of_source(name: str, how: str, args: list[ast.expr]) -> Writes:
             written = (i for i, p in enumerate(parameters) if p in names or _WRITTEN.match(p))
         case _:
             raise TraceError(
-                f"Inductor compiled {name} by async_compile.{how}, of which it is not known what it writes to: plan with "
+                f"Inductor compiled {name} by async_compile.{how}, and it is not known what that writes to: plan with "
                 "kernels='eager'"
             )
     return Writes(positions=frozenset(written))

@@ -57,11 +57,11 @@ def parsed(text: str) -> tuple[str, int | None]:
     """
     name, colon, number = text.partition(":")
     if name not in OPTIONS:
-        raise UsageError(f"there is no option {name!r} of a graph: choose of {', '.join(OPTIONS)}")
+        raise UsageError(f"there is no option {name!r} of a graph: choose from {', '.join(OPTIONS)}")
     if not colon:
         return name, None
     if (argument := OPTIONS[name].argument) is None:
-        raise UsageError(f"the option {name!r} takes nothing behind a colon, but {text!r} was given: leave it out")
+        raise UsageError(f"the option {name!r} has no number, but {text!r} was given: write {name!r}")
     if number not in map(str, range(argument.least, argument.most + 1)):
         raise UsageError(
             f"{text!r} has {number!r} {argument.unit}: must be a whole number from {argument.least} to {argument.most}, as in "
@@ -115,8 +115,8 @@ def check_complete(names: Sequence[str]) -> None:
     for name, number in map(parsed, names):
         if (argument := OPTIONS[name].argument) is not None and number is None:
             raise UsageError(
-                f"the option {name!r} needs to know {argument.question}, as {argument.unit} from {argument.least} to "
-                f"{argument.most}: write {OPTIONS[name].to_try!r}"
+                f"the option {name!r} needs a number of {argument.unit} from {argument.least} to {argument.most}, "
+                f"{argument.question}: write {OPTIONS[name].to_try!r}"
             )
 
 

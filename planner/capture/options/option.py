@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 # For options whose ops call operators of eager PyTorch.
 EAGER_KERNELS = MappingProxyType(
-    {Feature.INDUCTOR: "it is found among the kernels of eager PyTorch; leave it out, or take kernels='eager'"}
+    {Feature.INDUCTOR: "the option replaces kernels of eager PyTorch; leave it out, or use kernels='eager'"}
 )
 
 
@@ -25,13 +25,13 @@ class StepOption(Option):
     Attributes:
         apply: returns the step with its ops, whose targets begin with the option's name: ``NAME.more``. Their times are not
             measured.
-        needless: returns the ids of its useless ops in a step with times.
+        useless_ops: returns the ids of its useless ops in a step with times.
         measure: returns the graph of a step with the uses of a limited resource, measured on the real step, or modelled if that
             is None; None if its ops use none.
     """
 
     apply: "Callable[[Capture], Capture]"
-    needless: "Callable[[Capture], Collection[int]]" = lambda _: ()
+    useless_ops: "Callable[[Capture], Collection[int]]" = lambda _: ()
     measure: "Callable[[Capture, RealStep | None], Graph] | None" = None
 
     def accepts(self, capture: "Capture") -> str:

@@ -60,9 +60,9 @@ def with_traced(capture: Capture, names: Sequence[str]) -> Capture:
     return replace(capture, graph=Graph(graph.ops, graph.tensors, graph.kept, provenance, graph.pools))
 
 
-def without_needless(capture: Capture) -> Capture:
+def without_useless_ops(capture: Capture) -> Capture:
     """Return `capture`, whose times are known, without useless ops; their names become part of the provenance."""
-    dropped = {op for option in step_options(traced_with(capture.graph)) for op in option.needless(capture)}
+    dropped = {op for option in step_options(traced_with(capture.graph)) for op in option.useless_ops(capture)}
     if not dropped:
         return capture
     names = sorted(capture.graph.ops[op].name for op in dropped)

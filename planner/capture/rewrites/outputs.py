@@ -38,7 +38,7 @@ CHECKS = (aten._linalg_check_errors.default,)
 
 
 def fix_outputs(graph: fx.Graph) -> None:
-    """Make mutations, the layout of gradients and dead code explicit in `graph`, and drop needless copies, in place.
+    """Make mutations, the layout of gradients and dead code explicit in `graph`, and drop unnecessary copies, in place.
 
     Afterwards the output node lists the loss, the extra outputs and one gradient per input, each gradient a storage of its own
     with the strides that ``AccumulateGrad`` keeps without a copy.
@@ -49,7 +49,7 @@ def fix_outputs(graph: fx.Graph) -> None:
     """
     unwrap_checks(graph)
     check_outputs(graph)
-    _drop_needless_copies(graph)
+    _drop_unnecessary_copies(graph)
     _write_back_mutations(graph, first_backward(graph))
     _separate_gradients(graph)
     remove_dead_code(graph)
@@ -200,7 +200,7 @@ def first_backward(graph: fx.Graph) -> fx.Node:
     raise TraceError("no parameter with requires_grad=True gets a gradient from the loss: there is nothing to train")
 
 
-def _drop_needless_copies(graph: fx.Graph) -> None:
+def _drop_unnecessary_copies(graph: fx.Graph) -> None:
     """Make readers of a copy read the original.
 
     Autograd copies what its backward pass needs before an in-place operation overwrites it (``hardtanh_``); here nothing but the

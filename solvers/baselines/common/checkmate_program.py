@@ -105,7 +105,7 @@ class CheckmateModel:
             return None
         return (
             f"Checkmate's program for {self.ops:,} ops has {count:,} variables R and S, more than {MOST_BINARIES:,}, "
-            "which this solver takes on: use the solver windows"
+            "the most that this solver supports: use the solver windows"
         )
 
     @property

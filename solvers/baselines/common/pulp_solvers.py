@@ -81,7 +81,7 @@ def check_clock(clock: Clock) -> None:
         PlannerError: it counts work.
     """
     if clock.counts_work:
-        raise PlannerError("solvers that PuLP calls cannot be ended by work: give a time limit, or use the solver windows")
+        raise PlannerError("solvers that PuLP calls cannot be limited by work: give a time limit, or use the solver windows")
 
 
 def solve_model(model: CheckmateModel, name: str, absolute_gap_s: float, request: Request) -> PulpAnswer:

@@ -31,15 +31,15 @@ def _prune_recomputations(
     for _ in range(passes):
         if should_stop():
             break
-        needless = _needless(problem, trial, budget_bytes)
-        if not needless:
+        unnecessary = _unnecessary(problem, trial, budget_bytes)
+        if not unnecessary:
             break
-        computed = [op for position, op in enumerate(trial.order.computed) if position not in needless]
+        computed = [op for position, op in enumerate(trial.order.computed) if position not in unnecessary]
         trial = try_out(problem, order_of(problem, computed, instead=trial.order.instead, detail=detail))
     return trial
 
 
-def _needless(problem: Problem, trial: Trial, budget_bytes: int) -> set[int]:
+def _unnecessary(problem: Problem, trial: Trial, budget_bytes: int) -> set[int]:
     """Return the positions of executions in `trial` that can be removed together, at most one of each op."""
     memory = np.array(trial.memory_bytes)
     last_use: dict[int, int] = {}
@@ -52,9 +52,9 @@ def _needless(problem: Problem, trial: Trial, budget_bytes: int) -> set[int]:
             longer_lives.append((-problem.time_s[op], position, lives))
         for t in (*problem.inputs[op], *problem.outputs[op]):
             last_use[t] = position
-    needless = set[int]() if problem.places.plain else _for_nothing(problem, trial)
-    if needless:
-        return needless
+    unnecessary = set[int]() if problem.places.plain else _for_nothing(problem, trial)
+    if unnecessary:
+        return unnecessary
     shortened: set[int] = set()
     for _, position, lives in sorted(longer_lives):
         if trial.order.computed[position] in shortened:
@@ -65,15 +65,15 @@ def _needless(problem: Problem, trial: Trial, budget_bytes: int) -> set[int]:
             longer[since - begin :] += size
         if (longer <= budget_bytes).all():
             memory[begin:position] = longer
-            needless.add(position)
+            unnecessary.add(position)
             shortened.add(trial.order.computed[position])
-    return needless
+    return unnecessary
 
 
 def _for_nothing(problem: Problem, trial: Trial) -> set[int]:
     """Return the positions of executions whose outputs are neither kept nor read before they are recomputed."""
     wanted: set[int] = set()
-    needless: set[int] = set()
+    unnecessary: set[int] = set()
     earlier: set[int] = set()
     made_before: list[frozenset[int]] = []
     for op in trial.order.computed:
@@ -83,11 +83,11 @@ def _for_nothing(problem: Problem, trial: Trial) -> set[int]:
         op = trial.order.computed[position]
         of_use = any(t in wanted or (problem.kept[t] and t not in made_before[position]) for t in problem.outputs[op])
         if not trial.order.first[position] and not of_use:
-            needless.add(position)
+            unnecessary.add(position)
             continue
         wanted.difference_update(t for t in problem.outputs[op] if not problem.kept[t])
         wanted.update(problem.inputs[op])
-    return needless
+    return unnecessary
 
 
 def prune_with_transfers(

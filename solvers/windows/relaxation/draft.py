@@ -107,10 +107,10 @@ class ModelDraft(ProgramBuilder):
         return [*self.repeat(k, t), *_found(self.fetched, (k, t))]
 
     def room(self, k: int, t: int) -> list[int]:
-        """Return the columns that give t its memory in window k: S[k,t], and those of ``made_anew``."""
-        return [*_found(self.handed, (k, t)), *self.made_anew(k, t)]
+        """Return the columns that give t its memory in window k: S[k,t], and those of ``allocated``."""
+        return [*_found(self.handed, (k, t)), *self.allocated(k, t)]
 
-    def made_anew(self, k: int, t: int) -> list[int]:
+    def allocated(self, k: int, t: int) -> list[int]:
         """Return the columns of R[k,p] and A[k,t], if they exist: memory is allocated for t in window k."""
         return [*self.repeat(k, t), *_found(self.taken, (k, t))]
 

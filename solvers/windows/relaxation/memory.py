@@ -24,7 +24,7 @@ def add_memory_at_end(draft: ModelDraft, k: int) -> None:
         values: list[float] = []
         taken = 0
         counted: list[int] = []
-        for t in _beside(draft, v, range(end + 1)):
+        for t in _other_tensors(draft, v, range(end + 1)):
             if problem.kept[t] and problem.settled[t] <= end:
                 taken += problem.sizes[t]
             elif (column := draft.handed.get((k + 1, t))) is not None:
@@ -52,7 +52,7 @@ def add_memory_inside(draft: ModelDraft) -> None:
         last, end = places.last[v], draft.detail.ends[k]
         if last != end:  # at the end of a window row 5 is exact
             read = _wanted(draft, range(last + 1, end + 1))
-            beside = _made_only_before(draft, _beside(draft, v, range(last + 1)), range(last + 1, end + 1))
+            beside = _made_only_before(draft, _other_tensors(draft, v, range(last + 1)), range(last + 1, end + 1))
             _add_memory_of_place(draft, k, v, *_certain(draft, k, beside, read, last))
 
 
@@ -94,7 +94,7 @@ def memory_of_repeat(draft: ModelDraft, k: int, x: int) -> tuple[list[int], list
     problem, places, start = draft.problem, draft.problem.places, draft.starts[k]
     window = range(start, draft.detail.ends[k] + 1)
     read = _wanted(draft, window) if draft.detail.is_single(k) else {}
-    beside = _made_only_before(draft, _beside(draft, x, range(start)), window)
+    beside = _made_only_before(draft, _other_tensors(draft, x, range(start)), window)
     (taken, columns, values), _ = _certain(draft, k, beside, read, start - 1)
     # Kept outputs are in memory twice, if they have certainly been produced.
     twice = [t for t in problem.outputs[x] if problem.kept[t]]
@@ -128,7 +128,7 @@ def _made_only_before(draft: ModelDraft, tensors: Iterable[int], ops: range) -> 
     return [t for t in tensors if not any(p in ops and not places.optional[p] for p in problem.producers[t])]
 
 
-def _beside(draft: ModelDraft, op: int, producers: Iterable[int]) -> Iterator[int]:
+def _other_tensors(draft: ModelDraft, op: int, producers: Iterable[int]) -> Iterator[int]:
     """Return the nonempty tensors that `producers` produce first, outside held(op)."""
     problem = draft.problem
     own, first = problem.held[op], problem.producer
@@ -154,8 +154,8 @@ def _certain(draft: ModelDraft, k: int, tensors: Iterable[int], read: Mapping[in
         elif t in read:
             wanted, of_readers, ones = read[t]
             taken += size * int(wanted)
-            columns += (anew := draft.brought(k, t))
-            values += [-size] * len(anew)
+            columns += (allocated := draft.brought(k, t))
+            values += [-size] * len(allocated)
             columns += of_readers
             values += [size * one for one in ones]
         elif (k + 1, t) in draft.handed:
@@ -169,10 +169,10 @@ def _certain(draft: ModelDraft, k: int, tensors: Iterable[int], read: Mapping[in
 
 def _lasts(draft: ModelDraft, k: int, t: int) -> int:
     """Return the column of H[k,t] >= S[k+1,t] - R[k,p(t)] - A[k,t], or of S if p(t) is not recomputed nor t reloaded."""
-    anew = draft.made_anew(k, t)
-    if not anew:
+    allocated = draft.allocated(k, t)
+    if not allocated:
         return draft.handed[k + 1, t]
     if (k, t) not in draft.lasting:
         column = draft.lasting[k, t] = draft.column()
-        draft.add_row([column, draft.handed[k + 1, t], *anew], [1.0, -1.0] + [1.0] * len(anew), 0.0, np.inf)
+        draft.add_row([column, draft.handed[k + 1, t], *allocated], [1.0, -1.0] + [1.0] * len(allocated), 0.0, np.inf)
     return draft.lasting[k, t]

@@ -98,7 +98,7 @@ class NarrowModel:
         for share in self.params.coarse_capacities:
             if search.stopping.enough():
                 break
-            search.progress.tell("looking for what is worth executing again")
+            search.progress.tell("looking for recomputations that pay")
             model = build_relaxation(replace(small, capacity_bytes=int(share * small.capacity_bytes)), coarse)
             answer = solve_part(search, model.program, self.params.coarse_limit, gap=search.stopping.tolerance)
             if answer.values is None:

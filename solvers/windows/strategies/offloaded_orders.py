@@ -42,7 +42,7 @@ class OffloadedOrders(Strategy):
         search, until = self.search, self.search.clock.now + limit
 
         def ended() -> bool:
-            search.progress.tell("offloading what is not needed now")
+            search.progress.tell("offloading tensors that are not needed soon")
             return search.stopping.enough() or search.clock.now > until
 
         for order in offloaded_orders(search.problem, should_stop=search.stopping.polled(WORK_PER_EVICTION, ended)):

@@ -107,7 +107,7 @@ class _Moves:
         self._inputs = [set_of(inputs) for inputs in problem.inputs]
         self._outputs = [set_of(outputs) for outputs in problem.outputs]
         # An op needs memory for its outputs and workspace, except outputs that overwrite inputs, which are then gone.
-        self._ways = [_ways(problem, i) for i in range(problem.ops)]
+        self._overwriting_choices = [_overwriting_choices(problem, i) for i in range(problem.ops)]
         # For each number of executed ops the tensors that are kept or may still be read.
         self._may_serve = [
             set_of(t for t, last in enumerate(problem.last_use) if problem.kept[t] or last >= done)
@@ -127,7 +127,7 @@ class _Moves:
             marked = watch.during(marks, i, done, live, there)
             if marked is None:
                 continue
-            for needed_bytes, over in self._ways[i]:
+            for needed_bytes, over in self._overwriting_choices[i]:
                 if live_bytes + needed_bytes <= problem.capacity_bytes:
                     after = there & self._may_serve[reached] & ~over
                     following = reached, after, watch.after(marked, reached, after)
@@ -139,7 +139,7 @@ class _Moves:
                 yield 0.0, (done, rest, watch.after(marks, done, rest)), live_bytes - problem.sizes[t], -1
 
 
-def _ways(problem: Problem, i: int) -> list[tuple[int, int]]:
+def _overwriting_choices(problem: Problem, i: int) -> list[tuple[int, int]]:
     """Return the memory that op i needs in addition, for each choice of overwritten inputs, which is returned too."""
     over = [t for t in problem.inputs[i] if problem.may_overwrite(i, t)]
     inside = [t for t in problem.inputs[i] if t not in over]

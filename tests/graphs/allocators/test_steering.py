@@ -60,7 +60,7 @@ class Replay:
                 for index in [index for index, requested in now if requested]:
                     block = blocks[index] = self.allocator.alloc(self.step.buffers[index].size, pool=POOL)
                     self.places[index] = replace(block)
-                act(self.steering.behind, time)
+                act(self.steering.after, time)
         for block in blocks.values():
             self.allocator.free(block)
 
@@ -96,7 +96,7 @@ def test_requests_get_their_addresses_in_each_step(buffers: dict[int, tuple[int,
 def test_nothing_is_done_where_best_fit_chooses_the_address() -> None:
     step = training((0, 3, 4), (1, 3, 2), (3, 4, 6))
     steering = steer(step, holes((0, 4), (4, 2), (0, 6)), 10 * MIB)
-    assert not any(steering.before.values()) and not any(steering.behind.values()) and not steering.missed
+    assert not any(steering.before.values()) and not any(steering.after.values()) and not steering.missed
 
 
 def test_a_fragmented_step_fits_its_live_bytes_when_steered() -> None:
@@ -118,7 +118,7 @@ def test_what_is_left_of_a_hole_is_held_with_its_tensor() -> None:
     steering = steer(step, holes((0, 12), (12, 2), (12, 2)), 14 * MIB)
     assert not steering.missed and steering.pool_bytes == 14 * MIB
     rest = Hold(int(1.5 * MIB))
-    assert rest in steering.behind[0] or rest in steering.before[0]
+    assert rest in steering.after[0] or rest in steering.before[0]
 
 
 def test_holes_side_by_side_of_one_op_are_one_to_the_allocator() -> None:

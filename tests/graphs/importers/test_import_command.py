@@ -39,7 +39,7 @@ def test_errors_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     for file, output, code, words in [
         (model, tmp_path / "other.json", 1, "is a file of this planner already"),
         (tmp_path / "absent.json", tmp_path / "other.json", 1, "there is no such file"),
-        (model, model, 2, "is read for this: name another file"),
+        (model, model, 2, "is an input of this command: name another file"),
         (model, tmp_path / "nowhere" / "other.json", 1, "there is no folder"),
     ]:
         assert main(["import", str(file), "-o", str(output), "--quiet"]) == code

@@ -47,7 +47,7 @@ def test_columns_may_have_any_order_and_the_published_names(text: str, tmp_path:
         ("id,lower,upper,size\na,0,3,1e9\n", "must be a whole number"),
         ("id,lower,upper,size\na,0,3,99999999999999999999999\n", r"must be at most 2\^62"),
         ("id,lower,upper,size\na,0,3,4\nb,2,5", "line 3 has 3 fields, and the header 4: the file may be cut short"),
-        ("id,lower,upper,size\na,0,3,4\na,2,5,6\n", "line 3: the id 'a' is that of line 2 too"),
+        ("id,lower,upper,size\na,0,3,4\na,2,5,6\n", "line 3: the id 'a' is also that of line 2"),
         ("id,lower,upper,size\n,0,3,4\n", "line 2 has no id"),
         ('id,lower,upper,size\n"a,0,3,4\n', "not CSV"),
         ("id,lower,upper,size,alignment\na,0,3,4,0\n", "has an alignment of 0"),

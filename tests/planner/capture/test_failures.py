@@ -132,11 +132,11 @@ def scripted(m: Any, x: torch.Tensor) -> torch.Tensor:
             r"\(return m.inner\(x\) \* torch.initial_seed\(\)\) asks PyTorch for a value that is no tensor \(initial_seed: int\)",
         ),
         (listed, r"cannot be captured as one graph: Tensor.tolist\(\) with .*\(return m.inner\(x\) \* m.inner\(x\).tolist\(\)"),
-        (checked, r"\(return distributions.Normal.* checks the values it is given, .*: leave out validate_args=True"),
+        (checked, r"\(return distributions.Normal.* checks its arguments, .*: leave out validate_args=True"),
         (packed, r"\(packed = nn.utils.rnn.pack.* packs a sequence, .*: give the padded batch to the layer, and take"),
         (
             scripted,
-            r"\(return m.inner\(SCRIPTED\(x\)\)\) calls a module of torch.jit, .*: give the nn.Module that it was made of",
+            r"\(return m.inner\(SCRIPTED\(x\)\)\) calls a module of torch.jit, .*: use the nn.Module that it was made from",
         ),
         (solved, r"\(return torch.linalg.lstsq.* calls aten.linalg_lstsq.default, whose result has a size"),
     ],

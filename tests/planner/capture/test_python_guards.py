@@ -270,7 +270,7 @@ def test_external_parameter_raises_but_trains_in_a_loss_module(batch: tuple[torc
         def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
             return F.mse_loss(self.inner(output), target)
 
-    with pytest.raises(TraceError, match=r"criterion\.(weight|bias) requires a gradient, and is no parameter of the model"):
+    with pytest.raises(TraceError, match=r"criterion\.(weight|bias) requires a gradient, but is no parameter of the model"):
         planner.compile(Net(), lambda output, target: F.mse_loss(criterion(output), target), batch, budget="100%")
     planner.compile(Net(), Criterion(), batch, budget="100%")(*batch).backward()
     assert criterion.weight.grad is not None

@@ -150,7 +150,7 @@ def test_layout_queried_by_the_step_is_guarded(batch: tuple[torch.Tensor, torch.
     other = x.t().contiguous().t()
     step = planner.compile(AsksForLayout(), F.mse_loss, batch, budget="100%", passes=1)
     step(x, y)
-    with pytest.raises(MismatchError, match=r"laid out with strides \(\(4, 1\), \(4, 1\)\) .* are with \(\(1, 6\), \(4, 1\)\)"):
+    with pytest.raises(MismatchError, match=r"had strides \(\(4, 1\), \(4, 1\)\) .* have \(\(1, 6\), \(4, 1\)\)"):
         step(other, y)
     other_step = planned(batch)  # which does not ask
     assert torch.allclose(other_step(other, y), other_step(x, y))

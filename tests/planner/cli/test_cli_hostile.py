@@ -140,7 +140,7 @@ EDITS: list[tuple[dict[str, Any], str]] = [
     ({"time_s": 14.0}, "says a step time of 14.0 s, but its schedule takes 15.0 s"),
     ({"bound_s": 15.5}, "no schedule takes less than 15.5 s, but its own takes 15 s"),
     ({"bound_s": 12.0, "status": "optimal"}, "that it is optimal, but its gap of 25.0000% is over the tolerance of 0.1000%"),
-    ({"bound_s": None, "status": "optimal"}, "that it is optimal, but nothing of how fast a schedule could be"),
+    ({"bound_s": None, "status": "optimal"}, "that it is optimal, but has no lower bound"),
 ]
 
 
@@ -273,7 +273,7 @@ def test_descriptors_are_told_from_files(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("output", "said"),
-    [("", "is empty"), ("a\0b", "a\\x00b cannot be written"), ("x" * 300, "name too long"), ("loop", "lead round in a circle")],
+    [("", "is empty"), ("a\0b", "a\\x00b cannot be written"), ("x" * 300, "name too long"), ("loop", "form a loop")],
 )
 def test_what_is_no_name_of_a_file_is_one_error(output: str, said: str, graph_file: Path, capsys: Any, monkeypatch: Any) -> None:
     monkeypatch.chdir(graph_file.parent)

@@ -60,7 +60,7 @@ def test_a_work_limit_gives_the_same_plan_each_time(graph_file: Path, tmp_path: 
     assert plans[0]["settings"]["work_limit"] == 5.0
     assert "first_slice" not in call(capsys, "info", tmp_path / "one.json").out  # parameters are for machines
     beaten = call(capsys, "solve", graph_file, "--budget", "70%", "--work-limit", "5", "--solver", "checkmate")
-    refused(beaten, 1, "solvers that PuLP calls cannot be ended by work", "use the solver windows")
+    refused(beaten, 1, "solvers that PuLP calls cannot be limited by work", "use the solver windows")
 
 
 def test_solve_says_when_nothing_fits(graph_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -74,7 +74,7 @@ def test_solve_says_when_nothing_fits(graph_file: Path, capsys: pytest.CaptureFi
 def test_solve_refuses_before_it_starts(graph_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = graph_file.read_text()
     for output, code, word in [
-        (graph_file, 2, "is read for this: name another file"),
+        (graph_file, 2, "is an input of this command: name another file"),
         (tmp_path, 1, "is a folder"),
         (tmp_path / "none" / "plan.json", 1, "there is no folder"),
     ]:

@@ -59,7 +59,7 @@ def test_the_command_varies_another_size_with_options(capsys: pytest.CaptureFixt
         (["zoo:mlp", "--budget", "8GB", "--vary", "seq"], 2, "name another with --vary"),
         (["zoo:mlp", "--budget", "8GB", "--multiple-of", "8", "--limit", "7"], 2, "--limit 7 is below --multiple-of 8"),
         (["zoo:mlp"], 2, "--budget"),
-        (["zoo:mlp", "--budget", "60%"], 2, "a part of a peak that changes with the batch"),
+        (["zoo:mlp", "--budget", "60%"], 2, "a share of a peak, which changes with the batch"),
         (["zoo:mlp", "--budget", "8"], 2, "has no unit"),
         (["zoo:mlp", "--budget", "8GB", "--limit", "0"], 2, "--limit"),
         (["zoo:mlp,batch=x", "--budget", "8GB"], 2, "a size that varies is a whole number above 0"),

@@ -32,7 +32,7 @@ def test_graphs_without_a_fit_raise() -> None:
         sample_sizes(3)
     with pytest.raises(GraphError, match="make no grid"):
         GraphFit({(4,): training_chain(4)})
-    with pytest.raises(GraphError, match=r"other ops at sizes \(2,\)"):
+    with pytest.raises(GraphError, match=r"different ops at sizes \(2,\)"):
         GraphFit({(4,): training_chain(4), (3,): training_chain(4), (2,): training_chain(5)})
 
 

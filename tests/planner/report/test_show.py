@@ -249,7 +249,7 @@ def test_what_cannot_be_shown_is_one_error(files: tuple[str, str], tmp_path: Pat
     html = str(tmp_path / "report.html")
     for arguments, code, said in (
         ([files[0], "--graph", files[1]], 2, "nothing to write: name a page (-o report.html)"),
-        ([files[0], "--graph", files[1], "-o", files[0]], 2, "is read for this: name another file"),
+        ([files[0], "--graph", files[1], "-o", files[0]], 2, "is an input of this command: name another file"),
         ([files[0], "--graph", str(other), "-o", html], 1, "the plan is for another graph"),
         ([files[0], "--graph", files[1], "-o", str(tmp_path / "no" / "r.html")], 1, "there is no folder"),
     ):

@@ -192,11 +192,13 @@ def test_what_cannot_be_recorded_is_refused() -> None:
         pass
 
     workload = dropout_and_norm()
-    with pytest.raises(PlannerError, match="model on the CPU: it is for models on a CUDA device: leave it out"):
+    with pytest.raises(
+        PlannerError, match="model on the CPU: a CUDA graph needs a model on a CUDA device: leave out cuda_graph=True"
+    ):
         planner.compile(*make("tied"), budget="8GB", cuda_graph=True)
     with pytest.raises(PlannerError, match="one for each size: leave out cuda_graph=True, or dynamic=True"):
         planner.compile(*workload, budget="8GB", cuda_graph=True, dynamic=True)
-    with pytest.raises(PlannerError, match="several processes: leave out cuda_graph=True"):
+    with pytest.raises(PlannerError, match="a single process only: leave out cuda_graph=True"):
         Planning(
             Unwrapped(workload.model, Several()),
             workload.loss_fn,

@@ -87,7 +87,7 @@ def test_a_host_without_room_for_copies_of_all_sizes_is_one_error() -> None:
         step, channels = recorded_step(workload, seed=3)
         needed = channels.memory.allocated_bytes
         del step, channels
-        with pytest.raises(CopyError, match=r"a CUDA graph keeps a place for copies of each size; raise host_budget="):
+        with pytest.raises(CopyError, match=r"a CUDA graph keeps memory for copies of each size; raise host_budget="):
             recorded_step(workload, seed=3, host_bytes=needed - 1)
         recorded_step(workload, seed=3, host_bytes=needed)
         gc.collect()

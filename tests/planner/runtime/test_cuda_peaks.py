@@ -111,7 +111,7 @@ def test_a_run_says_what_libraries_keep() -> None:
     assert report.measured_peak_bytes <= report.budget_bytes and report.identical
     assert report.library_bytes == run_data(report)["library_bytes"] == LIBRARY_BYTES
     text = run_text(report)
-    assert "69.21 MB of workspaces that libraries keep are beside it" in text
+    assert "69.21 MB of workspaces that libraries keep are not in it" in text
     assert report.predicted_reserved_bytes == plan.reserved_bytes == report.needed_bytes <= report.budget_bytes
     assert report.reserved_bytes is not None
     (row,) = (line.split() for line in text.splitlines() if "reserved memory" in line)

@@ -126,7 +126,7 @@ def test_tagged_operators_are_computed_again_with_the_same_numbers(x: torch.Tens
 
 
 def test_a_generator_of_its_own_is_found_by_what_it_makes(x: torch.Tensor) -> None:
-    with pytest.warns(UserWarning, match="makes other bits when it is executed again"):
+    with pytest.warns(UserWarning, match="returns different bits when it is executed again"):
         step = planned(Net(OF_ITS_OWN), x, compare_eager=False)
     assert not computed_again(step, "planner_tests")
 

@@ -38,7 +38,9 @@ def test_room_is_made_of_what_nobody_uses_once_its_copies_have_ended() -> None:
     assert memory.take(1500).size_bytes == 1500
     assert all(copy.ended for copy in copies) and not waiting[0].ended
     assert memory.allocated_bytes == 4500 and memory.used_bytes == 3500
-    with pytest.raises(CopyError, match=r"a copy of 7.00 kB finds 3.50 kB of the host's memory in use, .* may take 10.00 kB"):
+    with pytest.raises(
+        CopyError, match=r"a copy of 7.00 kB does not fit: 3.50 kB of the host's memory are in use, .* may use 10.00 kB"
+    ):
         memory.take(7000)
     assert waiting[0].ended and memory.used_bytes == memory.allocated_bytes == 3500
     assert memory.peak_bytes == 9000 and held.size_bytes == 2000

@@ -14,8 +14,8 @@ from graphs.schedule import Compute, Schedule, keep_everything
 from graphs.simulate import simulate
 from planner import running, tracing
 from planner.capture.lowering.lower import Capture
-from planner.capture.options.kernels.worth import needless
-from planner.capture.options.traced import without_needless
+from planner.capture.options.kernels.worth import useless_ops
+from planner.capture.options.traced import without_useless_ops
 from planner.capture.replay import RealStep
 from planner.capture.step import TrainingStep
 from planner.passes.program import Call, Ref
@@ -165,8 +165,8 @@ def test_what_is_neither_faster_nor_smaller_is_left_out() -> None:
         replace(op, time_s=1.0 if op.id in slow else 0.1, workspace_bytes=10**6 if op.optional else 0) for op in graph.ops
     )
     measured = replace(capture, graph=replace(graph, ops=ops))
-    assert needless(measured) >= slow
-    left = without_needless(measured)
+    assert useless_ops(measured) >= slow
+    left = without_useless_ops(measured)
     assert [op.name for op in left.graph.ops if op.optional and op.name in {graph.ops[i].name for i in slow}] == []
     assert len(left.graph.ops) == len(left.program.calls) == len(left.nodes)
     assert set(left.graph.provenance["left_out"]) >= {graph.ops[i].name for i in slow}
@@ -177,4 +177,4 @@ def test_what_is_much_faster_is_kept() -> None:
     graph = capture.graph
     fast = {op.id for op in ops_by(graph, "native")}
     ops = tuple(replace(op, time_s=0.1 if op.id in fast else 1.0) for op in graph.ops)
-    assert needless(replace(capture, graph=replace(graph, ops=ops))).isdisjoint(fast)
+    assert useless_ops(replace(capture, graph=replace(graph, ops=ops))).isdisjoint(fast)

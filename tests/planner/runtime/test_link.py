@@ -18,7 +18,7 @@ from planner.profiling.link import MEASURED_LINK, LinkProfile, LinkRates, measur
 from planner.runtime import link
 from planner.runtime.channels import HostChannels
 from planner.runtime.host_memory import HostTensor
-from planner.runtime.link import link_beside
+from planner.runtime.link import link_during_step
 from planner.tracing import trace
 from tests.support.cuda_device import cuda_device, on_device
 from tests.support.cuda_device.streams import BYTES_PER_S, LAUNCH_S
@@ -65,7 +65,7 @@ class KnownChannels(HostChannels):
 
 def link_of(workload: Workload) -> LinkProfile:
     captured = capture(*workload)
-    return link_beside(captured, real_static(captured, TrainingStep(workload.model, workload.loss_fn), workload.batch), 0.0)
+    return link_during_step(captured, real_static(captured, TrainingStep(workload.model, workload.loss_fn), workload.batch), 0.0)
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["apart", "one lane"])
@@ -119,7 +119,7 @@ def vars_of(rates: LinkRates) -> tuple[float, ...]:
 
 
 def test_a_step_that_is_not_run_has_none() -> None:
-    with pytest.raises(UsageError, match="roofline= does not go with measure_link=True: nothing is run"):
+    with pytest.raises(UsageError, match="roofline= does not go with measure_link=True: with a roofline nothing is run"):
         trace(*make("tied"), roofline="h200", measure_link=True)
 
 

@@ -172,7 +172,9 @@ def test_more_than_the_host_may_hold() -> None:
     memory.capacity_bytes = memory.peak_bytes
     first = step(*workload.batch)
     before = state(step)
-    with pytest.raises(CopyError, match=r"finds .* of the host's memory in use, and the step may take .* or raise host_budget="):
+    with pytest.raises(
+        CopyError, match=r"does not fit: .* of the host's memory are in use, and the step may use .* or raise host_budget="
+    ):
         step(*workload.batch)
     assert same(before, state(step))
     first.backward()

@@ -239,5 +239,5 @@ def test_what_cannot_be_run_is_refused() -> None:
     calls = list(offered.program.calls)
     calls[op.replaces[0]] = call_of(Call(torch.ops.aten.empty.memory_format, ([1],), {"device": torch.device("meta")}), ())
     named = replace(offered, program=replace(offered.program, calls=tuple(calls)))
-    with pytest.raises(GraphError, match=f"op '{op.name}' cannot be called elsewhere than on cpu: it names another device"):
+    with pytest.raises(GraphError, match=f"op '{op.name}' cannot be called elsewhere than on cpu: it names a device"):
         Executor(named, schedule, workload.model, workload.loss_fn)

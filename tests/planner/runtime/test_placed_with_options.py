@@ -139,7 +139,9 @@ def test_the_host_holds_no_more_than_it_may() -> None:
     loss = executor(*workload.batch)
     assert memory.used_bytes
     before = state(executor)
-    with pytest.raises(CopyError, match=r"of the host's memory in use, and the step may .* call backward\(\) before the next"):
+    with pytest.raises(
+        CopyError, match=r"of the host's memory are in use, and the step may .* call backward\(\) before the next"
+    ):
         executor(*workload.batch)
     assert all(torch.equal(value, before[name]) for name, value in state(executor).items())
     del loss

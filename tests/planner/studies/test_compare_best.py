@@ -74,7 +74,7 @@ def test_what_does_not_apply_says_so_and_is_not_out_of_memory(rows: list[Compari
             assert "does not apply" in row.message
             assert cell_text(row) == "does not apply"
     assert table_text(rows).count("| does not apply |") == 3
-    assert "does not apply: the method is not for this model" in table_text(rows)
+    assert "does not apply: the method does not support this model" in table_text(rows)
 
 
 def test_what_needs_more_is_out_of_memory(tmp_path: Path) -> None:

@@ -232,7 +232,7 @@ def test_with_copies_to_the_host(tmp_path: Path, capsys: pytest.CaptureFixture[s
     [
         (("model.json",), "is a graph"),
         (("zoo:mlp", "--roofline", "h200"), "nothing is run"),
-        (("zoo:mlp", "--memory", "reserved"), "which are allocated bytes"),
+        (("zoo:mlp", "--memory", "reserved"), "peaks in allocated bytes"),
     ],
 )
 def test_only_models_that_run_are_measured(

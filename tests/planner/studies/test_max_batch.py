@@ -260,7 +260,7 @@ def test_a_line_through_two_graphs_gives_the_third() -> None:
         assert [op.time_s for op in graph.ops] == pytest.approx([op.time_s for op in chain(batch).ops])
         assert has_same_ops(graph, chain(batch))
     other = replace(chain(4), kept=frozenset())
-    with pytest.raises(GraphError, match=r"other ops at sizes \(4,\)"):
+    with pytest.raises(GraphError, match=r"different ops at sizes \(4,\)"):
         GraphFit({(2,): chain(2), (4,): other})
 
 

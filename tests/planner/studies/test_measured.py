@@ -187,7 +187,7 @@ def test_blocks_some_steps_below_the_model() -> None:
     model = workload.load(workload.parse_spec("zoo:unet,batch=1,size=32,channels=4")).model
     assert blocks_at(model, 1) == [model.stem, *model.down, *model.up]
     assert {"depth": 1} in block_choices(model)
-    with pytest.raises(ModelError, match="UNet has no blocks: nothing 2 steps inside"):
+    with pytest.raises(ModelError, match="UNet has no blocks: no module 2 levels below"):
         blocks_at(model, 2)
 
 

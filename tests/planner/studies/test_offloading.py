@@ -93,5 +93,5 @@ def test_a_stash_of_five_stays_and_small_tensors_and_parameters_do_too() -> None
 def test_a_host_without_room_is_a_row_that_says_so() -> None:
     channels = HostChannels(torch.device("cpu"), 1000)
     row = Benchmark(make("resnet18"), host=channels.memory).enter(save_on_cpu(channels))
-    assert row.error is not None and "finds" in row.error and "of the host's memory in use" in row.error
+    assert row.error is not None and "does not fit" in row.error and "of the host's memory are in use" in row.error
     assert row.peak_bytes is None and not math.isnan(channels.memory.used_bytes)

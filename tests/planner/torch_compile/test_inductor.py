@@ -64,10 +64,12 @@ def solved(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Graph, Plan]]:
     return found
 
 
-def run(workload: Workload, budget: str | int | None, *, steps: int = 2, choices: Sequence[str] = ()) -> tuple[StepOutcome, int]:
+def run(
+    workload: Workload, budget: str | int | None, *, steps: int = 2, choices: Sequence[str] = (), **given: Any
+) -> tuple[StepOutcome, int]:
     """What the last of some steps leaves behind, and its peak; None: of ``torch.compile`` itself."""
     model = copy.deepcopy(workload.model)
-    planned = {"budget": budget, "kernels": "inductor", "options": choices}
+    planned = {"budget": budget, "kernels": "inductor", "options": choices, **given}
     options: dict[str, Any] = {"backend": "planner", "options": planned}
     torch.compiler.reset()
     compiled: Callable[..., Any] = torch.compile(model, dynamic=False, **(options if budget is not None else {}))
@@ -110,6 +112,18 @@ def test_outputs_written_over_inputs_leave_the_bits_of_torch_compile(solved: lis
     assert tight <= solved[1][1].budget_bytes + 2 * workload.batch[0].nbytes
 
 
+def test_in_place_and_offload_together_leave_the_bits_of_torch_compile(solved: list[tuple[Graph, Plan]]) -> None:
+    workload = mlp()
+    wanted, _ = run(workload, None)
+    found, peak_bytes = run(workload, "75%", choices=["in-place", "offload"], link="1000GB/s", host_budget="1MB")
+    assert not wanted.differences(found)
+    ((graph, plan),) = solved
+    assert plan.copied > 0
+    written_over, apart = (simulate(how, plan.schedule).memory_bytes for how in (graph, graph.out_of_place()))
+    assert sum(written_over) < sum(apart)
+    assert peak_bytes <= plan.budget_bytes + 2 * workload.batch[0].nbytes
+
+
 @pytest.mark.slow
 def test_dropout_as_eager_draws_it_is_the_same_when_computed_again(solved: list[tuple[Graph, Plan]]) -> None:
     workload = mlp(dropout=0.3)
@@ -135,5 +149,5 @@ def test_what_is_not_trained_is_compiled_as_it_is() -> None:
 
 
 def test_times_of_kernels_are_not_modelled() -> None:
-    with pytest.raises(PlannerError, match="roofline= does not go with kernels='inductor': it models ATen's ops"):
+    with pytest.raises(PlannerError, match="roofline= does not go with kernels='inductor': a roofline models ATen's ops"):
         settings_of({"budget": "1GB", "kernels": "inductor", "roofline": "h100"})

@@ -151,8 +151,8 @@ def test_a_kept_plan_of_an_overhead_is_used_again(tmp_path: Any, recwarn: pytest
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({}, "give a budget or max_overhead, one of them, and not neither"),
-        ({"budget": "1GB", "max_overhead": 0.1}, "one of them, and not both"),
+        ({}, "give either a budget or max_overhead, not neither"),
+        ({"budget": "1GB", "max_overhead": 0.1}, "give either a budget or max_overhead, not both"),
         ({"max_overhead": "x"}, "max_overhead is 'x': must be a fraction"),
         ({"max_overhead": 0.1, "kernels": "inductor"}, "max_overhead= does not go with kernels='inductor'"),
     ],

@@ -128,7 +128,7 @@ def spoil_status(text: str) -> str:
         (spoil_measured_peak, "its measured peak here is .*, over its budget of"),
         (spoil_peak, "a peak of 1 B, but its tensors alone take"),
         (spoil_peak_without_recomputation, r"its budget is \d+ B, and \d+ B was asked for"),
-        (spoil_time, "a step time of .*, but its schedule executes nothing again"),
+        (spoil_time, "a step time of .*, but its schedule recomputes nothing"),
         (spoil_bound, "that no schedule takes less than .*, but its own takes"),
         (spoil_status, "that it is optimal, but its gap of 100.* is over the tolerance"),
     ],
@@ -137,7 +137,7 @@ def test_a_spoiled_plan_is_replaced(spoil: Any, said: str, tmp_path: Path, solve
     compiled_with_cache(tmp_path)
     (path,) = tmp_path.iterdir()
     path.write_text(spoil(path.read_text()))
-    with pytest.warns(UserWarning, match=f"cannot be used and is made again: .*({said})"):
+    with pytest.warns(UserWarning, match=f"cannot be used, and the step is planned again: .*({said})"):
         compiled_with_cache(tmp_path)
     assert len(solves) == 2
     with warnings.catch_warnings():
@@ -159,7 +159,7 @@ def test_what_is_no_file_is_replaced_and_not_followed(kind: str, tmp_path: Path)
         path.symlink_to(
             {"link": elsewhere, "dangling link": tmp_path / "none", "circle of links": path, "link to a folder": tmp_path}[kind]
         )
-    with pytest.warns(UserWarning, match=r"cannot be used and is made again: it is (a symbolic link|no file)"):
+    with pytest.warns(UserWarning, match=r"cannot be used, and the step is planned again: it is (a symbolic link|no file)"):
         assert cache.load(path, "100%") is None
     cache.store(plan, path)
     assert cache.load(path, "100%") == plan
@@ -172,9 +172,9 @@ def test_a_folder_in_the_place_of_a_plan_is_left_alone(tmp_path: Path) -> None:
     cache = PlanCache(tmp_path)
     path = cache.path({})
     path.mkdir()
-    with pytest.warns(UserWarning, match="is made again: it is no file"):
+    with pytest.warns(UserWarning, match="is planned again: it is no file"):
         assert cache.load(path, "100%") is None
-    with pytest.warns(UserWarning, match="the plan is not kept: .* is a folder"):
+    with pytest.warns(UserWarning, match="the plan was not stored in the cache: .* is a folder"):
         cache.store(planner.solve(training_chain(4), "100%"), path)
     assert path.is_dir()
 
@@ -206,7 +206,7 @@ def test_a_share_of_a_peak_that_the_schedule_refutes_is_not_believed(tmp_path: P
 
 def test_a_folder_that_cannot_be_made_is_refused_before_work(tmp_path: Path, solves: list[object]) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(OutputError, match=r"plans cannot be kept in .*file"):
+    with pytest.raises(OutputError, match=r"plans cannot be stored in .*file"):
         compiled_with_cache(tmp_path / "file")
     assert solves == []
 

@@ -34,9 +34,11 @@ def test_a_difference_is_a_warning(plan: Plan) -> None:
 def test_what_is_much_dearer_is_a_warning(plan: Plan) -> None:
     same = EagerComparison(peak_bytes=10**9, time_s=1.0, planned_time_s=1.4)
     large = replace(plan, graph=replace(plan.graph, keep_everything_peak_bytes=2 * 10**9))
-    with pytest.warns(EagerWarning, match=r"takes 2.00 GB with everything kept, and eager 1.00 GB: some op was"):
+    with pytest.warns(EagerWarning, match=r"takes 2.00 GB without recomputation, and eager 1.00 GB: one op was"):
         warn_of_differences(replace(large, eager=same))
-    with pytest.warns(EagerWarning, match=r"takes 1.6 s with everything kept, and eager 1 s: other work ran on the machine, and"):
+    with pytest.warns(
+        EagerWarning, match=r"takes 1.6 s without recomputation, and eager 1 s: other work ran on the machine, and"
+    ):
         warn_of_differences(replace(plan, eager=replace(same, planned_time_s=1.6)))
     with warnings.catch_warnings():
         warnings.simplefilter("error")

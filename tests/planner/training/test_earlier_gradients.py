@@ -151,8 +151,8 @@ def test_no_plan_is_taken_beside_which_they_do_not_fit() -> None:
     there = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
     beside.budget_bytes = max(forward + there, backward)
     assert beside.before_forward(model.parameters()) == there
-    assert beside.fit_beside(graph, kept)
+    assert beside.fit_with(graph, kept)
     beside.budget_bytes -= 1
-    assert not beside.fit_beside(graph, kept)
+    assert not beside.fit_with(graph, kept)
     with pytest.raises(BudgetError, match="backward pass begins"):
         beside.before_backward(model.parameters())

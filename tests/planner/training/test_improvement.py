@@ -235,7 +235,7 @@ def test_a_first_plan_over_the_budget_that_nothing_can_replace_raises(monkeypatc
     above_by(9 * step.plan.budget_bytes // 10, step.plan.budget_bytes, monkeypatch)
     assert_trains_as_eager(step, model, batch, 0)
     with pytest.raises(
-        InfeasibleError, match=r"over the budget of .*; nothing is found that takes as much less: raise the budget"
+        InfeasibleError, match=r"over the budget of .*; no plan is found that needs that much less: raise the budget"
     ):
         step(*batch)
 

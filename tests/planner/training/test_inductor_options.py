@@ -27,7 +27,6 @@ from tests.support.models.planned import assert_no_trace
 
 pytestmark = [
     pytest.mark.usefixtures("fresh_compilers"),
-    pytest.mark.filterwarnings("ignore:some op was captured"),
     pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor compiles for the CPU with g++"),
 ]
 
@@ -72,7 +71,7 @@ def test_without_the_comparison() -> None:
 
 @pytest.mark.parametrize("variant", ["default", "keep"])
 def test_a_plan_comes_out_of_the_cache(variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inductor_compiler, "_time_beside", lambda step: step.plan.graph.provenance["variant"] != variant)
+    monkeypatch.setattr(inductor_compiler, "_relative_time", lambda step: step.plan.graph.provenance["variant"] != variant)
     monkeypatch.setattr(inductor_compiler, "_WORTH_IT", -1.0 if variant != "default" else 1.0)
     model, batch = model_and_batch()
     first = compiled(model, batch, cache=tmp_path)

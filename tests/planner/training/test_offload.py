@@ -118,7 +118,7 @@ def test_a_kept_plan_that_was_edited_is_made_again(tmp_path: Path) -> None:
         (replace(plan, settings={**plan.settings, "options": ["squeeze"]}), "there is no option 'squeeze'"),
     ):
         write_plan(edited, file)
-        with pytest.warns(UserWarning, match=f"cannot be used and is made again: .*{why}"):
+        with pytest.warns(UserWarning, match=f"cannot be used, and the step is planned again: .*{why}"):
             compiled(small(), cache=tmp_path)
         assert read_plan(file).pool_peaks_bytes[HOST] > 1
 
@@ -174,7 +174,7 @@ def test_plans_of_varying_sizes_copy_and_share_the_hosts_memory() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"options": ["squeeze"]}, "there is no option 'squeeze' of a graph: choose of offload"),
+        ({"options": ["squeeze"]}, "there is no option 'squeeze' of a graph: choose from offload"),
         ({"options": ()}, "link given, but no option that copies"),
         ({"solver": "dtr"}, "the solver 'dtr' recomputes only"),
     ],

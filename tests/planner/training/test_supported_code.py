@@ -363,7 +363,8 @@ def test_planning_and_a_step_that_fails_leave_a_generator_as_it_was_and_another_
 def test_a_generator_does_not_go_with_kernels_of_inductor() -> None:
     model = Between(drawing_masks, generator=torch.Generator())
     with pytest.raises(
-        TraceError, match=r"test_supported_code.py:\d+ .* gives an op a generator, .*: leave it out, or kernels='ind"
+        TraceError,
+        match=r"test_supported_code.py:\d+ .* passes a generator to an op, .*: leave out the generator, or kernels='ind",
     ):
         planner.compile(model, F.mse_loss, batch_of(0), budget="100%", kernels="inductor")
 

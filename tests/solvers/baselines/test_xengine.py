@@ -195,7 +195,7 @@ def test_with_a_device_that_is_of_no_use_it_is_checkmate(graph: Graph) -> None:
 def test_graphs_that_it_is_not_for() -> None:
     alone = solved(training_chain(4), 100)
     assert (alone.status, alone.reason) == (Status.LIMIT, Reason.INAPPLICABLE) and "checkmate" in alone.message
-    with pytest.raises(GraphError, match="no other choice than placement"):
+    with pytest.raises(GraphError, match="only graphs with placement and no other option"):
         solved(with_trips(training_chain(4)), 100)
     large = training_chain(60)
     offered = on_devices(large, OtherDevice("second", tuple(op.time_s for op in large.ops), 1.0))

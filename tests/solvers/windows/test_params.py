@@ -57,7 +57,7 @@ def test_values_replace_defaults(tmp_path: Path) -> None:
         ("[random_keys]\nexponents = 1", "random_keys.exponents is 1: must be an array"),
         ("[first_schedule]\nrules = [{price = 1}]", "there is no 'price' in first_schedule.rules[0]: choose from cost, size,"),
         ("[first_schedule]\nimitated = ['none']", "first_schedule.imitated has 'none': choose from windows, keep-everything,"),
-        ("[bound", "is no TOML: "),
+        ("[bound", "is not TOML: "),
     ],
 )
 def test_what_is_wrong_is_named(text: str, message: str, tmp_path: Path) -> None:

@@ -229,7 +229,7 @@ MUTATIONS = (
     Mutation(
         _ARENA,
         "the end of these holds",
-        "self._running.act(self.steering.behind[step])",
+        "self._running.act(self.steering.after[step])",
         "pass",
         "test_device_arena.py -k slab_alone",
     ),

@@ -22,12 +22,12 @@ def random_order(draw: random.Random, problem: Problem) -> list[int]:
 
 def short_form(graph: Graph, computed: list[int]) -> list[int]:
     """Rules 1 and 2 of the page, for as long as they leave something out."""
-    while (position := needless(graph, computed)) is not None:
+    while (position := unnecessary(graph, computed)) is not None:
         computed = computed[:position] + computed[position + 1 :]
     return computed
 
 
-def needless(graph: Graph, computed: list[int]) -> int | None:
+def unnecessary(graph: Graph, computed: list[int]) -> int | None:
     for position, op in enumerate(computed):
         after = computed[position + 1 :]
         until = after[: after.index(op)] if op in after else after

@@ -63,7 +63,7 @@ def _along(*read: int, dim: int, reduces: bool = False) -> Callable[[OpByRows], 
         if any(place.within(d) for d in dims):
             raise NotByRowsError
         for position in read:
-            _want_beside(asked, asked.arg(position), asked.arg(read[0]), place)
+            _want_with_equal_rows(asked, asked.arg(position), asked.arg(read[0]), place)
         gone = sum(d < place.first for d in dims) if reduces and len(asked.shape(asked.node)) < count else 0
         return asked.makes(place.moved(-gone))
 
@@ -190,11 +190,11 @@ def _joined(asked: OpByRows) -> ByRows:
     if place.within((asked.arg(1) or 0) % len(asked.shape(args[0]))):
         raise NotByRowsError
     for arg in args:
-        _want_beside(asked, arg, args[0], place)
+        _want_with_equal_rows(asked, arg, args[0], place)
     return asked.makes(place)
 
 
-def _want_beside(asked: OpByRows, arg: fx.Node, other: fx.Node, place: RowDimensions) -> None:
+def _want_with_equal_rows(asked: OpByRows, arg: fx.Node, other: fx.Node, place: RowDimensions) -> None:
     """Require `arg` by rows, with as many elements per row as `other`."""
     asked.want(arg, place)
     if place.sizes(asked.shape(arg)) != place.sizes(asked.shape(other)):

@@ -30,10 +30,11 @@ COMPRESS = StepOption(
     description="saved tensors may be stored in 1 to 8 bits, within the gradient error of 4 bits for all: compress:4",
     refused={
         **EAGER_KERNELS,
-        Feature.TORCH_COMPILE: "how lossy a graph of a step is cannot be measured; leave it out, or take planner.compile",
-        Feature.VARYING_SIZES: "how lossy a step may be is measured at one size; leave one of them out",
+        Feature.TORCH_COMPILE: "the gradient error of one graph of a step cannot be measured; leave it out, or use "
+        "planner.compile",
+        Feature.VARYING_SIZES: "the gradient error is measured at one size; leave one of them out",
     },
-    argument=Argument(LEAST_BITS, MOST_BITS, REFERENCE_BITS, "bits", "how lossy the whole may be", within),
+    argument=Argument(LEAST_BITS, MOST_BITS, REFERENCE_BITS, "bits", "which limits the gradient error", within),
     apply=_apply,
     measure=_measure,
 )

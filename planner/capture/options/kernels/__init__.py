@@ -15,10 +15,10 @@ def _apply(capture: "Capture") -> "Capture":
     return with_kernels(capture)
 
 
-def _needless(capture: "Capture") -> Collection[int]:
-    from planner.capture.options.kernels.worth import needless
+def _useless_ops(capture: "Capture") -> Collection[int]:
+    from planner.capture.options.kernels.worth import useless_ops
 
-    return needless(capture)
+    return useless_ops(capture)
 
 
 KERNELS = StepOption(
@@ -26,5 +26,5 @@ KERNELS = StepOption(
     description="convolutions, attention and losses may use other kernels, with other workspaces",
     refused=EAGER_KERNELS,
     apply=_apply,
-    needless=_needless,
+    useless_ops=_useless_ops,
 )

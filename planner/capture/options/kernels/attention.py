@@ -36,12 +36,12 @@ _BACKWARD = {
 def alternatives(asked: ReplaceableOp) -> Iterator[Bundle]:
     """Yield the alternatives for a pass of a fused attention kernel."""
     if asked.node.target in _FORWARD:
-        yield from _forward_ways(asked)
+        yield from _forward_alternatives(asked)
     elif asked.node.target in _BACKWARD:
-        yield from _backward_ways(asked)
+        yield from _backward_alternatives(asked)
 
 
-def _forward_ways(asked: ReplaceableOp) -> Iterator[Bundle]:
+def _forward_alternatives(asked: ReplaceableOp) -> Iterator[Bundle]:
     query, key, value, mask = _read(asked, _FORWARD)
     if _has_math(asked, query, key):
         compute = partial(_math_forward, causal=asked.named("is_causal"), scale=_scale(asked, query))
@@ -50,7 +50,7 @@ def _forward_ways(asked: ReplaceableOp) -> Iterator[Bundle]:
         yield (Alternative("math", (asked.node,), reads, out, compute),)
 
 
-def _backward_ways(asked: ReplaceableOp) -> Iterator[Bundle]:
+def _backward_alternatives(asked: ReplaceableOp) -> Iterator[Bundle]:
     """Yield the alternatives for a backward pass, with its forward pass if that must save something else."""
     query, key, value, mask = _read(asked, _BACKWARD)
     if _has_math(asked, query, key) and _gives_no_mask_gradient(asked):

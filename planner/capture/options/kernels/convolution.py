@@ -22,12 +22,12 @@ _STRIDE, _PADDING, _DILATION, _TRANSPOSED, _OUTPUT_PADDING, _GROUPS = range(6)  
 def alternatives(asked: ReplaceableOp) -> Iterator[Bundle]:
     """Yield the alternatives for a convolution or its backward pass."""
     if asked.node.target is aten.convolution.default:
-        yield from _forward_ways(asked)
+        yield from _forward_alternatives(asked)
     elif asked.node.target is aten.convolution_backward.default:
-        yield from _backward_ways(asked)
+        yield from _backward_alternatives(asked)
 
 
-def _forward_ways(asked: ReplaceableOp) -> Iterator[Bundle]:
+def _forward_alternatives(asked: ReplaceableOp) -> Iterator[Bundle]:
     x, weight, bias, *geometry = (asked[i] for i in range(9))
     stride, padding, dilation, groups = (geometry[i] for i in (_STRIDE, _PADDING, _DILATION, _GROUPS))
     transposed = geometry[_TRANSPOSED]
@@ -44,7 +44,7 @@ def _forward_ways(asked: ReplaceableOp) -> Iterator[Bundle]:
             yield (asked.alternative(name, call, x, weight, bias, *geometry, repeatable=name in _REPEATABLE),)
 
 
-def _backward_ways(asked: ReplaceableOp) -> Iterator[Bundle]:
+def _backward_alternatives(asked: ReplaceableOp) -> Iterator[Bundle]:
     gradient, x, weight, bias_sizes, *geometry = (asked[i] for i in range(_MASK))
     mask = asked[_MASK]
     given = (gradient, x, weight, bias_sizes, *geometry)

@@ -34,7 +34,7 @@ class _UsefulOps:
         return faster or self.held_bytes < other.held_bytes - margin_bytes or (self.exact and not other.exact)
 
 
-def needless(capture: Capture) -> frozenset[int]:
+def useless_ops(capture: Capture) -> frozenset[int]:
     """Return the ids of the ops of ``with_kernels`` that are neither faster nor smaller than another offer for the same ops.
 
     Args:

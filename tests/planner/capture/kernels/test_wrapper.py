@@ -349,8 +349,8 @@ return (buf0, )
         ("s0 = 3 + 4", "the statement 's0 = 3 + 4'"),
         ("buf1 = buf0[0:2].view(2)", "the statement 'buf0[0:2].view(2)'"),
         ("buf1 = buf0[0:2].sum().tolist()", "the statement 'buf0[0:2].sum().tolist()'"),
-        ("unknown_kernel(buf0)", "calls unknown_kernel, of which it is not known what it writes to"),
-        ("buf1 = torch.relu(buf0)", "calls torch.relu, of which it is not known"),
+        ("unknown_kernel(buf0)", "calls unknown_kernel, and it is not known what that writes to"),
+        ("buf1 = torch.relu(buf0)", "calls torch.relu, and it is not known"),
     ],
 )
 def test_what_a_static_graph_cannot_hold_is_refused(statement: str, said: str) -> None:

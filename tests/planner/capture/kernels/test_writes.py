@@ -56,7 +56,7 @@ def test_what_is_written_to(call: str, target: str, writes: Writes) -> None:
 def test_what_is_not_known_is_refused(call: str) -> None:
     """Nothing of what is called is evaluated."""
     name = call.rpartition("(")[0]
-    said = f"Inductor's code calls {re.escape(name)}, of which it is not known what it writes to: plan with kernels='eager'"
+    said = f"Inductor's code calls {re.escape(name)}, and it is not known what that writes to: plan with kernels='eager'"
     with pytest.raises(TraceError, match=f"^{said}"):
         called(call, somebodys_kernel=lambda *_: None, relu=lambda _: pytest.fail("it is called"))
 
@@ -70,10 +70,10 @@ def test_a_kernel_that_scans_comes_with_what_combines_two_elements() -> None:
 
 def test_a_kernel_that_a_model_brings_along_is_refused() -> None:
     source = "@triton_heuristics.user_autotune(custom_kernel=True)\n@triton.jit\ndef add_(in_ptr0, out_ptr0, y_ptr):\n    pass\n"
-    with pytest.raises(TraceError, match=r"^Inductor compiled add_0 by async_compile\.triton, of which it is not known"):
+    with pytest.raises(TraceError, match=r"^Inductor compiled add_0 by async_compile\.triton, and it is not known"):
         called("add_0.run(a, b, c)", {"add_0": f"async_compile.triton('add_0', {source!r}, device_str='cuda')"})
 
 
 def test_another_way_to_compile_is_refused() -> None:
-    with pytest.raises(TraceError, match=r"^Inductor compiled cuda_gemm by async_compile\.cuda, of which it is not known"):
+    with pytest.raises(TraceError, match=r"^Inductor compiled cuda_gemm by async_compile\.cuda, and it is not known"):
         called("cuda_gemm.run(a)", {"cuda_gemm": "async_compile.cuda(r'''extern''', 'so')"})

@@ -83,6 +83,7 @@ std::vector<Slab*>& slabs = *new std::vector<Slab*>; // the one that served last
 int64_t outside_bytes = 0;
 int64_t passed_bytes = 0; // those of them when the last pass in a slab ended
 int64_t least_bytes = 0; // of requests in a slab, and of those that are counted outside of it
+bool pages_stay = false; // idle ones, whatever is requested
 c10::Allocator* before = nullptr;
 
 const int64_t kPage = sysconf(_SC_PAGESIZE);
@@ -159,7 +160,7 @@ void make_room(int64_t more_bytes) {
     taken_bytes += slab->resident_bytes;
   }
   for (Slab* slab : slabs) {
-    if (taken_bytes <= budget_bytes) {
+    if (taken_bytes <= budget_bytes || pages_stay) {
       return;
     }
     if (slab->serving > 0 || slab->spent) {
@@ -379,6 +380,11 @@ void arena_set_budget(Slab* slab, int64_t budget_bytes) {
     give_idle_back(slab, slab->base + budget_bytes, slab->size_bytes);
     slab->used_bytes = budget_bytes;
   }
+}
+
+void arena_keep_pages(bool keep) {
+  std::lock_guard<std::mutex> guard(mutex);
+  pages_stay = keep;
 }
 
 int64_t arena_base(Slab* slab) {

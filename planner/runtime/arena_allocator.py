@@ -1,7 +1,8 @@
 """The CPU allocator of arenas, ``arena_allocator.cpp``: recordings of the requests of steps, and slabs that serve them."""
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -141,6 +142,19 @@ def stop() -> Missed:
     return Missed(*missed)
 
 
+@contextmanager
+def idle_pages_stay() -> Iterator[None]:
+    """Keep idle pages of slabs inside the context: steps that take turns then need as long as by themselves."""
+    if not _library.cache_info().currsize:  # there are none
+        yield
+        return
+    _library().arena_keep_pages(True)
+    try:
+        yield
+    finally:
+        _library().arena_keep_pages(False)
+
+
 def install() -> None:
     """Put the allocator in place, behind which the present one stays.
 
@@ -165,6 +179,7 @@ def _library() -> ctypes.CDLL:
         "new_slab": (handle, [number]),
         "drop_slab": (None, [handle]),
         "set_budget": (None, [handle, number]),
+        "keep_pages": (None, [ctypes.c_bool]),
         "base": (number, [handle]),
         "new_addresses": (handle, [number, number, handle, handle]),
         "drop_addresses": (None, [handle]),

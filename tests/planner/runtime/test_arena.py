@@ -24,7 +24,7 @@ from planner.models import Workload, build
 from planner.profiling.allocator import cpu_allocations
 from planner.runtime import arena_allocator, slab_addresses
 from planner.runtime.arena import SharedSlab
-from planner.runtime.arena_allocator import Addresses, Missed, Recording, Slab
+from planner.runtime.arena_allocator import Addresses, Missed, Recording, Slab, idle_pages_stay
 from planner.runtime.executor import Executor
 from planner.runtime.measure import Isolated, outcome
 from tests.planner.runtime.test_optimizer_steps import Wrapping
@@ -321,6 +321,8 @@ def test_idle_pages_are_given_back_for_requests_above_the_budget() -> None:
     slab.keep_within(size + HUGE_PAGE_BYTES)
     touch(slab)
     within = torch.empty(HUGE_PAGE_BYTES, dtype=torch.uint8)
+    with idle_pages_stay():
+        torch.empty(size, dtype=torch.uint8)
     assert resident_bytes(slab) == size
     above = torch.empty(HUGE_PAGE_BYTES // 2, dtype=torch.uint8)
     left = resident_bytes(slab)

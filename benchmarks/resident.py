@@ -42,8 +42,6 @@ TABLE = (
     Column("interpreter", "interpreter_bytes", format_bytes),
     Column("highest resident", "highest_bytes", format_bytes),
     Column("beyond both", "excess", "{:+.1%}"),
-    Column("evaluating between steps", "evaluating_bytes", format_bytes),
-    Column("beyond both", "evaluating_excess", "{:+.1%}"),
 )
 
 

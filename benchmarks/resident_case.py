@@ -5,17 +5,14 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import nn
 
 import planner
 from benchmarks.command import one_thread
 from benchmarks.process_memory import reset_highest_rss, status_bytes
-from planner.capture.signature import Batch
 from planner.models import build
 from planner.runtime.measure import loss_of
 from planner.runtime.release import release_unused
 from planner.studies.rows import Made, column, key, provenance
-from planner.training.step import PlannedStep
 
 MODELS = {
     "gpt2": partial(build, "gpt2", layers=4, width=256, heads=4, vocab=2000, batch=16, seq=256, dropout=0),
@@ -38,17 +35,11 @@ class ResidentRow(Made):
     peak_bytes: int = column("of the plan, as measured by the allocator")
     interpreter_bytes: int = column("resident when the step is gone, less static memory")
     highest_bytes: int = column("the highest resident memory in some steps of training")
-    evaluating_bytes: int = column("the same where a batch of that size is evaluated between steps")
 
     @property
     def excess(self) -> float:
         """Part by which resident memory exceeds the budget and the interpreter together."""
         return self.highest_bytes / (self.budget_bytes + self.interpreter_bytes) - 1
-
-    @property
-    def evaluating_excess(self) -> float:
-        """The same where batches are evaluated."""
-        return self.evaluating_bytes / (self.budget_bytes + self.interpreter_bytes) - 1
 
 
 def measured(name: str, budget: str, way: str) -> Iterator[ResidentRow]:
@@ -60,8 +51,12 @@ def measured(name: str, budget: str, way: str) -> Iterator[ResidentRow]:
         model, loss_fn, batch, budget=budget, arena=way == ARENA, time_limit_s=_SOLVE_S, wait=_SOLVE_S, swap="never"
     )
     plan = step.plan
-    highest_bytes = _highest_bytes(step, model, batch)
-    evaluating_bytes = _highest_bytes(step, model, batch, evaluates=True)
+    release_unused(torch.device("cpu"))
+    reset_highest_rss()
+    for _ in range(_STEPS):
+        loss_of(step(*batch)).backward()
+        model.zero_grad()
+    highest_bytes = status_bytes("VmHWM")
     del step
     release_unused(torch.device("cpu"))
     yield ResidentRow(
@@ -72,19 +67,5 @@ def measured(name: str, budget: str, way: str) -> Iterator[ResidentRow]:
         peak_bytes=plan.measured_peak_bytes or plan.peak_bytes,
         interpreter_bytes=status_bytes("VmRSS") - plan.graph.static_bytes,
         highest_bytes=highest_bytes,
-        evaluating_bytes=evaluating_bytes,
         **provenance(),
     )
-
-
-def _highest_bytes(step: PlannedStep, model: nn.Module, batch: Batch, *, evaluates: bool = False) -> int:
-    """Return the highest resident memory in some steps, between which the batch is evaluated if `evaluates`."""
-    release_unused(torch.device("cpu"))
-    reset_highest_rss()
-    for _ in range(_STEPS):
-        loss_of(step(*batch)).backward()
-        model.zero_grad()
-        if evaluates:
-            with torch.no_grad():
-                model(batch[0])
-    return status_bytes("VmHWM")

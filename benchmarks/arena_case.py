@@ -18,6 +18,7 @@ from planner.option_settings import with_recorded
 from planner.plans.plan import Plan
 from planner.profiling.allocator import cpu_allocations
 from planner.runtime.arena import SharedSlab
+from planner.runtime.arena_allocator import idle_pages_stay
 from planner.runtime.executor import Executor
 from planner.runtime.measure import Isolated, Step, outcome
 from planner.studies.rows import Made, column, key, provenance
@@ -101,13 +102,14 @@ def _turns(steps: Mapping[str, Isolated], repeats: int) -> tuple[dict[str, list[
     """Return the seconds and the page faults of the steps, which take turns, after one turn that is not counted."""
     times_s: dict[str, list[float]] = {name: [] for name in steps}
     faults: dict[str, list[int]] = {name: [] for name in steps}
-    for turn in range(repeats + 1):
-        for name, step in steps.items():
-            before, start = _faults(), time.perf_counter()
-            step.run()
-            if turn:
-                times_s[name].append(time.perf_counter() - start)
-                faults[name].append(_faults() - before)
+    with idle_pages_stay():
+        for turn in range(repeats + 1):
+            for name, step in steps.items():
+                before, start = _faults(), time.perf_counter()
+                step.run()
+                if turn:
+                    times_s[name].append(time.perf_counter() - start)
+                    faults[name].append(_faults() - before)
     return times_s, faults
 
 

@@ -28,12 +28,14 @@ def measure(name: str, known: Sequence[ArenaTrainingRow], *, repeats: int) -> It
 
 
 def failures(rows: Sequence[ArenaTrainingRow]) -> Iterator[str]:
-    """Yield a line for each row with other bits than eager PyTorch's, or other bytes than planned."""
+    """Yield a line for each row with other bits than eager PyTorch's, or other bytes than planned, and for evaluations beyond."""
     for row in rows:
         if not row.identical:
             yield f"{row.model}, {row.optimizer}: other bits than eager PyTorch's"
         if not row.is_predicted:
             yield f"{row.model}, {row.optimizer}: {row.arena_bytes:,} bytes where {row.predicted_bytes:,} were planned"
+        if row.evaluating_bytes > max(row.budget_bytes, row.slab_bytes, row.evaluation_bytes):
+            yield f"{row.model}, {row.optimizer}: {row.evaluating_bytes:,} bytes while a batch is evaluated between steps"
 
 
 TABLE = (
@@ -44,9 +46,11 @@ TABLE = (
     Column("planned", "is_predicted", lambda same: "to 16 bytes" if same else "DIFFERENT"),
     Column("optimizer beside it", "beside_bytes", format_bytes),
     Column("evaluating", "evaluation_bytes", format_bytes),
+    Column("with the slab", "evaluating_bytes", format_bytes),
     Column("bits", "identical", lambda same: "identical" if same else "DIFFERENT"),
     Column("step without", "plain_s"),
     Column("in an arena", "arena_ratio"),
+    Column("behind evaluations", "evaluated_ratio"),
     Column("planning without", "plain_plan_s"),
     Column("for an arena", "arena_plan_s"),
     Column("addresses with the optimizer", "addresses_s"),

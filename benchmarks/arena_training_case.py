@@ -16,8 +16,10 @@ import planner
 from benchmarks.arena_case import MODELS as STEPS
 from benchmarks.arena_case import given_bytes
 from benchmarks.command import one_thread
+from benchmarks.process_memory import resident_bytes
 from planner.models import build
 from planner.runtime.arena import Arena
+from planner.runtime.arena_allocator import idle_pages_stay
 from planner.runtime.executor import Executor
 from planner.studies.rows import Made, column, key, provenance
 from planner.training.step import PlannedStep
@@ -52,9 +54,11 @@ class ArenaTrainingRow(Made):
     predicted_bytes: int = column("slab and outside, as planned from the recorded requests")
     beside_bytes: int = column("slab and outside of the step alone, and the optimizer's temporaries beside them")
     evaluation_bytes: int = column("the most that eager PyTorch takes to evaluate a batch of that size between two steps")
+    resident_bytes: int = column("of the slab's pages, behind that evaluation")
     identical: bool = column("True if losses and parameters are those of eager PyTorch's training")
     plain_s: float = column("a step and its optimizer without an arena")
     arena_ratio: float = column("the same in an arena, as a multiple")
+    evaluated_ratio: float = column("the same where a batch is evaluated before each step, which is not counted")
     plain_plan_s: float = column("planning without an arena, processor time of this process")
     arena_plan_s: float = column("planning for an arena, likewise")
     addresses_s: float = column(
@@ -66,6 +70,11 @@ class ArenaTrainingRow(Made):
     def arena_bytes(self) -> int:
         """The most that a step and its optimizer take with an arena."""
         return self.slab_bytes + self.given_bytes
+
+    @property
+    def evaluating_bytes(self) -> int:
+        """The most that the slab and an evaluation between two steps take."""
+        return self.resident_bytes + self.evaluation_bytes
 
     @property
     def is_predicted(self) -> bool:
@@ -118,9 +127,14 @@ def measured(name: str, optimizer: str, repeats: int) -> Iterator[ArenaTrainingR
     same_losses = torch.equal(wanted.run(), within.run())
     same_parameters = all(map(torch.equal, eager.parameters(), model.parameters()))
     plain.run()
-    turns = [(plain.seconds(), within.seconds()) for _ in range(repeats)]
-    given, plain_bytes, alone_bytes = given_bytes(within.run), given_bytes(plain.run), _optimizer_bytes(plain)
+    with idle_pages_stay():
+        turns = [(plain.seconds(), within.seconds()) for _ in range(repeats)]
+    evaluated = [tuple(_after_evaluation_s(training, batch) for training in (plain, within)) for _ in range(repeats)]
     assert arena.slab is not None
+    given = given_bytes(within.run)
+    evaluation_bytes = given_bytes(lambda: _evaluate(model, batch))
+    left_bytes = resident_bytes(arena.slab.address, arena.slab.size_bytes)
+    plain_bytes, alone_bytes = given_bytes(plain.run), _optimizer_bytes(plain)
     assert arena.training_bytes is not None
     assert arena.step_bytes is not None
     yield ArenaTrainingRow(
@@ -132,10 +146,12 @@ def measured(name: str, optimizer: str, repeats: int) -> Iterator[ArenaTrainingR
         given_bytes=given,
         predicted_bytes=arena.training_bytes,
         beside_bytes=arena.step_bytes + alone_bytes,
-        evaluation_bytes=given_bytes(lambda: _evaluate(eager, batch)),
+        evaluation_bytes=evaluation_bytes,
+        resident_bytes=left_bytes,
         identical=same_losses and same_parameters,
         plain_s=median(a for a, _ in turns),
         arena_ratio=median(b / a for a, b in turns),
+        evaluated_ratio=median(b / a for a, b in evaluated),
         plain_plan_s=plain_plan_s,
         arena_plan_s=arena_plan_s,
         addresses_s=max(0.0, first_s[1] - first_s[2]),
@@ -147,6 +163,13 @@ def measured(name: str, optimizer: str, repeats: int) -> Iterator[ArenaTrainingR
 def _evaluate(model: nn.Module, batch: tuple[torch.Tensor, ...]) -> None:
     with torch.no_grad():
         model(batch[0])
+
+
+def _after_evaluation_s(training: _Training, batch: tuple[torch.Tensor, ...]) -> float:
+    """Return how long a step takes behind an evaluation, which is not the first one of its kind."""
+    training.run()
+    _evaluate(training.model, batch)
+    return training.seconds()
 
 
 def _timed(run: Callable[[], Returned]) -> tuple[Returned, float]:

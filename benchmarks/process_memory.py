@@ -1,5 +1,7 @@
 """Memory of this process as the kernel counts it (Linux)."""
 
+import ctypes
+import mmap
 import re
 import resource
 import threading
@@ -13,6 +15,14 @@ _PERIOD_S = 0.001
 def status_bytes(field: str) -> int:
     """Return a size of ``/proc/self/status``: VmRSS, VmHWM (the highest VmRSS), or VmData, which RLIMIT_DATA limits."""
     return 1024 * int(dict(_SIZE.findall(_STATUS.read_text()))[field])
+
+
+def resident_bytes(address: int, size_bytes: int) -> int:
+    """Return how much of the memory at `address`, where a page begins, is resident."""
+    there = ctypes.create_string_buffer(-(-size_bytes // mmap.PAGESIZE))
+    if ctypes.CDLL(None, use_errno=True).mincore(ctypes.c_void_p(address), ctypes.c_size_t(size_bytes), there):
+        raise OSError(ctypes.get_errno(), "mincore failed")
+    return mmap.PAGESIZE * sum(byte & 1 for byte in there.raw)
 
 
 def reset_highest_rss() -> None:

@@ -59,7 +59,6 @@ class SharedSlab:
         self.present: Slab | None = None
         self.optimizers: WeakKeyDictionary[Optimizer, OptimizerStep] = WeakKeyDictionary()
         self.optimizer_recordings = 0
-        self._used_bytes = 0  # of the present one, from its beginning
         self._plans: WeakSet[Addresses] = WeakSet()
 
     def add(self, addresses: Addresses) -> None:
@@ -82,7 +81,7 @@ class SharedSlab:
 
         Args:
             addresses: added before.
-            most_bytes: what other plans have used of the slab beyond this is given back.
+            most_bytes: for its pages, and what is requested between steps. What other plans have used beyond this is given back.
 
         Raises:
             OutOfMemoryError: there is no such memory.
@@ -91,12 +90,7 @@ class SharedSlab:
             self.drop()
             release_unused(torch.device("cpu"))  # what a recorded step has freed
             self.present = Slab(max(plan.height_bytes for plan in self._plans))
-            self._used_bytes = 0
-        most_bytes = max(most_bytes, addresses.height_bytes)
-        if self._used_bytes > most_bytes:
-            self.present.trim(most_bytes)
-            self._used_bytes = most_bytes
-        self._used_bytes = max(self._used_bytes, addresses.height_bytes)
+        self.present.keep_within(max(most_bytes, addresses.height_bytes))
         return self.present
 
 
@@ -194,8 +188,6 @@ class Arena:
             self._optimizing = _Started(planned, slab)
             planned.addresses.start(slab, planned.optimizers[optimizer])
             return
-        if slab is not None and (known is None or known.differs or known.takes_slab):
-            slab.trim(0)  # there is not room for both
         if not is_final:
             self._optimizing = Recording()
             self._optimizing.start()

@@ -5,11 +5,18 @@
 // and each is given its planned address, unless a tensor that is alive overlaps it: memory in use is never given away, whatever
 // callers hold. So several steps may have addresses in one slab. All other requests, and those of other threads, go to the
 // allocator that was there before.
+//
+// Between its passes a slab is idle. Requests that go past it, and passes in other slabs, then come on top of its pages: where
+// all together would exceed the largest budget of a slab, idle pages are first given back to the system. They come again when a
+// pass writes to them.
 
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
 
+#include <malloc.h>
+#include <pthread.h>
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cstdint>
@@ -33,11 +40,24 @@ struct Slab {
   int64_t size_bytes;
   int64_t live = 0; // blocks in use
   bool owned = true;
+  int serving = 0; // passes under way; it is idle if there are none
+  int64_t used_bytes = 0; // from its beginning; no page behind these is in memory
+  int64_t resident_bytes = 0; // at most, of its pages
+  bool counted = false, spent = false; // since it is idle: these are as many as there are, and none of them can be given back
+  bool gave = false; // pages, since its last pass
+  int64_t budget_bytes = 0; // for its pages, and what is requested beside them while it is idle
 };
 
 struct Addresses {
-  int64_t least_bytes;
+  int64_t height_bytes;
   std::vector<int64_t> sizes, offsets; // of each request; an offset of -1 is outside of the slab
+};
+
+// What is in use outside of slabs.
+struct Outside {
+  int64_t size_bytes;
+  Recording* recording;
+  int64_t index;
 };
 
 struct Block {
@@ -58,8 +78,24 @@ thread_local Active active;
 // Never destroyed: tensors may be freed after everything else, when the process ends.
 std::mutex& mutex = *new std::mutex;
 std::map<char*, Block>& blocks = *new std::map<char*, Block>; // in use, of all slabs
-auto& recorded = *new std::unordered_map<void*, std::pair<Recording*, int64_t>>;
+auto& outside = *new std::unordered_map<void*, Outside>; // smaller requests only if they are recorded
+std::vector<Slab*>& slabs = *new std::vector<Slab*>; // the one that served last in the end
+int64_t outside_bytes = 0;
+int64_t passed_bytes = 0; // those of them when the last pass in a slab ended
+int64_t least_bytes = 0; // of requests in a slab, and of those that are counted outside of it
+bool pages_stay = false; // idle ones, whatever is requested
 c10::Allocator* before = nullptr;
+
+const int64_t kPage = sysconf(_SC_PAGESIZE);
+constexpr int64_t kHugePage = 1 << 21; // which a slab asks for; they are given back as a whole where possible
+
+char* rounded_down(char* address, int64_t unit) {
+  return address - reinterpret_cast<uintptr_t>(address) % unit;
+}
+
+char* rounded_up(char* address, int64_t unit) {
+  return rounded_down(address + unit - 1, unit);
+}
 
 void unmap_unused(Slab* slab) {
   if (!slab->owned && slab->live == 0) {
@@ -68,13 +104,88 @@ void unmap_unused(Slab* slab) {
   }
 }
 
-// Gives the whole pages from `begin` to `end` back to the system.
-void give_back(char* begin, char* end) {
-  constexpr uintptr_t kPage = 4096;
-  const uintptr_t first = (reinterpret_cast<uintptr_t>(begin) + kPage - 1) / kPage * kPage;
-  const uintptr_t behind = reinterpret_cast<uintptr_t>(end) / kPage * kPage;
-  if (first < behind) {
-    madvise(reinterpret_cast<void*>(first), behind - first, MADV_DONTNEED);
+// Returns the bytes of the pages that are in memory, between the bounds of pages `begin` and `end`.
+int64_t resident(char* begin, char* end) {
+  unsigned char there[512];
+  int64_t pages = 0;
+  while (begin < end) {
+    const int64_t count = std::min<int64_t>(sizeof there, (end - begin) / kPage);
+    if (mincore(begin, count * kPage, there) == 0) {
+      pages += std::count_if(there, there + count, [](unsigned char page) { return page & 1; });
+    }
+    begin += count * kPage;
+  }
+  return pages * kPage;
+}
+
+// Gives whole pages between `begin` and `end` back to the system, from the end on, until these are `most_bytes` or none is left.
+int64_t give_back(char* begin, char* end, int64_t most_bytes) {
+  begin = rounded_up(begin, kPage);
+  end = rounded_down(end, kPage);
+  int64_t given = 0;
+  while (begin < end && given < most_bytes) {
+    char* from = std::max(begin, rounded_down(end - 1, kHugePage));
+    const int64_t there = resident(from, end);
+    if (there > 0 && madvise(from, end - from, MADV_DONTNEED) == 0) {
+      given += there;
+    }
+    end = from;
+  }
+  return given;
+}
+
+// Gives idle pages from `begin` on back, those in the end first, until these are `most_bytes` or none is left.
+int64_t give_idle_back(Slab* slab, char* begin, int64_t most_bytes) {
+  char* end = slab->base + slab->size_bytes;
+  int64_t given = 0;
+  for (auto block = blocks.lower_bound(end); given < most_bytes && block != blocks.begin();) {
+    --block;
+    if (block->second.end <= begin) {
+      break;
+    }
+    given += give_back(std::max(begin, block->second.end), end, most_bytes - given);
+    end = block->first;
+  }
+  given += give_back(begin, end, most_bytes - given);
+  slab->resident_bytes -= std::min(given, slab->resident_bytes);
+  return given;
+}
+
+// Gives idle pages back until those of all slabs and what was requested since the last pass, with `more_bytes`, are within the
+// largest budget.
+void make_room(int64_t more_bytes) {
+  int64_t budget_bytes = 0, taken_bytes = outside_bytes + more_bytes - passed_bytes;
+  for (const Slab* slab : slabs) {
+    budget_bytes = std::max(budget_bytes, slab->budget_bytes);
+    taken_bytes += slab->resident_bytes;
+  }
+  for (Slab* slab : slabs) {
+    if (taken_bytes <= budget_bytes || pages_stay) {
+      return;
+    }
+    if (slab->serving > 0 || slab->spent) {
+      continue;
+    }
+    taken_bytes -= slab->resident_bytes;
+    if (!slab->counted) {
+      slab->resident_bytes = resident(slab->base, rounded_up(slab->base + slab->size_bytes, kPage));
+      slab->counted = true;
+    }
+    const int64_t over_bytes = taken_bytes + slab->resident_bytes - budget_bytes;
+    if (over_bytes > 0) {
+      slab->gave = true;
+      slab->spent = give_idle_back(slab, slab->base, over_bytes) < over_bytes;
+    }
+    taken_bytes += slab->resident_bytes;
+  }
+}
+
+// Ends the pass that is served in this thread, if any.
+void end_serving() {
+  if (Slab* slab = active.slab) {
+    std::lock_guard<std::mutex> guard(mutex);
+    --slab->serving;
+    passed_bytes = outside_bytes;
   }
 }
 
@@ -86,14 +197,18 @@ void release(void* pointer) {
       Slab* slab = block->second.slab;
       blocks.erase(block);
       --slab->live;
+      slab->spent = false;
       unmap_unused(slab);
       return;
     }
-    auto known = recorded.find(pointer);
-    if (known != recorded.end()) {
-      auto [recording, index] = known->second;
-      recording->ends[index] = static_cast<int64_t>(recording->sizes.size());
-      recorded.erase(known);
+    auto known = outside.find(pointer);
+    if (known != outside.end()) {
+      const auto [size_bytes, recording, index] = known->second;
+      if (recording != nullptr) {
+        recording->ends[index] = static_cast<int64_t>(recording->sizes.size());
+      }
+      outside_bytes -= size_bytes;
+      outside.erase(known);
     }
   }
   before->raw_deleter()(pointer);
@@ -118,12 +233,13 @@ bool take(Slab* slab, char* begin, int64_t size_bytes) {
 struct ArenaAllocator final : c10::Allocator {
   c10::DataPtr allocate(size_t n) override {
     const auto size_bytes = static_cast<int64_t>(n);
-    if (active.slab != nullptr && size_bytes >= active.addresses->least_bytes) {
+    if (active.slab != nullptr && size_bytes >= least_bytes) {
       if (char* pointer = placed(size_bytes)) {
         return {pointer, pointer, &release, c10::Device(c10::DeviceType::CPU)};
       }
-    } else if (active.recording != nullptr && n != 0) {
-      return noted(n);
+    }
+    if (size_bytes >= least_bytes || (active.recording != nullptr && n != 0)) {
+      return noted(size_bytes);
     }
     return before->allocate(n);
   }
@@ -159,15 +275,22 @@ struct ArenaAllocator final : c10::Allocator {
     return nullptr;
   }
 
-  static c10::DataPtr noted(size_t n) {
-    c10::DataPtr data = before->allocate(n);
+  static c10::DataPtr noted(int64_t size_bytes) {
+    {
+      std::lock_guard<std::mutex> guard(mutex);
+      make_room(size_bytes);
+    }
+    c10::DataPtr data = before->allocate(size_bytes);
     void* pointer = data.release_context();
     Recording* recording = active.recording;
     std::lock_guard<std::mutex> guard(mutex);
-    recorded[pointer] = {recording, static_cast<int64_t>(recording->sizes.size())};
-    recording->sizes.push_back(static_cast<int64_t>(n));
-    recording->ends.push_back(-1);
-    recording->pointers.push_back(pointer);
+    outside_bytes += size_bytes;
+    outside[pointer] = {size_bytes, recording, recording == nullptr ? 0 : static_cast<int64_t>(recording->sizes.size())};
+    if (recording != nullptr) {
+      recording->sizes.push_back(size_bytes);
+      recording->ends.push_back(-1);
+      recording->pointers.push_back(pointer);
+    }
     return {pointer, pointer, &release, c10::Device(c10::DeviceType::CPU)};
   }
 };
@@ -176,8 +299,9 @@ struct ArenaAllocator final : c10::Allocator {
 
 extern "C" {
 
-// Puts the allocator in place, once. Returns false if the one before is of a kind that cannot be behind it.
-bool arena_install() {
+// Puts the allocator in place, once, for slabs with requests of `least` bytes or more. Returns false if the one before is of a
+// kind that cannot be behind it.
+bool arena_install(int64_t least) {
   std::lock_guard<std::mutex> guard(mutex);
   if (before == nullptr) {
     c10::Allocator* found = c10::GetCPUAllocator();
@@ -185,6 +309,8 @@ bool arena_install() {
       return false;
     }
     before = found;
+    least_bytes = least;
+    pthread_atfork([] { mutex.lock(); }, [] { mutex.unlock(); }, [] { mutex.unlock(); });
     c10::SetCPUAllocator(new ArenaAllocator, UINT8_MAX);
   }
   return true;
@@ -196,8 +322,10 @@ Recording* arena_new_recording() {
 
 void arena_drop_recording(Recording* recording) {
   std::lock_guard<std::mutex> guard(mutex);
-  for (auto known = recorded.begin(); known != recorded.end();) {
-    known = known->second.first == recording ? recorded.erase(known) : std::next(known);
+  for (auto& [pointer, request] : outside) {
+    if (request.recording == recording) {
+      request.recording = nullptr;
+    }
   }
   delete recording;
 }
@@ -228,33 +356,43 @@ Slab* arena_new_slab(int64_t size_bytes) {
     return nullptr;
   }
   madvise(base, size_bytes, MADV_HUGEPAGE);
-  return new Slab{static_cast<char*>(base), size_bytes};
+  std::lock_guard<std::mutex> guard(mutex);
+  Slab* slab = new Slab{static_cast<char*>(base), size_bytes};
+  slabs.push_back(slab);
+  return slab;
 }
 
+// Gives the pages of a slab back, except for blocks in use, which stay until they are freed.
 void arena_drop_slab(Slab* slab) {
   std::lock_guard<std::mutex> guard(mutex);
   slab->owned = false;
+  slabs.erase(std::find(slabs.begin(), slabs.end(), slab));
+  give_idle_back(slab, slab->base, slab->size_bytes);
   unmap_unused(slab);
 }
 
-// Gives the pages from `end_bytes` on back to the system, except those that blocks in use reach into.
-void arena_trim(Slab* slab, int64_t end_bytes) {
+// Sets the bytes that the pages of a slab may take, with what is requested beside them while it is idle. What has been used of it
+// behind these is given back now, except for blocks in use.
+void arena_set_budget(Slab* slab, int64_t budget_bytes) {
   std::lock_guard<std::mutex> guard(mutex);
-  char* const end = slab->base + slab->size_bytes;
-  char* unused = slab->base + end_bytes;
-  for (auto block = blocks.lower_bound(slab->base); block != blocks.end() && block->first < end; ++block) {
-    give_back(unused, block->first);
-    unused = std::max(unused, block->second.end);
+  slab->budget_bytes = budget_bytes;
+  if (slab->used_bytes > budget_bytes) {
+    give_idle_back(slab, slab->base + budget_bytes, slab->size_bytes);
+    slab->used_bytes = budget_bytes;
   }
-  give_back(unused, end);
+}
+
+void arena_keep_pages(bool keep) {
+  std::lock_guard<std::mutex> guard(mutex);
+  pages_stay = keep;
 }
 
 int64_t arena_base(Slab* slab) {
   return reinterpret_cast<int64_t>(slab->base);
 }
 
-Addresses* arena_new_addresses(int64_t least_bytes, int64_t count, const int64_t* sizes, const int64_t* offsets) {
-  return new Addresses{least_bytes, {sizes, sizes + count}, {offsets, offsets + count}};
+Addresses* arena_new_addresses(int64_t height_bytes, int64_t count, const int64_t* sizes, const int64_t* offsets) {
+  return new Addresses{height_bytes, {sizes, sizes + count}, {offsets, offsets + count}};
 }
 
 void arena_drop_addresses(Addresses* addresses) {
@@ -263,6 +401,23 @@ void arena_drop_addresses(Addresses* addresses) {
 
 // Serves requests of this thread at `addresses` in `slab`, from the one with the number `first` to the one before `end`.
 void arena_serve(Slab* slab, Addresses* addresses, int64_t first, int64_t end) {
+  end_serving();
+  bool gave = false;
+  {
+    std::lock_guard<std::mutex> guard(mutex);
+    gave = std::exchange(slab->gave, false);
+    ++slab->serving;
+    slab->used_bytes = std::max(slab->used_bytes, addresses->height_bytes);
+    slab->resident_bytes = slab->used_bytes;
+    slab->counted = slab->spent = false;
+    std::rotate(std::find(slabs.begin(), slabs.end(), slab), slabs.end() - 1, slabs.end());
+    make_room(0);
+  }
+#ifdef __GLIBC__
+  if (gave) {
+    malloc_trim(0); // else the C library keeps what was freed since, beside the pages that come again
+  }
+#endif
   active.slab = slab;
   active.addresses = addresses;
   active.next = first;
@@ -273,6 +428,7 @@ void arena_serve(Slab* slab, Addresses* addresses, int64_t first, int64_t end) {
 // Ends recording or serving in this thread; writes the bytes that were to be in the slab and are not, as no request like it was
 // recorded there, or as the place was occupied.
 void arena_stop(int64_t* missed) {
+  end_serving();
   missed[0] = active.unmatched_bytes;
   missed[1] = active.occupied_bytes;
   active = Active{};

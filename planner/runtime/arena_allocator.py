@@ -1,7 +1,8 @@
 """The CPU allocator of arenas, ``arena_allocator.cpp``: recordings of the requests of steps, and slabs that serve them."""
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -85,7 +86,7 @@ class Addresses:
         self.height_bytes = height_bytes
         self._library = _library()
         columns = np.array([sizes, [-1 if offset is None else offset for offset in offsets]], dtype=np.int64)
-        self._handle = self._library.arena_new_addresses(LEAST_BYTES, len(sizes), *map(_pointer, columns))
+        self._handle = self._library.arena_new_addresses(height_bytes, len(sizes), *map(_pointer, columns))
 
     def start(self, slab: "Slab", requests: range) -> None:
         """Serve the requests of this thread from `slab` from here on, of which those with these numbers are expected."""
@@ -117,9 +118,13 @@ class Slab:
             raise OutOfMemoryError(f"there is no memory for an arena of {format_bytes(size_bytes)}")
         self.address = int(self._library.arena_base(self._handle))
 
-    def trim(self, end_bytes: int) -> None:
-        """Give the pages from `end_bytes` on back to the system, unless a tensor reaches there."""
-        self._library.arena_trim(self._handle, end_bytes)
+    def keep_within(self, budget_bytes: int) -> None:
+        """Set the bytes that its pages may take, with what is requested beside it while it serves nobody.
+
+        Pages that exceed them are given back to the system before such a request, and those behind them at once; never where
+        tensors are.
+        """
+        self._library.arena_set_budget(self._handle, budget_bytes)
 
     def serve(self, addresses: Any, requests: range) -> None:
         """Serve the requests of this thread at `addresses`, a handle of the allocator."""
@@ -137,6 +142,19 @@ def stop() -> Missed:
     return Missed(*missed)
 
 
+@contextmanager
+def idle_pages_stay() -> Iterator[None]:
+    """Keep idle pages of slabs inside the context: steps that take turns then need as long as by themselves."""
+    if not _library.cache_info().currsize:  # there are none
+        yield
+        return
+    _library().arena_keep_pages(True)
+    try:
+        yield
+    finally:
+        _library().arena_keep_pages(False)
+
+
 def install() -> None:
     """Put the allocator in place, behind which the present one stays.
 
@@ -152,7 +170,7 @@ def _library() -> ctypes.CDLL:
 
     handle, number = ctypes.c_void_p, ctypes.c_int64
     signatures: dict[str, tuple[Any, list[Any]]] = {
-        "install": (ctypes.c_bool, []),
+        "install": (ctypes.c_bool, [number]),
         "new_recording": (handle, []),
         "drop_recording": (None, [handle]),
         "requests": (number, [handle]),
@@ -160,7 +178,8 @@ def _library() -> ctypes.CDLL:
         "record": (None, [handle]),
         "new_slab": (handle, [number]),
         "drop_slab": (None, [handle]),
-        "trim": (None, [handle, number]),
+        "set_budget": (None, [handle, number]),
+        "keep_pages": (None, [ctypes.c_bool]),
         "base": (number, [handle]),
         "new_addresses": (handle, [number, number, handle, handle]),
         "drop_addresses": (None, [handle]),
@@ -174,7 +193,7 @@ def _library() -> ctypes.CDLL:
             f"arena=True needs a C++ compiler, as kernels='inductor' does: {first_line(error)}; install one (g++), or leave "
             "arena=True out"
         ) from error
-    if not library.arena_install():
+    if not library.arena_install(LEAST_BYTES):
         raise PlannerError(
             "arena=True needs PyTorch's own CPU allocator, and another one is in place that cannot be behind it: leave "
             "arena=True out"

@@ -15,6 +15,7 @@ from planner.capture.frontend.preserved_state import UndoWrites, has_same_values
 from planner.capture.signature import Batch, arguments, call, detach_batch, leaves
 from planner.plans.eager import Difference
 from planner.profiling.allocator import cpu_allocations, cuda_bytes, cuda_peak_bytes, no_collection
+from planner.runtime.arena_allocator import idle_pages_stay
 from planner.runtime.libraries import warm_up_libraries
 from planner.runtime.machine import machine
 from planner.torch_private.core import pytree
@@ -95,16 +96,17 @@ def turn_times(
     device, batch = parameters[0].device, detach_batch(batch)
     inputs = [leaf for leaf in leaves(batch) if isinstance(leaf, torch.Tensor)]
     times: dict[str, list[float]] = {name: [] for name in steps}
-    for turn in range(-warm_up, repeats):
-        for name, step in steps.items():
-            for tensor in (*parameters, *inputs):
-                tensor.grad = None
-            synchronize(device)
-            start = time.perf_counter()
-            run_both(step, batch)
-            synchronize(device)
-            if turn >= 0:
-                times[name].append(time.perf_counter() - start)
+    with idle_pages_stay():
+        for turn in range(-warm_up, repeats):
+            for name, step in steps.items():
+                for tensor in (*parameters, *inputs):
+                    tensor.grad = None
+                synchronize(device)
+                start = time.perf_counter()
+                run_both(step, batch)
+                synchronize(device)
+                if turn >= 0:
+                    times[name].append(time.perf_counter() - start)
     return times
 
 

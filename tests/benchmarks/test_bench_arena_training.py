@@ -26,11 +26,11 @@ def test_training_takes_what_was_planned(row: ArenaTrainingRow) -> None:
     assert row.identical
     assert row.is_predicted
     assert row.plain_bytes <= row.arena_bytes < row.beside_bytes
-    assert row.evaluation_bytes > 0
+    assert 0 < row.evaluation_bytes < row.evaluating_bytes <= row.slab_bytes
     assert not list(arena_training.failures([row]))
     assert "| vit | adamw, foreach |" in markdown([row], arena_training.TABLE)
 
 
 def test_other_bits_and_bytes_are_failures(row: ArenaTrainingRow) -> None:
-    other = replace(row, identical=False, predicted_bytes=row.arena_bytes + 1)
-    assert len(list(arena_training.failures([other]))) == 2
+    other = replace(row, identical=False, predicted_bytes=row.arena_bytes + 1, resident_bytes=row.slab_bytes)
+    assert len(list(arena_training.failures([other]))) == 3

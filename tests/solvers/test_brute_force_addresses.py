@@ -24,7 +24,7 @@ from solvers.highs import solve_program
 from solvers.highs.program import Outcome
 from solvers.problem import OBJECTIVE_SCALE, problem_of
 from solvers.request import Request
-from solvers.result import Result, Status
+from solvers.result import Result, SolveProgress, Status
 from solvers.windows import solve
 from solvers.windows.relaxation.discretization import Discretization
 from solvers.windows.relaxation.models import build_relaxation
@@ -202,3 +202,25 @@ def test_finding_nothing_after_a_fit_is_no_defect() -> None:
     result = solve_in_arena(idle_after_a_fit, ask(graph, budget, time_limit_s=20), ArenaRules(2))
     assert result.schedule is not None and result.settings["arena_solves"] > 4  # type: ignore[operator]
     assert not result.message
+
+
+def test_the_caller_may_end_a_solve_once_a_schedule_has_addresses() -> None:
+    graph, _ = case(3, 5, 0.9)
+    everything = keep_everything(graph)
+    told: list[SolveProgress] = []
+
+    def unending(request: Request) -> Result:
+        assert request.on_schedule is not None and not request.interrupted()
+        request.on_schedule(everything, 0.0)
+        request.tell("searching", graph.time_s, 0.0)
+        assert request.interrupted()
+        return solve(request)
+
+    budget = 2 * simulate(graph, everything).peak_bytes
+    asked = replace(
+        ask(graph, budget, time_limit_s=20),
+        on_progress=told.append,
+        should_stop=lambda: told[-1].best_s is not None,
+    )
+    result = solve_in_arena(unending, asked, ArenaRules(2))
+    assert result.schedule is not None and result.time_s == graph.time_s == told[-1].best_s

@@ -24,7 +24,7 @@ from planner.models import Workload, build
 from planner.profiling.allocator import cpu_allocations
 from planner.runtime import arena_allocator, slab_addresses
 from planner.runtime.arena import SharedSlab
-from planner.runtime.arena_allocator import Addresses, Missed, Recording, Slab
+from planner.runtime.arena_allocator import Addresses, Missed, Recording, Slab, idle_pages_stay
 from planner.runtime.executor import Executor
 from planner.runtime.measure import Isolated, outcome
 from tests.planner.runtime.test_optimizer_steps import Wrapping
@@ -34,6 +34,7 @@ from tests.support.models.steps import STEPS, capture_of, make, random_schedule
 SMALL_BYTES = 20_000  # of the requests that are too small for the slab
 TANGENT_BYTES = 4  # the gradient of the loss, which autograd makes
 SCALAR_BYTES = 8  # of momentum, with which the first step multiplies nothing
+HUGE_PAGE_BYTES = 2**21
 
 
 OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
@@ -260,6 +261,14 @@ def resident_bytes(slab: Slab) -> int:
     return page * sum(byte & 1 for byte in there.raw)
 
 
+def touch(slab: Slab) -> None:
+    """Write to all pages in a pass."""
+    places = addresses(slab.size_bytes)
+    places.start(slab, range(1))
+    torch.ones(slab.size_bytes, dtype=torch.uint8)
+    assert arena_allocator.stop() == Missed()
+
+
 def test_plans_share_the_slab_of_the_largest() -> None:
     sizes = small_bytes, large_bytes = 2 * mmap.PAGESIZE, 6 * mmap.PAGESIZE
     shared, (small, large) = SharedSlab(), map(addresses, sizes)
@@ -268,7 +277,7 @@ def test_plans_share_the_slab_of_the_largest() -> None:
     shared.add(large)
     slab = shared.holding(large, 0)
     assert slab.size_bytes == large_bytes
-    ctypes.memset(slab.address, 1, large_bytes)
+    touch(slab)
     assert shared.holding(small, large_bytes) is slab
     assert resident_bytes(slab) == large_bytes
     assert shared.holding(small, 3 * mmap.PAGESIZE) is slab
@@ -285,24 +294,84 @@ def test_pages_in_use_are_not_given_back() -> None:
     places.start(slab, range(1))
     held = torch.ones(4 * mmap.PAGESIZE, dtype=torch.uint8)
     arena_allocator.stop()
-    slab.trim(mmap.PAGESIZE)
+    slab.keep_within(mmap.PAGESIZE)
     assert held.all()
     assert is_in(slab, held)
     del held
-    slab.trim(mmap.PAGESIZE)
+    touch(slab)
+    slab.keep_within(mmap.PAGESIZE)
     assert resident_bytes(slab) == mmap.PAGESIZE
 
 
 def test_pages_between_those_in_use_are_given_back() -> None:
     page = mmap.PAGESIZE
     slab, places = Slab(8 * page), Addresses(8 * page, [page + 64, 2 * page], [page, 5 * page])
-    ctypes.memset(slab.address, 1, slab.size_bytes)
+    touch(slab)
     places.start(slab, range(2))
     held = [torch.ones(size, dtype=torch.uint8) for size in (page + 64, 2 * page)]
     arena_allocator.stop()
-    slab.trim(0)
+    slab.keep_within(0)
     assert resident_bytes(slab) == 4 * page
     assert all(tensor.all() for tensor in held)
+
+
+def test_idle_pages_are_given_back_for_requests_above_the_budget() -> None:
+    size = 4 * HUGE_PAGE_BYTES
+    slab = Slab(size)
+    slab.keep_within(size + HUGE_PAGE_BYTES)
+    touch(slab)
+    within = torch.empty(HUGE_PAGE_BYTES, dtype=torch.uint8)
+    with idle_pages_stay():
+        torch.empty(size, dtype=torch.uint8)
+    assert resident_bytes(slab) == size
+    above = torch.empty(HUGE_PAGE_BYTES // 2, dtype=torch.uint8)
+    left = resident_bytes(slab)
+    assert size - 2 * HUGE_PAGE_BYTES <= left <= size - above.nbytes
+    del within, above
+    thread = threading.Thread(target=lambda: torch.empty(2 * HUGE_PAGE_BYTES, dtype=torch.uint8))
+    thread.start()
+    thread.join()
+    assert left - HUGE_PAGE_BYTES <= resident_bytes(slab) <= size - HUGE_PAGE_BYTES
+    touch(slab)
+    assert resident_bytes(slab) == size
+
+
+def test_a_slab_gives_idle_pages_back_for_a_pass_in_another_one() -> None:
+    slabs = [Slab(2 * HUGE_PAGE_BYTES) for _ in range(2)]
+    for slab in slabs:
+        slab.keep_within(3 * HUGE_PAGE_BYTES)
+        touch(slab)
+    assert list(map(resident_bytes, slabs)) == [HUGE_PAGE_BYTES, 2 * HUGE_PAGE_BYTES]
+    touch(slabs[0])
+    assert list(map(resident_bytes, slabs)) == [2 * HUGE_PAGE_BYTES, HUGE_PAGE_BYTES]
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    st.lists(st.tuples(st.integers(0, 30), st.booleans()), min_size=1, max_size=8),
+    st.lists(st.integers(1, 40), min_size=1, max_size=8),
+    st.integers(0, 32),
+)
+def test_pages_and_requests_beside_them_are_within_the_budget(
+    inside: list[tuple[int, bool]], beside: list[int], more_pages: int
+) -> None:
+    page = mmap.PAGESIZE
+    slab, places = Slab(32 * page), Addresses(32 * page, [2 * page] * len(inside), [page * begin for begin, _ in inside])
+    slab.keep_within((32 + more_pages) * page)
+    touch(slab)
+    places.start(slab, range(len(inside)))
+    made = [torch.full((2 * page,), 1, dtype=torch.uint8) for _ in inside]
+    held = [tensor for tensor, (_, keep) in zip(made, inside, strict=True) if keep]
+    del made
+    arena_allocator.stop()
+    in_use = sum(tensor.nbytes for tensor in held if is_in(slab, tensor))
+    others: list[torch.Tensor] = []
+    for pages in beside:
+        others.append(torch.full((pages * page,), 2, dtype=torch.uint8))
+        taken = sum(tensor.nbytes for tensor in others)
+        assert in_use <= resident_bytes(slab) <= max((32 + more_pages) * page - taken, in_use)
+    assert all((tensor == 1).all() for tensor in held)
+    assert all((tensor == 2).all() for tensor in others)
 
 
 def test_a_step_goes_on_in_the_slab_that_it_began_in() -> None:
@@ -389,12 +458,32 @@ def test_steps_and_their_optimizer_take_the_larger_of_both(name: str, optimizer:
 def test_the_first_step_of_an_optimizer_takes_pages_of_the_slab() -> None:
     executor, workload = in_arena("vit")
     optimizer = OPTIMIZERS["adamw foreach"](workload.model)
-    seen: list[int] = []
-    optimizer.register_step_pre_hook(lambda *_: seen.append(resident_bytes(slab_of(executor))))
-    train(executor, workload, optimizer, 2)
-    gradients = sum(parameter.nbytes for parameter in workload.model.parameters())
-    assert seen[0] <= gradients + 2 * mmap.PAGESIZE * len(list(workload.model.parameters())) < 0.8 * slab_of(executor).size_bytes
-    assert seen[1] > 0.9 * slab_of(executor).size_bytes
+    resident: list[int] = []
+    optimizer.register_step_post_hook(lambda *_: resident.append(resident_bytes(slab_of(executor))))
+    executor(*workload.batch).backward()
+    taken = peak_bytes(optimizer.step)
+    parameters = list(workload.model.parameters())
+    gradients = sum(parameter.nbytes for parameter in parameters)
+    in_use = gradients + 2 * mmap.PAGESIZE * len(parameters)
+    assert gradients <= resident[0] <= max(slab_of(executor).size_bytes - taken, in_use) < 0.8 * slab_of(executor).size_bytes
+    workload.model.zero_grad()
+    train(executor, workload, optimizer, 1)
+    assert resident[1] > 0.9 * slab_of(executor).size_bytes
+
+
+def test_what_runs_between_steps_takes_pages_of_the_slab() -> None:
+    executor, workload = in_arena("vit")
+    eager = outcome(TrainingStep(workload.model, workload.loss_fn), workload.model, workload.batch, seed=3)
+    for _ in range(2):
+        executor(*workload.batch).backward()
+        workload.model.zero_grad()
+        before = resident_bytes(slab_of(executor))
+        with torch.no_grad():
+            taken = peak_bytes(lambda: workload.model(workload.batch[0]))
+        assert resident_bytes(slab_of(executor)) <= slab_of(executor).size_bytes - taken < before
+        assert not eager.differences(outcome(executor, workload.model, workload.batch, seed=3))
+        workload.model.zero_grad()
+    assert missed(executor) == Missed()
 
 
 def test_closures_are_served_with_the_step_inside() -> None:

@@ -14,12 +14,16 @@ import torch
 
 from graphs.errors import first_line
 from planner.eager.operators import Operator
+from planner.eager.shared_context import SharedContext
 from planner.torch_private.core import TorchDispatchMode, make_subclass
 
 _LOGGER = logging.getLogger(__name__)
 
 _SOURCE = Path(__file__).with_suffix(".cpp")
 _Describe = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_char_p, ctypes.POINTER(ctypes.c_int64))
+
+# In it functions under ``torch.compile`` run eagerly, in all threads.
+_UNCOMPILED = SharedContext(lambda: torch.compiler.set_stance("force_eager"))
 
 # How an operator is executed: as in deferred_log.cpp.
 _VIEW, _HERE, _BY_RECORDER, _CLOSED = range(4)
@@ -108,7 +112,7 @@ class DeferredLog:
 
         Whatever asks whether a mode is entered is told so. Functions under ``torch.compile`` run eagerly, as in a mode.
         """
-        with recorder, torch.compiler.set_stance("force_eager"):
+        with recorder, _UNCOMPILED:
             self._library.deferred_enter(self._handle)
             try:
                 yield

@@ -1,12 +1,14 @@
 """Names of the modules in which ops run, for the report: ``Encoder.layers.3.attention``."""
 
-import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from threading import get_ident
 from typing import Any, Protocol, Self
 
 from torch import nn
+
+from planner.eager.shared_context import SharedContext
 
 
 class Noted(Protocol):
@@ -45,23 +47,15 @@ class CurrentModule:
 
     def __enter__(self) -> Self:
         """Begin to note modules."""
+        _NOTED_CALLS.__enter__()
         self._thread = get_ident()
-        with _LOCK:
-            if not _ENTERED:
-                _CALLS.append(nn.Module.__call__)
-                _CALLS.append(_noting(nn.Module.__call__))
-                nn.Module.__call__ = _CALLS[1]  # type: ignore[method-assign]
-            _ENTERED[self._thread] = self
+        _ENTERED[self._thread] = self
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Stop to note modules."""
-        with _LOCK:
-            del _ENTERED[self._thread]
-            if not _ENTERED:
-                if nn.Module.__call__ is _CALLS[1]:  # else something else was put over it, and calls it
-                    nn.Module.__call__ = _CALLS[0]  # type: ignore[method-assign]
-                _CALLS.clear()
+        """Stop noting modules."""
+        del _ENTERED[self._thread]
+        _NOTED_CALLS.__exit__()
         self.noted.module = 0
 
     def begin_outermost(self, module: nn.Module) -> int:
@@ -87,13 +81,26 @@ class CurrentModule:
         return number
 
 
-_LOCK = threading.Lock()
 _ENTERED: dict[int, CurrentModule] = {}  # by thread
-_CALLS: list[Callable[..., Any]] = []  # ``Module.__call__``, and what is in its place
+
+
+@contextmanager
+def _noted_calls() -> Iterator[None]:
+    """Replace ``Module.__call__`` by a function that notes the module."""
+    call = nn.Module.__call__
+    nn.Module.__call__ = noted_call = _noting(call)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        if nn.Module.__call__ is noted_call:  # else something else was put over it, and calls it
+            nn.Module.__call__ = call  # type: ignore[method-assign]
+
+
+_NOTED_CALLS = SharedContext(_noted_calls)
 
 
 def _noting(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what calls a module by `call`, and notes its number meanwhile."""
+    """Return a function that calls a module by `call`, and notes its number meanwhile."""
 
     def noted_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         current = _ENTERED.get(get_ident())

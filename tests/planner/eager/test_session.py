@@ -11,7 +11,7 @@ from typing import Any, Self
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
 import planner
@@ -839,3 +839,27 @@ def test_no_heuristic_evicts_what_the_backward_pass_reads(heuristic: str, share:
             found = results()
             assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     assert session.evictions > 0
+
+
+def test_functions_are_compiled_again_after_blocks_that_overlapped() -> None:
+    compiled: list[fx.GraphModule] = []
+    is_in, may_end = threading.Event(), threading.Event()
+
+    def second_block() -> None:
+        with planner.rematerialize("1GB"):
+            is_in.set()
+            may_end.wait()
+
+    thread = threading.Thread(target=second_block)
+    with planner.rematerialize("1GB"):
+        thread.start()
+        is_in.wait()
+    may_end.set()
+    thread.join()
+
+    def backend(module: fx.GraphModule, inputs: list[torch.Tensor]) -> fx.GraphModule:
+        compiled.append(module)
+        return module
+
+    torch.compile(lambda x: x + 1, backend=backend)(torch.ones(2))
+    assert len(compiled) == 1

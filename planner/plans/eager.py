@@ -71,7 +71,7 @@ class EagerComparison:
         time_s: seconds of an eager step, the median of several.
         planned_time_s: `time_s` times the median ratio of a planned step to the eager step of the same round; 0 if not measured,
             as for a plan that has replaced the compared one.
-        spread: half of the interquartile range of these ratios.
+        spread: half of the interquartile range of these ratios; 0 if there is only one.
         failure: why eager PyTorch was not run, or could not be; "" if it was. Then nothing else is known.
         gradient_error: Euclidean distance of all gradients from eager's, relative to the norm of these; None if not measured.
         eager_error: that of a second run of eager PyTorch, measured if something differs; None if it has the same bits.
@@ -104,7 +104,8 @@ class EagerComparison:
         """The measured overhead in words: ``4.1% slower than eager, ±2.8%``; "" if not measured."""
         if self.overhead is None:
             return ""
-        return f"{slower_than(self.reference, self.overhead)}, ±{100 * self.spread:.1f}%"
+        spread = f"±{100 * self.spread:.1f}%" if self.spread else "one step of each"
+        return f"{slower_than(self.reference, self.overhead)}, {spread}"
 
     def __str__(self) -> str:
         if self.failure:

@@ -166,7 +166,7 @@ def _evaluate(model: nn.Module, batch: tuple[torch.Tensor, ...]) -> None:
 
 
 def _after_evaluation_s(training: _Training, batch: tuple[torch.Tensor, ...]) -> float:
-    """Return how long a step takes behind an evaluation, which is not the first one of its kind."""
+    """Return how long a step takes after an evaluation, which is not the first one of its kind."""
     training.run()
     _evaluate(training.model, batch)
     return training.seconds()

@@ -66,20 +66,21 @@ def _gap(begins: NDArray[np.int64], ends: NDArray[np.int64], size: int, alignmen
     return int(starts[fits[np.argmin(room[fits])] if best_fit else fits[0]])
 
 
-def constructed(instance: Instance, clock: Clock) -> Iterator[tuple[int, ...]]:
-    """Yield offsets by best fit and by first fit, in each order."""
-    for best_fit in (True, False):
-        for key in ORDERS.values():
-            order = sorted(range(len(instance.size)), key=lambda u, key=key: key(instance, u))  # type: ignore[misc]
-            yield place(instance, order, clock, best_fit=best_fit)
-            if left(clock) <= 0:
-                return
+def constructed(
+    instance: Instance,
+    clock: Clock,
+    *,
+    fits: Sequence[bool] = (True, False),
+    fixed: Mapping[int, int] = MappingProxyType({}),
+) -> Iterator[tuple[int, ...]]:
+    """Yield offsets by best fit and by first fit, in each order.
 
-
-def around(instance: Instance, fixed: Mapping[int, int], clock: Clock) -> Iterator[tuple[int, ...]]:
-    """Yield offsets with some buffers at `fixed` ones, and the others placed in each order, by first fit and by best fit."""
+    Args:
+        fits: True for best fit, False for first fit, in the order in which they are tried.
+        fixed: offsets of buffers around which the others are placed.
+    """
     others = [u for u in range(len(instance.size)) if u not in fixed]
-    for best_fit in (False, True):
+    for best_fit in fits:
         for key in ORDERS.values():
             order = sorted(others, key=lambda u, key=key: key(instance, u))  # type: ignore[misc]
             yield place(instance, order, clock, best_fit=best_fit, fixed=fixed)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from graphs.addresses import AddressError, Buffer, Offsets
-from solvers.addresses.greedy import around, constructed, improve
+from solvers.addresses.greedy import constructed, improve
 from solvers.addresses.instance import Instance, instances_of
 from solvers.addresses.search import AddressSearch
 from solvers.clock import Clock, WallClock, WorkClock, left
@@ -161,7 +161,7 @@ class _Arena:
             arena.construct(part)
             arena.search(part.part(left(part) / 2), None)
             fixed = {u: offset // instance.unit for u, offset in zip(first, arena.offsets, strict=True)}
-            for offsets in around(instance, fixed, part):
+            for offsets in constructed(instance, part, fits=(False, True), fixed=fixed):
                 yield offsets
                 if instance.height_bytes(offsets) <= self.bound_bytes:
                     return

@@ -179,6 +179,10 @@ class _InOrder:
     def __init__(self, graph: Graph, moments: int) -> None:
         self._graph, self._moments = graph, moments
 
+    def end(self, index: int) -> int:
+        """Return when a step is over."""
+        return (index + 1) * self._moments
+
     def of_output(self, step: Step, index: int, tensor: int) -> int:
         """Return when an output is requested."""
         if self._moments == 1 or not isinstance(step, Compute):
@@ -189,19 +193,18 @@ class _InOrder:
         return index * self._moments + next(places, position)
 
     def workspaces(self, index: int, op: Op) -> Iterator[tuple[int, int, int]]:
-        """Yield beginning, end and bytes of each workspace."""
-        begin, end = index * self._moments, (index + 1) * self._moments
-        if self._moments == 1 or not op.requests:
+        """Yield beginning, end and bytes of each workspace; all are freed within the step, if it has several moments."""
+        begin = index * self._moments
+        if self._moments == 1:
             if op.workspace_bytes:
-                yield begin + (0 if self._moments == 1 else len(op.outputs)), end, op.workspace_bytes
-            return
-        for place, request in enumerate(op.requests):
-            if request.output == WORKSPACE:
-                yield begin + place, end if request.until == len(op.requests) else begin + request.until, request.size_bytes
-
-    def second_copy(self, index: int) -> tuple[int, int]:
-        """Return beginning and end of an output that is in memory already."""
-        return (index + 1) * self._moments - 1, (index + 1) * self._moments
+                yield begin, begin + 1, op.workspace_bytes
+        elif not op.requests:
+            if op.workspace_bytes:
+                yield begin + len(op.outputs), begin + len(op.outputs) + 1, op.workspace_bytes
+        else:
+            for place, request in enumerate(op.requests):
+                if request.output == WORKSPACE:
+                    yield begin + place, begin + request.until, request.size_bytes
 
 
 _Stay = tuple[int, int]  # of a tensor: its id, and the step that makes it
@@ -242,4 +245,5 @@ def _passing(
         for t in op.outputs:
             tensor = graph.tensors[t]
             if index not in stays[t] and t not in over and tensor.pool == pool and tensor.size_bytes:
-                yield index, f"second {tensor.name}", (*in_order.second_copy(index), tensor.size_bytes)
+                begin, end = in_order.of_output(step, index, t), in_order.end(index)
+                yield index, f"second {tensor.name}", (begin, end, tensor.size_bytes)

@@ -4,7 +4,8 @@ The slab is the only large segment of a private pool. The allocator gives a requ
 from its beginning. So before an op all free memory of the slab is *held*, that is, allocated for nobody, but for *holes* of just
 the sizes that the op asks for, at the addresses planned for them; after the op it is released. Where best fit chooses these
 addresses anyway, nothing is held. PyTorch's allocator hands out all memory, so that none is given away while it is in use: a
-request that was not expected gets other memory, or a segment of its own.
+request that was not expected gets other memory, or a segment of its own. From then on holds get other addresses than planned,
+which whoever makes them has to notice.
 
 Holes are multiples of 2 MiB. What the allocator splits off from a hole, since a request is smaller, is held as long as the tensor
 is in use. Requests of up to 1 MiB come from small segments of the pool, as ever.
@@ -41,9 +42,14 @@ class Hole:
 
 @dataclass(frozen=True, slots=True)
 class Hold:
-    """The allocation of `size_bytes` that nobody uses."""
+    """The allocation of `size_bytes` that nobody uses.
+
+    Attributes:
+        offset: where in the slab it comes to lie; None if in another segment.
+    """
 
     size_bytes: int
+    offset: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +107,7 @@ class _ModelledStep:
     """A step on the model of the allocator.
 
     Attributes:
+        slab: its segment.
         blocks: of the buffers in use.
         numbers: number of each hold that was not released; `held`: how many there were.
         rests: the hold of what is left of the hole of a buffer.
@@ -112,6 +119,7 @@ class _ModelledStep:
     holes: Mapping[int, Hole]
     slab_bytes: int
     allocator: CachingAllocator = field(default_factory=CachingAllocator)
+    slab: Segment = field(init=False)
     blocks: dict[int, Block] = field(default_factory=dict)
     numbers: dict[Block, int] = field(default_factory=dict)
     rests: dict[int, Block] = field(default_factory=dict)
@@ -119,18 +127,21 @@ class _ModelledStep:
     actions: list[Action] = field(default_factory=list)
     missed: set[int] = field(default_factory=set)
 
+    def __post_init__(self) -> None:
+        block = self.allocator.alloc(self.slab_bytes, pool=_POOL)
+        self.slab = block.segment
+        self.allocator.free(block)
+
     def steering(self) -> Steering:
         """Return the actions around each step."""
-        slab = self.allocator.alloc(self.slab_bytes, pool=_POOL)
-        self.allocator.free(slab)
         before, after = dict[int, Sequence[Action]](), dict[int, Sequence[Action]]()
         for step, freed, requests in self._steps():
             for index in freed:
                 self._free(index)
             if requests:
-                held = self._make_holes(requests, slab.segment)
+                held = self._make_holes(requests)
                 before[step] = self._taken()
-                self._request(requests, slab.segment)
+                self._request(requests)
                 for block in held:
                     self._release(block)
                 after[step] = self._taken()
@@ -154,10 +165,10 @@ class _ModelledStep:
                     requests.append((index, requested))
             yield step, freed, requests
 
-    def _make_holes(self, requests: _Requests, slab: Segment) -> list[Block]:
+    def _make_holes(self, requests: _Requests) -> list[Block]:
         """Hold what is free, but for the holes of `requests`; return these holds."""
         asked = [index for index, requested in requests if requested and index in self.holes]
-        if not asked or self._comes_by_itself(asked, slab):
+        if not asked or self._comes_by_itself(asked):
             return []
         covers = [block for block in self.allocator.free_blocks(_POOL) if not block.segment.small]
         for block in covers:  # the smallest first, so that each hold fits its block exactly
@@ -166,7 +177,7 @@ class _ModelledStep:
         held, left_free = list[Block](), list[Block]()
         for cover in covers:
             end = cover.offset + cover.size_bytes
-            inside = [(at, size) for at, size in holes if cover.segment is slab and cover.offset <= at and at + size <= end]
+            inside = [(at, size) for at, size in holes if cover.segment is self.slab and cover.offset <= at and at + size <= end]
             if not inside:
                 held.append(cover)
                 continue
@@ -181,17 +192,17 @@ class _ModelledStep:
             self._release(block)
         return held
 
-    def _comes_by_itself(self, asked: Sequence[int], slab: Segment) -> bool:
+    def _comes_by_itself(self, asked: Sequence[int]) -> bool:
         """Return True if best fit chooses the hole of the only request, and leaves no rest of it."""
         if len(asked) > 1:
             return False
         size_bytes = self.training.buffers[asked[0]].size
         block, hole = self.allocator.fitting_block(size_bytes, pool=_POOL), self.holes[asked[0]]
-        if block is None or (block.segment, block.offset) != (slab, hole.offset):
+        if block is None or (block.segment, block.offset) != (self.slab, hole.offset):
             return False
         return hole.size_bytes in (size_bytes, block.size_bytes)
 
-    def _request(self, requests: _Requests, slab: Segment) -> None:
+    def _request(self, requests: _Requests) -> None:
         """Make the requests of an op, and hold the rests of their holes."""
         placed = []
         for index, requested in requests:
@@ -201,7 +212,7 @@ class _ModelledStep:
             block = self.blocks[index] = self.allocator.alloc(self.training.buffers[index].size, pool=_POOL)
             if index not in self.holes:
                 continue
-            if (block.segment, block.offset) == (slab, self.holes[index].offset):
+            if (block.segment, block.offset) == (self.slab, self.holes[index].offset):
                 placed.append(index)
             else:
                 self.missed.add(index)
@@ -220,7 +231,7 @@ class _ModelledStep:
 
     def _hold(self, size_bytes: int) -> Block:
         block = self.allocator.alloc(size_bytes, pool=_POOL)
-        self.actions.append(Hold(size_bytes))
+        self.actions.append(Hold(size_bytes, block.offset if block.segment is self.slab else None))
         self.numbers[block] = self.held
         self.held += 1
         return block

@@ -4,7 +4,8 @@ The pool has one large segment, the slab, which is kept from step to step, and w
 memory is held that they must not get (``graphs.allocators.steering``), so that best fit gives them what is planned.
 
 A step that finds tensors of another one in the slab, such as a second forward pass before the backward pass, takes its memory
-from the usual pool.
+from the usual pool. In a step whose ops ask for other memory than was planned, nothing is held any more, and the pool is given
+back after it: whatever is held at other addresses than planned would need further segments.
 """
 
 import logging
@@ -19,6 +20,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from graphs.allocators.steering import Action, Hold, Steering, is_placed
+from graphs.units import format_bytes
 from planner.passes.program import Call
 from planner.runtime.arena import SharedSlab
 from planner.runtime.code import Code
@@ -37,7 +39,7 @@ class SharedPool:
     Attributes:
         device: its device.
         pool: the pool; None where there is none at present.
-        slab_bytes: size of its slab.
+        slab_bytes: size of its slab; `slab_address`: where it begins.
         stream: the stream that its memory is for.
         left: what the last step in it has returned.
     """
@@ -45,7 +47,7 @@ class SharedPool:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.pool: torch.cuda.MemPool | None = None
-        self.slab_bytes = 0
+        self.slab_bytes = self.slab_address = 0
         self.stream: torch.cuda.Stream | None = None
         self.left: list[StorageWeakRef] = []
         self._begun: ref[_Begun] | None = None  # the last step
@@ -82,7 +84,8 @@ class SharedPool:
             pool = torch.cuda.MemPool()
             self.slab_bytes = max(arena.steering.slab_bytes for arena in self._arenas)
             with _allocating_in(pool, self.device):
-                raw_free(raw_alloc(self.slab_bytes, stream))
+                self.slab_address = raw_alloc(self.slab_bytes, stream)
+                raw_free(self.slab_address)
             self.pool, self.stream = pool, stream
         return self.pool
 
@@ -101,6 +104,7 @@ class DeviceArena:
     Attributes:
         steering: the planned actions.
         missed: how many steps have found no room in the slab.
+        lost: how many steps have asked for other memory than planned.
     """
 
     def __init__(self, shared: SharedPool, steering: Steering, *, accumulate: bool = False) -> None:
@@ -112,7 +116,7 @@ class DeviceArena:
             accumulate: True if gradients are added to those of earlier steps. They are then copied out of the arena.
         """
         self.steering = steering
-        self.missed = 0
+        self.missed = self.lost = 0
         self._shared = shared
         self._accumulate = accumulate
         self._held: Sequence[Any] = ()  # gradients that others hold too are copied by autograd
@@ -127,7 +131,7 @@ class DeviceArena:
 
     @property
     def outside_bytes(self) -> int:
-        """The bytes of the other segments of the pool: predicted until a step was run."""
+        """The bytes of the other segments of the pool: predicted until a step was run, then of the first, or one that was lost."""
         return self.steering.outside_bytes if self._outside_bytes is None else self._outside_bytes
 
     @property
@@ -175,8 +179,10 @@ class DeviceArena:
             begun.end()
             begun.is_over = True
             self._shared.left += _placed(gradients)
-            if self._outside_bytes is None:
+            if self._outside_bytes is None or begun.is_lost:
                 self._outside_bytes = self._shared.reserved_bytes - self._shared.slab_bytes
+            if begun.is_lost:
+                self._note_lost()
         if self._accumulate:
             self._held = gradients
         return gradients
@@ -201,6 +207,17 @@ class DeviceArena:
                 "a step runs outside of its arena, where tensors of another step are: free gradients and results before the step "
                 "(optimizer.zero_grad(), with set_to_none=True), or plan with accumulate=True, and call backward() for each step "
                 "before the next one"
+            )
+
+
+    def _note_lost(self) -> None:
+        self.lost += 1
+        self._shared.drop()
+        if self.lost == 1:
+            _LOG.warning(
+                "an op has asked for other memory than when it was measured: the step has left the addresses of its arena, and has "
+                "taken %s beside it",
+                format_bytes(self.outside_bytes),
             )
 
 
@@ -229,11 +246,13 @@ class _Begun:
 
     Attributes:
         is_over: True once its backward pass has ended.
+        is_lost: True once a hold has another address than planned; nothing is held from then on.
     """
 
     def __init__(self, shared: SharedPool, pool: torch.cuda.MemPool, slab_bytes: int) -> None:
-        self.is_over = False
+        self.is_over = self.is_lost = False
         self._pool, self._device = pool, shared.device
+        self._slab_address = shared.slab_address
         self._stream = torch.cuda.current_stream(shared.device)
         self._holds: list[int] = []
         self._held: set[int] = set()
@@ -249,11 +268,15 @@ class _Begun:
 
     def act(self, actions: Sequence[Action]) -> None:
         """Hold and release memory as planned."""
-        for action in actions:
+        for action in () if self.is_lost else actions:
             if isinstance(action, Hold):
                 address = raw_alloc(action.size_bytes, self._stream)
                 self._holds.append(address)
                 self._held.add(address)
+                if action.offset is not None and address != self._slab_address + action.offset:
+                    self.is_lost = True
+                    self.end()
+                    return
             else:
                 address = self._holds[action.number]
                 self._held.remove(address)

@@ -2,14 +2,16 @@
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphs.addresses import AddressError, Buffer, Offsets, buffers_of, check_offsets, live_bytes
+from graphs.addresses import AddressError, Buffer, Offsets, buffers_of, check_offsets, live_bytes, moments_of
 from graphs.ir import Graph
-from graphs.schedule import Compute, Schedule
+from graphs.requests import WORKSPACE, MemoryRequest
+from graphs.schedule import Compute, Schedule, keep_everything
 from graphs.simulate import simulate
 from graphs.synthetic.random_graphs import with_overwriting
 from graphs.synthetic.small import training_chain
@@ -108,6 +110,20 @@ def test_the_buffers_of_a_step_are_its_peak_in_every_pool(seed: int) -> None:
         buffers = buffers_of(graph, schedule, pool=pool.name)
         assert live_bytes(buffers) == peak_bytes - graph.static_bytes_by_pool[pool.name]
         assert len({buffer.id for buffer in buffers}) == len(buffers)
+
+
+@pytest.mark.parametrize("requests", [(), (MemoryRequest(0), MemoryRequest(WORKSPACE, 3, 2))])
+def test_a_workspace_is_freed_within_its_step_if_requests_have_moments(requests: tuple[MemoryRequest, ...]) -> None:
+    graph = training_chain(2)
+    ops = [replace(op, workspace_bytes=3, requests=requests) for op in graph.ops]
+    graph = replace(graph, ops=ops)
+    moments = moments_of(graph)
+    found = buffers_of(graph, keep_everything(graph), moments=moments)
+    workspaces = [buffer for buffer in found if buffer.id.startswith("workspace")]
+    assert len(workspaces) == len(ops)
+    for buffer in workspaces:
+        step = buffer.lower // moments
+        assert (buffer.lower, buffer.upper) == (step * moments + 1, step * moments + 2) and buffer.upper < (step + 1) * moments
 
 
 def test_kept_tensors_stay_to_the_end_and_recomputed_ones_have_two_buffers() -> None:

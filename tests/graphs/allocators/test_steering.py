@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import groupby
 
 import pytest
 from hypothesis import given, settings
@@ -47,20 +48,26 @@ class Replay:
         def act(actions: Mapping[int, Sequence[Action]], time: int) -> None:
             for action in actions.get(time, ()):
                 if isinstance(action, Hold):
-                    holds.append(self.allocator.alloc(action.size_bytes, pool=POOL))
+                    block = self.allocator.alloc(action.size_bytes, pool=POOL)
+                    assert action.offset == (block.offset if block.segment is self.slab else None)
+                    holds.append(block)
                 else:
                     self.allocator.free(holds[action.number])
 
-        for time in sorted({time for time, *_ in self.step.events}):
-            now = [(index, requested) for at, index, requested in self.step.events if at == time]
-            for index in [index for index, requested in now if not requested]:
-                self.allocator.free(blocks.pop(index))
-            if any(requested for _, requested in now):
-                act(self.steering.before, time)
-                for index in [index for index, requested in now if requested]:
+        moments = self.step.moments
+        for number, of_step in groupby(self.step.events, key=lambda event: event[0] // moments):
+            events = list(of_step)
+            for time, index, requested in events:
+                if time == number * moments and not requested:
+                    self.allocator.free(blocks.pop(index))
+            act(self.steering.before, number)
+            for time, index, requested in events:
+                if requested:
                     block = blocks[index] = self.allocator.alloc(self.step.buffers[index].size, pool=POOL)
                     self.places[index] = replace(block)
-                act(self.steering.after, time)
+                elif time > number * moments:
+                    self.allocator.free(blocks.pop(index))
+            act(self.steering.after, number)
         for block in blocks.values():
             self.allocator.free(block)
 
@@ -117,8 +124,17 @@ def test_what_is_left_of_a_hole_is_held_with_its_tensor() -> None:
     step = training((0, 3, 10.5), (1, 2, 1.2), (2, 4, 1.2))
     steering = steer(step, holes((0, 12), (12, 2), (12, 2)), 14 * MIB)
     assert not steering.missed and steering.pool_bytes == 14 * MIB
-    rest = Hold(int(1.5 * MIB))
+    rest = Hold(int(1.5 * MIB), int(10.5 * MIB))
     assert rest in steering.after[0] or rest in steering.before[0]
+
+
+def test_nothing_is_held_for_a_workspace_that_its_op_has_freed() -> None:
+    buffers = Buffer("output", 0, 8, 10 * MIB), Buffer("workspace", 1, 2, int(10.5 * MIB)), Buffer("next", 4, 8, 12 * MIB)
+    step = Training(static=(), buffers=buffers, moments=4)
+    steering = steer(step, holes((14, 10), (0, 12), (0, 12)), 24 * MIB)
+    assert not steering.missed and steering.pool_bytes == 24 * MIB
+    assert Hold(int(1.5 * MIB), int(10.5 * MIB)) not in steering.after[0]
+    Replay(step, steering).run()
 
 
 def test_holes_side_by_side_of_one_op_are_one_to_the_allocator() -> None:

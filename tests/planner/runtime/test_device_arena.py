@@ -173,6 +173,32 @@ def test_a_step_that_fails_leaves_nothing_held(monkeypatch: pytest.MonkeyPatch) 
         assert_as_eager(step, executor)
 
 
+def test_a_step_whose_op_asks_for_other_memory_leaves_its_addresses_and_the_next_one_has_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with cuda_device() as cuda, lines_of("planner.runtime.device_arena") as lines:
+        step = on_device(workload())
+        executor, arena = in_arena(step, 0)
+        end, unexpected = DeviceArena.end_holes, []
+
+        def asking(self: DeviceArena, number: int) -> None:
+            if not unexpected:
+                unexpected.append(torch.empty(3 * 2**20, dtype=torch.uint8, device="cuda"))
+            end(self, number)
+
+        monkeypatch.setattr(DeviceArena, "end_holes", asking)
+        executor.use_arena(arena._shared)
+        arena = executor.arena
+        assert isinstance(arena, DeviceArena)
+        assert_as_eager(step, executor)
+        assert arena.lost == 1 and ["other memory than when it was measured" in line for line in lines] == [True]
+        assert arena.outside_bytes > arena.steering.outside_bytes and not cuda.memories[0].raw
+        for parameter in step.model.parameters():
+            parameter.grad = None
+        assert_as_eager(step, executor, 2)
+        assert arena.lost == 1 and large_segments(cuda, arena) == [arena.size_bytes]
+
+
 def test_a_compiled_step_reserves_what_its_plan_says() -> None:
     with cuda_device():
         step = on_device(workload())

@@ -37,6 +37,8 @@ from solvers.order.peak import keep_everything_peak_bytes
 
 # parseChosenWorkspaceSize of aten/src/ATen/cuda/CublasHandlePool.cpp: :4096:2:16:8, and 32 MiB on Hopper.
 _WORKSPACE_BYTES, _HOPPER_WORKSPACE_BYTES = (2 * 4096 + 8 * 16) * 1024, 32 * 2**20
+# Seed and offset for all graphs: CUDAGeneratorState::register_graph of aten/src/ATen/cuda/CUDAGeneratorImpl.cpp.
+_GENERATOR_BYTES = (8, 8)
 # _parseChosenWorkspaceSize of aten/src/ATen/cuda/CUDABlas.cpp, for cuBLASLt.
 _BIASED_WORKSPACE_BYTES = 2**20
 _HOPPER = ("gh200", "h200", "h100")
@@ -185,8 +187,9 @@ def reserved_for(
 def reserved_with_graphs(graph: Graph, schedule: Schedule, memory: CountedMemory, eager_bytes: int, pool_bytes: int) -> Reserved:
     """Return what is reserved for training where both passes of `schedule` are replayed as CUDA graphs.
 
-    Tensors of the passes are in the graphs' pool. Outside of it are what the passes read, the optimizer, and copies of results
-    and gradients, which each step takes and the caller keeps until the optimizer has run.
+    Tensors of the passes are in the graphs' pool. Outside of it are what the passes read, the optimizer, copies of results and
+    gradients, which each step takes and the caller keeps until the optimizer has run, and a segment of the stream of the
+    captures, for the state of the random generator.
 
     Args:
         graph: the step with the copies as static memory (``planner.runtime.graphed_step.recordable``).
@@ -197,10 +200,11 @@ def reserved_with_graphs(graph: Graph, schedule: Schedule, memory: CountedMemory
     copies = tuple(Buffer(f"copy {i}", i, len(copied) + 1, size) for i, size in enumerate(copied) if size)
     tensors = (replace(t, size_bytes=0) if t.static and t.kind in (Kind.OUTPUT, Kind.GRADIENT) else t for t in graph.tensors)
     training = requests_of(replace(graph, tensors=tuple(tensors)), schedule)
-    usage = usage_of(replace(training, buffers=copies, moments=1), rules_of(memory))
+    rules = rules_of(memory)
+    usage = usage_of(replace(training, buffers=copies, moments=1), rules)
     return Reserved(
-        total_bytes=usage.reserved_bytes + pool_bytes,
-        allocated_bytes=usage.allocated_bytes + pool_bytes,
+        total_bytes=usage.reserved_bytes + rules.segment_bytes(sum(_GENERATOR_BYTES)) + pool_bytes,
+        allocated_bytes=usage.allocated_bytes + sum(map(rules.rounded_bytes, _GENERATOR_BYTES)) + pool_bytes,
         eager_bytes=eager_bytes,
         library_bytes=sum(training.libraries),
         optimizer_bytes=sum(training.temporaries),

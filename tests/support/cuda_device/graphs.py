@@ -71,10 +71,12 @@ class CUDAGraph:
         self.recording: Recording | None = None
 
     def capture_begin(self, pool: PoolId, stream: Stream) -> None:
+        memory = self.machine.memories[stream.device.index]
+        self._seeds = memory.seeds_of_graphs(stream)
         self.recording = Recording(stream, pool)
         stream.recording = self.recording
         self.machine.capturing = True
-        self.machine.memories[stream.device.index].allocator.keep_pool(pool)
+        memory.allocator.keep_pool(pool)
 
     def capture_end(self) -> None:
         assert self.recording is not None

@@ -3,6 +3,7 @@
 import threading
 import weakref
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -41,6 +42,11 @@ class Held:
     used_by: set[Stream] = field(default_factory=set)
 
 
+@dataclass(eq=False)
+class _Seeds:
+    tensors: tuple[torch.Tensor, torch.Tensor]
+
+
 class DeviceMemory:
     """Memory of one device.
 
@@ -62,6 +68,7 @@ class DeviceMemory:
         self.shared_pools: set[PoolId] = set()
         self.pools: dict[int, PoolId] = {}
         self.raw: dict[int, torch.Tensor] = {}
+        self._seeds: Callable[[], _Seeds | None] = lambda: None
         self._slabs: dict[int, np.ndarray] = {}
         self._freed: deque[Held] = deque()
         self._waiting: list[tuple[Held, list[Point]]] = []
@@ -119,6 +126,14 @@ class DeviceMemory:
             key = (threading.get_ident(), stream, size_bytes)
             if key not in self.workspaces:
                 self.workspaces[key] = self.take(size_bytes, stream)
+
+    def seeds_of_graphs(self, stream: Stream) -> "_Seeds":
+        """Seed and offset of the random generator: all graphs share those that were made on the stream of the first one."""
+        seeds = self._seeds()
+        if seeds is None:
+            seeds = _Seeds((self.take(8, stream), self.take(8, stream)))
+            self._seeds = weakref.ref(seeds)
+        return seeds
 
     def raw_alloc(self, size_bytes: int, stream: Stream) -> int:
         """As ``torch.cuda.caching_allocator_alloc``."""

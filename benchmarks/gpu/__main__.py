@@ -54,7 +54,7 @@ STEPS: Mapping[str, GpuStep] = {
         ),
         150.0,
     ),
-    "capped": GpuStep(("benchmarks.gpu.capped",), 80.0),
+    "capped": GpuStep(("benchmarks.gpu.capped", *_TWO_MODELS), 80.0),
     "allocator": GpuStep(("benchmarks.gpu.allocator", "--out", "{out}/allocator"), 120.0),
 }
 

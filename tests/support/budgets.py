@@ -15,6 +15,7 @@ import pytest
 from graphs.ir import Graph
 from graphs.schedule import keep_everything
 from graphs.simulate import simulate
+from planner.budgets import budget_in_bytes
 from planner.plans.plan import Plan
 from planner.solving import solve_graph
 from solvers.bounds import least_budget_bound
@@ -68,10 +69,14 @@ def half_way_known() -> Iterator[None]:
         (graph,) = graphs
         return between(graph.captured.graph)
 
+    def for_kernels(budget: str | int, whole_bytes: int) -> str | int:
+        return budget if budget == HALF_WAY else budget_in_bytes(budget, whole_bytes)
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("planner.search.solve_graph", solve_half_way)
         patch.setattr(SharedBudget, "whole", whole_half_way)
         patch.setattr("planner.torch_compile.checkpoint.budget_in_bytes", lambda *_: None)  # which looks at the spelling only
+        patch.setattr("planner.training.inductor_compiler.budget_in_bytes", for_kernels)
         yield
 
 

@@ -1,7 +1,7 @@
 """The arena that the steps of a plan run in, as it is planned. Never imports torch."""
 
-from collections import Counter
-from collections.abc import Container, Mapping
+from collections.abc import Container, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 
 from graphs.addresses import Buffer, Offsets, live_bytes
@@ -35,12 +35,12 @@ def device_arena(training: Training) -> Steering:
     found: list[Steering] = []
     told_apart: set[int] = set()  # steps of the schedule
     while not found or (found[-1].missed and len(found) < _SEARCHES):
-        sizes = _hole_sizes(training, told_apart)
-        buffers = _hole_buffers(training, sizes, told_apart)
+        slots = _slots(training, told_apart)
+        buffers = _slot_buffers(training, slots, told_apart)
         offsets = solve(buffers, work_limit=_SEARCH_WORK).offsets if buffers else Offsets((), ())
         assert offsets is not None  # any arena will do
         at = {int(buffer.id): offset for buffer, offset in zip(offsets.buffers, offsets.offsets, strict=True)}
-        holes = {index: Hole(at[index], size_bytes) for index, size_bytes in sizes.items()}
+        holes = {index: Hole(at[number], slot.size_bytes) for number, slot in enumerate(slots) for index in slot.buffers}
         found.append(steer(training, holes, offsets.height_bytes))
         told_apart |= {_step(training, index) for index in found[-1].missed}
     return min(found, key=lambda steering: steering.pool_bytes)
@@ -48,33 +48,65 @@ def device_arena(training: Training) -> Steering:
 
 def least_slab_bytes(training: Training) -> int:
     """Return a size below which no slab has room for the holes of a step, without looking for addresses."""
-    return live_bytes(_hole_buffers(training, _hole_sizes(training, ()), ()))
+    return live_bytes(_slot_buffers(training, _slots(training, ()), ()))
 
 
-def _hole_buffers(training: Training, sizes: Mapping[int, int], told_apart: Container[int]) -> list[Buffer]:
-    """Return holes as buffers, in use throughout their ops, with gaps behind those of the steps `told_apart`."""
+@dataclass(slots=True, eq=False)
+class _Slot:
+    """A hole as it is planned: its bytes, and the buffers that have it one after the other, of one step of the schedule."""
+
+    size_bytes: int
+    buffers: list[int]
+
+
+def _slot_buffers(training: Training, slots: Sequence[_Slot], told_apart: Container[int]) -> list[Buffer]:
+    """Return slots as buffers, in use throughout their ops, with gaps behind those of the steps `told_apart`."""
     return [
         Buffer(
-            str(index),
-            _step(training, index),
-            -(-training.buffers[index].upper // training.moments),
-            size_bytes + (GRAIN_BYTES if _step(training, index) in told_apart else 0),
+            str(number),
+            step := _step(training, slot.buffers[0]),
+            -(-max(training.buffers[index].upper for index in slot.buffers) // training.moments),
+            slot.size_bytes + (GRAIN_BYTES if step in told_apart else 0),
             GRAIN_BYTES,
         )
-        for index, size_bytes in sizes.items()
+        for number, slot in enumerate(slots)
     ]
 
 
-def _hole_sizes(training: Training, told_apart: Container[int]) -> dict[int, int]:
-    """Return the size of the hole of each buffer that is placed; in the steps `told_apart` later requests have larger ones."""
-    sizes: dict[int, int] = {}
-    equal: Counter[tuple[int, int]] = Counter()
+def _slots(training: Training, told_apart: Container[int]) -> list[_Slot]:
+    """Return a slot for each buffer that is placed; in the steps `told_apart` slots that best fit does not confuse."""
+    slots: list[_Slot] = []
+    of_step: dict[int, list[_Slot]] = {}
     placed = [index for index, buffer in enumerate(training.buffers) if is_placed(buffer.size)]
     for index in sorted(placed, key=lambda index: training.buffers[index].lower):
-        step, size_bytes = _step(training, index), least_hole_bytes(training.buffers[index].size)
-        sizes[index] = size_bytes + (equal[step, size_bytes] * GRAIN_BYTES if step in told_apart else 0)
-        equal[step, size_bytes] += 1
-    return sizes
+        step, slot = _step(training, index), _Slot(least_hole_bytes(training.buffers[index].size), [])
+        if step in told_apart:
+            others = of_step.setdefault(step, [])
+            slot = _told_apart(training, index, others)
+            if slot not in others:
+                others.append(slot)
+        if not slot.buffers:
+            slots.append(slot)
+        slot.buffers.append(index)
+    return slots
+
+
+def _told_apart(training: Training, index: int, others: Sequence[_Slot]) -> _Slot:
+    """Return the slot of a buffer beside those of earlier requests of its op: a new one, or one that is free again.
+
+    Best fit gives the earlier requests their slots if this one is too small for them, or larger than theirs. It gives this one
+    the smallest that is free.
+    """
+    buffer, size_bytes = training.buffers[index], least_hole_bytes(training.buffers[index].size)
+
+    def confused(other: _Slot) -> bool:
+        return min(training.buffers[i].size for i in other.buffers) <= size_bytes <= other.size_bytes
+
+    again = [slot for slot in others if all(training.buffers[i].upper <= buffer.lower for i in slot.buffers)]
+    while (other := next(filter(confused, others), None)) is not None and other not in again:
+        size_bytes = other.size_bytes + GRAIN_BYTES
+    fitting = [slot for slot in again if buffer.size <= slot.size_bytes <= size_bytes]
+    return min(fitting, key=lambda slot: slot.size_bytes, default=_Slot(size_bytes, []))
 
 
 def _step(training: Training, index: int) -> int:

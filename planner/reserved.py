@@ -50,6 +50,11 @@ def on_cuda(graph: Graph) -> bool:
     return not str(graph.provenance.get("device", "cpu")).startswith("cpu")
 
 
+def uses_libraries(graph: Graph) -> bool:
+    """Return whether the step multiplies matrices on such a device, for which libraries keep workspaces."""
+    return on_cuda(graph) and any(_PRODUCT.search(op.target) for op in graph.ops)
+
+
 def memory_of(graph: Graph, asked: CountedMemory | None) -> CountedMemory:
     """Return the kind of memory that a budget of `graph` counts; as ``memory_on``."""
     return memory_on("cuda" if on_cuda(graph) else "cpu", asked)
@@ -338,9 +343,7 @@ def least_device_bytes(graph: Graph, schedule: Schedule) -> int:
 
 
 def _libraries(graph: Graph) -> tuple[int, ...]:
-    if not on_cuda(graph):
-        return ()
-    if not any(_PRODUCT.search(op.target) for op in graph.ops):
+    if not uses_libraries(graph):
         return ()
     device = find_device(str(graph.provenance.get("device", "")))
     is_hopper = device is not None and device.name in _HOPPER

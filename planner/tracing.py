@@ -25,6 +25,7 @@ from planner.profiling.roofline import model_times
 from planner.profiling.sizes import with_dense_sizes, with_recorded_sizes
 from planner.profiling.unrepeatable_ops import mark_custom_ops, mark_recorded_ops
 from planner.progress import LoggingView, Stage, Stages, View
+from planner.reserved import uses_libraries
 from planner.runtime.device_profile import other_devices as measured_devices
 from planner.runtime.free_memory import free_bytes
 from planner.runtime.libraries import warm_up_libraries
@@ -154,7 +155,8 @@ def profiled(
     """
     step, passes = TrainingStep(workload.model, workload.loss_fn), settings.passes
     static = real_static(captured, step, workload.batch)
-    warm_up_libraries(static[0].device)
+    if uses_libraries(captured.graph):
+        warm_up_libraries(static[0].device)
     captured = profile(captured, static, passes=passes, on_op=on_op)
     prepare_for_tight_memory(captured.graph, static[0].device)
     if settings.options:

@@ -112,9 +112,14 @@ def planned_row(row: PlanRow, workload: Workload) -> PlanRow:
 def memory(step: Callable[..., Any], workload: Workload) -> dict[str, int]:
     """Return the peaks of some steps of training, by the names of the columns."""
     device = next(workload.model.parameters()).device
-    library_bytes = warm_up_libraries(device)
+    loss_of(call(step, workload.batch)).backward()  # libraries allocate their workspaces, before what is measured
     workload.model.zero_grad()
     torch.cuda.synchronize(device)
+    allocated_bytes = torch.cuda.memory_allocated(device)
+    clear_cublas_workspaces()
+    library_bytes = allocated_bytes - torch.cuda.memory_allocated(device)
+    if library_bytes:
+        library_bytes = warm_up_libraries(device)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     for _ in range(_STEPS):

@@ -2,13 +2,13 @@
 
 The slab is the only large segment of a private pool. The allocator gives a request the smallest free block that is large enough,
 from its beginning. So before an op all free memory of the slab is *held*, that is, allocated for nobody, but for *holes* of just
-the sizes that the op asks for, at the addresses planned for them; after the op it is released. Where best fit chooses these
-addresses anyway, nothing is held. PyTorch's allocator hands out all memory, so that none is given away while it is in use: a
-request that was not expected gets other memory, or a segment of its own. From then on holds get other addresses than planned,
-which whoever makes them has to notice.
+the sizes that the op asks for, at the addresses planned for them. What is held stays so until a hole is to be made there, or the
+step is over. Where best fit chooses the planned address anyway, nothing is held. PyTorch's allocator hands out all memory, so
+that none is given away while it is in use: a request that was not expected gets other memory, or a segment of its own. If it
+comes to lie in a hole, later holds get other addresses than planned, which whoever makes them has to notice.
 
-Holes are multiples of 2 MiB. What the allocator splits off from a hole, since a request is smaller, is held as long as the tensor
-is in use. Requests of up to 1 MiB come from small segments of the pool, as ever.
+Holes are multiples of 2 MiB, so that what is held beside one is too large for the allocator's small segments, where requests of
+up to 1 MiB come from, as ever.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -70,7 +70,7 @@ class Steering:
         slab_bytes: size of the slab.
         holes: where buffers lie, by index, but for those that are `missed`.
         pool_bytes: all that the pool reserves: the slab, small segments, and segments of requests that found no hole.
-        before, after: actions before and after steps of the schedule.
+        before: actions before steps of the schedule. What is held at the end of the last is to be released.
         missed: buffers that get another address than planned.
     """
 
@@ -78,7 +78,6 @@ class Steering:
     holes: Mapping[int, Hole]
     pool_bytes: int
     before: Mapping[int, Sequence[Action]]
-    after: Mapping[int, Sequence[Action]]
     missed: frozenset[int]
 
     @property
@@ -93,7 +92,8 @@ def steer(training: Training, holes: Mapping[int, Hole], slab_bytes: int) -> Ste
     Args:
         training: requests of the step.
         holes: of the buffers for which ``is_placed`` is true, by index. Those of one op serve the requests that they are for if
-            they are apart, and differ in size, the larger ones for later requests.
+            they are apart, and differ in size, the larger ones for later requests. Buffers that one op has one after the other
+            may share a hole.
         slab_bytes: a multiple of 2 MiB; the slab has 10 MiB at least, as smaller segments have another size than was asked for.
     """
     return _ModelledStep(training, holes, max(slab_bytes, LEAST_OWN_SEGMENT_BYTES)).steering()
@@ -110,7 +110,6 @@ class _ModelledStep:
         slab: its segment.
         blocks: of the buffers in use.
         numbers: number of each hold that was not released; `held`: how many there were.
-        rests: the hold of what is left of the hole of a buffer.
         actions: since they were taken last.
         missed: buffers that got another address.
     """
@@ -122,7 +121,6 @@ class _ModelledStep:
     slab: Segment = field(init=False)
     blocks: dict[int, Block] = field(default_factory=dict)
     numbers: dict[Block, int] = field(default_factory=dict)
-    rests: dict[int, Block] = field(default_factory=dict)
     held: int = 0
     actions: list[Action] = field(default_factory=list)
     missed: set[int] = field(default_factory=set)
@@ -134,24 +132,19 @@ class _ModelledStep:
 
     def steering(self) -> Steering:
         """Return the actions around each step."""
-        before, after = dict[int, Sequence[Action]](), dict[int, Sequence[Action]]()
+        before = dict[int, Sequence[Action]]()
         for step, freed, requests in self._steps():
             for index in freed:
-                self._free(index)
-            if requests:
-                held = self._make_holes(requests)
-                before[step] = self._taken()
-                self._request(requests)
-                for block in held:
-                    self._release(block)
-                after[step] = self._taken()
-        for rest in self.rests.values():
-            self._release(rest)
-        if after:
-            last = max(after)
-            after[last] = (*after[last], *self._taken())
-        reserved_bytes = self.allocator.pool_bytes(_POOL)
-        return Steering(self.slab_bytes, self.holes, reserved_bytes, before, after, frozenset(self.missed))
+                self.allocator.free(self.blocks.pop(index))
+            self._make_holes([index for index, requested in requests if requested and index in self.holes])
+            if self.actions:
+                before[step], self.actions = tuple(self.actions), []
+            for index, requested in requests:
+                if requested:
+                    self._request(index)
+                else:
+                    self.allocator.free(self.blocks.pop(index))
+        return Steering(self.slab_bytes, self.holes, self.allocator.pool_bytes(_POOL), before, frozenset(self.missed))
 
     def _steps(self) -> Iterator[tuple[int, list[int], _Requests]]:
         """Yield steps of the schedule with the buffers that are freed before their op, and what it requests and frees itself."""
@@ -165,32 +158,43 @@ class _ModelledStep:
                     requests.append((index, requested))
             yield step, freed, requests
 
-    def _make_holes(self, requests: _Requests) -> list[Block]:
-        """Hold what is free, but for the holes of `requests`; return these holds."""
-        asked = [index for index, requested in requests if requested and index in self.holes]
+    def _make_holes(self, asked: Sequence[int]) -> None:
+        """Hold all that is free, but for the holes of the buffers `asked`."""
         if not asked or self._comes_by_itself(asked):
-            return []
-        covers = [block for block in self.allocator.free_blocks(_POOL) if not block.segment.small]
-        for block in covers:  # the smallest first, so that each hold fits its block exactly
-            self._hold(block.size_bytes)
-        holes = sorted((self.holes[index].offset, self.holes[index].size_bytes) for index in asked)
-        held, left_free = list[Block](), list[Block]()
-        for cover in covers:
-            end = cover.offset + cover.size_bytes
-            inside = [(at, size) for at, size in holes if cover.segment is self.slab and cover.offset <= at and at + size <= end]
-            if not inside:
-                held.append(cover)
-                continue
-            begin = cover.offset
-            self._release(cover)
+            return
+        holes = sorted({(self.holes[index].offset, self.holes[index].size_bytes) for index in asked})
+        for block in [block for block in self.numbers if self._inside(block, holes, whole=False)]:
+            self._release(block)
+        free = [block for block in self.allocator.free_blocks(_POOL) if not block.segment.small]
+        divided = [(block, inside) for block in free if (inside := self._inside(block, holes, whole=True))]
+        sizes = [block.size_bytes for block in free]
+        stays_free = divided[0][0] if len(divided) == 1 and sizes.count(divided[0][0].size_bytes) == 1 else None
+        for block in free:  # the smallest first, so that each hold fits its block exactly
+            if block is not stays_free:
+                self._hold(block.size_bytes)
+        left_free = list[Block]()
+        for block, inside in divided:
+            begin, end = block.offset, block.offset + block.size_bytes
+            if block is not stays_free:
+                self._release(block)
             for at, size in inside:
-                held += [self._hold(at - begin)] if at > begin else []
+                if at > begin:
+                    self._hold(at - begin)
                 left_free.append(self._hold(size))
                 begin = at + size
-            held += [self._hold(end - begin)] if end > begin else []
+            if end > begin:
+                self._hold(end - begin)
         for block in left_free:
             self._release(block)
-        return held
+
+    def _inside(self, block: Block, holes: Sequence[tuple[int, int]], *, whole: bool) -> list[tuple[int, int]]:
+        """Return those of `holes`, as offset and bytes, that are in `block`; if not `whole`, also those that overlap it."""
+        if block.segment is not self.slab:
+            return []
+        begin, end = block.offset, block.offset + block.size_bytes
+        if whole:
+            return [(at, size) for at, size in holes if begin <= at and at + size <= end]
+        return [(at, size) for at, size in holes if at < end and begin < at + size]
 
     def _comes_by_itself(self, asked: Sequence[int]) -> bool:
         """Return True if best fit chooses the hole of the only request, and leaves no rest of it."""
@@ -202,32 +206,10 @@ class _ModelledStep:
             return False
         return hole.size_bytes in (size_bytes, block.size_bytes)
 
-    def _request(self, requests: _Requests) -> None:
-        """Make the requests of an op, and hold the rests of their holes."""
-        placed = []
-        for index, requested in requests:
-            if not requested:
-                self._free(index)
-                continue
-            block = self.blocks[index] = self.allocator.alloc(self.training.buffers[index].size, pool=_POOL)
-            if index not in self.holes:
-                continue
-            if (block.segment, block.offset) == (self.slab, self.holes[index].offset):
-                placed.append(index)
-            else:
-                self.missed.add(index)
-        for index in sorted(set(placed) & self.blocks.keys(), key=lambda index: self.holes[index].offset):
-            block = self.blocks[index]
-            rest_bytes = self.holes[index].size_bytes - block.size_bytes
-            if rest_bytes > SMALL_BYTES:
-                rest = self.rests[index] = self._hold(rest_bytes)
-                if rest.previous is not block:
-                    self.missed.add(index)
-
-    def _free(self, index: int) -> None:
-        self.allocator.free(self.blocks.pop(index))
-        if index in self.rests:
-            self._release(self.rests.pop(index))
+    def _request(self, index: int) -> None:
+        block = self.blocks[index] = self.allocator.alloc(self.training.buffers[index].size, pool=_POOL)
+        if index in self.holes and (block.segment, block.offset) != (self.slab, self.holes[index].offset):
+            self.missed.add(index)
 
     def _hold(self, size_bytes: int) -> Block:
         block = self.allocator.alloc(size_bytes, pool=_POOL)
@@ -239,7 +221,3 @@ class _ModelledStep:
     def _release(self, block: Block) -> None:
         self.allocator.free(block)
         self.actions.append(Release(self.numbers.pop(block)))
-
-    def _taken(self) -> Sequence[Action]:
-        taken, self.actions = tuple(self.actions), []
-        return taken

@@ -11,7 +11,7 @@ from planner.passes.builder import PassBuilder
 from planner.passes.draws import draw_again, draw_first, draw_once
 from planner.passes.program import Call, OpCalls, Program, Ref, Statement
 
-CallsAround = Callable[[int], tuple[Call | None, Call | None]]
+CallBefore = Callable[[int], Call | None]
 
 
 class PassWriter:
@@ -29,7 +29,7 @@ class PassWriter:
         calls: Mapping[int, OpCalls] = MappingProxyType({}),
         repeated: Container[int] = (),
         tick: Callable[[int], object] | None = None,
-        calls_around: CallsAround | None = None,
+        call_before: CallBefore | None = None,
     ) -> None:
         """Initialize for `graph`.
 
@@ -37,13 +37,13 @@ class PassWriter:
             calls: calls of further ops than those of `program`.
             repeated: ops that are executed more than once.
             tick: called after each execution of an op, with its id.
-            calls_around: returns calls before and after a step that executes an op, by its position among all steps.
+            call_before: returns a call before a step that executes an op, by its position among all steps.
         """
         self.graph = graph
         self.program = program
         self.live: dict[int, None] = {}
         self.builder: PassBuilder
-        self._calls, self._repeated, self._tick, self._calls_around = calls, repeated, tick, calls_around
+        self._calls, self._repeated, self._tick, self._call_before = calls, repeated, tick, call_before
         self._done: set[int] = set()
         self._position = 0  # of the next step
         self._overwriting = Overwriting(graph)
@@ -68,12 +68,9 @@ class PassWriter:
         match step:
             case Compute(op):
                 wanted = [t for t in self.graph.ops[op].outputs if t not in self.live]
-                before, after = (None, None) if self._calls_around is None else self._calls_around(self._position)
-                if before is not None:
+                if self._call_before is not None and (before := self._call_before(self._position)) is not None:
                     self.builder.call(before)
                 self._compute(op, frozenset(wanted), over)
-                if after is not None:
-                    self.builder.call(after)
                 self._done.add(op)
                 self.live.update(dict.fromkeys(wanted))
                 if self._tick is not None:

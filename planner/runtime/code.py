@@ -26,7 +26,7 @@ from graphs.schedule import Compute, Schedule, Step
 from planner.passes.builder import Line, Pass, PassBuilder
 from planner.passes.moved import moved
 from planner.passes.program import Call, OpCalls, Program, Ref
-from planner.passes.writer import CallsAround
+from planner.passes.writer import CallBefore
 from planner.runtime.devices import Devices
 from planner.runtime.part_writer import PartWriter
 from planner.runtime.step_lines import StepLines
@@ -66,14 +66,14 @@ def compile_schedule(
     devices: Devices,
     *,
     tick: Callable[[int], None] | None = None,
-    calls_around: CallsAround | None = None,
+    call_before: CallBefore | None = None,
     static_given_up: bool = False,
 ) -> Code:
     """Compile `schedule`, which must be valid on `graph` (``simulate``), for its `devices`.
 
     Args:
         tick: called with the id of each op after its execution.
-        calls_around: calls before and after a step, of passes on one device (``Writer``).
+        call_before: a call before a step, of passes on one device (``Writer``).
         static_given_up: the passes empty the lists of static tensors too, and free these after they are read for the last time.
 
     Raises:
@@ -82,7 +82,7 @@ def compile_schedule(
     calls = _calls_elsewhere(graph, program, schedule, devices)
     many = repeated(graph, program, schedule)
     halves = passes_of(graph, schedule)
-    write = partial(PartWriter, graph, program, calls=calls, repeated=many, tick=tick, calls_around=calls_around)
+    write = partial(PartWriter, graph, program, calls=calls, repeated=many, tick=tick, call_before=call_before)
     writers = [write(pool) for pool in devices.pools]
     main = _main_part(writers[0], halves, static_given_up=static_given_up)
     parts = {pool.owner: _other_part(writer, halves) for pool, writer in zip(devices.pools[1:], writers[1:], strict=True)}

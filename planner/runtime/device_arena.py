@@ -1,6 +1,6 @@
 """Steps in an arena on a CUDA device: both passes take their memory from a pool of PyTorch's allocator, at planned addresses.
 
-The pool has one large segment, the slab, which is kept from step to step, and which all plans of a model share. Around ops the
+The pool has one large segment, the slab, which is kept from step to step, and which all plans of a model share. Before ops the
 memory is held that they must not get (``graphs.allocators.steering``), so that best fit gives them what is planned.
 
 A step that finds tensors of another one in the slab, such as a second forward pass before the backward pass, takes its memory
@@ -131,7 +131,7 @@ class DeviceArena:
 
     @property
     def outside_bytes(self) -> int:
-        """The bytes of the other segments of the pool: predicted until a step was run, then of the first, or one that was lost."""
+        """The bytes of the other segments of the pool: predicted until a step was run, then of the first or a lost one."""
         return self.steering.outside_bytes if self._outside_bytes is None else self._outside_bytes
 
     @property
@@ -139,23 +139,17 @@ class DeviceArena:
         """Bytes that a step takes, with the slab that it needs."""
         return self.size_bytes + self.outside_bytes
 
-    def calls_around(self, step: int) -> tuple[Call | None, Call | None]:
-        """Return the calls before and after a step of the schedule that make holes for its op, and end them."""
-        before, after = self.steering.before.get(step), self.steering.after.get(step)
-        return Call(self.make_holes, (step,)) if before else None, Call(self.end_holes, (step,)) if after else None
+    def call_before(self, step: int) -> Call | None:
+        """Return the call before a step of the schedule that makes holes for its op; None if there is nothing to be done."""
+        return Call(self.make_holes, (step,)) if step in self.steering.before else None
 
     def make_holes(self, step: int) -> None:
         """Hold the memory that the op of a step must not get; nothing if the training step is not in the arena."""
         if self._running is not None:
             self._running.act(self.steering.before[step])
 
-    def end_holes(self, step: int) -> None:
-        """Release what was held for a step."""
-        if self._running is not None:
-            self._running.act(self.steering.after[step])
-
     def around(self, code: Code) -> Code:
-        """Return `code`, which has the calls of ``calls_around``, with both passes in the arena."""
+        """Return `code`, which has the calls of ``call_before``, with both passes in the arena."""
         return replace(code, forward=partial(self._forward, code), backward=partial(self._backward, code))
 
     def _forward(self, code: Code, static: Sequence[Any]) -> _Returned:
@@ -171,8 +165,9 @@ class DeviceArena:
 
     def _backward(self, code: Code, static: Sequence[Any], alive: list[Any]) -> tuple[Any, ...]:
         begun: _Begun | None = alive.pop()
-        if begun is not None and backward_retains_graph():  # saved tensors are freed later than planned
+        if begun is not None and (backward_retains_graph() or begun.is_retained):  # saved tensors are freed later than planned
             begun.end()
+            begun.is_retained = True
             begun = None
         gradients: tuple[Any, ...] = self._run(begun, lambda: code.backward(static, alive))
         if begun is not None:
@@ -209,14 +204,13 @@ class DeviceArena:
                 "before the next one"
             )
 
-
     def _note_lost(self) -> None:
         self.lost += 1
         self._shared.drop()
         if self.lost == 1:
             _LOG.warning(
-                "an op has asked for other memory than when it was measured: the step has left the addresses of its arena, and has "
-                "taken %s beside it",
+                "an op has asked for other memory than when it was measured: the step has left the addresses of its arena, and "
+                "has taken %s beside it",
                 format_bytes(self.outside_bytes),
             )
 
@@ -247,10 +241,11 @@ class _Begun:
     Attributes:
         is_over: True once its backward pass has ended.
         is_lost: True once a hold has another address than planned; nothing is held from then on.
+        is_retained: True once a backward pass has kept the graph for another one: both are outside of the slab.
     """
 
     def __init__(self, shared: SharedPool, pool: torch.cuda.MemPool, slab_bytes: int) -> None:
-        self.is_over = self.is_lost = False
+        self.is_over = self.is_lost = self.is_retained = False
         self._pool, self._device = pool, shared.device
         self._slab_address = shared.slab_address
         self._stream = torch.cuda.current_stream(shared.device)

@@ -16,7 +16,7 @@ from planner.capture.lowering.lower import Capture
 from planner.capture.signature import join_returned
 from planner.capture.step import TrainingStep
 from planner.passes.program import Source
-from planner.reserved import arena_of
+from planner.reserved import arena_of, uses_libraries
 from planner.runtime.arena import Arena, SharedSlab
 from planner.runtime.channels import HostChannels
 from planner.runtime.code import Code, check_runnable, compile_schedule
@@ -79,7 +79,8 @@ class Executor:
         self.schedule = schedule
         self._step = TrainingStep(model, loss_fn)
         self.device = device = next(self._step.parameters()).device
-        warm_up_libraries(device)  # before the first step, as predictions of reserved memory say
+        if uses_libraries(self.graph):
+            warm_up_libraries(device)  # before the first step, as predictions of reserved memory say
         self.devices = Devices(capture.graph, device, channels)
         self.arena: Arena | DeviceArena | None = None
         self.launched = self._launched()
@@ -140,8 +141,8 @@ class Executor:
 
     def _launched(self, tick: Callable[[int], None] | None = None) -> Code:
         """Compile both passes of the schedule, with the calls that the arena needs."""
-        calls_around = self.arena.calls_around if isinstance(self.arena, DeviceArena) else None
-        return compile_schedule(self.graph, self.program, self.schedule, self.devices, tick=tick, calls_around=calls_around)
+        call_before = self.arena.call_before if isinstance(self.arena, DeviceArena) else None
+        return compile_schedule(self.graph, self.program, self.schedule, self.devices, tick=tick, call_before=call_before)
 
     def _in_arena(self, launched: Code) -> Code:
         """Return the passes as they run, in the arena if the step runs in one."""

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from planner.profiling.allocator import cpu_allocations, cuda_bytes, cuda_peak_bytes, no_collection
+from planner.reserved import uses_libraries
 from planner.runtime.executor import Executor
 from planner.runtime.libraries import warm_up_libraries
 from planner.torch_private.core import profiler_enabled
@@ -109,7 +110,8 @@ class PeakWatch:
             return self._plain.forward(static)
         self._executor.code = replace(self._plain, backward=self._backward)  # a second forward pass is not measured
         returned: list[_Returned] = []
-        warm_up_libraries(self._device)
+        if uses_libraries(self._executor.graph):
+            warm_up_libraries(self._device)
         self._forward_peak_bytes, self._kept_bytes = self._rises(lambda: returned.append(self._plain.forward(static)))
         return returned[0]
 

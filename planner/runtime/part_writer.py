@@ -18,7 +18,7 @@ from graphs.pools import DEVICE, HOST, Pool
 from graphs.schedule import Compute, Free, Step
 from planner.passes.builder import PassBuilder
 from planner.passes.program import Argument, Call, OpCalls, Program, Ref
-from planner.passes.writer import CallsAround, PassWriter
+from planner.passes.writer import CallBefore, PassWriter
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,15 +92,15 @@ class PartWriter(PassWriter):
         calls: Mapping[int, OpCalls] = MappingProxyType({}),
         repeated: Container[int] = (),
         tick: Callable[[int], object] | None = None,
-        calls_around: CallsAround | None = None,
+        call_before: CallBefore | None = None,
     ) -> None:
         """Initialize for the device with this `pool`.
 
         Args:
             calls: calls of ops that run on other devices than the main one.
-            repeated, tick, calls_around: see ``PassWriter``.
+            repeated, tick, call_before: see ``PassWriter``.
         """
-        super().__init__(graph, program, calls=calls, repeated=repeated, tick=tick, calls_around=calls_around)
+        super().__init__(graph, program, calls=calls, repeated=repeated, tick=tick, call_before=call_before)
         self.streams: list[str] = []
         self._pool, self._here = pool, {pool.name, HOST} if pool.name == DEVICE else {pool.name}
         self._under_way = UnderWay()

@@ -25,7 +25,7 @@ from planner.plans.plan import Plan
 from planner.plans.summary import check_same_graph, summarize
 from planner.progress import Stage, Stages
 from planner.progress.describe import plan_line
-from planner.reserved import memory_of
+from planner.reserved import memory_of, uses_libraries
 from planner.runtime.arena import SharedSlab
 from planner.runtime.channels import HostChannels
 from planner.runtime.device_arena import SharedPool
@@ -37,6 +37,7 @@ from planner.runtime.pool_memory import measured_peak
 from planner.runtime.release import large_blocks_returned, release_unused
 from planner.search import StepSearch
 from planner.settings import TraceSettings
+from planner.torch_private.core import clear_cublas_workspaces
 from planner.tracing import as_recorded, profiled
 from planner.training.compare_eager import compare_with_eager, warn_of_differences
 from planner.training.graph_room import GraphBudget, with_room_for_pool
@@ -278,6 +279,8 @@ class Compiler:
                     allowed=bool(plan.differs),
                     lossy=plan.gradient_error is not None,
                 )
+        if executor.device.type == "cuda" and not uses_libraries(captured.graph):
+            clear_cublas_workspaces()  # which measuring eager PyTorch has allocated
         release_unused(executor.device)
         plan = replace(plan, eager=eager)
         warn_of_differences(plan)
@@ -301,5 +304,6 @@ class Compiler:
             return executor, measured_peak(captured, executor, step, batch).peak_bytes
         recorder = self.recorder()
         record(captured, executor, step, batch, recorder)
-        warm_up_libraries(executor.device)  # into segments of their own, as nothing is cached now
+        if uses_libraries(captured.graph):
+            warm_up_libraries(executor.device)  # into segments of their own, as nothing is cached now
         return executor, captured.graph.static_bytes + recorder.held_bytes()

@@ -12,6 +12,7 @@ from graphs.simulate import simulate
 from graphs.units import format_bytes
 from planner.capture.step import LossFn, TrainingStep
 from planner.capture.trace import capture
+from planner.models import Workload
 from planner.report.describe import run_data, run_text
 from planner.runtime.executor import Executor
 from planner.runtime.libraries import warm_up_libraries
@@ -101,6 +102,29 @@ def test_no_more_is_reserved_than_a_plan_says() -> None:
             step(*workload.batch).backward()
             workload.model.zero_grad()
         assert torch.cuda.memory_reserved() <= plan.reserved_bytes <= plan.budget_bytes
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(64, 64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x * self.scale).sin() * self.scale
+
+
+def test_a_step_that_multiplies_no_matrices_has_no_workspaces_of_libraries() -> None:
+    with cuda_device() as cuda:
+        workload = on_device(Workload(Scaled(), nn.MSELoss(), (torch.randn(256, 64, 64), torch.randn(256, 64, 64))))
+        step = planner.compile(*workload, budget="100%", passes=1, wait="20 work", swap="never")
+        assert step.plan.eager is not None and step.plan.reserved is not None
+        assert not cuda.memories[0].workspaces and step.plan.reserved.library_bytes == 0
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        for _ in range(3):
+            step(*workload.batch).backward()
+            workload.model.zero_grad()
+        assert torch.cuda.max_memory_reserved() == step.plan.reserved_bytes
 
 
 def test_a_run_says_what_libraries_keep() -> None:

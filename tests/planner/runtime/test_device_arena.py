@@ -155,16 +155,16 @@ def test_a_step_that_fails_leaves_nothing_held(monkeypatch: pytest.MonkeyPatch) 
     with cuda_device() as cuda:
         step = on_device(workload())
         executor, arena = in_arena(step, 2)
-        end = DeviceArena.end_holes
+        make = DeviceArena.make_holes
         calls = []
 
         def failing(self: DeviceArena, number: int) -> None:
             calls.append(number)
             if len(calls) == 5:
                 raise RuntimeError("failed")
-            end(self, number)
+            make(self, number)
 
-        monkeypatch.setattr(DeviceArena, "end_holes", failing)
+        monkeypatch.setattr(DeviceArena, "make_holes", failing)
         executor.use_arena(arena._shared)
         with pytest.raises(RuntimeError, match="failed"):
             loss_of(executor(*step.batch)).backward()
@@ -179,14 +179,14 @@ def test_a_step_whose_op_asks_for_other_memory_leaves_its_addresses_and_the_next
     with cuda_device() as cuda, lines_of("planner.runtime.device_arena") as lines:
         step = on_device(workload())
         executor, arena = in_arena(step, 0)
-        end, unexpected = DeviceArena.end_holes, []
+        make, unexpected = DeviceArena.make_holes, []
 
         def asking(self: DeviceArena, number: int) -> None:
-            if not unexpected:
-                unexpected.append(torch.empty(3 * 2**20, dtype=torch.uint8, device="cuda"))
-            end(self, number)
+            make(self, number)
+            if not unexpected:  # it takes the place of what the op is to get
+                unexpected.append(torch.empty(2**20 + 1, dtype=torch.uint8, device="cuda"))
 
-        monkeypatch.setattr(DeviceArena, "end_holes", asking)
+        monkeypatch.setattr(DeviceArena, "make_holes", asking)
         executor.use_arena(arena._shared)
         arena = executor.arena
         assert isinstance(arena, DeviceArena)

@@ -74,25 +74,33 @@ def _slot_buffers(training: Training, slots: Sequence[_Slot], told_apart: Contai
 
 
 def _slots(training: Training, told_apart: Container[int]) -> list[_Slot]:
-    """Return a slot for each buffer that is placed; in the steps `told_apart` slots that best fit does not confuse."""
+    """Return the slots of the buffers that are placed; in the steps `told_apart` such that best fit does not confuse them.
+
+    Workspaces that an op has one after the other share a slot.
+    """
     slots: list[_Slot] = []
     of_step: dict[int, list[_Slot]] = {}
     placed = [index for index, buffer in enumerate(training.buffers) if is_placed(buffer.size)]
     for index in sorted(placed, key=lambda index: training.buffers[index].lower):
-        step, slot = _step(training, index), _Slot(least_hole_bytes(training.buffers[index].size), [])
-        if step in told_apart:
-            others = of_step.setdefault(step, [])
-            slot = _told_apart(training, index, others)
-            if slot not in others:
-                others.append(slot)
+        step, buffer = _step(training, index), training.buffers[index]
+        others = of_step.setdefault(step, [])
+        again = [slot for slot in others if all(training.buffers[i].upper <= buffer.lower for i in slot.buffers)]
+        if again and buffer.upper <= (step + 1) * training.moments:
+            slot = max(again, key=lambda slot: slot.size_bytes)
+            slot.size_bytes = max(slot.size_bytes, least_hole_bytes(buffer.size))
+        elif step in told_apart:
+            slot = _told_apart(training, index, others, again)
+        else:
+            slot = _Slot(least_hole_bytes(buffer.size), [])
         if not slot.buffers:
             slots.append(slot)
+            others.append(slot)
         slot.buffers.append(index)
     return slots
 
 
-def _told_apart(training: Training, index: int, others: Sequence[_Slot]) -> _Slot:
-    """Return the slot of a buffer beside those of earlier requests of its op: a new one, or one that is free again.
+def _told_apart(training: Training, index: int, others: Sequence[_Slot], again: Sequence[_Slot]) -> _Slot:
+    """Return the slot of a buffer beside those of earlier requests of its op: a new one, or one of those that are free `again`.
 
     Best fit gives the earlier requests their slots if this one is too small for them, or larger than theirs. It gives this one
     the smallest that is free.
@@ -102,7 +110,6 @@ def _told_apart(training: Training, index: int, others: Sequence[_Slot]) -> _Slo
     def confused(other: _Slot) -> bool:
         return min(training.buffers[i].size for i in other.buffers) <= size_bytes <= other.size_bytes
 
-    again = [slot for slot in others if all(training.buffers[i].upper <= buffer.lower for i in slot.buffers)]
     while (other := next(filter(confused, others), None)) is not None and other not in again:
         size_bytes = other.size_bytes + GRAIN_BYTES
     fitting = [slot for slot in again if buffer.size <= slot.size_bytes <= size_bytes]

@@ -15,6 +15,7 @@ import torch
 from graphs.errors import first_line
 from planner.eager.operators import Operator
 from planner.eager.shared_context import SharedContext
+from planner.eager.sizes import takes_free_memory
 from planner.torch_private.core import TorchDispatchMode, make_subclass
 
 _LOGGER = logging.getLogger(__name__)
@@ -38,16 +39,19 @@ class Shared(ctypes.Structure):
     saved: int
     module: int
     known_bytes: int
+    room_bytes: int
+    unserved: int
     position: int
     peak_bytes: int
     ops: int
     kept_ops: int
     host_reads: int
     seconds: float
+    measured_seconds: float
     _fields_ = (
-        *((name, ctypes.c_int64) for name in ("open", "must_close", "in_step", "saved", "module", "known_bytes")),
-        *((name, ctypes.c_int64) for name in ("position", "peak_bytes", "ops", "kept_ops", "host_reads")),
-        ("seconds", ctypes.c_double),
+        *((name, ctypes.c_int64) for name in ("open", "must_close", "in_step", "saved", "module", "known_bytes", "room_bytes")),
+        *((name, ctypes.c_int64) for name in ("unserved", "position", "peak_bytes", "ops", "kept_ops", "host_reads")),
+        *((name, ctypes.c_double) for name in ("seconds", "measured_seconds")),
     )
 
 
@@ -86,18 +90,33 @@ class DeferredLog:
     Args:
         operator: returns the facts about an operator.
         budget_bytes: an op that does not fit into it closes the log.
+        device: where memory is counted.
+        measurements: so many executions of each signature are left to the recorder, which measures them.
+        failures: a count of the allocator's failures, which rises while an op runs that goes on without memory; None where
+            there are none. Where there are, ops have memory in one piece whose library chooses the algorithm by that.
 
     Attributes:
         shared: what needs no call.
     """
 
-    def __init__(self, operator: Callable[[object], Operator], budget_bytes: int) -> None:
+    def __init__(
+        self,
+        operator: Callable[[object], Operator],
+        budget_bytes: int,
+        device: torch.device,
+        *,
+        measurements: int = 1,
+        failures: ctypes.c_int64 | None = None,
+    ) -> None:
         library = _library()
         assert library is not None
         self._library = library
         self._operator = operator
         self._describe = _Describe(self._facts)  # kept for as long as the log calls it
-        self._handle = library.deferred_new(budget_bytes, self._describe)
+        self._failures = failures  # likewise
+        index = device.index if device.type == "cuda" else -1
+        address = None if failures is None else ctypes.addressof(failures)
+        self._handle = library.deferred_new(budget_bytes, index, measurements, address, self._describe)
         weakref.finalize(self, library.deferred_drop, self._handle)
         self.shared = Shared.from_address(library.deferred_shared(self._handle))
 
@@ -119,11 +138,11 @@ class DeferredLog:
             finally:
                 self._library.deferred_leave(self._handle)
 
-    def open(self, storages: Iterable[torch.UntypedStorage], peak_bytes: int) -> None:
-        """Log ops from here on, with these storages in memory."""
+    def open(self, storages: Iterable[torch.UntypedStorage], other_bytes: int, peak_bytes: int) -> None:
+        """Log ops from here on, with these storages in memory, and others of so many bytes."""
         held = list(storages)
         addresses = (ctypes.c_void_p * len(held))(*[storage._cdata for storage in held])
-        self._library.deferred_open(self._handle, len(held), addresses, peak_bytes)
+        self._library.deferred_open(self._handle, len(held), addresses, other_bytes, peak_bytes)
 
     def begin_step(self) -> None:
         """Forget the ops of the last step, as autograd saves the first tensor of one."""
@@ -197,6 +216,7 @@ class DeferredLog:
             -1 if operator.statistics is None else operator.statistics,
             -1 if operator.training is None else operator.training,
             sum(1 << position for position, _ in operator.mutated),
+            self._failures is not None and takes_free_memory(op),
         )
         for i, value in enumerate(values):
             facts[i] = value
@@ -220,12 +240,12 @@ def _library() -> ctypes.CDLL | None:
     number, pointer = ctypes.c_int64, ctypes.c_void_p  # a log is a number
     signatures: dict[str, tuple[Any, list[Any]]] = {
         "install": (ctypes.c_bool, []),
-        "new": (number, [number, _Describe]),
+        "new": (number, [number, number, number, pointer, _Describe]),
         "drop": (None, [number]),
         "shared": (pointer, [number]),
         "enter": (None, [number]),
         "leave": (None, [number]),
-        "open": (None, [number, number, pointer, number]),
+        "open": (None, [number, number, pointer, number, number]),
         "begin_step": (None, [number]),
         "fits": (ctypes.c_bool, [number, number]),
         "length": (number, [number]),

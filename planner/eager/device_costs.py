@@ -1,5 +1,6 @@
 """What ops cost on a CUDA device, where they return before they are done, and libraries take memory while they run."""
 
+import ctypes
 from collections.abc import Callable
 from functools import cache
 from time import perf_counter
@@ -15,12 +16,17 @@ from planner.runtime.libraries import warm_up_libraries
 from planner.torch_private.cuda import on_out_of_memory
 
 _unserved: dict[int, int] = {}  # by device: bytes for which its allocator last had no memory, until somebody asks
-_MEASUREMENTS = 2  # measured of each signature: the first loads kernels and lets libraries choose
+FAILURES = ctypes.c_int64(0)  # how often one of the process had none
+MEASUREMENTS = 2  # of each signature: the first loads kernels and lets libraries choose
 
 
 @cache
 def _note_unserved() -> None:
-    on_out_of_memory(_unserved.__setitem__)
+    def note(index: int, asked_bytes: int) -> None:
+        _unserved[index] = asked_bytes
+        FAILURES.value += 1
+
+    on_out_of_memory(note)
 
 
 class DeviceCosts:
@@ -79,13 +85,17 @@ class DeviceCosts:
         Ops whose sizes depend on more than a signature are measured each time.
         """
         self.forget_failures()
-        if known.number and known.measurements == _MEASUREMENTS:
+        if known.number and known.measurements == MEASUREMENTS:
             return False
         known.measurements += 1
+        self.begin()
+        return True
+
+    def begin(self) -> None:
+        """Begin to measure an op."""
         torch.cuda.synchronize(self._device)
         self._taken = self._taken_so_far()
         self._start = perf_counter()
-        return True
 
     def stop(self) -> tuple[float, int]:
         """Return the seconds of the op, and the bytes that it has allocated: at least what it had at once."""
@@ -96,3 +106,8 @@ class DeviceCosts:
     def _taken_so_far(self) -> int:
         # Counts upwards, so that no peak has to be reset, which may be the user's.
         return int(torch.cuda.memory_stats(self._device)["requested_bytes.all.allocated"])
+
+
+def costs_of(device: torch.device) -> DeviceCosts | None:
+    """Return what measures the ops of a device that works behind the host's back; None for the CPU."""
+    return DeviceCosts(device) if device.type == "cuda" else None

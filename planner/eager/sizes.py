@@ -78,17 +78,20 @@ class OutputSizes:
         """Return what is known of a new op: the bytes that it will allocate."""
         size_bytes = self.out_bytes(function, args, kwargs)
         known = KnownOp(size_bytes, number=hash(signature) or 1)
-        if self._device.type == "cuda" and takes_free_memory(function):
-            # cuDNN often takes about a copy of what goes in and comes out.
-            inputs = tensors_in((*args, *kwargs.values()))
-            known.workspace_bytes = size_bytes + sum(self.counted_bytes(t.untyped_storage().nbytes(), t.device) for t in inputs)
-            known.guessed = known.needs_block = True
-        elif guess := self.guessed_bytes(function, args):
+        known.needs_block = self._device.type == "cuda" and takes_free_memory(function)
+        if guess := self.guessed_bytes(function, args, kwargs, size_bytes):
             known.workspace_bytes, known.guessed = guess, True
         return known
 
-    def guessed_bytes(self, function: Callable[..., Any], args: Sequence[Any]) -> int:
-        """Return a guess of what fake tensors do not know of the outputs: what the CPU's LSTM keeps for its gradients."""
+    def guessed_bytes(self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], out_bytes: int) -> int:
+        """Return a guess of what an op takes besides the outputs that fake tensors know of, of `out_bytes`.
+
+        That is the workspace of a convolution on CUDA, and what the CPU's LSTM keeps for its gradients.
+        """
+        if self._device.type == "cuda" and takes_free_memory(function):
+            # cuDNN often takes about a copy of what goes in and comes out.
+            inputs = tensors_in((*args, *kwargs.values()))
+            return out_bytes + sum(self.counted_bytes(t.untyped_storage().nbytes(), t.device) for t in inputs)
         if function is not torch.ops.aten.mkldnn_rnn_layer.default or not (args[-1] and torch.is_grad_enabled()):
             return 0
         steps, batch, inputs = args[0].shape

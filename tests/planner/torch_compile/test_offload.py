@@ -140,7 +140,7 @@ def test_on_a_gpu(graphs: list[PlannedGraph]) -> None:
     torch.manual_seed(0)
     model, x = layers().cuda(), torch.randn(256, 64, device="cuda")
     twin = copy.deepcopy(model)
-    step = compiled_with_offload(twin, "60%")
+    step = compiled_with_offload(twin, "60%", memory="allocated")
     for seed in range(4):
         for run, of in ((model, model), (step, twin)):
             of.zero_grad()

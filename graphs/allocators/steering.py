@@ -7,18 +7,28 @@ step is over. Where best fit chooses the planned address anyway, nothing is held
 that none is given away while it is in use: a request that was not expected gets other memory, or a segment of its own. If it
 comes to lie in a hole, later holds get other addresses than planned, which whoever makes them has to notice.
 
-Holes are multiples of 2 MiB, so that what is held beside one is too large for the allocator's small segments, where requests of
-up to 1 MiB come from, as ever.
+Holes and their addresses are multiples of a little more than 1 MiB, the most that comes from the allocator's small segments. So
+what is held beside a hole is larger than that, and the rest of a hole that its request leaves is not: the allocator does not
+split it off.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
-from graphs.allocators.caching import LEAST_OWN_SEGMENT_BYTES, SMALL_BYTES, Block, CachingAllocator, PoolId, Segment
+from graphs.allocators.caching import (
+    BLOCK_BYTES,
+    DEFAULT,
+    LEAST_OWN_SEGMENT_BYTES,
+    SMALL_BYTES,
+    Block,
+    CachingAllocator,
+    PoolId,
+    Segment,
+)
 from graphs.allocators.training import Training
 
-GRAIN_BYTES = 2 * 2**20  # of holes and their addresses
+GRAIN_BYTES = SMALL_BYTES + BLOCK_BYTES  # of holes and their addresses
 _POOL: PoolId = (0, 1)
 
 
@@ -34,7 +44,7 @@ def least_hole_bytes(size_bytes: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Hole:
-    """A range of addresses in the slab, for one buffer: multiples of 2 MiB."""
+    """A range of addresses in the slab, for one buffer: multiples of `GRAIN_BYTES`."""
 
     offset: int
     size_bytes: int
@@ -94,9 +104,9 @@ def steer(training: Training, holes: Mapping[int, Hole], slab_bytes: int) -> Ste
         holes: of the buffers for which ``is_placed`` is true, by index. Those of one op serve the requests that they are for if
             they are apart, and differ in size, the larger ones for later requests. Buffers that one op has one after the other
             may share a hole.
-        slab_bytes: a multiple of 2 MiB; the slab has 10 MiB at least, as smaller segments have another size than was asked for.
+        slab_bytes: at least; the slab is a whole segment of its own, of 10 MiB at least.
     """
-    return _ModelledStep(training, holes, max(slab_bytes, LEAST_OWN_SEGMENT_BYTES)).steering()
+    return _ModelledStep(training, holes, DEFAULT.segment_bytes(max(slab_bytes, LEAST_OWN_SEGMENT_BYTES))).steering()
 
 
 _Requests = Sequence[tuple[int, bool]]  # of an op: index of the buffer, and if it is requested or freed
@@ -182,7 +192,7 @@ class _ModelledStep:
                     self._hold(at - begin)
                 left_free.append(self._hold(size))
                 begin = at + size
-            if end > begin:
+            if is_placed(end - begin):  # else what is left of the slab stays with the last hole
                 self._hold(end - begin)
         for block in left_free:
             self._release(block)

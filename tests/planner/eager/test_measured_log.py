@@ -4,19 +4,16 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks.storages import LiveStorages
 from graphs.errors import BudgetError
 from planner.eager import device_costs
 from planner.eager.deferred_log import DeferredLog
 from planner.eager.session import rematerialize
-from tests.planner.eager.test_deferred_log import RUNS, Run, is_open
-from tests.planner.eager.test_exactness import existing, other_bytes
-from tests.planner.eager.test_session import chain, penalized
+from tests.planner.eager.test_deferred_log import is_open
+from tests.planner.eager.test_session import chain
 from tests.support.eager.device_costs import Costs, measure_by
 
 pytestmark = pytest.mark.skipif(not DeferredLog.available(), reason="there is no C++ compiler")
@@ -32,33 +29,6 @@ def convolutions() -> nn.Module:
     torch.manual_seed(0)
     layers = [nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU()) for _ in range(4)]
     return nn.Sequential(*layers)
-
-
-@pytest.mark.parametrize("run", RUNS)
-def test_a_step_that_does_not_fit_after_steps_that_do(run: Run, costs: Costs) -> None:
-    def steps(model: nn.Module, *, opens: bool) -> list[np.ndarray]:
-        torch.manual_seed(1)
-        results = []
-        for rows in (16, 16, 16, 200):
-            x = torch.randn(rows, 64)
-            if rows == 200 and opens and run is not penalized:
-                torch.ones(1).add(1)
-                assert is_open(session)
-            loss = run(model, x)
-            loss.backward()
-            results += [t.detach().numpy().copy() for t in (loss, *(p.grad for p in model.parameters()), torch.get_rng_state())]
-            model.zero_grad()
-        return results
-
-    others = other_bytes()
-    with LiveStorages(existing()) as live:
-        expected = steps(chain(), opens=False)
-    budget = other_bytes() + int(0.9 * (live.peak_bytes - others))
-    with LiveStorages(existing()) as live, rematerialize(budget, max_recomputation=100) as session:
-        results = steps(chain(), opens=True)
-        assert not is_open(session)
-    assert session.evictions > 0 and live.peak_bytes <= budget
-    assert all(map(np.array_equal, results, expected))
 
 
 def test_each_signature_is_measured_twice_and_then_counts_as_long(costs: Costs) -> None:

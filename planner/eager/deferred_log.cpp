@@ -1,19 +1,19 @@
-// A log of the ops of a thread, and of the backward passes that begin there, which costs no Python: the recorder of
+// A log of the ops of a thread, and of the backward passes that begin there, without calls into Python: the recorder of
 // planner.rematerialize reads it only if memory runs out.
 //
-// While a log is entered, each op below autograd comes to `fallback`. A log that is open executes the op and notes it: the
-// operator, its arguments and its outputs with a number in place of each storage, and the time. Tensors are not kept alive, but
-// for storages that no op of the log has made and an op has read: recomputation would need them. Bytes in memory are an upper
-// bound, which is made exact (`settle`) where it matters: at a new peak and near the budget. A log that is closed hands each op
-// to the recorder, a dispatch mode. An op that an open log cannot note goes there too, and the recorder reads and closes the log
-// first: it executes all ops of the log again as a mode sees them, except that nothing runs and their outputs are those that
-// they had, or empty storages of the same size where these have been freed since.
+// While a log is entered, each op below autograd comes to `fallback`. An open log executes the op and notes it: the operator, its
+// arguments and outputs with a number in place of each storage, and the time. It does not keep tensors alive, except for storages
+// that an op has read and that no op of the log has made: recomputation would need them. The count of bytes in memory is an upper
+// bound, which is made exact (`settle`) at a new peak and near the budget. A closed log passes each op to the recorder, which is a
+// dispatch mode. An op that an open log cannot note goes there too. Then the recorder first reads and closes the log: each op of
+// the log is dispatched to it as to a mode, but nothing runs, and its outputs are the original ones, or empty storages of the same
+// size (stand-ins) if these were freed.
 //
-// Tensors that autograd saves meanwhile stay in memory, each in a `LoggedTensor`, which the recorder replaces by its own as it
-// reads the log.
+// Tensors that autograd saves meanwhile stay in memory, each in a `LoggedTensor`. The recorder replaces it by its own handle when
+// it reads the log.
 //
-// On a device that works behind the host's back, the recorder measures the first executions of each signature, for which the host
-// waits: their times, and the memory that libraries take meanwhile. Further ones are not waited for.
+// On a device that runs ops asynchronously, the recorder measures the first executions of each signature: their times, and the
+// memory that libraries allocate meanwhile. The host waits for these executions, but not for later ones.
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -52,20 +52,20 @@ using c10::StorageImpl;
 using torch::jit::Stack;
 using Key = std::vector<int64_t>;
 
-// Below autograd, autocast and all Python modes; PyTorch has it for modes that are written in C++.
+// Below autograd, autocast and all Python modes; PyTorch uses this key for modes that are written in C++.
 constexpr auto kKey = c10::DispatchKey::Fake;
-const auto kKind = c10::DebugInfoKind::TEST_INFO_2; // the slot that autograd's threads inherit; PyTorch itself does not use it
+const auto kKind = c10::DebugInfoKind::TEST_INFO_2; // autograd's threads inherit this slot; PyTorch itself does not use it
 
-constexpr size_t kFewOps = 64; // as many are kept when a step begins: autograd saves no tensor of some ops, such as sums
-constexpr size_t kMostOps = 1 << 15; // a longer log takes memory itself
-constexpr int64_t kMostWrites = 900; // below the longest chain of the recorder
+constexpr size_t kFewOps = 64; // kept when a step begins: autograd saves no tensor of some ops, such as sums
+constexpr size_t kMostOps = 1 << 15; // a longer log would take too much memory itself
+constexpr int64_t kMostWrites = 900; // less than the recorder's longest chain
 constexpr size_t kMostSignatures = 1 << 15;
-constexpr int64_t kBlockBytes = 512; // of CUDA's allocator
+constexpr int64_t kBlockBytes = 512; // block size of CUDA's caching allocator
 
 // How an operator is executed.
 enum Way : int64_t {
   kView, // neither memory nor contents change
-  kHere, // here
+  kHere, // by the log
   kByRecorder, // by the recorder, which leaves the log open
   kClosed, // by the recorder, which closes the log
 };
@@ -76,13 +76,13 @@ struct Operator {
   int64_t repeatable = 0, returns_nothing_new = 0, reads_to_host = 0;
   int64_t statistics = -1, training = -1;
   int64_t mutated = 0; // a bit for each argument
-  int64_t needs_block = 0; // its library chooses the algorithm by the memory that it gets
+  int64_t needs_block = 0; // its library chooses the algorithm by the workspace that it gets
 };
 
-// What is known of ops of one signature.
+// Facts about the ops of one signature.
 struct Known {
   int64_t made_bytes; // of the outputs
-  int64_t room_bytes = 0; // taken besides while it runs, as measured
+  int64_t room_bytes = 0; // further bytes that it takes while it runs, as measured
   double seconds = -1; // as measured; -1 if each execution is timed
   int64_t measurements = 0;
 };
@@ -91,25 +91,25 @@ struct Storage {
   c10::weak_intrusive_ptr<StorageImpl> weak;
   c10::Device device;
   int64_t size_bytes;
-  bool made; // by an op of the log, which can be executed again
-  bool read = false; // in its present version
+  bool made; // by an op of the log that can be executed again
+  bool read = false; // in its current version
   int64_t writes = 0;
   c10::intrusive_ptr<StorageImpl> kept{};
 };
 
 // A tensor as an argument or a result: a view of a storage.
 struct Reference {
-  int64_t position, element; // of the argument or result, and in its list; the element is -1 where there is none
+  int64_t position, element; // position of the argument or result, and of the element in its list; -1 if it is not in a list
   int64_t storage;
   int64_t offset;
-  size_t geometry, dim; // where its sizes are, which its strides follow
+  size_t geometry, dim; // where its sizes begin, followed by its strides; number of dimensions
   c10::ScalarType dtype;
   bool conjugated, negative;
 };
 
 // An op that is executed.
 struct Draft {
-  c10::SmallVector<IValue, 12> arguments; // of which the log does not keep tensors
+  c10::SmallVector<IValue, 12> arguments; // the log does not keep the tensors among them
   c10::SmallVector<Reference, 12> references; // inputs, then outputs
   size_t inputs = 0;
   c10::SmallVector<int64_t, 96> geometry;
@@ -118,7 +118,7 @@ struct Draft {
 
 struct Op {
   c10::OperatorHandle handle;
-  size_t arguments, inputs, outputs, end; // where they begin, and the outputs end
+  size_t arguments, inputs, outputs, end; // where each begins, and where the outputs end
   int64_t module;
   double seconds;
   bool grad_enabled, counted, kept, reads_to_host;
@@ -135,30 +135,30 @@ struct KeyHash {
   }
 };
 
-// What the recorder reads and sets without a call.
+// State that the recorder reads and sets without a call.
 struct Shared {
   int64_t open = 0; // ops are logged here
-  int64_t must_close = 0; // the recorder has to read the log before the next op
+  int64_t must_close = 0; // the recorder must read the log before the next op
   int64_t in_step = 0; // autograd has saved a tensor
   int64_t saved = 0; // number of tensors that autograd has saved here
   int64_t module = 0; // the number of the module that is running
-  int64_t known_bytes = -1; // of the outputs of the op that the recorder executes; -1 if they are not known, or to be measured
-  int64_t room_bytes = 0; // that it takes besides
-  int64_t unserved = 0; // the op has succeeded although the allocator had no memory for a part of it
-  int64_t position = 0; // number of ops that were ever logged
+  int64_t known_bytes = -1; // bytes of the outputs of the op that the recorder executes; -1 if unknown or to be measured
+  int64_t room_bytes = 0; // further bytes that it takes
+  int64_t unserved = 0; // the op has succeeded although the allocator had no memory for its workspace
+  int64_t position = 0; // number of ops that were logged so far, in all steps
   int64_t peak_bytes = 0;
   int64_t ops = 0, kept_ops = 0, host_reads = 0;
   double seconds = 0;
   double measured_seconds = -1; // of the op that the recorder executes
 };
 
-// Returns whether a value has memory that matters: a Python number that comes as a tensor is like any other number.
+// Returns whether a value is a tensor whose memory counts. A Python number wrapped in a tensor counts as a number.
 bool has_memory(const IValue& value) {
   return value.isTensor() && value.toTensor().defined() && !value.toTensor().unsafeGetTensorImpl()->is_wrapped_number();
 }
 
 template <typename Visit>
-void each_tensor(const IValue& value, Visit visit) { // with the element in a list, or -1
+void each_tensor(const IValue& value, Visit visit) { // with its position in a list, or -1
   if (has_memory(value)) {
     visit(value.toTensor(), -1);
   } else if (value.isList()) {
@@ -181,7 +181,7 @@ bool is_plain(const at::Tensor& tensor) {
       !tensor.is_quantized() && !impl.key_set().has(c10::DispatchKey::Python);
 }
 
-// Returns the tensors that have the memory of a sparse one.
+// Returns the tensors that hold the data of a sparse tensor.
 std::vector<at::Tensor> parts_of(const at::Tensor& tensor) {
   switch (tensor.layout()) {
     case at::kSparse:
@@ -197,7 +197,7 @@ std::vector<at::Tensor> parts_of(const at::Tensor& tensor) {
   }
 }
 
-// Adds what the sizes of the outputs depend on, as the recorder does; false if that is not known of such a value.
+// Adds what the sizes of the outputs depend on, as the recorder does; returns false for an unsupported type of value.
 bool add_to_key(Key& key, const IValue& value) {
   if (value.isTensor()) {
     const auto& tensor = value.toTensor();
@@ -239,7 +239,7 @@ bool add_to_key(Key& key, const IValue& value) {
   return true;
 }
 
-// Has an operator not come here any more, in the whole process.
+// Stops PyTorch from calling `fallback` for an operator, in the whole process.
 void leave_alone(const c10::OperatorName& name) {
   static auto& mutex = *new std::mutex;
   static auto& left = *new std::unordered_map<c10::OperatorName, torch::Library>; // never destroyed
@@ -257,14 +257,14 @@ struct LoggedTensor;
 
 class Log : public c10::DebugInfoBase {
  public:
-  // `measurements`: so many executions of a signature are measured by the recorder. `failures`: a count of the allocator's
-  // failures, which rises while an op runs that goes on without memory; null where there are none.
+  // `measurements`: number of executions of each signature that the recorder measures. `failures`: the allocator's count of
+  // failures, by which an op is found that succeeds without memory for its workspace; null if there is no count.
   Log(int64_t budget_bytes, c10::Device device, int64_t measurements, const int64_t* failures,
       void (*describe)(const char*, const char*, int64_t*))
       : budget_bytes_(budget_bytes), device_(device), measurements_(measurements), failures_(failures), describe_(describe) {}
 
   Shared shared;
-  std::list<LoggedTensor*> saved; // in order; Python's global lock guards it
+  std::list<LoggedTensor*> saved; // in order; guarded by Python's global interpreter lock
   std::recursive_mutex mutex;
   bool left = false;
 
@@ -282,7 +282,7 @@ class Log : public c10::DebugInfoBase {
     return *facts;
   }
 
-  // Executes an op by the recorder.
+  // Lets the recorder execute an op.
   void by_recorder(const c10::OperatorHandle& handle, Stack* stack) {
     struct Pushed {
       explicit Pushed(const std::shared_ptr<c10::impl::PyObject_TorchDispatchMode>& mode) {
@@ -295,7 +295,7 @@ class Log : public c10::DebugInfoBase {
     recorder_->pyinterpreter()->dispatch(handle, stack);
   }
 
-  // Executes an op and logs it, or has the recorder do so.
+  // Executes an op and logs it, or lets the recorder do so.
   void execute(const c10::OperatorHandle& handle, const Operator& facts, c10::DispatchKeySet below, Stack* stack) {
     Draft draft;
     const auto begin = stack->size() - handle.schema().arguments().size();
@@ -310,11 +310,11 @@ class Log : public c10::DebugInfoBase {
     if (is_here) {
       const int64_t failures = failures_ == nullptr ? 0 : *failures_;
       try {
-        if (facts.needs_block) { // else the library would silently take another algorithm
+        if (facts.needs_block) { // else the library would silently use another algorithm
           at::empty({known->made_bytes + known->room_bytes}, at::TensorOptions(at::kByte).device(device_));
         }
         handle.redispatchBoxed(below, stack);
-      } catch (...) { // for want of memory, or by the program's mistake: the recorder finds out, as it executes the op again
+      } catch (...) { // out of memory, or an error in the program: the recorder executes the op again to find out
         return execute_again(draft, handle, begin, stack);
       }
       if (failures_ != nullptr && *failures_ != failures) {
@@ -349,7 +349,7 @@ class Log : public c10::DebugInfoBase {
     }
   }
 
-  // Notes an op that is about to run, and finds what is known of its signature; false if the recorder has to read the log first.
+  // Notes an op before it runs, and looks up its signature; returns false if the recorder must read the log first.
   bool prepare(Draft& draft, const Operator& facts, std::optional<Key>& new_key, Known*& known) {
     const std::lock_guard<std::recursive_mutex> lock(mutex);
     if (!shared.in_step) {
@@ -377,7 +377,7 @@ class Log : public c10::DebugInfoBase {
     return known != nullptr && known->measurements >= measurements_;
   }
 
-  // Returns whether `size_bytes` more are within the budget, and notes that they are in memory for a while.
+  // Returns whether `size_bytes` more fit the budget, and includes them in the peak.
   bool fits(int64_t size_bytes) {
     if (live_bytes_ + size_bytes > shared.peak_bytes || live_bytes_ + size_bytes > budget_bytes_) {
       settle();
@@ -389,7 +389,7 @@ class Log : public c10::DebugInfoBase {
     return true;
   }
 
-  // `other_bytes`: in memory besides the storages.
+  // `other_bytes`: bytes in memory in addition to the storages.
   void open(int64_t count, StorageImpl* const* storages, int64_t other_bytes, int64_t peak_bytes) {
     live_bytes_ += other_bytes;
     for (int64_t i = 0; i < count; ++i) {
@@ -406,7 +406,7 @@ class Log : public c10::DebugInfoBase {
     shared.in_step = 1;
   }
 
-  // The recorder reads the log.
+  // Functions with which the recorder reads the log.
 
   int64_t length() const {
     return static_cast<int64_t>(ops_.size());
@@ -420,7 +420,7 @@ class Log : public c10::DebugInfoBase {
     return op(index).module;
   }
 
-  // Closes the log, and returns tensors on the storages in memory that no op of the log has made.
+  // Closes the log, and returns tensors on the resident storages that no op of the log has made.
   std::vector<at::Tensor> close() {
     shared.open = 0;
     settle();
@@ -431,7 +431,7 @@ class Log : public c10::DebugInfoBase {
         found.push_back(empty_tensor(std::move(held), at::kByte));
       }
     }
-    for (const auto& op : ops_) { // the recorder counts them as it reads them
+    for (const auto& op : ops_) { // the recorder counts them when it reads them
       shared.ops -= op.counted;
       shared.kept_ops -= op.kept;
       shared.host_reads -= op.reads_to_host;
@@ -447,7 +447,7 @@ class Log : public c10::DebugInfoBase {
     return found;
   }
 
-  // Returns the outputs of an op; None for those that are no tensors.
+  // Returns the outputs of an op; None for those that are not tensors.
   c10::List<std::optional<at::Tensor>> outputs(int64_t index) {
     const auto shown = references(op(index).outputs, op(index).end);
     size_t length = op(index).handle.schema().returns().size();
@@ -462,7 +462,7 @@ class Log : public c10::DebugInfoBase {
     return found;
   }
 
-  // Shows the recorder an op.
+  // Passes an op of the log to the recorder.
   void show(int64_t index) {
     const auto& shown = op(index);
     const auto first = arguments_.begin() + static_cast<int64_t>(shown.arguments);
@@ -484,7 +484,7 @@ class Log : public c10::DebugInfoBase {
     by_recorder(shown.handle, &stack);
   }
 
-  // Frees the stand-ins of which an op was the last use.
+  // Frees the stand-ins that an op was the last to use.
   void shown(int64_t index) {
     for (const auto& reference : references(op(index).inputs, op(index).end)) {
       if (last_uses_[static_cast<size_t>(reference.storage)] == index) {
@@ -493,7 +493,7 @@ class Log : public c10::DebugInfoBase {
     }
   }
 
-  // Takes the recorder from the stack of modes.
+  // Removes the recorder from the stack of modes.
   void enter() {
     recorder_ = c10::impl::TorchDispatchModeTLS::pop_stack();
   }
@@ -516,7 +516,7 @@ class Log : public c10::DebugInfoBase {
   }
 
  private:
-  // Forgets the ops of steps that have ended, whose storages cannot be recomputed any more; not a few, as that takes time.
+  // Drops the ops of ended steps, so that their storages can no longer be recomputed, unless they are few, because it takes time.
   void forget_last_step() {
     if (ops_.size() <= kFewOps) {
       return;
@@ -561,7 +561,7 @@ class Log : public c10::DebugInfoBase {
     close_and_execute(handle, stack);
   }
 
-  // Returns the bytes that the budget counts of a storage: on CUDA in blocks.
+  // Returns the bytes that the budget counts for a storage: on CUDA in blocks, and 0 on other devices than the budget's.
   int64_t bytes_of(const StorageImpl& storage) const {
     const auto size_bytes = static_cast<int64_t>(storage.nbytes());
     if (device_.is_cpu()) {
@@ -587,7 +587,7 @@ class Log : public c10::DebugInfoBase {
     return found == numbers_.end() ? add(address, false) : found->second;
   }
 
-  // Takes note of the storages that were freed.
+  // Subtracts the storages that were freed.
   void settle() {
     size_t left = 0;
     for (auto number : alive_) {
@@ -612,7 +612,7 @@ class Log : public c10::DebugInfoBase {
     return draft.references.back();
   }
 
-  // Notes the arguments of an op, and which storages it writes; false if the recorder must see the op itself.
+  // Notes the arguments of an op and the storages that it writes; returns false if the recorder must execute the op.
   bool note(Draft& draft, const Operator& facts) {
     const auto& arguments = draft.arguments;
     bool plain = true;
@@ -642,7 +642,7 @@ class Log : public c10::DebugInfoBase {
           written.push_back(number);
           all_made = all_made && storage.made && storage.writes < kMostWrites;
           none_made = none_made && !storage.made;
-          plain = plain && (storage.made || !storage.read); // else its contents are copied before the op changes them
+          plain = plain && (storage.made || !storage.read); // else its contents must be copied before the op changes them
         }
       });
     }
@@ -679,7 +679,7 @@ class Log : public c10::DebugInfoBase {
     return list;
   }
 
-  // Notes the outputs of an op and what it has written, and returns the bytes that it has made.
+  // Notes the outputs and the writes of an op, and returns the bytes of its new storages.
   int64_t finish(Draft& draft, const c10::OperatorHandle& handle, const Operator& facts, const Stack& stack, double seconds) {
     const size_t count = handle.schema().returns().size();
     bool repeatable = facts.repeatable != 0;
@@ -704,12 +704,12 @@ class Log : public c10::DebugInfoBase {
           makes = true;
           made_bytes += storages_[static_cast<size_t>(add(address, repeatable))].size_bytes;
         }
-        if (element < 0 || count == 1) { // the recorder does not look into lists beside other results
+        if (element < 0 || count == 1) { // the recorder ignores lists among several results
           refer(draft, tensor, i, element);
         }
       });
     }
-    bool turns = false; // a version of what an op has made into the next
+    bool turns = false; // it writes the next version of a storage that an op has made
     for (auto number : draft.written) {
       auto& storage = storages_[static_cast<size_t>(number)];
       turns = turns || storage.made;
@@ -730,7 +730,7 @@ class Log : public c10::DebugInfoBase {
     if (live_bytes_ > shared.peak_bytes) {
       fits(0);
     }
-    for (auto& value : draft.arguments) { // what was read may be freed
+    for (auto& value : draft.arguments) { // tensors that were read may be freed
       if (has_memory(value)) {
         value = IValue();
       } else if (value.isList() && holds_tensors(value)) {
@@ -780,15 +780,15 @@ class Log : public c10::DebugInfoBase {
   void (*const describe_)(const char*, const char*, int64_t*);
   std::shared_ptr<c10::impl::PyObject_TorchDispatchMode> recorder_;
   std::unordered_map<c10::OperatorHandle, std::unique_ptr<Operator>> operators_;
-  std::unordered_map<Key, Known, KeyHash> sizes_; // by what the sizes of outputs depend on
-  Key key_; // of the op that is executed
+  std::unordered_map<Key, Known, KeyHash> sizes_; // by signature
+  Key key_; // signature of the op that is executed
   std::vector<Op> ops_;
   std::vector<IValue> arguments_; // of all ops
   std::vector<Reference> references_;
   std::vector<int64_t> geometry_; // sizes and strides
   std::vector<Storage> storages_; // by number
   ska::flat_hash_map<StorageImpl*, int64_t> numbers_; // a weak reference keeps the address from being used again
-  std::vector<int64_t> alive_; // numbers of the storages that had not been freed when last looked at
+  std::vector<int64_t> alive_; // numbers of the storages that were resident at the last `settle`
   int64_t live_bytes_ = 0; // an upper bound
   std::vector<c10::intrusive_ptr<StorageImpl>> stand_ins_; // by number, while the recorder reads
   std::vector<int64_t> last_uses_;
@@ -797,8 +797,8 @@ class Log : public c10::DebugInfoBase {
 void fallback(const c10::OperatorHandle& handle, c10::DispatchKeySet keys, Stack* stack) {
   const auto below = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kKey);
   auto* log = static_cast<Log*>(c10::ThreadLocalDebugInfo::get(kKind));
-  // Where PyTorch puts this key above Python's, modes and subclasses come first all the same: their ops come here again.
-  // Where Python's key is excluded, a fake tensor's kernel runs.
+  // PyTorch may place this key above Python's. Modes and subclasses still run first: their ops come here again. If Python's key
+  // is excluded, a kernel for fake tensors is running.
   if (log == nullptr || log->left || below.has(c10::DispatchKey::Python) ||
       c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::Python)) {
     handle.redispatchBoxed(below, stack);
@@ -819,12 +819,12 @@ std::shared_ptr<Log>& of(int64_t log) {
   return *reinterpret_cast<std::shared_ptr<Log>*>(log);
 }
 
-// What autograd holds in place of a tensor that it has saved while the log was open.
+// The object that autograd holds in place of a tensor that was saved while the log was open.
 struct LoggedTensor {
   PyObject ob_base;
-  PyObject* held; // the tensor, or an alias; what the recorder has put in its place once it has read the log
+  PyObject* held; // the tensor or an alias; after the log was read, the recorder's handle
   int64_t version; // autograd's version counter when the tensor was saved
-  std::shared_ptr<Log> log; // none once it was read
+  std::shared_ptr<Log> log; // null after it was read
   std::list<LoggedTensor*>::iterator position; // in the log
 };
 
@@ -867,9 +867,9 @@ struct Hooks {
   PyObject* tensor_type;
   PyObject* parameter_type;
   PyObject* make_subclass; // returns a detached alias, with the same version counter
-  PyObject* begin_step; // before the first tensor is saved
-  PyObject* pack; // while the log is closed; None if the tensor belongs to the log, which it has opened
-  PyObject* unpack; // what is not in the log, or was written since
+  PyObject* begin_step; // called before the first tensor of a step is saved
+  PyObject* pack; // packs while the log is closed; returns None if it has opened the log, which then packs the tensor
+  PyObject* unpack; // unpacks tensors that are not in the log, or were modified in place
 };
 
 Hooks& hooks_of(PyObject* capsule) {
@@ -884,7 +884,7 @@ void drop_hooks(PyObject* capsule) {
   delete hooks;
 }
 
-// Returns what a Python tensor is; undefined, with Python's error set, if it does not say so.
+// Returns the C++ tensor of a Python tensor; an undefined one, with Python's error set, if there is none.
 at::TensorBase tensor_of(PyObject* tensor) {
   static PyObject* const name = PyUnicode_InternFromString("_cdata");
   PyObject* address = PyObject_GetAttr(tensor, name);
@@ -925,7 +925,7 @@ PyObject* pack(PyObject* self, PyObject* tensor) {
     }
     Py_DECREF(begun);
   }
-  // An output would hold the node that holds it.
+  // The saved output of a node would hold that node, a reference cycle: it is replaced by an alias.
   PyObject* held =
       saved.is_leaf() ? Py_NewRef(tensor) : PyObject_CallFunctionObjArgs(hooks.make_subclass, hooks.tensor_type, tensor, nullptr);
   if (held == nullptr) {
@@ -965,8 +965,8 @@ PyObject* unpack(PyObject* self, PyObject* saved) {
 
 extern "C" {
 
-// Puts the fallback in place, and the operators: what may raise an error is one, the rest are functions. False if PyTorch has
-// something in their place.
+// Registers the fallback, and operators for the functions that may raise errors; the rest are plain functions. Returns false if
+// PyTorch refuses a registration.
 bool deferred_install() {
   try {
     static torch::Library operators(torch::Library::DEF, "planner_log", std::nullopt, __FILE__, __LINE__);
@@ -981,7 +981,7 @@ bool deferred_install() {
   return true;
 }
 
-// On the CPU for a CUDA device of index -1.
+// The device is the CPU if `cuda_device` is -1.
 int64_t deferred_new(int64_t budget_bytes, int64_t cuda_device, int64_t measurements, const int64_t* failures,
                      void (*describe)(const char*, const char*, int64_t*)) {
   const auto device = cuda_device < 0 ? c10::Device(at::kCPU) : c10::Device(at::kCUDA, static_cast<c10::DeviceIndex>(cuda_device));
@@ -997,7 +997,7 @@ void* deferred_shared(int64_t log) {
   return &of(log)->shared;
 }
 
-// Takes the place of the recorder, the last mode that was entered.
+// Takes the place of the recorder, which must be the last mode that was entered.
 void deferred_enter(int64_t log) {
   of(log)->enter();
   c10::ThreadLocalDebugInfo::_push(kKind, of(log));
@@ -1009,7 +1009,7 @@ void deferred_leave(int64_t log) {
   c10::impl::tls_set_dispatch_key_included(kKey, false);
   try {
     c10::ThreadLocalDebugInfo::_pop(kKind);
-  } catch (...) { // something else was put over it and is still there, such as a profiler
+  } catch (...) { // another entry, such as a profiler's, is still above it
   }
 }
 
@@ -1047,9 +1047,9 @@ void deferred_forget(int64_t log) {
   of(log)->forget();
 }
 
-// The following need Python's global lock.
+// The following functions need Python's global interpreter lock.
 
-// Returns the hooks to pack and unpack saved tensors; null, with Python's error set, if there is no memory for them.
+// Returns the hooks that pack and unpack saved tensors; null, with Python's error set, on failure.
 PyObject* deferred_hooks(int64_t log, PyObject* tensor_type, PyObject* parameter_type, PyObject* make_subclass,
                          PyObject* begin_step, PyObject* pack_closed, PyObject* unpack_other) {
   static PyMethodDef methods[] = {{"pack", &pack, METH_O, nullptr}, {"unpack", &unpack, METH_O, nullptr}};
@@ -1064,9 +1064,9 @@ PyObject* deferred_hooks(int64_t log, PyObject* tensor_type, PyObject* parameter
   return found;
 }
 
-// Takes the saved tensors from the log, and returns them in the order in which they were saved. All hold aliases from here on.
+// Removes the saved tensors from the log, and returns them in the order in which they were saved. From then on all hold aliases.
 PyObject* deferred_take_saved(int64_t log, PyObject* tensor_type, PyObject* make_subclass) {
-  // Within an op aliases would not share the version counter.
+  // Inside an op, aliases would not share the version counter.
   const c10::impl::ForceDispatchKeyGuard outside_of_ops(c10::default_included_set, c10::default_excluded_set);
   auto& taken = of(log)->saved;
   PyObject* found = PyList_New(0);

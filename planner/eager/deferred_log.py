@@ -1,4 +1,4 @@
-"""The log of ops that are recorded only if memory runs out, ``deferred_log.cpp``."""
+"""The Python side of ``deferred_log.cpp``: a log of ops that are recorded only if memory runs out."""
 
 import ctypes
 import logging
@@ -23,15 +23,15 @@ _LOGGER = logging.getLogger(__name__)
 _SOURCE = Path(__file__).with_suffix(".cpp")
 _Describe = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_char_p, ctypes.POINTER(ctypes.c_int64))
 
-# In it functions under ``torch.compile`` run eagerly, in all threads.
+# While it is entered, functions under ``torch.compile`` run eagerly, in all threads.
 _UNCOMPILED = SharedContext(lambda: torch.compiler.set_stance("force_eager"))
 
-# How an operator is executed: as in deferred_log.cpp.
+# How an operator is executed: the values of ``Way`` in deferred_log.cpp.
 _VIEW, _HERE, _BY_RECORDER, _CLOSED = range(4)
 
 
 class Shared(ctypes.Structure):
-    """What both sides read and set without a call; the fields are those of ``Shared`` in deferred_log.cpp."""
+    """State that Python and C++ read and set without calls; the fields are those of ``Shared`` in deferred_log.cpp."""
 
     open: int
     must_close: int
@@ -57,13 +57,13 @@ class Shared(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class UnreadOp:
-    """What the log knows of an op besides the call.
+    """What the log has of an op besides the call.
 
     Attributes:
         position: number of ops that were logged before it, in all steps.
         module: number of the module that was running.
-        outputs: what it returned, in a list; None for what is no tensor.
-        seconds: time.
+        outputs: the returned values, in a list; None for values that are not tensors.
+        seconds: measured time.
     """
 
     position: int
@@ -76,7 +76,7 @@ class LoggedTensor(Protocol):
     """What autograd holds in place of a tensor that was saved while the log was open.
 
     Attributes:
-        held: the tensor, or an alias; once the log was read, what unpacks it.
+        held: the tensor or an alias; after the log was read, the object that unpacks it.
         version: autograd's version counter when it was saved.
     """
 
@@ -85,18 +85,18 @@ class LoggedTensor(Protocol):
 
 
 class DeferredLog:
-    """While entered, the ops of the thread come to the log, or go through it to the recorder while it is closed.
+    """A log of the ops of the thread that enters it; while it is closed, it passes ops on to the recorder.
 
     Args:
         operator: returns the facts about an operator.
         budget_bytes: an op that does not fit into it closes the log.
         device: where memory is counted.
-        measurements: so many executions of each signature are left to the recorder, which measures them.
-        failures: a count of the allocator's failures, which rises while an op runs that goes on without memory; None where
-            there are none. Where there are, ops have memory in one piece whose library chooses the algorithm by that.
+        measurements: number of executions of each signature that are left to the recorder, which measures them.
+        failures: the allocator's count of failures, by which an op is found that succeeds without memory for its workspace; None
+            if there is no count. With a count, ops whose library chooses its algorithm by the free memory get it in one block.
 
     Attributes:
-        shared: what needs no call.
+        shared: the state that is read and set without a call.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class DeferredLog:
         assert library is not None
         self._library = library
         self._operator = operator
-        self._describe = _Describe(self._facts)  # kept for as long as the log calls it
+        self._describe = _Describe(self._facts)  # kept alive as long as the log may call it
         self._failures = failures  # likewise
         index = device.index if device.type == "cuda" else -1
         address = None if failures is None else ctypes.addressof(failures)
@@ -122,14 +122,14 @@ class DeferredLog:
 
     @staticmethod
     def available() -> bool:
-        """Return whether it can be had: it needs a C++ compiler, the first time."""
+        """Return whether the log can be used: it needs a C++ compiler the first time."""
         return _library() is not None
 
     @contextmanager
     def entered(self, recorder: TorchDispatchMode) -> Iterator[None]:
         """Receive the ops of this thread, in place of a mode that executes ops and reads the log.
 
-        Whatever asks whether a mode is entered is told so. Functions under ``torch.compile`` run eagerly, as in a mode.
+        PyTorch reports that a mode is active. Functions under ``torch.compile`` run eagerly, as in a mode.
         """
         with recorder, _UNCOMPILED:
             self._library.deferred_enter(self._handle)
@@ -139,13 +139,13 @@ class DeferredLog:
                 self._library.deferred_leave(self._handle)
 
     def open(self, storages: Iterable[torch.UntypedStorage], other_bytes: int, peak_bytes: int) -> None:
-        """Log ops from here on, with these storages in memory, and others of so many bytes."""
+        """Start to log ops, with these storages and `other_bytes` more in memory."""
         held = list(storages)
         addresses = (ctypes.c_void_p * len(held))(*[storage._cdata for storage in held])
         self._library.deferred_open(self._handle, len(held), addresses, other_bytes, peak_bytes)
 
     def begin_step(self) -> None:
-        """Forget the ops of the last step, as autograd saves the first tensor of one."""
+        """Drop the ops of the last step, because autograd saves the first tensor of a new one."""
         self._library.deferred_begin_step(self._handle)
 
     @property
@@ -154,16 +154,16 @@ class DeferredLog:
         return int(self._library.deferred_length(self._handle))
 
     def fits(self, size_bytes: int) -> bool:
-        """Return whether `size_bytes` more are within the budget."""
+        """Return whether `size_bytes` more fit the budget."""
         return bool(self._library.deferred_fits(self._handle, size_bytes))
 
     def close(self) -> list[torch.Tensor]:
-        """Stop logging, and return tensors on what is in memory, without what the ops in the log have made."""
+        """Stop logging, and return tensors on the resident storages that no op in the log has made."""
         held: list[torch.Tensor] = torch.ops.planner_log.close(self._handle)
         return held
 
     def read(self, show: Callable[[UnreadOp], None]) -> None:
-        """Call `show` before each op of the log, which the recorder then gets to see; forget the log."""
+        """Call `show` and then the recorder for each op of the log; then clear the log."""
         log, library = self._handle, self._library
         try:
             first = self.shared.position - self.length
@@ -185,16 +185,16 @@ class DeferredLog:
         """Return the hooks on saved tensors that leave these to the log while it is open.
 
         Args:
-            begin_step: is called before a tensor is saved if none is.
-            pack: packs while the log is closed; returns None for a tensor of the log, which it has opened.
-            unpack: unpacks what the log does not have, and raises the error for a `LoggedTensor` that was written in place.
+            begin_step: called before the first tensor of a step is saved.
+            pack: packs tensors while the log is closed; returns None if it has opened the log, which then packs the tensor.
+            unpack: unpacks tensors that are not in the log, and raises the error for a `LoggedTensor` that was modified in place.
         """
         make = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_int64, *[ctypes.py_object] * 6)(("deferred_hooks", self._library))
         found: tuple[Any, Any] = make(self._handle, torch.Tensor, torch.nn.Parameter, make_subclass, begin_step, pack, unpack)
         return found
 
     def take_saved(self) -> "list[LoggedTensor]":
-        """Return the saved tensors, which do not belong to the log any more: their aliases are to be replaced."""
+        """Remove the saved tensors from the log, and return them: the caller replaces their aliases."""
         take = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_int64, *[ctypes.py_object] * 2)(
             ("deferred_take_saved", self._library)
         )
@@ -202,7 +202,7 @@ class DeferredLog:
         return found
 
     def _facts(self, name: bytes, overload: bytes, facts: Any) -> None:
-        """Write what ``Operator`` in deferred_log.cpp has of an operator; nothing if Python does not know it."""
+        """Fill in ``Operator`` of deferred_log.cpp for an operator; do nothing if Python does not know the operator."""
         namespace, _, base = name.decode().partition("::")
         op = getattr(getattr(getattr(torch.ops, namespace), base, None), overload.decode() or "default", None)
         if op is None:
@@ -234,10 +234,10 @@ def _way(operator: Operator) -> int:
 
 @cache
 def _library() -> ctypes.CDLL | None:
-    """Return the compiled log; None if it cannot be compiled here, or not be part of this PyTorch."""
+    """Return the compiled log; None if it cannot be compiled or registered with PyTorch here."""
     from planner.torch_private.cpp import CppCompileError, InvalidCxxCompiler, load_cpp  # takes a second
 
-    number, pointer = ctypes.c_int64, ctypes.c_void_p  # a log is a number
+    number, pointer = ctypes.c_int64, ctypes.c_void_p  # a log is passed as a number
     signatures: dict[str, tuple[Any, list[Any]]] = {
         "install": (ctypes.c_bool, []),
         "new": (number, [number, number, number, pointer, _Describe]),
@@ -260,14 +260,14 @@ def _library() -> ctypes.CDLL | None:
             "deferred",
             signatures,
             ("torch_cpu", "torch"),
-            on_compile=lambda: _LOGGER.warning("planner.rematerialize compiles its log of ops, once on this machine: about 10 s"),
+            on_compile=lambda: _LOGGER.warning("planner.rematerialize compiles its C++ op log, once on this machine: about 10 s"),
         )
     except (CppCompileError, InvalidCxxCompiler) as error:
         _LOGGER.info(
-            "planner.rematerialize records all ops in Python, as its log of ops cannot be compiled: %s", first_line(error)
+            "planner.rematerialize records all ops in Python, because its C++ op log cannot be compiled: %s", first_line(error)
         )
         return None
     if not library.deferred_install():
-        _LOGGER.info("planner.rematerialize records all ops in Python, as PyTorch has the place of its log of ops")
+        _LOGGER.info("planner.rematerialize records all ops in Python, because PyTorch refuses to register its C++ op log")
         return None
     return library

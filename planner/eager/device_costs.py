@@ -1,4 +1,4 @@
-"""What ops cost on a CUDA device, where they return before they are done, and libraries take memory while they run."""
+"""Time and memory of ops on a CUDA device, where ops return before they are done and libraries allocate workspaces."""
 
 import ctypes
 from collections.abc import Callable
@@ -15,9 +15,9 @@ from planner.profiling.allocator import cuda_bytes
 from planner.runtime.libraries import warm_up_libraries
 from planner.torch_private.cuda import on_out_of_memory
 
-_unserved: dict[int, int] = {}  # by device: bytes for which its allocator last had no memory, until somebody asks
-FAILURES = ctypes.c_int64(0)  # how often one of the process had none
-MEASUREMENTS = 2  # of each signature: the first loads kernels and lets libraries choose
+_unserved: dict[int, int] = {}  # by device: bytes of the allocator's last failed request, until it is checked
+FAILURES = ctypes.c_int64(0)  # number of failed requests, on all devices of the process
+MEASUREMENTS = 2  # of each signature: in the first, kernels are loaded and libraries choose algorithms
 
 
 @cache
@@ -30,7 +30,7 @@ def _note_unserved() -> None:
 
 
 class DeviceCosts:
-    """Measures the first executions of each signature, for which the host waits for the device.
+    """Measures the first executions of each signature; the host waits for the device meanwhile.
 
     Args:
         device: a CUDA device.
@@ -43,18 +43,19 @@ class DeviceCosts:
         _note_unserved()
 
     def in_use_bytes(self) -> int:
-        """Return the bytes in use on the device, with workspaces that libraries keep."""
+        """Return the bytes in use on the device, including workspaces that libraries keep."""
         warm_up_libraries(self._device)
         return cuda_bytes(self._device)
 
     def forget_failures(self) -> None:
-        """Forget that the allocator has had no memory: an op begins."""
+        """Forget failed requests to the allocator before an op."""
         _unserved.clear()
 
     def find_block(self, size_bytes: int, evict_after: Callable[[Exception], bool]) -> None:
-        """Make the allocator have free memory in one piece, as far as evictions go.
+        """Evict until the allocator has a free block of `size_bytes`, or nothing is left to evict.
 
-        For ops whose library has other algorithms for when it gets no workspace: it keeps to them, and their bits differ.
+        This is for ops whose library uses another algorithm if it gets no workspace, and keeps using it from then on. Its results
+        may differ in some bits.
         """
         while True:
             try:
@@ -66,21 +67,22 @@ class DeviceCosts:
                 return
 
     def check_memory(self, function: object) -> None:
-        """Raise if an op has succeeded although the allocator had no memory for a part of it.
+        """Raise an error if an op has succeeded although the allocator had no memory for its workspace.
 
         Raises:
-            BudgetError: a library has then run another algorithm.
+            BudgetError: the library has used another algorithm.
         """
         if _unserved:
             size_bytes = _unserved.pop(self._device.index, None)
             if size_bytes is not None:
                 raise BudgetError(
-                    f"{function} had no memory for a workspace of {format_bytes(size_bytes)}, and its library has taken another "
-                    "algorithm, whose bits can differ: raise the budget, or let it count tensors only, with memory='allocated'"
+                    f"{function} had no memory for a workspace of {format_bytes(size_bytes)}, so its library used another "
+                    "algorithm, whose results may differ in some bits: raise the budget, or let it count only tensors with "
+                    "memory='allocated'"
                 )
 
     def start(self, known: KnownOp) -> bool:
-        """Begin an op, and to measure it unless that has been done for its signature; return whether it is measured.
+        """Start an op, and its measurement unless its signature was measured before; return whether it is measured.
 
         Ops whose sizes depend on more than a signature are measured each time.
         """
@@ -92,22 +94,22 @@ class DeviceCosts:
         return True
 
     def begin(self) -> None:
-        """Begin to measure an op."""
+        """Start to measure an op."""
         torch.cuda.synchronize(self._device)
         self._taken = self._taken_so_far()
         self._start = perf_counter()
 
     def stop(self) -> tuple[float, int]:
-        """Return the seconds of the op, and the bytes that it has allocated: at least what it had at once."""
+        """Return the seconds of the op, and the bytes that it has allocated in total, which are at least its peak."""
         torch.cuda.synchronize(self._device)
         seconds = perf_counter() - self._start
         return seconds, allocated_bytes(self._taken_so_far() - self._taken, self._device)
 
     def _taken_so_far(self) -> int:
-        # Counts upwards, so that no peak has to be reset, which may be the user's.
+        # A counter that only increases: resetting a peak would change the user's statistics.
         return int(torch.cuda.memory_stats(self._device)["requested_bytes.all.allocated"])
 
 
 def costs_of(device: torch.device) -> DeviceCosts | None:
-    """Return what measures the ops of a device that works behind the host's back; None for the CPU."""
+    """Return the measurements for a device that runs ops asynchronously; None for the CPU."""
     return DeviceCosts(device) if device.type == "cuda" else None

@@ -1,4 +1,4 @@
-"""A budget by which a recorded step runs, found by replaying it. No torch."""
+"""A budget that is enough for a recorded step, found by replaying the step. No torch."""
 
 from graphs.schedule import keep_everything
 from graphs.simulate import simulate
@@ -11,15 +11,15 @@ _HALVINGS = 5
 
 
 def enough_bytes(step: RecordedStep, heuristic: str, max_recomputation: float) -> int:
-    """Return the least of a few budgets by which a replay of a step ends.
+    """Return the least of a few budgets within which a replay of a step succeeds.
 
-    No schedule of the recorded graph runs within less than the first that is tried; above it, the interval to the peak without
-    evictions is halved.
+    The first budget tried is a lower bound for every schedule of the recorded graph. From there to the peak without evictions,
+    budgets are tried by bisection.
 
     Args:
         step: the step.
-        heuristic: the name of the heuristic that evicts.
-        max_recomputation: the most time of recomputation, as a multiple of the step's.
+        heuristic: the name of the eviction heuristic.
+        max_recomputation: the most time of recomputation, as a multiple of the step's time.
     """
     graph = step.graph
 

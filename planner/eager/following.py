@@ -1,4 +1,4 @@
-"""What connects the runtime with the steps that repeat: its ops become a log, and the plan's actions become its evictions."""
+"""Connects the runtime with the plans of repeated steps: logs its ops, and makes the evictions of a plan."""
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -10,22 +10,22 @@ from planner.eager.step_plans import StepPlans
 from planner.eager.storages import RecordedOp, TrackedStorage
 from planner.torch_private.core import current_autograd_node
 
-# A step within this share of the budget evicted nothing, and the next one will not: it costs no log.
+# If all steps so far took at most this share of the budget, the next one is not expected to evict, and is not logged.
 _FAR = 0.9
 
 
 class StepFollower:
-    """Logs each step, and evicts as the plan of a step that repeats says.
+    """Logs each step, and evicts what the plan of a repeated step evicts.
 
-    A step begins when autograd saves a tensor and ends when it has none: what can be evicted is made in between.
+    A step begins when autograd saves a tensor and ends when it holds none: only tensors made in between can be evicted.
 
     Args:
         plans: the steps so far.
-        memory: where storages are evicted.
+        memory: the budgeted memory.
 
     Attributes:
-        number: of the current step.
-        log: of the current step; None if there is none, or it is not logged.
+        number: number of the current step.
+        log: log of the current step; None if no step runs, or it is not logged.
     """
 
     def __init__(self, plans: StepPlans, memory: Memory) -> None:
@@ -38,16 +38,16 @@ class StepFollower:
 
     @property
     def is_far(self) -> bool:
-        """True if there were steps, all so far below the budget that the next one costs no log."""
+        """True if all steps so far stayed far below the budget, and there were any: then the next one is not logged."""
         return self.number > 0 and self.memory.peak_bytes <= _FAR * self.memory.budget_bytes
 
-    # What happens in the runtime.
+    # Events of the runtime.
 
     def begin(self, *, is_seen: bool = True) -> None:
-        """Begin a step, as autograd saves its first tensor; no op may have run since the last one ended.
+        """Begin a step, when autograd saves its first tensor; no op may have run since the last step ended.
 
         Args:
-            is_seen: its ops will come here.
+            is_seen: its ops will be passed to `after_op`.
         """
         self.end()
         memory = self.memory
@@ -59,7 +59,7 @@ class StepFollower:
         self._evictions = memory.evictions
 
     def evict_one(self) -> bool:
-        """Evict a storage that the plan has evicted by now, and return True; False if there is none."""
+        """Evict a storage that the plan has evicted by now, and return True; return False if there is none."""
         if self.log is None:
             return False
         offered = self.plans.offered()
@@ -74,7 +74,7 @@ class StepFollower:
         return False
 
     def after_op(self, op: RecordedOp, written: Sequence[TrackedStorage], known: KnownOp) -> None:
-        """Log an op that has run and written storages, in a step that is logged."""
+        """Log an op that has run and written storages. The step must be logged."""
         node = current_autograd_node()
         made = op.made()
         logged = LoggedOp(
@@ -94,17 +94,17 @@ class StepFollower:
         self.plans.add_op(logged, id(op.operator), shapes)
 
     def unpacked(self, storage: TrackedStorage) -> None:
-        """Log that autograd unpacks a storage, in a step that is logged."""
+        """Log that autograd unpacks a storage. The step must be logged."""
         assert self.log is not None
         self.log.unpack(*self._numbers((storage,)))
 
     def released(self, storage: TrackedStorage, *, only_saved: bool = False) -> None:
-        """Log that the program has let go of a storage, or autograd of one that `only_saved` tensors held."""
+        """Log that the program has released a storage, or autograd one that `only_saved` tensors held."""
         if self.log is not None and storage.step == self.number:
             self.log.release(storage.number, only_saved=only_saved)
 
     def enough_bytes(self, enough_for: Callable[[RecordedStep], int]) -> int:
-        """Return a budget for the current step, by that for the largest earlier one that began like it; 0 if there was none."""
+        """Return a budget for the current step, from that of the largest earlier step that began like it; 0 if there is none."""
         earlier = None if self.log is None else self.plans.earlier
         if self.log is None or earlier is None:
             return 0
@@ -118,16 +118,16 @@ class StepFollower:
         self.log = None
 
     def close(self) -> None:
-        """End the step, and the solves."""
+        """End the step, and stop the solve in progress."""
         self.end()
         self.plans.stop()
 
     def _storage(self, number: int) -> TrackedStorage | None:
-        """Return the storage of a number in this step; None if it is not needed any more, or not met yet."""
+        """Return the storage with a number in this step; None if it was dropped, or not used yet."""
         return self._storages[number]() if number < len(self._storages) else None
 
     def _numbers(self, storages: Iterable[TrackedStorage]) -> tuple[int, ...]:
-        """Return the numbers of storages in this step, each once."""
+        """Return the numbers of storages in this step, without duplicates."""
         return tuple({(storage.number if storage.step == self.number else self._meet(storage)): None for storage in storages})
 
     def _meet(self, storage: TrackedStorage) -> int:

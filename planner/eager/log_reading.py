@@ -1,4 +1,4 @@
-"""The log of ops that are recorded only if memory runs out: when it is open, and what the recorder reads in it."""
+"""Opens the log of ops that are recorded only if memory runs out, and reads it for the recorder."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -16,19 +16,19 @@ from planner.passes.draws import LOCK
 from planner.runtime.random_state import RandomState
 from planner.torch_private.core import storage_address
 
-# The least number of draws of unread ops after which those of ops that are not in the log any more are looked for.
+# With fewer random states than this, those of ops that are no longer in the log are not dropped.
 _FEW_DRAWS = 1024
 
 
 class LogReader:
-    """Leaves the ops of a recorder to a log while memory is far below the budget, and has it record them if memory runs out.
+    """Leaves ops to a log while memory is far below the budget, and lets the recorder record them if memory runs out.
 
     Args:
-        recorder: sees the ops that the log does not execute.
+        recorder: executes the ops that the log does not execute.
         device: where memory is counted.
 
     Attributes:
-        log: the log, which is to be entered with the recorder.
+        log: the log; the caller enters it with the recorder.
     """
 
     def __init__(self, recorder: Recorder, device: torch.device) -> None:
@@ -42,18 +42,18 @@ class LogReader:
         )
         self._recorder = recorder
         self._other_bytes = memory.live_bytes - sum(storage.size_bytes for storage in memory.resident.values())
-        self._unread: UnreadOp | None = None  # the op that is read
+        self._unread: UnreadOp | None = None  # the op of the log that is being recorded
         self._draws: dict[int, tuple[torch.Generator, RandomState]] = {}  # of ops in the log, by position
         self._most_draws = _FEW_DRAWS
         recorder.handle = self._handle
         recorder.module.noted = self.log.shared
 
     def hooks(self) -> tuple[Callable[[torch.Tensor], object], Callable[[object], torch.Tensor]]:
-        """Return what packs and unpacks the tensors that autograd saves."""
+        """Return the hooks that pack and unpack saved tensors."""
         return self.log.hooks(self._begin_step, self._pack, unpack)
 
     def observe(self) -> None:
-        """Count what the log has seen."""
+        """Add the counts of the log to those of the recorder."""
         recorder, memory, shared = self._recorder, self._recorder.memory, self.log.shared
         memory.peak_bytes = max(memory.peak_bytes, shared.peak_bytes)
         memory.eager_peak_bytes = max(memory.eager_peak_bytes, shared.peak_bytes)
@@ -65,12 +65,12 @@ class LogReader:
         shared.seconds = 0.0
 
     def _pack(self, tensor: torch.Tensor) -> object:
-        """Return what autograd holds in place of `tensor`; None if the log is open from here on."""
+        """Return the object that autograd holds in place of `tensor`; None if this has opened the log."""
         with self._recorder.lock:
             return None if self._may_open() else self._recorder.pack(tensor)
 
     def _begin_step(self) -> None:
-        """Begin a step, as autograd saves its first tensor while ops are logged."""
+        """Begin a step, when autograd saves its first tensor while ops are logged."""
         recorder = self._recorder
         self.observe()
         self.log.begin_step()
@@ -79,7 +79,7 @@ class LogReader:
         recorder.follower.begin(is_seen=False)
 
     def _handle(self, op: RecordedOp) -> Any:
-        """Execute an op that the log has left to Python, or record one that is read."""
+        """Execute an op that the log has left to Python, or record an op that is read from the log."""
         if self._unread is not None:
             return self._record(op, self._unread)
         shared, costs = self.log.shared, self._recorder.device_costs
@@ -93,9 +93,9 @@ class LogReader:
         return outputs
 
     def _may_open(self) -> bool:
-        """Leave the ops from here on to the log, if none of a step was recorded and memory is far below the budget.
+        """Open the log, and return True, if no step is being recorded and memory is far below the budget; else return False.
 
-        How all that is resident was made is forgotten.
+        The records of all resident storages are dropped.
         """
         recorder, memory = self._recorder, self._recorder.memory
         if recorder.saved or not recorder.follower.is_far:
@@ -106,10 +106,10 @@ class LogReader:
         return True
 
     def _run(self, op: RecordedOp) -> Any:
-        """Execute an op that the log leaves to Python, or that does not fit: then read the log first."""
+        """Execute an op that the log leaves to Python; if it does not fit, read the log first."""
         recorder, log = self._recorder, self.log
         operator, args, kwargs, shared, costs = op.operator, op.args, op.kwargs, log.shared, recorder.device_costs
-        measured_bytes = None  # of the outputs of an op that is to be measured
+        measured_bytes = None  # bytes of the outputs, if the op is to be measured
         if not shared.must_close and shared.known_bytes < 0:
             if is_sized_by_data(operator, args):
                 shared.must_close = not log.fits(data_dependent_bytes(operator.name, args))
@@ -136,7 +136,7 @@ class LogReader:
                     costs.begin()
             try:
                 outputs = operator.call(*args, **kwargs)
-            except Exception as error:  # noqa: BLE001  raised again if it is not for want of memory
+            except Exception as error:  # noqa: BLE001  the recorder raises it again unless the allocator ran out of memory
                 if op.draws is not None:
                     generator, state = op.draws
                     state.restore(generator)
@@ -158,7 +158,7 @@ class LogReader:
         return False
 
     def _read(self) -> None:
-        """Record the ops in the log, and record from here on."""
+        """Record the ops in the log, and close it: the recorder sees further ops itself."""
         recorder, memory, log = self._recorder, self._recorder.memory, self.log
         held = log.close()
         self.observe()
@@ -181,7 +181,7 @@ class LogReader:
         memory.settle()
 
     def _record(self, op: RecordedOp, unread: UnreadOp) -> Any:
-        """Record an op that has run before."""
+        """Record an op of the log, which has run already."""
         self._unread = None
         recorder, memory, operator, args = self._recorder, self._recorder.memory, op.operator, op.args
         memory.settle()
@@ -201,7 +201,7 @@ class LogReader:
         return operator.returned(outputs)
 
     def _forget_draws(self) -> None:
-        """Forget the draws of ops that are not in the log any more."""
+        """Drop the random states of ops that are no longer in the log."""
         first = self.log.shared.position - self.log.length
         self._draws = {position: draws for position, draws in self._draws.items() if position >= first}
         self._most_draws = 2 * len(self._draws) + _FEW_DRAWS

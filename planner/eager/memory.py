@@ -17,34 +17,34 @@ from planner.runtime.allocator_failure import allocator_failure
 from planner.torch_private.core import storage_address, storage_use_count
 from solvers.online.ledger import Ledger
 
-# Storages in use are pinned in the ledger; before each search for a victim a few of them are asked again.
+# Storages in use are pinned in the ledger; before each search for a victim a few of them are checked again.
 _ASKED_AGAIN = 4
 
 
 class Memory:
-    """Bytes in memory, and the storages that make them up.
+    """Bytes in memory, and the storages that take them.
 
-    The ledger is made and fed when memory first runs out: until then an op costs no bookkeeping but its record.
+    The ledger is created and filled when memory first runs out: until then the only bookkeeping of an op is its record.
 
     Args:
         budget_bytes: the limit.
         sizes: counts bytes.
-        new_ledger: makes an empty ledger.
+        new_ledger: returns an empty ledger.
 
     Attributes:
         live_bytes: bytes of the resident storages.
-        peak_bytes: the most so far.
+        peak_bytes: the peak of them so far.
         evicted_bytes: bytes of evicted storages that saved tensors need.
         extra_bytes: bytes in memory that plain eager PyTorch does not have.
-        eager_peak_bytes: the most so far that plain eager PyTorch has.
+        eager_peak_bytes: the peak of plain eager PyTorch so far.
         evictions: number of evictions.
-        retries: number of times that the allocator had no memory for an op.
+        retries: number of times that the allocator ran out of memory in an op.
         overwrites: number of writes to pinned storages that were read before, without a copy.
-        clock_s: time that ops have taken.
-        read_s: the clock when the program's last op ended: what the next one reads is as old, whatever is recomputed for it.
-        pending: ops that have been recorded since the ledger was last asked; it hears of them when it is asked next.
-        on_release: called with each storage that the program has let go of.
-        evict_planned: evicts what a plan would, and returns True, or False; called before the heuristic is asked.
+        clock_s: total time of ops so far.
+        read_s: the clock when the program's last op ended: the time of the next op's reads, even if inputs are recomputed for it.
+        pending: ops that were recorded since the ledger was last used; they are entered into it before its next use.
+        on_release: called with each storage that the program has released.
+        evict_planned: evicts a storage that the plan evicts, and returns True if there is one; called before the heuristic.
     """
 
     def __init__(self, budget_bytes: int, sizes: OutputSizes, new_ledger: Callable[[], Ledger]) -> None:
@@ -56,7 +56,7 @@ class Memory:
         self.sizes = sizes
         self.resident: dict[int, TrackedStorage] = {}
         self.find = self.resident.get
-        self._invisible: set[StorageWatch] = set()  # those that may outlive what is known of their storages
+        self._invisible: set[StorageWatch] = set()  # of memory that may outlive its `TrackedStorage`
         self.freed: deque[StorageWatch] = deque()
         self._note_freed = self.freed.append
         self._dropped: deque[LedgerWatch] = deque()
@@ -70,7 +70,7 @@ class Memory:
         self._by_id: dict[int, LedgerWatch] = {}
         self._in_use: dict[int, TrackedStorage] = {}
 
-    # Storages that come and go.
+    # Storages that become resident or are freed.
 
     def add(
         self,
@@ -80,13 +80,13 @@ class Memory:
         pinned: bool = True,
         visible: bool = True,
     ) -> TrackedStorage:
-        """Note that the storage of `tensor` is resident: of a known `storage`, or of a new one, which is returned.
+        """Record that the storage of `tensor` is resident, as that of `storage` or of a new one; return it.
 
         Args:
             tensor: a tensor on it.
-            storage: None if it is new.
-            pinned: a new one cannot be recomputed.
-            visible: ops outside of the runtime may read it.
+            storage: the known storage; None if it is new.
+            pinned: True if a new storage cannot be recomputed.
+            visible: True if ops outside of the runtime may read it.
         """
         held = tensor.untyped_storage()
         if storage is None:
@@ -113,7 +113,7 @@ class Memory:
         return storage
 
     def settle(self) -> None:
-        """Take note of the storages that were freed since."""
+        """Record the storages that were freed since the last call."""
         freed, resident = self.freed, self.resident
         while freed:
             watch = freed.popleft()
@@ -123,7 +123,7 @@ class Memory:
                 self.extra_bytes -= watch.extra_bytes
             storage = watch.storage()
             if storage is not None and storage.watch is watch:
-                if resident.get(storage.address) is storage:  # else the address is that of a new storage by now
+                if resident.get(storage.address) is storage:  # else a new storage has the address by now
                     del resident[storage.address]
                 storage.address, storage.watch = 0, None
                 if not storage.saved and self.on_release is not None:
@@ -137,13 +137,13 @@ class Memory:
                 self.ledger.dropped(watch_of_ledger.ledger_id)
 
     def not_evicted(self, storage: TrackedStorage) -> None:
-        """Take note that `storage` is resident again, or that no saved tensor needs it."""
+        """Record that `storage` is resident again, or that no saved tensor needs it."""
         if storage.evicted:
             storage.evicted = False
             self.evicted_bytes -= storage.size_bytes
 
     def resize(self, storage: TrackedStorage) -> None:
-        """Take note of the size of a storage that was resized, if its tensor has not been given another one."""
+        """Record the new size of a storage that was resized, unless its tensor was given another storage."""
         held = None if storage.watch is None else storage.watch()
         if storage.watch is None or held is None:
             return
@@ -153,26 +153,26 @@ class Memory:
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
     def recomputed(self, op: RecordedOp) -> None:
-        """Take note that an op ran again."""
+        """Record that an op was recomputed."""
         if op.ledger_id is not None and self.ledger is not None:
             self.ledger.recomputed(op.ledger_id)
 
     def touch(self, storage: TrackedStorage, now_s: float) -> None:
-        """Take note of a read at `now_s`."""
+        """Record a read at `now_s`."""
         storage.touched_s = now_s
         if storage.ledger_id is not None and self.ledger is not None:
             self.ledger.touch((storage.ledger_id,), now_s)
 
     def saved(self, storage: TrackedStorage) -> None:
-        """Take note that the runtime keeps `storage` in memory."""
+        """Record that the runtime keeps `storage` in memory."""
         self._allow(storage, evictable=not storage.pinned)
 
     def released(self, storage: TrackedStorage) -> None:
-        """Take note that the runtime does not keep `storage` in memory any more, or must not evict it."""
+        """Record that the runtime no longer keeps `storage` in memory, or must not evict it."""
         self._allow(storage, evictable=False)
 
     def computed(self, storage: TrackedStorage, tensor: torch.Tensor) -> None:
-        """Take note that `storage` is resident again, as the storage of `tensor`; the runtime keeps it."""
+        """Record that `storage` is resident again, as the storage of `tensor`; the runtime keeps it."""
         if storage.evicted:
             self.not_evicted(storage)
         storage.base = make_alias(tensor)
@@ -191,7 +191,7 @@ class Memory:
                 self.ledger.pinned(storage.ledger_id)
 
     def forget(self) -> None:
-        """Pin all that is resident, and forget how it was made: no saved tensor needs it."""
+        """Pin all resident storages, and forget how they were made: no saved tensor needs it."""
         for storage in self.resident.values():
             storage.chain = []
             storage.pinned = True
@@ -199,14 +199,14 @@ class Memory:
             storage.snapshots = None
             storage.last_read = -1
             storage.base = None
-        # What was recomputed is not freed by itself where storages were written with each other's contents: a cycle.
+        # Reference cycles keep recomputed tensors in memory where storages were written with each other's contents.
         for watch in self._invisible:
             if (known := watch.storage()) is not None:
                 known.base = None
         self.settle()
         self.ledger, self.evicted_bytes = None, 0
         self.pending, self._by_id, self._in_use = [], {}, {}
-        self._dropped = deque()  # ids of the old ledger may still come into the old one
+        self._dropped = deque()  # ids of the old ledger may still be added to the old deque
 
     # Room.
 
@@ -214,7 +214,7 @@ class Memory:
         """Evict until `size_bytes` fit.
 
         Raises:
-            BudgetError: all that is resident is in use.
+            BudgetError: all resident storages are in use.
         """
         if self.live_bytes + size_bytes <= self.budget_bytes:
             return
@@ -224,14 +224,14 @@ class Memory:
                 raise BudgetError(self._too_small(size_bytes, purpose))
 
     def evict_one(self) -> bool:
-        """Evict the storage that the heuristic chooses, and return True; False if all are in use."""
+        """Evict the storage that the heuristic chooses, and return True; return False if all are in use."""
         ledger = self._fed_ledger()
         for ledger_id in list(itertools.islice(self._in_use, _ASKED_AGAIN)):
             self._ask_again(ledger_id)
         for last in (False, True):
             while (chosen := ledger.victim(self.clock_s)) is not None:
                 storage = self._by_id[chosen]()
-                assert storage is not None and storage.address, "the ledger chose what is not resident"
+                assert storage is not None and storage.address, "the ledger chose a storage that is not resident"
                 if self._held_elsewhere(storage):
                     self._allow(storage, evictable=False)
                     self._in_use[chosen] = storage
@@ -244,9 +244,9 @@ class Memory:
         return False
 
     def evict_after(self, error: Exception) -> bool:
-        """Evict what the allocator had no memory for, if that is `error`; return True if an op can be tried again.
+        """Evict as many bytes as the allocator lacked, if `error` is its failure; return True if the op can be retried.
 
-        False if all that is resident is in use, or if the error has another reason.
+        Return False if all resident storages are in use, or if the error has another cause.
         """
         failure = allocator_failure(error)
         if failure is None:
@@ -260,7 +260,7 @@ class Memory:
         return evicted
 
     def evict(self, storage: TrackedStorage) -> bool:
-        """Evict `storage`, and return True; False if it is in use, or not resident."""
+        """Evict `storage`, and return True; return False if it is in use or not resident."""
         if not storage.address or not storage.owned() or self._held_elsewhere(storage):
             return False
         self._evict(storage)
@@ -294,7 +294,7 @@ class Memory:
         assert not storage.address, "an evicted storage is still in memory"
 
     def _fed_ledger(self) -> Ledger:
-        """Return the ledger, with all ops entered that are not yet."""
+        """Return the ledger, after entering all pending ops."""
         if self.ledger is None:
             self.ledger = self._new_ledger()
         self.settle()
@@ -317,7 +317,7 @@ class Memory:
         return self.ledger
 
     def _enter(self, ledger: Ledger, storage: TrackedStorage, origin: tuple[int, int] | None = None) -> int:
-        """Return the ledger's id of `storage`, which is entered if it is not yet: with its `origin`, if it may be evicted."""
+        """Return the ledger's id of `storage`, and enter it if it is new: with its `origin`, if an op has made it."""
         if storage.ledger_id is None:
             ledger_id = ledger.add_storage(storage.size_bytes, origin)
             storage.ledger_id = ledger_id
@@ -332,21 +332,23 @@ class Memory:
 
     def _too_small(self, size_bytes: int, purpose: object) -> str:
         needed = self.live_bytes + size_bytes
+        moment, request = (
+            ("", f", and {purpose} needs {format_bytes(size_bytes)} more") if size_bytes else (f" after {purpose}", "")
+        )
         return (
-            f"budget {format_bytes(self.budget_bytes)} is too small: {format_bytes(self.live_bytes)} are in use "
-            f"and cannot be evicted, and {purpose} needs {format_bytes(size_bytes)} more. At this point "
-            f"{format_enough(needed)} would do, and {format_enough(max(self.eager_peak_bytes, needed))} is the most that plain "
-            "eager PyTorch has had so far. Raise the budget, or lower the batch size"
+            f"budget {format_bytes(self.budget_bytes)} is too small: {format_bytes(self.live_bytes)} are in use{moment} and "
+            f"cannot be evicted{request}. Up to this point {format_enough(needed)} is enough; the peak of plain eager PyTorch so "
+            f"far is {format_enough(max(self.eager_peak_bytes, needed))}. Raise the budget, or lower the batch size"
         )
 
 
 def _holders(address: int, watch: StorageWatch | None) -> tuple[int, int]:
-    """Return how many hold a storage, and how many hold its Python object."""
+    """Return the reference counts of a storage and of its Python object."""
     return storage_use_count(address), sys.getrefcount(None if watch is None else watch())
 
 
 def _unheld() -> tuple[int, int]:
-    """Return the numbers of holders of a storage that nobody holds: PyTorch's own, which differ between its versions."""
+    """Return the reference counts of a storage that is not in use: PyTorch's own, which differ between its versions."""
     tensor = torch.empty(0)
     address = storage_address(tensor)
     watch = StorageWatch(tensor.untyped_storage())

@@ -12,23 +12,23 @@ from planner.eager.shared_context import SharedContext
 
 
 class Noted(Protocol):
-    """Where the number of the module that is running is noted; 0 outside of modules."""
+    """An object that holds the number of the running module; 0 outside of modules."""
 
     module: int
 
 
 class CurrentModule:
-    """The module of the entering thread whose forward pass is running, while entered.
+    """The module whose forward pass is running in the thread that has entered this context.
 
-    ``Module.__call__`` is replaced meanwhile: PyTorch's hooks on all modules have each call take another, slower way.
+    ``Module.__call__`` is replaced meanwhile: PyTorch's global module hooks make every call take a slower path.
 
     Args:
-        noted: where its number is noted.
+        noted: receives the number of the module.
 
     Attributes:
-        noted: the same.
-        parts: numbers of the modules that are known to be parts of the outermost one, by identity.
-        names: by number; class of the outermost module that was running, then the path from it; "" outside of modules.
+        noted: the argument.
+        parts: numbers of the known submodules of the outermost module, by identity.
+        names: names by number: the class of the outermost running module, then the path from it; "" outside of modules.
     """
 
     def __init__(self, noted: Noted) -> None:
@@ -42,11 +42,11 @@ class CurrentModule:
 
     @property
     def name(self) -> str:
-        """The name of the module."""
+        """The name of the running module."""
         return self.names[self.noted.module]
 
     def __enter__(self) -> Self:
-        """Begin to note modules."""
+        """Start to note modules."""
         _NOTED_CALLS.__enter__()
         self._thread = get_ident()
         _ENTERED[self._thread] = self
@@ -59,13 +59,13 @@ class CurrentModule:
         self.noted.module = 0
 
     def begin_outermost(self, module: nn.Module) -> int:
-        """Return the number of a module that is called outside of modules."""
+        """Return the number of a module that is called outside of other modules."""
         self._outermost = weakref.ref(module)
         self.parts = self._parts_of.setdefault(module, {})
         return self._number(type(module).__name__)
 
     def number_of_new(self, module: nn.Module) -> int:
-        """Return the number of a module that is not known to be a part of the outermost one yet."""
+        """Return the number of a module that is not yet known as a submodule of the outermost one."""
         outermost = None if self._outermost is None else self._outermost()
         assert outermost is not None  # it is running
         name = type(outermost).__name__
@@ -86,13 +86,13 @@ _ENTERED: dict[int, CurrentModule] = {}  # by thread
 
 @contextmanager
 def _noted_calls() -> Iterator[None]:
-    """Replace ``Module.__call__`` by a function that notes the module."""
+    """Replace ``Module.__call__`` by a function that notes the running module."""
     call = nn.Module.__call__
     nn.Module.__call__ = noted_call = _noting(call)  # type: ignore[method-assign]
     try:
         yield
     finally:
-        if nn.Module.__call__ is noted_call:  # else something else was put over it, and calls it
+        if nn.Module.__call__ is noted_call:  # otherwise it was replaced again by a function that calls it
             nn.Module.__call__ = call  # type: ignore[method-assign]
 
 
@@ -100,7 +100,7 @@ _NOTED_CALLS = SharedContext(_noted_calls)
 
 
 def _noting(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls a module by `call`, and notes its number meanwhile."""
+    """Return a function that calls a module with `call`, and notes its number while it runs."""
 
     def noted_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         current = _ENTERED.get(get_ident())

@@ -1,4 +1,4 @@
-"""What an operator of PyTorch does to memory and to random numbers, read from its schema and tags."""
+"""The effects of PyTorch's operators on memory and random generators, from their schemas and tags."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,10 +12,10 @@ from planner.torch_private.core import OpOverload
 
 _aten = torch.ops.aten
 
-# They give the tensor other memory, or more of it.
+# These give a tensor another storage, or resize its storage.
 _REBIND = {"aten::resize_", "aten::resize_as_", "aten::set_", "aten::set_data"}
-# Operators that update running statistics: positions of the mean and the variance, and of the flag that says so (None: always).
-# Only some of their schemas say that they write.
+# Operators that update running statistics: positions of the running mean, which the variance follows, and of the training flag
+# (None: always). Only some of their schemas declare these writes.
 _RUNNING_STATISTICS: dict[str, tuple[int, int | None]] = {
     "aten::native_batch_norm": (3, 5),
     "aten::cudnn_batch_norm": (3, 5),
@@ -26,7 +26,7 @@ _RUNNING_STATISTICS: dict[str, tuple[int, int | None]] = {
     "aten::batch_norm_gather_stats": (3, None),
     "aten::batch_norm_gather_stats_with_counts": (3, None),
 }
-# With None in place of the running statistics these compute the same outputs, and write nothing.
+# With None as running statistics, these compute the same outputs without writing anything.
 _WITHOUT_STATISTICS = {"aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miopen_batch_norm"}
 
 
@@ -37,20 +37,20 @@ class Operator:
     Attributes:
         function: the operator.
         name: its name, without the overload.
-        call: executes it.
-        passes: it makes views or reads sizes: neither memory nor contents change.
+        call: the function that executes it.
+        passes: it only makes views or reads sizes: neither memory nor contents change.
         writes: it writes some of its arguments, or running statistics.
         mutated: the arguments that it writes, by position and name, without running statistics.
-        returns_nothing_new: all that it returns is what it has written.
-        allocates_first: if the allocator fails it has written nothing yet.
-        rebinds: it gives its argument other memory.
+        returns_nothing_new: it returns only tensors that it has written.
+        allocates_first: it allocates before it writes: if the allocator fails, it has written nothing.
+        rebinds: it gives its argument another storage, or resizes it.
         random: it draws from a generator.
-        repeatable: it can be executed again, with the same outputs for the same inputs and the same random state.
+        repeatable: executed again, it has the same outputs for the same inputs and the same random state.
         sized_by_data: the sizes of its outputs depend on the contents of its inputs.
         reads_to_host: its result is a Python number, read from a tensor.
         statistics: position of the running mean, which the running variance follows; None if it has none.
-        training: position of the flag that says that it updates them; None if it always does.
-        replay: what to call instead of it, with None for the statistics, to recompute the outputs of training.
+        training: position of the flag that enables the update; None if it always updates them.
+        replay: the function that recomputes its outputs in training, with None for the statistics; None if there is none.
     """
 
     function: Callable[..., Any]
@@ -75,7 +75,7 @@ class Operator:
         """Return the facts about `op`.
 
         Raises:
-            UsageError: a higher-order operator, whose inner ops cannot be seen.
+            UsageError: `op` is a higher-order operator, whose inner ops cannot be seen.
         """
         if not isinstance(op, OpOverload):
             raise UsageError(
@@ -94,12 +94,12 @@ class Operator:
         return cls(
             function=op,
             name=name,
-            call=op._op if type(op) is OpOverload else op,  # what it calls itself
+            call=op._op if type(op) is OpOverload else op,  # what an OpOverload calls
             passes=(op.is_view or torch.Tag.inplace_view in tags or not _has_tensors(schema)) and not rebinds,
             writes=bool(mutated) or statistics is not None,
             mutated=() if statistics is not None else mutated,
             returns_nothing_new=bool(mutated) and all(value.alias_info is not None for value in schema.returns),
-            # Batch norm makes its outputs before it writes statistics, and pointwise ops are one kernel.
+            # Batch norm allocates its outputs before it writes statistics, and pointwise ops are one kernel.
             allocates_first=not mutated or statistics is not None or torch.Tag.pointwise in tags,
             rebinds=rebinds,
             random=torch.Tag.nondeterministic_seeded in tags,
@@ -112,7 +112,7 @@ class Operator:
         )
 
     def returned(self, outputs: Sequence[torch.Tensor | None]) -> Any:
-        """Return `outputs` in the form in which the operator returns them, with empty values in place of what is no tensor."""
+        """Return `outputs` in the form in which the operator returns them, with empty values for those that are not tensors."""
         assert isinstance(self.function, OpOverload)
         kinds = [str(value.type) for value in self.function._schema.returns]
         if len(kinds) == 1 and kinds[0] == "List[Tensor]":

@@ -1,4 +1,4 @@
-"""Recomputation of evicted storages, with all that they need and that is not resident either."""
+"""Recomputation of evicted storages, and of the storages that they need and that are not resident."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +16,7 @@ from planner.passes.draws import LOCK
 from planner.runtime.allocator_failure import allocator_failure
 from planner.torch_private.core import AUTOCAST_AND_VMAP_KEYS, below_autograd, without_keys
 
-# Fewer recomputed ops than these say nothing about the rest of a step.
+# With fewer recomputed ops than this, the limit on recomputation is not checked.
 _FEW_OPS = 1000
 
 
@@ -24,16 +24,17 @@ class Recomputation:
     """Recomputes storages by their chains of ops.
 
     Args:
-        memory: where room is made before each op.
+        memory: the budgeted memory, which makes room before each op.
         max_recomputation: the most ops that may be recomputed in a step, as a multiple of the ops of the step.
-        device_costs: of a CUDA device, where ops return before they are done: they count as they were measured first.
+        device_costs: measures ops on a CUDA device, where ops return before they are done: a recomputed op counts with its first
+            measured time. None on the CPU.
 
     Attributes:
         ops: number of recomputed ops.
-        seconds: time that they took.
-        step_ops: number of ops of the step that are not recomputed.
-        by_operator, by_module: number and time by operator, and by the module in which ops ran first.
-        running: the runtime executes ops of its own.
+        seconds: time of recomputed ops.
+        step_ops: number of ops that the step has run itself.
+        by_operator, by_module: number and time by operator, and by the module in which ops first ran.
+        running: True while the runtime executes its own ops.
     """
 
     def __init__(self, memory: Memory, max_recomputation: float, device_costs: DeviceCosts | None = None) -> None:
@@ -49,12 +50,12 @@ class Recomputation:
         self._ops_before = 0
 
     def begin_step(self) -> None:
-        """Count the ops of a step from here on."""
+        """Start to count the ops of a step."""
         self._ops_before, self.step_ops = self.ops, 0
 
     @contextmanager
     def own_ops(self) -> Iterator[None]:
-        """Run ops that are not recorded, as ops ran first: below autograd, autocast and vmap, of which the recorded ops are."""
+        """Run ops without recording them, below autograd, autocast and vmap, where the recorded ops were recorded."""
         self.running, grad_enabled = True, torch.is_grad_enabled()
         try:
             with below_autograd(), without_keys(AUTOCAST_AND_VMAP_KEYS):
@@ -64,27 +65,27 @@ class Recomputation:
             self.running = False
 
     def recompute(self, storage: TrackedStorage) -> torch.Tensor:
-        """Make the present contents of `storage` resident, and return a tensor on it.
+        """Make the current contents of `storage` resident, and return a tensor on it.
 
-        Storages that are needed for it and not resident are recomputed first. The stack of storages under way is a list: chains
-        may be longer than Python's stack is deep.
+        Storages that it needs and that are not resident are recomputed first. The stack of unfinished storages is a list, because
+        chains may be longer than Python's recursion limit.
 
         Raises:
-            BudgetError: it does not fit, or recomputation takes too long.
+            BudgetError: the storage does not fit, or more ops than allowed are recomputed.
         """
         self._rebuild(storage, storage.version)
         assert storage.base is not None
         return storage.base
 
     def restore(self, storage: TrackedStorage) -> None:
-        """Write the present contents of a resident storage to it again, of which an op that failed may have changed a part.
+        """Restore the current contents of a resident storage that a failed op may have written in part.
 
         Raises:
-            BudgetError: a copy does not fit, or recomputation takes too long.
+            BudgetError: a copy does not fit, or more ops than allowed are recomputed.
         """
         version = storage.version
         with self.own_ops():
-            storage.version += 1  # what is in it now: nothing reads that, and the contents before are rebuilt elsewhere
+            storage.version += 1  # nothing reads this one, so the contents before it are rebuilt in new memory
             try:
                 rebuilt = self._rebuild(storage, version)
             finally:
@@ -119,7 +120,7 @@ class Recomputation:
         return rebuild.built
 
     def _begin(self, storage: TrackedStorage, version: int) -> "_Rebuild":
-        """Return the rebuilding of a storage, for which what its ops read counts as read now, before what is missing runs."""
+        """Return a new rebuild of a storage. All inputs of its ops count as read now, before missing ones are recomputed."""
         rebuild = _Rebuild(storage, version)
         for op in rebuild.chain:
             for ref in op.inputs:
@@ -132,7 +133,7 @@ class Recomputation:
         tensors = [tensor for ref in op.inputs if (tensor := rebuild.tensor(ref)) is not None]
         if len(tensors) < len(op.inputs):  # the garbage collector has just freed one
             return
-        # While they are held here, nothing evicts them.
+        # The list holds the inputs, so that they are not evicted.
         self._make_room(op, stack)
         called = self._call(op, tensors, stack)
         if called is None:
@@ -144,7 +145,7 @@ class Recomputation:
         self._count(op, seconds)
 
     def _make_room(self, op: RecordedOp, stack: "list[_Rebuild]") -> None:
-        """Evict for the outputs of `op`; as the last resort, inputs that storages under way wait with, which each loses once."""
+        """Make room for `op`. As the last resort, drop inputs that unfinished rebuilds hold, once per op."""
         while True:
             try:
                 self.memory.make_room(op.room_bytes, f"recomputing {op.function}")
@@ -157,7 +158,7 @@ class Recomputation:
     def _call(self, op: RecordedOp, tensors: list[torch.Tensor], stack: "list[_Rebuild]") -> tuple[list[Any], float] | None:
         """Execute an op again, until the allocator has memory for it or nothing is left to evict; return outputs and seconds.
 
-        None if it may have begun to write before the allocator failed: there may be memory when what it writes is rebuilt.
+        Return None if the op may have written before the allocator failed. The caller then rebuilds the storage that it writes.
         """
         remaining = iter(tensors)
         args = fill(op.args, remaining)
@@ -195,21 +196,21 @@ class Recomputation:
         step = self.ops - self._ops_before
         if step > _FEW_OPS and step > self.max_recomputation * self.step_ops:
             raise BudgetError(
-                f"at budget {format_bytes(self.memory.budget_bytes)} more than {self.max_recomputation:g} times as many ops are "
-                f"recomputed as the step has ({step} and {self.step_ops} so far). Plain eager PyTorch has had at most "
-                f"{format_enough(self.memory.eager_peak_bytes)} so far: with that budget nothing is recomputed. Raise the "
-                "budget, or allow more with max_recomputation="
+                f"budget {format_bytes(self.memory.budget_bytes)} needs too much recomputation: this step has recomputed {step} "
+                f"ops, more than {self.max_recomputation:g} times the {self.step_ops} ops that it has run. The peak of plain "
+                f"eager PyTorch so far is {format_enough(self.memory.eager_peak_bytes)}: with that budget nothing is recomputed. "
+                "Raise the budget, or max_recomputation="
             )
 
 
 class _Rebuild:
-    """The rebuilding of one version of a storage, in new memory, by the first ops of its chain."""
+    """The rebuild of one version of a storage, in new memory, by the first ops of its chain."""
 
     def __init__(self, storage: TrackedStorage, version: int) -> None:
         self.storage = storage
         self.version = version
         if not storage.recomputable(version):
-            raise PlannerError("an evicted tensor cannot be recomputed: this is an error of the planner, please report it")
+            raise PlannerError("an evicted tensor cannot be recomputed: this is a bug in planner, please report it")
         self.chain = storage.chain[: version + 1]
         self.step = 0
         self.built: torch.Tensor | None = None
@@ -230,12 +231,12 @@ class _Rebuild:
         return None
 
     def receive(self, made: "_Rebuild") -> None:
-        """Hold what was rebuilt for the next op."""
+        """Hold a rebuilt storage as an input of the next op."""
         assert made.built is not None
         self._inputs[id(made.storage), made.version] = made.built
 
     def let_go(self) -> bool:
-        """Do not hold the inputs of the next op any more, and return True; False if there are none or it has lost some before."""
+        """Drop the inputs of the next op, and return True; return False if there are none or they were dropped once before."""
         if not self._inputs or self._let_go > self.step:
             return False
         self._let_go = self.step + 1
@@ -256,13 +257,13 @@ class _Rebuild:
         return None if source is None else ref.view_of(source)
 
     def executed(self, op: RecordedOp, outputs: list[Any], memory: Memory) -> None:
-        """Take the outputs of an op of the chain; others that it made are kept where a saved tensor needs them."""
+        """Take the output of an op of the chain, and keep its other outputs that saved tensors need."""
         self.step += 1
         self._inputs.clear()
         if op.in_place:
             return
         made = [(position, storage) for position, weak in op.outputs if (storage := weak()) is not None]
-        for position, storage in sorted(made, key=lambda output: output[1] is self.storage):  # as the replay does: it comes last
+        for position, storage in sorted(made, key=lambda output: output[1] is self.storage):  # last, as in the replay
             if storage is self.storage:
                 self.built = outputs[position]
                 if self.version == storage.version:
@@ -273,13 +274,13 @@ class _Rebuild:
                 memory.computed(storage, outputs[position])
 
     def restart(self, memory: Memory) -> None:
-        """Begin again, in new memory."""
+        """Start again, in new memory."""
         self.abandon(memory)
         self.step = 0
         self._inputs.clear()
 
     def abandon(self, memory: Memory) -> None:
-        """Free what was built in part."""
+        """Free the unfinished result."""
         if self.built is not None and self.version == self.storage.version:
             self.storage.base = None
         self.built = None
@@ -287,7 +288,7 @@ class _Rebuild:
 
 
 def _let_go(stack: list[_Rebuild]) -> bool:
-    """Let the first of the storages under way below the top lose its inputs that can; return False if none can."""
+    """Drop the inputs of the first unfinished rebuild below the top that can drop them; return False if none can."""
     return any(rebuild.let_go() for rebuild in stack[:-1])
 
 
@@ -302,7 +303,7 @@ def resident_tensor(storage: TrackedStorage) -> torch.Tensor | None:
 
 
 def whole(storage: TrackedStorage) -> torch.Tensor:
-    """Return all bytes of a resident storage, of which the tensors on it may be parts."""
+    """Return a tensor on all bytes of a resident storage, even if all tensors on it cover only a part."""
     memory = None if storage.watch is None else storage.watch()
     assert memory is not None
     return _bytes_of(memory)

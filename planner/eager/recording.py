@@ -1,4 +1,4 @@
-"""The dispatch mode: makes room before each op, and records it after."""
+"""The dispatch mode: makes room before each op, and records it afterwards."""
 
 import threading
 import weakref
@@ -23,16 +23,16 @@ from planner.runtime.allocator_failure import allocator_failure
 from planner.runtime.random_state import RandomState
 from planner.torch_private.core import TorchDispatchMode, storage_address
 
-# Read from the globals at each tensor of each op.
+# Module globals, because they are read for each tensor of each op.
 _Tensor, _Parameter = torch.Tensor, torch.nn.Parameter
-# The number of recorded ops after which it is worth while to forget them, if no tensor is saved.
+# Records are dropped when no tensor is saved, but only if there are more of them than this.
 _FEW_OPS = 64
-# Added to the allocator's error.
+# A note added to the allocator's error.
 _NOT_AGAIN = (
-    "planner.rematerialize does not try {} again: it may have begun to write to a tensor that cannot be recomputed, as a "
-    "parameter or a buffer. Lower the budget, so that tensors are evicted before the allocator fails"
+    "planner.rematerialize does not run {} again: it may have written part of a tensor that cannot be recomputed, such as a "
+    "parameter or a buffer. Lower the budget, so that tensors are evicted before the allocator runs out of memory"
 )
-# A storage that is written in place more often is kept, as the cost to recompute it grows with each write.
+# A storage with more in-place writes is kept, because the cost of recomputing it grows with each write.
 _LONGEST_CHAIN = 1000
 
 
@@ -41,21 +41,21 @@ class Recorder(TorchDispatchMode):
 
     Args:
         memory: the budgeted memory.
-        sizes: of outputs, by signature.
+        sizes: sizes of outputs, by signature.
         recomputation: executes recorded ops.
         follower: logs steps, and follows their plans.
         device_costs: measures ops on a CUDA device; None on the CPU.
 
     Attributes:
-        handle: executes an op that was called: `run`, if nobody else decides that.
-        lock: held by whatever reads or changes the state of the runtime; a backward pass may run in several threads.
-        saved: number of tensors that autograd has saved, and that are tracked.
-        saved_storages: those that hold saved tensors, by identity.
+        handle: executes an op that was called: `run`, or the function with which a `LogReader` has replaced it.
+        lock: held while the state of the runtime is read or changed, because a backward pass may run in several threads.
+        saved: number of tracked tensors that autograd holds as saved tensors.
+        saved_storages: the storages of saved tensors, by identity.
         packs: number of tensors saved so far.
-        ops: number of ops that were recorded.
+        ops: number of recorded ops.
         kept_ops: number of ops whose outputs cannot be recomputed.
         host_reads: number of Python numbers that were read from tensors.
-        module: the module that is running, while entered.
+        module: the module that is running.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Recorder(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # what else PyTorch wraps around each op takes as long as all that is done here
+        return False  # otherwise PyTorch wraps each call, which takes as long as all the work here
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         operator = self._operators.get(id(func)) or self.operator(func)
@@ -94,7 +94,7 @@ class Recorder(TorchDispatchMode):
             return operator.call(*args, **kwargs) if kwargs else operator.call(*args)
         for kind in types:
             if kind is not _Tensor and kind is not _Parameter:
-                return NotImplemented  # a subclass, whose inner ops are seen
+                return NotImplemented  # a subclass: its inner ops come here
         with self.lock:
             if self.recomputation.running:
                 return operator.call(*args, **(kwargs or {}))
@@ -102,7 +102,7 @@ class Recorder(TorchDispatchMode):
             return self.handle(op)
 
     def operator(self, op: object) -> Operator:
-        """Return the facts about an operator. Operators are never freed, and compute their hashes slowly."""
+        """Return the facts about an operator, cached by identity: operators are never freed, and hashing them is slow."""
         operator = self._operators.get(id(op))
         if operator is None:
             operator = self._operators[id(op)] = Operator.of(op)
@@ -113,7 +113,7 @@ class Recorder(TorchDispatchMode):
 
         Args:
             op: the op.
-            failed: the error by which a first try has ended.
+            failed: the error of a first attempt.
         """
         memory, follower, operator, args, kwargs = self.memory, self.follower, op.operator, op.args, op.kwargs
         if memory.freed:
@@ -154,7 +154,7 @@ class Recorder(TorchDispatchMode):
         return outputs
 
     def _make_room(self, known: KnownOp, function: object) -> None:
-        """Evict until an op has room; a guessed workspace only as far as possible."""
+        """Evict until an op fits; for a guessed workspace only as far as possible."""
         try:
             self.memory.make_room(known.out_bytes + known.workspace_bytes, function)
         except BudgetError:
@@ -163,7 +163,7 @@ class Recorder(TorchDispatchMode):
             self.memory.make_room(known.out_bytes, function)
 
     def _write_pinned(self, op: RecordedOp, written: Sequence[TrackedStorage], failed: Exception | None) -> Any:
-        """Execute an op that writes only what is pinned, of which nothing is recorded: an update of parameters, for example."""
+        """Execute an op that writes only pinned storages, such as an update of parameters, without recording it."""
         memory, follower = self.memory, self.follower
         self._before_writes(op, written)
         start = memory.now()
@@ -177,7 +177,7 @@ class Recorder(TorchDispatchMode):
         return outputs
 
     def find_writes(self, op: RecordedOp) -> Sequence[TrackedStorage]:
-        """Return the storages that an op writes, and find what recomputes its outputs without that."""
+        """Return the storages that an op writes, and make it recomputable without updating running statistics."""
         operator, args = op.operator, op.args
         if operator.statistics is None:
             values = [args[i] if i < len(args) else op.kwargs.get(name) for i, name in operator.mutated]
@@ -225,9 +225,9 @@ class Recorder(TorchDispatchMode):
         return outputs
 
     def describe(self, op: RecordedOp, args: Sequence[Any]) -> KnownOp:
-        """Turn the arguments of an op, which were `args`, into references, and return what is known of such ops."""
+        """Replace the tensors in the arguments of an op, `args`, by references; return the facts about its signature."""
         operator, kwargs = op.operator, op.kwargs
-        if operator.rebinds:  # its arguments may be memory, which a signature would hold
+        if operator.rebinds:  # its arguments may be storages, which a signature would keep alive
             op.recordable = False
             return KnownOp(0)
         key: list[Any] = [id(operator)]
@@ -245,7 +245,7 @@ class Recorder(TorchDispatchMode):
         return self.sizes.known(signature) or self.sizes.learn(signature, operator.function, args, kwargs)
 
     def _references(self, values: Iterable[Any], op: RecordedOp, key: list[Any]) -> list[Any]:
-        """Return `values` with references in place of tensors, and add to `key` what sizes depend on."""
+        """Return `values` with references in place of tensors, and append to `key` everything that sizes depend on."""
         found: list[Any] = []
         memory = self.memory
         find, read_s = memory.find, memory.read_s
@@ -261,9 +261,9 @@ class Recorder(TorchDispatchMode):
                 if storage.pinned:
                     op.kept.append(value.untyped_storage())
                 elif storage.checked != memory.overwrites and self._pin_if_lost(storage):
-                    op.recordable = False  # else its record would hold the input for longer than the program
+                    op.recordable = False  # else its record would keep the input alive for longer than the program does
                 shape, dtype = value.shape, value.dtype
-                reference = new_reference(  # as reference_to does, at the cost of one call
+                reference = new_reference(  # as in reference_to, without the call
                     Reference,
                     (
                         storage,
@@ -291,7 +291,7 @@ class Recorder(TorchDispatchMode):
             else:
                 found.append(value)
                 key.append(kind)
-                if kind is not float:  # the value of a float changes no size
+                if kind is not float:  # the value of a float has no effect on sizes
                     key.append(value)
         return found
 
@@ -305,7 +305,7 @@ class Recorder(TorchDispatchMode):
     ) -> Any:
         """Execute an op until the allocator has memory for it or nothing is left to evict.
 
-        An op that may have begun to write before the allocator failed gets back what it has written: by recomputation.
+        If an op may have written before the allocator failed, the storages that it writes are restored by recomputation first.
         """
         while True:
             try:
@@ -329,10 +329,10 @@ class Recorder(TorchDispatchMode):
             if self.device_costs is not None:
                 self.device_costs.forget_failures()
 
-    # What an op has made and written.
+    # Outputs and writes of an op.
 
     def record(self, op: RecordedOp, known: KnownOp, written: Sequence[TrackedStorage], outputs: Any) -> int:
-        """Record an op and return the bytes that it has made."""
+        """Record an op, and return the bytes of its new storages."""
         made = self._made_by(op, outputs)
         if written:
             self._note_writes(op, known, written, makes_outputs=bool(made))
@@ -346,7 +346,7 @@ class Recorder(TorchDispatchMode):
         if op.taken_bytes:
             known.measured(op.taken_bytes - made_bytes)
         elif known.guessed and self.device_costs is None:
-            known.measured(0)  # it was of an output
+            known.measured(0)  # the guess was for an output
         op.room_bytes = made_bytes + known.workspace_bytes
         if operator.reads_to_host:
             self.host_reads += 1
@@ -357,7 +357,7 @@ class Recorder(TorchDispatchMode):
         return made_bytes
 
     def _made_by(self, op: RecordedOp, outputs: Any) -> Iterable[tuple[int, torch.Tensor]]:
-        """Return the outputs of an op on storages that are not known yet, one of each storage, with their positions."""
+        """Return the outputs of an op on new storages, one for each storage, with their positions."""
         find = self.memory.find
         if type(outputs) is _Tensor and outputs.layout is torch.strided:
             return ((0, outputs),) if find(storage_address(outputs)) is None else ()
@@ -375,7 +375,7 @@ class Recorder(TorchDispatchMode):
         return made.values()
 
     def _note_writes(self, op: RecordedOp, known: KnownOp, written: Sequence[TrackedStorage], *, makes_outputs: bool) -> None:
-        """Give what an op has written its next version: in the chain of its storage, or pinned."""
+        """Begin the next version of each storage that an op has written: add the op to its chain, or pin it."""
         operator, storage = op.operator, written[0]
         if operator.statistics is None and len(written) == 1 and not operator.rebinds:
             if not storage.pinned and op.recordable and len(storage.chain) < _LONGEST_CHAIN:
@@ -394,7 +394,7 @@ class Recorder(TorchDispatchMode):
             self.memory.resize(storage)
 
     def _in_place_op(self, op: RecordedOp, known: KnownOp, storage: TrackedStorage) -> RecordedOp:
-        """Record an op as one that turns a version of `storage` into the next, in its memory."""
+        """Record an op that writes the next version of `storage` in place."""
         inputs: list[Reference] = []
         args = self._in_own_memory(op.args, storage, inputs)
         kwargs = dict(zip(op.kwargs, self._in_own_memory(op.kwargs.values(), storage, inputs), strict=True))
@@ -417,7 +417,7 @@ class Recorder(TorchDispatchMode):
         self.memory.pending.append(weakref.ref(op))
 
     def _in_own_memory(self, values: Iterable[Any], storage: TrackedStorage, inputs: list[Reference]) -> list[Any]:
-        """Return the arguments with references to `storage` replaced, and enter all references into `inputs`."""
+        """Return the arguments with references to `storage` replaced, and append all references to `inputs`."""
         found = []
         for value in values:
             if isinstance(value, Reference):
@@ -429,15 +429,15 @@ class Recorder(TorchDispatchMode):
         return found
 
     def _before_writes(self, op: RecordedOp, written: Sequence[TrackedStorage]) -> None:
-        """Copy the contents of pinned storages that are about to change, if a saved tensor may need them.
+        """Copy pinned storages that are about to be written, if saved tensors may have to be recomputed from them.
 
-        Or pin the tensors that need them, if these are smaller. Others that are computed from them are pinned when they are read.
+        Pin those saved tensors instead, if they are smaller. Other tensors computed from them are pinned when they are read.
         """
         for storage in written:
             if not storage.pinned or storage.last_read != storage.version:
                 continue
             if self.saved and (readers := self._saved_readers(storage)) and not self._pin_instead(readers, storage.size_bytes):
-                self.memory.make_room(storage.size_bytes, f"a copy of what {op.function} writes")
+                self.memory.make_room(storage.size_bytes, f"a copy of the tensor that {op.function} writes")
                 copy = whole(storage).clone()
                 self.memory.add(copy, visible=False)
                 storage.snapshots = {**(storage.snapshots or {}), storage.version: copy}
@@ -447,7 +447,7 @@ class Recorder(TorchDispatchMode):
                 self.memory.overwrites += 1
 
     def _saved_readers(self, storage: TrackedStorage) -> list[TrackedStorage]:
-        """Return the storages of saved tensors that may have to be recomputed from the present contents of a pinned storage."""
+        """Return the storages of saved tensors that may have to be recomputed from the current contents of a pinned storage."""
         readers = self._readers()
         found: set[int] = set()
         stack = list(readers.get((id(storage), storage.version), ()))
@@ -459,9 +459,9 @@ class Recorder(TorchDispatchMode):
         return [self.saved_storages[reader] for reader in found if reader in self.saved_storages]
 
     def _readers(self) -> dict[Hashable, list[int]]:
-        """Return what saved tensors are computed from, with the identities of the storages that are computed from it.
+        """Return the storages that saved tensors are computed from, each with the identities of those computed from it.
 
-        Unpinned storages are named by identity; pinned ones, whose contents have to be there, with the version.
+        Unpinned storages are named by identity. Pinned ones, whose contents must be resident, are named by identity and version.
         """
         packs, readers = self._read_by
         if packs == self.packs:
@@ -487,7 +487,7 @@ class Recorder(TorchDispatchMode):
         return readers
 
     def _pin_instead(self, readers: Sequence[TrackedStorage], size_bytes: int) -> bool:
-        """Pin storages, and return True; False if they have more bytes than `size_bytes` and the copies of the step so far."""
+        """Pin storages, and return True; return False if they are larger than `size_bytes` and the copies of the step so far."""
         if sum(storage.size_bytes for storage in readers) > size_bytes + self._copied_bytes:
             return False
         for storage in sorted(readers, key=lambda storage: not storage.address):
@@ -498,11 +498,11 @@ class Recorder(TorchDispatchMode):
         return True
 
     def _pin_if_lost(self, storage: TrackedStorage) -> bool:
-        """Pin a resident storage, and return True, if what it is computed from was overwritten since; or return False."""
+        """Pin a resident storage and return True if contents that it is computed from were overwritten; else return False."""
         overwrites = self.memory.overwrites
         checked = [storage]
         storage.checked = overwrites
-        for computed in checked:  # which grows
+        for computed in checked:  # grows in the loop
             for op in computed.chain:
                 for reference in op.inputs:
                     source = reference.storage
@@ -519,7 +519,7 @@ class Recorder(TorchDispatchMode):
         return False
 
     def _pin(self, storage: TrackedStorage) -> None:
-        """Keep a resident storage, whose contents cannot be recomputed any more."""
+        """Keep a resident storage, because its contents can no longer be recomputed."""
         if not storage.pinned:
             self.kept_ops += 1
             storage.pinned = True
@@ -527,13 +527,13 @@ class Recorder(TorchDispatchMode):
             self._read_by = (-1, {})
 
     def _begin_step(self) -> None:
-        """Forget how all that is resident was made, since no tensor is saved; not for a few ops, as it takes time."""
+        """Drop all records if no tensor is saved, unless there are few of them, because that takes time."""
         if self._recorded > _FEW_OPS and 4 * self._recorded > len(self.memory.resident):
             self.forget()
             self.recomputation.begin_step()
 
     def forget(self) -> None:
-        """Forget how all that is resident was made: no saved tensor needs it."""
+        """Drop the records of all resident storages: no saved tensor needs them."""
         self.memory.forget()
         self._recorded = self._copied_bytes = 0
         self._read_by = (-1, {})

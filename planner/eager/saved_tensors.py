@@ -51,7 +51,7 @@ class SavedTensor:
         if not storage.saved:
             recorder.saved_storages.pop(id(storage), None)
             recorder.memory.not_evicted(storage)
-            # The ledger is not told: the garbage collector may call this while the ledger is at work. Its choice is looked at.
+            # The ledger is not updated: the garbage collector may call this while it runs. Its choices are checked instead.
             storage.base = None
             if storage.watch is None or storage.watch() is None:
                 recorder.follower.released(storage, only_saved=True)
@@ -60,7 +60,7 @@ class SavedTensor:
         """Return the tensor, recomputed if it was evicted.
 
         Raises:
-            RuntimeError: it was written in place since it was saved.
+            RuntimeError: the tensor was modified in place after it was saved.
         """
         storage, recorder = self.storage, self._recorder
         with recorder.lock:
@@ -72,7 +72,7 @@ class SavedTensor:
                 alias = self._restored()
             elif alias._version != self.version:
                 raise _overwritten(alias, self.version, alias._version)
-            return make_alias(alias)  # autograd may keep what it is given: then the count of holders of the storage says so
+            return make_alias(alias)  # autograd may keep this alias: then the reference count of the storage is higher
 
     def _restored(self) -> torch.Tensor:
         """Return the alias, which was dropped when the storage was evicted."""
@@ -92,7 +92,7 @@ class SavedTensor:
 
 
 def _overwritten(saved: torch.Tensor | Reference, expected: int, version: int) -> RuntimeError:
-    """Return the error of plain eager PyTorch for a saved tensor that was written in place."""
+    """Return the error that plain eager PyTorch raises for a saved tensor that was modified in place."""
     kind = f"{saved.dtype}".removeprefix("torch.")
     return RuntimeError(
         "one of the variables needed for gradient computation has been modified by an inplace operation: "
@@ -105,11 +105,11 @@ def unpack(saved: object) -> torch.Tensor:
     """Return the tensor that was packed.
 
     Raises:
-        RuntimeError: it was written in place since it was saved.
+        RuntimeError: the tensor was modified in place after it was saved.
     """
     if isinstance(saved, SavedTensor):
         return saved.unpack()
     if isinstance(saved, torch.Tensor):
         return saved
-    logged = cast("LoggedTensor", saved)  # which comes here if it was written
+    logged = cast("LoggedTensor", saved)  # comes here only if the tensor was modified in place
     raise _overwritten(logged.held, logged.version, logged.held._version)

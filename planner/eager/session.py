@@ -68,24 +68,24 @@ def rematerialize(
 
     Args:
         budget: memory for all tensors on the device, parameters and optimizer state included: ``"8GB"``, bytes, or ``"auto"``.
-        heuristic: which tensor is evicted, by the name of the baseline: ``planner solvers`` lists them.
+        heuristic: the name of the baseline that chooses the tensor to evict: ``planner solvers`` lists them.
         device: where memory is counted; by default the current CUDA device, or the CPU if there is none.
-        max_recomputation: the most ops that may be recomputed in a step, as a multiple of the ops of the step; with more the
-            block ends by an error that names a budget.
-        memory: what the budget counts, as in ``planner.compile``: on CUDA what PyTorch's allocator reserves, which may reserve
-            no more inside the block. With ``"device"`` CUDA's context is part of the budget; ``"allocated"``, the default on
+        max_recomputation: the most ops that may be recomputed in a step, as a multiple of the ops of the step. Above
+            that the block raises an error that names a budget.
+        memory: what the budget counts, as in ``planner.compile``: on CUDA what PyTorch's allocator reserves, and the allocator
+            is capped inside the block. With ``"device"`` CUDA's context is part of the budget; ``"allocated"``, the default on
             the CPU, counts tensors only.
-        log: leave ops to a log in C++ while all steps so far took at most 90% of the budget, which costs them less time. By
-            default on the CPU only, as it has not been run on a GPU.
+        log: use a log in C++, which has less overhead for each op, while all steps so far took at most 90% of the budget. By
+            default on the CPU only, because it has not been run on a GPU.
 
     Raises:
         BudgetError: the budget cannot be read, or is a share of a peak that is not known.
-        UsageError: there is no such heuristic or kind of memory, or `max_recomputation` is not above 0.
+        UsageError: the heuristic or the kind of memory does not exist, or `max_recomputation` is not above 0.
     """
     if not max_recomputation > 0:
         raise UsageError(f"max_recomputation is {max_recomputation!r}: must be above 0, such as 10 for ten times the step's ops")
     if heuristic not in NAMES:
-        raise UsageError(f"there is no heuristic {heuristic!r}: choose one of {', '.join(NAMES)}")
+        raise UsageError(f"unknown heuristic {heuristic!r}: choose from {', '.join(NAMES)}")
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.empty(0, device=device).device  # with its index
@@ -109,7 +109,7 @@ def rematerialize(
 
 
 class Rematerialization:
-    """A block within a memory budget, and the report of it; ``str`` of it says what happened."""
+    """A block within a memory budget, and its statistics; ``str`` returns them as text."""
 
     def __init__(
         self,
@@ -132,9 +132,9 @@ class Rematerialization:
         self._block = ExitStack()
 
     def __enter__(self) -> Self:
-        """Begin to record."""
+        """Start to record."""
         if getattr(_ACTIVE, "session", None) is not None:
-            raise UsageError("planner.rematerialize is active in this thread already: blocks cannot be nested")
+            raise UsageError("planner.rematerialize is already active in this thread: blocks cannot be nested, use one of them")
         gc.collect()
         tensors = list(_tensors(self._device))
         budget_bytes = self._budget
@@ -150,8 +150,8 @@ class Rematerialization:
         del tensors
         costs = costs_of(self._device)
         if costs is not None:
-            memory.live_bytes = max(memory.live_bytes, costs.in_use_bytes())  # with what Python does not know of
-        memory.make_room(0, "the block")
+            memory.live_bytes = max(memory.live_bytes, costs.in_use_bytes())  # including memory that Python does not know of
+        memory.make_room(0, "entering the block")
         recomputation = Recomputation(memory, self._max_recomputation, costs)
         follower = StepFollower(StepPlans(memory.budget_bytes), memory)
         self._recorder = recorder = Recorder(memory, sizes, recomputation, follower, costs)
@@ -171,15 +171,15 @@ class Rematerialization:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Stop recording. Tensors that autograd still has are recomputed when a backward pass reads them."""
+        """Stop recording. Saved tensors that are still evicted are recomputed when a backward pass reads them."""
         _ACTIVE.session = None
         if isinstance(error, BudgetError):
             error.add_note(self._advice())
         self._block.__exit__(kind, error, trace)
         if isinstance(error, RuntimeError) and "saved tensor hooks" in str(error):
             error.add_note(
-                "planner.rematerialize holds saved tensors by such hooks, which torch.func.grad and the like do not support: use "
-                "torch.autograd.grad inside the block, or transforms of functions outside of it"
+                "planner.rematerialize uses saved tensor hooks, which torch.func.grad and similar transforms do not support: use "
+                "torch.autograd.grad inside the block, or call the transform outside of it"
             )
         if isinstance(error, NotImplementedError) and "HigherOrderOperator" in str(error):
             error.add_note(
@@ -190,24 +190,24 @@ class Rematerialization:
     @property
     def _entered(self) -> Recorder:
         if self._recorder is None:
-            raise UsageError("the block was not entered yet: use it as `with planner.rematerialize(...) as session:`")
+            raise UsageError("the block has not been entered yet: use it as `with planner.rematerialize(...) as session:`")
         if self._reader is not None:
             self._reader.observe()
         return self._recorder
 
     @property
     def budget_bytes(self) -> int:
-        """The budget."""
+        """The budget in bytes."""
         return self._entered.memory.budget_bytes
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes of all tensors so far, known to the runtime or seen in ops."""
+        """The peak so far, in bytes, of all tensors that the runtime has seen."""
         return self._entered.memory.peak_bytes
 
     @property
     def eager_peak_bytes(self) -> int:
-        """The most bytes that plain eager PyTorch would have had so far, approximately."""
+        """The approximate peak of plain eager PyTorch so far, in bytes."""
         return self._entered.memory.eager_peak_bytes
 
     @property
@@ -217,7 +217,7 @@ class Rematerialization:
 
     @property
     def ops(self) -> int:
-        """The number of ops that the loop has executed itself, without views."""
+        """The number of ops of the loop so far, without views and recomputed ops."""
         return self._entered.ops
 
     @property
@@ -227,12 +227,12 @@ class Rematerialization:
 
     @property
     def recomputed_s(self) -> float:
-        """The time of recomputed ops so far; on CUDA by the times of their first executions."""
+        """The time of recomputed ops so far, in seconds; on CUDA from the times of their first executions."""
         return self._entered.recomputation.seconds
 
     @property
     def recomputed_by_module(self) -> dict[str, tuple[int, float]]:
-        """The number and the time of recomputed ops by the module in which they ran first; see ``planner.eager.modules``."""
+        """The number and the time of recomputed ops by the module in which they first ran; see ``planner.eager.modules``."""
         return dict(self._entered.recomputation.by_module)
 
     @property
@@ -242,7 +242,7 @@ class Rematerialization:
 
     @property
     def host_reads(self) -> int:
-        """The number of values that Python has read from tensors, as by ``.item()``."""
+        """The number of values that Python has read from tensors, for example with ``.item()``."""
         return self._entered.host_reads
 
     @property
@@ -251,16 +251,16 @@ class Rematerialization:
         return self._entered.follower.plans
 
     def wait_for_plans(self, seconds: float | None = None) -> None:
-        """Wait until the steps that repeat are solved, at most `seconds`; from then on they run by their plans."""
+        """Wait at most `seconds` until the steps that repeat are solved; from then on they follow their plans."""
         recorder = self._entered
         if not recorder.saved:
             recorder.follower.end()
         self.plans.wait(seconds)
 
     def least_budget(self) -> int:
-        """Return a budget in bytes that would do for the longest step so far, by replaying it with a few: the least of these.
+        """Return a budget in bytes that is enough for the longest step so far: the least of a few with which it was replayed.
 
-        What was in memory when the step began counts, so that of a first step lacks the optimizer's state.
+        It includes what was in memory when the step began. That of a first step does not include the optimizer's state.
 
         Raises:
             UsageError: no step has ended.
@@ -297,19 +297,19 @@ class Rematerialization:
         return enough_bytes(step, self._heuristic, self._max_recomputation)
 
     def _advice(self) -> str:
-        """Return what is known of the budget that the rest of a step needs for which memory does not suffice."""
+        """Return advice on the budget of a step that ran out of memory."""
         found_bytes = self._entered.follower.enough_bytes(self._enough_bytes)
         if found_bytes:
-            return f"If this step goes on as an earlier one did, {format_enough(found_bytes)} would do for all of it"
+            return f"If this step continues like an earlier one, a budget of {format_enough(found_bytes)} is enough for all of it"
         return (
-            "Later ops of the step may need more than this one, which is not known before a step has ended: run one with a "
-            "larger budget, and session.least_budget() returns what would have done for it"
+            "Later ops of the step may need more. How much is known only after a step has ended: run one with a larger budget, "
+            "and session.least_budget() returns a budget that is enough for it"
         )
 
     def _longest_step(self) -> RecordedStep:
         step = self.plans.longest_step
         if step is None:
-            raise UsageError("no step has ended: a step is recorded from the forward pass to the end of the backward pass")
+            raise UsageError("no step has ended yet: run a forward and a backward pass inside the block first")
         return step
 
     def __str__(self) -> str:
@@ -318,20 +318,20 @@ class Rematerialization:
         first = format_seconds(memory.clock_s - again.seconds)
         lines = [
             f"budget           {format_bytes(memory.budget_bytes)}",
-            f"peak             {format_bytes(memory.peak_bytes)}, plain eager about {format_bytes(memory.eager_peak_bytes)}",
+            f"peak             {format_bytes(memory.peak_bytes)}, in eager PyTorch about {format_bytes(memory.eager_peak_bytes)}",
             f"evictions        {memory.evictions}",
-            f"recomputed ops   {again.ops} in {format_seconds(again.seconds)}, beside {recorder.ops} in {first}",
+            f"recomputed ops   {again.ops} in {format_seconds(again.seconds)}, in addition to {recorder.ops} in {first}",
             f"kept             outputs of {recorder.kept_ops} ops that cannot be recomputed",
-            f"copied           {recorder.copies} tensors that were overwritten",
+            f"copied           {recorder.copies} tensors before they were overwritten",
             f"read by Python   {recorder.host_reads} values",
         ]
         if self.plans.plans:
             lines.append(
-                f"planned          {self.plans.planned_steps} steps, and {self.plans.borrowed_steps} by plans for other sizes; "
-                f"{len(self.plans.plans)} plans"
+                f"planned          {self.plans.planned_steps} steps by their own plan, {self.plans.borrowed_steps} by a plan for "
+                f"other sizes; {len(self.plans.plans)} plans"
             )
         if memory.retries:
-            lines.append(f"out of memory    {memory.retries} times, after which ops were tried again")
+            lines.append(f"out of memory    {memory.retries} times; the ops were run again after evictions")
         for what, by in (("operator", again.by_operator), ("module", again.by_module)):
             most = sorted(by.items(), key=lambda item: -item[1][1])[:_SHOWN]
             lines += [f"recomputed most, by {what}"] if most else []

@@ -1,4 +1,4 @@
-"""Contexts that change the process, for blocks in several threads at once."""
+"""Contexts that change process-wide state, shared by blocks in several threads."""
 
 import threading
 from collections.abc import Callable
@@ -6,9 +6,9 @@ from contextlib import AbstractContextManager
 
 
 class SharedContext:
-    """A context that blocks may be in at once: it is entered with the first of them, and left with the last.
+    """A context that several blocks share: the first block enters it, and the last one exits it.
 
-    Contexts of their own would each put back what they found, which is wrong unless they end in the reverse order.
+    With a context for each block, each would restore the state that it found, which is wrong unless they exit in reverse order.
 
     Args:
         new: returns the context to enter.
@@ -21,7 +21,7 @@ class SharedContext:
         self._entered: AbstractContextManager[object] | None = None
 
     def __enter__(self) -> None:
-        """Enter it, unless it is entered."""
+        """Enter the context, unless another block has entered it."""
         with self._lock:
             if self._entered is None:
                 context = self._new()
@@ -30,7 +30,7 @@ class SharedContext:
             self._users += 1
 
     def __exit__(self, *_: object) -> None:
-        """Leave it, if nobody else is in it."""
+        """Exit the context, unless another block still uses it."""
         with self._lock:
             self._users -= 1
             if not self._users and self._entered is not None:

@@ -15,15 +15,15 @@ Signature = Hashable
 
 @dataclass(slots=True)
 class KnownOp:
-    """What is known of ops of one signature.
+    """Facts about the ops of one signature.
 
     Attributes:
         out_bytes: bytes of the outputs; 0 if they are not known.
-        workspace_bytes: bytes that it takes besides them while it runs.
-        guessed: `workspace_bytes` is a guess, as it was not measured yet.
-        needs_block: ``takes_free_memory`` is true of it.
-        seconds: the least time of an execution.
-        number: the hash of the signature; 0 if the sizes depend on more than it.
+        workspace_bytes: further bytes that it takes while it runs.
+        guessed: `workspace_bytes` is a guess, because it was not measured yet.
+        needs_block: ``takes_free_memory`` is true for it.
+        seconds: the shortest time of an execution.
+        number: the hash of the signature; 0 if the sizes depend on more than the signature.
         measurements: number of executions that were measured on the device.
     """
 
@@ -36,7 +36,7 @@ class KnownOp:
     measurements: int = 0
 
     def measured(self, workspace_bytes: int) -> None:
-        """Take note of what an execution has taken besides its outputs."""
+        """Record the bytes that an execution has taken in addition to its outputs."""
         self.workspace_bytes = max(0 if self.guessed else self.workspace_bytes, workspace_bytes)
         self.guessed = False
 
@@ -44,15 +44,15 @@ class KnownOp:
 class OutputSizes:
     """Sizes by signature: the operator, the shapes and dtypes of its tensors, and its other arguments.
 
-    They are kept in two generations: those used since the last change of generations, and those used in the one before. So a
-    signature that is in use costs one look-up, and those that were not used for a generation are forgotten.
+    They are cached in two generations: signatures used in the current generation, and those last used in the one before. So a
+    signature in use costs one look-up, and signatures that were not used for a whole generation are dropped.
 
     Args:
         device: where memory is counted.
         generation: number of signatures in a generation.
 
     Attributes:
-        known: returns what is known of a signature, or None: then ask ``learn``.
+        known: returns the facts about a signature, or None: then call ``learn``.
     """
 
     def __init__(self, device: torch.device, generation: int = 2**14) -> None:
@@ -64,7 +64,7 @@ class OutputSizes:
         self.known = self._recent.get
 
     def learn(self, signature: Signature, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> KnownOp:
-        """Return what is known of an op that was not used in this generation."""
+        """Return the facts about an op whose signature was not used in this generation."""
         known = self._older.pop(signature, None) or self._described(signature, function, args, kwargs)
         if len(self._recent) == self._generation:
             self._older, self._recent = self._recent, {}
@@ -75,7 +75,7 @@ class OutputSizes:
     def _described(
         self, signature: Signature, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
     ) -> KnownOp:
-        """Return what is known of a new op: the bytes that it will allocate."""
+        """Return the facts about a new signature: the bytes that the op will allocate."""
         size_bytes = self.out_bytes(function, args, kwargs)
         known = KnownOp(size_bytes, number=hash(signature) or 1)
         known.needs_block = self._device.type == "cuda" and takes_free_memory(function)
@@ -84,12 +84,12 @@ class OutputSizes:
         return known
 
     def guessed_bytes(self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], out_bytes: int) -> int:
-        """Return a guess of what an op takes besides the outputs that fake tensors know of, of `out_bytes`.
+        """Return a guess of the bytes that an op takes in addition to `out_bytes`, the outputs that fake tensors show.
 
-        That is the workspace of a convolution on CUDA, and what the CPU's LSTM keeps for its gradients.
+        This is the workspace of a convolution on CUDA, and the buffer that the CPU's LSTM keeps for its backward pass.
         """
         if self._device.type == "cuda" and takes_free_memory(function):
-            # cuDNN often takes about a copy of what goes in and comes out.
+            # cuDNN's workspace is often about as large as inputs and outputs together.
             inputs = tensors_in((*args, *kwargs.values()))
             return out_bytes + sum(self.counted_bytes(t.untyped_storage().nbytes(), t.device) for t in inputs)
         if function is not torch.ops.aten.mkldnn_rnn_layer.default or not (args[-1] and torch.is_grad_enabled()):
@@ -117,7 +117,7 @@ class OutputSizes:
             with fake:
                 fake_args, fake_kwargs = pytree.tree_map(copy, (tuple(args), kwargs))
                 outputs = function(*fake_args, **fake_kwargs)
-        except Exception:  # noqa: BLE001  a kernel for fake tensors may be missing or raise anything; the real op decides
+        except Exception:  # noqa: BLE001  a fake kernel may be missing or raise anything; the real op decides
             return 0
         there = {value.untyped_storage()._cdata for value in copies.values()}
         made = {value.untyped_storage()._cdata: value for value in tensors_in(outputs) if value.layout is torch.strided}
@@ -125,17 +125,18 @@ class OutputSizes:
         return sum(self.counted_bytes(value.untyped_storage().nbytes(), value.device) for value in new)
 
     def counted_bytes(self, size_bytes: int, device: torch.device) -> int:
-        """Return the bytes that the allocator takes for a storage of `size_bytes`; 0 on other devices than the budget's."""
+        """Return the bytes that the allocator takes for a storage of `size_bytes`; 0 if `device` is not the budget's."""
         if device != self._device:
             return 0
         return size_bytes if self._device.type == "cpu" else allocated_bytes(size_bytes, self._device)
 
 
 def lstm_workspace_bytes(steps: int, batch: int, inputs: int, hidden: int) -> int:
-    """Return what oneDNN keeps of one layer and direction of an LSTM in float32, by the layout of ``set_workspace_sizes``.
+    """Return the workspace of oneDNN for one layer and direction of an LSTM in float32: ``set_workspace_sizes``.
 
-    Parts begin at pages. Rows are whole cache lines, one more where the caches would have them in one place. There are the gates
-    of each step; states of the layer and of the step before, and gradients, for one step more, twice; and the output.
+    Parts are aligned to pages, and rows to cache lines, with one more line where rows would map to the same cache sets. The parts
+    are the gates of each step; twice, for one step more, the states of the layer and of the step before, and the gradients; and
+    the output.
     """
 
     def part(rows: int, width: int) -> int:
@@ -151,12 +152,12 @@ def lstm_workspace_bytes(steps: int, batch: int, inputs: int, hidden: int) -> in
 
 
 def takes_free_memory(function: object) -> bool:
-    """Return whether a library chooses the algorithm of an op on CUDA by the memory that it gets: cuDNN's convolutions."""
+    """Return whether the algorithm of an op on CUDA depends on the workspace that it gets, as for cuDNN's convolutions."""
     return "convolution" in str(function)
 
 
 def data_dependent_bytes(name: str, args: Sequence[Any]) -> int:
-    """Return an upper bound for the outputs of an op whose sizes depend on data."""
+    """Return an upper bound, in bytes, for the outputs of an op whose sizes depend on data."""
     first: torch.Tensor = next(tensors_in(args))
     if name == "aten::nonzero":
         return first.numel() * max(1, first.dim()) * 8
@@ -164,12 +165,12 @@ def data_dependent_bytes(name: str, args: Sequence[Any]) -> int:
         shape = torch.broadcast_shapes(first.shape, args[1].shape)
         count: int = math.prod(shape)
         return count * first.element_size()
-    # Values that are selected, or different ones, with a position or a count for each.
+    # Selected or unique values, each with a position or a count.
     return first.numel() * (first.element_size() if name == "aten::index" else first.element_size() + 16)
 
 
 def strided_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return the tensors whose memory is that of `tensor`: itself, or the indices and values of a sparse one."""
+    """Return the strided tensors that hold the data of `tensor`: itself, or the indices and values of a sparse one."""
     if tensor.layout is torch.strided:
         return (tensor,)
     if tensor.layout is torch.sparse_coo:

@@ -1,4 +1,4 @@
-"""A step of an eager loop as it ran: its ops over storages, in order, and the graph that solvers take. No torch."""
+"""A step of an eager loop: its log of ops over storages, and its graph for the solvers. No torch."""
 
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
@@ -11,16 +11,16 @@ class LoggedOp(NamedTuple):
     """One op of a step; storages are named by their numbers in the step.
 
     Attributes:
-        target: the operator, whose text is as ``aten.mm.default``.
+        target: the operator; ``str`` of it is its name, such as ``aten.mm.default``.
         inputs: storages that it read.
         made: storages that it made.
         written: storages that it wrote in place.
         time_s: measured seconds.
         recomputable: it can be executed again.
         random: it draws random numbers.
-        backward: autograd called it.
-        node: number of the node of autograd that called it; -1 if none did.
-        workspace_bytes: what it takes while it runs besides what it makes.
+        backward: it ran in a backward pass.
+        node: sequence number of the autograd node that called it; -1 if there is none.
+        workspace_bytes: further bytes that it takes while it runs.
         module: name of the module that was running.
     """
 
@@ -38,20 +38,20 @@ class LoggedOp(NamedTuple):
 
 
 class StepLog:
-    """The ops of a step, with hashes of what came so far after each.
+    """The ops of a step, with hashes of all ops up to each of them.
 
-    Two steps have the same structure if they execute the same operators on storages that are connected in the same way; the
-    same hashes if the shapes are the same too. Times, addresses and contents do not matter.
+    Two steps have the same structure if they execute the same operators on storages that are connected in the same way. They have
+    the same chain of hashes if the shapes are the same too. Times, addresses and contents do not matter.
 
     Attributes:
         ops: the ops so far.
-        chains: for each of them, the hash of it and those before.
+        chains: for each op, the hash of it and the ops before it.
         structures: the same without shapes.
-        made_bytes: for each of them, the bytes that it and those before have made.
-        sizes_bytes: of each storage, by number.
-        unpacked: by the number of ops until then, storages that autograd has unpacked.
-        released: for storages that the program has let go of, the number of ops until then.
-        only_saved: those of them that autograd has let go of last, unread: the program may have done so long before.
+        made_bytes: for each op, the bytes that it and the ops before it have made.
+        sizes_bytes: size of each storage, by number.
+        unpacked: storages that autograd has unpacked, by the number of ops before that.
+        released: for each storage that the program has released, the number of ops before that.
+        only_saved: the released storages that autograd was the last to hold, unread: the program may have released them earlier.
         evictions: number of evictions in the step.
     """
 
@@ -74,17 +74,17 @@ class StepLog:
         return self.chains[-1] if self.chains else 0
 
     def add_storage(self, size_bytes: int) -> int:
-        """Return the number of a storage that the step has not met before."""
+        """Add a storage that is new in the step, and return its number."""
         self.sizes_bytes.append(size_bytes)
         return len(self.sizes_bytes) - 1
 
     def add_op(self, op: LoggedOp, operator: Hashable, shapes: Hashable) -> int:
-        """Add an op and return the hash of all so far.
+        """Add an op, and return the hash of all ops so far.
 
         Args:
             op: the op.
             operator: identity of its operator.
-            shapes: tells apart executions of the operator on tensors of different shapes.
+            shapes: a value that distinguishes executions of the operator on tensors of different shapes.
         """
         structures, chains, made_bytes = self.structures, self.chains, self.made_bytes
         first = not chains
@@ -100,13 +100,13 @@ class StepLog:
         return chain
 
     def unpack(self, storage: int) -> None:
-        """Record that autograd has unpacked a storage: it does so for all that a backward function reads, before its ops."""
+        """Record that autograd has unpacked a storage. It unpacks all inputs of a backward function before its ops run."""
         self.unpacked.setdefault(len(self.ops), []).append(storage)
 
     def release(self, storage: int, *, only_saved: bool = False) -> None:
-        """Record that the program has let go of a storage, or that autograd was the last to do so.
+        """Record that the program has released a storage, or that autograd was the last to hold it.
 
-        What the runtime recomputes of it later is its own.
+        If it is recomputed later, only the runtime holds it.
         """
         if storage not in self.released:
             self.released[storage] = len(self.ops)
@@ -119,9 +119,9 @@ class RecordedStep:
     """A step as a graph.
 
     Attributes:
-        graph: the graph, with the ops of the step in order. A write in place makes a tensor of its own.
+        graph: the graph, with the ops of the step in order. An in-place write makes a tensor of its own.
         storages: the number of the storage of each tensor.
-        released: for storages that the program lets go of, the number of ops until then.
+        released: for each storage that the program releases, the number of ops before that.
     """
 
     graph: Graph
@@ -132,10 +132,11 @@ class RecordedStep:
 def recorded_step(log: StepLog, provenance: dict[str, object] | None = None) -> RecordedStep:
     """Return the graph of a step that has ended.
 
-    Storages that the step found in memory are static, and so is what else was there. A storage that autograd has unpacked for a
-    node is read by all ops of the node from then on, which holds it. What no saved tensor is computed from, as gradients, cannot
-    be recomputed, as only saved tensors can be evicted. A storage that the program holds for longer than its readers is read by
-    the last op before it lets go, unless autograd lets go last; one that it still holds at the end is kept.
+    All memory that was in use when the step began is static. A storage that autograd has unpacked for a node counts as read by
+    all further ops of the node, because the node holds it. Ops whose outputs no saved tensor needs, such as gradients, are not
+    recomputable, because only saved tensors can be evicted. If the program holds a storage for longer than its readers, the last
+    op before the release counts as a reader, unless autograd releases it last. Storages that the program still holds at the end
+    are kept.
 
     Raises:
         GraphError: the step has no ops.
@@ -147,7 +148,7 @@ def recorded_step(log: StepLog, provenance: dict[str, object] | None = None) -> 
 
 
 def _needed(log: StepLog) -> set[int]:
-    """Return the storages that autograd has unpacked, and all that they are computed from."""
+    """Return the storages that autograd has unpacked, and all storages that they are computed from."""
     needed = {storage for storages in log.unpacked.values() for storage in storages}
     for op in reversed(log.ops):
         if not needed.isdisjoint((*op.made, *op.written)):
@@ -156,7 +157,7 @@ def _needed(log: StepLog) -> set[int]:
 
 
 class _Draft:
-    """The graph of a log, op by op."""
+    """The graph of a log, built op by op."""
 
     def __init__(self, log: StepLog) -> None:
         self.log = log
@@ -165,11 +166,11 @@ class _Draft:
         self.tensors: list[Tensor] = []
         self.storages: list[int] = []
         self.ops: list[Op] = []
-        self.current: dict[int, int] = {}  # the tensor with the present contents of each storage
+        self.current: dict[int, int] = {}  # the tensor with the current contents of each storage
         self.backward = False
         self.names: dict[str, int] = {}
         self.unpacked: tuple[int, ...] = ()  # for the node that is running
-        self.held: dict[int, list[int]] = {}  # by op, what the program still holds then
+        self.held: dict[int, list[int]] = {}  # by op, the storages that the program still holds then
         last = {storage: i for i, op in enumerate(log.ops) for storage in (*op.inputs, *op.made, *op.written)}
         for storage, count in log.released.items():
             if storage in self.made and storage not in log.only_saved and last[storage] < count - 1:
@@ -225,7 +226,7 @@ class _Draft:
         )
 
     def _tensor(self, storage: int) -> int:
-        """Return the tensor with the present contents of a storage; it is static if no op has made it."""
+        """Return the tensor with the current contents of a storage; it is static if no op has made it."""
         if storage not in self.current:
             self._add_tensor(storage, f"held_{storage}", (), Kind.CONSTANT)
         return self.current[storage]

@@ -1,13 +1,14 @@
-"""Steps of an eager loop that repeat: recognized by their ops, solved in a separate process, and run by their plans.
+"""Repeated steps of an eager loop: recognized by their ops, solved in a separate process, and run by their plans.
 
-A step that had to evict and comes a second time is handed to the solver. When it comes again and needs room, it evicts what its
-plan has evicted by then, in the same order; what was evicted is recomputed on use. So the runtime has evicted a part of what the
-plan has, and with all of it the step fits as the plan does. An op that differs ends that, within the step: the plan of another
-step that began in the same way takes over, or the heuristic. Bits do not depend on it, as plans only say what is evicted.
+A step that had to evict and occurs a second time is solved. When it occurs again and needs room, it evicts what its plan has
+evicted by then, in the same order; evicted tensors are recomputed when they are used. So the runtime evicts at most what the plan
+evicts, and if it evicts all of that, the step fits the budget as the plan does. If an op differs from the plan, the plan of
+another step with the same first ops takes over within the step, or the heuristic does. The results do not depend on it: plans
+only decide what is evicted.
 
-Steps that differ in sizes alone share plans. The largest is solved first, then those that no plan for a slightly larger one
-serves. A step without a plan of its own borrows that of the next larger one, by the same rule. So a smaller step evicts less, and
-one that fits nothing. No sizes have to be predicted.
+Steps that differ only in sizes share plans. The largest is solved first, then those for which there is no plan for a slightly
+larger step. A step without a plan of its own borrows the plan of the next larger step, with the same rule. So a smaller step
+evicts less, and a step that fits evicts nothing. No sizes have to be predicted.
 
 Never imports torch.
 """
@@ -27,13 +28,13 @@ from planner.plans.plan import Plan
 from planner.settings import SolveSettings
 
 _POLL_S = 0.2
-_MOST_STEPS = 64  # different steps that are remembered
-_NEAR = 1.1  # a plan serves steps of other sizes that make down to its bytes divided by this; they are not solved
+_MOST_STEPS = 64  # limit on the number of different steps that are stored
+_NEAR = 1.1  # steps of other sizes use a plan, and are not solved, if the planned step makes at most this many times their bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """What a plan does with a storage of the step: evict it, or recompute it."""
+    """An action of a plan on a storage of the step: evict it or recompute it."""
 
     storage: int
     evict: bool
@@ -46,7 +47,7 @@ class StepPlan:
     Attributes:
         plan: the plan.
         step: the graph that it is for.
-        actions: before each op of the step, and at its end, what to do in this order.
+        actions: the actions before each op of the step, and at its end, in order.
     """
 
     plan: Plan
@@ -64,26 +65,26 @@ def step_plan(plan: Plan, step: RecordedStep) -> StepPlan:
 
 
 def actions(step: RecordedStep, schedule: Schedule) -> tuple[tuple[Action, ...], ...]:
-    """Return what to do before each op of the step, and at its end, to run it by a schedule.
+    """Return the actions before each op of the step, and at its end, with which it follows a schedule.
 
-    What the program lets go of is not evicted, unless it was recomputed after that. Contents that were written over since are not
-    recomputed by themselves, but with the present contents: at once, while what they are computed from is in memory.
+    Storages that the program has released are not evicted, unless they were recomputed after that. Contents that were overwritten
+    later are not recomputed alone, but together with the current contents: at once, while their inputs are in memory.
 
     Raises:
         PlannerError: the schedule does not execute the ops of the step in their order.
     """
     graph, storages = step.graph, step.storages
     found: list[list[Action | None]] = [[] for _ in range(len(graph.ops) + 1)]
-    current: dict[int, int] = {}  # tensor with the present contents of each storage
+    current: dict[int, int] = {}  # tensor with the current contents of each storage
     live: set[int] = set()
-    recomputed: set[int] = set()  # storages that the program has let go of
-    begun: dict[int, tuple[int, int]] = {}  # where the first contents of storages were recomputed: a place for the present ones
+    recomputed: set[int] = set()  # storages that were recomputed after the program released them
+    begun: dict[int, tuple[int, int]] = {}  # where first contents were recomputed: the place for current ones
     done = 0
     for scheduled in schedule.steps:
         if isinstance(scheduled, Compute):
             op = graph.ops[scheduled.op]
             if op.id > done:
-                raise PlannerError(f"the schedule executes op {op.name!r} before those ahead of it in the step")
+                raise PlannerError(f"the schedule executes op {op.name!r} before ops that precede it in the step")
             if op.id == done:
                 done += 1
                 current.update((storages[t], t) for t in op.outputs)
@@ -111,15 +112,15 @@ def actions(step: RecordedStep, schedule: Schedule) -> tuple[tuple[Action, ...],
 
 @dataclass(slots=True, eq=False)
 class _Seen:
-    """A step that has come before.
+    """A step that has occurred.
 
     Attributes:
         log: its ops.
-        times: how often it has come.
+        times: how often it has occurred.
         evicted: it has evicted tensors.
         plan: the best plan so far; None until there is one.
         solved: its solve has ended.
-        failure: why there is no plan.
+        failure: the reason why there is no plan.
     """
 
     log: StepLog
@@ -130,27 +131,27 @@ class _Seen:
     failure: str = ""
 
     def began_as(self, log: StepLog) -> bool:
-        """Return whether its first ops are those of a step that is under way."""
+        """Return whether its first ops are those of an unfinished step."""
         count = len(log.ops)
         return count <= len(self.log.ops) and self.log.chains[count - 1] == log.chains[-1]
 
     def began_alike(self, log: StepLog) -> bool:
-        """Return whether its first ops are those of a step that is under way, of whatever shapes."""
+        """Return whether its first ops are those of an unfinished step, with any shapes."""
         count = len(log.ops)
         return count <= len(self.log.ops) and self.log.structures[count - 1] == log.structures[-1]
 
     def excess(self, log: StepLog) -> float:
-        """Return how many times as many bytes it made by as many ops as `log` has; below 1 if it was smaller."""
+        """Return the bytes that it made in as many ops as `log` has, divided by those of `log`."""
         return (self.log.made_bytes[len(log.ops) - 1] + 1) / (log.made_bytes[-1] + 1)
 
 
 @dataclass(slots=True)
 class _Progress:
-    """How far a plan has come in the current step.
+    """The progress of a plan in the current step.
 
     Attributes:
         plan: the plan.
-        acted: the number of ops, with the end, whose actions were taken.
+        acted: the number of places (ops and the end) whose actions were taken.
         evicted: the storages that it has evicted by then and not recomputed since, in order.
     """
 
@@ -159,7 +160,7 @@ class _Progress:
     evicted: dict[int, None] = field(default_factory=dict)
 
     def advance(self, place: int) -> None:
-        """Take the actions before the op at `place`, and those before."""
+        """Take the actions before the op at `place`, and before all earlier ops."""
         for before in self.plan.actions[self.acted : place + 1]:
             for action in before:
                 self.evicted.pop(action.storage, None)
@@ -169,52 +170,52 @@ class _Progress:
 
 
 class StepPlans:
-    """The steps of a loop so far, their plans, and the one that is followed now.
+    """The steps of a loop so far, their plans, and the plan of the current step.
 
     Attributes:
         log: the current step.
-        planned_steps: number of steps that ran by a plan to the last op.
-        left_steps: number of steps that began by a plan and went on by the heuristic, as an op differed.
+        planned_steps: number of steps that followed a plan to the last op.
+        left_steps: number of steps that began with a plan and continued with the heuristic, because an op differed.
         borrowed_steps: number of steps that evicted what the plan of a step of other sizes evicts.
         borrows: the current step has done so.
     """
 
     def __init__(self, budget_bytes: int, settings: SolveSettings | None = None) -> None:
-        """Begin without plans.
+        """Initialize without plans.
 
         Args:
-            budget_bytes: for which steps are solved.
-            settings: of the solves. Ops are never reordered.
+            budget_bytes: budget for which steps are solved.
+            settings: settings of the solves. Ops are never reordered.
         """
         self.budget_bytes = budget_bytes
         self.settings = replace(settings or SolveSettings(), reorder=False)
         self.planned_steps = self.left_steps = self.borrowed_steps = 0
         self.log = StepLog(0)
         self.borrows = False
-        self._seen: dict[int, _Seen] = {}  # by the hash of all ops; the one that came last is the last
+        self._seen: dict[int, _Seen] = {}  # by the hash of all ops; the latest step is the last
         self._solving: tuple[int, RecordedStep, BackgroundSolve] | None = None
         self._following: _Seen | None = None
-        self._progress: _Progress | None = None  # of the plan that is followed or borrowed
+        self._progress: _Progress | None = None  # of the followed or borrowed plan
         self._left = False
 
     # Steps.
 
     def begin(self, held_bytes: int) -> None:
-        """Begin a step with `held_bytes` in memory, and follow the plan of the step that came last, if it has one."""
+        """Begin a step with `held_bytes` in memory, and follow the plan of the latest step that has one."""
         self._receive(0.0)
         self.log = StepLog(held_bytes)
         self._left, self.borrows, self._progress = False, False, None
         self._following = next(self._planned(), None)
 
     def add_op(self, op: LoggedOp, operator: Hashable, shapes: Hashable) -> None:
-        """Add an op to the step; if it differs from the plan, follow another that began in the same way, or none."""
+        """Add an op to the step; if it differs from the plan, follow the plan of a step with the same first ops, or none."""
         self.log.add_op(op, operator, shapes)
         if self._following is not None and not self._following.began_as(self.log):
             self._following = next((seen for seen in self._planned() if seen.began_as(self.log)), None)
             self._left = self._following is None
 
     def offered(self) -> dict[int, None]:
-        """Return the storages that the plan has evicted by now, in order: the step's own, or that of a step of other sizes.
+        """Return the storages that the plan has evicted by now, in order: the step's own plan, or one for other sizes.
 
         The caller removes what it has evicted.
         """
@@ -228,11 +229,11 @@ class StepPlans:
 
     @property
     def is_following(self) -> bool:
-        """True while the step runs by a plan."""
+        """True while the step follows a plan."""
         return self._following is not None
 
     def end(self) -> None:
-        """End the step: remember it, and have it solved if it has evicted tensors and has come before, of whatever sizes."""
+        """End the step: store it, and solve it if it has evicted tensors and has occurred before, with any sizes."""
         log = self.log
         if not log.ops:
             return
@@ -256,23 +257,23 @@ class StepPlans:
 
     @property
     def plans(self) -> tuple[StepPlan, ...]:
-        """The plans so far, the one of the latest step last."""
+        """The plans so far; that of the latest step is the last."""
         return tuple(seen.plan for seen in self._seen.values() if seen.plan is not None)
 
     @property
     def failures(self) -> tuple[str, ...]:
-        """For steps that repeat and have no plan, the reason."""
+        """The reasons why repeated steps have no plan."""
         return tuple(seen.failure for seen in self._seen.values() if seen.failure)
 
     @property
     def longest_step(self) -> RecordedStep | None:
-        """The step of most ops of those that have ended; None if there was none."""
+        """The ended step with the most ops; None if no step has ended."""
         longest = self._longest()
         return None if longest is None else recorded_step(longest.log)
 
     @property
     def earlier(self) -> StepLog | None:
-        """The largest step so far that began as the current one, in sizes that are not larger; None if there is none."""
+        """The largest earlier step with the same first ops, in sizes up to the current ones; None if there is none."""
         alike = (seen.log for seen in self._seen.values() if self.log.ops and seen.began_alike(self.log))
         upto = len(self.log.ops) - 1
         not_larger = (log for log in alike if log.made_bytes[upto] <= self.log.made_bytes[-1])
@@ -280,19 +281,19 @@ class StepPlans:
 
     @property
     def longest_plan(self) -> StepPlan | None:
-        """The plan of that step; None if it has none."""
+        """The plan of `longest_step`; None if it has none."""
         longest = self._longest()
         return None if longest is None else longest.plan
 
     def wait(self, seconds: float | None = None) -> None:
-        """Wait until all steps that repeat are solved, at most `seconds`."""
+        """Wait at most `seconds` until all repeated steps are solved."""
         until = math.inf if seconds is None else time.monotonic() + seconds
         self._start()
         while self._solving is not None and (left_s := until - time.monotonic()) > 0:
             self._receive(min(_POLL_S, left_s))
 
     def stop(self) -> None:
-        """End the solve in progress."""
+        """Stop the solve in progress."""
         if self._solving is not None:
             self._solving[-1].stop()
             self._solving = None
@@ -305,33 +306,33 @@ class StepPlans:
         return (seen for seen in reversed(self._seen.values()) if seen.plan is not None)
 
     def _lender(self) -> _Seen | None:
-        """Return the planned step that began as this one but for sizes: the next larger so far, or else the largest."""
+        """Return the planned step with the same first ops in other sizes: the next larger one so far, else the largest."""
         alike = [(seen.excess(self.log), seen) for seen in self._planned() if seen.began_alike(self.log)]
         larger = [(excess, seen) for excess, seen in alike if excess >= 1]
         _, lender = min(larger, key=itemgetter(0)) if larger else max(alike, key=itemgetter(0), default=(0.0, None))
         return lender
 
     def _drop_one(self) -> None:
-        """Forget the step that came longest ago, of those before the last one that have no plan and none under way, if any."""
+        """Drop the oldest step without a plan or a solve in progress; if there is none, the oldest step."""
         solving = None if self._solving is None else self._solving[0]
         *before, _ = self._seen
         dropped = next((chain for chain in before if self._seen[chain].plan is None and chain != solving), before[0])
         del self._seen[dropped]
 
     def _start(self) -> None:
-        """Start to solve a step that repeats, if none is being solved."""
+        """Start to solve a repeated step, if no solve is in progress."""
         if self._solving is not None or (seen := self._next_to_solve()) is None:
             return
         step = recorded_step(seen.log)
         try:
             solve = BackgroundSolve(SolveJob(step.graph, self.budget_bytes, self.settings))
-        except OSError as error:  # no process can be started: heuristics go on
+        except OSError as error:  # no process can be started: the heuristic is used
             seen.solved, seen.failure = True, str(error)
         else:
             self._solving = seen.log.chain, step, solve
 
     def _next_to_solve(self) -> _Seen | None:
-        """Return the latest step that repeats, or else the largest that comes in several sizes and that no plan serves."""
+        """Return the latest repeated step, else the largest one that occurs in several sizes and has no plan to borrow."""
         unsolved = [seen for seen in reversed(self._seen.values()) if seen.evicted and not seen.solved]
         for seen in unsolved:
             if seen.times > 1:
@@ -341,13 +342,13 @@ class StepPlans:
         return max(sizes, key=lambda seen: seen.log.made_bytes[-1], default=None)
 
     def _least_excess(self, seen: _Seen) -> float:
-        """Return how much larger the next larger step of the same structure is that has a plan; infinite if there is none."""
+        """Return the bytes of the next larger planned step, divided by those of `seen`; infinite if there is none."""
         log = seen.log
         alike = (other for other in self._planned() if len(other.log.ops) == len(log.ops) and other.began_alike(log))
         return min((excess for other in alike if (excess := other.excess(log)) >= 1), default=math.inf)
 
     def _receive(self, most_s: float) -> None:
-        """Take the better plan that the solve has found since, waiting up to `most_s` seconds, and start the next solve."""
+        """Receive a better plan of the solve, waiting up to `most_s` seconds; start the next solve if it has ended."""
         if self._solving is None:
             return
         chain, step, solve = self._solving

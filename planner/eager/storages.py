@@ -1,4 +1,4 @@
-"""What the runtime knows of memory: storages with their versions, the ops that made them, tensors that autograd saved."""
+"""Tracked storages with their versions, and the recorded ops that made them."""
 
 import weakref
 from collections.abc import Sequence
@@ -10,36 +10,36 @@ from planner.eager.operators import Operator
 from planner.runtime.random_state import RandomState
 from planner.torch_private.core import make_subclass, neg_view
 
-# Makes a reference of a tuple of its fields, at a third of the cost of its constructor.
+# Makes a reference from a tuple of its fields, in a third of the time of its constructor.
 new_reference = tuple.__new__
 
 
 class TrackedStorage:
-    """The memory behind a tensor and its views, whether it is resident or not.
+    """The storage of a tensor and its views, resident or not.
 
-    A write in place makes another version of the contents. The chain holds the op that made each version, so that the contents
-    can be computed again: from the first version on, in one piece of memory.
+    An in-place write makes another version of the contents. The chain has the op that made each version, so that the contents can
+    be recomputed: all versions from the first one on, in the same memory.
 
     Attributes:
         size_bytes: size; 0 on devices whose memory is not budgeted.
-        device: where it is.
-        version: number of writes in place since the first contents.
+        device: the device that it is on.
+        version: number of in-place writes since the first contents.
         chain: the op that made each version.
-        pinned: the present contents cannot be recomputed; they are kept.
-        address: identity of the resident storage; 0 if it is not resident.
+        pinned: the current contents cannot be recomputed, and are kept.
+        address: address of the resident storage; 0 if it is not resident.
         watch: the weak reference that reports when the storage is freed.
-        barred: the ledger knows that it must not be evicted.
+        barred: it is pinned in the ledger.
         base: a tensor that keeps recomputed contents in memory.
         aliases: for each saved tensor, by its number, an alias that keeps the storage in memory.
         evicted_aliases: for each saved tensor whose alias was dropped, autograd's version counter at that time, and its geometry.
         saved: number of saved tensors.
-        evicted: it was evicted, and saved tensors need it.
-        ledger_id: identity in the ledger; None before it is entered.
+        evicted: it is evicted, and saved tensors need it.
+        ledger_id: id in the ledger; None before it is entered.
         touched_s: time of the last read, on the clock of ops.
         last_read: the last version that a recorded op has read.
         snapshots: earlier contents of a pinned storage, by version.
-        checked: ``Memory.overwrites`` when it was last known that its contents can be recomputed.
-        step, number: the last step that has met it, and its number there.
+        checked: ``Memory.overwrites`` when it was last checked that its contents can be recomputed.
+        step, number: the last step that has used it, and its number there.
     """
 
     __slots__ = (
@@ -92,21 +92,21 @@ class TrackedStorage:
         return version < len(self.chain)
 
     def has(self, version: int) -> bool:
-        """Return whether the contents of `version` are there, in place or as a copy."""
+        """Return whether the contents of `version` are resident, in the storage or as a copy."""
         return version == self.version or (self.snapshots is not None and version in self.snapshots)
 
     def owned(self) -> bool:
-        """Return whether the runtime keeps it in memory, and may free it if nobody else holds it."""
+        """Return whether the runtime keeps it in memory, and may free it if nothing else holds it."""
         return not self.pinned and (self.base is not None or bool(self.aliases))
 
 
 class StorageWatch(weakref.ref[torch.UntypedStorage]):
-    """A weak reference to the memory of a resident storage, which knows what it was.
+    """A weak reference to a resident storage, with facts that outlive it.
 
     Attributes:
-        storage: weak reference to what is known of it.
-        size_bytes: its bytes.
-        extra_bytes: those of them that plain eager PyTorch does not have.
+        storage: weak reference to its `TrackedStorage`.
+        size_bytes: its size.
+        extra_bytes: the part of it that plain eager PyTorch does not have.
     """
 
     __slots__ = ("extra_bytes", "size_bytes", "storage")
@@ -116,10 +116,10 @@ class StorageWatch(weakref.ref[torch.UntypedStorage]):
 
 
 class LedgerWatch(weakref.ref[TrackedStorage]):
-    """A weak reference to a storage of the ledger, which reports when nothing can need the storage any more.
+    """A weak reference to a storage of the ledger, which reports when nothing needs the storage any more.
 
     Attributes:
-        ledger_id: identity in the ledger.
+        ledger_id: id in the ledger.
     """
 
     __slots__ = ("ledger_id",)
@@ -129,7 +129,7 @@ class LedgerWatch(weakref.ref[TrackedStorage]):
 class Reference(NamedTuple):
     """A tensor as an argument of a recorded op: a storage, the version of its contents, and the geometry of the view.
 
-    The storage that the op itself writes is None: what is being rebuilt.
+    The storage is None for a storage that the op itself writes in place: the one that is being rebuilt.
     """
 
     storage: TrackedStorage | None
@@ -172,27 +172,27 @@ def reference_to(storage: TrackedStorage | None, tensor: torch.Tensor) -> Refere
 
 
 class RecordedOp:
-    """One execution of an operator, with all that is needed to execute it again.
+    """One execution of an operator, with everything that is needed to execute it again.
 
     Attributes:
         operator: the facts about the operator.
-        function: what is called again: the operator, or what computes its outputs without further effects.
+        function: the function to call again: the operator, or one that computes the same outputs without side effects.
         args: its arguments, with a ``Reference`` in place of each tensor.
         kwargs: its keyword arguments, likewise.
         inputs: the references among them.
-        kept: the memory of inputs that cannot be recomputed.
+        kept: the storages of inputs that cannot be recomputed.
         recordable: it can be executed again.
-        grad_enabled: gradients are recorded, by which a kernel may decide what it keeps for its backward pass.
-        outputs: weak references to the storages that it made, by the position of the output; the one that it writes, if it
-            works in place.
-        in_place: it writes a storage that existed.
-        room_bytes: bytes of its outputs, and that it takes while it runs.
-        taken_bytes: all that it has allocated; 0 if that was not measured.
+        grad_enabled: gradient mode was enabled, on which some kernels decide what they keep for their backward pass.
+        outputs: weak references to the storages that it made, with the position of the output; for an in-place op the storage
+            that it writes.
+        in_place: it writes a storage that existed before.
+        room_bytes: bytes of its outputs and of its workspace.
+        taken_bytes: bytes that it has allocated in total; 0 if that was not measured.
         seconds: measured time.
-        draws: the generator and its state before the op; None if it does not draw.
-        ledger_id: identity in the ledger; None before it is entered.
+        draws: the generator and its state before the op; None if it draws no random numbers.
+        ledger_id: id in the ledger; None before it is entered.
         module: name of the module that was running.
-        number: of the op in its step, if that is logged, or of all that were recorded.
+        number: number of the op in its step if the step is logged, else among all recorded ops.
     """
 
     __slots__ = (
@@ -217,7 +217,7 @@ class RecordedOp:
     )
 
     def __init__(self, operator: Operator, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        """Begin with the arguments of the call."""
+        """Initialize with the arguments of the call."""
         self.operator = operator
         self.function = operator.function
         self.args, self.kwargs = args, kwargs
@@ -235,7 +235,7 @@ class RecordedOp:
         self.number = 0
 
     def made(self) -> list[TrackedStorage]:
-        """Return the storages that it made and that are still known."""
+        """Return the storages that it made and that are still tracked."""
         return [storage for _, weak in self.outputs if (storage := weak()) is not None]
 
 

@@ -222,7 +222,7 @@ def test_other_sizes_borrow_the_plan_of_the_next_larger(watched: Watched) -> Non
         assert evicted[one]
     assert live.peak_bytes <= session.budget_bytes
     assert same(loop.state(), expected)
-    assert "1 steps, and 3 by plans for other sizes; 1 plans" in str(session)
+    assert "1 steps by their own plan, 3 by a plan for other sizes; 1 plans" in str(session)
 
 
 def test_by_a_borrowed_plan_less_is_recomputed_than_by_the_heuristic() -> None:

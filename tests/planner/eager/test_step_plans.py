@@ -122,7 +122,7 @@ def test_what_is_written_over_is_recomputed_before_its_inputs_are_evicted() -> N
 
 def test_a_schedule_in_another_order_is_refused() -> None:
     step = recorded_step(log_of(ops_of_chain(2)))
-    with pytest.raises(PlannerError, match="executes op 'f_1' before those ahead of it"):
+    with pytest.raises(PlannerError, match="executes op 'f_1' before ops that precede it"):
         actions(step, Schedule((Compute(1),)))
 
 

@@ -1,7 +1,8 @@
-"""``torch.compile(model, backend="planner", options={"budget": "8GB"})``: Dynamo's graphs, each planned within the budget.
+"""``torch.compile(model, backend="planner", options={"budget": "8GB"})``: plans each of Dynamo's graphs within the budget.
 
-AOTAutograd builds forward and backward passes of what Dynamo captures; the planner chooses the saved tensors and the
-recomputations between them (``planner.torch_compile.planned_graph``). Guards, graph breaks and recompilations stay Dynamo's.
+AOTAutograd builds the forward and the backward pass of each graph that Dynamo captures. The planner chooses which tensors are
+saved between them, and which are recomputed (``planner.torch_compile.planned_graph``). Dynamo still handles guards, graph
+breaks and recompilations.
 """
 
 import copy
@@ -44,11 +45,11 @@ from planner.torch_private.capture import (
 )
 from planner.torch_private.core import pytree
 
-_BUDGETS: dict[int, SharedBudget] = {}  # by torch.compile call, as long as its compiled code exists
+_BUDGETS: dict[int, SharedBudget] = {}  # by the id of a torch.compile call's backend object, as long as that exists
 
 
 def planner(module: fx.GraphModule, inputs: Sequence[Any], *, options: Mapping[str, object] | None = None) -> Callable[..., Any]:
-    """Compile what Dynamo captured: the backend that ``torch.compile`` calls.
+    """Compile a graph that Dynamo has captured; ``torch.compile`` calls this backend.
 
     Args:
         module, inputs: the captured graph and its inputs.
@@ -57,23 +58,23 @@ def planner(module: fx.GraphModule, inputs: Sequence[Any], *, options: Mapping[s
             times on this device; by default each op is measured where the model is), ``time_limit_s`` (per graph, 60),
             ``tolerance`` and ``wait`` (as in ``planner.compile``; each graph is solved to 1% or for 3 s by default),
             ``arena`` (as there, one for all graphs of a step), ``check_writes``, ``options``, ``link`` and
-            ``host_budget`` (as there; all graphs share the host memory), and ``memory`` (as there; what the graphs of a step
-            reserve together, by ``training_of_passes``).
+            ``host_budget`` (as there; all graphs share the host memory), and ``memory`` (as there; the graphs of a step count
+            together, by ``training_of_passes``).
 
     Raises:
-        PlannerError: unknown options, options that do not go together (``planner.compatibility``), or no budget.
-        InfeasibleError, LimitError: as ``planner.solve``, for a graph that does not fit.
+        PlannerError: options are unknown or do not go together (``planner.compatibility``), or there is no budget.
+        InfeasibleError, LimitError: a graph does not fit, as in ``planner.solve``.
     """
     budget = _budget(settings_of(options))
     if budget.settings.run.kernels == "inductor":
         return _compile_kernels(module, inputs, budget)
-    # As in training loops: backward() is called outside autocast.
+    # As in training loops, backward() is called outside of autocast.
     with functorch_config.patch(backward_pass_autocast="off"), ops_as_eager():
         return _compile(module, inputs, budget)
 
 
 def _compile(module: fx.GraphModule, inputs: Sequence[Any], budget: SharedBudget) -> Callable[..., Any]:
-    """Compile `module` with eager PyTorch's kernels, in the order of schedules that may change between steps."""
+    """Compile `module` with eager PyTorch's kernels, run by a schedule that may change between steps."""
     planned: list[PlannedGraph] = []
     add = _adding(module, inputs, budget)
 
@@ -109,7 +110,7 @@ def _compile(module: fx.GraphModule, inputs: Sequence[Any], budget: SharedBudget
 
 
 def _adding(module: fx.GraphModule, inputs: Sequence[Any], budget: SharedBudget) -> Callable[[PlannedGraph], None]:
-    """Return the function that plans a graph within the budget; it reads Dynamo's state, so it is made before Dynamo is left."""
+    """Return the function that plans a graph within the budget. This reads Dynamo's state, so it must run inside Dynamo."""
     more = getattr(module, "compile_subgraph_reason", None)
     scope = InstructionTranslator.current_tx().f_locals.values()
     model = [t for value in scope if isinstance(value, torch.nn.Module) for t in (*value.parameters(), *value.buffers())]
@@ -153,7 +154,7 @@ def _compile_kernels(module: fx.GraphModule, inputs: Sequence[Any], budget: Shar
 
 
 def _input_names(module: fx.GraphModule, joint: fx.GraphModule, captured: Capture) -> dict[int, str]:
-    """Return the names of a joint graph's inputs in the code that Dynamo captured as `module`, by tensor."""
+    """Return the names that a joint graph's inputs have in the user's code, by tensor."""
     given = module.graph.find_nodes(op="placeholder")
     descs = {node.name: node.meta["desc"] for node in joint.graph.find_nodes(op="placeholder")}
     names: dict[int, str] = {}
@@ -188,7 +189,7 @@ def _plan(graph: PlannedGraph, add: Callable[[PlannedGraph], None], stages: Stag
 
 
 def _as_eager(joint: fx.GraphModule, forward_outputs: int) -> Graph:
-    """Return a joint graph as eager PyTorch runs it, each op measured by itself, as with ``kernels="eager"``."""
+    """Return a joint graph as eager PyTorch runs it, with each op measured alone, as with ``kernels="eager"``."""
     fallback = find_device(_device_name(joint)) or get_device("h100")  # for ops that do not run on synthetic values
     return capture_joint(copy.deepcopy(joint), fallback, measure=True, forward_outputs=forward_outputs).graph
 
@@ -229,20 +230,21 @@ def _runs_as_eager(translator: InstructionTranslatorBase) -> bool:
     return options.get("kernels") != "inductor"
 
 
-# Earlier than any backend is called for a frame.
+# Must run before Dynamo calls a backend for any frame.
 dynamo_as_eager_where(_runs_as_eager, ExitStack())
 fix_sizes_where(_is_planned)
 
 
 def _device(joint: fx.GraphModule, roofline: str | None) -> DeviceSpec:
-    """Return the device whose times are modelled."""
+    """Return the device for modelled times."""
     if roofline is not None:
         return get_device(roofline)
     name = _device_name(joint)
     if (known := find_device(name)) is not None:
         return known
     raise PlannerError(
-        f"no times are known for {name!r}: name a device like it, options={{'roofline': ...}}, of {', '.join(DEVICES)}"
+        f"the speed of device {name!r} is not known: name a similar one with options={{'roofline': ...}}, one of "
+        f"{', '.join(DEVICES)}"
     )
 
 

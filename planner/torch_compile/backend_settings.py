@@ -24,12 +24,12 @@ class BackendSettings:
 
     Attributes:
         budget: budget for all its graphs, as ``read_budget`` returns it.
-        solve: settings for each graph.
-        run: settings, of which `kernels`, `arena`, `wait` and `check_writes` are used.
-        roofline: the device whose times are modelled; None: each op is measured where the model is.
+        solve: settings of the solve of each graph.
+        run: settings of the run; `kernels`, `arena`, `wait` and `check_writes` are used.
+        roofline: device for modelled times; None to measure each op on the model's device.
 
     Raises:
-        UsageError: settings do not go together, or not with ``torch.compile``.
+        UsageError: settings do not go together, or do not work with ``torch.compile``.
     """
 
     budget: str | int
@@ -81,7 +81,7 @@ def backend_settings(
     tolerance: float | Tolerance = WIDENING,
     wait: Wait | str | float | None = None,
 ) -> BackendSettings:
-    """Return settings for the options of the backend; see ``backend.planner``."""
+    """Return the settings for the options of the backend; see ``backend.planner``."""
     solve = SolveSettings(
         tolerance=Tolerance.of(tolerance),
         time_limit_s=float(time_limit_s),

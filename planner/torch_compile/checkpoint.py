@@ -1,4 +1,4 @@
-"""``planner.checkpoint(model, budget="8GB")``: keep a model's activations within a budget in the user's own loop."""
+"""``planner.checkpoint(model, budget="8GB")``: keeps a model's activations within a budget in any training loop."""
 
 from collections.abc import Callable, Sequence
 from types import FunctionType
@@ -40,36 +40,38 @@ def checkpoint(
 ) -> M:
     """Make `model` keep its saved tensors within `budget`; changes and returns the same object.
 
-    A drop-in for ``gradient_checkpointing_enable()``: the loop stays ``loss = loss_fn(model(x), y); loss.backward()``, and
-    outputs and gradients have the bits of eager PyTorch. ``torch.compile`` captures the model, which is planned when it is first
-    called with gradients enabled, and again for inputs of another size. Without gradients, or inside another compiler's capture,
-    the model runs unplanned. Names of parameters stay, and a copy of the model is an ordinary model.
+    A drop-in replacement for ``gradient_checkpointing_enable()``: the loop stays ``loss = loss_fn(model(x), y);
+    loss.backward()``, and outputs and gradients are bit-identical to eager PyTorch's. ``torch.compile`` captures the model. It is
+    planned when it is first called with gradients enabled, and again for inputs of another size. Without gradients, or while
+    another compiler captures it, the model runs without a plan. Parameters keep their names, and a copy of the model is an
+    ordinary model without a plan.
 
     Args:
-        model: what the loop calls, before it is wrapped in ``DistributedDataParallel``.
+        model: the model that the loop calls, before it is wrapped in ``DistributedDataParallel``.
         budget: as in ``planner.compile``, for the model's parameters, buffers, inputs, gradients and activations. A share is of
             the largest peak without recomputation so far. The loss function, optimizer state and gradients of earlier batches are
-            not counted. None: undo.
+            not counted. None removes the plan.
         time_limit_s, wait, tolerance, kernels, options, link, host_budget, check_writes, memory: as in ``planner.compile``.
-        roofline: model the times on this device. None: each op is measured where the model is.
+        roofline: device for modelled times; None to measure each op on the model's device.
 
     Raises:
-        PlannerError: an option is wrong, or another compiler has compiled the model. When the model is called: options that do
-            not go together, or inputs of too many sizes.
-        InfeasibleError, LimitError: as ``planner.solve``, when the model is called.
+        PlannerError: an option is wrong, or another compiler has compiled the model. When the model is called: options do not go
+            together, or inputs have too many sizes.
+        InfeasibleError, LimitError: as in ``planner.solve``, when the model is called.
     """
     check_module(model)
     if isinstance(model, DistributedDataParallel | DataParallel):
         raise PlannerError(
-            f"planner.checkpoint is given a model in {type(model).__name__}: call it with the model itself, before it is wrapped"
+            f"planner.checkpoint was given a model wrapped in {type(model).__name__}: call it with the model itself, before you "
+            "wrap it"
         )
     there = model._compiled_call_impl
     if there is not None and not hasattr(there, _MARK):
-        raise PlannerError("the model is compiled already: leave out model.compile(), or use torch.compile(backend='planner')")
+        raise PlannerError("the model is already compiled: leave out model.compile(), or use torch.compile(backend='planner')")
     if budget is None:
         model._compiled_call_impl = None
         return model
-    budget_in_bytes(read_budget(budget), 2**30)  # a share: before the first call only its syntax can be checked
+    budget_in_bytes(read_budget(budget), 2**30)  # only the syntax of a share can be checked before the first call
     given = {
         "budget": budget,
         "time_limit_s": time_limit_s,
@@ -100,10 +102,10 @@ def _own(model: nn.Module) -> Callable[..., Any]:
 
 
 def _call(model: nn.Module, planned: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the replacement of the model's call: `planned` if a backward pass may follow."""
+    """Return the replacement of the model's call, which calls `planned` if a backward pass may follow."""
     settings = dynamo_config.patch(
         recompile_limit=_MOST_SIZES,
-        fail_on_recompile_limit_hit=True,  # instead of running on without a plan
+        fail_on_recompile_limit_hit=True,  # instead of running without a plan
         optimize_ddp=False,  # it would split the graph by buckets
         ignore_logger_methods=logging_methods(),
         allow_rnn=True,
@@ -121,7 +123,8 @@ def _call(model: nn.Module, planned: Callable[..., Any]) -> Callable[..., Any]:
             raise
         except FailOnRecompileLimitHit:
             raise PlannerError(
-                f"inputs have come in more than {_MOST_SIZES} sizes, each of which needs a plan: pad them to few lengths"
+                f"the model was called with inputs of more than {_MOST_SIZES} sizes, and each needs its own plan: pad "
+                "inputs to a few sizes"
             ) from None
 
     setattr(call, _MARK, True)

@@ -41,9 +41,9 @@ def capture_joint(
     Args:
         module: the joint graph.
         device: device for modelled times.
-        measure: True to execute each op on its own device instead.
+        measure: True to measure each op on its own device instead.
         forward_outputs: number of outputs of the forward pass.
-        options: options to find in the graph. Ops that may round count as rounding, since nothing is compared.
+        options: options to find in the graph. Ops that may change rounding count as rounding, because results are not compared.
         on_op: as in ``planner.profiling.profile.profile``.
 
     Raises:
@@ -53,7 +53,7 @@ def capture_joint(
     values = [node.meta["val"] for node in placeholders]
     if any(isinstance(value, torch.Tensor) and is_sparse(value) for value in values):
         raise TraceError(
-            "the graph takes a sparse tensor, which plans under torch.compile do not support: use planner.compile for the step"
+            "the graph has a sparse input, which torch.compile(backend='planner') does not support: plan with planner.compile"
         )
     dynamic = any(
         isinstance(size, torch.SymInt)
@@ -62,7 +62,7 @@ def capture_joint(
     )
     if dynamic:
         raise TraceError(
-            "the graph has sizes that are not fixed: leave out dynamic=True or mark_dynamic: each size gets a plan of its own"
+            "the graph has sizes that are not fixed: leave out dynamic=True or mark_dynamic, so that each size gets its own plan"
         )
     where = next(value.device for value in values if isinstance(value, torch.Tensor))
     separate_biases(module.graph)

@@ -44,7 +44,7 @@ def capture_kernels(module: fx.GraphModule, inputs: Sequence[Any], options: Sequ
     context = TracingContext.try_get()
     assert context is not None
     with ExitStack() as stack:
-        stack.enter_context(tracing(TracingContext(context.fake_mode)))  # Dynamo's own is for AOTAutograd, which runs later
+        stack.enter_context(tracing(TracingContext(context.fake_mode)))  # Dynamo's is for AOTAutograd, which runs later
         halves = compile_halves(stack, copy.deepcopy(module), tuple(inputs), {}, CompileVariant.DEFAULT)
         joint = halves.joint.graph_module
         placeholders = [n for n in joint.graph.find_nodes(op="placeholder") if isinstance(n.meta.get("val"), torch.Tensor)]

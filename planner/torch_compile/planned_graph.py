@@ -1,8 +1,8 @@
 """A joint graph between AOTAutograd and its plan, which may be replaced while the model trains.
 
-AOTAutograd compiles a forward and a backward module once, with a fixed number of saved tensors. Here there is a slot for each
-tensor that any plan may save, and one that identifies the plan of the forward pass: a backward pass runs by the plan of its own
-forward pass, even if that was replaced meanwhile.
+AOTAutograd compiles a forward and a backward module once, with a fixed number of saved tensors. A planned graph has a slot for
+each tensor that any plan may save, and one that identifies the plan of the forward pass: a backward pass follows the plan of its
+own forward pass, even if that plan was replaced meanwhile.
 """
 
 from collections import deque
@@ -34,7 +34,7 @@ from planner.torch_private.capture import SavedForBackwardsAOTOutput, TangentAOT
 from planner.torch_private.core import backward_retains_graph
 
 # Both passes empty their argument lists. The last arguments of a backward pass are the non-tensor results of its forward
-# pass: tensors on the host, copies under way, and the step in an arena.
+# pass: tensors on the host, unfinished copies, and the step in an arena.
 Forward = Callable[[list[Any]], tuple[list[Any], list[Any]]]
 Backward = Callable[[list[Any]], Any]
 
@@ -58,13 +58,13 @@ class PlannedGraph:
 
     Attributes:
         captured: the capture to plan.
-        eager: the same graph with eager PyTorch's kernels, if it is planned with others and the budget is a share of its peak.
+        eager: the same graph with eager PyTorch's kernels, if it runs Inductor's kernels and the budget is a share of its peak.
         tangents: static tensors that are gradients of its outputs.
         outputs: number of results of the forward pass, without saved tensors.
-        slots: a tensor for each slot of the saved tensors: all that some schedule may save.
+        slots: the tensor of each slot: all tensors that some schedule may save.
         checked: names of inputs that are checked for writes that autograd does not see, by tensor.
-        lean: a schedule that keeps little between the passes; None until one is computed.
-        arena: the arena that the passes run in, with those of the other graphs of a step; None for PyTorch's allocator.
+        lean: a schedule that keeps little memory between the passes; None until one is computed.
+        arena: the arena of the passes of all graphs of a step; None for PyTorch's allocator.
         watch: called with the inputs of a forward pass; returns a function of its results and of a tensor that dies with the
             saved ones.
     """
@@ -110,7 +110,7 @@ class PlannedGraph:
         """
         graph, program = self.captured.graph, self.captured.program
         code = compile_schedule(graph, program, schedule, self._devices, static_given_up=True)
-        # With copies, the forward pass also returns what a failed backward pass needs to undo it.
+        # With copies, the forward pass also returns the tensors that a failed backward pass needs to be undone.
         compiled = any(calls.launches for calls in program.calls)
         code = undoing(graph, program, code, in_backward=compiled and bool(self._devices.channels))
         if self.arena is not None:
@@ -225,19 +225,20 @@ class PlannedGraph:
         """Run the backward pass for AOTAutograd; `args` is emptied.
 
         Raises:
-            PlannerError: hooks have replaced saved tensors; or the backward pass may run again, and overwrites its inputs.
+            PlannerError: hooks have replaced saved tensors, or the backward pass may run again but overwrites saved tensors.
         """
         plan = args.pop(len(self.slots))
         number, handed_over = plan.shape[0], getattr(plan.untyped_storage(), "handed_over", [])
         if not handed_over and number in self._handing_over:
             raise PlannerError(
-                "hooks on saved tensors (torch.autograd.graph.save_on_cpu, saved_tensors_hooks) have copied what a planned graph "
-                "saves for its backward pass: leave them out, because the plan decides where saved tensors are kept"
+                "hooks on saved tensors (torch.autograd.graph.save_on_cpu, saved_tensors_hooks) have copied the tensors that a "
+                "planned graph saves for its backward pass: leave the hooks out, because the plan decides where saved tensors "
+                "are kept"
             )
         if number in self._writing_over and backward_retains_graph():
             raise PlannerError(
-                "backward(retain_graph=True) needs tensors that the plan overwrites: leave it out, or the option 'in-place' "
-                "of the graph"
+                "backward(retain_graph=True) needs tensors that the plan overwrites: leave out retain_graph=True, or the option "
+                "'in-place'"
             )
         if (unseen := getattr(plan.untyped_storage(), "unseen", None)) is not None:
             unseen.check(tensor for _, tensor in self._inputs(args))
@@ -261,16 +262,16 @@ class PlannedGraph:
             self.captured.graph,
             self._passes[number].lines,
             self._devices.places.__getitem__,
-            afterwards="Parameters are as before, and no gradient of this graph has been written.",
+            afterwards="Parameters are unchanged, and no gradient of this graph has been written.",
         )
 
-    # AOTAutograd hands over its arguments in a list that the callee empties.
+    # AOTAutograd passes arguments in a list that the callee empties.
     forward._boxed_call = True  # type: ignore[attr-defined]
     backward._boxed_call = True  # type: ignore[attr-defined]
 
 
 def _made_forward(graph: Graph) -> list[int]:
-    """Return the tensors on the device that ops of the forward pass or only optional ops make."""
+    """Return the tensors on the device that are made by ops of the forward pass, or only by optional ops."""
     made = dict.fromkeys(t for op in graph.program if op.phase is Phase.FORWARD for t in op.outputs)
     later = {t for op in graph.program if op.phase is not Phase.FORWARD for t in op.outputs}
     optional = [t for op in graph.ops if op.optional and op.stream == COMPUTE for t in op.outputs if t not in later]

@@ -8,7 +8,7 @@ from planner.torch_private.capture import substitute_in_graph
 from planner.torch_private.core import detect_is_causal_mask
 
 _written = detect_is_causal_mask
-# A separate object, since the substitution below would replace it too.
+# A separate function object, because the substitution below would replace the original too.
 _as_written = FunctionType(_written.__code__, _written.__globals__, _written.__name__, _written.__defaults__)
 
 
@@ -22,9 +22,9 @@ def _step_is_captured() -> bool:
 def causal_as_told(mask: torch.Tensor | None, is_causal: bool | None = None, size: int | None = None) -> bool:  # noqa: FBT001 (its signature)
     """Return whether attention may leave out `mask`, because the caller states that it is causal.
 
-    PyTorch's own version also reads the mask's values if the caller states nothing. A graph cannot: it breaks there, in code that
-    Dynamo does not start a graph in, and all of an ``nn.Transformer`` runs uncompiled. With the mask, attention computes the
-    same. During the export of a step, with guards on data, the values are read.
+    PyTorch's own version also reads the mask's values if `is_causal` is None. That causes a graph break, in code where Dynamo
+    does not start a new graph, so that a whole ``nn.Transformer`` runs uncompiled. With the mask, attention computes the same
+    values. While a step is exported, with guards on data, the mask's values are read.
     """
     if _step_is_captured():
         return bool(_as_written(mask, is_causal, size))

@@ -1,7 +1,7 @@
 """A joint graph with the rest of the step as one op between its forward and backward passes.
 
-While the loss and later graphs are computed, the saved tensors of this graph stay in memory: the op's workspace is the memory the
-rest needs, and its outputs are the gradients of this graph's outputs.
+While the loss and later graphs are computed, the saved tensors of this graph stay in memory. The op's workspace is the memory
+that the rest needs, and its outputs are the gradients of this graph's outputs.
 """
 
 from collections.abc import Iterable
@@ -15,7 +15,7 @@ from graphs.simulate import simulate
 from solvers.clock import WallClock
 from solvers.eviction.least_peak import least_evicting_schedule
 
-_TRIES = 5  # bisection steps for the bytes left for the rest
+_TRIES = 5  # bisection steps for the bytes that are left to the rest
 _TRY_S = 2.0
 
 
@@ -59,7 +59,7 @@ def kept_bytes(graph: Graph, schedule: Schedule, pool: str = DEVICE) -> int:
 
 
 def lean_schedule(graph: Graph, tangents: Iterable[int], budget_bytes: int, *, time_limit_s: float) -> Schedule | None:
-    """Return a schedule without options within the budget that keeps little between the passes; None if none is found."""
+    """Return a schedule within the budget, without options, that keeps little between the passes; None if none is found."""
     made = tuple(tangents)
     graph = without_options(graph)
     end = min(_TRY_S, time_limit_s / _TRIES)

@@ -1,11 +1,11 @@
 """One budget for all the graphs of a compiled model.
 
-Graphs are compiled when they are reached: the first is planned before the others are known. A graph that others follow therefore
-keeps little at first, and leaves room for the gradients of all parameters that it sees. After the first step all graphs are
-known, with the memory each leaves to the others, and they are planned again together.
+Graphs are compiled when they are reached: the first is planned before the others are known. So a graph that others follow keeps
+little memory at first, and leaves room for the gradients of all parameters in its scope. After the first step all graphs and the
+memory that each needs are known, and they are planned again together.
 
-A graph that is alone in its step is planned for what the budget counts. Graphs of one step are planned for allocated bytes, which
-are lowered until what they reserve together fits.
+If a step has only one graph, it is planned for the memory that the budget counts. Several graphs of a step are planned for
+allocated bytes, which are lowered until the memory that they reserve together fits the budget.
 """
 
 import logging
@@ -50,7 +50,7 @@ from planner.torch_compile.together import Together
 
 _log = logging.getLogger(__name__)
 
-_FITS = 6  # times that the graphs of a step are planned together, until they reserve no more than the budget
+_FITS = 6  # attempts to plan the graphs of a step together so that they reserve no more than the budget
 
 
 @dataclass(slots=True)
@@ -71,9 +71,9 @@ class _StepBudget:
     """The budget of a step whose graphs are known.
 
     Attributes:
-        planned_bytes: what its graphs are planned for together.
-        requested_bytes: the most that they may ask for at once, in an arena and outside of it.
-        less_bytes: by how much the first was lowered last, as the arena was too large.
+        planned_bytes: budget for which its graphs are planned together.
+        requested_bytes: the most that they may request at once, in an arena and outside of it.
+        less_bytes: by how much `planned_bytes` was last lowered because the arena was too large.
     """
 
     planned_bytes: int
@@ -86,8 +86,8 @@ class SharedBudget:
 
     Attributes:
         settings: settings of that call.
-        budget: the budget; ``auto`` is replaced by bytes once known.
-        memory: what it counts; by default known with the device of the first graph.
+        budget: the budget; ``auto`` is replaced by bytes when they are known.
+        memory: the memory that it counts; the default depends on the device of the first graph.
     """
 
     def __init__(self, settings: BackendSettings) -> None:
@@ -105,7 +105,7 @@ class SharedBudget:
         """Return the graph of a capture of `joint`, with the requested options.
 
         Raises:
-            UsageError: it runs on a device that an option does not go with.
+            UsageError: an option does not work on the graph's device.
         """
         device = device_of(joint)
         if device.type == "cuda":
@@ -117,7 +117,7 @@ class SharedBudget:
         return PlannedGraph(joint, captured, channels, self._arena(), outputs=outputs)
 
     def _arena(self) -> Arena | None:
-        """Return the arena of a new graph: that of the graphs which wait for their backward passes, else another in the slab."""
+        """Return the arena of a new graph: that of graphs whose backward pass has not run, else a new one in the slab."""
         if self._slab is None:
             return None
         waiting = next((run for run in self._runs if run.alive), None)
@@ -133,11 +133,11 @@ class SharedBudget:
 
         Args:
             inputs: its inputs.
-            model: parameters and buffers that it and others may read.
+            model: parameters and buffers that it and other graphs may read.
             more: another graph follows in the same step.
 
         Raises:
-            InfeasibleError, LimitError: nothing fits, given the memory that earlier graphs keep.
+            InfeasibleError, LimitError: no schedule fits beside the memory that earlier graphs keep.
         """
         self._learning = True
         if is_auto(self.budget):
@@ -152,14 +152,14 @@ class SharedBudget:
         if self._runs:
             warnings.warn(
                 f"the model is captured as several graphs: this one gets {format_bytes(max(1, whole - others))} of the budget of "
-                f"{format_bytes(whole)}, for those before it keep {format_bytes(others)} until the backward pass",
+                f"{format_bytes(whole)}, because those before it keep {format_bytes(others)} until the backward pass",
                 stacklevel=2,
             )
         elif others >= whole:
             raise InfeasibleError(
-                f"the memory outside of the graph to be planned is {format_bytes(others)} already, more than the budget of "
-                f"{format_bytes(whole)}: autograd holds it for ops that are not compiled. Raise the budget, or remove what "
-                "breaks the model (TORCH_LOGS=graph_breaks says where)"
+                f"memory outside of the graph to be planned already takes {format_bytes(others)}, and the budget is "
+                f"{format_bytes(whole)}: autograd holds it for ops that are not compiled. Raise the budget, or remove the graph "
+                "breaks (TORCH_LOGS=graph_breaks shows them)"
             )
         whole = self._given(order, whole, alone=not self._runs and not more)
         room = max(1, whole - others)
@@ -191,7 +191,7 @@ class SharedBudget:
         except InfeasibleError as error:
             if not self._runs:
                 raise
-            if any(run.graph.lean is None for run in self._runs):  # assumed to be the last graph; keeps less from now on
+            if any(run.graph.lean is None for run in self._runs):  # was assumed to be the last graph; keeps less from now on
                 peak_bytes = summarize(captured).keep_everything_peak_bytes
                 graph.lean = lean_schedule(captured, graph.tangents, peak_bytes, time_limit_s=self.limit_s)
                 graph.schedule = graph.lean or keeping_all(captured)
@@ -199,16 +199,16 @@ class SharedBudget:
             kept = ", ".join(format_bytes(run.graph.kept_bytes) for run in self._runs)
             raise InfeasibleError(
                 f"{error} The model is captured as several graphs, and this is not the first: those before it keep {kept} until "
-                "the backward pass. What breaks it (TORCH_LOGS=graph_breaks says where) costs memory too"
+                "the backward pass. Removing graph breaks saves memory (TORCH_LOGS=graph_breaks shows them)"
             ) from error
 
     def _solve(self, graph: Graph, budget_bytes: int, memory: CountedMemory = CountedMemory.ALLOCATED) -> Schedule:
-        """Return a schedule of `graph` within a budget of `memory`; the options that were asked for are in the graph already."""
+        """Return a schedule of `graph` within a budget of `memory`; the graph already has the requested options."""
         settings = replace(self.settings.solve, options=OptionSettings(self.traced), memory=memory)
         return StepSearch(settings, self.settings.run).first_plan(graph, budget_bytes).schedule
 
     def _given(self, order: Sequence[PlannedGraph], whole: int, *, alone: bool) -> int:
-        """Return the part of the budget that graphs of a step are planned for: all of it for one that is alone."""
+        """Return the part of the budget for which the graphs of a step are planned: all of it if there is only one."""
         return whole if alone else whole - kept_beside_passes([graph.captured.graph for graph in order], self.memory)
 
     @property
@@ -223,7 +223,7 @@ class SharedBudget:
     def whole(self, graphs: Sequence[PlannedGraph], runs: Sequence[PassStorages]) -> int:
         """Return the budget in bytes for a step of these graphs; a share refers to the largest step so far.
 
-        A smaller last batch gets no smaller budget.
+        So a smaller last batch does not get a smaller budget.
         """
         captured = [graph.captured.graph if graph.eager is None else graph.eager for graph in graphs]
         if self.memory is CountedMemory.ALLOCATED:
@@ -240,13 +240,13 @@ class SharedBudget:
     def _reserved(
         self, order: Sequence[PlannedGraph], seen: Sequence[PassStorages], parts: Sequence[tuple[Graph, Schedule]]
     ) -> int:
-        """Return the bytes of the counted memory that a step reserves whose graphs run by `parts`."""
+        """Return the bytes of the counted memory that a step reserves if its graphs follow the schedules in `parts`."""
         last = order[-1]
-        tangents = [last.captured.graph.tensors[t].size_bytes for t in last.tangents]  # which ops outside of graphs make
+        tangents = [last.captured.graph.tensors[t].size_bytes for t in last.tangents]  # made by ops outside of graphs
         return reserved_for_passes(parts, [*sizes_beside_requests(seen), *tangents], self.memory)
 
     def _begin(self, graph: PlannedGraph, args: Sequence[object]) -> Callable[[list[Any], torch.Tensor], None]:
-        """Record the start of a forward pass; if a step has ended, plan its graphs together."""
+        """Record the start of a forward pass; if a step has ended, plan the graphs of that step together."""
         if self._runs and not any(run.alive for run in self._runs):
             self._end_step()
         if self._learning:
@@ -285,7 +285,7 @@ class SharedBudget:
         return Together(order, seen, whole, self.leaving, host_bytes=self._host_bytes, limit_s=self.limit_s)
 
     def _fit_reserved(self, runs: Sequence[_ForwardRun], whole: int) -> None:
-        """Plan the graphs of a step for less if they reserve more than the budget; warn if nothing is found that does not."""
+        """Plan the graphs of a step for less memory if they reserve more than the budget; warn if no such plans are found."""
         if self.memory is CountedMemory.ALLOCATED:
             return
         order, seen = [run.graph for run in runs], [run.seen for run in runs]
@@ -307,21 +307,21 @@ class SharedBudget:
         for graph, schedule in least.items():
             if graph.schedule is not schedule:
                 graph.schedule = schedule
-        said = f"the {len(order)} graphs of the model reserve {format_bytes(least_bytes)} of a budget of {format_bytes(whole)}"
-        _log.info("%s, by the model of PyTorch's allocator", said)
+        said = f"the {len(order)} graphs of the model reserve {format_bytes(least_bytes)} with a budget of {format_bytes(whole)}"
+        _log.info("%s, according to the model of PyTorch's allocator", said)
         if least_bytes > whole:
             warnings.warn(
-                f"{said}, by the model of PyTorch's allocator: no plans were found that reserve less. Raise the budget, let it "
-                f"count only what tensors take (memory={CountedMemory.ALLOCATED.value!r}), or remove what breaks the model "
-                "(TORCH_LOGS=graph_breaks says where)",
+                f"{said}, according to the model of PyTorch's allocator: no plans that reserve less were found. Raise the "
+                f"budget, let it count only tensors (memory={CountedMemory.ALLOCATED.value!r}), or remove the graph breaks "
+                "(TORCH_LOGS=graph_breaks shows them)",
                 stacklevel=2,
             )
 
     def _fit_arena(self, runs: Sequence[_ForwardRun], budget: _StepBudget) -> None:
-        """Plan the graphs of a step for less if in its arena it takes more than it may: addresses may leave gaps.
+        """Plan the graphs of a step for less memory if their arena exceeds the budget, because there are gaps between addresses.
 
         Raises:
-            InfeasibleError, LimitError: nothing is found that takes as much less.
+            InfeasibleError, LimitError: no plans are found that need this much less.
         """
         arena = runs[0].graph.arena
         assert arena is not None
@@ -341,8 +341,8 @@ class SharedBudget:
                 self._lower(runs, budget, over_bytes)
             except InfeasibleError as error:
                 raise InfeasibleError(
-                    f"in one arena the graphs of the model take {format_bytes(over_bytes)} more than their budget, and cannot be "
-                    f"planned for as much less: raise it, or leave out arena=True ({error})"
+                    f"in an arena the graphs of the model take {format_bytes(over_bytes)} more than the budget, and no plans "
+                    f"that need this much less were found: raise the budget, or leave out arena=True ({error})"
                 ) from error
 
     def _lower(self, runs: Sequence[_ForwardRun], budget: _StepBudget, less_bytes: int) -> None:
@@ -352,9 +352,9 @@ class SharedBudget:
         budget.less_bytes = less_bytes
 
     def leaving(self, graph: PlannedGraph, budget_bytes: int, rest_bytes: int, known: Schedule, host_bytes: int) -> Schedule:
-        """Return a schedule within `budget_bytes` that leaves `rest_bytes` of it free between the passes; `known` is one.
+        """Return a schedule within `budget_bytes` that leaves `rest_bytes` of it free between the passes, like `known`.
 
-        It uses at most `host_bytes` on the host.
+        It uses at most `host_bytes` of host memory.
         """
         captured = graph.captured.graph
         roomy = with_rest(with_host_bytes(captured, host_bytes), graph.tangents, rest_bytes)
@@ -367,7 +367,7 @@ class SharedBudget:
 
 
 def _auto_bytes(inputs: Sequence[object], model: Sequence[torch.Tensor]) -> int:
-    """Return the bytes of the device that a model may use, with room for AdamW's state: the optimizer is not known here."""
+    """Return the bytes of the device that a model may use, with room for AdamW's state, because the optimizer is not known."""
     tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
     trained = {id(t): t for t in (*model, *tensors) if t.requires_grad and t.is_leaf}
     gradients = [t.grad for t in trained.values() if t.grad is not None]

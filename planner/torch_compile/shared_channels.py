@@ -1,4 +1,4 @@
-"""Transfers that the graphs of a compiled model share: the channels, and the host memory."""
+"""Channels and host memory that the graphs of a compiled model share."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -27,7 +27,7 @@ class SharedChannels:
         self._opened: tuple[torch.device, HostChannels] | None = None
 
     def channels(self, device: torch.device) -> HostChannels:
-        """Return the channels between `device`, where a graph runs, and the host; all graphs and steps share them.
+        """Return the channels between a graph's `device` and the host; all graphs and steps share them.
 
         Raises:
             PlannerError: other graphs run on another device.
@@ -37,8 +37,8 @@ class SharedChannels:
         there, channels = self._opened
         if there != device:
             raise PlannerError(
-                f"graphs of the model run on {there} and on {device}, and tensors go to the host from one device only: leave out "
-                "options=['offload'], or put the model on one device"
+                f"graphs of the model run on {there} and on {device}, and only one device can offload tensors to the host: leave "
+                "out options=['offload'], or put the model on one device"
             )
         return channels
 
@@ -53,7 +53,7 @@ def host_room(order: Sequence[G], graph: G, taken: Mapping[G, tuple[int, int]], 
     """Return the host memory that `graph` may use at any time, in bytes.
 
     Args:
-        order: the graphs of a step in the order of their forward passes; one may come several times.
+        order: the graphs of a step in the order of their forward passes; a graph may occur several times.
         graph: the graph in question.
         taken: host memory of a plan at its peak, and between its passes, by graph; missing graphs use none.
         whole_bytes: host memory for all graphs.

@@ -1,4 +1,4 @@
-"""Memory outside one graph of a compiled model while a step runs: all storages by identity, each counted once."""
+"""Memory in use outside of one graph of a compiled model while a step runs; each storage is counted once, by identity."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,11 +16,11 @@ Storages = dict[int, int]
 
 @dataclass(frozen=True, slots=True)
 class PassStorages:
-    """The storages that one forward pass of a graph met.
+    """The storages that one forward pass of a graph uses.
 
     Attributes:
         inputs: storages that it read: parameters, buffers, inputs.
-        trained: storages of `inputs` that will have a ``grad``, and are no other graph's outputs.
+        trained: storages of `inputs` that will have a ``grad`` and are not outputs of another graph.
         held: storages that autograd held for ops outside of graphs.
         made: storages of its results, without its inputs.
         identities: references that keep the ids of storages from being reused.
@@ -34,10 +34,10 @@ class PassStorages:
 
     @classmethod
     def of(cls, inputs: Iterable[object]) -> "PassStorages":
-        """Return the storages known before the pass."""
+        """Return the storages that are known before the pass."""
         tensors = [t for t in inputs if isinstance(t, torch.Tensor)]
         trained = [t for t in tensors if t.requires_grad and t.grad_fn is None]
-        with disable_current_modes():  # autograd makes an alias of an output that it saved, which is no op of the capture
+        with disable_current_modes():  # an alias that autograd makes of a saved output is not part of the capture
             held = list(_held_by_autograd([t.grad_fn for t in tensors if t.grad_fn is not None]))
         return cls(
             storages(tensors),
@@ -81,7 +81,7 @@ def bytes_of_others(runs: Sequence[PassStorages], index: int, kept_bytes: Sequen
     made = _union(run.made for run in runs)
     static = _union(s for run in runs for s in (run.inputs, run.held))
     there = sum(size for s, size in static.items() if s not in own and s not in made)
-    # Tensors made by an earlier graph and read by this one are counted twice.
+    # Tensors made by an earlier graph and read by this one would be counted twice.
     earlier = _union(run.made for run in runs[:index])
     there += sum(kept_bytes[:index]) - sum(size for s, size in earlier.items() if s in own)
     # Backward: later graphs have made gradients of parameters and of earlier graphs' outputs.
@@ -92,16 +92,17 @@ def bytes_of_others(runs: Sequence[PassStorages], index: int, kept_bytes: Sequen
 
 
 def bytes_beside_requests(runs: Sequence[PassStorages]) -> int:
-    """Return the bytes in a step that its graphs have not asked for.
+    """Return the bytes in use in a step that its graphs have not requested.
 
-    These are what they read and have not made, what autograd holds for other ops, and gradients of results that no graph reads.
+    These are inputs that no graph has made, tensors that autograd holds for other ops, and gradients of results that no graph
+    reads.
     """
     read, made = _union(run.inputs for run in runs), _union(run.made for run in runs)
     return sum(sizes_beside_requests(runs)) + sum(size for s, size in made.items() if s not in read)
 
 
 def sizes_beside_requests(runs: Sequence[PassStorages]) -> list[int]:
-    """Return the bytes of each storage that the graphs of a step read and have not made, or that autograd holds for other ops."""
+    """Return the bytes of each storage that graphs of a step read but have not made, or that autograd holds for other ops."""
     made = _union(run.made for run in runs)
     there = _union(s for run in runs for s in (run.inputs, run.held))
     return [size for s, size in there.items() if s not in made]

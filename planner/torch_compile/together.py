@@ -20,15 +20,15 @@ _WITNESS_S = 2.0  # seconds to show that a graph fits
 
 
 class Together:
-    """Joint planning of all graphs of a step: each keeps the same share of its discardable memory.
+    """Joint planning of all graphs of a step: each keeps the same share of the memory that it can recompute.
 
     Args:
-        order: the graphs in the order of their forward passes; one may come several times.
-        seen: storages that each of these passes met.
+        order: the graphs in the order of their forward passes; a graph may occur several times.
+        seen: storages that each of these passes uses.
         whole_bytes: the budget.
-        leaving: returns a schedule of a graph that leaves part of a budget free between the passes, given one that does, and its
-            host memory.
-        host_bytes: host memory for all of them.
+        leaving: returns a schedule of a graph that leaves part of a budget free between the passes, given such a schedule and
+            the graph's host memory.
+        host_bytes: host memory for all graphs.
         limit_s: time limit for each graph.
     """
 
@@ -50,7 +50,7 @@ class Together:
         """Set the plan of each graph.
 
         Raises:
-            InfeasibleError: no plans fit together; with what each keeps.
+            InfeasibleError: no plans that fit together were found. The message has the bytes that each keeps.
         """
         most = {graph: kept_bytes(graph.captured.graph, keeping_all(graph.captured.graph)) for graph in self._graphs}
         kept, known = self._shares(most)
@@ -69,8 +69,8 @@ class Together:
         most = max(peak + bytes_of_others(self._seen, i, kept) for i, peak in enumerate(peaks))
         if most > self._whole:
             warnings.warn(
-                f"the first step took {format_bytes(most)}, more than its budget of {format_bytes(self._whole)}: the order of "
-                "its graphs was not known yet; from now on they are planned together",
+                f"the first step took {format_bytes(most)}, more than its budget of {format_bytes(self._whole)}, because the "
+                "order of its graphs was not known yet: from now on they are planned together",
                 stacklevel=3,
             )
 
@@ -141,7 +141,7 @@ class Together:
         each = [format_bytes(kept_bytes(g.captured.graph, found[g])) if g in found else "?" for g in self._order]
         return InfeasibleError(
             f"budget {format_bytes(self._whole)} is too small for the {len(self._order)} graphs that the model is captured as: "
-            f"graph {self._order.index(graph) + 1} gets {format_bytes(max(0, room))} beside the others, and no schedule is found "
-            f"for it; between the passes they keep {', '.join(each)}. Raise the budget, lower the batch size, or remove what "
-            "breaks the model (TORCH_LOGS=graph_breaks says where)"
+            f"the others leave {format_bytes(max(0, room))} to graph {self._order.index(graph) + 1}, and no schedule was found "
+            f"for it; between the passes the graphs keep {', '.join(each)}. Raise the budget, lower the batch size, or remove "
+            "graph breaks (TORCH_LOGS=graph_breaks shows them)"
         )

@@ -131,7 +131,7 @@ def test_graphs_that_cannot_fit_together_say_what_each_keeps() -> None:
     step = step_of(compiled(model, "1MB"), batch_of(model))
     step()
     only_budget().budget = "150kB"
-    with pytest.raises(InfeasibleError, match=r"150.00 kB is too small for the 3 graphs .* between the passes they keep"):
+    with pytest.raises(InfeasibleError, match=r"150.00 kB is too small for the 3 graphs .* between the passes the graphs keep"):
         step()
 
 

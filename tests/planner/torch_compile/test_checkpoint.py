@@ -192,11 +192,11 @@ def test_wrong_calls_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         planner.checkpoint(small(), budget="10")
     with pytest.raises(PlannerError, match="choose from eager, inductor"):
         planner.checkpoint(small(), budget="1GB", kernels="gcc")
-    with pytest.raises(PlannerError, match="in DataParallel: call it with the model itself, before it is wrapped"):
+    with pytest.raises(PlannerError, match="wrapped in DataParallel: call it with the model itself, before you wrap it"):
         planner.checkpoint(nn.DataParallel(small()), budget="1GB")
     compiled = small()
     compiled.compile(backend="eager")
-    with pytest.raises(PlannerError, match=r"the model is compiled already: leave out model\.compile\(\)"):
+    with pytest.raises(PlannerError, match=r"the model is already compiled: leave out model\.compile\(\)"):
         planner.checkpoint(compiled, budget="1GB")
     with pytest.raises(InfeasibleError, match="the least any schedule of this graph needs"):
         planner.checkpoint(small(), budget="10 B")(torch.randn(3, 8))
@@ -207,7 +207,7 @@ def test_no_size_runs_without_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     model = planner.checkpoint(small(), budget="1MB", **QUICK)
     for size in (3, 4):
         model(torch.randn(size, 8))
-    with pytest.raises(PlannerError, match="inputs have come in more than 2 sizes, each of which needs a plan: pad them"):
+    with pytest.raises(PlannerError, match="inputs of more than 2 sizes, and each needs its own plan: pad inputs"):
         model(torch.randn(5, 8))
 
 

@@ -73,7 +73,8 @@ def test_a_backward_pass_that_writes_over_what_it_reads_comes_once(graphs: list[
     planned.schedule = schedule_of(graph, [*range(first), sigmoid, *range(first, len(graph.ops))])
     once = step(x).sum()
     with pytest.raises(
-        PlannerError, match=r"backward\(retain_graph=True\) needs tensors that the plan overwrites: leave it out, or"
+        PlannerError,
+        match=r"backward\(retain_graph=True\) needs tensors that the plan overwrites: leave out retain_graph=True, or",
     ):
         once.backward(retain_graph=True)
     wanted = [2 * p.grad for p in model.parameters() if p.grad is not None]

@@ -97,7 +97,7 @@ def test_a_share_is_of_what_the_whole_step_reserves(monkeypatch: pytest.MonkeyPa
 def test_what_graphs_reserve_above_the_budget_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_budget, "reserved_for_passes", lambda *_: 10**12)
     with pytest.warns(
-        UserWarning, match=r"the 2 graphs of the model reserve 1,000\.00 GB of a budget of 10\.00 GB.*memory='allocated'"
+        UserWarning, match=r"the 2 graphs of the model reserve 1,000\.00 GB with a budget of 10\.00 GB.*memory='allocated'"
     ):
         trained(Parts(), torch.randn(ROWS, WIDTH), "10GB", memory="reserved")
 

@@ -174,7 +174,7 @@ def within(budget: int, heuristic: str, model: nn.Module, step: Step, expected: 
 def planned(budget: int, model: nn.Module, step: Step, expected: list[Tensor], *, steps: int) -> dict[str, object]:
     """Return the columns of steps by the plan that they turn into, after plain ones; empty if no step repeats."""
     eager_s = min(seconds(model, step) for _ in range(steps))
-    session = rematerialize(budget, device=device_of(model), max_recomputation=100, memory="allocated", log=True)
+    session = rematerialize(budget, device=device_of(model), max_recomputation=100, memory="allocated")
     try:
         with session:
             for _ in range(3):

@@ -11,16 +11,12 @@
 //
 // Tensors that autograd saves meanwhile stay in memory, each in a `LoggedTensor`. The recorder replaces it by its own handle when
 // it reads the log.
-//
-// On a device that runs ops asynchronously, the recorder measures the first executions of each signature: their times, and the
-// memory that libraries allocate meanwhile. The host waits for these executions, but not for later ones.
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <structmember.h>
 
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/stack.h>
@@ -60,7 +56,6 @@ constexpr size_t kFewOps = 64; // kept when a step begins: autograd saves no ten
 constexpr size_t kMostOps = 1 << 15; // a longer log would take too much memory itself
 constexpr int64_t kMostWrites = 900; // less than the recorder's longest chain
 constexpr size_t kMostSignatures = 1 << 15;
-constexpr int64_t kBlockBytes = 512; // block size of CUDA's caching allocator
 
 // How an operator is executed.
 enum Way : int64_t {
@@ -76,20 +71,10 @@ struct Operator {
   int64_t repeatable = 0, returns_nothing_new = 0, reads_to_host = 0;
   int64_t statistics = -1, training = -1;
   int64_t mutated = 0; // a bit for each argument
-  int64_t needs_block = 0; // its library chooses the algorithm by the workspace that it gets
-};
-
-// Facts about the ops of one signature.
-struct Known {
-  int64_t made_bytes; // of the outputs
-  int64_t room_bytes = 0; // further bytes that it takes while it runs, as measured
-  double seconds = -1; // as measured; -1 if each execution is timed
-  int64_t measurements = 0;
 };
 
 struct Storage {
   c10::weak_intrusive_ptr<StorageImpl> weak;
-  c10::Device device;
   int64_t size_bytes;
   bool made; // by an op of the log that can be executed again
   bool read = false; // in its current version
@@ -142,14 +127,11 @@ struct Shared {
   int64_t in_step = 0; // autograd has saved a tensor
   int64_t saved = 0; // number of tensors that autograd has saved here
   int64_t module = 0; // the number of the module that is running
-  int64_t known_bytes = -1; // bytes of the outputs of the op that the recorder executes; -1 if unknown or to be measured
-  int64_t room_bytes = 0; // further bytes that it takes
-  int64_t unserved = 0; // the op has succeeded although the allocator had no memory for its workspace
+  int64_t known_bytes = -1; // bytes of the outputs of the op that the recorder executes; -1 if unknown
   int64_t position = 0; // number of ops that were logged so far, in all steps
   int64_t peak_bytes = 0;
   int64_t ops = 0, kept_ops = 0, host_reads = 0;
   double seconds = 0;
-  double measured_seconds = -1; // of the op that the recorder executes
 };
 
 // Returns whether a value is a tensor whose memory counts. A Python number wrapped in a tensor counts as a number.
@@ -173,6 +155,11 @@ void each_tensor(const IValue& value, Visit visit) { // with its position in a l
       ++element;
     }
   }
+}
+
+// Returns the bytes that the budget counts of a storage.
+int64_t bytes_of(const StorageImpl& storage) {
+  return storage.device_type() == at::kCPU ? static_cast<int64_t>(storage.nbytes()) : 0;
 }
 
 bool is_plain(const at::Tensor& tensor) {
@@ -257,11 +244,8 @@ struct LoggedTensor;
 
 class Log : public c10::DebugInfoBase {
  public:
-  // `measurements`: number of executions of each signature that the recorder measures. `failures`: the allocator's count of
-  // failures, by which an op is found that succeeds without memory for its workspace; null if there is no count.
-  Log(int64_t budget_bytes, c10::Device device, int64_t measurements, const int64_t* failures,
-      void (*describe)(const char*, const char*, int64_t*))
-      : budget_bytes_(budget_bytes), device_(device), measurements_(measurements), failures_(failures), describe_(describe) {}
+  Log(int64_t budget_bytes, void (*describe)(const char*, const char*, int64_t*))
+      : budget_bytes_(budget_bytes), describe_(describe) {}
 
   Shared shared;
   std::list<LoggedTensor*> saved; // in order; guarded by Python's global interpreter lock
@@ -301,25 +285,18 @@ class Log : public c10::DebugInfoBase {
     const auto begin = stack->size() - handle.schema().arguments().size();
     draft.arguments.append(stack->begin() + static_cast<int64_t>(begin), stack->end());
     std::optional<Key> new_key;
-    Known* known = nullptr;
-    if (!prepare(draft, facts, new_key, known)) {
+    int64_t* known_bytes = nullptr; // of the outputs
+    if (!prepare(draft, facts, new_key, known_bytes)) {
       return close_and_execute(handle, stack);
     }
     const auto start = std::chrono::steady_clock::now();
-    const bool is_here = facts.way == kHere && is_measured(known);
-    if (is_here) {
-      const int64_t failures = failures_ == nullptr ? 0 : *failures_;
+    if (facts.way == kHere && known_bytes != nullptr) {
       try {
-        if (facts.needs_block) { // else the library would silently use another algorithm
-          at::empty({known->made_bytes + known->room_bytes}, at::TensorOptions(at::kByte).device(device_));
-        }
         handle.redispatchBoxed(below, stack);
       } catch (...) { // out of memory, or an error in the program: the recorder executes the op again to find out
-        return execute_again(draft, handle, begin, stack);
-      }
-      if (failures_ != nullptr && *failures_ != failures) {
-        shared.unserved = 1;
-        return execute_again(draft, handle, begin, stack);
+        stack->resize(begin);
+        stack->insert(stack->end(), draft.arguments.begin(), draft.arguments.end());
+        return close_and_execute(handle, stack);
       }
     } else {
       by_recorder(handle, stack);
@@ -327,30 +304,21 @@ class Log : public c10::DebugInfoBase {
         return;
       }
     }
-    const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - start;
-    const double measured = is_here || shared.measured_seconds < 0 ? (known == nullptr ? -1 : known->seconds) : shared.measured_seconds;
+    const auto seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
     const std::lock_guard<std::recursive_mutex> lock(mutex);
-    const int64_t made_bytes = finish(draft, handle, facts, *stack, measured < 0 ? elapsed.count() : measured);
-    if (known == nullptr && new_key && shared.known_bytes >= 0) {
+    const int64_t made_bytes = finish(draft, handle, facts, *stack, seconds);
+    if (known_bytes != nullptr) {
+      *known_bytes = made_bytes;
+    } else if (new_key && shared.known_bytes >= 0) {
       if (sizes_.size() >= kMostSignatures) {
         sizes_.clear();
       }
-      known = &sizes_.emplace(std::move(*new_key), Known{made_bytes}).first->second;
-    }
-    if (known != nullptr) {
-      known->made_bytes = made_bytes;
-      if (!is_here && shared.known_bytes >= 0) {
-        known->measurements += 1;
-        known->room_bytes = std::max(known->room_bytes, shared.room_bytes);
-        if (shared.measured_seconds >= 0) {
-          known->seconds = known->seconds < 0 ? shared.measured_seconds : std::min(known->seconds, shared.measured_seconds);
-        }
-      }
+      sizes_.emplace(std::move(*new_key), made_bytes);
     }
   }
 
-  // Notes an op before it runs, and looks up its signature; returns false if the recorder must read the log first.
-  bool prepare(Draft& draft, const Operator& facts, std::optional<Key>& new_key, Known*& known) {
+  // Notes an op that is about to run, and finds the bytes of its outputs; false if the recorder has to read the log first.
+  bool prepare(Draft& draft, const Operator& facts, std::optional<Key>& new_key, int64_t*& known_bytes) {
     const std::lock_guard<std::recursive_mutex> lock(mutex);
     if (!shared.in_step) {
       forget_last_step();
@@ -364,17 +332,11 @@ class Log : public c10::DebugInfoBase {
       if (found == sizes_.end()) {
         new_key = key_;
       } else {
-        known = &found->second;
+        known_bytes = &found->second;
       }
     }
-    shared.known_bytes = is_measured(known) ? known->made_bytes : -1;
-    shared.room_bytes = known == nullptr ? 0 : known->room_bytes;
-    shared.measured_seconds = -1;
-    return !is_measured(known) || fits(known->made_bytes + known->room_bytes);
-  }
-
-  bool is_measured(const Known* known) const {
-    return known != nullptr && known->measurements >= measurements_;
+    shared.known_bytes = known_bytes == nullptr ? -1 : *known_bytes;
+    return known_bytes == nullptr || fits(*known_bytes);
   }
 
   // Returns whether `size_bytes` more fit the budget, and includes them in the peak.
@@ -389,9 +351,7 @@ class Log : public c10::DebugInfoBase {
     return true;
   }
 
-  // `other_bytes`: bytes in memory in addition to the storages.
-  void open(int64_t count, StorageImpl* const* storages, int64_t other_bytes, int64_t peak_bytes) {
-    live_bytes_ += other_bytes;
+  void open(int64_t count, StorageImpl* const* storages, int64_t peak_bytes) {
     for (int64_t i = 0; i < count; ++i) {
       add(storages[i], false);
     }
@@ -529,7 +489,7 @@ class Log : public c10::DebugInfoBase {
       auto& storage = storages_[static_cast<size_t>(number)];
       numbers_[storage.weak._unsafe_get_target()] = static_cast<int64_t>(storages.size());
       alive.push_back(static_cast<int64_t>(storages.size()));
-      storages.push_back({std::move(storage.weak), storage.device, storage.size_bytes, false});
+      storages.push_back({std::move(storage.weak), storage.size_bytes, false});
     }
     storages_ = std::move(storages);
     alive_ = std::move(alive);
@@ -555,26 +515,11 @@ class Log : public c10::DebugInfoBase {
     by_recorder(handle, stack);
   }
 
-  void execute_again(const Draft& draft, const c10::OperatorHandle& handle, size_t begin, Stack* stack) {
-    stack->resize(begin);
-    stack->insert(stack->end(), draft.arguments.begin(), draft.arguments.end());
-    close_and_execute(handle, stack);
-  }
-
-  // Returns the bytes that the budget counts for a storage: on CUDA in blocks, and 0 on other devices than the budget's.
-  int64_t bytes_of(const StorageImpl& storage) const {
-    const auto size_bytes = static_cast<int64_t>(storage.nbytes());
-    if (device_.is_cpu()) {
-      return storage.device_type() == at::kCPU ? size_bytes : 0;
-    }
-    return storage.device() == device_ ? (size_bytes + kBlockBytes - 1) / kBlockBytes * kBlockBytes : 0;
-  }
-
   int64_t add(StorageImpl* address, bool made) {
     const auto held = c10::intrusive_ptr<StorageImpl>::reclaim_copy(address);
     const auto number = static_cast<int64_t>(storages_.size());
     const auto size_bytes = bytes_of(*held);
-    storages_.push_back({c10::weak_intrusive_ptr<StorageImpl>(held), held->device(), size_bytes, made});
+    storages_.push_back({c10::weak_intrusive_ptr<StorageImpl>(held), size_bytes, made});
     numbers_[address] = number;
     alive_.push_back(number);
     live_bytes_ += size_bytes;
@@ -761,7 +706,7 @@ class Log : public c10::DebugInfoBase {
       auto& stand_in = stand_ins_[number];
       if (!stand_in) {
         stand_in = c10::make_intrusive<StorageImpl>(c10::StorageImpl::use_byte_size_t(), storage.size_bytes,
-                                                    at::DataPtr(nullptr, storage.device), nullptr, false);
+                                                    at::DataPtr(nullptr, at::kCPU), nullptr, false);
       }
       held = stand_in;
     }
@@ -774,14 +719,11 @@ class Log : public c10::DebugInfoBase {
   }
 
   const int64_t budget_bytes_;
-  const c10::Device device_;
-  const int64_t measurements_;
-  const int64_t* const failures_;
   void (*const describe_)(const char*, const char*, int64_t*);
   std::shared_ptr<c10::impl::PyObject_TorchDispatchMode> recorder_;
   std::unordered_map<c10::OperatorHandle, std::unique_ptr<Operator>> operators_;
-  std::unordered_map<Key, Known, KeyHash> sizes_; // by signature
-  Key key_; // signature of the op that is executed
+  std::unordered_map<Key, int64_t, KeyHash> sizes_; // bytes of outputs, by what they depend on
+  Key key_; // of the op that is executed
   std::vector<Op> ops_;
   std::vector<IValue> arguments_; // of all ops
   std::vector<Reference> references_;
@@ -981,12 +923,8 @@ bool deferred_install() {
   return true;
 }
 
-// The device is the CPU if `cuda_device` is -1.
-int64_t deferred_new(int64_t budget_bytes, int64_t cuda_device, int64_t measurements, const int64_t* failures,
-                     void (*describe)(const char*, const char*, int64_t*)) {
-  const auto device = cuda_device < 0 ? c10::Device(at::kCPU) : c10::Device(at::kCUDA, static_cast<c10::DeviceIndex>(cuda_device));
-  return reinterpret_cast<int64_t>(
-      new std::shared_ptr<Log>(std::make_shared<Log>(budget_bytes, device, measurements, failures, describe)));
+int64_t deferred_new(int64_t budget_bytes, void (*describe)(const char*, const char*, int64_t*)) {
+  return reinterpret_cast<int64_t>(new std::shared_ptr<Log>(std::make_shared<Log>(budget_bytes, describe)));
 }
 
 void deferred_drop(int64_t log) {
@@ -1013,8 +951,8 @@ void deferred_leave(int64_t log) {
   }
 }
 
-void deferred_open(int64_t log, int64_t count, void* const* storages, int64_t other_bytes, int64_t peak_bytes) {
-  of(log)->open(count, reinterpret_cast<StorageImpl* const*>(storages), other_bytes, peak_bytes);
+void deferred_open(int64_t log, int64_t count, void* const* storages, int64_t peak_bytes) {
+  of(log)->open(count, reinterpret_cast<StorageImpl* const*>(storages), peak_bytes);
 }
 
 void deferred_begin_step(int64_t log) {

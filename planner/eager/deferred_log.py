@@ -15,7 +15,6 @@ import torch
 from graphs.errors import first_line
 from planner.eager.operators import Operator
 from planner.eager.shared_context import SharedContext
-from planner.eager.sizes import takes_free_memory
 from planner.torch_private.core import TorchDispatchMode, make_subclass
 
 _LOGGER = logging.getLogger(__name__)
@@ -39,19 +38,16 @@ class Shared(ctypes.Structure):
     saved: int
     module: int
     known_bytes: int
-    room_bytes: int
-    unserved: int
     position: int
     peak_bytes: int
     ops: int
     kept_ops: int
     host_reads: int
     seconds: float
-    measured_seconds: float
     _fields_ = (
-        *((name, ctypes.c_int64) for name in ("open", "must_close", "in_step", "saved", "module", "known_bytes", "room_bytes")),
-        *((name, ctypes.c_int64) for name in ("unserved", "position", "peak_bytes", "ops", "kept_ops", "host_reads")),
-        *((name, ctypes.c_double) for name in ("seconds", "measured_seconds")),
+        *((name, ctypes.c_int64) for name in ("open", "must_close", "in_step", "saved", "module", "known_bytes")),
+        *((name, ctypes.c_int64) for name in ("position", "peak_bytes", "ops", "kept_ops", "host_reads")),
+        ("seconds", ctypes.c_double),
     )
 
 
@@ -90,33 +86,18 @@ class DeferredLog:
     Args:
         operator: returns the facts about an operator.
         budget_bytes: an op that does not fit into it closes the log.
-        device: where memory is counted.
-        measurements: number of executions of each signature that are left to the recorder, which measures them.
-        failures: the allocator's count of failures, by which an op is found that succeeds without memory for its workspace; None
-            if there is no count. With a count, ops whose library chooses its algorithm by the free memory get it in one block.
 
     Attributes:
         shared: the state that is read and set without a call.
     """
 
-    def __init__(
-        self,
-        operator: Callable[[object], Operator],
-        budget_bytes: int,
-        device: torch.device,
-        *,
-        measurements: int = 1,
-        failures: ctypes.c_int64 | None = None,
-    ) -> None:
+    def __init__(self, operator: Callable[[object], Operator], budget_bytes: int) -> None:
         library = _library()
         assert library is not None
         self._library = library
         self._operator = operator
         self._describe = _Describe(self._facts)  # kept alive as long as the log may call it
-        self._failures = failures  # likewise
-        index = device.index if device.type == "cuda" else -1
-        address = None if failures is None else ctypes.addressof(failures)
-        self._handle = library.deferred_new(budget_bytes, index, measurements, address, self._describe)
+        self._handle = library.deferred_new(budget_bytes, self._describe)
         weakref.finalize(self, library.deferred_drop, self._handle)
         self.shared = Shared.from_address(library.deferred_shared(self._handle))
 
@@ -138,11 +119,11 @@ class DeferredLog:
             finally:
                 self._library.deferred_leave(self._handle)
 
-    def open(self, storages: Iterable[torch.UntypedStorage], other_bytes: int, peak_bytes: int) -> None:
-        """Start to log ops, with these storages and `other_bytes` more in memory."""
+    def open(self, storages: Iterable[torch.UntypedStorage], peak_bytes: int) -> None:
+        """Start to log ops, with these storages in memory."""
         held = list(storages)
         addresses = (ctypes.c_void_p * len(held))(*[storage._cdata for storage in held])
-        self._library.deferred_open(self._handle, len(held), addresses, other_bytes, peak_bytes)
+        self._library.deferred_open(self._handle, len(held), addresses, peak_bytes)
 
     def begin_step(self) -> None:
         """Drop the ops of the last step, because autograd saves the first tensor of a new one."""
@@ -216,7 +197,6 @@ class DeferredLog:
             -1 if operator.statistics is None else operator.statistics,
             -1 if operator.training is None else operator.training,
             sum(1 << position for position, _ in operator.mutated),
-            self._failures is not None and takes_free_memory(op),
         )
         for i, value in enumerate(values):
             facts[i] = value
@@ -240,12 +220,12 @@ def _library() -> ctypes.CDLL | None:
     number, pointer = ctypes.c_int64, ctypes.c_void_p  # a log is passed as a number
     signatures: dict[str, tuple[Any, list[Any]]] = {
         "install": (ctypes.c_bool, []),
-        "new": (number, [number, number, number, pointer, _Describe]),
+        "new": (number, [number, _Describe]),
         "drop": (None, [number]),
         "shared": (pointer, [number]),
         "enter": (None, [number]),
         "leave": (None, [number]),
-        "open": (None, [number, number, pointer, number, number]),
+        "open": (None, [number, number, pointer, number]),
         "begin_step": (None, [number]),
         "fits": (ctypes.c_bool, [number, number]),
         "length": (number, [number]),

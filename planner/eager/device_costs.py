@@ -1,6 +1,5 @@
 """Time and memory of ops on a CUDA device, where ops return before they are done and libraries allocate workspaces."""
 
-import ctypes
 from collections.abc import Callable
 from functools import cache
 from time import perf_counter
@@ -13,20 +12,15 @@ from planner.capture.lowering.statics import allocated_bytes
 from planner.eager.sizes import KnownOp
 from planner.profiling.allocator import cuda_bytes
 from planner.runtime.libraries import warm_up_libraries
-from planner.torch_private.cuda import on_out_of_memory
+from planner.torch_private.cuda import on_out_of_memory, raw_alloc, raw_free
 
 _unserved: dict[int, int] = {}  # by device: bytes of the allocator's last failed request, until it is checked
-FAILURES = ctypes.c_int64(0)  # number of failed requests, on all devices of the process
-MEASUREMENTS = 2  # of each signature: in the first, kernels are loaded and libraries choose algorithms
+_MEASUREMENTS = 2  # of each signature: in the first, kernels are loaded and libraries choose algorithms
 
 
 @cache
 def _note_unserved() -> None:
-    def note(index: int, asked_bytes: int) -> None:
-        _unserved[index] = asked_bytes
-        FAILURES.value += 1
-
-    on_out_of_memory(note)
+    on_out_of_memory(_unserved.__setitem__)
 
 
 class DeviceCosts:
@@ -49,7 +43,7 @@ class DeviceCosts:
 
     def forget_failures(self) -> None:
         """Forget failed requests to the allocator before an op."""
-        _unserved.clear()
+        _unserved.pop(self._device.index, None)
 
     def find_block(self, size_bytes: int, evict_after: Callable[[Exception], bool]) -> None:
         """Evict until the allocator has a free block of `size_bytes`, or nothing is left to evict.
@@ -59,7 +53,8 @@ class DeviceCosts:
         """
         while True:
             try:
-                torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
+                with torch.cuda.device(self._device):  # a tensor would be filled under deterministic algorithms
+                    raw_free(raw_alloc(size_bytes, torch.cuda.current_stream()))
             except torch.OutOfMemoryError as error:
                 if not evict_after(error):
                     return
@@ -87,17 +82,13 @@ class DeviceCosts:
         Ops whose sizes depend on more than a signature are measured each time.
         """
         self.forget_failures()
-        if known.number and known.measurements == MEASUREMENTS:
+        if known.number and known.measurements == _MEASUREMENTS:
             return False
         known.measurements += 1
-        self.begin()
-        return True
-
-    def begin(self) -> None:
-        """Start to measure an op."""
         torch.cuda.synchronize(self._device)
         self._taken = self._taken_so_far()
         self._start = perf_counter()
+        return True
 
     def stop(self) -> tuple[float, int]:
         """Return the seconds of the op, and the bytes that it has allocated in total, which are at least its peak."""
@@ -108,8 +99,3 @@ class DeviceCosts:
     def _taken_so_far(self) -> int:
         # A counter that only increases: resetting a peak would change the user's statistics.
         return int(torch.cuda.memory_stats(self._device)["requested_bytes.all.allocated"])
-
-
-def costs_of(device: torch.device) -> DeviceCosts | None:
-    """Return the measurements for a device that runs ops asynchronously; None for the CPU."""
-    return DeviceCosts(device) if device.type == "cuda" else None

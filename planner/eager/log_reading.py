@@ -7,10 +7,9 @@ from typing import Any
 import torch
 
 from planner.eager.deferred_log import DeferredLog, UnreadOp
-from planner.eager.device_costs import FAILURES, MEASUREMENTS
 from planner.eager.recording import Recorder, generator_of, is_sized_by_data
 from planner.eager.saved_tensors import SavedTensor, unpack
-from planner.eager.sizes import data_dependent_bytes, takes_free_memory
+from planner.eager.sizes import data_dependent_bytes
 from planner.eager.storages import RecordedOp
 from planner.passes.draws import LOCK
 from planner.runtime.random_state import RandomState
@@ -25,23 +24,14 @@ class LogReader:
 
     Args:
         recorder: executes the ops that the log does not execute.
-        device: where memory is counted.
 
     Attributes:
         log: the log; the caller enters it with the recorder.
     """
 
-    def __init__(self, recorder: Recorder, device: torch.device) -> None:
-        memory, measured = recorder.memory, recorder.device_costs is not None
-        self.log = DeferredLog(
-            recorder.operator,
-            memory.budget_bytes,
-            device,
-            measurements=MEASUREMENTS if measured else 1,
-            failures=FAILURES if measured else None,
-        )
+    def __init__(self, recorder: Recorder) -> None:
+        self.log = DeferredLog(recorder.operator, recorder.memory.budget_bytes)
         self._recorder = recorder
-        self._other_bytes = memory.live_bytes - sum(storage.size_bytes for storage in memory.resident.values())
         self._unread: UnreadOp | None = None  # the op of the log that is being recorded
         self._draws: dict[int, tuple[torch.Generator, RandomState]] = {}  # of ops in the log, by position
         self._most_draws = _FEW_DRAWS
@@ -82,11 +72,7 @@ class LogReader:
         """Execute an op that the log has left to Python, or record an op that is read from the log."""
         if self._unread is not None:
             return self._record(op, self._unread)
-        shared, costs = self.log.shared, self._recorder.device_costs
-        if costs is not None and shared.unserved:
-            shared.unserved = 0
-            costs.check_memory(op.function)
-        if shared.open:
+        if self.log.shared.open:
             return self._run(op)
         outputs = self._recorder.run(op)
         self._may_open()
@@ -102,27 +88,19 @@ class LogReader:
             return False
         recorder.forget()
         storages = (storage.watch() for storage in memory.resident.values() if storage.watch is not None)
-        self.log.open((held for held in storages if held is not None), self._other_bytes, memory.peak_bytes)
+        self.log.open((held for held in storages if held is not None), memory.peak_bytes)
         return True
 
     def _run(self, op: RecordedOp) -> Any:
         """Execute an op that the log leaves to Python; if it does not fit, read the log first."""
         recorder, log = self._recorder, self.log
-        operator, args, kwargs, shared, costs = op.operator, op.args, op.kwargs, log.shared, recorder.device_costs
-        measured_bytes = None  # bytes of the outputs, if the op is to be measured
+        operator, args, kwargs, shared = op.operator, op.args, op.kwargs, log.shared
         if not shared.must_close and shared.known_bytes < 0:
             if is_sized_by_data(operator, args):
                 shared.must_close = not log.fits(data_dependent_bytes(operator.name, args))
             else:
-                out_bytes = recorder.sizes.out_bytes(operator.function, args, kwargs)
-                room_bytes = shared.room_bytes or recorder.sizes.guessed_bytes(operator.function, args, kwargs, out_bytes)
-                shared.must_close = not log.fits(out_bytes + room_bytes)
-                if costs is None:
-                    shared.known_bytes = out_bytes
-                else:
-                    measured_bytes = out_bytes
-                    if takes_free_memory(operator.function) and not shared.must_close:
-                        costs.find_block(out_bytes + room_bytes, self._must_close)
+                shared.known_bytes = recorder.sizes.out_bytes(operator.function, args, kwargs)
+                shared.must_close = not log.fits(shared.known_bytes + recorder.sizes.guessed_bytes(operator.function, args))
         if shared.must_close:
             self._read()
             return recorder.run(op)
@@ -130,10 +108,6 @@ class LogReader:
             if operator.random:
                 generator = generator_of(args, kwargs)
                 op.draws = generator, RandomState.of(generator)
-            if costs is not None:
-                costs.forget_failures()
-                if measured_bytes is not None:
-                    costs.begin()
             try:
                 outputs = operator.call(*args, **kwargs)
             except Exception as error:  # noqa: BLE001  the recorder raises it again unless the allocator ran out of memory
@@ -142,20 +116,11 @@ class LogReader:
                     state.restore(generator)
                 self._read()
                 return recorder.run(op, error)
-            if costs is not None:
-                costs.check_memory(op.function)
-                if measured_bytes is not None:
-                    shared.measured_seconds, taken_bytes = costs.stop()
-                    shared.known_bytes, shared.room_bytes = measured_bytes, max(0, taken_bytes - measured_bytes)
         if op.draws is not None:
             self._draws[shared.position] = op.draws
             if len(self._draws) > self._most_draws:
                 self._forget_draws()
         return outputs
-
-    def _must_close(self, _: Exception) -> bool:
-        self.log.shared.must_close = 1
-        return False
 
     def _read(self) -> None:
         """Record the ops in the log, and close it: the recorder sees further ops itself."""

@@ -17,7 +17,7 @@ from graphs.io.formats import write_graph
 from graphs.units import format_bytes, format_enough, format_seconds
 from planner.budgets import budget_in_bytes, is_auto, is_share, read_budget
 from planner.eager.deferred_log import DeferredLog
-from planner.eager.device_costs import costs_of
+from planner.eager.device_costs import DeviceCosts
 from planner.eager.enough import enough_bytes
 from planner.eager.following import StepFollower
 from planner.eager.log_reading import LogReader
@@ -52,7 +52,6 @@ def rematerialize(
     device: torch.device | str | None = None,
     max_recomputation: float = 10.0,
     memory: str | None = None,
-    log: bool | None = None,
 ) -> "Rematerialization":
     """Return a context manager in which tensors that autograd saves are evicted and recomputed to stay within `budget`.
 
@@ -75,8 +74,6 @@ def rematerialize(
         memory: what the budget counts, as in ``planner.compile``: on CUDA what PyTorch's allocator reserves, and the allocator
             is capped inside the block. With ``"device"`` CUDA's context is part of the budget; ``"allocated"``, the default on
             the CPU, counts tensors only.
-        log: use a log in C++, which has less overhead for each op, while all steps so far took at most 90% of the budget. By
-            default on the CPU only, because it has not been run on a GPU.
 
     Raises:
         BudgetError: the budget cannot be read, or is a share of a peak that is not known.
@@ -98,35 +95,20 @@ def rematerialize(
                 "give an amount such as '8GB', or 'auto' for the free memory of the device"
             )
         budget = budget_in_bytes(budget, 0)
-    return Rematerialization(
-        budget,
-        heuristic=heuristic,
-        device=device,
-        max_recomputation=max_recomputation,
-        counted=counted,
-        logs=device.type == "cpu" if log is None else log,
-    )
+    return Rematerialization(budget, heuristic=heuristic, device=device, max_recomputation=max_recomputation, counted=counted)
 
 
 class Rematerialization:
     """A block within a memory budget, and its statistics; ``str`` returns them as text."""
 
     def __init__(
-        self,
-        budget: str | int,
-        *,
-        heuristic: str,
-        device: torch.device,
-        max_recomputation: float,
-        counted: CountedMemory,
-        logs: bool,
+        self, budget: str | int, *, heuristic: str, device: torch.device, max_recomputation: float, counted: CountedMemory
     ) -> None:
         self._budget = budget
         self._heuristic = heuristic
         self._max_recomputation = max_recomputation
         self._device = device
         self._counted = counted
-        self._logs = logs
         self._recorder: Recorder | None = None
         self._reader: LogReader | None = None
         self._block = ExitStack()
@@ -148,14 +130,15 @@ class Rematerialization:
             if memory.find(storage_address(tensor)) is None:
                 memory.add(tensor)
         del tensors
-        costs = costs_of(self._device)
-        if costs is not None:
+        costs = None
+        if self._device.type == "cuda":
+            costs = DeviceCosts(self._device)
             memory.live_bytes = max(memory.live_bytes, costs.in_use_bytes())  # including memory that Python does not know of
         memory.make_room(0, "entering the block")
         recomputation = Recomputation(memory, self._max_recomputation, costs)
         follower = StepFollower(StepPlans(memory.budget_bytes), memory)
         self._recorder = recorder = Recorder(memory, sizes, recomputation, follower, costs)
-        self._reader = reader = LogReader(recorder, self._device) if self._logs and DeferredLog.available() else None
+        self._reader = reader = LogReader(recorder) if costs is None and DeferredLog.available() else None
         memory.on_release = follower.released
         memory.evict_planned = follower.evict_one
         with ExitStack() as block:

@@ -82,6 +82,8 @@ class Steering:
         pool_bytes: all that the pool reserves: the slab, small segments, and segments of requests that found no hole.
         before: actions before steps of the schedule. What is held at the end of the last is to be released.
         missed: buffers that get another address than planned.
+        grows: a step takes large segments besides the slab. In another step these would be free from the beginning, so that it
+            would get other addresses: it needs a new pool.
     """
 
     slab_bytes: int
@@ -89,6 +91,7 @@ class Steering:
     pool_bytes: int
     before: Mapping[int, Sequence[Action]]
     missed: frozenset[int]
+    grows: bool
 
     @property
     def outside_bytes(self) -> int:
@@ -154,7 +157,9 @@ class _ModelledStep:
                     self._request(index)
                 else:
                     self.allocator.free(self.blocks.pop(index))
-        return Steering(self.slab_bytes, self.holes, self.allocator.pool_bytes(_POOL), before, frozenset(self.missed))
+        grows = any(not segment.small and segment is not self.slab for segment in self.allocator)
+        pool_bytes = self.allocator.pool_bytes(_POOL)
+        return Steering(self.slab_bytes, self.holes, pool_bytes, before, frozenset(self.missed), grows)
 
     def _steps(self) -> Iterator[tuple[int, list[int], _Requests]]:
         """Yield steps of the schedule with the buffers that are freed before their op, and what it requests and frees itself."""

@@ -89,14 +89,6 @@ class SharedPool:
             self.pool, self.stream = pool, stream
         return self.pool
 
-    @property
-    def reserved_bytes(self) -> int:
-        """Bytes of all segments of the pool."""
-        if self.pool is None:
-            return 0
-        segments = torch.cuda.memory_snapshot(self.pool.id)
-        return sum(segment["total_size"] for segment in segments)
-
 
 class DeviceArena:
     """The arena of one executor on a CUDA device.
@@ -122,6 +114,7 @@ class DeviceArena:
         self._held: Sequence[Any] = ()  # gradients that others hold too are copied by autograd
         self._running: _Begun | None = None
         self._outside_bytes: int | None = None
+        self._was_lost = False  # the step that has these bytes
         shared.add(self)
 
     @property
@@ -131,7 +124,7 @@ class DeviceArena:
 
     @property
     def outside_bytes(self) -> int:
-        """The bytes of the other segments of the pool: predicted until a step was run, then of the first or a lost one."""
+        """The bytes of the other segments of the pool: predicted until a step was run, then those of a step."""
         return self.steering.outside_bytes if self._outside_bytes is None else self._outside_bytes
 
     @property
@@ -157,6 +150,8 @@ class DeviceArena:
         begun = self._shared.begin(self.steering.slab_bytes)
         if begun is None:
             self._note_missed()
+        elif self.steering.grows:
+            self._shared.drop()
         loss, extras, alive = self._run(begun, lambda: code.forward(static))
         if begun is not None:
             self._shared.left += _placed((loss, *extras))
@@ -174,8 +169,8 @@ class DeviceArena:
             begun.end()
             begun.is_over = True
             self._shared.left += _placed(gradients)
-            if self._outside_bytes is None or begun.is_lost:
-                self._outside_bytes = self._shared.reserved_bytes - self._shared.slab_bytes
+            if self._outside_bytes is None or begun.is_lost or self._was_lost:
+                self._outside_bytes, self._was_lost = begun.outside_bytes, begun.is_lost
             if begun.is_lost:
                 self._note_lost()
         if self._accumulate:
@@ -206,7 +201,6 @@ class DeviceArena:
 
     def _note_lost(self) -> None:
         self.lost += 1
-        self._shared.drop()
         if self.lost == 1:
             _LOG.warning(
                 "an op has asked for other memory than when it was measured: the step has left the addresses of its arena, and "
@@ -246,20 +240,28 @@ class _Begun:
 
     def __init__(self, shared: SharedPool, pool: torch.cuda.MemPool, slab_bytes: int) -> None:
         self.is_over = self.is_lost = self.is_retained = False
-        self._pool, self._device = pool, shared.device
-        self._slab_address = shared.slab_address
+        self._shared, self._pool, self._device = shared, pool, shared.device
+        self._slab_bytes, self._slab_address = shared.slab_bytes, shared.slab_address
         self._stream = torch.cuda.current_stream(shared.device)
         self._holds: list[int] = []
         self._held: set[int] = set()
         with self.inside():
             if shared.slab_bytes > slab_bytes:
                 first = raw_alloc(slab_bytes, self._stream)
+                self._held.add(first)  # in case there is no memory for the next one
                 self._held.add(raw_alloc(shared.slab_bytes - slab_bytes, self._stream))
+                self._held.remove(first)
                 raw_free(first)
 
     def inside(self) -> AbstractContextManager[None]:
         """Return the context in which allocations of this thread come from the pool."""
         return _allocating_in(self._pool, self._device)
+
+    @property
+    def outside_bytes(self) -> int:
+        """Bytes of all segments of its pool but the slab."""
+        segments = torch.cuda.memory_snapshot(self._pool.id)
+        return sum(int(segment["total_size"]) for segment in segments) - self._slab_bytes
 
     def act(self, actions: Sequence[Action]) -> None:
         """Hold and release memory as planned."""
@@ -271,6 +273,7 @@ class _Begun:
                 if action.offset is not None and address != self._slab_address + action.offset:
                     self.is_lost = True
                     self.end()
+                    self._shared.drop()  # also if no backward pass follows
                     return
             else:
                 address = self._holds[action.number]

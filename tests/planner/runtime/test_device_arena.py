@@ -7,9 +7,11 @@ import torch
 from torch import nn
 
 import planner
-from graphs.allocators.steering import is_placed
+from graphs.allocators.caching import DEFAULT_POOL
+from graphs.allocators.steering import is_placed, steer
 from planner.capture.trace import capture
 from planner.models import Workload
+from planner.reserved import requests_of
 from planner.runtime.device_arena import DeviceArena, SharedPool
 from planner.runtime.executor import Executor
 from planner.runtime.measure import loss_of
@@ -173,30 +175,79 @@ def test_a_step_that_fails_leaves_nothing_held(monkeypatch: pytest.MonkeyPatch) 
         assert_as_eager(step, executor)
 
 
+def asking_once(executor: Executor, arena: DeviceArena, patch: pytest.MonkeyPatch) -> tuple[DeviceArena, list[torch.Tensor]]:
+    """Have the first op of `executor` in the slab ask for memory that takes the place of what it is to get."""
+    make, unexpected = DeviceArena.make_holes, list[torch.Tensor]()
+
+    def asking(self: DeviceArena, number: int) -> None:
+        make(self, number)
+        if not patched:
+            patched.append(True)
+            unexpected.append(torch.empty(2**20 + 1, dtype=torch.uint8, device="cuda"))
+
+    patched: list[bool] = []
+    patch.setattr(DeviceArena, "make_holes", asking)
+    executor.use_arena(arena._shared)
+    assert isinstance(executor.arena, DeviceArena)
+    return executor.arena, unexpected
+
+
 def test_a_step_whose_op_asks_for_other_memory_leaves_its_addresses_and_the_next_one_has_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with cuda_device() as cuda, lines_of("planner.runtime.device_arena") as lines:
         step = on_device(workload())
         executor, arena = in_arena(step, 0)
-        make, unexpected = DeviceArena.make_holes, []
-
-        def asking(self: DeviceArena, number: int) -> None:
-            make(self, number)
-            if not unexpected:  # it takes the place of what the op is to get
-                unexpected.append(torch.empty(2**20 + 1, dtype=torch.uint8, device="cuda"))
-
-        monkeypatch.setattr(DeviceArena, "make_holes", asking)
-        executor.use_arena(arena._shared)
-        arena = executor.arena
-        assert isinstance(arena, DeviceArena)
+        arena, unexpected = asking_once(executor, arena, monkeypatch)
         assert_as_eager(step, executor)
         assert arena.lost == 1 and ["other memory than when it was measured" in line for line in lines] == [True]
-        assert arena.outside_bytes > arena.steering.outside_bytes and not cuda.memories[0].raw
+        assert arena.outside_bytes >= arena.steering.outside_bytes and not cuda.memories[0].raw
+        unexpected.clear()
         for parameter in step.model.parameters():
             parameter.grad = None
         assert_as_eager(step, executor, 2)
         assert arena.lost == 1 and large_segments(cuda, arena) == [arena.size_bytes]
+        assert arena.outside_bytes == arena.steering.outside_bytes
+
+
+@pytest.mark.parametrize("retained", [False, True])
+def test_a_step_that_has_left_its_addresses_gives_its_pool_back_without_an_ordinary_backward_pass(
+    monkeypatch: pytest.MonkeyPatch, *, retained: bool
+) -> None:
+    with cuda_device() as cuda:
+        step = on_device(workload())
+        executor, arena = in_arena(step, 0)
+        arena, unexpected = asking_once(executor, arena, monkeypatch)
+        loss = loss_of(executor(*step.batch))
+        unexpected.clear()
+        if retained:
+            loss.backward(retain_graph=True)
+            loss.backward()
+        del loss
+        for parameter in step.model.parameters():
+            parameter.grad = None
+        torch.cuda.empty_cache()
+        assert_as_eager(step, executor, 2)
+        assert arena.lost == arena.missed == 0 and large_segments(cuda, arena) == [arena.size_bytes]
+
+
+def test_a_step_that_takes_further_large_segments_has_a_new_pool() -> None:
+    with cuda_device() as cuda:
+        step = on_device(workload())
+        executor, arena = in_arena(step, 0)
+        steering = steer(requests_of(executor.graph, executor.schedule), {}, 0)  # without holes, in the smallest slab
+        assert steering.grows and not arena.steering.grows
+        monkeypatch = pytest.MonkeyPatch()
+        monkeypatch.setattr("planner.runtime.executor.arena_of", lambda *_: steering)
+        executor.use_arena(arena._shared)
+        monkeypatch.undo()
+        arena = executor.arena  # type: ignore[assignment]
+        assert_as_eager(step, executor, 3)
+        assert arena.lost == arena.missed == 0 and arena.outside_bytes == steering.outside_bytes
+        for parameter in step.model.parameters():
+            parameter.grad = None
+        torch.cuda.empty_cache()
+        assert not [s for s in cuda.memories[0].allocator if s.pool != DEFAULT_POOL and not s.small]
 
 
 def test_a_compiled_step_reserves_what_its_plan_says() -> None:

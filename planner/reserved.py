@@ -42,7 +42,7 @@ _GENERATOR_BYTES = (8, 8)
 # _parseChosenWorkspaceSize of aten/src/ATen/cuda/CUDABlas.cpp, for cuBLASLt.
 _BIASED_WORKSPACE_BYTES = 2**20
 _HOPPER = ("gh200", "h200", "h100")
-_PRODUCT = re.compile(r"(mm|mv|dot|matmul|linear|linalg\w*|rnn\w*|cdist\w*)\b")  # ends of names, as of addmm and baddbmm
+_PRODUCT = re.compile(r"(mm|mv|dot|matmul|linear|linalg\w*|rnn\w*|cdist\w*|[bm]m_(dtype|activation))\b")  # ends of names
 
 
 def on_cuda(graph: Graph) -> bool:

@@ -23,7 +23,7 @@ from planner.runtime.code import Code, check_runnable, compile_schedule
 from planner.runtime.device_arena import DeviceArena, SharedPool
 from planner.runtime.devices import Devices
 from planner.runtime.earlier_gradients import EarlierGradients
-from planner.runtime.libraries import warm_up_libraries
+from planner.runtime.libraries import library_users, warm_up_libraries
 from planner.runtime.out_of_memory import PlannedMemory, StateNotMade
 from planner.runtime.undo import undoing
 from planner.runtime.unseen_writes import UnseenWrites
@@ -80,6 +80,7 @@ class Executor:
         self._step = TrainingStep(model, loss_fn)
         self.device = device = next(self._step.parameters()).device
         if uses_libraries(self.graph):
+            library_users.add(self)
             warm_up_libraries(device)  # before the first step, as predictions of reserved memory say
         self.devices = Devices(capture.graph, device, channels)
         self.arena: Arena | DeviceArena | None = None

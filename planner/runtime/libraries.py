@@ -5,6 +5,7 @@ runs in the caller's thread and a backward pass in autograd's, so that the first
 """
 
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +14,8 @@ import torch.nn.functional as F
 # workspaces.
 _of_a_pass: dict[torch.device, tuple[int, int]] = {}
 _of_both: dict[torch.device, int] = {}
+# Planned steps that multiply matrices. If their workspaces were freed, the next product would allocate new ones in the arena.
+library_users: WeakSet[Any] = WeakSet()
 
 
 def warm_up_libraries(device: torch.device) -> int:

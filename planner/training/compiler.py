@@ -25,13 +25,13 @@ from planner.plans.plan import Plan
 from planner.plans.summary import check_same_graph, summarize
 from planner.progress import Stage, Stages
 from planner.progress.describe import plan_line
-from planner.reserved import memory_of, uses_libraries
+from planner.reserved import memory_of
 from planner.runtime.arena import SharedSlab
 from planner.runtime.channels import HostChannels
 from planner.runtime.device_arena import SharedPool
 from planner.runtime.executor import Executor
 from planner.runtime.graphed_step import FunctionRecorder, record, recordable
-from planner.runtime.libraries import warm_up_libraries, workspaces
+from planner.runtime.libraries import library_users, warm_up_libraries, workspaces
 from planner.runtime.out_of_memory import reporting
 from planner.runtime.pool_memory import measured_peak
 from planner.runtime.release import large_blocks_returned, release_unused
@@ -279,7 +279,7 @@ class Compiler:
                     allowed=bool(plan.differs),
                     lossy=plan.gradient_error is not None,
                 )
-        if executor.device.type == "cuda" and not uses_libraries(captured.graph):
+        if executor.device.type == "cuda" and not library_users:
             clear_cublas_workspaces()  # which measuring eager PyTorch has allocated
         release_unused(executor.device)
         plan = replace(plan, eager=eager)
@@ -304,6 +304,6 @@ class Compiler:
             return executor, measured_peak(captured, executor, step, batch).peak_bytes
         recorder = self.recorder()
         record(captured, executor, step, batch, recorder)
-        if uses_libraries(captured.graph):
+        if library_users:  # which recording has left without workspaces
             warm_up_libraries(executor.device)  # into segments of their own, as nothing is cached now
         return executor, captured.graph.static_bytes + recorder.held_bytes()

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -14,6 +15,7 @@ from torch._ops import (
     OpOverload,  # the target of nodes
     OpOverloadPacket,  # to go over all operators
 )
+from torch._subclasses.fake_impls import op_implementations_checks  # which ops have rules of their own on fake tensors
 from torch._subclasses.fake_tensor import (
     FakeTensor,  # tells captured values from real ones
     FakeTensorMode,  # shapes without memory
@@ -102,6 +104,24 @@ detect_is_causal_mask = transformer._detect_is_causal_mask
 def clear_cublas_workspaces() -> None:
     """Free cuBLAS's workspaces, so that new ones lie in the pool of a CUDA graph. Builds without CUDA have no such function."""
     torch._C._cuda_clearCublasWorkspaces()
+
+
+# Ops with rules of their own on fake tensors only for arguments that name a device, or for masks.
+_LIKE = ("empty_like", "full_like", "ones_like", "zeros_like", "new_empty", "new_full", "new_ones", "new_zeros")
+_ON_META = {"aten.index.Tensor", *(f"aten.{name}.default" for name in _LIKE)}
+
+
+@cache
+def has_meta_kernel(op: object) -> bool:
+    """Return whether the outputs of an operator have the sizes on meta tensors that they have on fake ones."""
+    if not isinstance(op, OpOverload):
+        return False
+    if str(op) in _ON_META:
+        return True
+    # oneDNN's ops choose layouts, which take other bytes, by the device.
+    if "mkldnn" in op.name() or any(has_rule(op) for has_rule, _ in op_implementations_checks):
+        return False
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "Meta"))
 
 
 @contextmanager

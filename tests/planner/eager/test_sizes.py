@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from planner.eager.sizes import OutputSizes, lstm_workspace_bytes
+from planner.eager.sizes import OutputSizes, lstm_workspace_bytes, tensors_in
 
 _exp = torch.ops.aten.exp.default
 
@@ -38,3 +38,56 @@ def test_the_guess_of_what_an_lstm_keeps_is_near_it(sizes: tuple[int, int, int, 
     flags = (False, [], 2, hidden, 1, True, False, False, True)
     *_, workspace = torch.ops.aten.mkldnn_rnn_layer(torch.zeros(steps, batch, inputs), *weights, state, state, *flags)
     assert 0.5 < workspace.nbytes / lstm_workspace_bytes(*sizes) < 2
+
+
+def ops(device: str) -> list[tuple[object, tuple[object, ...], dict[str, object]]]:
+    """Ops with their arguments, whose sizes meta tensors know, and others."""
+    aten, x, y = torch.ops.aten, torch.ones(6, 8, 10, device=device), torch.ones(10, 7, device=device)
+    image, weight = torch.ones(2, 4, 9, 9, device=device), torch.ones(6, 4, 3, 3, device=device)
+    rows = torch.tensor([0, 2, 2], device=device)
+    return [
+        (aten.relu.default, (x,), {}),
+        (aten.add.Tensor, (x, x[0]), {}),
+        (aten.mm.default, (x[0], y), {}),
+        (aten.cat.default, ([x, x, x[:2]],), {}),
+        (aten.index.Tensor, (x, [rows]), {}),
+        (aten.new_zeros.default, (x, [3, 5]), {}),
+        (aten.empty_like.default, (x,), {"dtype": torch.float64}),
+        (aten.sum.dim_IntList, (x, [1]), {}),
+        (aten.view.default, (x, [48, 10]), {}),
+        (aten.add_.Tensor, (x, 1.0), {}),
+        (aten.native_dropout.default, (x, 0.5, True), {}),
+        (aten.convolution.default, (image, weight, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1), {}),
+        (aten.native_layer_norm.default, (x, [10], None, None, 1e-5), {}),
+        (aten._to_copy.default, (x,), {"dtype": torch.bfloat16}),
+        (aten.max.dim, (x, 1), {}),
+    ]
+
+
+@pytest.mark.parametrize("number", range(len(ops("cpu"))))
+def test_sizes_are_those_of_the_op(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By meta tensors where they can, which says what fake tensors say."""
+    function, args, kwargs = ops("cpu")[number]
+    sizes = OutputSizes(torch.device("cpu"))
+    found = sizes.out_bytes(function, args, kwargs)  # type: ignore[arg-type]
+    there = {t.untyped_storage()._cdata for t in tensors_in(args)}
+    outputs = {t.untyped_storage()._cdata: t for t in tensors_in(function(*args, **kwargs))}  # type: ignore[operator]
+    assert found == sum(t.untyped_storage().nbytes() for address, t in outputs.items() if address not in there)
+    monkeypatch.setattr("planner.eager.sizes.has_meta_kernel", lambda _: False)
+    assert found == OutputSizes(torch.device("cpu")).out_bytes(function, args, kwargs)  # type: ignore[arg-type]
+
+
+def test_an_argument_that_names_a_device_makes_nothing_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    empty = torch.empty_strided
+
+    def noting(*args: object, **kwargs: object) -> torch.Tensor:
+        made.append(str(kwargs["device"]))
+        return empty(*args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(torch, "empty_strided", noting)
+    sizes = OutputSizes(torch.device("cpu"))
+    x = torch.ones(4, 4)
+    assert sizes.out_bytes(torch.ops.aten.new_zeros.default, (x, [5]), {"device": torch.device("cpu")}) == 20
+    assert sizes.out_bytes(torch.ops.aten.new_zeros.default, (x, [5]), {}) == 20
+    assert made[0] == "cpu" and set(made[1:]) == {"meta"}  # the first on fake tensors

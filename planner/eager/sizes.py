@@ -98,7 +98,7 @@ class OutputSizes:
     def out_bytes(self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> int:
         """Return the bytes that an op will allocate for its outputs, by executing it without memory; 0 if that fails.
 
-        Meta tensors are tried first: fake tensors, which know more ops and devices, take a hundred times as long.
+        Meta tensors are tried first: fake tensors know more ops and devices, but take several times as long.
         """
         with disable_current_modes():
             found = None

@@ -1,7 +1,7 @@
 """Bytes that an op will allocate for its outputs, known before it runs: computed once for each signature."""
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -109,12 +109,11 @@ class OutputSizes:
                 found = self._made_bytes(self._fake, function, args, kwargs, None)
             return found or 0
 
-    def _are_of_device(self, values: Iterable[object]) -> bool:
+    def _are_of_device(self, values: Sequence[object]) -> bool:
         """Return True if there are tensors among the arguments of an op, all on the budget's device, and no device."""
         if any(isinstance(value, torch.device) for value in values):
             return False
-        devices = {tensor.device for tensor in tensors_in(list(values))}
-        return devices == {self._device}
+        return {tensor.device for tensor in tensors_in(values)} == {self._device}
 
     def _made_bytes(
         self,
@@ -144,9 +143,9 @@ class OutputSizes:
         there = {value.untyped_storage()._cdata for value in copies.values()}
         made = {value.untyped_storage()._cdata: value for value in tensors_in(outputs) if value.layout is torch.strided}
         new = [value for address, value in made.items() if address not in there]
-        if device is not None:
-            return sum(self.counted_bytes(value.untyped_storage().nbytes(), self._device) for value in new)
-        return sum(self.counted_bytes(value.untyped_storage().nbytes(), value.device) for value in new)
+        # A tensor on `device` stands for one on the budget's.
+        sizes = ((value.untyped_storage().nbytes(), value.device if device is None else self._device) for value in new)
+        return sum(self.counted_bytes(size_bytes, of) for size_bytes, of in sizes)
 
     def counted_bytes(self, size_bytes: int, device: torch.device) -> int:
         """Return the bytes that the allocator takes for a storage of `size_bytes`; 0 if `device` is not the budget's."""

@@ -4,14 +4,19 @@ import ctypes
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import nullcontext
 from typing import Any
+from unittest.mock import patch
 
+from torch._inductor import codecache
 from torch._inductor.codecache import CppCodeCache  # compiles, and keeps what it has compiled on disk
+from torch._inductor.cpu_vec_isa import invalid_vec_isa
 from torch._inductor.exc import CppCompileError, InvalidCxxCompiler  # raised if the source or the compiler fails
 from torch.utils.cpp_extension import library_paths
 
-# Releases of PyTorch that have it try the vector instructions of the machine otherwise, which takes as long as a library.
-_NO_VECTORS = {"needs_vec_isa": False} if "needs_vec_isa" in inspect.signature(CppCodeCache.load_async).parameters else {}
+# Without this, CppCodeCache tests the vector instructions of the machine in each process, in subprocesses that import torch.
+_HAS_NEEDS = "needs_vec_isa" in inspect.signature(CppCodeCache.load_async).parameters
+_NO_VECTORS = {"needs_vec_isa": False} if _HAS_NEEDS else {}
 
 
 def load_cpp(
@@ -40,7 +45,8 @@ def load_cpp(
 
     names = ("c10", *libraries)
     linked = (*(f"-L{path}" for path in library_paths()), *(f"-l{name}" for name in names))
-    library = CppCodeCache.load(source, extra_flags=("-Wl,--no-as-needed", *linked), submit_fn=announce, **_NO_VECTORS)
+    with nullcontext() if _HAS_NEEDS else patch.object(codecache, "pick_vec_isa", lambda: invalid_vec_isa):
+        library = CppCodeCache.load(source, extra_flags=("-Wl,--no-as-needed", *linked), submit_fn=announce, **_NO_VECTORS)
     assert isinstance(library, ctypes.CDLL)
     for name, (returned, given) in functions.items():
         function = getattr(library, f"{prefix}_{name}")

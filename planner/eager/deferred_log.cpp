@@ -11,6 +11,9 @@
 //
 // Tensors that autograd saves meanwhile stay in memory, each in a `LoggedTensor`. The recorder replaces it by its own handle when
 // it reads the log.
+//
+// On a CUDA device, the recorder executes the first ops of each signature and measures their times and workspaces. Autograd may
+// run a thread for the device beside the one for the CPU, with the same log.
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -20,6 +23,8 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/stack.h>
+#include <c10/core/Allocator.h>
+#include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/PyInterpreter.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
@@ -36,6 +41,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <shared_mutex>
 #include <string>
 #include <unordered_map>
 #include <utility>
@@ -56,6 +62,7 @@ constexpr size_t kFewOps = 64; // kept when a step begins: autograd saves no ten
 constexpr size_t kMostOps = 1 << 15; // a longer log would take too much memory itself
 constexpr int64_t kMostWrites = 900; // less than the recorder's longest chain
 constexpr size_t kMostSignatures = 1 << 15;
+constexpr int64_t kBlockBytes = 512; // of CUDA's allocator
 
 // How an operator is executed.
 enum Way : int64_t {
@@ -71,10 +78,20 @@ struct Operator {
   int64_t repeatable = 0, returns_nothing_new = 0, reads_to_host = 0;
   int64_t statistics = -1, training = -1;
   int64_t mutated = 0; // a bit for each argument
+  int64_t needs_block = 0; // its library uses another algorithm if it gets no workspace
+};
+
+// The facts about ops of one signature.
+struct Known {
+  int64_t made_bytes = 0; // of the outputs
+  int64_t room_bytes = 0; // the most that an execution has taken in addition, if it was measured
+  double seconds = -1; // the shortest measured time; -1 if each execution is timed here
+  int64_t measurements = 0;
 };
 
 struct Storage {
   c10::weak_intrusive_ptr<StorageImpl> weak;
+  c10::Device device;
   int64_t size_bytes;
   bool made; // by an op of the log that can be executed again
   bool read = false; // in its current version
@@ -105,6 +122,7 @@ struct Op {
   c10::OperatorHandle handle;
   size_t arguments, inputs, outputs, end; // where each begins, and where the outputs end
   int64_t module;
+  int64_t taken_bytes; // as measured: outputs and what it takes in addition; 0 if it was not measured
   double seconds;
   bool grad_enabled, counted, kept, reads_to_host;
 };
@@ -127,12 +145,26 @@ struct Shared {
   int64_t in_step = 0; // autograd has saved a tensor
   int64_t saved = 0; // number of tensors that autograd has saved here
   int64_t module = 0; // the number of the module that is running
-  int64_t known_bytes = -1; // bytes of the outputs of the op that the recorder executes; -1 if unknown
   int64_t position = 0; // number of ops that were logged so far, in all steps
   int64_t peak_bytes = 0;
   int64_t ops = 0, kept_ops = 0, host_reads = 0;
   double seconds = 0;
 };
+
+// What the log and the recorder tell each other about an op, in the thread of the op.
+struct Call {
+  int64_t noted = 0; // the log has noted the arguments, and logs the op when the recorder has executed it
+  int64_t stays_open = 0; // the recorder has executed the op, and the log does not close before it is logged
+  int64_t known_bytes = -1; // of the outputs; -1 if unknown, or if the op is to be measured
+  int64_t room_bytes = -1; // that it takes in addition, as measured before; -1 if unknown
+  int64_t taken_bytes = -1; // that it has taken, as measured now; -1 if it was not measured
+  int64_t unserved = 0; // the op has succeeded although the allocator had no memory for a workspace
+  double seconds = -1; // as measured now
+};
+thread_local Call call;
+
+// The number of requests of this thread that the allocator had no memory for, by index of the device.
+thread_local std::unordered_map<int64_t, int64_t> failures;
 
 // Returns whether a value is a tensor whose memory counts. A Python number wrapped in a tensor counts as a number.
 bool has_memory(const IValue& value) {
@@ -155,11 +187,6 @@ void each_tensor(const IValue& value, Visit visit) { // with its position in a l
       ++element;
     }
   }
-}
-
-// Returns the bytes that the budget counts of a storage.
-int64_t bytes_of(const StorageImpl& storage) {
-  return storage.device_type() == at::kCPU ? static_cast<int64_t>(storage.nbytes()) : 0;
 }
 
 bool is_plain(const at::Tensor& tensor) {
@@ -244,8 +271,9 @@ struct LoggedTensor;
 
 class Log : public c10::DebugInfoBase {
  public:
-  Log(int64_t budget_bytes, void (*describe)(const char*, const char*, int64_t*))
-      : budget_bytes_(budget_bytes), describe_(describe) {}
+  // `measurements`: the number of executions of each signature that the recorder measures.
+  Log(int64_t budget_bytes, c10::Device device, int64_t measurements, void (*describe)(const char*, const char*, int64_t*))
+      : budget_bytes_(budget_bytes), device_(device), measurements_(measurements), describe_(describe) {}
 
   Shared shared;
   std::list<LoggedTensor*> saved; // in order; guarded by Python's global interpreter lock
@@ -281,44 +309,68 @@ class Log : public c10::DebugInfoBase {
 
   // Executes an op and logs it, or lets the recorder do so.
   void execute(const c10::OperatorHandle& handle, const Operator& facts, c10::DispatchKeySet below, Stack* stack) {
+    call = Call();
+    std::shared_lock<std::shared_mutex> until_logged(unlogged_);
+    if (!shared.open) { // another thread has closed it meanwhile
+      until_logged.unlock();
+      return by_recorder(handle, stack);
+    }
     Draft draft;
     const auto begin = stack->size() - handle.schema().arguments().size();
     draft.arguments.append(stack->begin() + static_cast<int64_t>(begin), stack->end());
     std::optional<Key> new_key;
-    int64_t* known_bytes = nullptr; // of the outputs
-    if (!prepare(draft, facts, new_key, known_bytes)) {
-      return close_and_execute(handle, stack);
-    }
+    std::shared_ptr<Known> known;
+    bool fits = prepare(draft, facts, new_key, known);
     const auto start = std::chrono::steady_clock::now();
-    if (facts.way == kHere && known_bytes != nullptr) {
-      try {
-        handle.redispatchBoxed(below, stack);
-      } catch (...) { // out of memory, or an error in the program: the recorder executes the op again to find out
+    if (fits && facts.way == kHere && is_measured(known.get())) {
+      fits = execute_here(handle, facts, below, *known, stack);
+      if (!fits) {
         stack->resize(begin);
         stack->insert(stack->end(), draft.arguments.begin(), draft.arguments.end());
-        return close_and_execute(handle, stack);
       }
-    } else {
+    } else if (fits) {
+      call.noted = 1;
+      until_logged.unlock();
       by_recorder(handle, stack);
-      if (!shared.open) {
+      if (!call.stays_open) {
         return;
       }
+      until_logged = std::shared_lock<std::shared_mutex>(unlogged_, std::adopt_lock);
     }
-    const auto seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+    if (!fits) {
+      until_logged.unlock();
+      shared.must_close = 1;
+      return by_recorder(handle, stack);
+    }
+    const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - start;
     const std::lock_guard<std::recursive_mutex> lock(mutex);
-    const int64_t made_bytes = finish(draft, handle, facts, *stack, seconds);
-    if (known_bytes != nullptr) {
-      *known_bytes = made_bytes;
-    } else if (new_key && shared.known_bytes >= 0) {
+    if (known == nullptr && new_key && call.known_bytes >= 0) {
       if (sizes_.size() >= kMostSignatures) {
         sizes_.clear();
       }
-      sizes_.emplace(std::move(*new_key), made_bytes);
+      known = sizes_.emplace(std::move(*new_key), std::make_shared<Known>()).first->second;
     }
+    finish(draft, handle, facts, *stack, elapsed.count(), known.get());
   }
 
-  // Notes an op that is about to run, and finds the bytes of its outputs; false if the recorder has to read the log first.
-  bool prepare(Draft& draft, const Operator& facts, std::optional<Key>& new_key, int64_t*& known_bytes) {
+  // Executes an op; returns false if it failed, or got no memory for a workspace: the recorder finds out the reason.
+  bool execute_here(const c10::OperatorHandle& handle, const Operator& facts, c10::DispatchKeySet below, const Known& known, Stack* stack) {
+    const auto failed = failures[device_.index()];
+    try {
+      if (facts.needs_block) {
+        const c10::DeviceGuard guard(device_);
+        const auto block = c10::GetAllocator(device_.type())->allocate(static_cast<size_t>(known.made_bytes + known.room_bytes));
+      }
+      handle.redispatchBoxed(below, stack);
+    } catch (...) {
+      return false;
+    }
+    call.unserved = failures[device_.index()] != failed;
+    return !call.unserved;
+  }
+
+  // Notes an op that is about to run, and finds what is known of its signature; false if the recorder has to read the log first.
+  bool prepare(Draft& draft, const Operator& facts, std::optional<Key>& new_key, std::shared_ptr<Known>& known) {
     const std::lock_guard<std::recursive_mutex> lock(mutex);
     if (!shared.in_step) {
       forget_last_step();
@@ -332,11 +384,23 @@ class Log : public c10::DebugInfoBase {
       if (found == sizes_.end()) {
         new_key = key_;
       } else {
-        known_bytes = &found->second;
+        known = found->second;
       }
     }
-    shared.known_bytes = known_bytes == nullptr ? -1 : *known_bytes;
-    return known_bytes == nullptr || fits(*known_bytes);
+    if (known != nullptr && measurements_ > 0) {
+      call.room_bytes = known->room_bytes;
+    }
+    if (!is_measured(known.get())) {
+      return true;
+    }
+    call.known_bytes = known->made_bytes;
+    return fits(known->made_bytes + known->room_bytes);
+  }
+
+  // Keeps the log open until the op that the recorder has executed in this thread is logged.
+  void stay_open() {
+    unlogged_.lock_shared();
+    call.stays_open = 1;
   }
 
   // Returns whether `size_bytes` more fit the budget, and includes them in the peak.
@@ -351,7 +415,9 @@ class Log : public c10::DebugInfoBase {
     return true;
   }
 
-  void open(int64_t count, StorageImpl* const* storages, int64_t peak_bytes) {
+  // `other_bytes`: in memory in addition to the storages.
+  void open(int64_t count, StorageImpl* const* storages, int64_t other_bytes, int64_t peak_bytes) {
+    live_bytes_ = other_bytes;
     for (int64_t i = 0; i < count; ++i) {
       add(storages[i], false);
     }
@@ -380,8 +446,13 @@ class Log : public c10::DebugInfoBase {
     return op(index).module;
   }
 
+  int64_t taken_bytes(int64_t index) const {
+    return op(index).taken_bytes;
+  }
+
   // Closes the log, and returns tensors on the resident storages that no op of the log has made.
   std::vector<at::Tensor> close() {
+    const std::lock_guard<std::shared_mutex> when_all_are_logged(unlogged_);
     shared.open = 0;
     settle();
     std::vector<at::Tensor> found;
@@ -489,7 +560,7 @@ class Log : public c10::DebugInfoBase {
       auto& storage = storages_[static_cast<size_t>(number)];
       numbers_[storage.weak._unsafe_get_target()] = static_cast<int64_t>(storages.size());
       alive.push_back(static_cast<int64_t>(storages.size()));
-      storages.push_back({std::move(storage.weak), storage.size_bytes, false});
+      storages.push_back({std::move(storage.weak), storage.device, storage.size_bytes, false});
     }
     storages_ = std::move(storages);
     alive_ = std::move(alive);
@@ -510,16 +581,24 @@ class Log : public c10::DebugInfoBase {
     geometry_.clear();
   }
 
-  void close_and_execute(const c10::OperatorHandle& handle, Stack* stack) {
-    shared.must_close = 1;
-    by_recorder(handle, stack);
+  bool is_measured(const Known* known) const {
+    return known != nullptr && known->measurements >= measurements_;
+  }
+
+  // Returns the bytes that the budget counts of a storage.
+  int64_t bytes_of(const StorageImpl& storage) const {
+    const auto size_bytes = static_cast<int64_t>(storage.nbytes());
+    if (device_.is_cpu()) {
+      return storage.device_type() == at::kCPU ? size_bytes : 0;
+    }
+    return storage.device() == device_ ? (size_bytes + kBlockBytes - 1) / kBlockBytes * kBlockBytes : 0;
   }
 
   int64_t add(StorageImpl* address, bool made) {
     const auto held = c10::intrusive_ptr<StorageImpl>::reclaim_copy(address);
     const auto number = static_cast<int64_t>(storages_.size());
     const auto size_bytes = bytes_of(*held);
-    storages_.push_back({c10::weak_intrusive_ptr<StorageImpl>(held), size_bytes, made});
+    storages_.push_back({c10::weak_intrusive_ptr<StorageImpl>(held), held->device(), size_bytes, made});
     numbers_[address] = number;
     alive_.push_back(number);
     live_bytes_ += size_bytes;
@@ -624,8 +703,8 @@ class Log : public c10::DebugInfoBase {
     return list;
   }
 
-  // Notes the outputs and the writes of an op, and returns the bytes of its new storages.
-  int64_t finish(Draft& draft, const c10::OperatorHandle& handle, const Operator& facts, const Stack& stack, double seconds) {
+  // Logs an op that has run, and adds what it shows of its signature to `known`, if not null.
+  void finish(Draft& draft, const c10::OperatorHandle& handle, const Operator& facts, const Stack& stack, double seconds, Known* known) {
     const size_t count = handle.schema().returns().size();
     bool repeatable = facts.repeatable != 0;
     for (size_t i = 0; i < count; ++i) {
@@ -664,8 +743,19 @@ class Log : public c10::DebugInfoBase {
         live_bytes_ += size_bytes - std::exchange(storage.size_bytes, size_bytes);
       }
     }
+    int64_t taken_bytes = std::max(call.taken_bytes, int64_t(0));
+    if (known != nullptr) {
+      known->made_bytes = made_bytes;
+      if (call.taken_bytes >= 0) {
+        known->measurements += 1;
+        known->room_bytes = std::max(known->room_bytes, call.taken_bytes - made_bytes);
+        known->seconds = known->seconds < 0 ? call.seconds : std::min(known->seconds, call.seconds);
+      }
+      seconds = known->seconds < 0 ? seconds : known->seconds;
+      taken_bytes = known->measurements == 0 ? 0 : made_bytes + known->room_bytes;
+    }
     Op op{handle, arguments_.size(), references_.size(), references_.size() + draft.inputs,
-          references_.size() + draft.references.size(), shared.module, seconds, at::GradMode::is_enabled(),
+          references_.size() + draft.references.size(), shared.module, taken_bytes, seconds, at::GradMode::is_enabled(),
           repeatable && (makes || turns), !repeatable && makes, facts.reads_to_host != 0};
     shared.ops += op.counted;
     shared.kept_ops += op.kept;
@@ -689,7 +779,6 @@ class Log : public c10::DebugInfoBase {
     }
     geometry_.insert(geometry_.end(), draft.geometry.begin(), draft.geometry.end());
     ops_.push_back(op);
-    return made_bytes;
   }
 
   static at::Tensor empty_tensor(c10::intrusive_ptr<StorageImpl> held, c10::ScalarType dtype) {
@@ -706,7 +795,7 @@ class Log : public c10::DebugInfoBase {
       auto& stand_in = stand_ins_[number];
       if (!stand_in) {
         stand_in = c10::make_intrusive<StorageImpl>(c10::StorageImpl::use_byte_size_t(), storage.size_bytes,
-                                                    at::DataPtr(nullptr, at::kCPU), nullptr, false);
+                                                    at::DataPtr(nullptr, storage.device), nullptr, false);
       }
       held = stand_in;
     }
@@ -719,10 +808,13 @@ class Log : public c10::DebugInfoBase {
   }
 
   const int64_t budget_bytes_;
+  const c10::Device device_;
+  const int64_t measurements_;
+  std::shared_mutex unlogged_; // held by ops until they are logged, alone while the log is closed
   void (*const describe_)(const char*, const char*, int64_t*);
   std::shared_ptr<c10::impl::PyObject_TorchDispatchMode> recorder_;
   std::unordered_map<c10::OperatorHandle, std::unique_ptr<Operator>> operators_;
-  std::unordered_map<Key, int64_t, KeyHash> sizes_; // bytes of outputs, by what they depend on
+  std::unordered_map<Key, std::shared_ptr<Known>, KeyHash> sizes_; // by what sizes of outputs depend on
   Key key_; // of the op that is executed
   std::vector<Op> ops_;
   std::vector<IValue> arguments_; // of all ops
@@ -753,6 +845,7 @@ void fallback(const c10::OperatorHandle& handle, c10::DispatchKeySet keys, Stack
   } else if (log->shared.open) {
     log->execute(handle, facts, below, stack);
   } else {
+    call = Call();
     log->by_recorder(handle, stack);
   }
 }
@@ -923,8 +1016,10 @@ bool deferred_install() {
   return true;
 }
 
-int64_t deferred_new(int64_t budget_bytes, void (*describe)(const char*, const char*, int64_t*)) {
-  return reinterpret_cast<int64_t>(new std::shared_ptr<Log>(std::make_shared<Log>(budget_bytes, describe)));
+// `cuda_device`: the index of the device where memory is counted; -1 for the CPU.
+int64_t deferred_new(int64_t budget_bytes, int64_t cuda_device, int64_t measurements, void (*describe)(const char*, const char*, int64_t*)) {
+  const auto device = cuda_device < 0 ? c10::Device(at::kCPU) : c10::Device(at::kCUDA, static_cast<c10::DeviceIndex>(cuda_device));
+  return reinterpret_cast<int64_t>(new std::shared_ptr<Log>(std::make_shared<Log>(budget_bytes, device, measurements, describe)));
 }
 
 void deferred_drop(int64_t log) {
@@ -933,6 +1028,20 @@ void deferred_drop(int64_t log) {
 
 void* deferred_shared(int64_t log) {
   return &of(log)->shared;
+}
+
+// Returns the `Call` of this thread.
+void* deferred_call() {
+  return &call;
+}
+
+// Notes that the allocator of a CUDA device had no memory for a request of this thread.
+void deferred_failed(int64_t cuda_device) {
+  ++failures[cuda_device];
+}
+
+void deferred_stay_open(int64_t log) {
+  of(log)->stay_open();
 }
 
 // Takes the place of the recorder, which must be the last mode that was entered.
@@ -951,8 +1060,8 @@ void deferred_leave(int64_t log) {
   }
 }
 
-void deferred_open(int64_t log, int64_t count, void* const* storages, int64_t peak_bytes) {
-  of(log)->open(count, reinterpret_cast<StorageImpl* const*>(storages), peak_bytes);
+void deferred_open(int64_t log, int64_t count, void* const* storages, int64_t other_bytes, int64_t peak_bytes) {
+  of(log)->open(count, reinterpret_cast<StorageImpl* const*>(storages), other_bytes, peak_bytes);
 }
 
 void deferred_begin_step(int64_t log) {
@@ -975,6 +1084,10 @@ double deferred_seconds(int64_t log, int64_t index) {
 
 int64_t deferred_module(int64_t log, int64_t index) {
   return of(log)->module(index);
+}
+
+int64_t deferred_taken(int64_t log, int64_t index) {
+  return of(log)->taken_bytes(index);
 }
 
 void deferred_shown(int64_t log, int64_t index) {

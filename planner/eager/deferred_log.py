@@ -2,6 +2,7 @@
 
 import ctypes
 import logging
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,7 +16,9 @@ import torch
 from graphs.errors import first_line
 from planner.eager.operators import Operator
 from planner.eager.shared_context import SharedContext
+from planner.eager.sizes import takes_free_memory
 from planner.torch_private.core import TorchDispatchMode, make_subclass
+from planner.torch_private.cuda import on_out_of_memory
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -37,7 +40,6 @@ class Shared(ctypes.Structure):
     in_step: int
     saved: int
     module: int
-    known_bytes: int
     position: int
     peak_bytes: int
     ops: int
@@ -45,8 +47,34 @@ class Shared(ctypes.Structure):
     host_reads: int
     seconds: float
     _fields_ = (
-        *((name, ctypes.c_int64) for name in ("open", "must_close", "in_step", "saved", "module", "known_bytes")),
+        *((name, ctypes.c_int64) for name in ("open", "must_close", "in_step", "saved", "module")),
         *((name, ctypes.c_int64) for name in ("position", "peak_bytes", "ops", "kept_ops", "host_reads")),
+        ("seconds", ctypes.c_double),
+    )
+
+
+class Call(ctypes.Structure):
+    """What the log and the recorder tell each other about an op, as ``Call`` in deferred_log.cpp: -1 if it is not known.
+
+    Attributes:
+        noted: the log has noted the arguments, and logs the op when the recorder has executed it.
+        stays_open: the recorder has executed the op, and the log does not close before it is logged.
+        known_bytes: bytes of the outputs.
+        room_bytes: bytes that it takes in addition, as measured before.
+        taken_bytes: bytes that it has taken, as measured now.
+        unserved: the op has succeeded although the allocator had no memory for a workspace.
+        seconds: as measured now.
+    """
+
+    noted: int
+    stays_open: int
+    known_bytes: int
+    room_bytes: int
+    taken_bytes: int
+    unserved: int
+    seconds: float
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("noted", "stays_open", "known_bytes", "room_bytes", "taken_bytes", "unserved")),
         ("seconds", ctypes.c_double),
     )
 
@@ -59,12 +87,14 @@ class UnreadOp:
         position: number of ops that were logged before it, in all steps.
         module: number of the module that was running.
         outputs: the returned values, in a list; None for values that are not tensors.
+        taken_bytes: measured bytes of the outputs and of workspaces; 0 if they were not measured.
         seconds: measured time.
     """
 
     position: int
     module: int
     outputs: Sequence[torch.Tensor | None]
+    taken_bytes: int
     seconds: float
 
 
@@ -86,18 +116,27 @@ class DeferredLog:
     Args:
         operator: returns the facts about an operator.
         budget_bytes: an op that does not fit into it closes the log.
+        device: where memory is counted.
+        measurements: number of executions of each signature that the log leaves to the recorder, which measures them.
 
     Attributes:
         shared: the state that is read and set without a call.
     """
 
-    def __init__(self, operator: Callable[[object], Operator], budget_bytes: int) -> None:
+    def __init__(
+        self, operator: Callable[[object], Operator], budget_bytes: int, device: torch.device, measurements: int = 0
+    ) -> None:
         library = _library()
         assert library is not None
+        if device.type == "cuda":
+            _note_failures()
         self._library = library
         self._operator = operator
+        self._measures = measurements > 0
+        self._threads = threading.local()
         self._describe = _Describe(self._facts)  # kept alive as long as the log may call it
-        self._handle = library.deferred_new(budget_bytes, self._describe)
+        cuda_device = device.index if device.type == "cuda" else -1
+        self._handle = library.deferred_new(budget_bytes, cuda_device, measurements, self._describe)
         weakref.finalize(self, library.deferred_drop, self._handle)
         self.shared = Shared.from_address(library.deferred_shared(self._handle))
 
@@ -119,11 +158,23 @@ class DeferredLog:
             finally:
                 self._library.deferred_leave(self._handle)
 
-    def open(self, storages: Iterable[torch.UntypedStorage], peak_bytes: int) -> None:
-        """Start to log ops, with these storages in memory."""
+    @property
+    def call(self) -> Call:
+        """The op of this thread."""
+        found: Call | None = getattr(self._threads, "call", None)
+        if found is None:
+            found = self._threads.call = Call.from_address(self._library.deferred_call())
+        return found
+
+    def stay_open(self) -> None:
+        """Do not close before the op that the recorder has executed in this thread is logged."""
+        self._library.deferred_stay_open(self._handle)
+
+    def open(self, storages: Iterable[torch.UntypedStorage], other_bytes: int, peak_bytes: int) -> None:
+        """Start to log ops, with these storages and `other_bytes` in memory."""
         held = list(storages)
         addresses = (ctypes.c_void_p * len(held))(*[storage._cdata for storage in held])
-        self._library.deferred_open(self._handle, len(held), addresses, peak_bytes)
+        self._library.deferred_open(self._handle, len(held), addresses, other_bytes, peak_bytes)
 
     def begin_step(self) -> None:
         """Drop the ops of the last step, because autograd saves the first tensor of a new one."""
@@ -150,7 +201,8 @@ class DeferredLog:
             first = self.shared.position - self.length
             for i in range(self.length):
                 outputs = torch.ops.planner_log.outputs(log, i)
-                show(UnreadOp(first + i, library.deferred_module(log, i), outputs, library.deferred_seconds(log, i)))
+                module, taken_bytes = library.deferred_module(log, i), library.deferred_taken(log, i)
+                show(UnreadOp(first + i, module, outputs, taken_bytes, library.deferred_seconds(log, i)))
                 del outputs
                 torch.ops.planner_log.show(log, i)
                 library.deferred_shown(log, i)
@@ -197,6 +249,7 @@ class DeferredLog:
             -1 if operator.statistics is None else operator.statistics,
             -1 if operator.training is None else operator.training,
             sum(1 << position for position, _ in operator.mutated),
+            self._measures and takes_free_memory(op),
         )
         for i, value in enumerate(values):
             facts[i] = value
@@ -213,6 +266,14 @@ def _way(operator: Operator) -> int:
 
 
 @cache
+def _note_failures() -> None:
+    """Tell the library of each request that the allocator of a CUDA device has no memory for, in the thread that asks."""
+    library = _library()
+    assert library is not None
+    on_out_of_memory(lambda index, _: library.deferred_failed(index))
+
+
+@cache
 def _library() -> ctypes.CDLL | None:
     """Return the compiled log; None if it cannot be compiled or registered with PyTorch here."""
     from planner.torch_private.cpp import CppCompileError, InvalidCxxCompiler, load_cpp  # takes a second
@@ -220,16 +281,20 @@ def _library() -> ctypes.CDLL | None:
     number, pointer = ctypes.c_int64, ctypes.c_void_p  # a log is passed as a number
     signatures: dict[str, tuple[Any, list[Any]]] = {
         "install": (ctypes.c_bool, []),
-        "new": (number, [number, _Describe]),
+        "new": (number, [number, number, number, _Describe]),
         "drop": (None, [number]),
         "shared": (pointer, [number]),
         "enter": (None, [number]),
         "leave": (None, [number]),
-        "open": (None, [number, number, pointer, number]),
+        "call": (pointer, []),
+        "failed": (None, [number]),
+        "stay_open": (None, [number]),
+        "open": (None, [number, number, pointer, number, number]),
         "begin_step": (None, [number]),
         "fits": (ctypes.c_bool, [number, number]),
         "length": (number, [number]),
         "module": (number, [number, number]),
+        "taken": (number, [number, number]),
         "seconds": (ctypes.c_double, [number, number]),
         "shown": (None, [number, number]),
         "forget": (None, [number]),
@@ -240,7 +305,7 @@ def _library() -> ctypes.CDLL | None:
             "deferred",
             signatures,
             ("torch_cpu", "torch"),
-            on_compile=lambda: _LOGGER.warning("planner.rematerialize compiles its C++ op log, once on this machine: about 10 s"),
+            on_compile=lambda: _LOGGER.warning("planner.rematerialize compiles its C++ op log, once on this machine: 10 to 20 s"),
         )
     except (CppCompileError, InvalidCxxCompiler) as error:
         _LOGGER.info(

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import cache
+from threading import get_ident
 from time import perf_counter
 
 import torch
@@ -14,13 +15,17 @@ from planner.profiling.allocator import cuda_bytes
 from planner.runtime.libraries import warm_up_libraries
 from planner.torch_private.cuda import on_out_of_memory, raw_alloc, raw_free
 
-_unserved: dict[int, int] = {}  # by device: bytes of the allocator's last failed request, until it is checked
-_MEASUREMENTS = 2  # of each signature: in the first, kernels are loaded and libraries choose algorithms
+# By thread and device: bytes of the allocator's last failed request, until it is checked.
+_unserved: dict[tuple[int, int | None], int] = {}
+MEASUREMENTS = 2  # of each signature: in the first, kernels are loaded and libraries choose algorithms
 
 
 @cache
 def _note_unserved() -> None:
-    on_out_of_memory(_unserved.__setitem__)
+    def note(index: int, asked_bytes: int) -> None:
+        _unserved[get_ident(), index] = asked_bytes
+
+    on_out_of_memory(note)
 
 
 class DeviceCosts:
@@ -43,7 +48,8 @@ class DeviceCosts:
 
     def forget_failures(self) -> None:
         """Forget failed requests to the allocator before an op."""
-        _unserved.pop(self._device.index, None)
+        if _unserved:
+            _unserved.pop((get_ident(), self._device.index), None)
 
     def find_block(self, size_bytes: int, evict_after: Callable[[Exception], bool]) -> None:
         """Evict until the allocator has a free block of `size_bytes`, or nothing is left to evict.
@@ -51,15 +57,17 @@ class DeviceCosts:
         This is for ops whose library uses another algorithm if it gets no workspace, and keeps using it from then on. Its results
         may differ in some bits.
         """
-        while True:
-            try:
-                with torch.cuda.device(self._device):  # a tensor would be filled under deterministic algorithms
-                    raw_free(raw_alloc(size_bytes, torch.cuda.current_stream()))
-            except torch.OutOfMemoryError as error:
-                if not evict_after(error):
-                    return
-            else:
-                return
+        while (error := self.missing_block(size_bytes)) is not None and evict_after(error):
+            pass
+
+    def missing_block(self, size_bytes: int) -> torch.OutOfMemoryError | None:
+        """Return the error of the allocator if it has no free block of `size_bytes`, else None."""
+        try:
+            with torch.cuda.device(self._device):  # a tensor would be filled under deterministic algorithms
+                raw_free(raw_alloc(size_bytes, torch.cuda.current_stream()))
+        except torch.OutOfMemoryError as error:
+            return error
+        return None
 
     def check_memory(self, function: object) -> None:
         """Raise an error if an op has succeeded although the allocator had no memory for its workspace.
@@ -68,7 +76,7 @@ class DeviceCosts:
             BudgetError: the library has used another algorithm.
         """
         if _unserved:
-            size_bytes = _unserved.pop(self._device.index, None)
+            size_bytes = _unserved.pop((get_ident(), self._device.index), None)
             if size_bytes is not None:
                 raise BudgetError(
                     f"{function} had no memory for a workspace of {format_bytes(size_bytes)}, so its library used another "
@@ -82,13 +90,17 @@ class DeviceCosts:
         Ops whose sizes depend on more than a signature are measured each time.
         """
         self.forget_failures()
-        if known.number and known.measurements == _MEASUREMENTS:
+        if known.number and known.measurements == MEASUREMENTS:
             return False
         known.measurements += 1
+        self.begin()
+        return True
+
+    def begin(self) -> None:
+        """Begin to measure an op."""
         torch.cuda.synchronize(self._device)
         self._taken = self._taken_so_far()
         self._start = perf_counter()
-        return True
 
     def stop(self) -> tuple[float, int]:
         """Return the seconds of the op, and the bytes that it has allocated in total, which are at least its peak."""
@@ -99,3 +111,8 @@ class DeviceCosts:
     def _taken_so_far(self) -> int:
         # A counter that only increases: resetting a peak would change the user's statistics.
         return int(torch.cuda.memory_stats(self._device)["requested_bytes.all.allocated"])
+
+
+def costs_of(device: torch.device) -> DeviceCosts | None:
+    """Return an object that measures the ops of `device`; None for the CPU, where ops are done when they return."""
+    return DeviceCosts(device) if device.type == "cuda" else None

@@ -6,10 +6,11 @@ from typing import Any
 
 import torch
 
-from planner.eager.deferred_log import DeferredLog, UnreadOp
+from planner.eager.deferred_log import Call, DeferredLog, UnreadOp
+from planner.eager.device_costs import MEASUREMENTS
 from planner.eager.recording import Recorder, generator_of, is_sized_by_data
 from planner.eager.saved_tensors import SavedTensor, unpack
-from planner.eager.sizes import data_dependent_bytes
+from planner.eager.sizes import data_dependent_bytes, takes_free_memory
 from planner.eager.storages import RecordedOp
 from planner.passes.draws import LOCK
 from planner.runtime.random_state import RandomState
@@ -24,14 +25,18 @@ class LogReader:
 
     Args:
         recorder: executes the ops that the log does not execute.
+        device: where memory is counted.
 
     Attributes:
         log: the log; the caller enters it with the recorder.
     """
 
-    def __init__(self, recorder: Recorder) -> None:
-        self.log = DeferredLog(recorder.operator, recorder.memory.budget_bytes)
+    def __init__(self, recorder: Recorder, device: torch.device) -> None:
+        memory = recorder.memory
+        measurements = 0 if recorder.device_costs is None else MEASUREMENTS
+        self.log = DeferredLog(recorder.operator, memory.budget_bytes, device, measurements)
         self._recorder = recorder
+        self._other_bytes = memory.live_bytes - sum(storage.size_bytes for storage in memory.resident.values())
         self._unread: UnreadOp | None = None  # the op of the log that is being recorded
         self._draws: dict[int, tuple[torch.Generator, RandomState]] = {}  # of ops in the log, by position
         self._most_draws = _FEW_DRAWS
@@ -73,7 +78,7 @@ class LogReader:
         if self._unread is not None:
             return self._record(op, self._unread)
         if self.log.shared.open:
-            return self._run(op)
+            return self._run(op, self.log.call)
         outputs = self._recorder.run(op)
         self._may_open()
         return outputs
@@ -88,26 +93,27 @@ class LogReader:
             return False
         recorder.forget()
         storages = (storage.watch() for storage in memory.resident.values() if storage.watch is not None)
-        self.log.open((held for held in storages if held is not None), memory.peak_bytes)
+        self.log.open((held for held in storages if held is not None), self._other_bytes, memory.peak_bytes)
         return True
 
-    def _run(self, op: RecordedOp) -> Any:
-        """Execute an op that the log leaves to Python; if it does not fit, read the log first."""
-        recorder, log = self._recorder, self.log
-        operator, args, kwargs, shared = op.operator, op.args, op.kwargs, log.shared
-        if not shared.must_close and shared.known_bytes < 0:
-            if is_sized_by_data(operator, args):
-                shared.must_close = not log.fits(data_dependent_bytes(operator.name, args))
-            else:
-                shared.known_bytes = recorder.sizes.out_bytes(operator.function, args, kwargs)
-                shared.must_close = not log.fits(shared.known_bytes + recorder.sizes.guessed_bytes(operator.function, args))
-        if shared.must_close:
+    def _run(self, op: RecordedOp, call: Call) -> Any:
+        """Execute an op that the open log leaves to Python; if the log cannot log it, or it does not fit, read the log first."""
+        recorder, log, costs = self._recorder, self.log, self._recorder.device_costs
+        operator, args, kwargs = op.operator, op.args, op.kwargs
+        if costs is not None and call.unserved:
+            costs.check_memory(op.function)
+        is_new = call.known_bytes < 0
+        if log.shared.must_close or not call.noted or (is_new and not self._fits(op, call)):
             self._read()
             return recorder.run(op)
         with LOCK if operator.random else nullcontext():
             if operator.random:
                 generator = generator_of(args, kwargs)
                 op.draws = generator, RandomState.of(generator)
+            if costs is not None:
+                costs.forget_failures()
+                if is_new:
+                    costs.begin()
             try:
                 outputs = operator.call(*args, **kwargs)
             except Exception as error:  # noqa: BLE001  the recorder raises it again unless the allocator ran out of memory
@@ -116,11 +122,31 @@ class LogReader:
                     state.restore(generator)
                 self._read()
                 return recorder.run(op, error)
+        if costs is not None:
+            costs.check_memory(op.function)
+            if is_new:
+                call.seconds, call.taken_bytes = costs.stop()
         if op.draws is not None:
-            self._draws[shared.position] = op.draws
+            self._draws[log.shared.position] = op.draws
             if len(self._draws) > self._most_draws:
                 self._forget_draws()
+        log.stay_open()
         return outputs
+
+    def _fits(self, op: RecordedOp, call: Call) -> bool:
+        """Return whether an op of a new signature, or with sizes that depend on data, fits the budget."""
+        log, sizes = self.log, self._recorder.sizes
+        function, args, kwargs = op.operator.function, op.args, op.kwargs
+        if is_sized_by_data(op.operator, args):
+            return log.fits(data_dependent_bytes(op.operator.name, args))
+        call.known_bytes = sizes.out_bytes(function, args, kwargs)
+        room_bytes = call.room_bytes
+        if room_bytes < 0:
+            room_bytes = sizes.guessed_bytes(function, args, kwargs, call.known_bytes)
+        if not log.fits(call.known_bytes + room_bytes):
+            return False
+        costs = self._recorder.device_costs
+        return costs is None or not takes_free_memory(function) or costs.missing_block(call.known_bytes + room_bytes) is None
 
     def _read(self) -> None:
         """Record the ops in the log, and close it: the recorder sees further ops itself."""
@@ -159,6 +185,7 @@ class LogReader:
         else:
             known = recorder.describe(op, args)
             op.draws = self._draws.pop(unread.position, None)
+            op.taken_bytes = unread.taken_bytes
             memory.read_s = memory.clock_s = memory.clock_s + unread.seconds
             known.seconds = op.seconds = min(known.seconds, unread.seconds)
             recorder.recomputation.step_ops += 1

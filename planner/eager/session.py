@@ -17,7 +17,7 @@ from graphs.io.formats import write_graph
 from graphs.units import format_bytes, format_enough, format_seconds
 from planner.budgets import budget_in_bytes, is_auto, is_share, read_budget
 from planner.eager.deferred_log import DeferredLog
-from planner.eager.device_costs import DeviceCosts
+from planner.eager.device_costs import costs_of
 from planner.eager.enough import enough_bytes
 from planner.eager.following import StepFollower
 from planner.eager.log_reading import LogReader
@@ -130,15 +130,14 @@ class Rematerialization:
             if memory.find(storage_address(tensor)) is None:
                 memory.add(tensor)
         del tensors
-        costs = None
-        if self._device.type == "cuda":
-            costs = DeviceCosts(self._device)
+        costs = costs_of(self._device)
+        if costs is not None:
             memory.live_bytes = max(memory.live_bytes, costs.in_use_bytes())  # including memory that Python does not know of
         memory.make_room(0, "entering the block")
         recomputation = Recomputation(memory, self._max_recomputation, costs)
         follower = StepFollower(StepPlans(memory.budget_bytes), memory)
         self._recorder = recorder = Recorder(memory, sizes, recomputation, follower, costs)
-        self._reader = reader = LogReader(recorder) if costs is None and DeferredLog.available() else None
+        self._reader = reader = LogReader(recorder, self._device) if DeferredLog.available() else None
         memory.on_release = follower.released
         memory.evict_planned = follower.evict_one
         with ExitStack() as block:

@@ -79,17 +79,20 @@ class OutputSizes:
         """Return the facts about a new signature: the bytes that the op will allocate."""
         size_bytes = self.out_bytes(function, args, kwargs)
         known = KnownOp(size_bytes, number=hash(signature) or 1)
-        if self._device.type == "cuda" and takes_free_memory(function):
-            # cuDNN's workspace is often about as large as inputs and outputs together.
-            inputs = tensors_in((*args, *kwargs.values()))
-            known.workspace_bytes = size_bytes + sum(self.counted_bytes(t.untyped_storage().nbytes(), t.device) for t in inputs)
-            known.guessed = known.needs_block = True
-        elif guess := self.guessed_bytes(function, args):
+        known.needs_block = self._device.type == "cuda" and takes_free_memory(function)
+        if guess := self.guessed_bytes(function, args, kwargs, size_bytes):
             known.workspace_bytes, known.guessed = guess, True
         return known
 
-    def guessed_bytes(self, function: Callable[..., Any], args: Sequence[Any]) -> int:
-        """Return a guess of the bytes that fake tensors do not show: what the CPU's LSTM keeps for its backward pass."""
+    def guessed_bytes(self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], out_bytes: int) -> int:
+        """Return a guess of the bytes that an op takes in addition to the `out_bytes` of outputs that fake tensors show.
+
+        These are the workspace of a convolution on CUDA, and what the CPU's LSTM keeps for its backward pass.
+        """
+        if self._device.type == "cuda" and takes_free_memory(function):
+            # cuDNN's workspace is often about as large as inputs and outputs together.
+            inputs = tensors_in((*args, *kwargs.values()))
+            return out_bytes + sum(self.counted_bytes(t.untyped_storage().nbytes(), t.device) for t in inputs)
         if function is not torch.ops.aten.mkldnn_rnn_layer.default or not (args[-1] and torch.is_grad_enabled()):
             return 0
         steps, batch, inputs = args[0].shape

@@ -688,10 +688,11 @@ class FullDevice(Costs):
         super().__init__()
         self.full, self.unserved_at = full, unserved_at
 
-    def find_block(self, size_bytes: int, evict_after: Callable[[Exception], bool]) -> None:
-        while self.full:
-            self.full -= 1
-            assert evict_after(torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {size_bytes} bytes"))
+    def missing_block(self, size_bytes: int) -> torch.OutOfMemoryError | None:
+        if not self.full:
+            return None
+        self.full -= 1
+        return torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {size_bytes} bytes")
 
     def check_memory(self, function: object) -> None:
         if self.ops == self.unserved_at:

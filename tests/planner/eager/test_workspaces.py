@@ -5,7 +5,7 @@ import torch
 
 from planner.eager.session import rematerialize
 from planner.eager.sizes import KnownOp
-from tests.support.eager.device_costs import Costs
+from tests.support.eager.device_costs import Costs, measure_by
 
 
 def test_a_measurement_replaces_a_guess_and_later_ones_raise_it() -> None:
@@ -23,11 +23,11 @@ def model() -> torch.nn.Module:
     return torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.Tanh()) for _ in range(8)))
 
 
-def test_room_is_made_for_workspaces_once_they_are_known(model: torch.nn.Module) -> None:
+def test_room_is_made_for_workspaces_once_they_are_known(model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(512, 256)
     output_bytes = 512 * 256 * 4
+    measure_by(Costs(3 * output_bytes), monkeypatch)
     with rematerialize("1GB") as session:
-        session._entered.device_costs = Costs(3 * output_bytes)
         (model(x).sum()).backward()
         model.zero_grad()
         (model(x).sum()).backward()
@@ -37,17 +37,16 @@ def test_room_is_made_for_workspaces_once_they_are_known(model: torch.nn.Module)
         assert session.peak_bytes >= session._entered.memory.live_bytes + 3 * output_bytes
 
 
-def test_a_budget_holds_with_workspaces(model: torch.nn.Module) -> None:
+def test_a_budget_holds_with_workspaces(model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(512, 256)
     output_bytes = 512 * 256 * 4
+    measure_by(Costs(3 * output_bytes), monkeypatch)
     with rematerialize("1GB") as free:
-        free._entered.device_costs = Costs(3 * output_bytes)
         for _ in range(2):
             model(x).sum().backward()
             model.zero_grad()
     held = free.peak_bytes - 2 * output_bytes
     with rematerialize(held) as session:
-        session._entered.device_costs = Costs(3 * output_bytes)
         for _ in range(3):
             model(x).sum().backward()
             model.zero_grad()

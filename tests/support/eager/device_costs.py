@@ -1,30 +1,47 @@
-"""What ops cost on a device that is not there, in place of ``planner.eager.device_costs.DeviceCosts``."""
+"""What ops cost on a device that is not there."""
 
-from collections.abc import Callable
+import pytest
+import torch
 
+from planner.eager.device_costs import DeviceCosts
 from planner.eager.sizes import KnownOp
 
 
-class Costs:
-    """Every op takes a second, and as much memory as it is told; there is always enough."""
+class Costs(DeviceCosts):
+    """Every op takes a second, and as much memory as it is told; there is always enough.
+
+    Attributes:
+        taken_bytes: bytes that each op takes, with its outputs.
+        ops: number of ops that the recorder has executed.
+        measured: number of ops that were measured.
+        blocks: bytes of the blocks that were asked for.
+    """
 
     def __init__(self, taken_bytes: int = 0) -> None:
         self.taken_bytes = taken_bytes
-        self.ops = 0
+        self.ops = self.measured = 0
+        self.blocks: list[int] = []
+        self._device = torch.device("cpu", 0)
+
+    def in_use_bytes(self) -> int:
+        return 0
+
+    def missing_block(self, size_bytes: int) -> torch.OutOfMemoryError | None:
+        self.blocks.append(size_bytes)
+        return None
 
     def start(self, known: KnownOp) -> bool:
         self.ops += 1
-        known.measurements += 1
-        return known.measurements == 1
+        return super().start(known)
+
+    def begin(self) -> None:
+        self.measured += 1
 
     def stop(self) -> tuple[float, int]:
         return 1.0, self.taken_bytes
 
-    def forget_failures(self) -> None:
-        pass
 
-    def find_block(self, size_bytes: int, evict_after: Callable[[Exception], bool]) -> None:
-        pass
-
-    def check_memory(self, function: object) -> None:
-        pass
+def measure_by(costs: Costs, patch: pytest.MonkeyPatch) -> Costs:
+    """Let blocks on the CPU measure their ops by `costs`, and return it."""
+    patch.setattr("planner.eager.session.costs_of", lambda _: costs)
+    return costs

@@ -1,0 +1,185 @@
+"""The op log where the recorder measures the first executions of each signature, as on CUDA; here on the CPU."""
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from benchmarks.storages import LiveStorages
+from graphs.errors import BudgetError
+from planner.eager import deferred_log, device_costs
+from planner.eager.deferred_log import DeferredLog
+from planner.eager.session import rematerialize
+from tests.planner.eager.test_deferred_log import RUNS, Run, is_open, with_dropout
+from tests.planner.eager.test_exactness import existing, other_bytes
+from tests.planner.eager.test_session import chain, penalized
+from tests.support.eager.device_costs import Costs, measure_by
+
+pytestmark = pytest.mark.skipif(not DeferredLog.available(), reason="there is no C++ compiler")
+
+
+@pytest.fixture
+def costs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Costs]:
+    yield measure_by(Costs(), monkeypatch)
+    device_costs._unserved.clear()
+
+
+def convolutions() -> nn.Module:
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU()) for _ in range(4)]
+    return nn.Sequential(*layers)
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_a_step_that_does_not_fit_after_steps_that_do(run: Run, costs: Costs) -> None:
+    def steps(model: nn.Module, *, opens: bool) -> list[np.ndarray]:
+        torch.manual_seed(1)
+        results = []
+        for rows in (16, 16, 16, 200):
+            x = torch.randn(rows, 64)
+            if rows == 200 and opens and run is not penalized:
+                torch.ones(1).add(1)
+                assert is_open(session)
+            loss = run(model, x)
+            loss.backward()
+            results += [t.detach().numpy().copy() for t in (loss, *(p.grad for p in model.parameters()), torch.get_rng_state())]
+            model.zero_grad()
+        return results
+
+    others = other_bytes()
+    with LiveStorages(existing()) as live:
+        expected = steps(chain(), opens=False)
+    budget = other_bytes() + int(0.9 * (live.peak_bytes - others))
+    with LiveStorages(existing()) as live, rematerialize(budget, max_recomputation=100) as session:
+        results = steps(chain(), opens=True)
+        assert not is_open(session)
+    assert session.evictions > 0 and live.peak_bytes <= budget
+    assert all(map(np.array_equal, results, expected))
+
+
+def test_each_signature_is_measured_twice_and_then_counts_as_long(costs: Costs) -> None:
+    model, x = chain(), torch.randn(64, 64)
+    with rematerialize("1GB") as session:
+        measured = []
+        for _ in range(6):
+            model(x).square().mean().backward()
+            model.zero_grad()
+            measured.append(costs.measured)
+        assert is_open(session)
+        assert measured[0] < measured[2] <= measured[3] == measured[4] == measured[5]
+        ops_before, seconds_before = session._entered.ops, session._entered.memory.clock_s
+        model(x).square().mean().backward()
+        recorder = session._entered
+        assert recorder.memory.clock_s - seconds_before >= recorder.ops - ops_before
+
+
+def test_what_an_op_takes_besides_its_outputs_has_room(costs: Costs) -> None:
+    model, x = chain(), torch.randn(64, 64)
+    costs.taken_bytes = 2**20
+    with rematerialize("1GB") as session:
+        for _ in range(4):
+            model(x).square().mean().backward()
+            model.zero_grad()
+        assert is_open(session) and session.peak_bytes > 2**20
+        log = session._reader.log
+        live_bytes = session.peak_bytes - 2**20
+        assert log.fits(10**9 - 2 * live_bytes) and not log.fits(10**9)
+
+
+@pytest.mark.parametrize("taken_bytes", [2**20, 2**55])
+def test_a_convolution_leaves_the_log_if_it_has_no_memory_in_one_piece(taken_bytes: int, costs: Costs) -> None:
+    costs.taken_bytes = taken_bytes
+    model, x = convolutions(), torch.randn(8, 4, 32, 32)
+    expected = [p.grad.clone() for p in train(model, x)]
+    with rematerialize(2**60) as session:
+        for _ in range(4):
+            found = [p.grad.clone() for p in train(model, x)]
+        assert costs.blocks and is_open(session)
+        y = model[0](x)
+        assert is_open(session) == (taken_bytes < 2**50)
+    assert y.shape == x.shape
+    assert all(map(torch.equal, expected, found))
+
+
+def train(model: nn.Module, x: Tensor) -> list[nn.Parameter]:
+    model.zero_grad()
+    model(x).square().mean().backward()
+    return list(model.parameters())
+
+
+@pytest.mark.parametrize("in_this_thread", [False, True])
+def test_an_op_that_went_on_without_memory_ends_the_block(costs: Costs, *, in_this_thread: bool) -> None:
+    log_library = deferred_log._library()
+    fails: list[bool] = []
+    kernel = torch.library.get_kernel(torch.ops.aten.tanh.default, "CPU")
+    library = torch.library.Library("aten", "IMPL")
+
+    def fail() -> None:
+        device_costs._unserved[threading.get_ident(), 0] = 12345
+        log_library.deferred_failed(-1)
+
+    def tanh(keys: torch._C.DispatchKeySet, *args: Any) -> Any:
+        if fails and in_this_thread:
+            fail()
+        elif fails:
+            other = threading.Thread(target=fail)
+            other.start()
+            other.join()
+        return kernel.call_boxed(keys, *args)
+
+    library.impl("tanh", tanh, "CPU", with_keyset=True)
+    model, x = chain(), torch.randn(64, 64)
+    try:
+        with rematerialize("1GB") as session:
+            for _ in range(4):
+                model(x).square().mean().backward()
+            assert is_open(session)
+            fails.append(True)
+            if in_this_thread:
+                with pytest.raises(BudgetError, match=r"tanh.* had no memory for a workspace of 12\.3"):
+                    model(x)
+            else:
+                model(x)
+                assert is_open(session)
+    finally:
+        library._destroy()
+
+
+def test_the_log_closes_between_ops_of_another_thread() -> None:
+    """As autograd's threads for the CPU and for a device do, one closes the log while the other executes ops."""
+
+    def steps() -> list[np.ndarray]:
+        torch.manual_seed(1)
+        model, results = chain(), []
+        for rows in range(1, 33):
+            loss = with_dropout(model, torch.randn(rows, 64))
+            loss.backward()
+            results += [t.detach().numpy().copy() for t in (loss, *(p.grad for p in model.parameters()))]
+        return results
+
+    def close() -> None:
+        while not done.is_set():
+            if is_open(session):
+                with session._recorder.lock:
+                    if is_open(session):
+                        session._reader._read()
+                        closed.append(1)
+
+    with rematerialize("1GB") as alone:
+        expected = steps()
+    done, closed = threading.Event(), []
+    with rematerialize("1GB") as session:
+        other = threading.Thread(target=close)
+        other.start()
+        try:
+            found = steps()
+        finally:
+            done.set()
+            other.join()
+    assert len(closed) > 10
+    assert (session.ops, session.kept_ops) == (alone.ops, alone.kept_ops)
+    assert all(map(np.array_equal, found, expected))

@@ -46,7 +46,7 @@ STEPS: Mapping[str, GpuStep] = {
     "tests": GpuStep(_TESTS, 240.0),
     "plans": GpuStep((*_PLANS, *_TWO_MODELS, "--ways", "recompute,reserved,expandable,device", "--out", "{out}/plans"), 240.0),
     "ways": GpuStep((*_PLANS, *_TWO_MODELS, "--ways", "offload,cuda-graph,inductor", "--out", "{out}/ways"), 300.0),
-    "arena": GpuStep((*_PLANS, "--models", "unet", "--ways", "reserved,expandable,arena", "--out", "{out}/arena"), 120.0),
+    "arena": GpuStep((*_PLANS, "--models", "resnet50,unet", "--ways", "arena,reserved", "--out", "{out}/arena"), 150.0),
     "eager": GpuStep(
         (
             *("benchmarks.eager", "--fresh", "--device", "cuda", "--models", "tree,gpt2-small,resnet50-full"),
@@ -54,7 +54,7 @@ STEPS: Mapping[str, GpuStep] = {
         ),
         150.0,
     ),
-    "capped": GpuStep(("benchmarks.gpu.capped", *_TWO_MODELS), 80.0),
+    "capped": GpuStep(("benchmarks.gpu.capped",), 80.0),
     "allocator": GpuStep(("benchmarks.gpu.allocator", "--out", "{out}/allocator"), 120.0),
 }
 

@@ -403,12 +403,20 @@ class Log : public c10::DebugInfoBase {
     call.stays_open = 1;
   }
 
-  // Returns whether `size_bytes` more fit the budget, and includes them in the peak.
-  bool fits(int64_t size_bytes) {
-    if (live_bytes_ + size_bytes > shared.peak_bytes || live_bytes_ + size_bytes > budget_bytes_) {
+  // Returns whether `size_bytes` more fit the budget.
+  bool would_fit(int64_t size_bytes) {
+    if (live_bytes_ + size_bytes > budget_bytes_) {
       settle();
     }
-    if (live_bytes_ + size_bytes > budget_bytes_) {
+    return live_bytes_ + size_bytes <= budget_bytes_;
+  }
+
+  // Returns the same, and includes them in the peak.
+  bool fits(int64_t size_bytes) {
+    if (live_bytes_ + size_bytes > shared.peak_bytes) {
+      settle();
+    }
+    if (!would_fit(size_bytes)) {
       return false;
     }
     shared.peak_bytes = std::max(shared.peak_bytes, live_bytes_ + size_bytes);
@@ -749,6 +757,7 @@ class Log : public c10::DebugInfoBase {
       if (call.taken_bytes >= 0) {
         known->measurements += 1;
         known->room_bytes = std::max(known->room_bytes, call.taken_bytes - made_bytes);
+        fits(known->room_bytes);
         known->seconds = known->seconds < 0 ? call.seconds : std::min(known->seconds, call.seconds);
       }
       seconds = known->seconds < 0 ? seconds : known->seconds;
@@ -1072,6 +1081,12 @@ bool deferred_fits(int64_t log, int64_t size_bytes) {
   auto& asked = *of(log);
   const std::lock_guard<std::recursive_mutex> lock(asked.mutex);
   return asked.fits(size_bytes);
+}
+
+bool deferred_would_fit(int64_t log, int64_t size_bytes) {
+  auto& asked = *of(log);
+  const std::lock_guard<std::recursive_mutex> lock(asked.mutex);
+  return asked.would_fit(size_bytes);
 }
 
 int64_t deferred_length(int64_t log) {

@@ -63,6 +63,31 @@ class TreeNet(nn.Module):
         return o.sigmoid() * (i.sigmoid() * g.tanh() + f.sigmoid()).tanh()
 
 
+class ExpertLayer(nn.Module):
+    """Routes each token to one of some experts: their sizes are others in each step."""
+
+    def __init__(self, width: int, experts: int) -> None:
+        super().__init__()
+        self.router = nn.Linear(width, experts)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)) for _ in range(experts)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the sum of the tokens `x` (tokens, width) and what their experts make of them."""
+        weights, chosen = self.router(x).softmax(1).max(1)
+        for i, expert in enumerate(self.experts):
+            rows = (chosen == i).nonzero().flatten()
+            x = x.index_add(0, rows, expert(x[rows]) * weights[rows, None])
+        return x
+
+
+def experts(device: str) -> tuple[nn.Module, Step]:
+    """Return a mixture of experts, and a step on random tokens."""
+    model = nn.Sequential(*(ExpertLayer(128, 4) for _ in range(6))).to(device)
+    return model, lambda: model(torch.randn(2048, 128, device=device)).square().mean()
+
+
 def tree(device: str) -> tuple[nn.Module, Step]:
     """Return a recursive network, and a step on a random tree."""
     model, draw = TreeNet(128).to(device), random.Random(0)
@@ -84,6 +109,7 @@ def zoo(name: str, device: str, **sizes: int | float) -> tuple[nn.Module, Step]:
 
 MODELS: dict[str, Callable[[str], tuple[nn.Module, Step]]] = {
     "tree": tree,
+    "experts": experts,
     "gpt2": partial(zoo, "gpt2", layers=4, width=128, heads=4, vocab=500, batch=8, seq=128, dropout=0.1),
     "gpt2-wide": partial(zoo, "gpt2", layers=4, width=256, heads=4, vocab=500, batch=8, seq=128, dropout=0.1),
     "resnet50": partial(zoo, "resnet50", width=16, size=64, classes=10, batch=16),
@@ -91,7 +117,7 @@ MODELS: dict[str, Callable[[str], tuple[nn.Module, Step]]] = {
     "gpt2-small": partial(zoo, "gpt2", layers=12, width=768, heads=12, batch=8, seq=512),
     "resnet50-full": partial(zoo, "resnet50", batch=48),
 }
-ON_CPU = ("tree", "gpt2", "gpt2-wide", "resnet50")  # by default
+ON_CPU = ("tree", "experts", "gpt2", "gpt2-wide", "resnet50")  # by default
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

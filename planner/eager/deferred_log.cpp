@@ -403,20 +403,12 @@ class Log : public c10::DebugInfoBase {
     call.stays_open = 1;
   }
 
-  // Returns whether `size_bytes` more fit the budget.
-  bool would_fit(int64_t size_bytes) {
-    if (live_bytes_ + size_bytes > budget_bytes_) {
-      settle();
-    }
-    return live_bytes_ + size_bytes <= budget_bytes_;
-  }
-
-  // Returns the same, and includes them in the peak.
+  // Returns whether `size_bytes` more fit the budget, and includes them in the peak.
   bool fits(int64_t size_bytes) {
-    if (live_bytes_ + size_bytes > shared.peak_bytes) {
+    if (live_bytes_ + size_bytes > shared.peak_bytes || live_bytes_ + size_bytes > budget_bytes_) {
       settle();
     }
-    if (!would_fit(size_bytes)) {
+    if (live_bytes_ + size_bytes > budget_bytes_) {
       return false;
     }
     shared.peak_bytes = std::max(shared.peak_bytes, live_bytes_ + size_bytes);
@@ -1081,12 +1073,6 @@ bool deferred_fits(int64_t log, int64_t size_bytes) {
   auto& asked = *of(log);
   const std::lock_guard<std::recursive_mutex> lock(asked.mutex);
   return asked.fits(size_bytes);
-}
-
-bool deferred_would_fit(int64_t log, int64_t size_bytes) {
-  auto& asked = *of(log);
-  const std::lock_guard<std::recursive_mutex> lock(asked.mutex);
-  return asked.would_fit(size_bytes);
 }
 
 int64_t deferred_length(int64_t log) {

@@ -189,10 +189,6 @@ class DeferredLog:
         """Return whether `size_bytes` more fit the budget, and count them in the peak."""
         return bool(self._library.deferred_fits(self._handle, size_bytes))
 
-    def would_fit(self, size_bytes: int) -> bool:
-        """Return the same, without counting them in the peak."""
-        return bool(self._library.deferred_would_fit(self._handle, size_bytes))
-
     def close(self) -> list[torch.Tensor]:
         """Stop logging, and return tensors on the resident storages that no op in the log has made."""
         held: list[torch.Tensor] = torch.ops.planner_log.close(self._handle)
@@ -296,7 +292,6 @@ def _library() -> ctypes.CDLL | None:
         "open": (None, [number, number, pointer, number, number]),
         "begin_step": (None, [number]),
         "fits": (ctypes.c_bool, [number, number]),
-        "would_fit": (ctypes.c_bool, [number, number]),
         "length": (number, [number]),
         "module": (number, [number, number]),
         "taken": (number, [number, number]),

@@ -139,10 +139,6 @@ class LogReader:
         function, args, kwargs = op.operator.function, op.args, op.kwargs
         if is_sized_by_data(op.operator, args):
             return log.fits(data_dependent_bytes(op.operator.name, args))
-        bound_bytes = sizes.bound_bytes(function, args, kwargs)
-        if bound_bytes is not None and log.would_fit(bound_bytes):
-            call.known_bytes = 0  # the log counts the outputs when the op has run
-            return True
         call.known_bytes = sizes.out_bytes(function, args, kwargs)
         room_bytes = call.room_bytes
         if room_bytes < 0:

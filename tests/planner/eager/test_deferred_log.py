@@ -16,7 +16,6 @@ from planner.eager.deferred_log import DeferredLog
 from planner.eager.recording import Recorder
 from planner.eager.saved_tensors import SavedTensor
 from planner.eager.session import Rematerialization, rematerialize
-from planner.eager.sizes import OutputSizes
 from planner.eager.storages import RecordedOp, Reference, TrackedStorage
 from planner.torch_private.core import TorchDispatchMode
 from tests.planner.eager.test_exactness import existing, other_bytes
@@ -376,43 +375,3 @@ def test_memory_of_sparse_results_counts() -> None:
         held = [torch.ones(1000, 10_000).to_sparse() for _ in range(2)]
         assert is_open(session)
     assert session.peak_bytes - before > sum(part.nbytes for part in (held[0]._indices(), held[1]._indices()))
-
-
-def test_sizes_are_inferred_near_the_budget_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A bound from the shapes does far below it; peaks count what the ops have made."""
-    inferred: list[object] = []
-    out_bytes = OutputSizes.out_bytes
-
-    def infer(self: OutputSizes, function: Any, *args: Any) -> int:
-        inferred.append(function)
-        return out_bytes(self, function, *args)
-
-    def step(rows: int) -> None:
-        x = torch.randn(rows, 64)
-        for layer in model:
-            x = torch.tanh(layer(x) * 2.0)
-        x.square().sum().backward()
-        model.zero_grad()
-
-    model = chain()
-    peaks = []
-    for bounded in (True, False):
-        with monkeypatch.context() as patch, rematerialize("1GB") as session:
-            step(300)
-            step(300)
-            assert is_open(session)
-            if not bounded:
-                patch.setattr(OutputSizes, "bound_bytes", lambda *_: None)
-            patch.setattr(OutputSizes, "out_bytes", infer)
-            inferred.clear()
-            step(301)
-            assert bool(inferred) != bounded
-        peaks.append(session.peak_bytes)
-    assert peaks[0] == peaks[1]
-    inferred.clear()
-    with monkeypatch.context() as patch, rematerialize(int(1.2 * peaks[0])) as session:
-        patch.setattr(OutputSizes, "out_bytes", infer)
-        step(302)
-        inferred.clear()
-        step(300)
-        assert is_open(session) and inferred

@@ -1,0 +1,138 @@
+"""Bytes of the outputs of common ops, from the shapes and types of their arguments in microseconds.
+
+An output never has more bytes than its rule says. It has fewer in rare cases: an op on integers whose result is not of eight
+bytes, or on tensors of several types.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from itertools import zip_longest
+from typing import Any
+
+import torch
+
+Rule = Callable[[Sequence[Any], dict[str, Any]], Sequence[int]]  # returns the bytes of each output
+
+
+@cache
+def rule_of(function: Any) -> Rule | None:
+    """Return the rule for an operator; None if there is none."""
+    namespace, _, name = function._schema.name.partition("::")
+    if all(value.alias_info is not None for value in function._schema.returns):
+        return _nothing_new
+    if namespace != "aten":
+        return None
+    if name in _RULES:
+        return _RULES[name]
+    if torch.Tag.pointwise in function.tags and [str(value.type) for value in function._schema.returns] == ["Tensor"]:
+        return _truth_values if name in _TRUTH_VALUES else _pointwise
+    return None
+
+
+def _nothing_new(_args: Sequence[Any], _kwargs: dict[str, Any]) -> Sequence[int]:
+    return ()
+
+
+def _pointwise(args: Sequence[Any], kwargs: dict[str, Any]) -> Sequence[int]:
+    return (_elements(args, kwargs) * _element_bytes(args, kwargs),)
+
+
+def _truth_values(args: Sequence[Any], kwargs: dict[str, Any]) -> Sequence[int]:
+    return (_elements(args, kwargs),)
+
+
+def _like(args: Sequence[Any], kwargs: dict[str, Any]) -> Sequence[int]:
+    """Return the bytes of a tensor of the shape of the first argument."""
+    return (args[0].numel() * (kwargs.get("dtype") or args[0].dtype).itemsize,)
+
+
+def _new(args: Sequence[Any], kwargs: dict[str, Any]) -> Sequence[int]:
+    """Return the bytes of a tensor of the size that is the second argument, of the type of the first."""
+    return (math.prod(args[1]) * (kwargs.get("dtype") or args[0].dtype).itemsize,)
+
+
+def _softmax(args: Sequence[Any], _kwargs: dict[str, Any]) -> Sequence[int]:
+    return (args[0].numel() * max(args[0].element_size(), 4),)
+
+
+def _product(args: Sequence[Any], _kwargs: dict[str, Any]) -> Sequence[int]:
+    """Return the bytes of the product of the last two tensors, or batches, of matrices."""
+    *_rest, left, right = _tensors(args)
+    return (math.prod(left.shape[:-1]) * right.shape[-1] * left.element_size(),)
+
+
+def _reduced(args: Sequence[Any], kwargs: dict[str, Any]) -> Sequence[int]:
+    """Return the bytes of a sum over the dimensions that are the second argument, or over all."""
+    tensor = args[0]
+    over = [dim % tensor.dim() for dim in args[1] or ()] if len(args) > 1 and tensor.dim() else []
+    kept = [size for dim, size in enumerate(tensor.shape) if over and dim not in over]
+    return (math.prod(kept) * _element_bytes(args, kwargs),)
+
+
+def _indexed(args: Sequence[Any], _kwargs: dict[str, Any]) -> Sequence[int]:
+    """Return the bytes of a tensor that is indexed with tensors of integers."""
+    tensor: torch.Tensor = args[0]
+    indices: Sequence[torch.Tensor | None] = args[1]
+    rest = [size for size, index in zip_longest(tensor.shape, indices) if index is None]
+    return (math.prod(rest) * _elements([index for index in indices if index is not None], {}) * tensor.element_size(),)
+
+
+def _selected(args: Sequence[Any], _kwargs: dict[str, Any]) -> Sequence[int]:
+    """Return the bytes of a tensor with the rows that the third argument names."""
+    tensor, dim, rows = args
+    others = [size for other, size in enumerate(tensor.shape) if other != dim % tensor.dim()]
+    return (math.prod(others) * rows.numel() * tensor.element_size(),)
+
+
+def _elements(args: Sequence[Any], kwargs: dict[str, Any]) -> int:
+    """Return the elements of a tensor of the shape of all tensors, broadcast."""
+    shapes = [tensor.shape for tensor in _tensors((*args, *kwargs.values()))]
+    if len(shapes) == 1:
+        return shapes[0].numel()
+    sizes = zip_longest(*map(reversed, shapes), fillvalue=1)
+    return math.prod(0 if 0 in of_dim else max(of_dim) for of_dim in sizes)
+
+
+def _element_bytes(args: Sequence[Any], kwargs: dict[str, Any]) -> int:
+    """Return the bytes of an element of the result: at most those of the widest type of its category."""
+    if (dtype := kwargs.get("dtype")) is not None:
+        return int(dtype.itemsize)
+    types = {tensor.dtype for tensor in _tensors((*args, *kwargs.values()))}
+    real = max((dtype.itemsize for dtype in types if dtype.is_floating_point), default=0)
+    if any(type(value) is complex for value in (*args, *kwargs.values())) or any(dtype.is_complex for dtype in types):
+        return max((2 * max(real, 4), *(dtype.itemsize for dtype in types if dtype.is_complex)))
+    return real or 8
+
+
+def _tensors(values: Sequence[Any]) -> Iterator[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, list):
+            yield from _tensors(value)
+
+
+_TRUTH_VALUES = frozenset(
+    ("eq", "ge", "gt", "isfinite", "isinf", "isnan", "le", "logical_and", "logical_not", "logical_or", "logical_xor", "lt", "ne")
+)
+_RULES: dict[str, Rule] = {
+    "_softmax": _softmax,
+    "_to_copy": _like,
+    "addmm": _product,
+    "baddbmm": _product,
+    "bmm": _product,
+    "clone": _like,
+    "empty_like": _like,
+    "index": _indexed,
+    "index_select": _selected,
+    "mean": _reduced,
+    "mm": _product,
+    "new_empty": _new,
+    "new_full": _new,
+    "new_ones": _new,
+    "new_zeros": _new,
+    "ones_like": _like,
+    "sum": _reduced,
+    "zeros_like": _like,
+}

@@ -1,0 +1,87 @@
+"""Rules for the sizes of outputs, beside what the ops make."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from planner.eager.size_rules import rule_of
+from planner.eager.sizes import OutputSizes, tensors_in
+
+aten = torch.ops.aten
+x, y, rows = torch.ones(6, 8, 10), torch.ones(10, 7), torch.tensor([0, 2, 2])
+Call = tuple[Any, tuple[Any, ...], dict[str, Any]]
+
+EXACT: list[Call] = [
+    (aten._softmax.default, (x, 1, False), {}),
+    (aten._to_copy.default, (x,), {"dtype": torch.bfloat16}),
+    (aten._to_copy.default, (x,), {"dtype": torch.complex128}),
+    (aten.add.Tensor, (torch.ones(0, 3), torch.ones(1)), {}),
+    (aten.add.Tensor, (x, x[0]), {}),
+    (aten.add_.Tensor, (x.clone(), 1.0), {}),
+    (aten.addmm.default, (torch.ones(7), y.new_ones(4, 10), y), {}),
+    (aten.bmm.default, (x, torch.ones(6, 10, 3)), {}),
+    (aten.clone.default, (x[0],), {}),
+    (aten.empty_like.default, (x,), {"dtype": torch.float64}),
+    (aten.eq.Scalar, (rows, 2), {}),
+    (aten.gelu_backward.default, (x, x), {}),
+    (aten.index.Tensor, (x, [None, rows[:, None], rows]), {}),
+    (aten.index.Tensor, (x, [rows]), {}),
+    (aten.index_put_.default, (x.clone(), [rows], torch.ones(())), {}),
+    (aten.index_select.default, (x, -1, rows), {}),
+    (aten.mean.default, (x,), {}),
+    (aten.mm.default, (x[0].to(torch.float16), y.to(torch.float16)), {}),
+    (aten.mul.Scalar, (x, 2j), {}),
+    (aten.mul.Tensor, (torch.ones(6, 1, 5), torch.ones(4, 1)), {}),
+    (aten.mul.Tensor, (x, x.to(torch.complex64)), {}),
+    (aten.new_zeros.default, (x, [3, 5]), {}),
+    (aten.new_zeros.default, (x, [3, 5]), {"dtype": torch.bool}),
+    (aten.sum.default, (x,), {}),
+    (aten.sum.dim_IntList, (x, [-1, 0]), {}),
+    (aten.sum.dim_IntList, (x, [1], True), {"dtype": torch.float64}),
+    (aten.sum.dim_IntList, (x, None), {}),
+    (aten.where.self, (torch.ones(3, 1) > 0, torch.ones(1, 7), torch.ones(())), {}),
+]
+ABOVE: list[Call] = [
+    (aten.add.Tensor, (x, x.double()[0, 0, 0]), {}),
+    (aten.bitwise_and.Tensor, (rows > 0, rows > 1), {}),
+    (aten.mul.Tensor, (rows.to(torch.int16), rows.to(torch.int16)), {}),
+]
+
+
+def made_bytes(call: Call) -> int:
+    function, args, kwargs = call
+    there = {t.untyped_storage()._cdata for t in tensors_in(args)}
+    outputs = {t.untyped_storage()._cdata: t for t in tensors_in(function(*args, **kwargs))}
+    return sum(t.untyped_storage().nbytes() for address, t in outputs.items() if address not in there)
+
+
+@pytest.mark.parametrize("number", range(len(EXACT)))
+def test_rules_return_the_bytes_of_the_outputs(number: int) -> None:
+    function, args, kwargs = EXACT[number]
+    rule = rule_of(function)
+    assert rule is not None
+    assert (
+        sum(rule(args, kwargs)) == made_bytes(EXACT[number]) == OutputSizes(torch.device("cpu")).out_bytes(function, args, kwargs)
+    )
+
+
+@pytest.mark.parametrize("number", range(len(ABOVE)))
+def test_rules_return_at_least_the_bytes_of_the_outputs(number: int) -> None:
+    function, args, kwargs = ABOVE[number]
+    rule = rule_of(function)
+    assert rule is not None
+    assert sum(rule(args, kwargs)) > made_bytes(ABOVE[number])
+
+
+@pytest.mark.parametrize(
+    "function", [aten.cat.default, aten.arange.default, aten.equal.default, aten.nonzero.default, aten.frexp.Tensor]
+)
+def test_ops_without_a_rule(function: object) -> None:
+    assert rule_of(function) is None
+
+
+def test_only_memory_of_the_device_counts() -> None:
+    sizes = OutputSizes(torch.device("meta"))
+    assert sizes.out_bytes(aten.relu.default, (torch.ones(5, device="meta"),), {}) == 20
+    assert sizes.out_bytes(aten.relu.default, (torch.ones(5),), {}) == 0

@@ -72,6 +72,15 @@ enum Way : int64_t {
   kClosed, // by the recorder, which closes the log
 };
 
+// What bounds the bytes of an operator's outputs, far below the budget.
+enum Bound : int64_t {
+  kNone,
+  kNothingNew,
+  kBroadcast, // each output has at most the elements of all tensors, broadcast
+  kProduct, // of the last two tensors
+};
+constexpr int64_t kWidest = 16; // bytes of an element of the widest type
+
 // The facts about an operator, as `planner.eager.operators.Operator` has them.
 struct Operator {
   int64_t way = kClosed;
@@ -79,6 +88,7 @@ struct Operator {
   int64_t statistics = -1, training = -1;
   int64_t mutated = 0; // a bit for each argument
   int64_t needs_block = 0; // its library uses another algorithm if it gets no workspace
+  int64_t bound = kNone;
 };
 
 // The facts about ops of one signature.
@@ -322,8 +332,8 @@ class Log : public c10::DebugInfoBase {
     std::shared_ptr<Known> known;
     bool fits = prepare(draft, facts, new_key, known);
     const auto start = std::chrono::steady_clock::now();
-    if (fits && facts.way == kHere && is_measured(known.get())) {
-      fits = execute_here(handle, facts, below, *known, stack);
+    if (fits && facts.way == kHere && call.known_bytes >= 0) {
+      fits = execute_here(handle, facts, below, known.get(), stack);
       if (!fits) {
         stack->resize(begin);
         stack->insert(stack->end(), draft.arguments.begin(), draft.arguments.end());
@@ -354,12 +364,12 @@ class Log : public c10::DebugInfoBase {
   }
 
   // Executes an op; returns false if it failed, or got no memory for a workspace: the recorder finds out the reason.
-  bool execute_here(const c10::OperatorHandle& handle, const Operator& facts, c10::DispatchKeySet below, const Known& known, Stack* stack) {
+  bool execute_here(const c10::OperatorHandle& handle, const Operator& facts, c10::DispatchKeySet below, const Known* known, Stack* stack) {
     const auto failed = failures[device_.index()];
     try {
-      if (facts.needs_block) {
+      if (facts.needs_block && known != nullptr) {
         const c10::DeviceGuard guard(device_);
-        const auto block = c10::GetAllocator(device_.type())->allocate(static_cast<size_t>(known.made_bytes + known.room_bytes));
+        const auto block = c10::GetAllocator(device_.type())->allocate(static_cast<size_t>(known->made_bytes + known->room_bytes));
       }
       handle.redispatchBoxed(below, stack);
     } catch (...) {
@@ -390,6 +400,11 @@ class Log : public c10::DebugInfoBase {
     if (known != nullptr && measurements_ > 0) {
       call.room_bytes = known->room_bytes;
     }
+    if (known == nullptr && measurements_ == 0) {
+      const auto most_bytes = bound_bytes(draft, facts);
+      call.known_bytes = most_bytes >= 0 && would_fit(most_bytes) ? 0 : -1; // the outputs are counted when the op has run
+      return true;
+    }
     if (!is_measured(known.get())) {
       return true;
     }
@@ -403,12 +418,20 @@ class Log : public c10::DebugInfoBase {
     call.stays_open = 1;
   }
 
-  // Returns whether `size_bytes` more fit the budget, and includes them in the peak.
-  bool fits(int64_t size_bytes) {
-    if (live_bytes_ + size_bytes > shared.peak_bytes || live_bytes_ + size_bytes > budget_bytes_) {
+  // Returns whether `size_bytes` more fit the budget.
+  bool would_fit(int64_t size_bytes) {
+    if (live_bytes_ + size_bytes > budget_bytes_) {
       settle();
     }
-    if (live_bytes_ + size_bytes > budget_bytes_) {
+    return live_bytes_ + size_bytes <= budget_bytes_;
+  }
+
+  // Returns the same, and includes them in the peak.
+  bool fits(int64_t size_bytes) {
+    if (live_bytes_ + size_bytes > shared.peak_bytes) {
+      settle();
+    }
+    if (!would_fit(size_bytes)) {
       return false;
     }
     shared.peak_bytes = std::max(shared.peak_bytes, live_bytes_ + size_bytes);
@@ -583,6 +606,39 @@ class Log : public c10::DebugInfoBase {
 
   bool is_measured(const Known* known) const {
     return known != nullptr && known->measurements >= measurements_;
+  }
+
+  // Returns an upper bound of the bytes of the outputs; -1 if there is none.
+  static int64_t bound_bytes(const Draft& draft, const Operator& facts) {
+    if (facts.bound == kNone) {
+      return -1;
+    }
+    if (facts.bound == kNothingNew) {
+      return 0;
+    }
+    const auto& inputs = draft.references;
+    const auto size = [&](const Reference& input, size_t dim) { return draft.geometry[input.geometry + dim]; };
+    int64_t elements = 1;
+    if (facts.bound == kProduct) {
+      const auto& left = inputs[draft.inputs - 2];
+      const auto& right = inputs[draft.inputs - 1];
+      for (size_t dim = 0; dim + 1 < left.dim; ++dim) {
+        elements *= size(left, dim);
+      }
+      return kWidest * elements * size(right, right.dim - 1);
+    }
+    size_t most_dims = 0;
+    for (size_t i = 0; i < draft.inputs; ++i) {
+      most_dims = std::max(most_dims, inputs[i].dim);
+    }
+    for (size_t from_last = 1; from_last <= most_dims; ++from_last) {
+      int64_t largest = 0;
+      for (size_t i = 0; i < draft.inputs; ++i) {
+        largest = from_last > inputs[i].dim ? largest : std::max(largest, size(inputs[i], inputs[i].dim - from_last));
+      }
+      elements *= largest;
+    }
+    return kWidest * elements;
   }
 
   // Returns the bytes that the budget counts of a storage.

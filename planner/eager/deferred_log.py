@@ -16,6 +16,7 @@ import torch
 from graphs.errors import first_line
 from planner.eager.operators import Operator
 from planner.eager.shared_context import SharedContext
+from planner.eager.size_rules import bound_of
 from planner.eager.sizes import takes_free_memory
 from planner.torch_private.core import TorchDispatchMode, make_subclass
 from planner.torch_private.cuda import on_out_of_memory
@@ -250,6 +251,7 @@ class DeferredLog:
             -1 if operator.training is None else operator.training,
             sum(1 << position for position, _ in operator.mutated),
             self._measures and takes_free_memory(op),
+            bound_of(op),
         )
         for i, value in enumerate(values):
             facts[i] = value

@@ -30,6 +30,14 @@ def rule_of(function: Any) -> Rule | None:
     return None
 
 
+def bound_of(function: Any) -> int:
+    """Return the kind of bound for all outputs of an operator: a value of ``Bound`` in deferred_log.cpp."""
+    rule = rule_of(function)
+    if rule in (_pointwise, _truth_values, _like, _softmax, _reduced):
+        return 2
+    return 1 if rule is _nothing_new else 3 if rule is _product else 0
+
+
 def _nothing_new(_args: Sequence[Any], _kwargs: dict[str, Any]) -> Sequence[int]:
     return ()
 
@@ -116,23 +124,16 @@ def _tensors(values: Sequence[Any]) -> Iterator[torch.Tensor]:
 _TRUTH_VALUES = frozenset(
     ("eq", "ge", "gt", "isfinite", "isinf", "isnan", "le", "logical_and", "logical_not", "logical_or", "logical_xor", "lt", "ne")
 )
+_LIKE = (
+    *("_to_copy", "clone", "empty_like", "flip", "index_add", "index_copy", "index_fill", "index_put"),
+    *("ones_like", "roll", "scatter", "scatter_add", "scatter_reduce", "tril", "triu", "zeros_like"),
+)
 _RULES: dict[str, Rule] = {
+    **dict.fromkeys(_LIKE, _like),
+    **dict.fromkeys(("new_empty", "new_full", "new_ones", "new_zeros"), _new),
+    **dict.fromkeys(("addmm", "baddbmm", "bmm", "mm"), _product),
+    **dict.fromkeys(("mean", "sum"), _reduced),
     "_softmax": _softmax,
-    "_to_copy": _like,
-    "addmm": _product,
-    "baddbmm": _product,
-    "bmm": _product,
-    "clone": _like,
-    "empty_like": _like,
     "index": _indexed,
     "index_select": _selected,
-    "mean": _reduced,
-    "mm": _product,
-    "new_empty": _new,
-    "new_full": _new,
-    "new_ones": _new,
-    "new_zeros": _new,
-    "ones_like": _like,
-    "sum": _reduced,
-    "zeros_like": _like,
 }

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.storages import LiveStorages
-from planner.eager.deferred_log import DeferredLog
+from planner.eager import deferred_log
+from planner.eager.deferred_log import Call, DeferredLog
+from planner.eager.log_reading import LogReader
 from planner.eager.recording import Recorder
 from planner.eager.saved_tensors import SavedTensor
 from planner.eager.session import Rematerialization, rematerialize
@@ -375,3 +377,42 @@ def test_memory_of_sparse_results_counts() -> None:
         held = [torch.ones(1000, 10_000).to_sparse() for _ in range(2)]
         assert is_open(session)
     assert session.peak_bytes - before > sum(part.nbytes for part in (held[0]._indices(), held[1]._indices()))
+
+
+def test_new_sizes_need_no_python_far_below_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bound of the outputs from the shapes of the inputs does; peaks count what the ops have made."""
+    in_python: list[str] = []
+    run = LogReader._run
+
+    def noting(self: LogReader, op: RecordedOp, call: Call) -> Any:
+        in_python.append(op.operator.name)
+        return run(self, op, call)
+
+    def step(rows: int) -> None:
+        x = torch.arange(rows * 64).view(rows, 64) / 10**6
+        for layer in model:
+            x = torch.tanh(layer(x) * 2.0)
+        torch.bmm(x.view(rows, 8, 8), x.view(rows, 8, 8)).square().sum().backward()
+        model.zero_grad()
+
+    def names(budget: int) -> set[str]:
+        with rematerialize(budget) as session:
+            step(3000)
+            step(3000)
+            in_python.clear()
+            step(3001)
+            assert is_open(session)
+        peaks.append(session.peak_bytes)
+        return set(in_python)
+
+    model, peaks = chain(layers=3), list[int]()
+    monkeypatch.setattr(LogReader, "_run", noting)
+    far = names(10**9)
+    near = names(int(1.12 * peaks[0]))
+    with monkeypatch.context() as patch:
+        patch.setattr(deferred_log, "bound_of", lambda _: 0)
+        without = names(10**9)
+    bounded = {f"aten::{name}" for name in ("addmm", "mm", "bmm", "tanh", "tanh_backward", "sum", "mul")}
+    assert bounded <= without and not bounded & far and bounded & near
+    assert "aten::arange" in far
+    assert peaks[0] == peaks[1] == peaks[2]

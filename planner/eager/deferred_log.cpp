@@ -341,7 +341,14 @@ class Log : public c10::DebugInfoBase {
     } else if (fits) {
       call.noted = 1;
       until_logged.unlock();
-      by_recorder(handle, stack);
+      try {
+        by_recorder(handle, stack);
+      } catch (...) {
+        if (call.stays_open) { // an interrupt came between the op and here
+          unlogged_.unlock_shared();
+        }
+        throw;
+      }
       if (!call.stays_open) {
         return;
       }

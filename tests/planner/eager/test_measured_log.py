@@ -12,8 +12,10 @@ from torch import Tensor, nn
 from benchmarks.storages import LiveStorages
 from graphs.errors import BudgetError
 from planner.eager import deferred_log, device_costs
-from planner.eager.deferred_log import DeferredLog
+from planner.eager.deferred_log import Call, DeferredLog
+from planner.eager.log_reading import LogReader
 from planner.eager.session import rematerialize
+from planner.eager.storages import RecordedOp
 from tests.planner.eager.test_deferred_log import RUNS, Run, is_open, with_dropout
 from tests.planner.eager.test_exactness import existing, other_bytes
 from tests.planner.eager.test_session import chain, penalized
@@ -183,3 +185,26 @@ def test_the_log_closes_between_ops_of_another_thread() -> None:
     assert len(closed) > 10
     assert (session.ops, session.kept_ops) == (alone.ops, alone.kept_ops)
     assert all(map(np.array_equal, found, expected))
+
+
+def test_an_interrupt_behind_an_op_does_not_keep_the_log_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = chain(), torch.randn(8, 64)
+    run = LogReader._run
+
+    def interrupted(self: LogReader, op: RecordedOp, call: Call) -> Any:
+        run(self, op, call)
+        raise KeyboardInterrupt
+
+    with rematerialize("1GB") as session:
+        for _ in range(2):
+            model(x).square().mean().backward()
+        assert is_open(session)
+        with monkeypatch.context() as patch:
+            patch.setattr(LogReader, "_run", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                torch.rand(3)
+        reader = session._reader
+        assert reader is not None
+        with session._entered.lock:
+            reader._read()  # waited forever
+        assert not is_open(session)

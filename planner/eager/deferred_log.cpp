@@ -34,6 +34,7 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
@@ -43,6 +44,8 @@
 #include <optional>
 #include <shared_mutex>
 #include <string>
+#include <string_view>
+#include <typeinfo>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -151,6 +154,7 @@ struct KeyHash {
 // State that the recorder reads and sets without a call.
 struct Shared {
   int64_t open = 0; // ops are logged here
+  int64_t openings = 0; // how often it was opened
   int64_t must_close = 0; // the recorder must read the log before the next op
   int64_t in_step = 0; // autograd has saved a tensor
   int64_t saved = 0; // number of tensors that autograd has saved here
@@ -163,7 +167,7 @@ struct Shared {
 
 // What the log and the recorder tell each other about an op, in the thread of the op.
 struct Call {
-  int64_t noted = 0; // the log has noted the arguments, and logs the op when the recorder has executed it
+  int64_t noted = 0; // the opening of the log that has noted the arguments, and logs the op when it was executed; 0 if none
   int64_t stays_open = 0; // the recorder has executed the op, and the log does not close before it is logged
   int64_t known_bytes = -1; // of the outputs; -1 if unknown, or if the op is to be measured
   int64_t room_bytes = -1; // that it takes in addition, as measured before; -1 if unknown
@@ -229,6 +233,7 @@ bool add_to_key(Key& key, const IValue& value) {
     if (tensor.defined()) {
       key.push_back(static_cast<int64_t>(tensor.scalar_type()));
       key.push_back(static_cast<int64_t>(tensor.device().type()));
+      key.push_back(tensor.device().index());
       key.push_back(tensor.dim());
       key.insert(key.end(), tensor.sizes().begin(), tensor.sizes().end());
     }
@@ -261,6 +266,12 @@ bool add_to_key(Key& key, const IValue& value) {
     return false;
   }
   return true;
+}
+
+// Returns whether an exception is one of Python, by name: this file is not linked with the library that has the types.
+bool is_of_python(const std::exception& error) {
+  const std::string_view name(typeid(error).name());
+  return name == "12python_error" || name.find("error_already_set") != name.npos;
 }
 
 // Stops PyTorch from calling `fallback` for an operator, in the whole process.
@@ -330,6 +341,7 @@ class Log : public c10::DebugInfoBase {
     draft.arguments.append(stack->begin() + static_cast<int64_t>(begin), stack->end());
     std::optional<Key> new_key;
     std::shared_ptr<Known> known;
+    const Unlogged unlogged(*this);
     bool fits = prepare(draft, facts, new_key, known);
     const auto start = std::chrono::steady_clock::now();
     if (fits && facts.way == kHere && call.known_bytes >= 0) {
@@ -339,7 +351,7 @@ class Log : public c10::DebugInfoBase {
         stack->insert(stack->end(), draft.arguments.begin(), draft.arguments.end());
       }
     } else if (fits) {
-      call.noted = 1;
+      call.noted = shared.openings;
       until_logged.unlock();
       try {
         by_recorder(handle, stack);
@@ -379,7 +391,10 @@ class Log : public c10::DebugInfoBase {
         const auto block = c10::GetAllocator(device_.type())->allocate(static_cast<size_t>(known->made_bytes + known->room_bytes));
       }
       handle.redispatchBoxed(below, stack);
-    } catch (...) {
+    } catch (const std::exception& error) {
+      if (is_of_python(error)) { // an interrupt, or the error of a kernel in Python, which must not run twice
+        throw;
+      }
       return false;
     }
     call.unserved = failures[device_.index()] != failed;
@@ -390,7 +405,7 @@ class Log : public c10::DebugInfoBase {
   bool prepare(Draft& draft, const Operator& facts, std::optional<Key>& new_key, std::shared_ptr<Known>& known) {
     const std::lock_guard<std::recursive_mutex> lock(mutex);
     if (!shared.in_step) {
-      forget_last_step();
+      forget_last_step(1);
     }
     if (shared.must_close || facts.way == kClosed || ops_.size() == kMostOps || !note(draft, facts)) {
       return false;
@@ -453,12 +468,13 @@ class Log : public c10::DebugInfoBase {
     }
     shared.peak_bytes = peak_bytes;
     shared.in_step = shared.must_close = 0;
+    ++shared.openings;
     shared.open = 1;
   }
 
   void begin_step() {
     const std::lock_guard<std::recursive_mutex> lock(mutex);
-    forget_last_step();
+    forget_last_step(0);
     shared.in_step = 1;
   }
 
@@ -577,9 +593,21 @@ class Log : public c10::DebugInfoBase {
   }
 
  private:
-  // Drops the ops of ended steps, so that their storages can no longer be recomputed, unless they are few, because it takes time.
-  void forget_last_step() {
-    if (ops_.size() <= kFewOps) {
+  // An op that is executed; while there are others, storages keep their numbers.
+  struct Unlogged {
+    explicit Unlogged(Log& log) : log(log) {
+      ++log.drafts_;
+    }
+    ~Unlogged() {
+      --log.drafts_;
+    }
+    Log& log;
+  };
+
+  // Drops the ops of ended steps, so that their storages can no longer be recomputed, unless they are few, because it takes time,
+  // or another thread executes an op. `own`: the number of ops that this thread executes.
+  void forget_last_step(int64_t own) {
+    if (ops_.size() <= kFewOps || drafts_ > own) {
       return;
     }
     forget_ops();
@@ -627,6 +655,9 @@ class Log : public c10::DebugInfoBase {
     const auto size = [&](const Reference& input, size_t dim) { return draft.geometry[input.geometry + dim]; };
     int64_t elements = 1;
     if (facts.bound == kProduct) {
+      if (draft.inputs < 2 || inputs[draft.inputs - 1].dim == 0 || inputs[draft.inputs - 2].dim == 0) {
+        return -1;
+      }
       const auto& left = inputs[draft.inputs - 2];
       const auto& right = inputs[draft.inputs - 1];
       for (size_t dim = 0; dim + 1 < left.dim; ++dim) {
@@ -807,6 +838,7 @@ class Log : public c10::DebugInfoBase {
       }
     }
     int64_t taken_bytes = std::max(call.taken_bytes, int64_t(0));
+    seconds = call.seconds < 0 ? seconds : call.seconds;
     if (known != nullptr) {
       known->made_bytes = made_bytes;
       if (call.taken_bytes >= 0) {
@@ -874,6 +906,7 @@ class Log : public c10::DebugInfoBase {
   const int64_t budget_bytes_;
   const c10::Device device_;
   const int64_t measurements_;
+  std::atomic<int64_t> drafts_{0};
   std::shared_mutex unlogged_; // held by ops until they are logged, alone while the log is closed
   void (*const describe_)(const char*, const char*, int64_t*);
   std::shared_ptr<c10::impl::PyObject_TorchDispatchMode> recorder_;

@@ -19,7 +19,6 @@ from planner.eager.shared_context import SharedContext
 from planner.eager.size_rules import bound_of
 from planner.eager.sizes import takes_free_memory
 from planner.torch_private.core import TorchDispatchMode, make_subclass
-from planner.torch_private.cuda import on_out_of_memory
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -37,6 +36,7 @@ class Shared(ctypes.Structure):
     """State that Python and C++ read and set without calls; the fields are those of ``Shared`` in deferred_log.cpp."""
 
     open: int
+    openings: int
     must_close: int
     in_step: int
     saved: int
@@ -48,23 +48,23 @@ class Shared(ctypes.Structure):
     host_reads: int
     seconds: float
     _fields_ = (
-        *((name, ctypes.c_int64) for name in ("open", "must_close", "in_step", "saved", "module")),
+        *((name, ctypes.c_int64) for name in ("open", "openings", "must_close", "in_step", "saved", "module")),
         *((name, ctypes.c_int64) for name in ("position", "peak_bytes", "ops", "kept_ops", "host_reads")),
         ("seconds", ctypes.c_double),
     )
 
 
 class Call(ctypes.Structure):
-    """What the log and the recorder tell each other about an op, as ``Call`` in deferred_log.cpp: -1 if it is not known.
+    """What the log and the recorder tell each other about an op, as ``Call`` in deferred_log.cpp.
 
     Attributes:
-        noted: the log has noted the arguments, and logs the op when the recorder has executed it.
+        noted: the opening of the log that has noted the arguments, and logs the op when it was executed; 0 if none.
         stays_open: the recorder has executed the op, and the log does not close before it is logged.
-        known_bytes: bytes of the outputs.
-        room_bytes: bytes that it takes in addition, as measured before.
-        taken_bytes: bytes that it has taken, as measured now.
+        known_bytes: bytes of the outputs; -1 if they are not known, or if the op is to be measured.
+        room_bytes: bytes that it takes in addition, as measured before; -1 if they are not known.
+        taken_bytes: bytes that it has taken, as measured now; -1 if it was not measured.
         unserved: the op has succeeded although the allocator had no memory for a workspace.
-        seconds: as measured now.
+        seconds: as measured now; -1 if it was not measured.
     """
 
     noted: int
@@ -129,8 +129,6 @@ class DeferredLog:
     ) -> None:
         library = _library()
         assert library is not None
-        if device.type == "cuda":
-            _note_failures()
         self._library = library
         self._operator = operator
         self._measures = measurements > 0
@@ -267,12 +265,11 @@ def _way(operator: Operator) -> int:
     return _HERE
 
 
-@cache
-def _note_failures() -> None:
-    """Tell the library of each request that the allocator of a CUDA device has no memory for, in the thread that asks."""
+def note_failure(cuda_device: int) -> None:
+    """Tell the logs that the allocator of a CUDA device had no memory for a request of this thread."""
     library = _library()
-    assert library is not None
-    on_out_of_memory(lambda index, _: library.deferred_failed(index))
+    if library is not None:
+        library.deferred_failed(cuda_device)
 
 
 @cache

@@ -10,6 +10,7 @@ import torch
 from graphs.errors import BudgetError
 from graphs.units import format_bytes
 from planner.capture.lowering.statics import allocated_bytes
+from planner.eager.deferred_log import note_failure
 from planner.eager.sizes import KnownOp
 from planner.profiling.allocator import cuda_bytes
 from planner.runtime.libraries import warm_up_libraries
@@ -24,6 +25,7 @@ MEASUREMENTS = 2  # of each signature: in the first, kernels are loaded and libr
 def _note_unserved() -> None:
     def note(index: int, asked_bytes: int) -> None:
         _unserved[get_ident(), index] = asked_bytes
+        note_failure(index)
 
     on_out_of_memory(note)
 

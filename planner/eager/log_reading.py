@@ -77,8 +77,13 @@ class LogReader:
         """Execute an op that the log has left to Python, or record an op that is read from the log."""
         if self._unread is not None:
             return self._record(op, self._unread)
+        call = self.log.call
+        if call.unserved:
+            costs = self._recorder.device_costs
+            assert costs is not None
+            costs.check_memory(op.function)
         if self.log.shared.open:
-            return self._run(op, self.log.call)
+            return self._run(op, call)
         outputs = self._recorder.run(op)
         self._may_open()
         return outputs
@@ -100,10 +105,8 @@ class LogReader:
         """Execute an op that the open log leaves to Python; if the log cannot log it, or it does not fit, read the log first."""
         recorder, log, costs = self._recorder, self.log, self._recorder.device_costs
         operator, args, kwargs = op.operator, op.args, op.kwargs
-        if costs is not None and call.unserved:
-            costs.check_memory(op.function)
         is_new = call.known_bytes < 0
-        if log.shared.must_close or not call.noted or (is_new and not self._fits(op, call)):
+        if log.shared.must_close or call.noted != log.shared.openings or (is_new and not self._fits(op, call)):
             self._read()
             return recorder.run(op)
         with LOCK if operator.random else nullcontext():

@@ -1,7 +1,6 @@
 """Bytes of the outputs of common ops, from the shapes and types of their arguments in microseconds.
 
-An output never has more bytes than its rule says. It has fewer in rare cases: an op on integers whose result is not of eight
-bytes, or on tensors of several types.
+A rule returns the bytes that the op will allocate, or None where it cannot tell, as for types that PyTorch would promote.
 """
 
 import math
@@ -12,20 +11,24 @@ from typing import Any
 
 import torch
 
-Rule = Callable[[Sequence[Any], dict[str, Any]], Sequence[int]]  # returns the bytes of each output
+from planner.torch_private.core import is_composite
+
+Sizes = Sequence[int] | None  # the bytes of each new output
+Rule = Callable[[Sequence[Any], dict[str, Any]], Sizes]
 
 
 @cache
 def rule_of(function: Any) -> Rule | None:
     """Return the rule for an operator; None if there is none."""
-    namespace, _, name = function._schema.name.partition("::")
-    if all(value.alias_info is not None for value in function._schema.returns):
+    schema = function._schema
+    if all(value.alias_info is not None for value in schema.returns):
         return _nothing_new
-    if namespace != "aten":
+    namespace, _, name = schema.name.partition("::")
+    if namespace != "aten" or schema.overload_name == "dtype" or is_composite(function):
         return None
     if name in _RULES:
         return _RULES[name]
-    if torch.Tag.pointwise in function.tags and [str(value.type) for value in function._schema.returns] == ["Tensor"]:
+    if torch.Tag.pointwise in function.tags and [str(value.type) for value in schema.returns] == ["Tensor"]:
         return _truth_values if name in _TRUTH_VALUES else _pointwise
     return None
 
@@ -38,47 +41,59 @@ def bound_of(function: Any) -> int:
     return 1 if rule is _nothing_new else 3 if rule is _product else 0
 
 
-def _nothing_new(_args: Sequence[Any], _kwargs: dict[str, Any]) -> Sequence[int]:
+def _nothing_new(_args: Sequence[Any], _kwargs: dict[str, Any]) -> Sizes:
     return ()
 
 
-def _pointwise(args: Sequence[Any], kwargs: dict[str, Any]) -> Sequence[int]:
-    return (_elements(args, kwargs) * _element_bytes(args, kwargs),)
+def _pointwise(args: Sequence[Any], kwargs: dict[str, Any]) -> Sizes:
+    """Return the bytes if one type decides: of the only real tensors, beside integers and numbers."""
+    values = (*args, *kwargs.values())
+    tensors = list(_tensors(values))
+    types = {tensor.dtype for tensor in tensors if tensor.dim()} or {tensor.dtype for tensor in tensors}
+    real = [dtype for dtype in types if dtype.is_floating_point]
+    if len(real) != 1 or any(dtype.is_complex for dtype in (*types, *(tensor.dtype for tensor in tensors))):
+        return None
+    if any(type(value) is complex or isinstance(value, torch.dtype) for value in values):
+        return None
+    return (_elements(args, kwargs) * real[0].itemsize,)
 
 
-def _truth_values(args: Sequence[Any], kwargs: dict[str, Any]) -> Sequence[int]:
+def _truth_values(args: Sequence[Any], kwargs: dict[str, Any]) -> Sizes:
     return (_elements(args, kwargs),)
 
 
-def _like(args: Sequence[Any], kwargs: dict[str, Any]) -> Sequence[int]:
+def _like(args: Sequence[Any], kwargs: dict[str, Any]) -> Sizes:
     """Return the bytes of a tensor of the shape of the first argument."""
     return (args[0].numel() * (kwargs.get("dtype") or args[0].dtype).itemsize,)
 
 
-def _new(args: Sequence[Any], kwargs: dict[str, Any]) -> Sequence[int]:
+def _new(args: Sequence[Any], kwargs: dict[str, Any]) -> Sizes:
     """Return the bytes of a tensor of the size that is the second argument, of the type of the first."""
     return (math.prod(args[1]) * (kwargs.get("dtype") or args[0].dtype).itemsize,)
 
 
-def _softmax(args: Sequence[Any], _kwargs: dict[str, Any]) -> Sequence[int]:
-    return (args[0].numel() * max(args[0].element_size(), 4),)
+def _softmax(args: Sequence[Any], _kwargs: dict[str, Any]) -> Sizes:
+    to_float = args[2]
+    return (args[0].numel() * (4 if to_float else args[0].element_size()),)
 
 
-def _product(args: Sequence[Any], _kwargs: dict[str, Any]) -> Sequence[int]:
+def _product(args: Sequence[Any], _kwargs: dict[str, Any]) -> Sizes:
     """Return the bytes of the product of the last two tensors, or batches, of matrices."""
     *_rest, left, right = _tensors(args)
     return (math.prod(left.shape[:-1]) * right.shape[-1] * left.element_size(),)
 
 
-def _reduced(args: Sequence[Any], kwargs: dict[str, Any]) -> Sequence[int]:
+def _reduced(args: Sequence[Any], kwargs: dict[str, Any]) -> Sizes:
     """Return the bytes of a sum over the dimensions that are the second argument, or over all."""
     tensor = args[0]
+    promoted = tensor.dtype if tensor.is_floating_point() or tensor.is_complex() else torch.int64
+    dtype: torch.dtype = kwargs.get("dtype") or promoted
     over = [dim % tensor.dim() for dim in args[1] or ()] if len(args) > 1 and tensor.dim() else []
     kept = [size for dim, size in enumerate(tensor.shape) if over and dim not in over]
-    return (math.prod(kept) * _element_bytes(args, kwargs),)
+    return (math.prod(kept) * dtype.itemsize,)
 
 
-def _indexed(args: Sequence[Any], _kwargs: dict[str, Any]) -> Sequence[int]:
+def _indexed(args: Sequence[Any], _kwargs: dict[str, Any]) -> Sizes:
     """Return the bytes of a tensor that is indexed with tensors of integers."""
     tensor: torch.Tensor = args[0]
     indices: Sequence[torch.Tensor | None] = args[1]
@@ -86,7 +101,7 @@ def _indexed(args: Sequence[Any], _kwargs: dict[str, Any]) -> Sequence[int]:
     return (math.prod(rest) * _elements([index for index in indices if index is not None], {}) * tensor.element_size(),)
 
 
-def _selected(args: Sequence[Any], _kwargs: dict[str, Any]) -> Sequence[int]:
+def _selected(args: Sequence[Any], _kwargs: dict[str, Any]) -> Sizes:
     """Return the bytes of a tensor with the rows that the third argument names."""
     tensor, dim, rows = args
     others = [size for other, size in enumerate(tensor.shape) if other != dim % tensor.dim()]
@@ -102,17 +117,6 @@ def _elements(args: Sequence[Any], kwargs: dict[str, Any]) -> int:
     return math.prod(0 if 0 in of_dim else max(of_dim) for of_dim in sizes)
 
 
-def _element_bytes(args: Sequence[Any], kwargs: dict[str, Any]) -> int:
-    """Return the bytes of an element of the result: at most those of the widest type of its category."""
-    if (dtype := kwargs.get("dtype")) is not None:
-        return int(dtype.itemsize)
-    types = {tensor.dtype for tensor in _tensors((*args, *kwargs.values()))}
-    real = max((dtype.itemsize for dtype in types if dtype.is_floating_point), default=0)
-    if any(type(value) is complex for value in (*args, *kwargs.values())) or any(dtype.is_complex for dtype in types):
-        return max((2 * max(real, 4), *(dtype.itemsize for dtype in types if dtype.is_complex)))
-    return real or 8
-
-
 def _tensors(values: Sequence[Any]) -> Iterator[torch.Tensor]:
     for value in values:
         if isinstance(value, torch.Tensor):
@@ -122,7 +126,10 @@ def _tensors(values: Sequence[Any]) -> Iterator[torch.Tensor]:
 
 
 _TRUTH_VALUES = frozenset(
-    ("eq", "ge", "gt", "isfinite", "isinf", "isnan", "le", "logical_and", "logical_not", "logical_or", "logical_xor", "lt", "ne")
+    (
+        *("eq", "ge", "gt", "isfinite", "isinf", "isnan", "isneginf", "isposinf", "le", "logical_and", "logical_not"),
+        *("logical_or", "logical_xor", "lt", "ne", "signbit"),
+    )
 )
 _LIKE = (
     *("_to_copy", "clone", "empty_like", "flip", "index_add", "index_copy", "index_fill", "index_put"),

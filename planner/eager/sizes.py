@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,12 +102,15 @@ class OutputSizes:
     def out_bytes(self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> int:
         """Return the bytes that an op will allocate for its outputs, by executing it without memory; 0 if that fails.
 
-        Rules for common ops come first, which may return a few more. Meta tensors take a hundred times as long, and fake tensors,
-        which know more ops and devices, several times as long again.
+        Rules for common ops come first. Meta tensors take a hundred times as long, and fake tensors, which know more ops and
+        devices, several times as long again.
         """
+        sizes = None
         if (rule := rule_of(function)) is not None:
-            device = self._device_of(args, kwargs)
-            return sum(self.counted_bytes(size_bytes, device) for size_bytes in rule(args, kwargs))
+            with suppress(Exception):  # the real op raises its own error
+                sizes = rule(args, kwargs)
+        if sizes is not None:
+            return sum(self.counted_bytes(size_bytes, self._device_of(args, kwargs)) for size_bytes in sizes)
         with disable_current_modes():
             found = None
             if has_meta_kernel(function) and self._are_of_device((*args, *kwargs.values())):
@@ -122,8 +125,8 @@ class OutputSizes:
         if (asked := kwargs.get("device")) is not None:
             device = torch.device(asked)
             return self._device if device == torch.device(self._device.type) else device
-        tensors = list(tensors_in((args, kwargs)))
-        return next((tensor for tensor in tensors if tensor.dim()), tensors[0]).device
+        devices = [(tensor.dim() > 0, tensor.device.type != "cpu", tensor.device) for tensor in tensors_in((args, kwargs))]
+        return max(devices, key=lambda device: device[:2])[2]
 
     def _are_of_device(self, values: Sequence[object]) -> bool:
         """Return True if there are tensors among the arguments of an op, all on the budget's device, and no device."""

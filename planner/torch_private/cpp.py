@@ -2,11 +2,10 @@
 
 import ctypes
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
-from unittest.mock import patch
 
 from torch._inductor import codecache
 from torch._inductor.codecache import CppCodeCache  # compiles, and keeps what it has compiled on disk
@@ -15,8 +14,19 @@ from torch._inductor.exc import CppCompileError, InvalidCxxCompiler  # raised if
 from torch.utils.cpp_extension import library_paths
 
 # Without this, CppCodeCache tests the vector instructions of the machine in each process, in subprocesses that import torch.
-_HAS_NEEDS = "needs_vec_isa" in inspect.signature(CppCodeCache.load_async).parameters
-_NO_VECTORS = {"needs_vec_isa": False} if _HAS_NEEDS else {}
+_HAS_NEEDS_VEC_ISA = "needs_vec_isa" in inspect.signature(CppCodeCache.load_async).parameters
+_NO_VECTORS = {"needs_vec_isa": False} if _HAS_NEEDS_VEC_ISA else {}
+
+
+@contextmanager
+def _no_vector_instructions() -> Iterator[None]:
+    """Let older releases of PyTorch, which have no such argument, skip the tests too."""
+    pick = codecache.pick_vec_isa
+    codecache.pick_vec_isa = lambda: invalid_vec_isa
+    try:
+        yield
+    finally:
+        codecache.pick_vec_isa = pick
 
 
 def load_cpp(
@@ -45,7 +55,7 @@ def load_cpp(
 
     names = ("c10", *libraries)
     linked = (*(f"-L{path}" for path in library_paths()), *(f"-l{name}" for name in names))
-    with nullcontext() if _HAS_NEEDS else patch.object(codecache, "pick_vec_isa", lambda: invalid_vec_isa):
+    with nullcontext() if _HAS_NEEDS_VEC_ISA else _no_vector_instructions():
         library = CppCodeCache.load(source, extra_flags=("-Wl,--no-as-needed", *linked), submit_fn=announce, **_NO_VECTORS)
     assert isinstance(library, ctypes.CDLL)
     for name, (returned, given) in functions.items():

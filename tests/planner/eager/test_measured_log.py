@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from benchmarks.storages import LiveStorages
 from graphs.errors import BudgetError
 from planner.eager import deferred_log, device_costs
-from planner.eager.deferred_log import Call, DeferredLog
+from planner.eager.deferred_log import Call, DeferredLog, UnreadOp
 from planner.eager.log_reading import LogReader
-from planner.eager.session import rematerialize
+from planner.eager.session import Rematerialization, rematerialize
 from planner.eager.storages import RecordedOp
+from planner.torch_private.core import storage_address
 from tests.planner.eager.test_deferred_log import RUNS, Run, is_open, with_dropout
 from tests.planner.eager.test_exactness import existing, other_bytes
 from tests.planner.eager.test_session import chain, penalized
@@ -34,6 +35,20 @@ def convolutions() -> nn.Module:
     torch.manual_seed(0)
     layers = [nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU()) for _ in range(4)]
     return nn.Sequential(*layers)
+
+
+def read_log(session: Rematerialization) -> None:
+    """Close and read the log, from a thread whose ops it does not see."""
+
+    def read() -> None:
+        with recorder.lock:
+            reader._read()
+
+    recorder, reader = session._entered, session._reader
+    assert reader is not None
+    thread = threading.Thread(target=read)
+    thread.start()
+    thread.join()
 
 
 @pytest.mark.parametrize("run", RUNS)
@@ -164,7 +179,7 @@ def test_the_log_closes_between_ops_of_another_thread() -> None:
         return results
 
     def close() -> None:
-        while not done.is_set():
+        while not done.wait(0.0005):
             if is_open(session):
                 with session._recorder.lock:
                     if is_open(session):
@@ -203,8 +218,117 @@ def test_an_interrupt_behind_an_op_does_not_keep_the_log_open(monkeypatch: pytes
             patch.setattr(LogReader, "_run", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 torch.rand(3)
-        reader = session._reader
-        assert reader is not None
-        with session._entered.lock:
-            reader._read()  # waited forever
+        read_log(session)  # waited forever
         assert not is_open(session)
+
+
+def test_a_step_ends_while_another_thread_executes_an_op(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The log drops ended steps, and numbers storages anew, when no op is under way."""
+    inside, dropped = threading.Event(), threading.Event()
+    read: list[tuple[int, int]] = []
+    record = LogReader._record
+
+    def noting(self: LogReader, op: RecordedOp, unread: UnreadOp) -> Any:
+        if op.operator.name == "planner_test_log::slow":
+            assert unread.outputs[0] is not None
+            read.append((storage_address(op.args[0]), storage_address(unread.outputs[0])))
+        return record(self, op, unread)
+
+    monkeypatch.setattr(LogReader, "_record", noting)
+    library = torch.library.Library("planner_test_log", "DEF")
+    library.define("slow(Tensor x) -> Tensor")
+    library.define("wait(Tensor x) -> Tensor")  # TorchScript leaves out ops without results
+    library.define("go_on(Tensor x) -> Tensor")
+    waits: list[bool] = []
+
+    def slow(x: Tensor) -> Tensor:
+        if waits:
+            inside.set()
+            assert dropped.wait(20)
+        return torch.ones_like(x)
+
+    def wait(x: Tensor) -> Tensor:
+        assert inside.wait(20)
+        return x + 1.0
+
+    def go_on(x: Tensor) -> Tensor:
+        dropped.set()
+        return x + 1.0
+
+    for function in (slow, wait, go_on):
+        library.impl(function.__name__, function, "CPU")
+    script = torch.jit.CompilationUnit("""
+        def in_thread(x: Tensor):
+            return torch.ops.planner_test_log.slow(x)
+
+        def both(x: Tensor):
+            slow = torch.jit._fork(in_thread, x)
+            x = torch.ops.planner_test_log.wait(x)
+            for i in range(100):
+                x = x + 1.0
+            x = torch.ops.planner_test_log.go_on(x)
+            return torch.jit._wait(slow), x
+    """)
+    try:
+        with rematerialize("1GB") as session:
+            model = nn.Linear(8, 8)
+            for _ in range(3):
+                model(torch.ones(2, 8)).sum().backward()
+            for _ in range(66):
+                torch.ones(3).sin()
+            held = [torch.ones(50).sin() for _ in range(20)]
+            x = torch.ones(100)
+            torch.ops.planner_test_log.slow(x)
+            del held  # from here on, the log may give `x` a lower number
+            waits.append(True)
+            made, _ = script.both(x)
+            assert is_open(session)
+            read_log(session)
+        assert read[-1] == (storage_address(x), storage_address(made))
+    finally:
+        library._destroy()
+
+
+def test_ops_that_data_sizes_count_as_long_as_they_were_measured(costs: Costs) -> None:
+    model, x = chain(), torch.ones(8, 64)
+    with rematerialize("1GB") as session:
+        model(x).sum().backward()
+        torch.ones(1).sin()
+        assert is_open(session)
+        before, measured = session._entered.memory.clock_s, costs.measured
+        for _ in range(4):
+            x.nonzero()
+        assert session._entered.memory.clock_s >= before + 4
+        assert costs.measured == measured + 4
+
+
+def test_errors_of_python_kernels_are_raised_once() -> None:
+    errors: list[BaseException] = []
+    library = torch.library.Library("planner_test_error", "DEF")
+    library.define("fails(Tensor x) -> Tensor")
+    library.define("takes(Tensor[] xs, Tensor? y) -> ()")
+
+    def fails(x: Tensor) -> Tensor:
+        if errors:
+            raise errors.pop()
+        return torch.ones_like(x)
+
+    library.impl("fails", fails, "CPU")
+    library.impl("takes", lambda xs, y: None, "CompositeExplicitAutograd")
+    fail, take = torch.ops.planner_test_error.fails, torch.ops.planner_test_error.takes
+    model, x = chain(), torch.ones(8, 64)
+    try:
+        with rematerialize("1GB") as session:
+            model(x).sum().backward()
+            for _ in range(3):
+                fail(x)
+            assert is_open(session)
+            for error in (ValueError("mine"), KeyboardInterrupt()):
+                errors.append(error)
+                with pytest.raises(type(error)):
+                    fail(x)
+            assert torch.equal(fail(x), x) and is_open(session)
+            take([x], None)
+            take([], x)
+    finally:
+        library._destroy()

@@ -25,14 +25,15 @@ the program has released one by freeing it. Then neither eager PyTorch's peak no
 Banishing is not used either: it pins what was computed from a released tensor. That is true of most saved tensors, so too little
 would be left to evict.
 
-A dispatch mode takes longer than small ops do. While memory is far below the budget, no record is needed. So on the CPU, if there
-is a C++ compiler, ops go to a log in C++ (``deferred_log``), which executes them, counts bytes, and notes what a later record
-needs. If an op does not fit, or the log cannot note it, the recorder reads the log: it sees the same calls with their original
-outputs, and makes the same records. From then on it sees the ops itself, until the step ends.
+A dispatch mode takes longer than small ops do. While memory is far below the budget, no record is needed. So if there is a C++
+compiler, ops go to a log in C++ (``deferred_log``), which executes them, counts bytes, and notes what a later record needs. If an
+op does not fit, or the log cannot note it, the recorder reads the log: it sees the same calls with their original outputs, and
+makes the same records. From then on it sees the ops itself, until the step ends. On CUDA the recorder executes the first ops of
+each signature, and measures them (``device_costs``).
 
 ``recording`` sees the ops, ``saved_tensors`` has what autograd holds, ``log_reading`` leaves ops to the log and reads it,
-``modules`` knows which module is running. ``sizes`` knows what ops will allocate, ``memory`` makes room and asks the ledger of
-``solvers.online`` for the victim, ``recompute`` executes chains again, ``session`` has the public API. ``following`` logs each
-step; ``step_log`` turns it into a graph; ``step_plans`` has repeated steps solved, and returns what their plans evict.
-``enough`` finds a budget that is large enough for a recorded step.
+``modules`` knows which module is running. ``sizes`` knows what ops will allocate, for common ones by ``size_rules``; ``memory``
+makes room and asks the ledger of ``solvers.online`` for the victim; ``recompute`` executes chains again; ``session`` has the
+public API. ``following`` logs each step; ``step_log`` turns it into a graph; ``step_plans`` has repeated steps solved, and
+returns what their plans evict. ``enough`` finds a budget that is large enough for a recorded step.
 """

@@ -10,7 +10,7 @@ from planner.missing_packages import explain_missing_packages
 
 if TYPE_CHECKING:
     __version__: str
-    from graphs.errors import OutOfMemoryError, PlannerError
+    from graphs.errors import BudgetError, LimitError, OutOfMemoryError, PlannerError, TraceError
     from planner.advising import advise
     from planner.eager.session import rematerialize
     from planner.plans.plan import Plan
@@ -23,12 +23,15 @@ if TYPE_CHECKING:
     from planner.training.step import PlannedStep
 
 __all__ = [
+    "BudgetError",
     "DynamicStep",
+    "LimitError",
     "OutOfMemoryError",
     "Plan",
     "PlannedStep",
     "PlannerError",
     "RunReport",
+    "TraceError",
     "__version__",
     "advise",
     "checkpoint",
@@ -71,10 +74,9 @@ def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module 'planner' has no attribute {name!r}")
     modules = {
+        **dict.fromkeys(("BudgetError", "LimitError", "OutOfMemoryError", "PlannerError", "TraceError"), "graphs.errors"),
         "DynamicStep": "planner.training.dynamic",
-        "OutOfMemoryError": "graphs.errors",
         "PlannedStep": "planner.training.step",
-        "PlannerError": "graphs.errors",
         "Plan": "planner.plans.plan",
         "RunReport": "planner.running",
         "advise": "planner.advising",

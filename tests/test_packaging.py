@@ -31,6 +31,14 @@ def test_each_extra_that_is_named_exists() -> None:
     assert named <= EXTRAS.keys()
 
 
+def test_the_docs_name_nothing_that_the_package_lacks() -> None:
+    texts = [path.read_text() for path in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md"))]
+    named = {name for text in texts for name in re.findall(r"`planner\.([A-Z]\w*)`", text)}
+    assert {"BudgetError", "OutOfMemoryError", "TraceError"} <= named
+    lacking = python(f"import planner; print([name for name in {sorted(named)} if not hasattr(planner, name)])")
+    assert lacking.stdout == "[]\n"
+
+
 def test_the_changelog_has_the_version() -> None:
     changelog = (ROOT / "CHANGELOG.md").read_text()
     versions = re.findall(r"^## (\S+)", changelog, re.MULTILINE)

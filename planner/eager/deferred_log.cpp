@@ -38,14 +38,13 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <exception>
 #include <list>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <shared_mutex>
 #include <string>
-#include <string_view>
-#include <typeinfo>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -173,9 +172,11 @@ struct Call {
   int64_t room_bytes = -1; // that it takes in addition, as measured before; -1 if unknown
   int64_t taken_bytes = -1; // that it has taken, as measured now; -1 if it was not measured
   int64_t unserved = 0; // the op has succeeded although the allocator had no memory for a workspace
+  int64_t failed = 0; // the op has raised an error, which `raise_error` raises again
   double seconds = -1; // as measured now
 };
 thread_local Call call;
+thread_local std::exception_ptr error_of_op;
 
 // The number of requests of this thread that the allocator had no memory for, by index of the device.
 thread_local std::unordered_map<int64_t, int64_t> failures;
@@ -266,12 +267,6 @@ bool add_to_key(Key& key, const IValue& value) {
     return false;
   }
   return true;
-}
-
-// Returns whether an exception is one of Python, by name: this file is not linked with the library that has the types.
-bool is_of_python(const std::exception& error) {
-  const std::string_view name(typeid(error).name());
-  return name == "12python_error" || name.find("error_already_set") != name.npos;
 }
 
 // Stops PyTorch from calling `fallback` for an operator, in the whole process.
@@ -382,19 +377,28 @@ class Log : public c10::DebugInfoBase {
     finish(draft, handle, facts, *stack, elapsed.count(), known.get());
   }
 
-  // Executes an op; returns false if it failed, or got no memory for a workspace: the recorder finds out the reason.
+  // Returns whether the allocator has a free block.
+  bool has_block(int64_t size_bytes) const {
+    const c10::DeviceGuard guard(device_);
+    try {
+      c10::GetAllocator(device_.type())->allocate(static_cast<size_t>(size_bytes));
+    } catch (const c10::Error&) {
+      return false;
+    }
+    return true;
+  }
+
+  // Executes an op; returns false if it failed, or got no memory for a workspace: the recorder evicts, or raises the error.
   bool execute_here(const c10::OperatorHandle& handle, const Operator& facts, c10::DispatchKeySet below, const Known* known, Stack* stack) {
+    if (facts.needs_block && known != nullptr && !has_block(known->made_bytes + known->room_bytes)) {
+      return false;
+    }
     const auto failed = failures[device_.index()];
     try {
-      if (facts.needs_block && known != nullptr) {
-        const c10::DeviceGuard guard(device_);
-        const auto block = c10::GetAllocator(device_.type())->allocate(static_cast<size_t>(known->made_bytes + known->room_bytes));
-      }
       handle.redispatchBoxed(below, stack);
-    } catch (const std::exception& error) {
-      if (is_of_python(error)) { // an interrupt, or the error of a kernel in Python, which must not run twice
-        throw;
-      }
+    } catch (...) {
+      error_of_op = std::current_exception();
+      call.failed = 1;
       return false;
     }
     call.unserved = failures[device_.index()] != failed;
@@ -1102,6 +1106,7 @@ extern "C" {
 bool deferred_install() {
   try {
     static torch::Library operators(torch::Library::DEF, "planner_log", std::nullopt, __FILE__, __LINE__);
+    operators.def("raise_error() -> ()", []() { std::rethrow_exception(std::exchange(error_of_op, nullptr)); });
     operators.def("close(int log) -> Tensor[]", [](int64_t log) { return of(log)->close(); });
     operators.def("outputs(int log, int index) -> Tensor?[]", [](int64_t log, int64_t index) { return of(log)->outputs(index); });
     operators.def("show(int log, int index) -> ()", [](int64_t log, int64_t index) { of(log)->show(index); });

@@ -64,6 +64,7 @@ class Call(ctypes.Structure):
         room_bytes: bytes that it takes in addition, as measured before; -1 if they are not known.
         taken_bytes: bytes that it has taken, as measured now; -1 if it was not measured.
         unserved: the op has succeeded although the allocator had no memory for a workspace.
+        failed: the log has executed the op, which has raised an error.
         seconds: as measured now; -1 if it was not measured.
     """
 
@@ -73,9 +74,11 @@ class Call(ctypes.Structure):
     room_bytes: int
     taken_bytes: int
     unserved: int
+    failed: int
     seconds: float
     _fields_ = (
-        *((name, ctypes.c_int64) for name in ("noted", "stays_open", "known_bytes", "room_bytes", "taken_bytes", "unserved")),
+        *((name, ctypes.c_int64) for name in ("noted", "stays_open", "known_bytes", "room_bytes", "taken_bytes")),
+        *((name, ctypes.c_int64) for name in ("unserved", "failed")),
         ("seconds", ctypes.c_double),
     )
 
@@ -164,6 +167,14 @@ class DeferredLog:
         if found is None:
             found = self._threads.call = Call.from_address(self._library.deferred_call())
         return found
+
+    def error(self) -> Exception:
+        """Return the error of the op of this thread, once; raise it if it must not be handled, as an interrupt."""
+        try:
+            torch.ops.planner_log.raise_error()
+        except Exception as error:  # noqa: BLE001  the caller raises it again if it is not for want of memory
+            return error
+        raise AssertionError
 
     def stay_open(self) -> None:
         """Do not close before the op that the recorder has executed in this thread is logged."""

@@ -82,6 +82,11 @@ class LogReader:
             costs = self._recorder.device_costs
             assert costs is not None
             costs.check_memory(op.function)
+        if call.failed:
+            error = self.log.error()
+            if self.log.shared.open:
+                self._read()
+            return self._recorder.run(op, error)
         if self.log.shared.open:
             return self._run(op, call)
         outputs = self._recorder.run(op)

@@ -10,7 +10,7 @@ from planner.eager.step_plans import StepPlans
 from planner.eager.storages import RecordedOp, TrackedStorage
 from planner.torch_private.core import current_autograd_node
 
-# If all steps so far took at most this share of the budget, the next one is not expected to evict, and is not logged.
+# If no step so far has evicted or taken more than this share of the budget, the next one is not logged.
 _FAR = 0.9
 
 
@@ -38,8 +38,12 @@ class StepFollower:
 
     @property
     def is_far(self) -> bool:
-        """True if all steps so far stayed far below the budget, and there were any: then the next one is not logged."""
-        return self.number > 0 and self.memory.peak_bytes <= _FAR * self.memory.budget_bytes
+        """True if all steps so far stayed far below the budget, and there were any: then the next one is not logged.
+
+        Below it, the allocator of a CUDA device may run out of memory in pieces that are large enough.
+        """
+        memory = self.memory
+        return self.number > 0 and not memory.evictions and memory.peak_bytes <= _FAR * memory.budget_bytes
 
     # Events of the runtime.
 

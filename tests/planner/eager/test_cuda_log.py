@@ -64,6 +64,7 @@ def mixed_devices() -> tuple[nn.Module, Step]:
 @pytest.mark.parametrize("of", [multilayer, convolutional, mixed_devices])
 @pytest.mark.parametrize("memory", ["allocated", "reserved"])
 def test_a_step_that_does_not_fit_after_steps_that_do(of: Callable[[], tuple[nn.Module, Step]], memory: str) -> None:
+    share = 0.75 if memory == "allocated" else 0.9  # what lies between tensors is reserved, too
     assert DeferredLog.available()
     warm_up_libraries(torch.device("cuda"))
 
@@ -90,7 +91,7 @@ def test_a_step_that_does_not_fit_after_steps_that_do(of: Callable[[], tuple[nn.
     before = requested_bytes("current")
     expected = steps()
     gc.collect()
-    budget = before + int(0.75 * (requested_bytes("peak") - before))
+    budget = before + int(share * (requested_bytes("peak") - before))
     torch.cuda.empty_cache()
     with rematerialize(budget, memory=memory, max_recomputation=100) as session:
         sessions.append(session)

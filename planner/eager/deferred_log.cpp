@@ -12,8 +12,9 @@
 // Tensors that autograd saves meanwhile stay in memory, each in a `LoggedTensor`. The recorder replaces it by its own handle when
 // it reads the log.
 //
-// On a CUDA device, the recorder executes the first ops of each signature and measures their times and workspaces. Autograd may
-// run a thread for the device beside the one for the CPU, with the same log.
+// On a CUDA device, the recorder executes the first ops of each signature and measures their times and workspaces. If an operator
+// was measured often, and its outputs are far below the budget, what it takes in other sizes is estimated from these measurements.
+// Autograd may run a thread for the device beside the one for the CPU, with the same log.
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -30,6 +31,7 @@
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <c10/util/SmallVector.h>
 #include <c10/util/ThreadLocalDebugInfo.h>
+#include <c10/util/accumulate.h>
 #include <c10/util/flat_hash_map.h>
 #include <torch/library.h>
 
@@ -65,6 +67,8 @@ constexpr size_t kMostOps = 1 << 15; // a longer log would take too much memory 
 constexpr int64_t kMostWrites = 900; // less than the recorder's longest chain
 constexpr size_t kMostSignatures = 1 << 15;
 constexpr int64_t kBlockBytes = 512; // of CUDA's allocator
+constexpr int64_t kFewMeasurements = 2; // the first executions of an operator load kernels
+constexpr int64_t kEnoughMeasurements = 8; // of an operator, to estimate what it takes in other sizes
 
 // How an operator is executed.
 enum Way : int64_t {
@@ -74,23 +78,59 @@ enum Way : int64_t {
   kClosed, // by the recorder, which closes the log
 };
 
-// What bounds the bytes of an operator's outputs, far below the budget.
+// What bounds the bytes of an operator's outputs, far below the budget; planner.eager.size_rules has the same values.
 enum Bound : int64_t {
   kNone,
   kNothingNew,
   kBroadcast, // each output has at most the elements of all tensors, broadcast
   kProduct, // of the last two tensors
+  kSize, // the first list of integers
+  kIndexed, // the first tensor, at the positions in the list that is the second argument
+  kSelected, // rows of the first tensor, by the positions in the last
+  kConcatenated, // all tensors
+  kPositions, // a position for each element of the first tensor
 };
 constexpr int64_t kWidest = 16; // bytes of an element of the widest type
+
+// What an operator has taken in all measured executions, from which it is estimated for other sizes.
+struct Measured {
+  int64_t executions = 0;
+  double seconds = 0, bytes = 0; // sums, without the first executions; bytes are those of inputs and outputs
+  double most_room_bytes = 0, most_room_of_bytes = 1; // the most taken besides outputs, and inputs and outputs of that execution
+
+  void add(double of_bytes, double room_bytes, double taken_seconds) {
+    if (++executions > kFewMeasurements) {
+      seconds += taken_seconds;
+      bytes += of_bytes;
+    }
+    if (room_bytes > most_room_bytes) {
+      most_room_bytes = room_bytes;
+      most_room_of_bytes = std::max(of_bytes, 1.0);
+    }
+  }
+
+  bool is_enough() const {
+    return executions >= kEnoughMeasurements;
+  }
+
+  double seconds_of(double of_bytes) const {
+    return seconds / std::max(bytes, 1.0) * of_bytes;
+  }
+
+  double room_bytes_of(double of_bytes) const {
+    return most_room_bytes * std::max(of_bytes / most_room_of_bytes, 1.0);
+  }
+};
 
 // The facts about an operator, as `planner.eager.operators.Operator` has them.
 struct Operator {
   int64_t way = kClosed;
-  int64_t repeatable = 0, returns_nothing_new = 0, reads_to_host = 0;
+  int64_t repeatable = 0, returns_nothing_new = 0, reads_to_host = 0, sized_by_data = 0;
   int64_t statistics = -1, training = -1;
   int64_t mutated = 0; // a bit for each argument
   int64_t needs_block = 0; // its library uses another algorithm if it gets no workspace
   int64_t bound = kNone;
+  Measured measured{}; // by the log
 };
 
 // The facts about ops of one signature.
@@ -269,6 +309,50 @@ bool add_to_key(Key& key, const IValue& value) {
   return true;
 }
 
+// The shape of several tensors, broadcast, or a larger one.
+class BroadcastShape {
+ public:
+  void add(c10::IntArrayRef sizes) {
+    from_last_.resize(std::max(from_last_.size(), sizes.size()), 1); // a sum along an empty dimension is not empty
+    for (size_t i = 0; i < sizes.size(); ++i) {
+      auto& largest = from_last_[sizes.size() - 1 - i];
+      largest = std::max(largest, sizes[i]);
+    }
+  }
+
+  int64_t elements() const {
+    return c10::multiply_integers(from_last_);
+  }
+
+ private:
+  c10::SmallVector<int64_t, 6> from_last_;
+};
+
+bool is_mask(const at::Tensor& index) {
+  return index.scalar_type() == at::kBool || index.scalar_type() == at::kByte;
+}
+
+// Returns the most elements of a tensor at positions: each is a tensor of integers, a mask, or none for all of a dimension.
+int64_t indexed_elements(const at::Tensor& tensor, const IValue& positions) {
+  BroadcastShape chosen;
+  int64_t others = 1, dim = 0;
+  for (const IValue& value : positions.toListRef()) {
+    if (!has_memory(value)) {
+      others *= dim < tensor.dim() ? tensor.size(dim++) : 1;
+    } else if (const auto& index = value.toTensor(); is_mask(index)) {
+      chosen.add({index.numel()});
+      dim += index.dim();
+    } else {
+      chosen.add(index.sizes());
+      ++dim;
+    }
+  }
+  for (; dim < tensor.dim(); ++dim) {
+    others *= tensor.size(dim);
+  }
+  return others * chosen.elements();
+}
+
 // Stops PyTorch from calling `fallback` for an operator, in the whole process.
 void leave_alone(const c10::OperatorName& name) {
   static auto& mutex = *new std::mutex;
@@ -296,7 +380,7 @@ class Log : public c10::DebugInfoBase {
   std::recursive_mutex mutex;
   bool left = false;
 
-  const Operator& facts_of(const c10::OperatorHandle& handle) {
+  Operator& facts_of(const c10::OperatorHandle& handle) {
     const std::lock_guard<std::recursive_mutex> lock(mutex);
     auto& facts = operators_[handle];
     if (!facts) {
@@ -324,7 +408,7 @@ class Log : public c10::DebugInfoBase {
   }
 
   // Executes an op and logs it, or lets the recorder do so.
-  void execute(const c10::OperatorHandle& handle, const Operator& facts, c10::DispatchKeySet below, Stack* stack) {
+  void execute(const c10::OperatorHandle& handle, Operator& facts, c10::DispatchKeySet below, Stack* stack) {
     call = Call();
     std::shared_lock<std::shared_mutex> until_logged(unlogged_);
     if (!shared.open) { // another thread has closed it meanwhile
@@ -337,7 +421,7 @@ class Log : public c10::DebugInfoBase {
     std::optional<Key> new_key;
     std::shared_ptr<Known> known;
     const Unlogged unlogged(*this);
-    bool fits = prepare(draft, facts, new_key, known);
+    bool fits = prepare(draft, handle, facts, new_key, known);
     const auto start = std::chrono::steady_clock::now();
     if (fits && facts.way == kHere && call.known_bytes >= 0) {
       fits = execute_here(handle, facts, below, known.get(), stack);
@@ -368,7 +452,8 @@ class Log : public c10::DebugInfoBase {
     }
     const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - start;
     const std::lock_guard<std::recursive_mutex> lock(mutex);
-    if (known == nullptr && new_key && call.known_bytes >= 0) {
+    const bool is_known = measurements_ == 0 ? call.known_bytes >= 0 : call.taken_bytes >= 0; // or learnt from this execution
+    if (known == nullptr && new_key && is_known) {
       if (sizes_.size() >= kMostSignatures) {
         sizes_.clear();
       }
@@ -390,7 +475,7 @@ class Log : public c10::DebugInfoBase {
 
   // Executes an op; returns false if it failed, or got no memory for a workspace: the recorder evicts, or raises the error.
   bool execute_here(const c10::OperatorHandle& handle, const Operator& facts, c10::DispatchKeySet below, const Known* known, Stack* stack) {
-    if (facts.needs_block && known != nullptr && !has_block(known->made_bytes + known->room_bytes)) {
+    if (facts.needs_block && !has_block(known->made_bytes + known->room_bytes)) {
       return false;
     }
     const auto failed = failures[device_.index()];
@@ -406,7 +491,7 @@ class Log : public c10::DebugInfoBase {
   }
 
   // Notes an op that is about to run, and finds what is known of its signature; false if the recorder has to read the log first.
-  bool prepare(Draft& draft, const Operator& facts, std::optional<Key>& new_key, std::shared_ptr<Known>& known) {
+  bool prepare(Draft& draft, const c10::OperatorHandle& handle, const Operator& facts, std::optional<Key>& new_key, std::shared_ptr<Known>& known) {
     const std::lock_guard<std::recursive_mutex> lock(mutex);
     if (!shared.in_step) {
       forget_last_step(1);
@@ -415,7 +500,8 @@ class Log : public c10::DebugInfoBase {
       return false;
     }
     key_.assign(1, reinterpret_cast<int64_t>(&facts));
-    if (std::all_of(draft.arguments.begin(), draft.arguments.end(), [&](const IValue& value) { return add_to_key(key_, value); })) {
+    if (!is_sized_by_data(draft, facts) &&
+        std::all_of(draft.arguments.begin(), draft.arguments.end(), [&](const IValue& value) { return add_to_key(key_, value); })) {
       const auto found = sizes_.find(key_);
       if (found == sizes_.end()) {
         new_key = key_;
@@ -423,19 +509,23 @@ class Log : public c10::DebugInfoBase {
         known = found->second;
       }
     }
-    if (known != nullptr && measurements_ > 0) {
+    if (is_measured(known.get())) {
+      call.known_bytes = known->made_bytes;
+      call.room_bytes = known->room_bytes;
+      return fits(known->made_bytes + known->room_bytes);
+    }
+    if (known != nullptr) {
       call.room_bytes = known->room_bytes;
     }
-    if (known == nullptr && measurements_ == 0) {
-      const auto most_bytes = bound_bytes(draft, facts);
-      call.known_bytes = most_bytes >= 0 && would_fit(most_bytes) ? 0 : -1; // the outputs are counted when the op has run
-      return true;
+    const auto& measured = facts.measured;
+    if (measurements_ == 0 || measured.is_enough()) {
+      const auto most_bytes = bound_bytes(handle, draft, facts);
+      const auto room_bytes = measured.room_bytes_of(static_cast<double>(most_bytes) + bytes_in(draft));
+      if (most_bytes >= 0 && would_fit(most_bytes + static_cast<int64_t>(room_bytes))) {
+        call.known_bytes = 0; // the outputs are counted when the op has run
+      }
     }
-    if (!is_measured(known.get())) {
-      return true;
-    }
-    call.known_bytes = known->made_bytes;
-    return fits(known->made_bytes + known->room_bytes);
+    return true;
   }
 
   // Keeps the log open until the op that the recorder has executed in this thread is logged.
@@ -647,40 +737,85 @@ class Log : public c10::DebugInfoBase {
     return known != nullptr && known->measurements >= measurements_;
   }
 
+  // Returns whether the sizes of the outputs depend on the contents of the arguments.
+  static bool is_sized_by_data(const Draft& draft, const Operator& facts) {
+    if (facts.sized_by_data == 0 || facts.bound != kIndexed) {
+      return facts.sized_by_data != 0;
+    }
+    bool found = false;
+    each_tensor(draft.arguments[1], [&](const at::Tensor& index, int64_t) { found = found || is_mask(index); });
+    return found;
+  }
+
   // Returns an upper bound of the bytes of the outputs; -1 if there is none.
-  static int64_t bound_bytes(const Draft& draft, const Operator& facts) {
-    if (facts.bound == kNone) {
-      return -1;
+  static int64_t bound_bytes(const c10::OperatorHandle& handle, const Draft& draft, const Operator& facts) {
+    const auto& arguments = draft.arguments;
+    c10::SmallVector<c10::IntArrayRef, 8> shapes;
+    for (const auto& value : arguments) {
+      each_tensor(value, [&](const at::Tensor& tensor, int64_t) { shapes.push_back(tensor.sizes()); });
     }
-    if (facts.bound == kNothingNew) {
-      return 0;
-    }
-    const auto& inputs = draft.references;
-    const auto size = [&](const Reference& input, size_t dim) { return draft.geometry[input.geometry + dim]; };
-    int64_t elements = 1;
-    if (facts.bound == kProduct) {
-      if (draft.inputs < 2 || inputs[draft.inputs - 1].dim == 0 || inputs[draft.inputs - 2].dim == 0) {
+    int64_t elements = 0;
+    switch (facts.bound) {
+      case kNothingNew:
+        return 0;
+      case kBroadcast: {
+        BroadcastShape all;
+        for (const auto& shape : shapes) {
+          all.add(shape);
+        }
+        elements = all.elements() * static_cast<int64_t>(handle.schema().returns().size());
+        break;
+      }
+      case kProduct: {
+        if (shapes.size() < 2 || shapes.back().empty() || shapes[shapes.size() - 2].empty()) {
+          return -1;
+        }
+        const auto& left = shapes[shapes.size() - 2];
+        elements = c10::multiply_integers(left.slice(0, left.size() - 1)) * shapes.back().back();
+        break;
+      }
+      case kSize: {
+        const auto size = std::find_if(arguments.begin(), arguments.end(), [](const IValue& value) { return value.isIntList(); });
+        if (size == arguments.end()) {
+          return -1;
+        }
+        elements = c10::multiply_integers(size->toIntVector());
+        break;
+      }
+      case kIndexed:
+        elements = indexed_elements(arguments[0].toTensor(), arguments[1]);
+        break;
+      case kSelected: {
+        const auto dim = static_cast<int64_t>(shapes.front().size());
+        const auto along = arguments[1].isInt() ? arguments[1].toInt() : 0;
+        elements = c10::multiply_integers(shapes.back());
+        for (int64_t i = 0; i < dim; ++i) {
+          elements *= i == along || i == along + dim ? 1 : shapes.front()[static_cast<size_t>(i)];
+        }
+        break;
+      }
+      case kConcatenated:
+        for (const auto& shape : shapes) {
+          elements += c10::multiply_integers(shape);
+        }
+        break;
+      case kPositions:
+        elements = c10::multiply_integers(shapes.front()) * static_cast<int64_t>(shapes.front().size());
+        break;
+      default:
         return -1;
-      }
-      const auto& left = inputs[draft.inputs - 2];
-      const auto& right = inputs[draft.inputs - 1];
-      for (size_t dim = 0; dim + 1 < left.dim; ++dim) {
-        elements *= size(left, dim);
-      }
-      return kWidest * elements * size(right, right.dim - 1);
     }
-    size_t most_dims = 0;
-    for (size_t i = 0; i < draft.inputs; ++i) {
-      most_dims = std::max(most_dims, inputs[i].dim);
+    return elements < 0 ? -1 : kWidest * elements;
+  }
+
+  // Returns the bytes of the tensors that an op reads and, if it was executed, of those that it returns.
+  static double bytes_in(const Draft& draft) {
+    double found = 0;
+    for (const auto& tensor : draft.references) {
+      const auto sizes = c10::ArrayRef<int64_t>(draft.geometry).slice(tensor.geometry, tensor.dim);
+      found += static_cast<double>(c10::multiply_integers(sizes)) * static_cast<double>(c10::elementSize(tensor.dtype));
     }
-    for (size_t from_last = 1; from_last <= most_dims; ++from_last) {
-      int64_t largest = 0;
-      for (size_t i = 0; i < draft.inputs; ++i) {
-        largest = from_last > inputs[i].dim ? largest : std::max(largest, size(inputs[i], inputs[i].dim - from_last));
-      }
-      elements *= largest;
-    }
-    return kWidest * elements;
+    return found;
   }
 
   // Returns the bytes that the budget counts of a storage.
@@ -802,7 +937,7 @@ class Log : public c10::DebugInfoBase {
   }
 
   // Logs an op that has run, and adds what it shows of its signature to `known`, if not null.
-  void finish(Draft& draft, const c10::OperatorHandle& handle, const Operator& facts, const Stack& stack, double seconds, Known* known) {
+  void finish(Draft& draft, const c10::OperatorHandle& handle, Operator& facts, const Stack& stack, double seconds, Known* known) {
     const size_t count = handle.schema().returns().size();
     bool repeatable = facts.repeatable != 0;
     for (size_t i = 0; i < count; ++i) {
@@ -843,16 +978,21 @@ class Log : public c10::DebugInfoBase {
     }
     int64_t taken_bytes = std::max(call.taken_bytes, int64_t(0));
     seconds = call.seconds < 0 ? seconds : call.seconds;
+    if (call.taken_bytes >= 0) {
+      facts.measured.add(bytes_in(draft), static_cast<double>(call.taken_bytes - made_bytes), call.seconds);
+      fits(call.taken_bytes - made_bytes);
+    }
     if (known != nullptr) {
       known->made_bytes = made_bytes;
       if (call.taken_bytes >= 0) {
         known->measurements += 1;
         known->room_bytes = std::max(known->room_bytes, call.taken_bytes - made_bytes);
-        fits(known->room_bytes);
         known->seconds = known->seconds < 0 ? call.seconds : std::min(known->seconds, call.seconds);
       }
       seconds = known->seconds < 0 ? seconds : known->seconds;
       taken_bytes = known->measurements == 0 ? 0 : made_bytes + known->room_bytes;
+    } else if (measurements_ > 0 && call.seconds < 0) {
+      seconds = facts.measured.seconds_of(bytes_in(draft));
     }
     Op op{handle, arguments_.size(), references_.size(), references_.size() + draft.inputs,
           references_.size() + draft.references.size(), shared.module, taken_bytes, seconds, at::GradMode::is_enabled(),
@@ -940,7 +1080,7 @@ void fallback(const c10::OperatorHandle& handle, c10::DispatchKeySet keys, Stack
     return;
   }
   const c10::impl::ExcludeDispatchKeyGuard not_again(kKey);
-  const auto& facts = log->facts_of(handle);
+  auto& facts = log->facts_of(handle);
   if (facts.way == kView) {
     handle.redispatchBoxed(below, stack);
   } else if (log->shared.open) {

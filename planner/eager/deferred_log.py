@@ -256,6 +256,7 @@ class DeferredLog:
             operator.repeatable,
             operator.returns_nothing_new,
             operator.reads_to_host,
+            operator.sized_by_data,
             -1 if operator.statistics is None else operator.statistics,
             -1 if operator.training is None else operator.training,
             sum(1 << position for position, _ in operator.mutated),
@@ -271,9 +272,7 @@ def _way(operator: Operator) -> int:
         return _VIEW
     if operator.rebinds or (operator.statistics is not None and operator.replay is None):
         return _CLOSED
-    if operator.random or operator.sized_by_data or (operator.writes and not operator.allocates_first):
-        return _BY_RECORDER
-    return _HERE
+    return _BY_RECORDER if operator.random else _HERE
 
 
 def note_failure(cuda_device: int) -> None:

@@ -16,6 +16,7 @@ from planner.eager.modules import CurrentModule
 from planner.eager.operators import Operator
 from planner.eager.recompute import Recomputation, whole
 from planner.eager.saved_tensors import SavedTensor
+from planner.eager.size_rules import is_mask
 from planner.eager.sizes import KnownOp, OutputSizes, data_dependent_bytes, strided_parts, tensors_in
 from planner.eager.storages import RecordedOp, Reference, TrackedStorage, make_alias, new_reference
 from planner.passes.draws import LOCK
@@ -581,4 +582,4 @@ def is_sized_by_data(operator: Operator, args: Sequence[Any]) -> bool:
     """Return whether the sizes of the outputs depend on the contents of the arguments."""
     if not operator.sized_by_data or operator.name != "aten::index":
         return operator.sized_by_data
-    return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
+    return any(index is not None and is_mask(index) for index in args[1])

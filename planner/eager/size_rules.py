@@ -1,6 +1,7 @@
 """Bytes of the outputs of common ops, from the shapes and types of their arguments in microseconds.
 
-A rule returns the bytes that the op will allocate, or None where it cannot tell, as for types that PyTorch would promote.
+A rule returns the bytes that the op will allocate, or None where it cannot tell, as for types that PyTorch would promote. The
+op log computes upper bounds for more ops.
 """
 
 import math
@@ -12,6 +13,9 @@ from typing import Any
 import torch
 
 from planner.torch_private.core import is_composite
+
+# What bounds the outputs of an operator: the values of ``Bound`` in deferred_log.cpp.
+_NONE, _NOTHING_NEW, _BROADCAST, _PRODUCT, _SIZE, _INDEXED, _SELECTED, _CONCATENATED, _POSITIONS = range(9)
 
 Sizes = Sequence[int] | None  # the bytes of each new output
 Rule = Callable[[Sequence[Any], dict[str, Any]], Sizes]
@@ -36,9 +40,14 @@ def rule_of(function: Any) -> Rule | None:
 def bound_of(function: Any) -> int:
     """Return the kind of bound for all outputs of an operator: a value of ``Bound`` in deferred_log.cpp."""
     rule = rule_of(function)
-    if rule in (_pointwise, _truth_values, _like, _softmax, _reduced):
-        return 2
-    return 1 if rule is _nothing_new else 3 if rule is _product else 0
+    if rule is not None:
+        return _BOUNDS_OF_RULES[rule]
+    namespace, _, name = function._schema.name.partition("::")
+    if namespace != "aten" or is_composite(function):
+        return _NONE
+    if torch.Tag.pointwise in function.tags or name.startswith("_scaled_dot_product_"):
+        return _BROADCAST
+    return _BOUNDS.get(name, _NONE)
 
 
 def _nothing_new(_args: Sequence[Any], _kwargs: dict[str, Any]) -> Sizes:
@@ -94,11 +103,28 @@ def _reduced(args: Sequence[Any], kwargs: dict[str, Any]) -> Sizes:
 
 
 def _indexed(args: Sequence[Any], _kwargs: dict[str, Any]) -> Sizes:
-    """Return the bytes of a tensor that is indexed with tensors of integers."""
-    tensor: torch.Tensor = args[0]
-    indices: Sequence[torch.Tensor | None] = args[1]
-    rest = [size for size, index in zip_longest(tensor.shape, indices) if index is None]
-    return (math.prod(rest) * _elements([index for index in indices if index is not None], {}) * tensor.element_size(),)
+    return (indexed_bytes(args[0], args[1]),)
+
+
+def indexed_bytes(tensor: torch.Tensor, indices: Sequence[torch.Tensor | None]) -> int:
+    """Return the bytes of a tensor that is indexed: exactly for indices, at most for masks, which may choose all."""
+    sizes, others, chosen = iter(tensor.shape), list[int](), list[Sequence[int]]()
+    for index in indices:
+        if index is None:
+            others.append(next(sizes))
+        elif is_mask(index):
+            chosen.append((index.numel(),))
+            for _ in index.shape:
+                next(sizes)
+        else:
+            chosen.append(index.shape)
+            next(sizes)
+    return math.prod((*others, *sizes)) * _broadcast(chosen) * tensor.element_size()
+
+
+def is_mask(index: torch.Tensor) -> bool:
+    """Return whether a tensor of indices chooses the elements that are true."""
+    return index.dtype in (torch.bool, torch.uint8)
 
 
 def _selected(args: Sequence[Any], _kwargs: dict[str, Any]) -> Sizes:
@@ -109,10 +135,13 @@ def _selected(args: Sequence[Any], _kwargs: dict[str, Any]) -> Sizes:
 
 
 def _elements(args: Sequence[Any], kwargs: dict[str, Any]) -> int:
-    """Return the elements of a tensor of the shape of all tensors, broadcast."""
-    shapes = [tensor.shape for tensor in _tensors((*args, *kwargs.values()))]
+    return _broadcast([tensor.shape for tensor in _tensors((*args, *kwargs.values()))])
+
+
+def _broadcast(shapes: Sequence[Sequence[int]]) -> int:
+    """Return the elements of a tensor of these shapes, broadcast."""
     if len(shapes) == 1:
-        return shapes[0].numel()
+        return math.prod(shapes[0])
     sizes = zip_longest(*map(reversed, shapes), fillvalue=1)
     return math.prod(0 if 0 in of_dim else max(of_dim) for of_dim in sizes)
 
@@ -143,4 +172,25 @@ _RULES: dict[str, Rule] = {
     "_softmax": _softmax,
     "index": _indexed,
     "index_select": _selected,
+}
+_BOUNDS_OF_RULES: dict[Rule, int] = {
+    **dict.fromkeys((_like, _pointwise, _reduced, _softmax, _truth_values), _BROADCAST),
+    _indexed: _INDEXED,
+    _new: _SIZE,
+    _nothing_new: _NOTHING_NEW,
+    _product: _PRODUCT,
+    _selected: _SELECTED,
+}
+_OF_SIZE_OF_INPUTS = (
+    *("_log_softmax", "_log_softmax_backward_data", "_safe_softmax", "_softmax_backward_data", "_unsafe_view", "cummax"),
+    *("cummin", "cumprod", "cumsum", "gather", "log_sigmoid_forward", "masked_select", "max", "min", "native_dropout"),
+    *("native_group_norm", "native_group_norm_backward", "native_layer_norm", "native_layer_norm_backward"),
+    *("nll_loss_backward", "nll_loss_forward", "sort", "topk"),
+)
+_BOUNDS: dict[str, int] = {
+    **dict.fromkeys(_OF_SIZE_OF_INPUTS, _BROADCAST),
+    **dict.fromkeys(("empty", "full", "ones", "zeros", "rand", "randn"), _SIZE),
+    "cat": _CONCATENATED,
+    "embedding": _SELECTED,
+    "nonzero": _POSITIONS,
 }

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from planner.capture.lowering.statics import allocated_bytes
-from planner.eager.size_rules import rule_of
+from planner.eager.size_rules import indexed_bytes, rule_of
 from planner.torch_private.core import FakeTensorMode, disable_current_modes, has_meta_kernel, pytree
 
 Signature = Hashable
@@ -207,8 +207,9 @@ def data_dependent_bytes(name: str, args: Sequence[Any]) -> int:
         shape = torch.broadcast_shapes(first.shape, args[1].shape)
         count: int = math.prod(shape)
         return count * first.element_size()
-    # Selected or unique values, each with a position or a count.
-    return first.numel() * (first.element_size() if name == "aten::index" else first.element_size() + 16)
+    if name == "aten::index":
+        return indexed_bytes(first, args[1])
+    return first.numel() * (first.element_size() + 16)  # unique values, each with a position or a count
 
 
 def strided_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:

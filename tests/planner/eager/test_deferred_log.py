@@ -12,12 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.storages import LiveStorages
+from graphs.errors import BudgetError
 from planner.eager import deferred_log
 from planner.eager.deferred_log import Call, DeferredLog
 from planner.eager.log_reading import LogReader
 from planner.eager.recording import Recorder
 from planner.eager.saved_tensors import SavedTensor
 from planner.eager.session import Rematerialization, rematerialize
+from planner.eager.sizes import tensors_in
 from planner.eager.storages import RecordedOp, Reference, TrackedStorage
 from planner.torch_private.core import TorchDispatchMode
 from tests.planner.eager.test_exactness import existing, other_bytes
@@ -38,6 +40,7 @@ from tests.support.eager.models import LOOPS, Loop
 pytestmark = pytest.mark.skipif(not DeferredLog.available(), reason="there is no C++ compiler")
 
 Run = Callable[[nn.Module, Tensor], Tensor]
+aten = torch.ops.aten
 
 
 def with_dropout(model: nn.Module, x: Tensor) -> Tensor:
@@ -391,7 +394,9 @@ def test_new_sizes_need_no_python_far_below_the_budget(monkeypatch: pytest.Monke
         x = torch.arange(rows * 64).view(rows, 64) / 10**6
         for layer in model:
             x = torch.tanh(layer(x) * 2.0)
-        torch.bmm(x.view(rows, 8, 8), x.view(rows, 8, 8)).square().sum().backward()
+        chosen = (x.detach().mean(1) > 0.0).nonzero().flatten()
+        x = torch.cat((x[chosen], x.index_select(0, chosen), x.new_zeros(rows, 64), table(chosen)))
+        torch.bmm(x.view(-1, 8, 8), x.view(-1, 8, 8)).square().sum().backward()
         model.zero_grad()
 
     def names(budget: int) -> set[str]:
@@ -404,14 +409,55 @@ def test_new_sizes_need_no_python_far_below_the_budget(monkeypatch: pytest.Monke
         peaks.append(session.peak_bytes)
         return set(in_python)
 
-    model, peaks = chain(layers=3), list[int]()
+    model, table, peaks = chain(layers=3), nn.Embedding(3002, 64), list[int]()
     monkeypatch.setattr(LogReader, "_run", noting)
     far = names(10**9)
     near = names(int(1.12 * peaks[0]))
     with monkeypatch.context() as patch:
         patch.setattr(deferred_log, "bound_of", lambda _: 0)
         without = names(10**9)
-    bounded = {f"aten::{name}" for name in ("addmm", "mm", "bmm", "tanh", "tanh_backward", "sum", "mul")}
+    from_other_sizes = ("cat", "embedding", "index", "index_select", "new_zeros", "nonzero")
+    bounded = {f"aten::{name}" for name in ("addmm", "mm", "bmm", "tanh", "tanh_backward", "sum", "mul", *from_other_sizes)}
     assert bounded <= without and not bounded & far and bounded & near
     assert "aten::arange" in far
     assert peaks[0] == peaks[1] == peaks[2]
+
+
+numbers, positions, mask = torch.ones(6, 8, 10), torch.tensor([0, 2, 2]), torch.tensor([True] * 5 + [False])
+BOUNDED: list[tuple[Any, tuple[Any, ...]]] = [
+    (aten._log_softmax.default, (numbers.double(), 1, False)),
+    (aten.add.Tensor, (numbers[0], torch.ones(1000, 1, 1).double())),
+    (aten.cat.default, ([numbers, numbers, numbers[:2]],)),
+    (aten.embedding.default, (numbers[0], torch.zeros(1000, dtype=torch.int64))),
+    (aten.gather.default, (numbers, 0, torch.zeros(6, 8, 1, dtype=torch.int64))),
+    (aten.index.Tensor, (numbers, [None, positions[:, None], positions])),
+    (aten.index.Tensor, (numbers, [mask, torch.zeros(5, dtype=torch.int64)])),
+    (aten.index.Tensor, (numbers, [numbers[..., 0] > 0])),
+    (aten.index.Tensor, (torch.ones(6), [torch.zeros(1000, 10, dtype=torch.int64)])),
+    (aten.index_select.default, (numbers, -2, torch.zeros(1000, dtype=torch.int64))),
+    (aten.masked_select.default, (numbers[0], numbers > 0)),
+    (aten.mm.default, (torch.ones(1000, 2), torch.ones(2, 100))),
+    (aten.native_layer_norm.default, (numbers, [10], None, None, 1e-5)),
+    (aten.new_zeros.default, (numbers, [100, 100])),
+    (aten.nonzero.default, (numbers,)),
+    (aten.nonzero.default, (torch.ones(100, 100),)),
+    (aten.randn.default, ([100, 100],)),
+    (aten.sort.default, (positions.repeat(1000),)),
+    (aten.sum.dim_IntList, (torch.ones(0, 1000), [0])),
+    (aten.topk.default, (numbers, 4)),
+]
+
+
+@pytest.mark.parametrize("number", range(len(BOUNDED)))
+def test_bounds_are_not_below_what_an_op_makes(number: int) -> None:
+    """An op that is one byte too large is not executed by the log, which its bound would allow if it were too low."""
+    function, args = BOUNDED[number]
+    made_bytes = sum(t.nbytes for t in tensors_in(function(*args)))
+    model, budget = chain(), other_bytes() + 10**8
+    with rematerialize(budget) as session:
+        opened(session, with_dropout, model, torch.randn(8, 64))
+        ballast = torch.empty(budget - other_bytes() - made_bytes + 1, dtype=torch.uint8)
+        assert is_open(session)
+        with pytest.raises(BudgetError):
+            function(*args)
+        del ballast

@@ -94,6 +94,30 @@ def test_each_signature_is_measured_twice_and_then_counts_as_long(costs: Costs) 
         assert recorder.memory.clock_s - seconds_before >= recorder.ops - ops_before
 
 
+@pytest.mark.parametrize("budget", ["far", "near"])
+def test_sizes_that_are_new_in_each_step(budget: str, costs: Costs) -> None:
+    """Far below the budget, only the first of each operator are measured, but for convolutions."""
+
+    def step(rows: int) -> int:
+        before = costs.measured
+        x = torch.randn(rows, 4, 8, 8)
+        with_dropout(model, convolution(x).view(-1, 64)).backward()
+        model.zero_grad()
+        return costs.measured - before
+
+    model, convolution = chain(layers=2), nn.Conv2d(4, 4, 3, padding=1)
+    with rematerialize("1GB") as session:
+        peak_bytes = max(step(rows) and session.peak_bytes for rows in range(50, 70))
+    with rematerialize(10**9 if budget == "far" else int(1.12 * peak_bytes)) as session:
+        measured = [step(rows) for rows in range(50, 70)]
+        ops, seconds = session.ops, session._entered.memory.clock_s
+        assert is_open(session)
+    assert session.peak_bytes == peak_bytes
+    assert 0.8 * ops < seconds < 1.2 * ops
+    assert min(measured[:3]) > 10
+    assert max(measured[-3:]) == 2 if budget == "far" else min(measured[-3:]) > 2
+
+
 def test_what_an_op_takes_besides_its_outputs_has_room(costs: Costs) -> None:
     model, x = chain(), torch.randn(64, 64)
     costs.taken_bytes = 2**20

@@ -50,6 +50,7 @@ class Recorder(TorchDispatchMode):
     Attributes:
         handle: executes an op that was called: `run`, or the function with which a `LogReader` has replaced it.
         lock: held while the state of the runtime is read or changed, because a backward pass may run in several threads.
+        is_closed: the block has ended.
         saved: number of tracked tensors that autograd holds as saved tensors.
         saved_storages: the storages of saved tensors, by identity.
         packs: number of tensors saved so far.
@@ -74,6 +75,7 @@ class Recorder(TorchDispatchMode):
         self.follower = follower
         self.device_costs = device_costs
         self.lock = threading.RLock()
+        self.is_closed = False
         self.saved = 0
         self.saved_storages: dict[int, TrackedStorage] = {}
         self.packs = 0
@@ -538,6 +540,13 @@ class Recorder(TorchDispatchMode):
         self.memory.forget()
         self._recorded = self._copied_bytes = 0
         self._read_by = (-1, {})
+
+    def close(self) -> None:
+        """End the block: its records, and what they hold in memory, are dropped when no saved tensor needs them."""
+        self.is_closed = True
+        self.memory.settle()
+        if not self.saved:
+            self.forget()
 
     # Tensors that autograd saves.
 

@@ -55,6 +55,8 @@ class SavedTensor:
             storage.base = None
             if storage.watch is None or storage.watch() is None:
                 recorder.follower.released(storage, only_saved=True)
+        if recorder.is_closed and not recorder.saved:
+            recorder.forget()
 
     def unpack(self) -> torch.Tensor:
         """Return the tensor, recomputed if it was evicted.

@@ -143,6 +143,7 @@ class Rematerialization:
         with ExitStack() as block:
             if self._counted is not CountedMemory.ALLOCATED:
                 block.enter_context(capped_allocator(self._device, memory.budget_bytes))
+            block.callback(recorder.close)
             block.callback(follower.close)
             block.enter_context(recorder.module)
             block.enter_context(recorder if reader is None else reader.log.entered(recorder))

@@ -413,6 +413,23 @@ def test_a_graph_that_leaves_the_block_can_still_be_differentiated() -> None:
     assert all(torch.equal(a, p.grad) for a, p in zip(expected, model.parameters(), strict=True))
 
 
+@pytest.mark.parametrize("budget", [_TIGHT + 50_000, 10**9])
+@pytest.mark.parametrize("ends_inside", [True, False])
+def test_a_session_keeps_no_tensors_behind_the_block(budget: int, *, ends_inside: bool) -> None:
+    model = chain()
+    before = other_bytes()
+    with rematerialize(before + budget) as session:
+        loss = model(torch.randn(256, 64)).square().mean()  # the input is evicted, and drawn again
+        if ends_inside:
+            loss.backward()
+    if not ends_inside:
+        loss.backward()
+    assert (session.evictions > 0) == (budget < 10**9)
+    model.zero_grad()
+    del loss
+    assert other_bytes() == before
+
+
 def test_backward_in_another_thread() -> None:
     expected = gradients(lambda model, x: model(x).square().mean(), None)[:-1]
     model, x = chain(), torch.randn(256, 64)

@@ -91,9 +91,9 @@ class OutputSizes:
         These are the workspace of a convolution on CUDA, and what the CPU's LSTM keeps for its backward pass.
         """
         if self._device.type == "cuda" and takes_free_memory(function):
-            # cuDNN's workspace is often about as large as inputs and outputs together.
+            # cuDNN's workspace is often about as large as inputs and outputs together, and rarely twice as large.
             inputs = tensors_in((*args, *kwargs.values()))
-            return out_bytes + sum(self.counted_bytes(t.untyped_storage().nbytes(), t.device) for t in inputs)
+            return 2 * (out_bytes + sum(self.counted_bytes(t.untyped_storage().nbytes(), t.device) for t in inputs))
         if function is not torch.ops.aten.mkldnn_rnn_layer.default or not (args[-1] and torch.is_grad_enabled()):
             return 0
         steps, batch, inputs = args[0].shape

@@ -1357,7 +1357,8 @@ PyObject* deferred_hooks(int64_t log, PyObject* tensor_type, PyObject* parameter
   return found;
 }
 
-// Removes the saved tensors from the log, and returns them in the order in which they were saved. From then on all hold aliases.
+// Removes the saved tensors from the log, and returns them in the order in which they were saved, each with the tensor that it has
+// held. From then on all hold aliases.
 PyObject* deferred_take_saved(int64_t log, PyObject* tensor_type, PyObject* make_subclass) {
   // Inside an op, aliases would not share the version counter.
   const c10::impl::ForceDispatchKeyGuard outside_of_ops(c10::default_included_set, c10::default_excluded_set);
@@ -1366,7 +1367,10 @@ PyObject* deferred_take_saved(int64_t log, PyObject* tensor_type, PyObject* make
   while (found != nullptr && !taken.empty()) {
     auto* logged = taken.front();
     PyObject* alias = PyObject_CallFunctionObjArgs(make_subclass, tensor_type, logged->held, nullptr);
-    if (alias == nullptr || PyList_Append(found, reinterpret_cast<PyObject*>(logged)) != 0) {
+    PyObject* pair = alias == nullptr ? nullptr : PyTuple_Pack(2, reinterpret_cast<PyObject*>(logged), logged->held);
+    const bool is_added = pair != nullptr && PyList_Append(found, pair) == 0;
+    Py_XDECREF(pair);
+    if (!is_added) {
       Py_XDECREF(alias);
       Py_CLEAR(found);
       break;

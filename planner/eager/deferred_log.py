@@ -236,12 +236,12 @@ class DeferredLog:
         found: tuple[Any, Any] = make(self._handle, torch.Tensor, torch.nn.Parameter, make_subclass, begin_step, pack, unpack)
         return found
 
-    def take_saved(self) -> "list[LoggedTensor]":
-        """Remove the saved tensors from the log, and return them: the caller replaces their aliases."""
+    def take_saved(self) -> "list[tuple[LoggedTensor, torch.Tensor]]":
+        """Remove the saved tensors from the log, and return them, each with the tensor that it has held before an alias."""
         take = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_int64, *[ctypes.py_object] * 2)(
             ("deferred_take_saved", self._library)
         )
-        found: list[LoggedTensor] = take(self._handle, torch.Tensor, make_subclass)
+        found: list[tuple[LoggedTensor, torch.Tensor]] = take(self._handle, torch.Tensor, make_subclass)
         return found
 
     def _facts(self, name: bytes, overload: bytes, facts: Any) -> None:

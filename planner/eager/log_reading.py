@@ -174,8 +174,8 @@ class LogReader:
             log.read(show)
         finally:
             self._unread = None
-        for saved in log.take_saved():
-            saved.held = SavedTensor.of(recorder, saved.held, saved.version)
+        for saved, tensor in log.take_saved():
+            saved.held = SavedTensor.of(recorder, tensor, saved.held, saved.version)
         self._forget_draws()
         memory.settle()
 

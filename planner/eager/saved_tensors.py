@@ -21,17 +21,24 @@ class SavedTensor:
         version: autograd's version counter when it was saved.
     """
 
-    __slots__ = ("_number", "_recorder", "storage", "version")
+    __slots__ = ("_leaf", "_number", "_recorder", "storage", "version")
 
-    def __init__(self, recorder: "Recorder", storage: TrackedStorage, number: int, version: int) -> None:
+    def __init__(
+        self, recorder: "Recorder", storage: TrackedStorage, number: int, version: int, leaf: torch.Tensor | None
+    ) -> None:
+        self._leaf = leaf
         self._recorder = recorder
         self._number = number
         self.storage = storage
         self.version = version
 
     @classmethod
-    def of(cls, recorder: "Recorder", alias: torch.Tensor, version: int) -> Self:
-        """Return the saved tensor of an alias, which keeps its storage in memory until it is evicted."""
+    def of(cls, recorder: "Recorder", tensor: torch.Tensor, alias: torch.Tensor, version: int) -> Self:
+        """Return the saved tensor of `tensor`, of which `alias` keeps the storage in memory until it is evicted.
+
+        Parameters, and leaves whose storage is never evicted, are held themselves: as in plain eager PyTorch, a backward pass
+        sees what was assigned to their ``.data`` meanwhile.
+        """
         storage = recorder.memory.find(storage_address(alias)) or recorder.memory.add(alias)
         number = recorder.packs
         recorder.packs = number + 1
@@ -39,7 +46,8 @@ class SavedTensor:
         storage.aliases[number] = alias
         storage.saved += 1
         recorder.saved_storages[id(storage)] = storage
-        return cls(recorder, storage, number, version)
+        is_held = type(tensor) is torch.nn.Parameter or (storage.pinned and tensor.is_leaf)
+        return cls(recorder, storage, number, version, tensor if is_held else None)
 
     def __del__(self) -> None:
         storage, recorder = self.storage, self._recorder
@@ -69,7 +77,7 @@ class SavedTensor:
             if recorder.follower.log is not None:
                 recorder.follower.unpacked(storage)
             recorder.memory.touch(storage, recorder.memory.read_s)
-            alias = storage.aliases.get(self._number)
+            alias = self._leaf if self._leaf is not None else storage.aliases.get(self._number)
             if alias is None:
                 alias = self._restored()
             elif alias._version != self.version:

@@ -430,6 +430,35 @@ def test_a_session_keeps_no_tensors_behind_the_block(budget: int, *, ends_inside
     assert other_bytes() == before
 
 
+@pytest.mark.parametrize("budget", [10**9, 2_400_000, 1_800_000])
+def test_data_of_parameters_that_is_replaced_before_the_backward_pass(budget: int) -> None:
+    """Autograd has saved the parameters themselves: it computes with their new data, but recomputed tensors have the old."""
+
+    def train() -> list[Tensor]:
+        torch.manual_seed(0)
+        model, results = chain(), []
+        scales = [nn.Parameter(torch.rand(64)) for _ in model]
+        parameters = [*model.parameters(), *scales]
+        for _ in range(3):
+            x = torch.randn(256, 64)
+            for layer, scale in zip(model, scales, strict=True):
+                x = torch.tanh(layer(x)) * scale
+            loss = x.square().mean()
+            for parameter in parameters:
+                parameter.data = parameter.data * 2.0
+            loss.backward()
+            results += [loss.detach(), *(p.grad for p in parameters)]
+            for parameter in parameters:
+                parameter.data, parameter.grad = parameter.data * 0.5, None
+        return results
+
+    expected = train()
+    with rematerialize(other_bytes() + budget) as session:
+        found = train()
+    assert (session.evictions > 0) == (budget < 10**9)
+    assert all(map(torch.equal, found, expected))
+
+
 def test_backward_in_another_thread() -> None:
     expected = gradients(lambda model, x: model(x).square().mean(), None)[:-1]
     model, x = chain(), torch.randn(256, 64)

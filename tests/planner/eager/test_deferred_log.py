@@ -2,7 +2,7 @@
 
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -163,32 +163,33 @@ def test_what_is_read_is_what_would_have_been_recorded(run: Run, monkeypatch: py
     assert forward(run, deferred=True, monkeypatch=monkeypatch) == forward(run, deferred=False, monkeypatch=monkeypatch)
 
 
+def train_on(run: Run, batches: Sequence[int], session: Rematerialization | None = None) -> list[np.ndarray]:
+    """Train with some numbers of rows, and return all results; before the last, the log of `session` must be open."""
+    torch.manual_seed(1)
+    model, results = chain(), []
+    for i, rows in enumerate(batches):
+        x = torch.randn(rows, 64)
+        if i == len(batches) - 1 and session is not None and run is not penalized:
+            torch.ones(1).add(1)
+            assert is_open(session)
+        loss = run(model, x)
+        loss.backward()
+        results += [t.detach().numpy().copy() for t in (loss, *(p.grad for p in model.parameters()), torch.get_rng_state())]
+        model.zero_grad()
+    return results
+
+
 @pytest.mark.parametrize("run", RUNS)
 def test_a_step_that_does_not_fit_after_steps_that_do(run: Run) -> None:
     """The log is read in the middle of the step: the results are eager PyTorch's, and the budget is kept."""
-
-    def steps(model: nn.Module, session: Rematerialization | None) -> list[np.ndarray]:
-        torch.manual_seed(1)
-        results = []
-        for rows in (16, 16, 200):
-            x = torch.randn(rows, 64)
-            if rows == 200 and session is not None and run is not penalized:
-                torch.ones(1).add(1)
-                assert is_open(session)
-            loss = run(model, x)
-            loss.backward()
-            results += [t.detach().numpy().copy() for t in (loss, *(p.grad for p in model.parameters()), torch.get_rng_state())]
-            model.zero_grad()
-        return results
-
+    batches = 16, 16, 200
     others = other_bytes()
     with LiveStorages(existing()) as live:
-        expected = steps(chain(), None)
+        expected = train_on(run, batches)
     others_now = other_bytes()
     budget = others_now + int((0.75 if run not in _HELD else 0.9) * (live.peak_bytes - others))
-    model = chain()
     with LiveStorages(existing()) as live, rematerialize(budget, max_recomputation=100) as session:
-        results = steps(model, session)
+        results = train_on(run, batches, session)
         assert not is_open(session)
     assert session.evictions > 0
     assert live.peak_bytes <= budget and session.peak_bytes <= budget

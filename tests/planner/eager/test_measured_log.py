@@ -17,9 +17,9 @@ from planner.eager.log_reading import LogReader
 from planner.eager.session import Rematerialization, rematerialize
 from planner.eager.storages import RecordedOp
 from planner.torch_private.core import storage_address
-from tests.planner.eager.test_deferred_log import RUNS, Run, is_open, with_dropout
+from tests.planner.eager.test_deferred_log import RUNS, Run, is_open, train_on, with_dropout
 from tests.planner.eager.test_exactness import existing, other_bytes
-from tests.planner.eager.test_session import chain, penalized
+from tests.planner.eager.test_session import chain
 from tests.support.eager.device_costs import Costs, measure_by
 
 pytestmark = pytest.mark.skipif(not DeferredLog.available(), reason="there is no C++ compiler")
@@ -53,26 +53,13 @@ def read_log(session: Rematerialization) -> None:
 
 @pytest.mark.parametrize("run", RUNS)
 def test_a_step_that_does_not_fit_after_steps_that_do(run: Run, costs: Costs) -> None:
-    def steps(model: nn.Module, *, opens: bool) -> list[np.ndarray]:
-        torch.manual_seed(1)
-        results = []
-        for rows in (16, 16, 16, 200):
-            x = torch.randn(rows, 64)
-            if rows == 200 and opens and run is not penalized:
-                torch.ones(1).add(1)
-                assert is_open(session)
-            loss = run(model, x)
-            loss.backward()
-            results += [t.detach().numpy().copy() for t in (loss, *(p.grad for p in model.parameters()), torch.get_rng_state())]
-            model.zero_grad()
-        return results
-
+    batches = 16, 16, 16, 200
     others = other_bytes()
     with LiveStorages(existing()) as live:
-        expected = steps(chain(), opens=False)
+        expected = train_on(run, batches)
     budget = other_bytes() + int(0.9 * (live.peak_bytes - others))
     with LiveStorages(existing()) as live, rematerialize(budget, max_recomputation=100) as session:
-        results = steps(chain(), opens=True)
+        results = train_on(run, batches, session)
         assert not is_open(session)
     assert session.evictions > 0 and live.peak_bytes <= budget
     assert all(map(np.array_equal, results, expected))

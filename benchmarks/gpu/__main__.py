@@ -49,10 +49,10 @@ STEPS: Mapping[str, GpuStep] = {
     "arena": GpuStep((*_PLANS, "--models", "resnet50,unet", "--ways", "arena,reserved", "--out", "{out}/arena"), 150.0),
     "eager": GpuStep(
         (
-            *("benchmarks.eager", "--fresh", "--device", "cuda", "--models", "tree,gpt2-small,resnet50-full"),
+            *("benchmarks.eager", "--fresh", "--device", "cuda", "--models", "tree,experts,gpt2-small,resnet50-full"),
             *("--ways", "dtr", "--out", "{out}/eager"),
         ),
-        150.0,
+        200.0,
     ),
     "capped": GpuStep(("benchmarks.gpu.capped",), 80.0),
     "allocator": GpuStep(("benchmarks.gpu.allocator", "--out", "{out}/allocator"), 120.0),

@@ -119,7 +119,7 @@ def indexed_bytes(tensor: torch.Tensor, indices: Sequence[torch.Tensor | None]) 
         else:
             chosen.append(index.shape)
             next(sizes)
-    return math.prod((*others, *sizes)) * _broadcast(chosen) * tensor.element_size()
+    return math.prod((*others, *sizes)) * broadcast_elements(chosen) * tensor.element_size()
 
 
 def is_mask(index: torch.Tensor) -> bool:
@@ -135,10 +135,10 @@ def _selected(args: Sequence[Any], _kwargs: dict[str, Any]) -> Sizes:
 
 
 def _elements(args: Sequence[Any], kwargs: dict[str, Any]) -> int:
-    return _broadcast([tensor.shape for tensor in _tensors((*args, *kwargs.values()))])
+    return broadcast_elements([tensor.shape for tensor in _tensors((*args, *kwargs.values()))])
 
 
-def _broadcast(shapes: Sequence[Sequence[int]]) -> int:
+def broadcast_elements(shapes: Sequence[Sequence[int]]) -> int:
     """Return the elements of a tensor of these shapes, broadcast."""
     if len(shapes) == 1:
         return math.prod(shapes[0])

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from planner.capture.lowering.statics import allocated_bytes
-from planner.eager.size_rules import indexed_bytes, rule_of
-from planner.torch_private.core import FakeTensorMode, disable_current_modes, has_meta_kernel, pytree
+from planner.eager.size_rules import broadcast_elements, indexed_bytes, rule_of
+from planner.torch_private.core import FakeTensorMode, disable_current_modes, has_meta_kernel, pytree, unlogged_fakes
 
 Signature = Hashable
 
@@ -154,7 +154,7 @@ class OutputSizes:
             return copies[id(value)]
 
         try:
-            with mode:
+            with mode, unlogged_fakes():
                 copied_args, copied_kwargs = pytree.tree_map(copy, (tuple(args), kwargs))
                 outputs = function(*copied_args, **copied_kwargs)
         except Exception:  # noqa: BLE001  a kernel may be missing or raise anything; the real op decides
@@ -204,9 +204,7 @@ def data_dependent_bytes(name: str, args: Sequence[Any]) -> int:
     if name == "aten::nonzero":
         return first.numel() * max(1, first.dim()) * 8
     if name == "aten::masked_select":
-        shape = torch.broadcast_shapes(first.shape, args[1].shape)
-        count: int = math.prod(shape)
-        return count * first.element_size()
+        return broadcast_elements([first.shape, args[1].shape]) * first.element_size()
     if name == "aten::index":
         return indexed_bytes(first, args[1])
     return first.numel() * (first.element_size() + 16)  # unique values, each with a position or a count

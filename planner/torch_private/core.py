@@ -1,5 +1,6 @@
 """Private names of ``torch`` itself: dispatch, fake tensors, nested containers of tensors."""
 
+import logging
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
@@ -46,6 +47,8 @@ from torch.utils._python_dispatch import (
 )
 from torch.utils._sympy.interp import sympy_interp  # evaluates a condition on other numbers
 from torch.utils._sympy.reference import PythonReferenceAnalysis  # in Python's arithmetic
+
+_FAKE_LOG = logging.getLogger("torch._subclasses.fake_tensor")
 
 # The transform of torch.func (vmap, grad) that code runs under.
 current_transform = torch._C._functorch.peek_interpreter_stack
@@ -150,6 +153,13 @@ def python_kernels(op: OpOverload, kernels: Mapping[DispatchKey, Callable[..., A
             yield
         finally:
             op._dispatch_cache.clear()
+
+
+@contextmanager
+def unlogged_fakes() -> Iterator[None]:
+    """Suppress the log entries of ops that fail on fake tensors: the error has the message."""
+    with patch.object(_FAKE_LOG, "disabled", True):
+        yield
 
 
 @contextmanager

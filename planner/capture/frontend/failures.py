@@ -1,10 +1,7 @@
 """Errors for failed captures: the user's own exception as it is, or one line with the code that stopped it and a way out."""
 
-import logging
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from unittest.mock import patch
+from collections.abc import Callable
 
 import torch
 
@@ -16,8 +13,6 @@ from planner.capture.signature import Batch, call, leaves
 from planner.capture.step import TrainingStep
 from planner.torch_private.capture import FOLLOWS_COPIES, TorchDynamoException
 from planner.torch_private.core import FakeTensor
-
-_FAKE_LOG = logging.getLogger("torch._subclasses.fake_tensor")
 
 # Patterns in the errors of Dynamo and AOTAutograd, and the messages that replace them: `{where}` is the line of the user's
 # code, `{on}` the advice for steps that are not one graph, other names are groups of the pattern. The first match counts.
@@ -99,13 +94,6 @@ def own_message(error: BaseException) -> str | None:
         if cause is not None and is_handled_by_a_caller(cause):
             return None
     return None if cause is None else str(cause)
-
-
-@contextmanager
-def unlogged() -> Iterator[None]:
-    """Suppress the log entries of ops that fail on fake tensors: the error has the message."""
-    with patch.object(_FAKE_LOG, "disabled", True):
-        yield
 
 
 def _users_own(step: TrainingStep, batch: Batch, on_fakes: Exception | None, *, observed: bool) -> Exception | None:

@@ -18,7 +18,7 @@ from planner.capture.frontend.dynamo_patches import (
 )
 from planner.capture.frontend.eager_ops import ASKING_FOR_COMPILERS, not_compiling, ops_as_eager
 from planner.capture.frontend.effects import Effect, UnsettledError, check_effects, record_effects, settle
-from planner.capture.frontend.failures import failure, own_message, unlogged
+from planner.capture.frontend.failures import failure, own_message
 from planner.capture.frontend.fake_execution import on_fakes
 from planner.capture.frontend.preserved_state import preserve_state
 from planner.capture.frontend.source_lines import location, traced_line
@@ -50,7 +50,7 @@ from planner.torch_private.capture import (
     get_traced_fn,
     tracing,
 )
-from planner.torch_private.core import FakeTensor, disable_current_modes, kept_in_graphs
+from planner.torch_private.core import FakeTensor, disable_current_modes, kept_in_graphs, unlogged_fakes
 
 T = TypeVar("T")
 # Makes a result of a module that Dynamo captured, called in its tracing context.
@@ -133,7 +133,7 @@ def _settled(step: TrainingStep, batch: Batch, trace: Callable[[], T]) -> T:
     """Return what `trace` returns once all values are settled; step and batch are restored afterwards."""
 
     def once() -> T:
-        with preserve_state(step, batch), unlogged():
+        with preserve_state(step, batch), unlogged_fakes():
             return trace()
 
     try:

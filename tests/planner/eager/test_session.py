@@ -459,6 +459,41 @@ def test_data_of_parameters_that_is_replaced_before_the_backward_pass(budget: in
     assert all(map(torch.equal, found, expected))
 
 
+FAILING: list[Callable[[Tensor], object]] = [
+    lambda x: x[torch.tensor([999])],
+    lambda x: x.index_put_((torch.tensor([999]),), torch.ones(64)),
+    lambda x: x.index_add_(0, torch.tensor([0]), torch.ones(2, 64)),
+    lambda x: x.masked_select(torch.ones(3) > 0),
+    lambda x: torch.cat([x, torch.ones(3, 3)]),
+    lambda x: x.scatter(0, torch.full((1, 64), 999), 1.0),
+]
+
+
+@pytest.mark.parametrize("is_near", [True, False])
+def test_errors_of_the_program_are_those_of_eager_pytorch(capfd: pytest.CaptureFixture[str], *, is_near: bool) -> None:
+    def train() -> list[object]:
+        torch.manual_seed(0)
+        model, results = chain(4), list[object]()
+        for rows in range(256, 262):
+            x = model(torch.randn(rows, 64))
+            for call in FAILING:
+                try:
+                    results.append(call(x.detach().clone()))
+                except (IndexError, RuntimeError) as error:
+                    results.append((type(error), str(error)))
+            x.square().mean().backward()
+            results.append([p.grad.tolist() for p in model.parameters()])
+            model.zero_grad()
+        return results
+
+    expected = train()
+    with rematerialize(other_bytes() + (600_000 if is_near else 10**9), max_recomputation=100) as session:
+        found = train()
+    assert (session.evictions > 0) == is_near
+    assert found == expected
+    assert "fake_tensor" not in capfd.readouterr().err
+
+
 def test_backward_in_another_thread() -> None:
     expected = gradients(lambda model, x: model(x).square().mean(), None)[:-1]
     model, x = chain(), torch.randn(256, 64)

@@ -282,7 +282,7 @@ class Rematerialization:
     def _advice(self) -> str:
         """Return advice on the budget of a step that ran out of memory."""
         found_bytes = self._entered.follower.enough_bytes(self._enough_bytes)
-        if found_bytes:
+        if found_bytes > self.budget_bytes:  # else memory was short for what a replay does not see, as gaps in the allocator
             return f"If this step continues like an earlier one, a budget of {format_enough(found_bytes)} is enough for all of it"
         return (
             "Later ops of the step may need more. How much is known only after a step has ended: run one with a larger budget, "

@@ -61,8 +61,17 @@ def mixed_devices() -> tuple[nn.Module, Step]:
     return nn.ModuleList([on_cpu, on_cuda]), step
 
 
-@pytest.mark.parametrize("of", [multilayer, convolutional, mixed_devices])
-@pytest.mark.parametrize("memory", ["allocated", "reserved"])
+@pytest.mark.parametrize(
+    ("of", "memory"),
+    [
+        (multilayer, "allocated"),
+        (convolutional, "allocated"),
+        (mixed_devices, "allocated"),
+        # Not with convolutions: of so little reserved memory none is left in one piece for their workspaces, an error.
+        (multilayer, "reserved"),
+        (mixed_devices, "reserved"),
+    ],
+)
 def test_a_step_that_does_not_fit_after_steps_that_do(of: Callable[[], tuple[nn.Module, Step]], memory: str) -> None:
     share = 0.75 if memory == "allocated" else 0.9  # what lies between tensors is reserved, too
     assert DeferredLog.available()

@@ -518,7 +518,7 @@ class Log : public c10::DebugInfoBase {
       call.room_bytes = known->room_bytes;
     }
     const auto& measured = facts.measured;
-    if (measurements_ == 0 || measured.is_enough()) {
+    if (measurements_ == 0 || (measured.is_enough() && !facts.needs_block)) {
       const auto most_bytes = bound_bytes(handle, draft, facts);
       const auto room_bytes = measured.room_bytes_of(static_cast<double>(most_bytes) + bytes_in(draft));
       if (most_bytes >= 0 && would_fit(most_bytes + static_cast<int64_t>(room_bytes))) {

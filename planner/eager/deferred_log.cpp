@@ -452,7 +452,8 @@ class Log : public c10::DebugInfoBase {
     }
     const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - start;
     const std::lock_guard<std::recursive_mutex> lock(mutex);
-    const bool is_known = measurements_ == 0 ? call.known_bytes >= 0 : call.taken_bytes >= 0; // or learnt from this execution
+    // What a signature takes is known where it has run by a bound, but where ops are measured, only from a measurement.
+    const bool is_known = measurements_ == 0 ? call.known_bytes >= 0 : call.taken_bytes >= 0;
     if (known == nullptr && new_key && is_known) {
       if (sizes_.size() >= kMostSignatures) {
         sizes_.clear();
@@ -517,10 +518,9 @@ class Log : public c10::DebugInfoBase {
     if (known != nullptr) {
       call.room_bytes = known->room_bytes;
     }
-    const auto& measured = facts.measured;
-    if (measurements_ == 0 || (measured.is_enough() && !facts.needs_block)) {
+    if (measurements_ == 0 || (facts.measured.is_enough() && !facts.needs_block)) {
       const auto most_bytes = bound_bytes(handle, draft, facts);
-      const auto room_bytes = measured.room_bytes_of(static_cast<double>(most_bytes) + bytes_in(draft));
+      const auto room_bytes = measurements_ == 0 ? 0 : facts.measured.room_bytes_of(static_cast<double>(most_bytes) + bytes_in(draft));
       if (most_bytes >= 0 && would_fit(most_bytes + static_cast<int64_t>(room_bytes))) {
         call.known_bytes = 0; // the outputs are counted when the op has run
       }
@@ -981,6 +981,8 @@ class Log : public c10::DebugInfoBase {
     if (call.taken_bytes >= 0) {
       facts.measured.add(bytes_in(draft), static_cast<double>(call.taken_bytes - made_bytes), call.seconds);
       fits(call.taken_bytes - made_bytes);
+    } else if (!is_measured(known)) {
+      fits(static_cast<int64_t>(facts.measured.most_room_bytes)); // not scaled by size: a peak is no upper bound
     }
     if (known != nullptr) {
       known->made_bytes = made_bytes;

@@ -118,6 +118,45 @@ def test_what_an_op_takes_besides_its_outputs_has_room(costs: Costs) -> None:
         assert log.fits(10**9 - 2 * live_bytes) and not log.fits(10**9)
 
 
+def test_what_an_op_is_estimated_to_take_counts_in_the_peak(costs: Costs) -> None:
+    costs.taken_bytes = 4 * 2**20
+
+    def peak_bytes(sizes: list[int]) -> int:
+        model, before = chain(3), other_bytes()
+        with rematerialize(before + 10**9) as session:
+            for rows in sizes:
+                model(torch.randn(rows, 64)).square().sum().backward()
+                model.zero_grad()
+        return session.peak_bytes - before
+
+    measured, estimated = peak_bytes([100] * 10 + [4000] * 3), peak_bytes([*range(100, 110), 4000])
+    assert measured <= estimated <= measured + costs.taken_bytes
+
+
+def test_ops_that_need_a_block_are_measured_in_each_size(costs: Costs) -> None:
+    state, sizes = torch.zeros(4), range(1, 13)
+
+    def convolution_update(x: Tensor, y: Tensor) -> None:
+        x.add_(y.sum())
+
+    library = torch.library.Library("planner_test_blocks", "DEF")
+    library.define("convolution_update(Tensor(a!) x, Tensor y) -> ()")
+    library.impl("convolution_update", convolution_update, "CPU")
+    try:
+        with rematerialize("1GB") as session:
+            chain()(torch.randn(8, 64)).sum().backward()
+            torch.ones(1).add(1)
+            assert is_open(session)
+            before = costs.measured
+            for size in sizes:
+                torch.ops.planner_test_blocks.convolution_update(state, torch.ones(size))
+            assert is_open(session)
+    finally:
+        library._destroy()
+    assert costs.measured >= before + len(sizes)
+    assert state[0] == sum(sizes)
+
+
 @pytest.mark.parametrize("taken_bytes", [2**20, 2**55])
 def test_a_convolution_leaves_the_log_if_it_has_no_memory_in_one_piece(taken_bytes: int, costs: Costs) -> None:
     costs.taken_bytes = taken_bytes
